@@ -40,6 +40,10 @@ OF_16 = {"batch_size": 16, "effective_batch_size": 64}
         ({"training": {"batch_size": "atuo"}}, ["training.batch_size=atuo", "or auto"]),
         ({"training": {"batch_size": 1.5}}, ["training.batch_size=1.5", "integer"]),
         ({"training": {"batch_size": True}}, ["training.batch_size=True", "integer"]),
+        ({"training": {"batch_size": "²"}}, ["training.batch_size=²", "integer"]),
+        ({"retry": {"rules": 3}}, ["retry.rules=3", "a list"]),
+        ({"notify": {"command": 3}}, ["notify.command=3", "a list"]),
+        ({"notify": {"on": True}}, ["notify.on=True", "a list"]),
         (
             {"training": {"batch_size": "auto", "gradient_accumulation_steps": 4}},
             ["gradient_accumulation_steps=4", "training.effective_batch_size"],

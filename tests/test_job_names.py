@@ -1,12 +1,15 @@
 """What a job is called that was given no name."""
 
+import os
 import re
+import time
 
 import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 
 import trainers
+import warm
 from robust_train import launch
 from robust_train.config.trainers import folder_name
 from robust_train.folder.state import read_state
@@ -39,8 +42,24 @@ def test_a_function_within_another_and_a_long_name_make_names_of_folders():
     assert folder_name("a/b c") == "a_b_c"
 
 
-def test_a_function_gives_its_name_to_its_job_and_run_folder(tmp_path, monkeypatch):
+def test_a_function_gives_its_name_to_each_of_its_jobs_and_their_run_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    folder = launch(trainers.plain, {"isolation": "none"}).run_dir
-    assert re.fullmatch(r"[\d-]+_trainers.plain_\d+", folder.name), folder
-    assert read_state(folder).name == "trainers.plain"
+    at, clock = time.gmtime(0), time.strftime
+    monkeypatch.setattr(time, "strftime", lambda form, *_: clock(form, at))  # in one second
+    first, second = (launch(trainers.plain, {"isolation": "none"}).run_dir for _ in range(2))
+    assert re.fullmatch(r"00-00-00_trainers.plain_\d+", first.name), first
+    assert second == first.with_name(f"{first.name}_2")
+    assert read_state(second).name == "trainers.plain"
+
+
+def test_a_refused_command_removes_its_own_run_folder_and_none_that_a_config_names(tmp_path):
+    mine = "defaults: [robust, _self_]\nhydra: {run: {dir: logs}}\n"
+    (tmp_path / "mine.yaml").write_text(mine)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "notes.log").touch()
+    for config in ((), (f"--config-dir={tmp_path}", "--config-name=mine")):
+        words = ("train", *config, "min_batch_size=999")
+        refused = warm.robust_train(*words, environ=dict(os.environ), cwd=tmp_path)
+        assert (refused.returncode, refused.stdout) == (2, ""), refused.stderr
+    assert list((tmp_path / "outputs").iterdir()) == []
+    assert (tmp_path / "logs" / "notes.log").exists()

@@ -12,6 +12,7 @@ import os
 import re
 import stat
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -173,18 +174,12 @@ class Spacing:
             else ""
         )
 
-    def passes(
-        self,
-        kind: str,
-        length: int,
-        now: float,
-    ) -> bool:
-        """Return whether a line of ``length`` bytes is to be written."""
-        kind = self.known(kind)
+    def passes(self, kind: str, length: int) -> bool:
+        """Return whether a line of ``length`` bytes is to be written now."""
+        kind, now = self.known(kind), time.monotonic()
         first, last, written = self._seen.get(kind, (now, now, 0))
         gap = (now - first) * length / self._budget
-        # a clock that was set back must not end the record
-        if written + length > self._budget and 0 <= now - last < gap:
+        if written + length > self._budget and now - last < gap:
             return False
         self._seen[kind] = first, now, written + length
         return True

@@ -6,7 +6,9 @@ import os
 import resource
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
+from robust_train import files
 from robust_train.attempt.sampler import SampleFile
 from robust_train.folder.memory_samples import FILE_NAME, Sample, encode, read_samples
 from robust_train.readable import MIB
@@ -99,7 +101,9 @@ def test_workers_are_forked_beside_a_sampler_that_is_always_at_it(own_trainers, 
     assert "starts a thread" not in ended.output
 
 
-def test_the_file_stays_small_and_keeps_earlier_attempts(tmp_path):
+def test_the_file_stays_small_and_keeps_earlier_attempts(tmp_path, monkeypatch):
+    clock = SimpleNamespace(monotonic=itertools.count(30.0, 0.1).__next__)
+    monkeypatch.setattr(files, "time", clock)
     earlier = [Sample(float(number), 1, "cpu", number) for number in range(30)]
     path = tmp_path / FILE_NAME
     torn = encode(earlier[0])[:20]

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from forked_ranks import of_forks
-from robust_train.folder import journal as journal_module
+from robust_train import files
+from robust_train.folder import journal
 from robust_train.folder.journal import Journal, attempts_in
 from robust_train.folder.state import Summary, read_summary
 from robust_train.model.events import (
@@ -86,9 +87,12 @@ def test_a_journal_that_cannot_be_read_now_is_no_empty_one(path):
 
 @pytest.fixture
 def weeks(monkeypatch):
-    """The writer's clock: one event a tenth of a second."""
-    clock = SimpleNamespace(time=itertools.count(1e9, 0.1).__next__)
-    monkeypatch.setattr(journal_module, "time", clock)
+    """The writer's clocks: one event a tenth of a second, and after the first minutes the date is
+    set, as on a machine that starts without one."""
+    dates = itertools.chain(range(2000), itertools.repeat(1.7e9))
+    monkeypatch.setattr(journal, "time", SimpleNamespace(time=dates.__next__))
+    seconds = itertools.count(0.0, 0.1)
+    monkeypatch.setattr(files, "time", SimpleNamespace(monotonic=seconds.__next__))
 
 
 @pytest.mark.usefixtures("weeks")

@@ -167,6 +167,15 @@ def test_a_checkpoint_whose_manifest_could_not_be_written_counts_once_it_was_rea
     assert newest(folder) == last, "the first one of a job"
 
 
+def test_one_without_a_manifest_does_not_count_where_batches_are_counted(folder):
+    """No one knows which of them it has seen."""
+    path = save(folder, 7)
+    content = json.loads(manifest_of(path).read_text())
+    manifest_of(path).write_text(json.dumps(content | {"position": {"batches": 7, "in_pass": 7}}))
+    zipped(folder / "step-00000008.txt")
+    assert newest(folder) == path
+
+
 def test_a_folder_is_whole_with_all_of_its_files(folder):
     saved = folder / "checkpoint-5"
     saved.mkdir(parents=True)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attempts import gpu
+from robust_train import launch
 from robust_train.folder.state import RunState, StateFile, read_state
 from robust_train.model.attempt import Attempt
 from robust_train.model.events import (
@@ -106,6 +107,17 @@ def with_values(**values):
 def test_torn_foreign_and_wrongly_typed_files_are_no_state(tmp_path, content):
     (tmp_path / "state.json").write_bytes(content)
     assert read_state(tmp_path) is None
+
+
+def test_a_message_of_any_length_leaves_a_state_that_can_be_read(tmp_path):
+    def quotes_a_whole_file(cfg):
+        raise ValueError("x" * 2_000_000)
+
+    with pytest.raises(ValueError, match="xxx"):
+        launch(quotes_a_whole_file, {"isolation": "none"}, run_dir=tmp_path)
+    state = read_state(tmp_path)
+    assert (state.state, state.attempt.outcome) == ("failed", "bug")
+    assert "quotes_a_whole_file" in state.attempt.traceback
 
 
 def test_control_characters_do_not_reach_a_terminal():

@@ -52,11 +52,7 @@ class SampleFile:
     def add(self, sample: Sample) -> None:
         """Write one more sample, or keep it until :meth:`flush`."""
         line = (encode(sample) + "\n").encode()
-        if self._spacing.passes(
-            "sample",
-            len(line),
-            sample.time,
-        ):
+        if self._spacing.passes("sample", len(line)):
             self._held.clear()
             self._file.try_append(line)
         else:

@@ -17,7 +17,11 @@ from robust_train.config.checks import unchecked
 from robust_train.config.composition import complete, plain_config
 from robust_train.config.projects import builds_on_ours, with_group
 from robust_train.config.trainers import TrainerRef
-from robust_train.folder.hydra_state import remove_refused, sweep_folder
+from robust_train.folder.hydra_state import (
+    changes_each_time,
+    remove_refused,
+    sweep_folder,
+)
 from robust_train.folder.requests import sweep_stop_requested
 from robust_train.folder.state import EXIT_CODES, Summary
 from robust_train.launcher.job import run_job
@@ -117,10 +121,7 @@ def _job(
             str(error),
         )
         hydra = HydraConfig.get()
-        is_named = any(
-            one.startswith("hydra.run.dir=") for one in hydra.overrides.hydra
-        )
-        if hydra.mode == RunMode.RUN and not is_named:
+        if hydra.mode == RunMode.RUN and changes_each_time():
             remove_refused(Path(hydra.runtime.output_dir))
     except JobInterrupted as error:
         session.job_ended(

@@ -140,7 +140,7 @@ def integer_or_auto(name: str, given: Any) -> int | None:
         text = given.strip().lower()
         if text == AUTO:
             return None
-        given = int(text) if text.isdigit() else given
+        given = int(text) if text.isdecimal() else given
     if isinstance(given, bool) or not isinstance(given, int):
         raise ConfigError(f"{name}={given}: must be an integer or auto")
     if given < 1:
@@ -151,7 +151,7 @@ def integer_or_auto(name: str, given: Any) -> int | None:
 def words(name: str, given: Any) -> tuple[str, ...]:
     """Return the words of a list, or of one string as a shell splits it."""
     if not isinstance(given, str):
-        return tuple(map(str, given or ()))
+        return words_of_list(name, given)
     try:
         return tuple(shlex.split(given))
     except ValueError as error:
@@ -162,7 +162,7 @@ def words_of_list(name: str, given: Any) -> tuple[str, ...]:
     """Return the words of a list."""
     if given is not None and not isinstance(given, (list, tuple)):
         raise ConfigError(
-            f"{name}={given}: must be a list, {name}=[program, argument, …]"
+            f"{name}={given}: must be a list, {name}=[one, another, …]"
         )
     return tuple(map(str, given or ()))
 
@@ -186,7 +186,7 @@ def events(name: str, given: Any) -> tuple[str, ...]:
     """Return the chosen events, all of them for null."""
     if given is None:
         return EVENTS
-    chosen = (given,) if isinstance(given, str) else tuple(map(str, given))
+    chosen = (given,) if isinstance(given, str) else words_of_list(name, given)
     for event in chosen:
         if event not in EVENTS:
             raise ConfigError(
@@ -209,6 +209,8 @@ _EXAMPLE = "{exit_code: 3, then: retry, times: 5}"
 
 def retry_rules(name: str, given: Any) -> tuple[RetryRule, ...]:
     """Return the user's own rules for failures, in order."""
+    if not isinstance(given, (list, type(None))):
+        raise ConfigError(f"{name}={given}: must be a list like [{_EXAMPLE}]")
     return tuple(
         _rule(f"{name}[{number}]", rule)
         for number, rule in enumerate(given or ())

@@ -256,7 +256,9 @@ def newest_checkpoint(folder: Path, job: str) -> Manifest | None:
         path, state = manifest.path, state_of(manifest)
         damage = "torn" if state == "torn" else ""
         if state == "whole":
-            if (newer := _unlisted(folder, manifest)) is not None:
+            # where one without a manifest was in the data is not known
+            counts_batches = manifest.position != START
+            if not counts_batches and (newer := _unlisted(folder, manifest)):
                 return newer
             # now all of it is read; without a checksum to compare with, nothing is read for one
             damage, known = damage_in(path, reads=True), manifest.content

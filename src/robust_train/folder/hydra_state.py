@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import re
@@ -31,6 +32,8 @@ _LONGEST_COMMAND = 2000
 _NOBODY = 65534  # a user of another namespace, or root of another host
 OF_HYDRA = re.compile(r"\.hydra|(?!attempt-\d+\.).*\.log")
 """What Hydra has in a run folder before anything of ours."""
+_CHANGES = re.compile(r"\$\{(now|robust_pid)\b|\$\{hydra[.:]job\.(id|num)\b")
+"""Interpolations that differ between commands, and so between ranks or restarts."""
 _BEFORE_ATTEMPTS = re.compile(
     rf"{OF_HYDRA.pattern}|requests|lock|(job|state|summary)\.json|journal\.jsonl|report\.html"
 )
@@ -47,22 +50,37 @@ def run_folder(
     RunFolderUnavailable: now."""
     # in a script that we run the variable names the folder of that job
     is_free = EVENTS_VARIABLE not in os.environ
+    path: Path | None = None
     if run_dir is not None:
         path = Path(run_dir)
     elif HydraConfig.initialized():
         path = Path(HydraConfig.get().runtime.output_dir)
     elif is_free and (given := os.environ.pop(RUN_DIR_VARIABLE, "")):
         path = Path(given)
-    else:
-        name = f"{folder_name(name)}_{os.getpid()}"
-        path = Path("outputs") / time.strftime(f"%Y-%m-%d/%H-%M-%S_{name}")
     try:
+        if path is None:
+            path = _new_folder(name)
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        problem = f"run folder {path}: cannot be made: {error.strerror}"
+        problem = f"run folder {path or error.filename}: cannot be made: {error.strerror}"
         raise unusable_folder(problem, error) from error
     close_to_others(path, group_reads=group_reads)
     return path.resolve()
+
+
+def _new_folder(name: str) -> Path:
+    """Make and return a folder that no other job has. Raises OSError."""
+    name = f"{folder_name(name)}_{os.getpid()}"
+    first = Path("outputs") / time.strftime(f"%Y-%m-%d/%H-%M-%S_{name}")
+    first.parent.mkdir(parents=True, exist_ok=True)
+    path = first
+    # a program may call launch() twice in a second
+    for number in itertools.count(2):
+        with contextlib.suppress(FileExistsError):
+            path.mkdir()
+            break
+        path = first.with_name(f"{first.name}_{number}")
+    return path
 
 
 def close_to_others(folder: Path, *, group_reads: bool) -> None:
@@ -85,6 +103,14 @@ def close_to_others(folder: Path, *, group_reads: bool) -> None:
                 folder,
                 who,
             )
+
+
+def changes_each_time() -> bool:
+    """Return whether Hydra makes a new run folder for each command, and does not find one that the
+    user or the project's config has named."""
+    config: Any = HydraConfig.instance().cfg
+    run: Any = OmegaConf.to_container(config.hydra.run, resolve=False)
+    return _CHANGES.search(str(run["dir"])) is not None
 
 
 def remove_refused(folder: Path) -> None:

@@ -42,10 +42,9 @@ class Journal:
         attempt: int | None = None,
     ) -> None:
         """Append one event of attempt number ``attempt``, or of the job; NaN becomes null."""
-        now = time.time()
         whose = {} if attempt is None else {"attempt": attempt}
         content = strict_json(
-            {"time": round(now, 6), **whose, **event.as_json()}
+            {"time": round(time.time(), 6), **whose, **event.as_json()}
         )
         text = json.dumps(
             content,
@@ -59,7 +58,7 @@ class Journal:
             rank = getattr(event, "rank", None) or ""
             kind = self._spacing.known(f"{event.name} {own} {rank}")
             self._held.pop(kind, None)
-            if not self._spacing.passes(kind, len(line), now):
+            if not self._spacing.passes(kind, len(line)):
                 self._held[kind] = line
                 return
             held = b""

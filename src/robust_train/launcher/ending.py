@@ -35,6 +35,9 @@ _ESCAPES = re.compile(
 _MOST_LINES = 40
 _OF_THE_HOST = (FailureKind.HOST_OOM, FailureKind.WORKER_DEATH)
 _LINES = 15
+# of characters: each record of the attempt has them, and state.json is read up to 1 MiB
+_LONGEST_MESSAGE = 2_000
+_LONGEST_TRACEBACK = 100_000
 
 
 def ended(
@@ -59,13 +62,24 @@ def ended(
     elif failure is not None and crash is not None:
         traceback = str(crash)
     resident = end.max_resident_bytes or memory.get("max_resident")
+    if failure is not None:
+        message = _without_middle(failure.message, _LONGEST_MESSAGE)
+        failure = replace(failure, message=message)
     return replace(
         attempt,
         seconds=seconds,
         failure=failure,
-        traceback=traceback,
+        traceback=traceback and _without_middle(traceback, _LONGEST_TRACEBACK),
         peak_memory_bytes=memory.get("max_allocated", resident),
     )
+
+
+def _without_middle(text: str, longest: int) -> str:
+    """Return a text, shortened in its middle: an exception may quote a whole file."""
+    half = longest // 2
+    if len(text) <= longest:
+        return text
+    return f"{text[:half]} … {text[-half:]}"
 
 
 def _with_workers(failure: Failure | None, end: Exit) -> Failure | None:

@@ -14,7 +14,6 @@ import functools
 import json
 import logging
 import os
-import re
 import signal
 import sys
 import time
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from robust_train.compat import when_cuda_starts
 from robust_train.config.attempt import guest_config
@@ -37,7 +36,7 @@ from robust_train.config.trainers import (
     target_of,
 )
 from robust_train.files import json_lines, read_object, write_json
-from robust_train.folder.hydra_state import run_folder
+from robust_train.folder.hydra_state import changes_each_time, run_folder
 from robust_train.folder.identity import Beginning
 from robust_train.folder.state import Summary
 from robust_train.host.engine import TORCHRUN, GuestRank
@@ -70,9 +69,6 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 log = logging.getLogger("robust_train")
-
-_CHANGES = re.compile(r"\$\{(now|robust_pid)\b|\$\{hydra[.:]job\.(id|num)\b")
-"""Interpolations that differ between ranks or restarts."""
 
 # for rank 0, which may wait for a disk or for the last start's processes
 _START_SECONDS = 1800.0
@@ -401,11 +397,8 @@ def _run_dir(guest: GuestRank, given: str | Path | None) -> Path:
     """Return the run folder, the same for all ranks and restarts; raises ConfigError if none is."""
     if given is not None:
         return run_folder(given, "")
-    if HydraConfig.initialized():
-        config: Any = HydraConfig.instance().cfg
-        raw: Any = OmegaConf.to_container(config.hydra.run, resolve=False)
-        if not _CHANGES.search(str(raw["dir"])):
-            return run_folder(None, "")
+    if HydraConfig.initialized() and not changes_each_time():
+        return run_folder(None, "")
     return run_folder(guest.folder, "")
 
 
