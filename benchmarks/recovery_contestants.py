@@ -157,7 +157,7 @@ def _train_from_checkpoint(job: Job, training: Any, run: Any) -> Network:
     from robust_train.attempt.checkpoints import CheckpointFolder, read_newest
 
     network, optimizer = build(job)
-    folder = CheckpointFolder(run.saving, keep=2)
+    folder = CheckpointFolder(run, keep=2)
     step = 0
     found = (
         None if run.resume_checkpoint is None else read_newest(run.resume_checkpoint)

@@ -53,7 +53,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         deaf, listening = Run(run_dir=Path(folder)), Run(run_dir=Path(folder))
         open_requests(Path(folder))
-        with AttemptRequests(listening, Path(folder)):
+        with AttemptRequests(listening):
             plain, served = step_of(deaf), step_of(listening)
             for _ in range(50):
                 plain(), served()

@@ -16,6 +16,7 @@ from robust_train.attempt.requests import AttemptRequests
 from robust_train.attempt.run import MicroBatchPlan, Run
 from robust_train.files import replacing
 from robust_train.folder.requests import REQUESTS, TAKEN, find_requests, open_requests
+from watched_run import WatchedRun
 from world import wait_until
 
 
@@ -23,13 +24,10 @@ class Asking:
     """An attempt of this process, and a client that writes requests for it."""
 
     def __init__(self, folder, **options):
-        self.events = []
-        self.run = Run(
-            run_dir=folder, report=lambda event: self.events.append(event.as_json()), **options
-        )
+        self.run = WatchedRun(folder, **options)
         self.path = folder / REQUESTS
         open_requests(folder)
-        self.requests = AttemptRequests(self.run, folder)
+        self.requests = AttemptRequests(self.run)
         self._number = 0
 
     def ask(self, verb, **options):
@@ -79,24 +77,21 @@ def test_what_reads_only_is_answered_without_a_boundary(asking):
     assert answer["memory"]["resident"] > 0
 
 
-def test_a_checkpoint_is_answered_when_it_is_saved(asking):
+def test_a_checkpoint_is_answered_when_it_is_saved_or_cannot_be(asking):
     assert not asking.run.checkpoint_requested
-    asking.ask("checkpoint")
-    asking.ask("checkpoint")
+    for _ in range(2):
+        asking.ask("checkpoint")
     assert asking.run.checkpoint_requested
     assert not asking.has_replied()
     asking.run.checkpoint_saved(Path("somewhere"), 7)
     assert not asking.run.checkpoint_requested
     for number in (1, 2):
         assert asking.reply(number)["answer"] == {"path": "somewhere", "step": 7}
-
-
-def test_a_checkpoint_that_cannot_be_saved_is_told_of_and_not_tried_for_ever(asking):
     asking.ask("checkpoint")
     assert asking.run.checkpoint_requested
     asking.run.checkpoint_failed("No space left on device")
     assert asking.reply()["error"] == "no checkpoint: No space left on device"
-    assert not asking.run.checkpoint_requested
+    assert not asking.run.checkpoint_requested, "it is not tried for ever"
 
 
 def test_a_trainer_is_given_one_round_of_its_loop_to_show_its_habits(asking):
@@ -151,7 +146,7 @@ def test_halving_before_the_first_split_waits_for_it(asking):
     asking.run.backward(loss_of, torch.ones(8, 2), model)
     assert sizes == [4, 4]
     assert asking.reply()["answer"]["after"] == {"micro_batch": 4}
-    (event,) = [e for e in asking.events if e["event"] == "micro_batch_changed"]
+    (event,) = asking.run.of("micro_batch_changed")
     assert (event["before"], event["after"], event["training"]) == (8, 4, True)
     asking.ask("halve_batch")
     asking.run.progress(1)
@@ -164,34 +159,29 @@ def step_of(optimizer):
     optimizer.step()
 
 
-def test_an_optimizers_step_is_a_boundary_from_the_first_request_on(attempt):
+@pytest.mark.parametrize("has_other", [False, True], ids=["alone", "beside another's hook"])
+def test_an_optimizers_step_is_a_boundary_if_no_other_hook_is_there(attempt, has_other):
     hooks = _global_optimizer_post_hooks
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-    asking = attempt()
-    asking.ask("figures")
-    asking.reply()
-    step_of(optimizer)
-    assert not hooks, "nothing is hooked in before it is needed"
-    asking.ask("explode")
-    wait_until(lambda: hooks, "it is hooked in")
-    step_of(optimizer)
-    assert "knows no such request" in asking.reply()["error"]
-    asking.requests.__exit__(None, None, None)
-    assert not hooks
-
-
-def test_hooks_of_others_are_left_alone(attempt):
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-    theirs = register_optimizer_step_post_hook(lambda *_: None)
-    try:
+    with contextlib.ExitStack() as others:
+        if has_other:
+            others.callback(register_optimizer_step_post_hook(lambda *_: None).remove)
         asking = attempt()
-        asking.ask("explode")
+        asking.ask("figures")
+        asking.reply()
         step_of(optimizer)
-        assert len(_global_optimizer_post_hooks) == 1
-        asking.run.progress(1)
-        assert "explode" in asking.reply()["error"]
-    finally:
-        theirs.remove()
+        assert len(hooks) == has_other, "nothing is hooked in before it is needed"
+        asking.ask("explode")
+        if has_other:
+            step_of(optimizer)
+            assert len(hooks) == 1
+            asking.run.progress(1)
+        else:
+            wait_until(lambda: hooks, "it is hooked in")
+            step_of(optimizer)
+        assert "knows no such request" in asking.reply()["error"]
+        asking.requests.__exit__(None, None, None)
+        assert len(hooks) == has_other
 
 
 def test_two_threads_of_a_trainer_do_not_carry_out_the_same_request(asking):

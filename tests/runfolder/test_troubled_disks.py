@@ -47,7 +47,7 @@ def test_the_manifest_that_a_full_disk_owes_takes_the_room_of_an_older_checkpoin
     with small_disk(tmp_path / "disk", "nr_inodes=10"):
         run_dir = tmp_path / "disk"
         begin_job(run_dir, resume=True)
-        folder = CheckpointFolder(Run(run_dir=run_dir).saving, keep=2)
+        folder = CheckpointFolder(Run(run_dir=run_dir), keep=2)
         for step in (1, 2):
             folder.save({"step": step}, step)
         while os.statvfs(run_dir).f_ffree > 1:

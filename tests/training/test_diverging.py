@@ -149,7 +149,7 @@ def after(losses, plan):
 
 def test_a_loss_has_to_stay_bad_to_count_as_diverged():
     plan, nan = DivergenceConfig(patience=3), float("nan")
-    assert after([1.0, nan, nan, 1.0, nan, nan], plan).diverged(plan) is None
+    assert after([1.0, nan, nan, 1.0, nan, nan], plan).diverged(plan) == ""
     diverged = after([1.0, 0.5, nan, float("inf"), nan], plan).diverged(plan)
     assert diverged == "the loss is nan since step 3; the last good one was 0.5 at step 2"
 
@@ -157,11 +157,10 @@ def test_a_loss_has_to_stay_bad_to_count_as_diverged():
 def test_spikes_count_where_they_are_asked_for_and_last():
     noise = [1.0 + 0.01 * (number % 7) for number in range(40)]
     plan = DivergenceConfig(patience=2, spike_sigma=6.0)
-    assert after([*noise, *[5.0] * 19, 1.0], plan).diverged(plan) is None
-    assert "far above its median, since step 41" in (
-        after([*noise, *[5.0] * 20], plan).diverged(plan) or ""
-    )
-    assert after([*noise, *[5.0] * 20], DivergenceConfig()).diverged(DivergenceConfig()) is None
+    high = [*noise, *[5.0] * 20]
+    assert after([*high[:-1], 1.0], plan).diverged(plan) == ""
+    assert "far above its median, since step 41" in after(high, plan).diverged(plan)
+    assert after(high, DivergenceConfig()).diverged(DivergenceConfig()) == ""
 
 
 def saved(folder, *checkpoints):
@@ -207,13 +206,13 @@ def test_what_was_saved_after_it_diverged_is_not_resumed_from(tmp_path):
 
 def test_a_checkpoint_is_proven_by_a_hundred_steps(tmp_path):
     guard = Run(run_dir=tmp_path).guard
-    saving = Saving(tmp_path, 1, guard.proves)
+    saving = Saving(tmp_path, 1)
     saving.job, guard.losses = "j", Losses(good_step=115)
     saved(saving.folder, (10, "finite"), (16, "finite"), (20, "finite"), (30, "finite"))
-    saving.rotate("step-*", keep=1)
+    saving.rotate("step-*", 1, guard.proves)
     assert [one.step for one in of_job(saving.folder, "j")] == [10, 30]
     guard.losses = Losses(good_step=130)
-    saving.rotate("step-*", keep=1)
+    saving.rotate("step-*", 1, guard.proves)
     assert [one.step for one in of_job(saving.folder, "j")] == [30]
 
 

@@ -243,18 +243,7 @@ class Saving:
         self,
         run_dir: Path,
         attempt: int,
-        # returns whether the weights after a step are known to be good
-        proves: Callable[[int], bool] = lambda step: False,
-        # takes each complete checkpoint, its step, and where it is in the data
-        report: Callable[[Path, int | None, Position | None], None] = (
-            lambda path, step, position: None
-        ),
-        *,
-        is_main: bool = True,
     ) -> None:
-        self.report = report
-        # whether this is rank 0, which saves and reports
-        self.is_main = is_main
         self.batches = Batches()
         self.folder = run_dir / "checkpoints"  # where checkpoints belong
         identity = wait_until_readable(lambda: read_identity(run_dir))
@@ -267,7 +256,6 @@ class Saving:
         )
         # why the last checkpoint could not be written, empty if it was
         self.owed = ""
-        self._proves = proves
         self.rotates = False  # whether it is we who remove old ones
         # of reading back, as measured
         self._bytes_per_second = _READS_BYTES_PER_SECOND
@@ -359,17 +347,15 @@ class Saving:
         self,
         pattern: str,
         keep: int,
+        proves: Callable[[int], bool] = lambda step: False,
     ) -> None:
         """Remove all but the newest ``keep`` checkpoints whose names match ``pattern``, and the
-        last one that is known to be good."""
+        last one that is known to be good: ``proves`` returns whether the weights after a step
+        are."""
 
         def loss_of(one: Manifest) -> str:
             may_be = one.loss == "finite" and one.step is not None
-            return (
-                "proven"
-                if may_be and self._proves(one.step or 0)
-                else one.loss
-            )
+            return "proven" if may_be and proves(one.step or 0) else one.loss
 
         if self.job is not None:
             with _warned():

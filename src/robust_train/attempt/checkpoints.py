@@ -21,12 +21,11 @@ from contextlib import nullcontext
 from errno import EINVAL, ENOENT, ENOSPC, ESTALE
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from robust_train.attempt.cadence import Saving
 from robust_train.compat import (
     keep_versions,
     load_shards,
@@ -55,6 +54,9 @@ from robust_train.model.failure import FailureKind
 from robust_train.readable import first_line
 from robust_train.step.ranks import of_all_ranks
 
+if TYPE_CHECKING:
+    from robust_train.attempt.run import Run
+
 log = logging.getLogger("robust_train")
 
 T = TypeVar("T")
@@ -74,13 +76,13 @@ STEP = "step"  # of a checkpoint of `run.save`
 
 
 class CheckpointFolder:
-    """The checkpoints that a run saves, ``run.saving``, of which the newest ``keep`` are kept:
-    files like ``step-00000120.pt``, or the folders ``step-00000120`` that ``write_folder`` writes.
-    Then all ranks save, and the first one reports."""
+    """The checkpoints that a run saves, of which the newest ``keep`` stay: files like
+    ``step-00000120.pt``, or the folders ``step-00000120`` that ``write_folder`` writes. Then all
+    ranks save, and the first one reports."""
 
     def __init__(
         self,
-        saving: Saving,
+        run: Run,
         *,
         keep: int,  # 0: who writes them removes old ones
         write_folder: Callable[[Content, Path], Path] | None = None,
@@ -88,9 +90,9 @@ class CheckpointFolder:
         copies: int = 1,
         suffix: str = ".pt",
     ) -> None:
-        saving.rotates = keep > 0
-        self.path = saving.folder
-        self._saving = saving
+        run.saving.rotates = keep > 0
+        self.path = run.checkpoint_dir
+        self._run = run
         self._keep = keep
         self._write_folder = write_folder
         self._suffix = suffix
@@ -103,7 +105,7 @@ class CheckpointFolder:
         """Save and report a checkpoint, then remove the ones that are too many. Raises
         CheckpointError: it could not be written; the earlier ones are untouched."""
         self.report_written(wait=True)
-        at = self._saving.batches.position
+        at = self._run.position
         path = self._write(content, step)
         self._report(path, step, at)
         self.report_written(wait=True)
@@ -148,7 +150,7 @@ class CheckpointFolder:
             else:
                 owed.append(partial(save, *copied.values()))
 
-        at_once |= not self._saving.is_main
+        at_once |= not self._run.is_main
         copying = nullcontext() if at_once else saving_files(later)
 
         def complete() -> Path:
@@ -161,10 +163,10 @@ class CheckpointFolder:
 
         with self._none_left(path), copying:
             together(write, of_all_ranks)
-        if self._saving.is_main:
+        if self._run.is_main:
             self._goes_on(step, complete)
         else:
-            self._saving.report(path, step, None)
+            self._run.checkpoint_saved(path, step)
 
     @contextlib.contextmanager
     def _none_left(self, path: Path) -> Iterator[None]:
@@ -176,20 +178,17 @@ class CheckpointFolder:
                 raise
             why = first_line(error)
             # torch's writer of files does not say why
-            run_dir, is_of_system = (
-                self.path.parent,
-                isinstance(error, OSError),
-            )
-            if not is_of_system and why_full(run_dir, str(path)):
+            is_of_system = isinstance(error, OSError)
+            if not is_of_system and why_full(self._run.run_dir, str(path)):
                 why = os.strerror(ENOSPC)
-            if self._saving.is_main:
+            if self._run.is_main:
                 shutil.rmtree(path, ignore_errors=True)
             raise CheckpointError(f"cannot write {path}: {why}") from None
 
     def _goes_on(self, step: int, write: Callable[[], Path]) -> None:
-        position = self._saving.batches.position
+        position = self._run.position
         self._in_flight = _in_background(write), step, position
-        self._saving.clock.copied()
+        self._run.saving.clock.copied()
 
     def report_written(self, *, wait: bool = False) -> None:
         """Report the checkpoint that was written meanwhile, if it is; ``wait`` until it is. Raises
@@ -227,22 +226,25 @@ class CheckpointFolder:
         )
 
     def _checked(self, path: Path) -> Path:
-        if self._saving.is_main and (damage := self._saving.damage_in(path)):
-            raise CheckpointError(
-                f"checkpoint {path}: {damage}; it is not used"
-            )
+        if self._run.is_main:
+            damage = self._run.saving.damage_in(path)
+            if damage:
+                raise CheckpointError(
+                    f"checkpoint {path}: {damage}; it is not used"
+                )
         return path
 
     def _report(self, path: Path, step: int, at: Position) -> None:
-        if not self._saving.is_main:
+        if not self._run.is_main:
             return
-        self._saving.report(path, step, at)
+        self._run.checkpoint_saved(path, step, at)
         if self._keep:
             # to remove a large file takes its time, too
             rotate = partial(
-                self._saving.rotate,
+                self._run.saving.rotate,
                 "step-*",
                 self._keep,
+                self._run.guard.proves,
             )
             self._rotating = _in_background(rotate)
 

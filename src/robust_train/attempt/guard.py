@@ -10,20 +10,20 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from robust_train.config.schema import DivergenceConfig, RobustConfig
 from robust_train.files import plain
 from robust_train.model.errors import Spoiled
-from robust_train.model.events import Event, StepDiffered, UpdateSkipped
+from robust_train.model.events import StepDiffered, UpdateSkipped
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
+    from robust_train.attempt.run import Run
     from robust_train.step.update import LateFigures
 
 log = logging.getLogger("robust_train")
@@ -36,14 +36,17 @@ _SPIKES = 10
 # median absolute deviation to standard deviation, of a normal distribution
 _SIGMA = 1.4826
 
+# whose figure a loss is; a later one of these counts in place of those before it
+_COMPUTED, _REPORTED, _GIVEN = range(3)
+
 
 @dataclass(frozen=True)
 class Losses:
     """The losses that were reported so far."""
 
     good_step: int | None = None  # the last one with a good loss
-    good_loss: float | None = None
-    bad_since: int | None = None  # first step of the last bad ones in a row
+    good_loss: float = 0.0  # that loss
+    bad_since: int = 0  # first step of the last bad ones in a row
     bad_loss: float = 0.0
     bad: int = 0  # reports in a row that are not good
     not_finite: int = 0  # of these
@@ -64,7 +67,7 @@ class Losses:
             return Losses(step, loss, recent=recent)
         return replace(
             self,
-            bad_since=step if not self.bad else self.bad_since,
+            bad_since=self.bad_since if self.bad else step,
             bad_loss=loss,
             bad=self.bad + 1,
             not_finite=self.not_finite + (not is_finite),
@@ -87,16 +90,16 @@ class Losses:
         is_before = step is not None and good is not None and step <= good
         if self.not_finite and not is_before:
             return "diverged"
-        return "unknown" if self.good_step is None else "finite"
+        return "unknown" if good is None else "finite"
 
-    def diverged(self, plan: DivergenceConfig) -> str | None:
-        """Return what shows that training has diverged, None if nothing does."""
+    def diverged(self, plan: DivergenceConfig) -> str:
+        """Return what shows that training has diverged, empty if nothing does."""
         if self.not_finite >= plan.patience:
             what = f"the loss is {self.bad_loss}"
         elif self.bad >= _SPIKES * plan.patience:
             what = f"the loss is {self.bad_loss:.4g}, far above its median,"
         else:
-            return None
+            return ""
         return f"{what} since step {self.bad_since}{self.last_good}"
 
     @property
@@ -108,38 +111,27 @@ class Losses:
 
 
 class Guard:
-    """Watches an attempt; raises what ``spoiled`` returns where training is of no use any more.
+    """Watches an attempt; raises :class:`Spoiled` when training is of no use any more.
 
     Attributes:
         divergence: what counts as diverged, None if nothing does.
         losses: what those reported so far show.
-        good_since: about when the last good one was reported.
-        agreed_step: the last step before one that had the same result twice, None if none had.
     """
 
-    def __init__(
-        self,
-        send: Callable[[Event], None],
-        steps_done: Callable[[], int],
-        spoiled: Callable[[Failure], Spoiled],
-        *,
-        is_main: bool,
-    ) -> None:
+    def __init__(self, run: Run) -> None:
         self.divergence: DivergenceConfig | None = None
         self.losses = Losses()
-        self.good_since = time.time()
-        self.agreed_step: int | None = None
-        self._send = send
-        self._steps_done = steps_done
-        self._spoiled = spoiled
-        self._is_main = is_main
+        self._run = run
+        self._good_since = time.time()  # about when the last one was reported
+        self._source = _COMPUTED
         self._late_losses: LateFigures | None = None
         self._late_updates: LateFigures | None = None
         self._loss: Tensor | None = None  # of the step in progress
-        self._is_reported = self._is_given = False  # the loss, by the trainer
-        # updates in a row, from this step on
+        # updates in a row that were left out, from this step on
         self._skipped = self._skips_from = 0
         self._recomputes_every = 0
+        # the last step before one that had the same result twice
+        self._agreed_step: int | None = None
         self._has_differed = False
 
     def configure(self, config: RobustConfig) -> None:
@@ -150,7 +142,7 @@ class Guard:
 
     def proves(self, step: int) -> bool:
         """Return whether so much that is good has followed a step that it was good."""
-        good, agreed = self.losses.good_step, self.agreed_step
+        good, agreed = self.losses.good_step, self._agreed_step
         is_old = good is not None and good - step >= _STEPS_TO_PROVE
         is_compared = agreed is not None and agreed >= step
         return is_old and (is_compared or not self._recomputes_every)
@@ -160,12 +152,11 @@ class Guard:
     def take(
         self,
         step: int,
-        loss: float,
+        loss: Any,
     ) -> None:
         """Take the loss of a step, for who reports it with a later one: what :meth:`reported` is
         given from here on is not looked at."""
-        self._is_given = self._is_reported = True
-        self._see(step, loss)
+        self._take(step, loss, _GIVEN)
 
     def reported(
         self,
@@ -173,45 +164,46 @@ class Guard:
         loss: Any,
     ) -> None:
         """Take the loss with which a step was reported."""
-        if not self._is_given:
-            self._is_reported = True
-            self._see(step, loss)
+        self._take(step, loss, _REPORTED)
 
     def computed(self, loss: Tensor) -> None:
         """Take the loss of a batch, which counts where the trainer reports none."""
-        if self.divergence is None:
-            return
-        self._loss = loss if self._loss is None else self._loss + loss
-        if not self._is_reported and self._late_updates is None:
-            self._see(1 + self._steps_done(), loss)
+        if self.divergence is not None:
+            self._loss = loss if self._loss is None else self._loss + loss
+            # `step` looks at it by itself
+            if self._late_updates is None:
+                self._take(1 + self._run.steps_done, loss, _COMPUTED)
 
-    def _see(
+    def _take(
         self,
         step: int,
         loss: Any,
+        source: int,
     ) -> None:
         """Take a loss; a tensor's is read a step later, where nothing waits for it."""
-        if self.divergence is None:
+        if self.divergence is None or source < self._source:
             return
+        self._source = source
         if hasattr(loss, "detach"):
             self._late_losses = self._late_losses or _late_figures()
             if (earlier := self._late_losses.swap(step, loss)) is not None:
-                self._judge(*earlier, self.divergence)
+                self._look_at(*earlier, self.divergence)
         elif isinstance(figure := plain(loss), (int, float)):
-            self._judge(step, figure, self.divergence)
+            self._look_at(step, figure, self.divergence)
 
-    def _judge(
+    def _look_at(
         self,
         step: int,
         loss: float,
         plan: DivergenceConfig,
     ) -> None:
+        """Add a loss; raise if training has diverged."""
         # what `step` leaves out has spoiled nothing
         if self._late_updates is not None and not math.isfinite(loss):
             return
         self.losses = self.losses.after(step, loss, plan)
         if not self.losses.bad:
-            self.good_since = time.time()
+            self._good_since = time.time()
         if why := self.losses.diverged(plan):
             raise self._diverged(
                 why,
@@ -232,15 +224,14 @@ class Guard:
 
         self._late_updates = self._late_updates or _late_figures()
         loss, self._loss = self._loss, None
-        skips = self.divergence is not None
         done = update(
             optimizer,
             loss,
             scaler,
             max_grad_norm,
-            skips=skips,
+            skips=self.divergence is not None,
         )
-        number = 1 + self._steps_done()
+        number = 1 + self._run.steps_done
         if done.is_bad is not None:
             if not done.waits:
                 self._count_update(number, bool(done.is_bad))
@@ -262,8 +253,8 @@ class Guard:
         if not self._skipped:
             self._skips_from = step
         self._skipped += 1
-        if self._is_main:
-            self._send(UpdateSkipped(step, self._skipped))
+        if self._run.is_main:
+            self._run.send(UpdateSkipped(step, self._skipped))
             text = "step %d: loss or gradient norm is not finite: the update is left out"
             log.warning(text, step)
         if (
@@ -278,20 +269,6 @@ class Guard:
             # a trainer may count no step that was left out, though it was given its data
             last = first + self._skipped - 1
             raise self._diverged(why, first - 1, last)
-
-    def _diverged(
-        self,
-        why: str,
-        good_step: int | None,
-        bad_step: int,
-    ) -> Spoiled:
-        evidence = Evidence(good_step=good_step, bad_step=bad_step)
-        failure = Failure(
-            FailureKind.DIVERGED,
-            f"diverged: {why}",
-            evidence,
-        )
-        return self._spoiled(failure)
 
     # --- steps computed twice ---
 
@@ -309,24 +286,10 @@ class Guard:
     ) -> None:
         """Take whether a step had the same gradients twice; raise if it has to, and had not."""
         if is_same:
-            self.agreed_step = step - 1
+            self._agreed_step = step - 1
             return
         if sys.modules["torch"].are_deterministic_algorithms_enabled():
-            last = self.agreed_step
-            agreed = "none" if last is None else f"step {last + 1}"
-            why = f"step {step}, computed twice, had two results; the last that agreed was {agreed}"
-            evidence = Evidence(
-                clue=Clue.CORRUPT,
-                good_step=last,
-                bad_step=step,
-            )
-            raise self._spoiled(
-                Failure(
-                    FailureKind.DEVICE_FAULT,
-                    why,
-                    evidence,
-                )
-            )
+            raise self._corrupt(step)
         if not self._has_differed:
             log.warning(
                 "step %d, computed twice, had two results, which may be no fault: "
@@ -334,7 +297,69 @@ class Guard:
                 step,
             )
         self._has_differed = True
-        self._send(StepDiffered(step))
+        self._run.send(StepDiffered(step))
+
+    # --- what was spoiled ---
+
+    def _diverged(
+        self,
+        why: str,
+        good_step: int | None,
+        bad_step: int,
+    ) -> Spoiled:
+        begun = self._run.steps_before
+        if good_step is None or good_step <= begun:
+            # none was good in this attempt: so may be what it resumed from
+            good_step = begun - 1
+        return self._spoiled(
+            FailureKind.DIVERGED,
+            f"diverged: {why}",
+            Evidence(good_step=good_step, bad_step=bad_step),
+        )
+
+    def _corrupt(self, step: int) -> Spoiled:
+        last = self._agreed_step
+        agreed = "none" if last is None else f"step {last + 1}"
+        return self._spoiled(
+            FailureKind.DEVICE_FAULT,
+            f"step {step}, computed twice, had two results; the last that agreed was {agreed}",
+            Evidence(
+                clue=Clue.CORRUPT,
+                good_step=last or 0,
+                bad_step=step,
+            ),
+        )
+
+    def _spoiled(
+        self,
+        kind: FailureKind,
+        message: str,
+        found: Evidence,
+    ) -> Spoiled:
+        """Have no attempt resume from what was saved since the good step; return the error."""
+        run, bad = self._run, found.bad_step
+        run.finish_saving()
+        # each rank: that of any may be the one that counts
+        before = run.saving.spoiled(
+            found.good_step or 0,
+            self._good_since,
+            "corrupt" if found.clue == Clue.CORRUPT else "diverged",
+        )
+        last = "no checkpoint before it"
+        if before is not None:
+            step = "" if before.step is None else f" (step {before.step})"
+            last = f"the checkpoint before it is {before.path.name}{step}"
+            # from there its data was passed over already
+            if bad and run.passes_over and before.step == run.steps_before:
+                bad += max(run.skips_to - run.steps_before, 0)
+        evidence = replace(
+            found,
+            bad_step=bad,
+            has_checkpoint=before is not None,
+            passes_over=run.passes_over,
+            reads_lr=run.has_read("lr"),
+        )
+        return Spoiled(Failure(kind, f"{message}; {last}", evidence))
 
 
 def _late_figures() -> LateFigures:

@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from omegaconf import AnyNode, Container, DictConfig
 
@@ -18,9 +18,6 @@ from robust_train.config.trainers import MAIN_MODULE, LaunchReached, TrainerRef
 from robust_train.failures.shortage import no_room_to_import
 from robust_train.model.errors import ConfigError, UserError
 from robust_train.readable import meant, named_line
-
-if TYPE_CHECKING:
-    from robust_train.attempt.run import Run
 
 Trainer = Callable[..., Any]
 
@@ -137,25 +134,22 @@ def _failed_import(ref: TrainerRef, error: Exception) -> ConfigError:
     return ref.refused(f"cannot be imported: {problem} ({where}){extra}")
 
 
-def declared_features(trainer: object) -> frozenset[str] | None:
-    """Return what a trainer declares by an attribute, None if it declares nothing:
-    ``train.supports = {"gradient_checkpointing"}``. Raises UserError: there is no such feature."""
+def support_of(
+    trainer: object,
+    has_read: Callable[[str], bool],
+) -> Callable[[str], bool]:
+    """Return a function: whether the trainer supports a feature, by what it declares in an
+    attribute, ``train.supports = {"gradient_checkpointing"}``, else by what it ``has_read``. Raises
+    UserError: it declares one that does not exist."""
     declared = getattr(trainer, "supports", None)
     if not isinstance(declared, (set, frozenset, list, tuple)):
-        return None
+        return lambda feature: has_read(_READS[feature])
     for name in declared:
         if name not in _READS:
             raise UserError(
                 f"supports={name!r}: no such feature; {meant(str(name), _READS)}"
             )
-    return frozenset(declared)
-
-
-def supports(run: Run, feature: str) -> bool:
-    """Return whether the trainer supports a feature: by its declaration, else by what it reads."""
-    if run.declared is not None:
-        return feature in run.declared
-    return run.has_read(_READS[feature])
+    return frozenset(declared).__contains__
 
 
 class NotedValue(AnyNode):

@@ -13,7 +13,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from robust_train import compat
 from robust_train.attempt.run import Run, memory_in_use
@@ -57,11 +56,9 @@ class AttemptRequests:
     def __init__(
         self,
         run: Run,
-        run_dir: Path,
         tick: Callable[[], None] = lambda: None,
     ) -> None:
         self._run = run
-        self._run_dir = run_dir
         self._tick = tick
         self._waiting: list[_Pending] = []
         self._is_busy = threading.Lock()
@@ -97,7 +94,7 @@ class AttemptRequests:
 
     def _poll(self) -> None:
         while not self._ended.wait(POLL_SECONDS):
-            for request in find_requests(self._run_dir):
+            for request in find_requests(self._run.run_dir):
                 if request.verb == LAUNCHERS_VERB or not request.take():
                     continue
                 if request.verb in _READ_ONLY:
@@ -154,7 +151,7 @@ class AttemptRequests:
             return self._split_finer(waiting)
         if not verb.startswith("memory_"):
             raise Refused(f"{verb}: an attempt knows no such request")
-        answer = perform(verb, request.options, self._run_dir)
+        answer = perform(verb, request.options, self._run.run_dir)
         if verb not in _READ_ONLY:
             sentence = str(answer.get("sentence"))
             # clearing and limiting log their sentence themselves

@@ -26,10 +26,9 @@ from robust_train.config.placeholders import SavePlan
 from robust_train.files import plain
 from robust_train.folder.checkpoints import CheckpointError, Content, Position
 from robust_train.folder.trackers import TrackerNote
-from robust_train.host.votes import CHECKPOINT, STOP, Flags
+from robust_train.host.votes import CHECKPOINT, STOP, Flags, OneRank
 from robust_train.memory.stats import describe_memory
 from robust_train.memory.stats import memory_in_use as memory_in_use
-from robust_train.model.errors import Spoiled
 from robust_train.model.events import (
     CheckpointFailed,
     CheckpointSaved,
@@ -45,7 +44,7 @@ from robust_train.model.events import (
     UserEvent,
     ValueReported,
 )
-from robust_train.model.failure import Clue, Failure
+from robust_train.model.failure import Failure
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -107,7 +106,6 @@ class Run:
         skips_to: the data up to this optimizer step are to be passed over: training has diverged
             there.
         passes_over: whether the trainer heeds that.
-        reads_lr: whether the trainer takes ``training.lr`` of each attempt; None: if it reads it.
         is_cooperative: the trainer has read :attr:`stop_requested`.
         looks_for_checkpoint_requests: it has read :attr:`checkpoint_requested`.
         was_told_to_stop: it has seen that it is to stop.
@@ -118,8 +116,8 @@ class Run:
         send: sends an event to the launcher.
         micro_batch_plan: how :meth:`backward` begins; set by whoever calls the trainer.
         memory_keeper, batch_search: the same.
-        has_read: the same; returns whether the trainer has read ``training.<key>``.
-        declared: the same; what the trainer declares that it supports, None if nothing.
+        has_read: the same; returns whether the trainer has read a key that ends like this.
+        supports: the same; returns whether the trainer supports a feature.
         world_size: how many ranks share the optimizer steps. Only rank 0's progress, checkpoints,
             epochs and result count; the others may report them as well.
     """
@@ -151,7 +149,6 @@ class Run:
         self.keeps_batch = ""
         self.skips_to = 0
         self.passes_over = False
-        self.reads_lr: bool | None = None
         self.is_cooperative = self.looks_for_checkpoint_requests = False
         self.was_told_to_stop = False
         self.at_boundary: Callable[[str], None] = lambda boundary: None
@@ -159,20 +156,9 @@ class Run:
         self.batch_search: BatchSearch | None = None
         self.logs_memory = False
         self.has_read: Callable[[str], bool] = lambda key: True
-        self.declared: frozenset[str] | None = None
-        self.guard = Guard(
-            lambda event: self.send(event),
-            self._steps_done,
-            self._spoiled,
-            is_main=self.is_main,
-        )
-        self.saving = Saving(
-            run_dir,
-            attempt,
-            self.guard.proves,
-            self.checkpoint_saved,
-            is_main=self.is_main,
-        )
+        self.supports: Callable[[str], bool] = lambda feature: False
+        self.guard = Guard(self)
+        self.saving = Saving(run_dir, attempt)
         self.trackers = TrackerNote(
             run_dir, self.saving.job if rank == 0 else None
         )
@@ -181,18 +167,16 @@ class Run:
             self._samples,
             lambda speed: self.send(SpeedMeasured(speed, rank)),
         )
-        self._objective: str | None = None
+        self._objective = ""
         self._mode: str | None = None
         self.micro_batch_plan = MicroBatchPlan()
         self._micro_batcher: MicroBatcher | None = None
         self._folder: CheckpointFolder | None = None  # of `save`
         self._keeps = 2
         self._has_resumed = False
-        self._flags = flags
+        self._flags = flags or OneRank()
         self._checkpoint_flag_seen = 0
         self._checkpoint_answers: list[Answer] = []
-        # no threading.Event: a signal's handler may interrupt itself
-        self._stop_requested = False
         self._unsent: Progress | None = None
         self._next_progress = 0.0
 
@@ -210,25 +194,19 @@ class Run:
         """
         self.is_cooperative = True
         self.at_boundary("stop_requested")
-        stops = self._stop_requested
-        if self._flags is not None:
-            stops = bool(self._flags.look(STOP, self.rank))
+        stops = bool(self._flags.look(STOP, self.rank))
         self.was_told_to_stop |= stops
         return stops
 
     def request_stop(self) -> None:
         """Ask the trainer to stop at its next step boundary."""
-        self._stop_requested = True
-        if self._flags is not None:
-            self._flags.raise_flag(STOP)
+        self._flags.raise_flag(STOP)
 
     @property
     def checkpoint_requested(self) -> bool:
         """Whether someone asks for a checkpoint now, after which training goes on."""
         self.looks_for_checkpoint_requests = True
         self.at_boundary("checkpoint_requested")
-        if self._flags is None:
-            return bool(self._checkpoint_answers)
         if self._checkpoint_answers:
             self._flags.raise_flag(CHECKPOINT)
         before = self._checkpoint_flag_seen
@@ -257,14 +235,11 @@ class Run:
         It is time, or someone asks for one. Read it once after each optimizer step. Of several
         ranks all have to; rank 0's clock counts, and all see it at the same step.
         """
-        is_due = self.is_main and self.saving.clock.is_due(self.last_step)
-        # worth nothing, and a framework's own rotation would remove a good one for it
-        is_due = is_due and not self.guard.losses.not_finite
-        if self._flags is not None:
-            if is_due:
-                self._flags.raise_flag(CHECKPOINT)
-            is_due = False
-        if is_due := self.checkpoint_requested or is_due:
+        is_time = self.is_main and self.saving.clock.is_due(self.last_step)
+        # of weights worth nothing: a framework's own rotation would remove a good one for it
+        if is_time and not self.guard.losses.not_finite:
+            self._flags.raise_flag(CHECKPOINT)
+        if is_due := self.checkpoint_requested:
             self.saving.clock.begin(self.last_step)
             self.speed.pause()
         return is_due
@@ -318,47 +293,6 @@ class Run:
         if unsent is not None:
             self.send(replace(unsent, metrics=plain(unsent.metrics)))
 
-    def _spoiled(self, failure: Failure) -> Spoiled:
-        """Have no attempt resume from what was saved since; return the error."""
-        self.finish_saving()
-        found, how = failure.evidence, "diverged"
-        good, is_corrupt = found.good_step, found.clue == Clue.CORRUPT
-        if is_corrupt:
-            good, how = good or 0, "corrupt"
-        elif good is None or good <= self.steps_before:
-            # none was good in this attempt: so may be what it resumed from
-            good = self.steps_before - 1
-        # each rank: that of any may be the one that counts
-        before = self.saving.spoiled(
-            good,
-            self.guard.good_since,
-            how,
-        )
-        last, bad = "no checkpoint before it", found.bad_step
-        if before is not None:
-            step = "" if before.step is None else f" (step {before.step})"
-            last = f"the checkpoint before it is {before.path.name}{step}"
-            # from there its data was passed over already
-            if bad and self.passes_over and before.step == self.steps_before:
-                bad += max(self.skips_to - self.steps_before, 0)
-        evidence = replace(
-            found,
-            good_step=good,
-            bad_step=bad,
-            has_checkpoint=before is not None,
-            passes_over=self.passes_over,
-            reads_lr=self.has_read("lr")
-            if self.reads_lr is None
-            else self.reads_lr,
-        )
-        return Spoiled(
-            replace(
-                failure,
-                message=f"{failure.message}; {last}",
-                evidence=evidence,
-            )
-        )
-
     def splits_no_more(self) -> None:
         """Refuse requests for a smaller micro-batch from here on."""
         self._micro_batcher = None
@@ -369,7 +303,7 @@ class Run:
         self.saving.plan = SavePlan.of(config)
         self._keeps = config.training.keep_checkpoints
         self.logs_memory = config.memory.log_frequency > 0
-        self._objective = config.objective
+        self._objective = config.objective or ""
         self.guard.configure(config)
 
     @property
@@ -381,7 +315,7 @@ class Run:
             from robust_train.step.engine import Recorder
 
             recorder = Recorder(
-                lambda: 1 + self._steps_done(),
+                lambda: 1 + self.steps_done,
                 self._micro_batch_event,
                 self.memory_keeper.ran_out,
                 self.speed,
@@ -532,7 +466,9 @@ class Run:
             else None
         )
 
-    def _steps_done(self) -> int:
+    @property
+    def steps_done(self) -> int:
+        """Optimizer steps that are done, those of earlier attempts included."""
         return self.steps_before if self.last_step is None else self.last_step
 
     def _micro_batch_event(self, event: Event) -> None:
@@ -602,7 +538,7 @@ class Run:
 
         if self._folder is None:
             self._folder = CheckpointFolder(
-                self.saving,
+                self,
                 keep=keep,
                 suffix=suffix,
             )
@@ -705,7 +641,7 @@ class Run:
         self.send(
             EpochEnded(
                 epoch,
-                self._steps_done(),
+                self.steps_done,
                 figures,
             )
         )
@@ -722,7 +658,7 @@ class Run:
         of :meth:`progress`). A sweep may stop a job that does worse than others at the same step,
         so report at the same steps in all jobs, as after each epoch."""
         if self.is_main:
-            step = self._steps_done() if step is None else int(step)
+            step = self.steps_done if step is None else int(step)
             self.send(ValueReported(float(value), step))
 
     def record_memory(self, name: str) -> None:
@@ -751,7 +687,7 @@ class Run:
         figures: Mapping[str, Json],
         step: Json,
     ) -> None:
-        value = figures.get(self._objective) if self._objective else None
+        value = figures.get(self._objective)
         if (
             self.is_main
             and isinstance(value, (int, float))
@@ -766,5 +702,5 @@ class Run:
     ) -> None:
         """Report the figure whenever it is recorded, unless ``objective`` names another one.
         ``mode``: ``min`` or ``max``, what its framework takes for the best."""
-        if self._objective is None:
+        if not self._objective:
             self._objective, self._mode = figure, mode

@@ -27,9 +27,8 @@ from robust_train.attempt.loading import (
     CHECKPOINTING,
     WORKERS,
     Trainer,
-    declared_features,
     note_reads,
-    supports,
+    support_of,
 )
 from robust_train.attempt.memory_upkeep import AttemptMemory
 from robust_train.attempt.requests import AttemptRequests
@@ -99,7 +98,7 @@ def run_attempt(
         try:
             # a signal may be waiting to stop it at once
             signals.enter_context(stopping(stop_trainer(run)))
-            with AttemptRequests(run, run.run_dir, tick):
+            with AttemptRequests(run, tick):
                 try:
                     result = call_trainer(
                         load(),
@@ -128,7 +127,7 @@ def run_attempt(
             why = "it was asked to stop, and did"
             ending = Failed(Failure(FailureKind.INTERRUPTED, why))
         run.speed.send()
-        if supports(run, CHECKPOINTING):
+        if run.supports(CHECKPOINTING):
             send(TrainerSupports((CHECKPOINTING,)))
         memory, now = memory_in_use(), time.monotonic()
         send(replace(ending, step=run.last_step, memory=memory, at=now))
@@ -165,7 +164,7 @@ def call_trainer(
     run.memory_keeper = keeper = AttemptMemory(run, config)
     run.configure(config)
     run.has_read = note_reads(cfg, config.training.batch_size)
-    run.declared = declared_features(trainer)
+    run.supports = support_of(trainer, run.has_read)
     with keeper:
         try:
             signature = inspect.signature(trainer)
@@ -195,7 +194,7 @@ def _failure_of(error: BaseException, run: Run) -> Failure:
     failure = classify_failure(error)
     if isinstance(error, (ConfigKeyError, ConfigAttributeError)):
         failure = replace(failure, message=_missing_key(error))
-    if failure.kind is FailureKind.HOST_OOM and not supports(run, WORKERS):
+    if failure.kind is FailureKind.HOST_OOM and not run.supports(WORKERS):
         failure = replace(
             failure, evidence=replace(failure.evidence, no_workers=True)
         )

@@ -54,6 +54,25 @@ class Flags(Protocol):
         """Have every rank see ``flag``."""
 
 
+class OneRank:
+    """The same for a process that is alone. No lock: a signal's handler may interrupt itself."""
+
+    def __init__(self) -> None:
+        self._raised = dict.fromkeys(FLAGS, 0)
+
+    def look(
+        self,
+        flag: str,
+        rank: int,
+    ) -> int:
+        """Return how often ``flag`` was raised."""
+        return self._raised[flag]
+
+    def raise_flag(self, flag: str) -> None:
+        """Have the next look see ``flag``."""
+        self._raised[flag] += 1
+
+
 class Votes:
     """Count in shared memory how often each rank has looked at each flag.
 

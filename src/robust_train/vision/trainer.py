@@ -178,7 +178,7 @@ class Training:
         self.epoch_loss = LossAverage()
         run.passes_over = True
         self.folder = CheckpointFolder(
-            run.saving,
+            run,
             keep=training.keep_checkpoints,
             write_folder=sharding.folder_writer() if self.is_sharded else None,
             copies=run.world_size if self.is_sharded else 1,

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from robust_train.attempt.loading import CHECKPOINTING, WORKERS
+from robust_train.attempt.loading import WORKERS
 from robust_train.attempt.run import MemoryKeeper, Run
 from robust_train.attempt.script.messages import LineReader, Result, parse
 from robust_train.attempt.script.program import Program
@@ -32,6 +32,7 @@ from robust_train.config.placeholders import (
     EVENTS_VARIABLE,
     ScriptValues,
     near_miss_in,
+    placeholders_in,
 )
 from robust_train.config.schema import RobustConfig
 from robust_train.config.trainers import PROGRAM_FILE
@@ -73,6 +74,8 @@ _BEGAN_AGAIN = (
     "trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)"
 )
 _BEFORE = "checkpoints_before.json"
+_PLACEHOLDERS = {"lr": "learning_rate"}
+"""How keys of ``training`` are called in a command."""
 _INTERPRETER = re.compile(
     r"python[\d.]*$|(ba|z)?sh$|Rscript$|julia$|perl$|ruby$|node$"
 )
@@ -101,15 +104,9 @@ def train(cfg: DictConfig, run: Run) -> Json:
     """
     config = read(RobustConfig, cfg, "")
     cwd, trainer = check_command(config), config.trainer
-    # any may have workers, and read their number from its environment; activations are recomputed
-    # by those whose command line asks for the setting
-    remedies = (
-        {WORKERS, CHECKPOINTING}
-        if _asks_for(CHECKPOINTING, config)
-        else {WORKERS}
-    )
-    run.declared = frozenset(remedies)
-    run.reads_lr = _asks_for("learning_rate", config)
+    # any may have workers, and read their number from its environment
+    run.supports = lambda name: name == WORKERS or _asks_for(name, config)
+    run.has_read = lambda key: _asks_for(_PLACEHOLDERS.get(key, key), config)
     # nothing is held here, and what is logged here would be read as the end of the output
     run.memory_keeper = MemoryKeeper()
     # its messages are read so often
@@ -170,8 +167,9 @@ def train(cfg: DictConfig, run: Run) -> Json:
 
 
 def _asks_for(name: str, config: RobustConfig) -> bool:
-    words = (*(config.trainer.argv or ()), *config.trainer.resume_argv)
-    return any(f"{{{name}}}" in word for word in words)
+    """Return whether the script's command has the placeholder ``name``."""
+    words = (config.trainer.argv or ()) + config.trainer.resume_argv
+    return any(name in placeholders_in(word) for word in words)
 
 
 class _Attempt:
