@@ -6,6 +6,7 @@ import gc
 import random
 import threading
 import weakref
+from pathlib import Path
 
 import numpy
 import pytest
@@ -135,44 +136,20 @@ def test_memory_running_out_leaves_the_gradient_of_the_whole_batch(
     assert batcher.size < 12
 
 
-def test_the_size_that_fits_is_kept_for_the_following_steps():
-    model = Network(most=4)
-    batcher = MicroBatcher(12)
-    step(batcher, model)
-    assert model.sizes == [12, 6, 3, 3, 3, 3]
-    assert batcher.size == 3
-    model.sizes.clear()
-    step(batcher, model)
-    assert model.sizes == [3, 3, 3, 3]
-
-
-def test_a_change_is_recorded_with_its_reason(tmp_path):
+def test_the_size_that_fits_is_kept_and_its_change_is_recorded_with_the_reason(tmp_path):
     run = WatchedRun(tmp_path)
     run.micro_batch_plan = MicroBatchPlan(batch_size=12, min_batch_size=2)
     run.started(30)
     run.progress(39)
     model = Network(most=6)
-    run.backward(loss_with(model), data(), model)
+    for _ in range(2):
+        run.backward(loss_with(model), data(), model)
+    assert model.sizes == [12, 6, 6, 6, 6]
     (event,) = run.of("micro_batch_changed")
     assert (event["step"], event["before"], event["after"]) == (40, 12, 6)
     assert (event["kind"], event["requested_bytes"]) == ("device_oom", 2 * 2**30)
     assert "out of memory" in event["reason"]
     assert run.last_micro_batch == event["last_micro_batch"] == 6
-
-
-def test_an_optimizer_that_steps_in_the_backward_pass_is_refused_before_a_step():
-    network = Network()
-
-    def step(parameter):
-        with torch.no_grad():
-            parameter -= parameter.grad
-
-    network.last.weight.register_post_accumulate_grad_hook(step)
-    before = network.last.weight.clone()
-    with pytest.raises(UserError, match=r"last.weight has a hook for its gradient") as refused:
-        MicroBatcher(4).backward(lambda x: network(x).mean(), torch.randn(8, 6), network)
-    assert "\n" not in str(refused.value)
-    assert torch.equal(network.last.weight, before)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -280,12 +257,16 @@ def test_of_a_large_buffer_that_does_not_change_no_copy_is_kept():
     assert model.weights[0] == 1
 
 
+def of_torch(own):
+    return float(torch.rand(1, generator=own))
+
+
 @pytest.mark.parametrize("step", ["backward", "forward"])
 @pytest.mark.parametrize(
     ("where", "generator", "draw"),
     [
-        ("a variable", torch.Generator(), lambda own: float(torch.rand(1, generator=own))),
-        ("the model", torch.Generator(), lambda own: float(torch.rand(1, generator=own))),
+        ("a variable", torch.Generator(), of_torch),
+        ("the model", torch.Generator(), of_torch),
         ("the function's owner", numpy.random.default_rng(), lambda own: own.random()),
         ("a variable", numpy.random.RandomState(), lambda own: own.rand()),
         ("the function's owner", random.Random(), lambda own: own.random()),
@@ -294,14 +275,13 @@ def test_of_a_large_buffer_that_does_not_change_no_copy_is_kept():
 def test_a_generator_of_the_user_s_own_draws_the_same_numbers_again(where, generator, draw, step):
     class Trainer:
         def loss_of(self, part):
-            drawn.append(draw(mine if where == "a variable" else holder.generator))
+            drawn.append(draw(mine or holder.generator))
             return loss_with(model)(part)
 
-    model, trainer, drawn, mine = Network(most=6), Trainer(), [], None
-    holder = trainer if where == "the function's owner" else model
-    if where == "a variable":
-        mine = generator
-    else:
+    model, trainer, drawn = Network(most=6), Trainer(), []
+    mine = generator if where == "a variable" else None
+    holder = model if where == "the model" else trainer
+    if mine is None:
         holder.generator = generator
     getattr(MicroBatcher(), step)(trainer.loss_of, data(), model)
     assert len(drawn) == 3
@@ -387,13 +367,9 @@ def test_a_size_that_somebody_wished_for_is_not_outgrown_and_outlives_a_checkpoi
     assert batcher.size == again.size == 6
     assert (other.size, whole.size) == (8, None), "somebody asked for another size since"
     assert [(e.before, e.after, e.reason) for e in events] == [(12, 6, "wished")]
-
-
-def test_a_wish_halves_what_is_really_in_use():
     batcher = MicroBatcher(64)
-    step(batcher, Network(), data(5))
-    before, after = batcher.shrink("wished")
-    assert (before, after) == (5, 2)
+    step(batcher, model, data(5))
+    assert batcher.shrink("of what is really in use") == (5, 2)
     assert MicroBatcher().shrink("nothing was split yet") is None
     assert MicroBatcher(4, min_batch_size=4).shrink("as small as may be") is None
 
@@ -418,20 +394,18 @@ def test_validation_takes_each_sample_exactly_once_and_repeats_only_what_failed(
     assert ran[0] == 5, "the part that went through is not repeated"
     assert ran.count(5) == 2
     assert batcher.size == 8, "training needs memory of another kind"
+    assert batcher.forward(len, torch.zeros(0, 2)) == []
 
 
 def test_the_loss_of_a_validation_batch_is_its_mean_without_gradients():
-    model, whole = Network(most=5), Network()
-    x, y = data()
-
-    def loss_of(batch):
-        return loss_with(model)(batch), batch[0][:, 0].tolist()
-
+    model, (x, y) = Network(most=5), data()
     with torch.no_grad():
-        loss, kept = MicroBatcher(12).backward(loss_of, (x, y), training=False)
-    torch.testing.assert_close(loss, cross_entropy(whole(x), y).detach())
+        loss, kept = MicroBatcher(12).backward(
+            lambda batch: (loss_with(model)(batch), batch[1]), (x, y), training=False
+        )
+    torch.testing.assert_close(loss, cross_entropy(Network()(x), y))
     assert all(p.grad is None for p in model.parameters())
-    assert [value for part in kept for value in part] == x[:, 0].tolist()
+    assert torch.equal(torch.cat(kept), y)
 
 
 @pytest.mark.parametrize("around", ["the loss", "the step"])
@@ -544,33 +518,48 @@ def test_several_models_learn_in_one_step():
     assert_same(train(Network(most=5)), train(Network()))
 
 
+def stepping_in_backward():
+    network = Network()
+    network.last.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    return step(MicroBatcher(4), network)
+
+
+def returning(*found):
+    return lambda: MicroBatcher().backward(lambda batch: found[0], data(), Network())
+
+
 @pytest.mark.parametrize(
-    ("returned", "what"),
+    ("call", "kind", "said"),
     [
-        (None, "a NoneType"),
-        (3.5, "a float"),
-        (torch.ones(3), r"a Tensor of shape \(3,\)"),
-        ((torch.ones(()), 1, 2), "a tuple"),
+        (returning(None), TypeError, "mean loss of its part.*a NoneType"),
+        (returning(3.5), TypeError, "mean loss of its part.*a float"),
+        (returning(torch.ones(3)), TypeError, r"mean loss of its part.*a Tensor of shape \(3,\)"),
+        (returning((torch.ones(()), 1, 2)), TypeError, "mean loss of its part.*a tuple"),
+        (lambda: step(MicroBatcher(), Network(), data(0)), ValueError, "The batch is empty"),
+        (stepping_in_backward, UserError, "last.weight has a hook for its gradient"),
+        (
+            MicroBatcher().micro_batches,
+            ConfigError,
+            r"loss = run\.backward\(loss_of, batch, model\)",
+        ),
+        (
+            Run(run_dir=Path()).micro_batches,
+            ConfigError,
+            r"loss = run\.backward\(loss_of, batch, mo",
+        ),
+        (lambda: MicroBatcher(0), ValueError, "^batch_size=0"),
+        (lambda: MicroBatcher(min_batch_size=0), ValueError, "min_batch_size=0"),
+        (
+            lambda: MicroBatcher(gradient_accumulation_steps=-1),
+            ValueError,
+            "gradient_accumulation_steps=-1",
+        ),
     ],
 )
-def test_a_function_that_returns_no_loss_is_refused_with_what_it_returned(returned, what):
-    with pytest.raises(TypeError, match=f"has to return the mean loss of its part.*{what}"):
-        MicroBatcher().backward(lambda batch: returned, data(), Network())
-
-
-def test_a_batch_without_samples_is_refused():
-    with pytest.raises(ValueError, match="The batch is empty, so its mean loss is undefined"):
-        step(MicroBatcher(), Network(), data(0))
-    assert MicroBatcher().forward(len, torch.zeros(0, 2)) == []
-
-
-@pytest.mark.parametrize("owner", ["run", "batcher"])
-def test_the_loop_over_micro_batches_is_refused_with_what_to_write(tmp_path, owner):
-    refuses = Run(run_dir=tmp_path) if owner == "run" else MicroBatcher()
-    with pytest.raises(ConfigError, match=r"loss = run\.backward\(loss_of, batch, model\)") as said:
-        for _ in refuses.micro_batches(data(), Network(), training=True):
-            pass
-    assert "\n" not in str(said.value)
+def test_what_is_no_step_is_refused_in_one_line_that_says_what_to_write(call, kind, said):
+    with pytest.raises(kind, match=said) as refused:
+        call()
+    assert "\n" not in str(refused.value)
 
 
 class Holder:
@@ -641,15 +630,6 @@ def test_neither_a_model_nor_its_parameters_are_kept_alive():
     del model
     gc.collect()
     assert [ref() for ref in gone] == [None, None]
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("batch_size", 0), ("min_batch_size", 0), ("gradient_accumulation_steps", -1)],
-)
-def test_sizes_below_one_are_refused(name, value):
-    with pytest.raises(ValueError, match=name):
-        MicroBatcher(**{name: value})
 
 
 class Fault(RuntimeError):

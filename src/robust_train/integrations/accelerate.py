@@ -191,8 +191,9 @@ class RobustLoop:
         is_there = path.exists() and self._saved_step == self.step
         if self.run.is_main and not is_there:
             # of attempts that were killed while they saved, and of this very step
-            for leftover in (*path.parent.glob(f".{_SAVED}*.tmp"), path):
+            for leftover in path.parent.glob(f".{_SAVED}*.tmp"):
                 shutil.rmtree(leftover, ignore_errors=True)
+            shutil.rmtree(path, ignore_errors=True)
         if of_all_ranks(is_there)[0]:
             return
         self._saved_step = self.step

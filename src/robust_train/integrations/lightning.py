@@ -99,14 +99,7 @@ def fit(
         UserError: trainer, model or data cannot keep the effective batch.
         Interrupted: a stop was requested; a checkpoint was saved.
     """
-    _fit(
-        trainer,
-        model,
-        data,
-        cfg,
-        run,
-        options,
-    )
+    _fit(trainer, model, data, cfg=cfg, run=run, **options)
     return _result(
         trainer,
         model,
@@ -120,9 +113,10 @@ def _fit(
     trainer: Any,
     model: Any,
     data: Any,
+    *,
     cfg: DictConfig,
     run: Run,
-    options: dict[str, Any],
+    **options: Any,
 ) -> None:
     cfg = _with_batch_of(data, cfg, run)
     _check(trainer, cfg, run)
@@ -197,14 +191,7 @@ def adopted_fit(cfg: DictConfig, run: Run) -> Iterator[None]:
         elif reason is not None:
             _check_ranks(trainer, run)
         else:
-            _fit(
-                trainer,
-                model,
-                data,
-                cfg,
-                run,
-                options,
-            )
+            _fit(trainer, model, data, cfg=cfg, run=run, **options)
             return
         log.warning(
             "%s; this fit is Lightning's own, without checkpoints of ours",

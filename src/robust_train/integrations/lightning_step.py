@@ -189,10 +189,9 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
         def body(part: Part) -> tuple[Any, _OfPart]:
             # an earlier batch that is repeated has its own weight
             self._callback.done = number
-            is_whole, weight = part.data is batch, part.weight
-            inputs = (
-                kwargs if is_whole else type(kwargs)(kwargs, batch=part.data)
-            )
+            weight, inputs = part.weight, kwargs
+            if not part.is_whole:
+                inputs = type(kwargs)(kwargs, batch=part.data)
 
             def step() -> Any:
                 result = self._training_step(inputs)
@@ -215,14 +214,12 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
                 backward,
                 self._zero_grad and zero_grad,
             )
-            with self._logs.part(part, samples, is_whole=is_whole) as logged:
+            with self._logs.part(part) as logged:
                 return closure.closure(), logged
 
         is_last = not accumulates_now(trainer)
-        samples = self._in_step.samples_of(batch)
         found = self._step.run_batch(
             batch,
-            samples,
             body,
             is_last=is_last,
         )
@@ -254,15 +251,13 @@ def _evaluate(
     logs: _Logs,
     inner: Any,
     batch: Any,
-    *rest: Any,
+    *args: Any,
 ) -> Any:
     """Run a validation, test or prediction step for each part of a batch."""
 
-    samples = in_step.samples_of(batch) if in_step.is_on else None
-
     def body(part: Part) -> tuple[Any, _OfPart]:
-        with logs.part(part, samples, is_whole=part.data is batch) as logged:
-            result = inner(part.data, *rest)
+        with logs.part(part) as logged:
+            result = inner(part.data, *args)
             loss = result.get("loss") if isinstance(result, dict) else result
             logged.loss = loss if isinstance(loss, Tensor) else None
             return result, logged
@@ -327,14 +322,8 @@ class _Logs:
         self._are_losses: dict[str, bool] = {}  # of values that are no means
 
     @contextlib.contextmanager
-    def part(
-        self,
-        part: Part,
-        samples: int | None,
-        *,
-        is_whole: bool,
-    ) -> Iterator[_OfPart]:
-        """Yield what is logged within the block, of a part of a batch with so many ``samples``."""
+    def part(self, part: Part) -> Iterator[_OfPart]:
+        """Yield what is logged within the block, of a part of a batch."""
         before, results = self.objects.state(), logged_by(self._trainer)
         logged = _OfPart(len(part))
         if not part.start:
@@ -344,7 +333,7 @@ class _Logs:
         try:
             with (
                 contextlib.nullcontext()
-                if is_whole
+                if part.is_whole
                 else self.objects.part(len(part))
             ):
                 yield logged
@@ -354,7 +343,7 @@ class _Logs:
         finally:
             if results is not None:
                 del results.log
-        if not is_whole and part.stop == samples:
+        if part.is_last and not part.is_whole:
             self.objects.batch_ends()
 
     def log(self, found: _Found) -> None:
@@ -386,7 +375,8 @@ class _Logs:
                     value
                 ):
                     setattr(value, LATEST, _mean(own, figures))
-            results.log(*key[:2], value, **options)
+            hook, name, _ = key
+            results.log(hook, name, value, **options)
 
     def _compare(self, key: _Key, parts: Sequence[_OfPart]) -> None:
         """Learn once whether a value is the loss: of a single sample an extreme is it too."""

@@ -75,7 +75,9 @@ class StepShares:
         """Return what this rank reads of a step; the last may be there without weight."""
         mine = list(share_of(step, self.rank, self.ranks))
         is_short = -(-len(mine) // self.micro_batch) < self.micro_batches(step)
-        return [*mine, step[0]] if is_short else mine
+        if is_short:
+            mine.append(step[0])
+        return mine
 
     def weight(
         self,

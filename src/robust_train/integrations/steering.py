@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,42 +140,42 @@ class OpenStep(Step[Any]):
     # a framework may log through them; only a repeat may not
     refuses_collectives = False
 
-    def begin(
+    def __init__(
         self,
-        say: Callable[[str], None],
-        on_rewind: Callable[[], None] = lambda: None,
-    ) -> OpenStep:
-        """Set what is called with the reason why the step cannot start over, and if it does."""
+        *args: Any,
+        say: Callable[[str], None],  # gets the reason why it cannot start over
+        on_rewind: Callable[[], None] = lambda: None,  # is called when it does
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
         self._say = say
         self._on_rewind = on_rewind
         self._can_be_cut = True
-        return self
 
     def run_batch(
         self,
         data: Any,
-        samples: int | None,  # None if it cannot be cut
         body: Body[Any],
         *,
         count: Count | None = None,
         is_last: bool = True,
     ) -> list[tuple[Any, Part]]:
         """Return the results of a batch's parts; in training the last one ends the step."""
-        # views: the structure as it is now, whatever a body does to it
-        whole = (
-            data if samples is None else splitting.part_of(data, 0, samples)
-        )
+        samples, whole = self._samples_of(data), data
+        # a lone sample, or several that were packed into one
+        self._can_be_cut = samples > 1
+        if self._can_be_cut:
+            # views: the structure as it is now, whatever a body does to it
+            whole = splitting.part_of(data, 0, samples)
         parts = Parts(
             whole,
-            samples or 1,
+            max(samples, 1),
             count=count,
             counts_whole=False,
         )
-        self._can_be_cut = samples is not None
 
         def on_original(part: Part) -> Any:
-            is_whole = len(part) == parts.samples
-            return body(replace(part, data=data) if is_whole else part)
+            return body(replace(part, data=data) if part.is_whole else part)
 
         try:
             results = self.run(parts, on_original, is_last=is_last)
@@ -185,6 +186,14 @@ class OpenStep(Step[Any]):
             failed = self._ran_out
             raise like(failed.failure if failed else None) from None
         return results
+
+    def _samples_of(self, batch: Any) -> int:
+        """Return the samples in a batch, 1 if it cannot be cut."""
+        try:
+            return splitting.length_of(batch, is_strict=True)
+        except (TypeError, ValueError) as error:
+            self._say(str(error).partition(";")[0])
+            return 1
 
     def rewound(self) -> None:
         self._on_rewind()
@@ -269,23 +278,12 @@ class InStep:
         shared = self._shared(model) if self.is_on else None
         if shared is None:
             return None
-        step = self._batcher.open_step(
-            OpenStep,
+        return self._batcher.open_step(
+            partial(OpenStep, say=self.say, on_rewind=on_rewind),
             model,
             shared,
             keeps_gradients=keeps_gradients,
         )
-        return step.begin(self.say, on_rewind)
-
-    def samples_of(self, batch: Any) -> int | None:
-        """Return the samples in a batch, None if it cannot be cut."""
-        try:
-            samples = splitting.length_of(batch, is_strict=True)
-        except (TypeError, ValueError) as error:
-            self.say(str(error).partition(";")[0])
-            return None
-        # a lone sample, or several that were packed into one
-        return samples if samples > 1 else None
 
     def evaluate(
         self,
@@ -294,13 +292,13 @@ class InStep:
         body: Body[Any],
     ) -> list[tuple[Any, Part]]:
         """Run a batch of a validation in parts that fit; return each part's result."""
-        samples = self.samples_of(batch) if self.is_on else None
-        shared = None if samples is None else self._shared(model)
+        shared = self._shared(model) if self.is_on else None
         if shared is None:
             whole = Part(batch, 1.0)
             return [(body(whole), whole)]
-        step = self._batcher.open_evaluation(OpenStep, shared).begin(self.say)
-        return step.run_batch(batch, samples, body)
+        kind = partial(OpenStep, say=self.say)
+        step = self._batcher.open_evaluation(kind, shared)
+        return step.run_batch(batch, body)
 
     def joined(self, found: Sequence[tuple[Any, Part]]) -> Any:
         """Return a batch's result of those of its parts; run out of memory if they don't fit."""

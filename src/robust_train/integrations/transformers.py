@@ -124,8 +124,8 @@ def fit(
     recover_in_steps(trainer, run)
     train_on = trainer.training_step
 
-    def training_step(*arguments: Any, **options: Any) -> Any:
-        loss = train_on(*arguments, **options)
+    def training_step(*args: Any, **kwargs: Any) -> Any:
+        loss = train_on(*args, **kwargs)
         callback.computed(loss)
         return loss
 

@@ -121,7 +121,8 @@ class TrainersLoss:
         if weight == 1.0:
             return found
         if isinstance(found, tuple):
-            return found[0] * weight, *found[1:]
+            loss, outputs = found
+            return loss * weight, outputs
         return found * weight
 
     def _weight(
@@ -361,14 +362,13 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
             )
             return loss
 
-        samples = self._in_step.samples_of(inputs)
         passes = _Passes(self._trainer)
 
         def body(part: Part) -> Tensor:
             self._weight = part.weight
             self._is_weighted = part.weight in (0.0, 1.0)
             try:
-                with passes.part(part, samples):
+                with passes.part(part):
                     loss = self._training_step(
                         model,
                         part.data,
@@ -392,7 +392,6 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
         is_last = self._trainer.accelerator.gradient_state.sync_gradients
         found = self._step.run_batch(
             inputs,
-            samples,
             body,
             count=count,
             is_last=is_last,
@@ -406,26 +405,26 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
         self,
         model: nn.Module,
         inputs: Any,
-        *rest: Any,
-        **more: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Run the Trainer's for each part; return mean loss, logits and labels of the batch."""
         passes = _Passes(self._trainer)
-        samples = self._in_step.samples_of(inputs)
 
         def body(part: Part) -> Any:
-            with passes.part(part, samples):
+            with passes.part(part):
                 return self._prediction_step(
                     model,
                     part.data,
-                    *rest,
-                    **more,
+                    *args,
+                    **kwargs,
                 )
 
         found = self._in_step.evaluate(model, inputs, body)
         if len(found) == 1:
             return found[0][0]
-        losses, *tensors = zip(*(result for result, _ in found), strict=True)
+        results = (result for result, _ in found)
+        losses, logits, labels = zip(*results, strict=True)
         loss = None
         if losses[0] is not None:
             items = [
@@ -433,11 +432,12 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
             ]
             pairs = zip(losses, items, strict=True)
             loss = sum(_share(one, n / max(sum(items), 1)) for one, n in pairs)
-        concat = _transformers.trainer_pt_utils.nested_concat
-        return loss, *(
-            None if parts[0] is None else functools.reduce(concat, parts)
-            for parts in tensors
-        )
+        return loss, _concatenated(logits), _concatenated(labels)
+
+
+def _concatenated(parts: Sequence[Any]) -> Any:
+    concat = _transformers.trainer_pt_utils.nested_concat
+    return None if parts[0] is None else functools.reduce(concat, parts)
 
 
 class _Passes:
@@ -449,7 +449,7 @@ class _Passes:
         self._weights: list[float] = []
 
     @contextlib.contextmanager
-    def part(self, part: Part, samples: int | None) -> Iterator[None]:
+    def part(self, part: Part) -> Iterator[None]:
         """Keep what is logged within the block, unless it raises; after a batch's last part join
         what was logged of all."""
         before = LoggedOfPasses(self._trainer)
@@ -460,10 +460,10 @@ class _Passes:
         except BaseException:
             before.restore()
             raise
-        if not logged_of_passes(self._trainer) or len(part) in (0, samples):
+        if not logged_of_passes(self._trainer) or part.is_whole:
             return
         self._weights.append(_next_tokens(part.data))
-        if part.stop == samples:
+        if part.is_last:
             self._before.join(self._weights)
 
 

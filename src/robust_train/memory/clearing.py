@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import itertools
 import logging
 import sys
 from collections.abc import Iterable
@@ -252,7 +253,7 @@ def cleanup_model_memory(
     if keep_weights:
         model.cpu()
     else:
-        for tensor in (*model.parameters(), *model.buffers()):
+        for tensor in itertools.chain(model.parameters(), model.buffers()):
             # in place: optimizers would keep parameters that are only replaced
             tensor.data = torch.empty(0, dtype=tensor.dtype)
     return_memory(workspaces=True)

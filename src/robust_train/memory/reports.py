@@ -100,9 +100,8 @@ def write_out_of_memory(
         except OSError as problem:
             log.warning("cannot write %s: %s", path, problem.strerror)
             event = replace(event, tensors=None)
-        least = _WORTH_NAMING * max(
-            [asked or 0, *(tensor.bytes for tensor in tensors)]
-        )
+        largest_bytes = tensors[0].bytes if tensors else 0
+        least = _WORTH_NAMING * max(asked or 0, largest_bytes)
         named = [str(one) for one in tensors[:_LOGGED] if one.bytes >= least]
         if named:
             where = f"; all in {event.tensors}" if event.tensors else ""

@@ -112,7 +112,8 @@ def get_gpu_memory_stats(device: Any = None) -> MemoryStats:
     """
     gpu = cuda.started_gpu(device)
     if gpu is not None:
-        return _of_cuda(*gpu)
+        torch, index = gpu
+        return _of_cuda(torch, index)
     ordinal = cuda.ordinal_of(device)
     if ordinal == cuda.HOST:
         return _of_host("")

@@ -167,11 +167,8 @@ def with_causes(error: BaseException) -> Iterator[BaseException]:
             continue
         seen.add(id(current))
         yield current
-        pending += [
-            current.__cause__,
-            current.__context__,
-            *getattr(current, "exceptions", ()),
-        ]
+        pending += [current.__cause__, current.__context__]
+        pending += getattr(current, "exceptions", ())
 
 
 # --- which of them learn ---
@@ -272,8 +269,8 @@ def rebuilt(
             )
             for index, item in enumerate(value)
         ]
-        named = hasattr(value, "_fields")
-        return type(value)(*items) if named else type(value)(items)
+        # named tuples take their fields one by one
+        return getattr(value, "_make", type(value))(items)
     if isinstance(value, (Mapping, list, deque)):
         # the class itself may take other arguments than its content
         result: Any = copy.copy(value)

@@ -185,7 +185,7 @@ class MicroBatcher:
 
         def body(part: Part) -> tuple[Tensor, list[Any]]:
             nonlocal returns_more
-            loss, *more = _loss_and_more(loss_of(part.data))
+            loss, more = _loss_and_more(loss_of(part.data))
             returns_more = bool(more)
             # the mean of an empty part is NaN, also when multiplied by 0
             share = loss if part.weight == 1.0 else loss * part.weight
@@ -262,7 +262,7 @@ class MicroBatcher:
 
     def open_step(
         self,
-        kind: type[S],
+        kind: Callable[..., S],
         model: nn.Module,
         shared: SharedStep,
         *,
@@ -282,7 +282,7 @@ class MicroBatcher:
 
     def open_evaluation(
         self,
-        kind: type[S],
+        kind: Callable[..., S],
         shared: SharedStep,
     ) -> S:
         """Begin a batch of a framework's validation."""
@@ -300,7 +300,7 @@ class MicroBatcher:
         changed = self._training.shrink()
         if changed:
             self._other.shrink()
-            self._recorder.changed(*changed, reason)
+            self._recorder.changed(changed, reason)
         return changed
 
     def state(self) -> dict[str, SizeState]:
@@ -382,13 +382,13 @@ class MicroBatcher:
         )
 
 
-def _loss_and_more(result: Any) -> tuple[Any, ...]:
-    """Return the loss, and what else a function returned with it."""
-    both = (
-        result if isinstance(result, tuple) and len(result) == 2 else (result,)
-    )
-    if isinstance(both[0], Tensor) and both[0].numel() == 1:
-        return both
+def _loss_and_more(result: Any) -> tuple[Tensor, list[Any]]:
+    """Return the loss, and the one thing that a function returned with it, if it did."""
+    loss, more = result, []
+    if isinstance(result, tuple) and len(result) == 2:
+        loss, more = result[0], [result[1]]
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss, more
     shape = (
         f" of shape {tuple(result.shape)}"
         if isinstance(result, Tensor)

@@ -92,14 +92,9 @@ class Recorder:
     speed: StepSpeed = field(default_factory=NotMeasured)
     recomputing: Recomputing | None = None  # None: no step is
 
-    def changed(
-        self,
-        before: int,
-        after: int | None,
-        reason: str,
-    ) -> None:
-        """Log that the size changes though no memory ran out."""
-        step = self.step()
+    def changed(self, sizes: tuple[int, int], reason: str) -> None:
+        """Log that the size changes, from one to the other, though no memory ran out."""
+        step, (before, after) = self.step(), sizes
         log.info(
             "step %d: micro-batch %d → %d: %s",
             step,
@@ -295,7 +290,7 @@ class Step(Generic[T]):
         grown = self._size.step_done()
         if grown is not None:
             reason = "memory has sufficed for long enough to try the larger size again"
-            self._recorder.changed(*grown, reason)
+            self._recorder.changed(grown, reason)
         return loss, returns_more if agreed is None else agreed.returns_more
 
     def leave(self) -> None:
@@ -374,7 +369,8 @@ class Step(Generic[T]):
             most, factor = self._shared.plan(len(own), parts.items)
         for number in range(most):
             if number < len(own):
-                yield parts.part(*own[number], factor=factor)
+                start, stop = own[number]
+                yield parts.part(start, stop, factor=factor)
             else:
                 yield parts.without_weight()
 

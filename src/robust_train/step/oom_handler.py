@@ -148,9 +148,9 @@ class OOMHandler:
             if failure.evidence.clue == Clue.UNCLEAR:
                 return False
             sizes = ", ".join(map(str, self._tried))
-            first = f"out of memory at every batch size tried ({sizes}):"
             raise AttemptsExhausted(
-                "\n".join([first, *self._tried.values()])
+                f"out of memory at every batch size tried ({sizes}):\n"
+                + "\n".join(self._tried.values())
             ) from error
         self.batch_size = next_smaller(before, self._least, self._effective)
         if self._effective:
@@ -188,11 +188,13 @@ class OOMHandler:
         is_named = self._batch_argument in parameters
 
         def call() -> T:
-            sizes = () if is_named else (self.batch_size,)
-            named = {self._batch_argument: self.batch_size} if is_named else {}
+            named = {}
             if _ACCUMULATION in parameters:
                 named[_ACCUMULATION] = self.gradient_accumulation_steps
-            return train_fn(*sizes, *args, **named, **kwargs)
+            if is_named:
+                named[self._batch_argument] = self.batch_size
+                return train_fn(*args, **named, **kwargs)
+            return train_fn(self.batch_size, *args, **named, **kwargs)
 
         return self.run_call(
             call,

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from robust_train.failures import classify_failure
@@ -30,6 +29,7 @@ from robust_train.policy.sizes import (
     next_size,
 )
 from robust_train.readable import memory as shown
+from robust_train.step import ranks
 from robust_train.step.rewind import Models, StepStart, Watch, models_of
 
 log = logging.getLogger("robust_train")
@@ -235,11 +235,7 @@ def find_in_step(
     devices = {tensor.device for tensor in parameters} or {device_of(())}
     sizes = search.sizes(samples)
     why = None if sizes else f"the first batch has {samples} samples only"
-    if (
-        dist.is_available()
-        and dist.is_initialized()
-        and dist.get_world_size() > 1
-    ):
+    if ranks.here() is not None:
         why = "several processes train together"
     elif len(devices) > 1:
         why = "several devices share"
@@ -249,13 +245,14 @@ def find_in_step(
             why,
         )
         return None
-    meter = Meter(devices.pop(), search.memory_share)
+    state_bytes, step_bytes = optimizer_bytes(parameters)
     return search_size(
         run,
         start,
         sizes,
-        meter,
-        *optimizer_bytes(parameters),
+        Meter(devices.pop(), search.memory_share),
+        state_bytes,
+        step_bytes,
     )
 
 

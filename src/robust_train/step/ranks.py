@@ -8,11 +8,11 @@ exchange one short message. The passes of a sharded model communicate: see :mod:
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
 from operator import attrgetter, is_not
 from typing import Any, TypeVar
 
@@ -90,7 +90,7 @@ class Ranks:
         self._group: Any = dist.new_group(backend="gloo")
         self.replicas = ReplicaFinder()
         self.ledger = sharded.Ledger(
-            lambda ran_out: bool(self.figures(ran_out).any())
+            lambda ran_out: bool(self.figures([ran_out]).any())
         )
         self._reported: RankReport | None = None  # without the items
         self._agreed: RankReport | None = None
@@ -101,7 +101,7 @@ class Ranks:
         It falls where the group counts none, or only those of its default backend."""
         return collectives_begun(self.world) - self.ledger.sent
 
-    def figures(self, *mine: float) -> Tensor:
+    def figures(self, mine: Sequence[float]) -> Tensor:
         """Return every rank's figures, a row each, by one small message. All have to call it."""
         # on the host whatever the default device is
         with torch.device("cpu"):
@@ -117,7 +117,8 @@ class Ranks:
         """
         counts = replace(report, items=0.0)
         has_news = report.ran_out is not None or counts != self._reported
-        rows = self.figures(has_news or self._agreed is None, report.items)
+        is_asked = has_news or self._agreed is None
+        rows = self.figures([is_asked, report.items])
         self._reported = counts
         if self._agreed is None or rows[:, 0].any():
             self._agreed = agree(self.gather(report))
@@ -234,7 +235,7 @@ class SharedStep:
         FSDP takes the mean of the ranks' gradients, whatever their shares in the items are.
         """
         assert self._group is not None
-        rows = self._group.figures(parts, items)
+        rows = self._group.figures([parts, items])
         most, of_all = int(rows[:, 0].max()), float(rows[:, 1].sum())
         return most, items * self._group.size / of_all if of_all else 0.0
 
@@ -292,7 +293,7 @@ class SharedStep:
             return None
         # without a line of Python for each parameter: there may be ten thousand
         gradients = map(attrgetter("grad"), self._parameters)
-        present = tuple(map(is_not, gradients, repeat(None)))
+        present = tuple(map(is_not, gradients, itertools.repeat(None)))
         return self._group.exchange(replace(report, has_gradient=present))
 
     @torch.no_grad()
@@ -374,18 +375,18 @@ class Replicated(nn.Module):
         self.module = module
         self.process_group: Any = dist.group.WORLD
         broadcast(
-            [*module.parameters(), *module.buffers()],
+            list(itertools.chain(module.parameters(), module.buffers())),
             0,
             self.process_group,
         )
 
     def forward(
         self,
-        *inputs: Any,
-        **named: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Call the model."""
-        return self.module(*inputs, **named)
+        return self.module(*args, **kwargs)
 
 
 Replica = DistributedDataParallel | Replicated

@@ -6,6 +6,7 @@ Here are also the generators' states in a checkpoint, and what a function trains
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import sys
 import weakref
@@ -73,8 +74,8 @@ def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
         "python": [version, list(internal), gauss],
     }
     if (numpy := sys.modules.get("numpy")) is not None:
-        name, keys, *rest = numpy.random.get_state()
-        state["numpy"] = [name, keys.tolist(), *rest]
+        state["numpy"] = list(numpy.random.get_state())
+        state["numpy"][1] = state["numpy"][1].tolist()
     if device is not None and device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     return state
@@ -125,16 +126,11 @@ def _state_and_setter(generator: Any) -> tuple[Any, Callable[[Any], object]]:
 
 
 def _is_generator(value: Any) -> bool:
-    if isinstance(value, random.Random):
-        # the system's has no state
-        return not isinstance(value, random.SystemRandom)
-    numpy = sys.modules.get("numpy")
-    of_numpy = (
-        ()
-        if numpy is None
-        else (numpy.random.Generator, numpy.random.RandomState)
-    )
-    return isinstance(value, (torch.Generator, *of_numpy))
+    kinds = torch.Generator | random.Random
+    if (numpy := sys.modules.get("numpy")) is not None:
+        kinds |= numpy.random.Generator | numpy.random.RandomState
+    # the system's has no state
+    return isinstance(value, kinds) and type(value) is not random.SystemRandom
 
 
 # --- what learns ---
@@ -192,21 +188,19 @@ def _parts_of(value: Any) -> list[Any]:
 
 
 def _named_in(function: FunctionType) -> list[Any]:
-    named = (
-        function.__globals__.get(name) for name in _names_in(function.__code__)
-    )
-    # the functions of a library train nothing that they were not given
-    own = function.__module__
-    return [
-        *gc.get_referents(*(function.__closure__ or ())),
-        *(function.__defaults__ or ()),
-        *(function.__kwdefaults__ or {}).values(),
-        *(
-            v
-            for v in named
-            if not isinstance(v, FunctionType) or v.__module__ == own
-        ),
-    ]
+    found = gc.get_referents(*(function.__closure__ or ()))
+    found += function.__defaults__ or ()
+    found += (function.__kwdefaults__ or {}).values()
+    for name in _names_in(function.__code__):
+        value = function.__globals__.get(name)
+        # the functions of a library train nothing that they were not given
+        is_of_a_library = (
+            isinstance(value, FunctionType)
+            and value.__module__ != function.__module__
+        )
+        if not is_of_a_library:
+            found.append(value)
+    return found
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
@@ -421,7 +415,7 @@ class StepStart:
             for model in self.models
             for parameter in model.parameters()
         )
-        for parameter in (*made, *self.parameters()):
+        for parameter in itertools.chain(made, self.parameters()):
             parameter.grad = None
         _restore(self._buffers)
         self._generators.restore()
@@ -451,8 +445,11 @@ def _copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     for pair in pairs:
         groups[pair[0].device, pair[0].dtype].append(pair)
     for group in groups.values():
-        targets, sources = map(list, zip(*group, strict=True))
-        copy_at_once(torch, targets, sources)
+        copy_at_once(
+            torch,
+            [target for target, _ in group],
+            [source for _, source in group],
+        )
 
 
 def bits_of(tensor: Tensor) -> Tensor:

@@ -200,11 +200,11 @@ class Ledger:
             raise
         if self._now is None:  # outside of parts
             return
-        sizes = output.numel(), given.numel()
         self._now.append(
             Collective(
                 is_gathered,
-                *sizes,
+                output.numel(),
+                given.numel(),
                 output.dtype,
                 output.device,
                 group,

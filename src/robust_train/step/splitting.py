@@ -123,7 +123,8 @@ def joined(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
         return first
     if _is_array(first) and len(first.shape):
         shapes = [tuple(part.shape) for part in parts]
-        if shapes != [(size, *first.shape[1:]) for size in sizes]:
+        are_alike = len({shape[1:] for shape in shapes}) == 1
+        if not are_alike or [len(part) for part in parts] != list(sizes):
             raise ValueError(f"they have shapes {shapes}")
         return torch.cat([torch.as_tensor(part) for part in parts])
     if isinstance(first, float) or (
@@ -143,11 +144,8 @@ def joined(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
         return list(itertools.chain.from_iterable(parts))
     if isinstance(first, (list, tuple)):
         items = [joined(item, sizes) for item in zip(*parts, strict=True)]
-        return (
-            type(first)(*items)
-            if hasattr(first, "_fields")
-            else type(first)(items)
-        )
+        make: Any = getattr(first, "_make", type(first))
+        return make(items)
     return first
 
 
@@ -159,9 +157,20 @@ class Part:
     weight: float  # the share of its mean loss in that of the whole batch
     start: int = 0  # its first sample in the batch
     stop: int = 0  # the sample after its last one
+    of: int = 0  # the samples in the batch
 
     def __len__(self) -> int:
         return self.stop - self.start
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it has the batch's last sample."""
+        return self.stop == self.of
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the batch itself."""
+        return self.is_last and not self.start
 
 
 @dataclass
@@ -226,6 +235,7 @@ class Parts:
             factor * share,
             start,
             stop,
+            self.samples,
         )
 
     def without_weight(self) -> Part:
@@ -267,7 +277,6 @@ SizeState = dict[str, Any]
 
 @dataclass
 class _Known:
-    requested: int | None
     current: int | None
     failures: dict[int, int] = field(default_factory=dict)
     clean_steps: int = 0
@@ -282,7 +291,7 @@ class MicroBatchSize:
 
     def __init__(self, plan: MicroBatchPlan) -> None:
         self._plan = plan
-        self._known = _Known(plan.batch_size, plan.batch_size)
+        self._known = _Known(plan.batch_size)
         self._largest_batch = 0
 
     @property
@@ -362,7 +371,7 @@ class MicroBatchSize:
         if not plan.regrow_after_steps or before is None:
             return None
         known.clean_steps += 1
-        sizes = {*known.failures, plan.batch_size or 0}
+        sizes = known.failures.keys() | {plan.batch_size or 0}
         most = known.limit or max(sizes)
         larger = min(
             (size for size in sizes if before < size <= most), default=0
@@ -377,14 +386,16 @@ class MicroBatchSize:
 
     def state(self) -> SizeState:
         """Return it for a checkpoint."""
-        failures = [list(item) for item in self._known.failures.items()]
-        return {**asdict(self._known), "failures": failures}
+        return asdict(self._known) | {
+            "requested": self._plan.batch_size,
+            "failures": [list(item) for item in self._known.failures.items()],
+        }
 
     def restore(self, state: SizeState) -> None:
         """Take over :meth:`state`'s result, unless another size was requested since."""
         requested, before = self._plan.batch_size, state["requested"]
         # what probes had found is requested by its number afterwards
         if requested in (before, state.get("found") or before):
-            failures = dict(state["failures"])
-            known = {**state, "requested": requested, "failures": failures}
+            known = state | {"failures": dict(state["failures"])}
+            del known["requested"]
             self._known = _Known(**known)

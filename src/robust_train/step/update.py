@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +70,7 @@ def update(
     norm = None
     if max_grad_norm or (skips and not scales):
         norm = _clip(optimizer, max_grad_norm)
-    is_bad = _is_bad(loss, None if scales else norm) if skips else None
+    is_bad = _is_bad([loss, None if scales else norm]) if skips else None
     moved, waits = True, False
     if scales:
         before = scaler.get_scale()
@@ -98,7 +99,7 @@ def _clip(optimizer: torch.optim.Optimizer, most: float | None) -> Tensor:
     return whole
 
 
-def _is_bad(*figures: Tensor | None) -> Tensor | None:
+def _is_bad(figures: Iterable[Tensor | None]) -> Tensor | None:
     known = [figure.detach() for figure in figures if figure is not None]
     if not known:
         return None
