@@ -143,13 +143,8 @@ class Browser:
         page = Page(self, session, target)
         for domain in ("Page", "Runtime", "Log", "Network"):
             page.call(f"{domain}.enable")
-        page.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=900,
-            deviceScaleFactor=1,
-            mobile=width < 600,
-        )
+        window = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+        page.call("Emulation.setDeviceMetricsOverride", **window)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         page.call("Emulation.setEmulatedMedia", features=[scheme])
         page.call("Emulation.setScriptExecutionDisabled", value=not script)
@@ -191,11 +186,8 @@ class Page:
     def complaints(self) -> list[Any]:
         """All that the console shows, and exceptions of scripts."""
         self.evaluate("1")  # what was said before is now here
-        return [
-            *self._of("Runtime.consoleAPICalled"),
-            *self._of("Runtime.exceptionThrown"),
-            *self._of("Log.entryAdded"),
-        ]
+        kinds = ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded")
+        return [one for kind in kinds for one in self._of(kind)]
 
     @property
     def requests(self) -> list[str]:

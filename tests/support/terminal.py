@@ -13,16 +13,8 @@ import termios
 def run_at_a_terminal(
     command, environ, *, ask="", answer="", columns=200, lines=24, cwd=None
 ) -> tuple[int, str]:
-    """Exit code of a command in a terminal of its own, and all that it showed.
-
-    Args:
-        command: with its arguments.
-        environ: its whole environment.
-        ask: once this is shown, ``answer`` is typed.
-        answer: with its line end, or a control character.
-        columns: of the terminal, as ``lines``.
-        cwd: where to run it.
-    """
+    """Exit code of a command in a terminal of its own, and all that it showed. Once ``ask`` is
+    shown, ``answer`` is typed, with its line end, or a control character."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
     process = subprocess.Popen(

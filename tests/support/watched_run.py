@@ -7,14 +7,8 @@ from robust_train.attempt.run import Run
 
 
 class WatchedRun(Run):
-    """A run that keeps its events, and asks the trainer to stop at a chosen moment.
-
-    Args:
-        folder: the run folder.
-        resume: the checkpoint to go on from.
-        stop_at_step: stop when this step is reported.
-        stop_at_checkpoint: stop when this step's checkpoint is reported.
-    """
+    """A run that keeps its events, and asks the trainer to stop when a step, or the checkpoint of a
+    step, is reported. ``resume`` is the checkpoint to go on from."""
 
     def __init__(self, folder, *, resume=None, stop_at_step=None, stop_at_checkpoint=None, **more):
         self.events: list[dict[str, Any]] = []

@@ -29,28 +29,24 @@ VERSION_MISMATCH = 18
 UNKNOWN = 999
 
 
-def build_nvml(folder: Path, *options: str) -> Path:
+def build_nvml(folder: Path, *options: str, source="nvml.c", name="libnvidia-ml.so.1") -> Path:
     """Compile the simulated ``libnvidia-ml.so.1`` into ``folder``."""
-    return _build(folder, "nvml.c", "libnvidia-ml.so.1", *options)
+    folder.mkdir(parents=True, exist_ok=True)
+    library = folder / name
+    command = ["cc", "-O1", "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", str(library)]
+    subprocess.run([*command, *options, str(HERE / source)], check=True)
+    return library
 
 
 def build_libcuda(folder: Path, *options: str) -> Path:
     """Compile the simulated ``libcuda.so.1`` into ``folder``."""
-    return _build(folder, "cuda.c", "libcuda.so.1", *options)
+    return build_nvml(folder, *options, source="cuda.c", name="libcuda.so.1")
 
 
 def build_driver(folder: Path, machine: Machine) -> Path:
     """Compile both for one machine alone, as if they were its own: they need no variable."""
     build_nvml(folder, f'-DMACHINE="{machine.folder}"')
     return build_libcuda(folder, f'-DMACHINE="{machine.folder}"').parent
-
-
-def _build(folder: Path, source: str, name: str, *options: str) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    library = folder / name
-    command = ["cc", "-O1", "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", str(library)]
-    subprocess.run([*command, *options, str(HERE / source)], check=True)
-    return library
 
 
 @dataclass
@@ -98,38 +94,21 @@ class Gpu:
 class Machine:
     """A simulated machine; what is changed here is what programs see at their next call.
 
-    Args:
-        folder: where the state lives.
-        libraries: folder with the built libraries.
-        gpus: its GPUs, in NVML's order.
-        driver: driver version.
-        cuda: the newest CUDA that the driver supports, as ``12080``; 0 if it cannot say.
-        cuda_order: UUIDs in CUDA's fastest-first order, NVML's order by default.
-
-    Attributes:
-        alone: its interpreters begin as users' do, and not as forks of one that has libraries (see
-            :mod:`warm`).
+    ``gpus`` are in NVML's order, ``cuda_order`` has UUIDs in CUDA's fastest-first order if that is
+    another; ``cuda`` is the newest that the driver supports, as ``12080``, 0 if it cannot say.
     """
 
     alone = False
+    """Whether its interpreters begin as users' do, and not as forks (see :mod:`warm`)."""
 
-    def __init__(
-        self, folder, libraries, gpus=None, *, driver="570.86.15", cuda=0, cuda_order=None
-    ):
+    def __init__(self, folder, libraries, gpus=(), *, driver="570.86.15", cuda=0, cuda_order=None):
         self.folder = folder / "machine"
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.libraries = libraries
-        self.gpus = list(gpus or [])
-        self.driver = driver
-        self.cuda = cuda
-        self.cuda_order = cuda_order
+        self.state = self.folder / "state"
+        self.libraries, self.gpus = libraries, list(gpus)
+        self.driver, self.cuda, self.cuda_order = driver, cuda, cuda_order
         self._troubles: dict[str, int] = {}
         self._write()
-
-    @property
-    def state(self) -> Path:
-        """The state file."""
-        return self.folder / "state"
 
     @property
     def environ(self) -> dict[str, str]:
@@ -143,13 +122,12 @@ class Machine:
             "ROBUST_TRAIN_QUEUE_DIR": str(self.folder / "queue"),
         }
 
-    def uuid(self, index: int, slice_index: int | None = None) -> str:
+    def uuid(self, index: int, piece: int | None = None) -> str:
         """UUID of a GPU or of one of its slices."""
         gpu = self.gpus[index]
-        if slice_index is None:
+        if piece is None:
             return gpu.uuid or f"GPU-{index:08x}-aaaa-bbbb-cccc-{index:012x}"
-        piece = (gpu.mig or [])[slice_index]
-        return piece.uuid or f"MIG-{index:08x}-aaaa-bbbb-dddd-{slice_index:012x}"
+        return gpu.mig[piece].uuid or f"MIG-{index:08x}-aaaa-bbbb-dddd-{piece:012x}"
 
     def update(self, index: int, **changes: Any) -> None:
         """Change fields of one GPU."""
@@ -160,13 +138,8 @@ class Machine:
         self._write()
 
     def fail(self, function: str, code: int, where: int | str = "all") -> None:
-        """Let an NVML or CUDA function answer ``code``; 0 heals it.
-
-        Args:
-            function: its name without version suffix (``nvmlDeviceGetMemoryInfo_v2`` excepted).
-            code: what it returns.
-            where: index of a GPU, ``I.mig.J`` for a slice, or all.
-        """
+        """Let an NVML or CUDA function answer ``code``; 0 heals it. Its name has no version suffix
+        (``nvmlDeviceGetMemoryInfo_v2`` excepted); ``where``: a GPU's index, ``I.mig.J``, or all."""
         self._trouble(f"error.{function}.{where}", code)
 
     def hang(self, function: str, where: int | str = "system") -> None:
@@ -193,12 +166,7 @@ class Machine:
         return warm.start(arguments, Path.cwd(), self.environment(**more), alone=self.alone)
 
     def python(self, snippet: str, **more: str) -> Any:
-        """Run a snippet on this machine; what its last line of output says, read as JSON.
-
-        Args:
-            snippet: Python source that prints JSON as its last line.
-            more: environment variables.
-        """
+        """Run a snippet on this machine; its last line of output, read as JSON."""
         process = self.start(snippet, **more)
         out, err = process.communicate(timeout=120)
         assert process.returncode == 0, f"exit code {process.returncode}\n{out}\n{err}"

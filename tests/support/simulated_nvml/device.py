@@ -23,14 +23,9 @@ class OutOfMemory(Exception):
 
 
 class SharedDevice:
-    """The GPUs of a :class:`simulated_nvml.Machine`, by its folder.
-
-    Args:
-        state: the machine's state file.
-        owner: a number that stands for this process in what is told.
-        tell: is told of each thing that happens, in order: ``takes``, ``refuses``, ``returns``, or
-            ``dies`` where a dead process's memory came back; the owner, the GPU, and MiB.
-    """
+    """The GPUs of a :class:`simulated_nvml.Machine`, by its state file. ``tell`` gets each thing
+    that happens, in order: ``takes``, ``refuses``, ``returns``, or ``dies`` where a dead process's
+    memory came back; the ``owner``, a number that stands for this process, the GPU, and MiB."""
 
     def __init__(self, state, owner=-1, tell=lambda event, owner, gpu, mib: None):
         self.state = state
@@ -41,11 +36,7 @@ class SharedDevice:
         self._happened: list[tuple[str, int, str, int]] = []
 
     def allocate(self, uuid: str, mib: int) -> None:
-        """Take memory for this process, on top of what it has.
-
-        Raises:
-            OutOfMemory: there is not that much.
-        """
+        """Take memory for this process, on top of what it has. Raises OutOfMemory."""
         with self._held() as held:
             used = sum(row["mib"] for row in held if row["uuid"] == uuid)
             total = self.totals()[uuid]

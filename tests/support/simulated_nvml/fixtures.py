@@ -2,17 +2,14 @@
 
 import os
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from simulated_nvml import Gpu, Machine, build_libcuda, build_nvml
+from simulated_nvml import Machine, build_libcuda, build_nvml
 
 
 @pytest.fixture(scope="session")
-def nvml_libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def nvml_libraries(tmp_path_factory):
     """Folder with the simulated ``libnvidia-ml.so.1`` alone."""
     if shutil.which("cc") is None:
         refuse = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
@@ -21,7 +18,7 @@ def nvml_libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def gpu_libraries(tmp_path_factory: pytest.TempPathFactory, nvml_libraries: Path) -> Path:
+def gpu_libraries(tmp_path_factory, nvml_libraries):
     """Folder with the simulated ``libnvidia-ml.so.1`` and ``libcuda.so.1``."""
     folder = tmp_path_factory.mktemp("nvml_and_cuda")
     shutil.copy(nvml_libraries / "libnvidia-ml.so.1", folder)
@@ -29,20 +26,12 @@ def gpu_libraries(tmp_path_factory: pytest.TempPathFactory, nvml_libraries: Path
 
 
 @pytest.fixture
-def machine_with(tmp_path: Path, nvml_libraries: Path) -> Callable[..., Machine]:
+def machine_with(tmp_path, nvml_libraries):
     """Makes a machine with the GPUs given, with NVML but without CUDA's library."""
-
-    def build(*gpus: Gpu, **options: Any) -> Machine:
-        return Machine(tmp_path, nvml_libraries, list(gpus), **options)
-
-    return build
+    return lambda *gpus, **options: Machine(tmp_path, nvml_libraries, gpus, **options)
 
 
 @pytest.fixture
-def cuda_machine_with(tmp_path: Path, gpu_libraries: Path) -> Callable[..., Machine]:
+def cuda_machine_with(tmp_path, gpu_libraries):
     """Makes a machine with the GPUs given, with NVML and CUDA's library."""
-
-    def build(*gpus: Gpu, **options: Any) -> Machine:
-        return Machine(tmp_path, gpu_libraries, list(gpus), **options)
-
-    return build
+    return lambda *gpus, **options: Machine(tmp_path, gpu_libraries, gpus, **options)
