@@ -9,7 +9,7 @@ import zipfile
 
 import pytest
 
-from world import ROOT, Ended
+from world import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -62,18 +62,6 @@ def test_the_package_page_links_to_the_files_of_its_version(monkeypatch):
     assert absolute(page, "", "v1") == " b [e](https://e.org) [f](#f)"
 
 
-def test_nothing_imports_the_built_in_trainer():
-    """It is a product on top of the library."""
-    package = ROOT / "src" / "robust_train"
-    importing = [
-        str(path.relative_to(package))
-        for path in package.rglob("*.py")
-        if path.relative_to(package).parts[0] != "vision"
-        and re.search(r"(from|import) robust_train\.vision", path.read_text())
-    ]
-    assert importing == []
-
-
 @pytest.fixture
 def installed(wheel, world):
     """Where the wheel's content lies, and nothing else of ours."""
@@ -81,17 +69,6 @@ def installed(wheel, world):
     zipfile.ZipFile(wheel).extractall(folder)
     world.environ["PYTHONPATH"] = str(folder)
     return folder
-
-
-def _run(world, folder, *words):
-    own = {"cwd": folder, "env": world.environ}
-    process = subprocess.run([*map(str, words)], capture_output=True, text=True, **own)
-    assert process.returncode == 0, process.stdout + process.stderr
-    return process.stdout
-
-
-def _python(world, folder, *words):
-    return _run(world, folder, sys.executable, *words)
 
 
 WHERE = """
@@ -106,8 +83,8 @@ def test_another_hydra_project_builds_on_robust(installed, world):
     shutil.copytree(ROOT / "examples" / "own_project", project)
     (project / "where.py").write_text(WHERE)
     run_dir = f"hydra.run.dir={world.run_dir}"
-    _python(world, project, "main.py", "max_retries=7", "trainer._target_=where.is_it", run_dir)
-    result = Ended(0, "", "", world.run_dir).summary["result"]
+    words = ("main.py", "max_retries=7", "trainer._target_=where.is_it", run_dir)
+    result = world.program(sys.executable, *words, cwd=project).summary["result"]
     assert result[:2] == [5, 7]
     assert result[2].startswith(str(installed))
 
@@ -120,22 +97,25 @@ def test_what_is_published_passes_its_check_and_trains_in_an_empty_folder(tmp_pa
         pytest.importorskip(tool, reason="the extra [test]")
     world.environ.pop("PYTHONPATH")
 
-    _python(world, tmp_path, "-m", "build", "-o", "dist", ROOT)
+    def python(*words):
+        world.program(sys.executable, "-m", *words)
+
+    python("build", "-o", "dist", ROOT)
     wheel, sdist = sorted((tmp_path / "dist").iterdir(), key=lambda path: path.suffix != ".whl")
-    _python(world, tmp_path, "-m", "twine", "check", "--strict", wheel, sdist)
-    _python(world, tmp_path, "-m", "venv", "--without-pip", "fresh")
+    python("twine", "check", "--strict", wheel, sdist)
+    python("venv", "--without-pip", "fresh")
     (libraries,) = (tmp_path / "fresh" / "lib").glob("python*/site-packages")
     ours = [path for path in sys.path if path.endswith("site-packages")]
-    pip = ("-m", "pip", "--python", "fresh/bin/python")
-    _python(world, tmp_path, *pip, "install", "--no-deps", wheel)
+    python("pip", "--python", "fresh/bin/python", "install", "--no-deps", wheel)
     (libraries / "dependencies.pth").write_text("\n".join(ours) + "\n")
     empty = tmp_path / "empty"
     empty.mkdir()
     command = tmp_path / "fresh" / "bin" / "robust-train"
     code = "import robust_train; print(robust_train.__file__, robust_train.__version__)"
-    where, version = _run(world, empty, command.with_name("python"), "-c", code).split()
+    shown = world.program(command.with_name("python"), "-c", code, cwd=empty).stdout
+    where, version = shown.split()
     assert where.startswith(str(libraries))
     assert version in wheel.name
-    _run(world, empty, command, "train")
+    world.program(command, "train", cwd=empty)
     (folder,) = empty.glob("outputs/*/*")
     assert json.loads((folder / "summary.json").read_text())["result"]["objective"] > 0.9

@@ -1,11 +1,7 @@
 """The tutorials: their files in an empty folder, their commands run one after the other."""
 
-import os
 import re
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -44,13 +40,8 @@ GALLERY = {
 
 def run(world, commands, folder):
     """Run a page's commands in a folder; return what they show."""
-    world.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{world.environ['PATH']}"
     world.environ["ROBUST_TRAIN_STATE_DIR"] = str(world.folder / "state")
-    own = {"cwd": folder, "env": world.environ, "timeout": 240}
-    program = ["bash", "-e", "-c", "\n".join(commands)]
-    done = subprocess.run(program, capture_output=True, text=True, **own)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return world.program("bash", "-e", "-c", "\n".join(commands), cwd=folder).stdout
 
 
 @pytest.mark.slow

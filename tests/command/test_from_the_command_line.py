@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import subprocess
 import sys
 
 import pytest
@@ -42,11 +41,7 @@ def test_closed_streams_are_nobodys_trouble(scripts):
     words = ["-m", "robust_train.cli.main", "run", "--run-dir", str(scripts.run_dir), "--"]
     words += ["sh", "-c", "cat && echo printed"]
     command = shlex.join([sys.executable, *words])
-    closed = f"{command} <&- >&- 2>&-"
-    ended = subprocess.run(
-        ["sh", "-c", closed], cwd=scripts.folder, env=scripts.world.environ, check=False
-    )
-    assert ended.returncode == 0
+    scripts.world.program("sh", "-c", f"{command} <&- >&- 2>&-")
     assert (scripts.run_dir / "attempt-1.log").read_text() == "printed\n"
 
 
@@ -68,12 +63,7 @@ def test_with_the_batch_left_to_the_script_it_is_not_started_again_with_less(scr
 
 
 def test_the_run_folder_is_named_after_the_script(scripts):
-    subprocess.run(
-        [sys.executable, "-m", "robust_train.cli.main", "run", "--name", "a/b c", "--", "true"],
-        cwd=scripts.folder,
-        env=scripts.world.environ,
-        check=True,
-    )
+    scripts.world.robust_train("run", "--name", "a/b c", "--", "true", code=0)
     (folder,) = scripts.folder.glob("outputs/*/*")
     assert folder.name.split("_", 1)[1].startswith("a_b_c_")
     assert (folder / "summary.json").is_file()

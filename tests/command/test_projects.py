@@ -1,9 +1,7 @@
 """Projects outside our tree: the one that ``robust-train init`` writes, and the example."""
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -15,20 +13,9 @@ from world import ROOT
 
 
 def _run(world, folder, *words, code=0):
-    """Run a command in a project's folder, as on a machine where robust-train is installed."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{world.environ['PATH']}"
-    environ = {**world.environ, "PYTHONPATH": str(ROOT / "src"), "PATH": path}
-    if words[0] == "main.py":
-        ended = warm.run((f"{folder}/main.py", *words[1:]), environ, folder)
-    else:
-        ended = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True)
-    assert ended.returncode == code, ended.stdout + ended.stderr
-    return ended
-
-
-def _init(world, folder, code=0):
-    words = (sys.executable, "-m", "robust_train.cli.main", "init", folder)
-    return _run(world, world.folder, *words, code=code)
+    """Run a project's ``main.py`` in its folder."""
+    world.environ["PYTHONPATH"] = str(ROOT / "src")
+    return world.end(warm.start([f"{folder}/main.py", *words], folder, world.environ), code)
 
 
 def _summaries(folder):
@@ -44,14 +31,14 @@ def just():
 @pytest.fixture
 def project(world):
     """What ``robust-train init`` writes."""
-    _init(world, "deep/mine")
+    world.robust_train("init", "deep/mine", code=0)
     return world.folder / "deep" / "mine"
 
 
 def test_a_new_project_trains_at_once_and_its_recipe_goes_on_from_its_checkpoint(
     world, project, just
 ):
-    _run(world, project, "main.py")
+    _run(world, project)
     (folder,) = project.glob("outputs/*/*")
     assert "_spirals_" in folder.name
     (summary,) = _summaries(project)
@@ -64,10 +51,10 @@ def test_a_new_project_trains_at_once_and_its_recipe_goes_on_from_its_checkpoint
     identity = folder / "job.json"
     identity.write_text(json.dumps(json.loads(identity.read_text()) | {"completed": None}))
     more = (f"spirals.steps={steps + 20}", f"hydra.run.dir={folder}")
-    assert _run(world, project, just, "--evaluate", "python").stdout == "python"
-    recipe = _run(world, project, just, "python=echo", "train", *more)
+    assert world.program(just, "--evaluate", "python", cwd=project).stdout == "python"
+    recipe = world.program(just, "python=echo", "train", *more, cwd=project)
     assert recipe.stdout.split() == ["main.py", *more]
-    _run(world, project, *recipe.stdout.split())
+    _run(world, project, *more)
     (attempt,) = _summaries(project)[0]["attempts"]
     assert (attempt["start_step"], attempt["end_step"]) == (steps, steps + 20)
 
@@ -88,7 +75,7 @@ def test_a_project_without_a_guard_runs_once(world):
     (world.folder / "conf").mkdir()
     (world.folder / "conf" / "config.yaml").write_text("defaults: [robust, _self_]\n")
     (world.folder / "main.py").write_text(UNGUARDED)
-    _run(world, world.folder, "main.py")
+    _run(world, world.folder)
     assert [summary["result"] for summary in _summaries(world.folder)] == [5]
     assert len(list(world.folder.glob("outputs/*/*"))) == 1
 
@@ -97,22 +84,22 @@ def test_a_project_without_a_guard_runs_once(world):
 def test_recipes_keep_quotes_and_spaces(world, folder, just):
     words = ["training.lr=tag(log,interval(1e-5,1e-2))", "job_name='two  words'"]
     echoed = "python=python3 -c 'import sys; print(sys.argv[1:])'"
-    recipe = (just, "--justfile", str(folder / "justfile"), echoed, "sweep", *words)
-    ended = _run(world, world.folder, *recipe)
+    recipe = (just, "--justfile", folder / "justfile", echoed, "sweep", *words)
+    ended = world.program(*recipe)
     assert ended.stdout.rstrip().endswith(f"{words}"[1:])
 
 
 def test_nothing_is_overwritten(world, project):
     (project / "main.py").write_text("mine")
     shutil.rmtree(project / "conf")
-    again = _init(world, "deep/mine", code=2)
+    again = world.robust_train("init", "deep/mine", code=2)
     assert len(again.stderr.strip().splitlines()) == 1
     assert "exists already" in again.stderr
     assert (project / "main.py").read_text() == "mine"
     shutil.rmtree(project)
     project.mkdir()
     (project / "conf").touch()
-    again = _init(world, "deep/mine", code=2)
+    again = world.robust_train("init", "deep/mine", code=2)
     assert again.stderr == "robust-train init: deep/mine/conf: File exists\n"
 
 
@@ -126,7 +113,7 @@ def own_project(tmp_path):
 
 def test_a_hydra_project_of_your_own_builds_on_robust(world, own_project):
     ranks = ("num_gpus=2", "auto_device=false", "device=cpu")
-    _run(world, own_project, "main.py", "training.batch_size=30", *ranks)
+    _run(world, own_project, "training.batch_size=30", *ranks)
     (summary,) = _summaries(own_project)
     assert summary["result"]["objective"] > 0.9
     (attempt,) = summary["attempts"]
@@ -150,7 +137,7 @@ def test_mistakes_in_a_project_are_one_line_and_exit_code_2(world, own_project):
         ("+net=twice", "net/twice.yaml, line 2, column 1: not YAML: found duplicate key a"),
         ("+net=open", "net/open.yaml, line 2, column 1: not YAML: expected ',' or '}'"),
     ):
-        ended = _run(world, own_project, "main.py", word, code=2)
+        ended = _run(world, own_project, word, code=2)
         (line,) = ended.stderr.splitlines()
         assert words in line
 
@@ -218,7 +205,7 @@ def foreign(world):
 
 def test_a_hydra_project_needs_one_edit(world, foreign):
     """Its groups and its batch size stay its own; ours are in ``robust``."""
-    _run(world, foreign, "main.py", "fits=10", "robust.num_gpus=1")
+    _run(world, foreign, "fits=10", "robust.num_gpus=1")
     folder = foreign / "out" / "train"
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["result"] == {"val/acc": 8, "batch": 8, "objective": 8}
@@ -246,13 +233,13 @@ def test_mistakes_in_the_group_robust_are_one_line(world, foreign):
             "which the training uses: 'robust.training.batch_size=${data.a.batch_size}'",
         ),
     ):
-        ended = _run(world, foreign, "main.py", word, code=2)
+        ended = _run(world, foreign, word, code=2)
         assert ended.stderr.splitlines() == [line]
 
 
 @pytest.mark.slow
 def test_a_sweep_of_a_hydra_project_has_its_table_and_objectives(world, foreign):
-    _run(world, foreign, "main.py", "-m", "data.batch_size=16,8", "fits=20")
+    _run(world, foreign, "-m", "data.batch_size=16,8", "fits=20")
     sweep = json.loads((foreign / "out/sweep/sweep.json").read_text())
     assert [job["result"] for job in sweep["jobs"]] == [16, 8]
 
@@ -278,6 +265,6 @@ def test_a_failed_job_of_a_project_has_the_exit_codes_too(world, own_project):
         (full, "epochs=3", 2, f"epochs=3: no such key; {OF_EPOCHS}"),
     ):
         world.environ |= environ
-        ended = _run(world, own_project, "main.py", word, code=code)
+        ended = _run(world, own_project, word, code=code)
         assert ended.stderr.splitlines()[-1] == last
         assert "in run_job" not in ended.stderr, "launch is the last frame of ours"

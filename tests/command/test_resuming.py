@@ -1,13 +1,11 @@
 """A script's own checkpoints: found by pattern or told, given to the next attempt."""
 
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 
-import warm
 from command_world import script
 
 RESUME = ("--checkpoint", "ckpt/*.pt", "--resume-argv", "--resume {checkpoint}")
@@ -59,8 +57,7 @@ def test_files_that_belong_together_are_handed_over_together_and_the_report_know
     assert "sees 8 32\n" in ended.stdout
     assert f"sees 4 32 --netD {d} --netG {g}\n" in ended.stdout
 
-    report = warm.robust_train("report", "gan", environ=scripts.world.environ)
-    assert report.returncode == 0, report.stderr
+    report = scripts.world.robust_train("report", "gan", code=0)
     assert report.stdout.strip() == str(scripts.run_dir / "report.html")
 
 
@@ -97,12 +94,8 @@ if __name__ == "__main__":
 
 def test_a_program_that_calls_launch_goes_on_by_its_own_command(scripts):
     (scripts.folder / "loop.py").write_text(LOOP)
-
-    def run(*words):
-        given = {"cwd": scripts.folder, "env": scripts.world.environ, "text": True}
-        return subprocess.run([sys.executable, *words], capture_output=True, **given).stdout
-
-    assert "after fixing it: robust-train resume 0-" in run("loop.py")
-    assert "from step 3" in run("-m", "robust_train.cli.main", "resume", "loop")
+    ended = scripts.world.program(sys.executable, "loop.py", code=1)
+    assert "after fixing it: robust-train resume 0-" in ended.stdout
+    assert "from step 3" in scripts.world.robust_train("resume", "loop").stdout
     names = [folder.name.split("_")[1] for folder in scripts.folder.glob("outputs/*/*")]
     assert sorted(names) == ["loop", "second"], "the variable is for the first call"

@@ -21,12 +21,24 @@ def run(tmp_path):
     return folder
 
 
-def test_the_page_has_what_happened_and_what_was_tight(run, capsys):
-    assert main(["report", str(run)]) == 0
+def test_the_page_has_what_happened_and_what_was_tight_and_is_shown_to_people_and_programs(
+    run, capsys, monkeypatch
+):
+    """The command takes a file in the folder too."""
+    shown = []
+    monkeypatch.setattr("webbrowser.open", lambda address: shown.append(address) or True)
+    assert main(["report", str(run / "journal.jsonl"), "--open"]) == 0
     assert capsys.readouterr().out.strip() == str(run / "report.html")
+    assert shown == [(run / "report.html").as_uri()]
     page = (run / "report.html").read_text()
     assert "Completed in 35 s at the 2nd attempt, on cuda:0 with micro-batch 32" in page
     assert "2.0 GiB requested, 1.0 GiB of 16.0 GiB free" in page
+    assert main(["report", str(run), "--json"]) == 0
+    story = json.loads(capsys.readouterr().out)
+    assert story["schema"] == 1
+    assert [attempt["outcome"] for attempt in story["attempts"]] == ["device_oom", "completed"]
+    parts = {"seconds", "launches", "spans", "memory", "curves", "marks", "advice", "gaps"}
+    assert parts <= story.keys()
 
 
 def test_the_report_of_a_run_that_died_in_the_middle_of_a_line(run):
@@ -37,24 +49,6 @@ def test_the_report_of_a_run_that_died_in_the_middle_of_a_line(run):
     assert "its process was killed" in page
     assert "The last checkpoint holds step 5" in page
     assert "1 line damaged or of an unknown kind" in page
-
-
-def test_the_command_prints_the_data_for_programs(run, capsys):
-    assert main(["report", str(run), "--json"]) == 0
-    story = json.loads(capsys.readouterr().out)
-    assert story["schema"] == 1
-    assert [attempt["outcome"] for attempt in story["attempts"]] == ["device_oom", "completed"]
-    parts = {"seconds", "launches", "spans", "memory", "curves", "marks", "advice", "gaps"}
-    assert parts <= story.keys()
-
-
-def test_the_command_shows_the_report_in_the_users_browser(run, monkeypatch):
-    """It takes a file in the folder too."""
-    shown = []
-    monkeypatch.setattr("webbrowser.open", lambda address: shown.append(address) or True)
-    assert main(["report", str(run / "journal.jsonl"), "--open"]) == 0
-    assert shown == [(run / "report.html").as_uri()]
-    assert "Completed in" in (run / "report.html").read_text()
 
 
 def test_a_report_that_cannot_be_written_fails_the_command_but_costs_a_job_one_warning(
@@ -97,10 +91,7 @@ def test_a_sweep_has_a_page_of_all_jobs_with_links_to_theirs(tmp_path, capsys):
     jobs = json.loads(capsys.readouterr().out)["jobs"]
     assert [job["row"]["status"] for job in jobs] == ["completed", "completed", "failed"]
     assert [len(job["story"]["attempts"]) for job in jobs] == [2, 2, 1]
-
-
-def test_the_page_of_a_sweep_that_died_is_made_from_its_jobs(tmp_path):
-    write_sweep(tmp_path)
+    # of one that died, from its jobs
     SweepTable("sweep-id", "basic").write(tmp_path)
     assert main(["report", str(tmp_path)]) == 0
     assert "The end of the sweep is not recorded" in (tmp_path / "report.html").read_text()

@@ -7,17 +7,12 @@ from typing import Any
 
 import psutil
 
-import warm
 from world import SUPPORT, Ended, World
 
 
 class SweepWorld:
-    """Runs ``train_robust.py -m`` with one of :mod:`sweep_trainers`.
-
-    Attributes:
-        folder: the sweep folder.
-        place: where the jobs of a sweep leave marks for one another and for the test.
-    """
+    """Runs ``train_robust.py -m`` with one of :mod:`sweep_trainers`. ``folder`` is the sweep's,
+    ``place`` where its jobs leave marks for one another and for the test."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -46,10 +41,6 @@ class SweepWorld:
     def start(self, trainer, *more, n_jobs=2, **options) -> subprocess.Popen[str]:
         """Start a sweep; the caller waits for it."""
         return self.world.start(*self.arguments(trainer, *more, n_jobs=n_jobs), **options)
-
-    def run_stop(self) -> subprocess.CompletedProcess[str]:
-        """Run ``robust-train stop SWEEP_FOLDER``."""
-        return warm.robust_train("stop", str(self.folder), environ=self.world.environ)
 
     def end(self, process: subprocess.Popen[str]) -> Ended:
         return self.world.end(process)

@@ -95,14 +95,11 @@ class Ended:
 
 
 class World:
-    """A folder to run commands in. ``environ`` is what every command gets.
-
-    Attributes:
-        alone: commands begin in an interpreter of their own, as users' do, and not as forks of one
-            that has imported what they import (see :mod:`warm` and :mod:`preloaded`).
-    """
+    """A folder to run commands in. ``environ`` is what every command gets."""
 
     alone = False
+    """Whether commands begin in an interpreter of their own, as users' do, and not as forks of one
+    that has imported what they import (see :mod:`warm` and :mod:`preloaded`)."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -138,6 +135,19 @@ class World:
             found = Ended(ended.returncode, ended.stdout, ended.stderr, self.run_dir)
             return found.with_code(code)
         return self.end(self.start(*arguments, script=script, **options), code)
+
+    def robust_train(self, *arguments, cwd=None, code=None) -> Ended:
+        """Run ``robust-train arguments…`` to its end, and assert its exit code, if one is given."""
+        words = ["-m", "robust_train.cli.main", *arguments]
+        cwd = cwd or self.folder
+        return self.end(warm.start(words, cwd, self.environ, alone=self.alone), code)
+
+    def program(self, *words, cwd=None, code=0) -> Ended:
+        """Run any program where robust-train's command is installed, and assert its exit code."""
+        path = f"{Path(sys.executable).parent}:{self.environ['PATH']}"
+        options = {"cwd": cwd or self.folder, "env": self.environ | {"PATH": path}, "timeout": 240}
+        done = subprocess.run([*map(str, words)], capture_output=True, text=True, **options)
+        return Ended(done.returncode, done.stdout, done.stderr, self.run_dir).with_code(code)
 
     def run_in_terminal(self, *arguments: str, columns: int = 200) -> str:
         """Run a command in a terminal of its own to a successful end; what it showed."""

@@ -28,6 +28,7 @@ def test_a_failed_job_is_nan_a_row_in_every_table_and_alone_run_again(sweeps, la
     assert [row["status"] for row in rows] == ["completed", "failed", "completed"]
     assert [row["result"] for row in rows] == ["1.0", "", "3.0"]
     assert "training.seed=2" in rows[1]["overrides"]
+    assert "two is not for me" in (sweeps.folder / "report.html").read_text()
     lines = ended.stdout.splitlines()
     assert any(line.split()[:2] == ["1", "failed"] for line in lines)
     assert any(line.startswith("2 of 3 completed, 1 failed") for line in lines)

@@ -4,14 +4,11 @@ import json
 import re
 from dataclasses import replace
 
-import pytest
-
 from journals import COMPLETED, STARTED, Journal
 from robust_train.folder.state import Summary
 from robust_train.model.events import JobEnded, TrainingStarted, ValueReported
 from robust_train.sweep.page import sweep_page, sweep_story_of
 from robust_train.sweep.record import SweepJob, SweepTable
-from simulated_nvml import Gpu
 
 
 def charts_of(page):
@@ -57,29 +54,3 @@ def test_gpu_hours_are_those_of_all_launches_and_what_pruning_saved_is_their_res
     for chart in (over_lr, over_seed):
         assert [line["name"] for line in chart["lines"]] == ["pruned", "completed"]
     assert over_lr["lines"][0]["y"] == [0.2], "what a pruned job has reported last"
-
-
-@pytest.mark.slow
-def test_a_real_sweeps_page_has_the_figures_of_its_run_folders(sweeps, machine_with):
-    sweeps.world.with_environ(machine_with(Gpu()).environ)
-    grid = ["hydra/sweeper=robust_grid", "hydra.sweeper.repeat=2", "hydra.sweeper.n_jobs=1"]
-    keys = ["training.lr=3,1,2", "training.seed=1", "sweep_patience=5", "isolation=process"]
-    ended = sweeps.sweep("reports_its_rate", *grid, *keys, n_jobs=None, code=1)
-    ends = ["completed", "completed", "pruned", "pruned", "pruned", "failed"]
-    assert sweeps.column("status") == ends
-    assert set(map(tuple, sweeps.column("devices"))) == {("cuda:0",)}
-    hours = [(row["wall_seconds"] - row["wait_seconds"]) / 3600 for row in sweeps.jobs]
-    page = (sweeps.folder / "report.html").read_text()
-    figure = r"([\d.]+)"
-    sentence = f"{figure} GPU-hours, {figure} of them in pruned jobs; to prune them saved about "
-    found = re.search(sentence + figure, page)
-    assert found, page[:2000]
-    whole = sum(hours[:2]) / 2
-    saved = sum(whole - each for each in hours[2:5])
-    expected = [sum(hours), sum(hours[2:5]), saved]
-    assert [float(each.rstrip(".")) for each in found.groups()] == pytest.approx(expected, rel=0.1)
-    for text in ("two is not for me", "at 5 reports in a row", 'href="5/report.html"'):
-        assert text in page
-    curves = charts_of(page)[0]["lines"]
-    assert sum(line["is_lost"] for line in curves) == 3
-    assert "without training.seed=2" in ended.stdout

@@ -35,5 +35,5 @@ def test_another_sweep_in_the_folder_of_a_live_one_is_refused(sweeps):
     # its jobs save a checkpoint and end; then the folder is free
     sweeps.sweep(*arguments).with_code(0)
     assert sweeps.column("result") == [1.5, "went on from when-told"]
-    stopped = sweeps.run_stop()
-    assert (stopped.returncode, "this sweep has ended" in stopped.stderr) == (1, True)
+    stopped = sweeps.world.robust_train("stop", str(sweeps.folder), code=1)
+    assert "this sweep has ended" in stopped.stderr

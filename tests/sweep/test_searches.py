@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-import warm
 from robust_train.folder.journal import Journal
 from robust_train.model.events import ValueReported
 from robust_train.sweep.pruning import Reports
@@ -158,8 +157,7 @@ def test_the_table_begins_with_the_best_and_names_the_seeds_that_failed(sweeps):
     assert shown == "4 ± 1.41 2 of 3 training.lr=3 without training.seed=2"
 
     def best(*words):
-        words = ("sweep", "best", *words, str(sweeps.folder))
-        return warm.robust_train(*words, environ=sweeps.world.environ).stdout
+        return sweeps.world.robust_train("sweep", "best", *words, str(sweeps.folder)).stdout
 
     assert "training.lr=3 training.seed=3" in best()
     assert best("--checkpoint").strip() == str(sweeps.folder / "5" / "checkpoints" / "last")
