@@ -175,6 +175,7 @@ def test_a_sweep_folder_gives_a_row_for_each_job(tmp_path):
     sweep = tmp_path / "sweep"
     for number, lr in enumerate((0.1, 0.2)):
         job(sweep / str(number), lr, {"objective": number, "loss": 1.0})
+    job(sweep / "1" / "earlier-1", 0.3, {"objective": 2})  # another job's, which was set aside
     rows = load_runs(sweep)
     assert [row["result"]["objective"] for row in rows] == [0, 1]
     assert [row["config"]["training"]["lr"] for row in rows] == [0.1, 0.2]

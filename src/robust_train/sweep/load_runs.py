@@ -52,7 +52,11 @@ def _run_folders(folder: Path) -> Iterator[Path]:
         return
     yield from job_folders(folder)
     # launch() without Hydra leaves no ``.hydra``
-    yield from (path.parent for path in folder.glob("**/state.json"))
+    for path in folder.glob("**/state.json"):
+        parts = path.relative_to(folder).parts
+        # what a run has moved aside is not the folder's any more
+        if not any(part.startswith("earlier-") for part in parts):
+            yield path.parent
 
 
 def _row(folder: Path) -> dict[str, Json] | None:
