@@ -11,6 +11,7 @@ import psutil
 import pytest
 from live_folder import another_launcher, change_json, open_folder
 
+from journals import Journal, write_recovered
 from robust_train.cli import runs
 from robust_train.cli.main import main
 from robust_train.folder.run_list import state_directory
@@ -101,6 +102,10 @@ def test_runs_are_listed_newest_first_with_result_and_the_command_that_goes_on(t
     assert [run["state"] for run in listed] == ["starting", "died", "failed", "completed"]
     assert listed[3]["result"] == 0.875
     assert len(list(state_directory().iterdir())) == 4, "the link to a folder that is gone is, too"
+    write_recovered(Journal(tmp_path / "a"))
+    assert main(["ps", "--goodput"]) == 0
+    spent = "goodput 34 % of the 35 s that the jobs of the last 7 days have taken"
+    assert spent in capsys.readouterr().out
 
 
 def test_of_many_runs_the_newest_are_shown(tmp_path, capsys, monkeypatch):

@@ -215,7 +215,10 @@ _WATCHING = (
             _JSON,
             flag("--all", help="also those older than the newest 20"),
             flag("--live", help="only those that are alive"),
-            flag("--goodput", help="what the last seven days' time went into"),
+            flag(
+                "--goodput",
+                help="what the time of the jobs of the last seven days went into",
+            ),
         ),
     ),
     Command(

@@ -126,7 +126,8 @@ def _goodput(runs: Sequence[KnownRun]) -> Answer:
         for name, seconds in parts.items()
     ]
     sentence = (
-        f"goodput {percent(share)} of the {duration(wall)} of the last 7 days"
+        f"goodput {percent(share)} of the {duration(wall)} that the jobs of the last 7 days have "
+        "taken"
     )
     return Answer(data, [Table(("part", "time", "share"), rows), sentence])
 
