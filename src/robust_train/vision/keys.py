@@ -6,7 +6,6 @@ As in :mod:`robust_train.config.schema`, each is declared here once: ``just keys
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from robust_train.config.composition import store_group
 from robust_train.config.trainers import require
 from robust_train.config.values import FROM_1, Range, key, words_of_list
 from robust_train.model.errors import ConfigError
+from robust_train.readable import meant
 
 _FROM_2 = Range("2 or more", lambda value: value >= 2)
 _BELOW_1 = Range("from 0 to less than 1", lambda value: 0 <= value < 1)
@@ -216,11 +216,7 @@ def logger_of(cfg: DictConfig) -> str:
     """Return ``logger`` of the config. Raises ConfigError: there is no such logger."""
     name = str(cfg.get("logger") or "none")
     if name not in LOGGERS:
-        close = difflib.get_close_matches(name, LOGGERS, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise ConfigError(
-            f"logger={name}: accepted are {', '.join(LOGGERS)}{hint}"
-        )
+        raise ConfigError(f"logger={name}: {meant(name, LOGGERS)}")
     return name
 
 
