@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+import preloaded
 import warm
 from command_world import SCRIPTS, argv, script
 from robust_train.attempt.script.command import check_command
@@ -188,6 +189,35 @@ def test_after_a_checkpoint_that_a_script_cannot_read_comes_the_one_before(
     ended = run_program(scripts, code, *own, exit_code=int(actions[-1] == "give_up"))
     assert [one["action"] for one in ended.attempts] == actions
     assert [one for one in words if one not in ended.output] == []
+
+
+GOES_ON = """
+import logging, sys
+from pathlib import Path
+from robust_train.attempt.run import Run
+from robust_train.attempt.script.command import train
+from robust_train.config.refusals import composed
+
+logging.basicConfig(stream=sys.stdout)
+reported = Path("2.pt").absolute()
+train(composed(sys.argv[1:]), Run(run_dir=Path("run"), attempt=2, resume_checkpoint=reported))
+"""
+
+
+@pytest.mark.parametrize("left", [None, b"PK\x03\x04"], ids=["removed", "torn"])
+def test_a_checkpoint_that_is_lost_while_the_job_waits_leads_to_the_one_before(scripts, left):
+    """After the launcher has read it, and before the script starts."""
+    (scripts.folder / "run").mkdir()
+    (scripts.folder / "run" / "checkpoints_before.json").write_text("{}")
+    (scripts.folder / "1.pt").write_text("weights")
+    if left is not None:
+        (scripts.folder / "2.pt").write_bytes(left)
+    keys = ("trainer=command", "trainer.argv=[echo,is,given]", "trainer.checkpoint_glob='*.pt'")
+    keys += ("trainer.resume_argv=['{checkpoint}']",)
+    place = {"cwd": scripts.folder, "environ": scripts.world.environ}
+    ended = preloaded.run(GOES_ON, *keys, **place)
+    assert f"{scripts.folder}/2.pt is missing or torn and is skipped" in ended.stdout, ended.stderr
+    assert f"is given {scripts.folder}/1.pt\n" in ended.stdout
 
 
 WRITTEN_OVER = """

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from robust_train.attempt.run import Run
-from robust_train.attempt.script.command import CheckpointWatch, stamps
+from robust_train.attempt.script.command import NOTHING, CheckpointWatch, stamps
 from robust_train.attempt.script.messages import (
     LineReader,
     NotUnderstood,
@@ -239,14 +239,14 @@ def test_only_what_is_new_and_at_rest_is_found(tmp_path):
     watch = CheckpointWatch(pattern, stamps(pattern))
 
     def newest(*, at_rest):
-        return (watch.newest(at_rest=at_rest) or [None])[0]
+        return watch.newest(at_rest=at_rest)[0]
 
-    assert newest(at_rest=True) is None
+    assert watch.newest(at_rest=True) == NOTHING
     new.write_text("half")
     (tmp_path / "3.ckpt.tmp").write_text("unfinished by its name")
-    assert newest(at_rest=False) is None, "seen only once"
+    assert newest(at_rest=False) == NOTHING[0], "seen only once"
     new.write_text("half and more")
-    assert newest(at_rest=False) is None, "changed since"
+    assert newest(at_rest=False) == NOTHING[0], "changed since"
     assert newest(at_rest=False) == new
     old.write_text("written again")
     os.utime(old, ns=(0, new.stat().st_mtime_ns + 1))

@@ -75,17 +75,17 @@ def saves_of(clock, time, *, cost, seconds, writes=lambda step: True):
     ("keys", "known", "cost", "seconds", "saves"),
     [
         # measured at the first two saves
-        ({}, None, 0.5, 112, [1, 10.5, 61, 111.5]),
+        ({}, 0, 0.5, 112, [1, 10.5, 61, 111.5]),
         # known from the attempt before
         ({}, 0.5, 0.5, 60, [50]),
         # a number of minutes means that number
-        ({"checkpoint_every_minutes": 2}, None, 50, 500, [120, 290, 460]),
-        ({"checkpoint_every_minutes": 9, "checkpoint_every_steps": 10}, None, 0, 30, [10, 20, 30]),
+        ({"checkpoint_every_minutes": 2}, 0, 50, 500, [120, 290, 460]),
+        ({"checkpoint_every_minutes": 9, "checkpoint_every_steps": 10}, 0, 0, 30, [10, 20, 30]),
     ],
 )
 def test_when_checkpoints_are_saved(time, keys, known, cost, seconds, saves):
     plan = SavePlan.of(checked(complete({"training": keys})))
-    clock = SaveClock(plan, now=time, **({} if known is None else {"cost": known}))
+    clock = SaveClock(plan, cost=known, now=time)
     assert saves_of(clock, time, cost=cost, seconds=seconds) == saves
 
 

@@ -50,7 +50,7 @@ _READS_BYTES_PER_SECOND = 300e6  # until it is measured
 
 
 def seconds_between_saves(
-    cost: float | None,
+    cost: float,
     failures: int,
     seconds: float,
 ) -> float:
@@ -63,12 +63,10 @@ def seconds_between_saves(
     as it has run, so that 10 seconds do not hold where it is shorter.
 
     Args:
-        cost: for how many seconds a save holds training up, None if not yet known.
+        cost: for how many seconds a save holds training up, 0 if not yet known.
         failures: how often the job has failed so far.
         seconds: since when, the time in which it did.
     """
-    if cost is None:
-        return LEAST_SECONDS
     loses_least = math.sqrt(2 * cost * max(seconds, 0.0) / max(failures, 1))
     loses_least = max(loses_least, LEAST_SECONDS)
     shortest = (
@@ -85,8 +83,8 @@ class SaveClock:
         self,
         plan: SavePlan,  # what the config demands
         *,
-        # seconds that the job's last save has taken, None if not known
-        cost: float | None = None,
+        # seconds that the job's last save has taken, 0 if not known
+        cost: float = 0.0,
         # attempts of the job that have ended before this one
         failures: int = 0,
         job_seconds: float = 0.0,  # since the job's first launch
@@ -139,9 +137,7 @@ class SaveClock:
             self.spent += seconds
             # the first one also allocates the memory that the next ones use again
             is_first, self._has_saved = not self._has_saved, True
-            known = (
-                seconds / _FIRST_COSTS if self._cost is None else self._cost
-            )
+            known = self._cost or seconds / _FIRST_COSTS
             self._cost = min(seconds, known) if is_first else seconds
         self._saving_since = None
 
@@ -150,8 +146,8 @@ class SaveClock:
         self._saving_since = None
         self._retries_at = self._now() + OWED_SECONDS
 
-    def saved(self, step: int | None) -> float | None:
-        """Return for how many seconds the save held training up, None if that is not known."""
+    def saved(self, step: int | None) -> float:
+        """Return for how many seconds the save held training up, 0 if that is not known."""
         self._retries_at = 0.0
         now = self._now()
         self.interval, self._last_saved = now - self._last_saved, now
@@ -275,7 +271,7 @@ class Saving:
         return SaveClock(
             self.plan,
             cost=next(
-                (one.seconds for one in reversed(known) if one.seconds), None
+                (one.seconds for one in reversed(known) if one.seconds), 0.0
             ),
             failures=self._attempt - 1,
             job_seconds=max(time.time() - self._job_started, 0.0),
@@ -298,7 +294,7 @@ class Saving:
                 self._attempt,
                 step,
                 path,
-                seconds=seconds,
+                seconds=seconds or None,
                 loss=loss,
                 position=position,
                 content=self._contents.pop(path, None),

@@ -459,12 +459,9 @@ class Run:
         """Whether the trainer has begun to use :meth:`backward` or :meth:`forward`."""
         return self._micro_batcher is not None
 
-    def _samples(self) -> int | None:
-        return (
-            self.micro_batch_plan.samples
-            if self.has_read("batch_size")
-            else None
-        )
+    def _samples(self) -> int:
+        counts = self.has_read("batch_size")
+        return (self.micro_batch_plan.samples or 0) if counts else 0
 
     @property
     def steps_done(self) -> int:

@@ -90,8 +90,8 @@ class SpeedMeter:
     def __init__(
         self,
         ranks: int = 1,
-        # returns the samples of this rank in a step, None if unknown
-        samples: Callable[[], int | None] = lambda: None,
+        # returns the samples of this rank in a step, 0 if unknown
+        samples: Callable[[], int] = lambda: 0,
         # takes the figures
         report: Callable[[Speed], None] = lambda speed: None,
     ) -> None:
@@ -177,8 +177,8 @@ class SpeedMeter:
             if interval.seconds < self.least_seconds:
                 return
             interval.steps = step - self._step
-            of_a_step = self._samples() or 0
-            interval.samples = interval.samples or interval.steps * of_a_step
+            if not interval.samples:
+                interval.samples = interval.steps * self._samples()
             self._steps += interval.steps
             self._newest.append(interval)
         self._step = step

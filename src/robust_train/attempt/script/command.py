@@ -16,7 +16,7 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -86,6 +86,9 @@ Stamp = tuple[int, int]
 
 Stamped = tuple[Path, Stamp]
 
+NOTHING: Stamped = Path(), (0, 0)
+"""No checkpoint: every other one is later."""
+
 
 def preload_modules(cfg: DictConfig) -> tuple[str, ...]:
     """Return nothing to import early, but check the config before a device is chosen. Raises
@@ -115,7 +118,7 @@ def train(cfg: DictConfig, run: Run) -> Json:
     watch = _watch(config, cwd, values, run)
     checkpoint = _checkpoint(watch, run)
     template = trainer.argv or ()
-    if checkpoint is not None:
+    if checkpoint != NOTHING:
         values = replace(values, checkpoint=str(checkpoint[0]))
         template += trainer.resume_argv
     argv = tuple(values.fill(word) for word in template)
@@ -124,7 +127,6 @@ def train(cfg: DictConfig, run: Run) -> Json:
         cwd,
         watch,
         checkpoint,
-        watch.newest(at_rest=True),
     )
     # from here on a signal is for the script, and interrupts nothing here
     if run.stop_requested:
@@ -180,8 +182,7 @@ class _Attempt:
         run: Run,
         cwd: Path,
         watch: CheckpointWatch,
-        checkpoint: Stamped | None,
-        newest: Stamped | None,
+        checkpoint: Stamped,  # to go on from
     ) -> None:
         # the file for its messages
         self.events = run.run_dir / f"attempt-{run.attempt}.events"
@@ -191,22 +192,18 @@ class _Attempt:
         self._cwd = cwd
         self._watch = watch
         self._lines = LineReader(self.events)
+        self._resumed = checkpoint[0]
         # the newest may be one that it was not to go on from
-        self._known = _newest(checkpoint, newest)
+        self._known = max(checkpoint, watch.newest(at_rest=True), key=_changed)
         # one that looked damaged at the last look, and its step: it may be being written over
-        self._doubted: tuple[Path, Stamped | None, int | None] | None = None
+        self._doubted: list[tuple[Path, Stamped, int | None]] = []
         self._complained = self._has_ended = False
-        self._resumed = checkpoint and checkpoint[0]
-        if (
-            self._resumed is not None
-            and self._resumed != run.resume_checkpoint
-        ):
+        if checkpoint != NOTHING and self._resumed != run.resume_checkpoint:
             run.checkpoint_saved(self._resumed, run.last_step)
 
-    def poll(self, reported: Collection[str] | None = None) -> None:
+    def poll(self, reported: Collection[Path] | None = None) -> None:
         """Pass on what the script has reported and saved."""
-        if self._doubted is not None:
-            path, _, step = self._doubted
+        for path, _, step in self._doubted:
             self._saved(path, step)
         for line in self._lines.read(to_the_end=self._has_ended):
             try:
@@ -220,18 +217,15 @@ class _Attempt:
                     name = self.events.name
                     log.warning("%s: %r: %s", name, line[:200], problem)
         newest = self._watch.newest(at_rest=self._has_ended, reported=reported)
-        known = self._known
-        if newest is None or newest == known:
-            return
         # while the newest is written over, the newest at rest is an older one
-        if known is None or newest[1][0] >= known[1][0]:
+        is_later = _changed(newest) >= _changed(self._known)
+        if is_later and newest not in (NOTHING, self._known):
             self._saved(newest[0], self._run.last_step)
 
     def finish(self, *, was_killed: bool) -> None:
         """Pass on the rest after the script has ended; remove an empty file of messages."""
-        known = () if self._known is None else (str(self._known[0]),)
         self._has_ended = True
-        self.poll(known if was_killed else None)
+        self.poll([self._known[0]] if was_killed else None)
         with contextlib.suppress(OSError):  # the script may have removed it
             if self.events.stat().st_size == 0:
                 self.events.unlink()
@@ -243,25 +237,25 @@ class _Attempt:
     ) -> None:
         """Report a checkpoint. One that looks damaged is looked at again, until it stays so: the
         script may be writing the next one over it."""
-        given = self._resumed
-        if given is not None and [] < _number(path) < _number(given):
-            self._resumed = None
-            log.warning(_BEGAN_AGAIN, given.name, path.name)
+        if [] < _number(path) < _number(self._resumed):
+            log.warning(_BEGAN_AGAIN, self._resumed.name, path.name)
+            self._resumed = NOTHING[0]
         self._known = _stamped(path)
-        has_size = self._known is None or self._known[1][1]
+        has_size = self._known[1][1] or self._known == NOTHING
         is_empty = not has_size and not is_whole(path)
         damage = self._run.saving.damage_in(path) or is_empty
-        seen, before = (path, self._known, step), self._doubted
-        is_final = self._has_ended or seen == before
-        self._doubted = seen if damage and not is_final else None
-        if self._doubted is None and is_empty:
+        seen = path, self._known, step
+        if damage and not self._has_ended and seen not in self._doubted:
+            self._doubted = [seen]
+            return
+        self._doubted = []
+        if is_empty:
             log.warning("checkpoint %s is empty; it is not used", path)
-        elif self._doubted is None:
-            checked = None if damage else self._run.position
+        else:
             self._run.checkpoint_saved(
                 path,
                 step,
-                checked,
+                None if damage else self._run.position,
             )
 
     def _take(self, line: str) -> None:
@@ -340,47 +334,40 @@ def _watch(
     return CheckpointWatch(pattern, before)
 
 
-def _checkpoint(watch: CheckpointWatch, run: Run) -> Stamped | None:
+def _checkpoint(watch: CheckpointWatch, run: Run) -> Stamped:
     """Return the newest of the one that was reported and those that the pattern finds."""
-    reported = run.resume_checkpoint
-    folder = run.checkpoint_dir
-    manifests = wait_until_readable(lambda: read_manifests(folder))
-    bad = {str(one.path) for one in manifests if one.loss in USELESS}
-    known = {str(one.path) for one in manifests}
-    given = None
+    given, reported = NOTHING, run.resume_checkpoint
     if reported is not None and is_whole(reported):
         given = _stamped(reported)
     elif reported is not None:
         log.warning(
             "checkpoint %s is missing or torn and is skipped", reported
         )
-    while True:
-        newest = _newest(
-            watch.newest(
-                at_rest=True,
-                but=bad,
-                reported=known,
-            ),
-            given,
-        )
+    manifests = wait_until_readable(lambda: read_manifests(run.checkpoint_dir))
+    for found in watch.found(
+        at_rest=True,
+        reported=[one.path for one in manifests],
+    ):
         # what is given was read by the launcher
-        if newest is None or newest == given:
-            return newest
+        if found == given or _changed(found) < _changed(given):
+            break
+        path = found[0]
+        if any(one.path == path and one.loss in USELESS for one in manifests):
+            continue
         try:
-            damage = damage_in(newest[0], reads=True)
+            damage = damage_in(path, reads=True)
         except OSError as error:
             damage = str(error)
         if not damage:
-            return newest
+            return found
         log.warning(
-            "checkpoint %s is damaged (%s) and is skipped", newest[0], damage
+            "checkpoint %s is damaged (%s) and is skipped", path, damage
         )
-        bad.add(str(newest[0]))
+    return given
 
 
-def _newest(one: Stamped | None, other: Stamped | None) -> Stamped | None:
-    is_later = other is None or (one is not None and one[1][0] >= other[1][0])
-    return one if is_later else other
+def _changed(one: Stamped) -> int:
+    return one[1][0]
 
 
 def _number(path: Path) -> list[int]:
@@ -492,46 +479,50 @@ class CheckpointWatch:
         self,
         *,
         at_rest: bool,
-        but: Collection[str] = (),
-        reported: Collection[str] | None = None,
-    ) -> Stamped | None:
-        """Return the newest whole match that is the job's own, None if there is none. Only what
-        has not changed since the last call counts, unless all is ``at_rest``. A folder has to have
-        all the files of the one before it; the first one, to be ``reported`` where these are
-        given: a script that was killed may have left it without some."""
+        reported: Collection[Path] | None = None,
+    ) -> Stamped:
+        """Return the first of :meth:`found`, ``NOTHING`` if there is none."""
+        return next(self.found(at_rest=at_rest, reported=reported), NOTHING)
+
+    def found(
+        self,
+        *,
+        at_rest: bool,
+        reported: Collection[Path] | None = None,
+    ) -> Iterator[Stamped]:
+        """Yield the whole matches that are the job's own, the newest first. Only what has not
+        changed since the last call counts, unless all is ``at_rest``. A folder has to have all the
+        files of the one before it; the first one, to be ``reported`` where these are given: a
+        script that was killed may have left it without some."""
         seen = stamps(self._pattern)
         last_seen, self._last_seen = self._last_seen, seen
-        own = {
-            path: stamp
+        own = [
+            (Path(path), stamp)
             for path, stamp in seen.items()
             if self._before.get(path) != stamp
             and (at_rest or last_seen.get(path) == stamp)
-        }
-        ordered = sorted(
-            own,
-            key=lambda path: (own[path][0], path),
-            reverse=True,
-        )
-        for number, path in enumerate(ordered, start=1):
-            if path in but or not is_whole(Path(path)):
+        ]
+        own.sort(key=lambda one: (_changed(one), one), reverse=True)
+        for number, (path, stamp) in enumerate(own, start=1):
+            if not is_whole(path):
                 continue
-            before = next(filter(os.path.isdir, ordered[number:]), None)
-            if not os.path.isdir(path) or (
+            earlier = (one for one, _ in own[number:] if one.is_dir())
+            before = next(earlier, None)
+            if not path.is_dir() or (
                 _names(before) <= _names(path)
                 if before is not None
                 else reported is None or path in reported
             ):
-                return Path(path), own[path]
-            if reported is not None:
+                yield path, stamp
+            elif reported is not None:
                 log.warning(
                     "checkpoint %s may lack files and is not used", path
                 )
-        return None
 
 
-def _names(folder: str) -> set[str]:
+def _names(folder: Path) -> set[str]:
     """Return the names of the files in a folder; numbers count as one."""
-    inside = (str(file.relative_to(folder)) for file in files_in(Path(folder)))
+    inside = (str(file.relative_to(folder)) for file in files_in(folder))
     return {re.sub(r"\d+", "0", name) for name in inside}
 
 
@@ -556,7 +547,7 @@ def stamp_of(path: Path) -> Stamp:
     return changed, sum(one.st_size for one in inside)
 
 
-def _stamped(path: Path) -> Stamped | None:
+def _stamped(path: Path) -> Stamped:
     with contextlib.suppress(OSError):
         return path, stamp_of(path)
-    return None
+    return NOTHING  # it is gone
