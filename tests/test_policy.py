@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attempts import decided, failed, gpu, policy
+from attempts import KEYS_OF_A_PROJECT, decided, failed, gpu, keys_at_the_root, policy
+from robust_train.config.schema import RetryConfig
+from robust_train.failures.advice import with_advice
 from robust_train.model.failure import MEMORY_FAILURES, Clue, Evidence, Failure, FailureKind
-from robust_train.model.spec import GiveUp, Retry
+from robust_train.model.spec import GiveUp, Retry, RetryRule
 from robust_train.policy.context import FailureContext, excluded_after
 from robust_train.policy.decide import first_attempt, on_gpus
 from robust_train.policy.sizes import sizes
@@ -95,6 +97,38 @@ def test_any_series_of_failures_ends_keeps_the_effective_batch_and_takes_the_cpu
         assert "cpu" not in visited[:-1], "the CPU is the last device"
         assert history.count(history[-1]) < 100
         assert len(history) < 400, "does not end"
+
+
+@given(st.data())
+def test_in_a_project_every_message_names_keys_as_its_user_writes_them(data):
+    kinds, theirs = st.sampled_from(sorted(FailureKind)), sorted(KEYS_OF_A_PROJECT)
+    settings, gpus = data.draw(jobs()), data.draw(machines)
+    config = replace(
+        settings.config,
+        theirs={key: KEYS_OF_A_PROJECT[key] for key in data.draw(st.sets(st.sampled_from(theirs)))},
+        retry=RetryConfig(
+            data.draw(st.sampled_from([(), (RetryRule("retry", message="theirs"),)]))
+        ),
+        preserve_effective_batch_size=data.draw(st.sampled_from([None, True, False])),
+        min_num_gpus=data.draw(st.sampled_from([None, 1])),
+    )
+    settings = type(settings).of(config)
+    said, spec = "training.batch_size=8: their own words", first_attempt(settings, gpus[:1])
+    history = ()
+    for _ in range(data.draw(st.integers(1, 6))):
+        kind, evidence = data.draw(kinds), data.draw(evidence_strategy)
+        steps = {"end_step": data.draw(st.none() | st.integers(0, 3))}
+        attempt = failed(spec, kind, evidence, message=said, **steps)
+        attempt = with_advice(attempt, config)
+        history += (attempt,)
+        decision = decided(settings, history, gpus)
+        texts = list(attempt.failure.advice)
+        while decision:
+            texts += [decision.reason, getattr(decision, "warning", "")]
+            spec = getattr(decision, "spec", spec)
+            decision = getattr(decision, "otherwise", None)
+        assert attempt.failure.message == said
+        assert [found for text in texts for found in keys_at_the_root(text.replace(said, ""))] == []
 
 
 @given(jobs(), machines, st.lists(st.sampled_from(sorted(MEMORY_FAILURES)), min_size=1, max_size=6))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import warm
+from attempts import keys_at_the_root
 from world import ROOT
 
 
@@ -215,13 +216,35 @@ def test_a_hydra_project_needs_one_edit(world, foreign):
 
 
 def test_mistakes_in_the_group_robust_are_one_line(world, foreign):
-    (foreign / "configs/data/both.yaml").write_text("{a: {batch_size: 4}, b: {batch_size: 8}}")
+    for name, text in (
+        ("data/both", "{a: {batch_size: 4}, b: {batch_size: 8}}"),
+        ("data/no_workers", "{batch_size: 32}"),
+        ("trainer/bare", "{devices: 1}"),
+    ):
+        (foreign / f"configs/{name}.yaml").write_text(text)
     for word, line in (
         ("robust.num_gpu=2", "robust.num_gpu: no such key; did you mean robust.num_gpus?"),
         ("robust.num_gpus=0", "robust.num_gpus=0: must be 1 or more"),
         (
             "robust.min_batch_size=90",
-            "robust.min_batch_size=90: must not be above training.batch_size=32",
+            "robust.min_batch_size=90: must not be above data.batch_size=32",
+        ),
+        ("robust.min_num_gpus=2", "robust.min_num_gpus=2: must not be above robust.num_gpus=1"),
+        (
+            "robust.trainer.preload_module=[json]",
+            "robust.trainer.preload_module: no such key; did you mean "
+            "robust.trainer.preload_modules?",
+        ),
+        (
+            "data=no_workers robust.training.num_workers=3",
+            "robust.training.num_workers=3: the project's config has no key for it; refer to the "
+            "one that its code reads: 'robust.training.num_workers=${its.name}'",
+        ),
+        (
+            "trainer=bare robust.training.gradient_accumulation_steps=3",
+            "robust.training.gradient_accumulation_steps=3: the project's config has no key for "
+            "it; refer to the one that its code reads: "
+            "'robust.training.gradient_accumulation_steps=${its.name}'",
         ),
         (
             "robust.training.batch_size=8",
@@ -233,8 +256,32 @@ def test_mistakes_in_the_group_robust_are_one_line(world, foreign):
             "which the training uses: 'robust.training.batch_size=${data.a.batch_size}'",
         ),
     ):
-        ended = _run(world, foreign, word, code=2)
+        ended = _run(world, foreign, *word.split(), code=2)
         assert ended.stderr.splitlines() == [line]
+
+
+def test_what_a_projects_job_says_names_keys_as_its_user_writes_them(world, foreign):
+    ended = _run(world, foreign, "robust.device=cuda", code=2)
+    assert ended.stderr.startswith("robust.device=cuda: no such GPU here: ")
+    words = (
+        "fits=1",
+        "robust.num_gpus=2",
+        "robust.max_retries=1",
+        "robust.allow_cpu_fallback=true",
+    )
+    ended = _run(world, foreign, *words, code=1)
+    folder = foreign / "out/train"
+    (*_, last) = json.loads((folder / "summary.json").read_text())["attempts"]
+    assert "smaller data.batch_size" in last["failure"]["advice"][0]
+    assert "more trainer.accumulate_grad_batches" in last["failure"]["advice"][1]
+    log = (folder / "train.log").read_text()
+    for text in (*last["failure"]["advice"], last["reason"], ended.stdout, ended.stderr, log):
+        assert keys_at_the_root(text) == []
+    assert "(robust.max_retries=1)" in last["reason"]
+    assert "robust.num_gpus=2: " in log
+    page = (folder / "report.html").read_text()
+    assert "smaller data.batch_size" in page
+    assert "smaller training.batch_size" not in page
 
 
 @pytest.mark.slow

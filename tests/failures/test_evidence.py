@@ -1,7 +1,11 @@
 """The figures of a failure, in bytes, and the advice that follows from them."""
 
+from dataclasses import replace
+
 import pytest
 
+from attempts import KEYS_OF_A_PROJECT, policy
+from robust_train.config.schema import TrainerConfig
 from robust_train.failures import classify_failure
 from robust_train.failures.advice import advice_for, with_advice
 from robust_train.model.attempt import Attempt
@@ -222,13 +226,15 @@ def test_advice_comes_in_the_order_of_what_costs_least_and_fits_the_evidence(mes
 def fitting(error, *, num_workers=2, end_step=3, **trainer):
     spec = AttemptSpec((), 8, 1, num_workers=num_workers)
     attempt = Attempt(1, spec, failure=classify_failure(error), end_step=end_step)
-    given = {"is_script": False, "is_built_in": True, **trainer}
-    return "; ".join(with_advice(attempt, **given).failure.advice)
+    config = replace(policy(reports_start=True).config, **trainer)
+    return "; ".join(with_advice(attempt, config).failure.advice)
 
 
 OOM = RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
-OWN = {"is_built_in": False}
-SCRIPT = {"is_script": True, "is_built_in": False}
+OWN = {"trainer": TrainerConfig("own.train")}
+SCRIPT = {"trainer": TrainerConfig(argv=("python",))}
+PROJECT = {**OWN, "theirs": KEYS_OF_A_PROJECT}
+WITHOUT_KEYS = {**OWN, "theirs": {}}
 
 
 @pytest.mark.parametrize(
@@ -240,6 +246,10 @@ SCRIPT = {"is_script": True, "is_built_in": False}
         (OOM, {}, "training.mixed_precision", "--batch-size"),
         (OOM, OWN, "training.batch_size", "training.mixed_precision"),
         (OOM, SCRIPT, "--batch-size", "training."),
+        (OOM, PROJECT, "smaller data.batch_size", "training."),
+        (OOM, WITHOUT_KEYS, "smaller batch size", "training."),
+        (MemoryError(), PROJECT, "fewer data.num_workers", "prefetch_factor"),
+        (RuntimeError("No space left on device"), PROJECT, "keep fewer checkpoints", "robust."),
         # before the first step
         (MemoryError(), {"end_step": None, "num_workers": 0}, "", "batch"),
     ],

@@ -1,5 +1,9 @@
 """Attempts as tests describe them."""
 
+import re
+
+from omegaconf import DictConfig
+
 from robust_train.config.attempt import AttemptRequest
 from robust_train.config.checks import checked
 from robust_train.config.composition import complete
@@ -48,6 +52,27 @@ def policy(
         may_use_expandable_segments=may_use_expandable_segments,
         can_checkpoint=can_checkpoint,
     )
+
+
+KEYS_OF_A_PROJECT = {
+    "training.batch_size": "data.batch_size",
+    "training.gradient_accumulation_steps": "trainer.accumulate_grad_batches",
+    "training.num_workers": "data.num_workers",
+}
+
+
+def keys_at_the_root(text) -> list[str]:
+    """The keys of ours that a message names without the group ``robust``."""
+
+    def names(node, prefix=""):
+        for name, value in node.items_ex(resolve=False):
+            if isinstance(value, DictConfig):
+                yield from names(value, f"{prefix}{name}.")
+            else:
+                yield prefix + name + ("" if "." in prefix or "_" in name else "=")
+
+    listed = "|".join(map(re.escape, names(complete({}))))
+    return re.findall(rf"(?<![\w./={{-])(?:{listed})(?!\w)", text)
 
 
 def gpu(index: int, free_gib: float, unusable: str | None = None) -> GpuInfo:

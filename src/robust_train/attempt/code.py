@@ -120,10 +120,7 @@ class Code:
                 not self._plan.is_script
             )
             log.warning(
-                "attempt %d runs other code; %s%s",
-                self._attempt,
-                since,
-                how,
+                "attempt %d runs other code; %s" + how, self._attempt, since
             )
 
 

@@ -35,10 +35,11 @@ from robust_train.config.attempt import (
     for_rank,
     trainer_config,
 )
+from robust_train.config.projects import as_typed
 from robust_train.failures.shortage import no_room_to_import
 from robust_train.gpu.cuda_order import started_driver
 from robust_train.host import linux, signals
-from robust_train.host.job_logging import adopt_hydra
+from robust_train.host.job_logging import adopt_hydra, change_words
 from robust_train.host.linux import FOREVER_SECONDS, readable
 from robust_train.host.memory import own_memory
 from robust_train.host.screen import flush_output
@@ -178,6 +179,9 @@ def _be_attempt(
         os.chdir(request.cwd)
         _write_stacks(request)
         adopt_hydra(request.hydra_cfg)
+        theirs = request.config.theirs
+        if theirs is not None:
+            change_words(partial(as_typed, theirs=theirs))
         importlib.invalidate_caches()
         report = _Reporter(request, send, begin.rank)
         if request.ranks > 1:

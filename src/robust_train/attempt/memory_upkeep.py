@@ -242,9 +242,9 @@ class AttemptMemory(MemoryKeeper):
             hint = "; shrink_before_oom=true takes a smaller micro-batch"
             log.warning(
                 "step %d: GPU memory is nearly out: in two steps in a row torch emptied its cache "
-                "to find room, which is slow%s",
+                "to find room, which is slow"
+                + ("" if self._shrinks else hint),
                 step,
-                "" if self._shrinks else hint,
             )
             self._run.send(MemoryTight(step, total))
         if self._shrinks and self._run.splits_batches:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from robust_train import compat
 from robust_train.attempt.run import Run, memory_in_use
+from robust_train.config.projects import as_typed
 from robust_train.folder.requests import (
     LAUNCHERS_VERB,
     Refused,
@@ -125,7 +126,8 @@ class AttemptRequests:
         try:
             reply = self._reply(waiting)
         except Refused as refusal:
-            reply = {"error": str(refusal)}
+            problem = as_typed(str(refusal), self._run.their_keys)
+            reply = {"error": problem}
         except (ValueError, OSError) as error:  # of an option, or of a file
             reply = {"error": f"{verb}: {error}"}
         except Exception as error:  # must not end the training

@@ -147,6 +147,7 @@ class Run:
         self.last_micro_batch: int | None = None
         self.asked: AttemptSpec | None = None
         self.keeps_batch = ""
+        self.their_keys: Mapping[str, str] | None = None
         self.skips_to = 0
         self.passes_over = False
         self.is_cooperative = self.looks_for_checkpoint_requests = False
@@ -304,6 +305,7 @@ class Run:
         self._keeps = config.training.keep_checkpoints
         self.logs_memory = config.memory.log_frequency > 0
         self._objective = config.objective or ""
+        self.their_keys = config.theirs
         self.guard.configure(config)
 
     @property

@@ -18,12 +18,17 @@ from omegaconf.errors import OmegaConfBaseException
 
 from robust_train.config.projects import (
     GROUP,
-    can_accumulate,
-    has_batch,
-    is_theirs,
+    as_typed,
     ours,
+    their_keys,
 )
-from robust_train.config.schema import GONE, RobustConfig, TrainingConfig
+from robust_train.config.schema import (
+    ACCUMULATION,
+    GONE,
+    WORKERS,
+    RobustConfig,
+    TrainingConfig,
+)
 from robust_train.config.values import URLS_VARIABLE, is_secret
 from robust_train.model.errors import ConfigError
 from robust_train.readable import meant
@@ -33,24 +38,33 @@ T = TypeVar("T")
 _DEVICE = re.compile(r"auto|cpu|cuda|cuda:\d+|GPU-[0-9a-fA-F-]+|MIG-\S+")
 
 
+_HAS_NO_KEY = (
+    "{0}={1}: the project's config has no key for it; refer to the one that its code reads: "
+    "'{0}=${{its.name}}'"
+)
+
+
 def checked(cfg: DictConfig) -> RobustConfig:
     """Return a composed config in the types of the code, its batch settled. Raises ConfigError: one
     line with the key, its value and what is accepted."""
-    own, prefix = ours(cfg), f"{GROUP}." if is_theirs(cfg) else ""
+    own, theirs = ours(cfg), their_keys(cfg)
+    prefix = "" if theirs is None else f"{GROUP}."
     _resolve_all(own, prefix)
     _refuse_near_misses(own, prefix)
     if missing := sorted(OmegaConf.missing_keys(own)):
         raise _missing(prefix + missing[0])
-    config = _with_batch(read(RobustConfig, own, prefix))
+    config = read(RobustConfig, own, prefix)
     objective = config.objective or cfg.get("optimized_metric")
-    config = replace(
-        config,
-        objective=objective,
-        has_batch=has_batch(cfg),
-        can_accumulate=can_accumulate(cfg),
-    )
-    for mistake in _mistakes(config):
-        raise ConfigError(prefix + mistake)
+    try:
+        config = replace(
+            _with_batch(config),
+            objective=objective,
+            theirs=theirs,
+        )
+        for mistake in _mistakes(config):
+            raise ConfigError(mistake)
+    except ConfigError as error:
+        raise ConfigError(as_typed(str(error), theirs)) from None
     return config
 
 
@@ -164,8 +178,8 @@ def _resolve_all(cfg: DictConfig, prefix: str = "") -> None:
 
 def _refuse_near_misses(cfg: DictConfig, prefix: str) -> None:
     """Refuse old keys and likely typos: the root is open, so they would pass unseen. All in a
-    project's group ``robust`` are ours."""
-    known = {item.name for item in fields(RobustConfig)}
+    project's group ``robust`` are ours, those in its open groups too."""
+    known = {item.name for item in fields(RobustConfig) if item.metadata}
     for name in sorted({str(key) for key in cfg} - known):
         if answer := gone(name):
             raise ConfigError(answer)
@@ -176,8 +190,23 @@ def _refuse_near_misses(cfg: DictConfig, prefix: str) -> None:
             cutoff=0.85,
         )
         if close or prefix:
-            hint = meant(name, known, prefix)
-            raise ConfigError(f"{prefix}{name}: no such key; {hint}")
+            raise _unknown(name, known, prefix)
+    for item in fields(RobustConfig) if prefix else ():
+        group = item.metadata.get("open")
+        if group is None or item.name not in cfg:
+            continue
+        own = {one.name for one in fields(group)} | {"preload_modules"}
+        for name in sorted({str(key) for key in cfg[item.name]} - own):
+            raise _unknown(name, own, f"{prefix}{item.name}.")
+
+
+def _unknown(
+    name: str,
+    known: set[str],
+    prefix: str,
+) -> ConfigError:
+    hint = meant(name, known, prefix)
+    return ConfigError(f"{prefix}{name}: no such key; {hint}")
 
 
 def _with_batch(config: RobustConfig) -> RobustConfig:
@@ -253,6 +282,14 @@ def _mistakes(config: RobustConfig) -> Iterator[str]:
     if not _DEVICE.fullmatch(config.device):
         yield f"device={config.device}: must be auto, cpu, cuda, cuda:<number> or a GPU's UUID"
     size, gpus = config.training.batch_size, config.num_gpus
+    steps, workers = (
+        config.training.gradient_accumulation_steps,
+        config.training.num_workers,
+    )
+    if not config.can_accumulate and steps > 1:
+        yield _HAS_NO_KEY.format(ACCUMULATION, steps)
+    if config.theirs is not None and WORKERS not in config.theirs and workers:
+        yield _HAS_NO_KEY.format(WORKERS, workers)
     if config.min_batch_size > size:
         least = config.min_batch_size
         yield f"min_batch_size={least}: must not be above training.batch_size={size}"

@@ -12,14 +12,23 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from functools import cache
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from robust_train.config.schema import TrainingConfig
-from robust_train.model.errors import ConfigError
+from robust_train.config.schema import (
+    ACCUMULATION,
+    BATCH,
+    WORKERS,
+    OpenConfig,
+    RobustConfig,
+    TrainingConfig,
+)
+from robust_train.model.errors import ConfigError, NoDevice, UserError
 
 GROUP = "robust"
 
@@ -37,7 +46,12 @@ _NAMES = {
 }
 """What projects call the keys under ``training`` that each attempt chooses."""
 
-_BATCH, _ACCUMULATION = "batch_size", "gradient_accumulation_steps"
+_IN_WORDS = {
+    BATCH: "batch size",
+    ACCUMULATION: "gradient accumulation",
+    WORKERS: "data-loader workers",
+}
+"""What they are called where a project's config has no such key."""
 
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
@@ -92,11 +106,11 @@ def defaults_for_theirs(cfg: DictConfig) -> dict[str, Any]:
         value, found = given.get(name), _paths(cfg, name)
         if value is None and len(found) == 1:
             training[name] = f"${{{found[0]}}}"
-        elif name == _BATCH:
+        elif name == "batch_size":
             _check_batch(cfg, value, found)
-    batch = training.get(_BATCH) or given.get(_BATCH)
+    batch = training.get("batch_size") or given.get("batch_size")
     if batch is None:
-        batch = training[_BATCH] = 1
+        batch = training["batch_size"] = 1
     defaults: dict[str, Any] = {"training": training}
     reference = _REFERENCE.fullmatch(str(batch))
     size = OmegaConf.select(cfg, reference[1]) if reference else batch
@@ -110,7 +124,7 @@ def _check_batch(
     value: Any,
     found: list[str],
 ) -> None:
-    key = f"{GROUP}.training.{_BATCH}"
+    key = f"{GROUP}.{BATCH}"
     if value is None and found:
         raise ConfigError(
             f"{key}: there are {', '.join(found)}; say which the training uses: "
@@ -148,18 +162,78 @@ def write_to_theirs(cfg: DictConfig, chosen: dict[str, Any]) -> None:
                 OmegaConf.update(cfg, path, chosen[name])
 
 
-def has_batch(cfg: DictConfig) -> bool:
-    """Return whether a trainer learns an attempt's batch size from its config."""
-    return not is_theirs(cfg) or _path(cfg, _BATCH) is not None
+def their_keys(cfg: DictConfig) -> dict[str, str] | None:
+    """Return which keys stand for those of ours that each attempt chooses, in a project's config;
+    None in any other."""
+    if not is_theirs(cfg):
+        return None
+    found = {
+        f"training.{name}": path
+        for name in _NAMES
+        if (path := _path(cfg, name)) is not None
+    }
+    if has_lightning(cfg):  # our fit accumulates
+        found.setdefault(ACCUMULATION, f"{GROUP}.{ACCUMULATION}")
+    return found
 
 
-def can_accumulate(cfg: DictConfig) -> bool:
-    """Return whether a trainer can make up for a smaller batch."""
-    return (
-        not is_theirs(cfg)
-        or _path(cfg, _ACCUMULATION) is not None
-        or has_lightning(cfg)
-    )
+def as_typed(
+    text: str,
+    theirs: Mapping[str, str] | None,
+    quoted: str = "",
+) -> str:
+    """Return a message of ours with each key as the job's user writes it.
+
+    ``theirs`` are a project's :func:`their_keys`; ``quoted`` is a part of the message that is not
+    ours.
+    """
+    if theirs is None:
+        return text
+    if quoted:
+        parts = text.split(quoted)
+        return quoted.join(as_typed(part, theirs) for part in parts)
+
+    def name(found: re.Match[str]) -> str:
+        key = found[0]
+        is_set = text[found.end() :].startswith("=")
+        return theirs.get(key) or (
+            f"{GROUP}.{key}"
+            if is_set
+            else _IN_WORDS.get(key, f"{GROUP}.{key}")
+        )
+
+    return _our_keys().sub(name, text)
+
+
+@contextlib.contextmanager
+def errors_as_typed(theirs: Mapping[str, str] | None) -> Iterator[None]:
+    """Have what ends a job name keys as its user writes them."""
+    try:
+        yield
+    except (ConfigError, NoDevice, UserError) as error:
+        error.args = (as_typed(str(error), theirs),)
+        raise
+
+
+@cache
+def _our_keys() -> re.Pattern[str]:
+    """Return what finds our keys in our messages: one that is a word of English only as ``key=``,
+    and none in a placeholder, a path or a longer key."""
+    names = [
+        re.escape(name) + ("" if re.search("[._]", name) else "(?==)")
+        for name in _names_of(RobustConfig)
+    ]
+    return re.compile(rf"(?<![\w./=-])(?<!(?<!\$)\{{)(?:{'|'.join(names)})\b")
+
+
+def _names_of(schema: type, prefix: str = "") -> Iterator[str]:
+    """Yield the keys of a group and of those in it; in an open one any key may be the user's."""
+    for item in fields(schema):
+        group = item.metadata.get("group") or item.metadata.get("open")
+        if group is not None and group is not OpenConfig:
+            yield from _names_of(group, f"{prefix}{item.name}.")
+        elif "key" in item.metadata:
+            yield f"{prefix}{item.name}"
 
 
 def _path(cfg: DictConfig, name: str) -> str | None:

@@ -36,6 +36,10 @@ from robust_train.config.values import (
 from robust_train.model.spec import RetryRule
 from robust_train.readable import MIB
 
+BATCH = "training.batch_size"
+ACCUMULATION = "training.gradient_accumulation_steps"
+WORKERS = "training.num_workers"
+
 GONE = {
     "num_nodes": "start one rank per GPU with torchrun, srun, …; see docs/several-machines.md",
     "reuse_known_batch": (
@@ -570,9 +574,18 @@ class RobustConfig(PlainConfig):
     # not keys: what the checks have settled
     # `training.batch_size=auto`: batch_size is the largest to try
     finds_batch_size: bool = False
-    # the trainer is not a script, and learns the batch and the accumulation of an attempt
-    has_batch: bool = True
-    can_accumulate: bool = True
+    # a project's keys that stand for ours; None: all of ours are at the root
+    theirs: dict[str, str] | None = None
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether a trainer that is not a script learns an attempt's batch size."""
+        return self.theirs is None or BATCH in self.theirs
+
+    @property
+    def can_accumulate(self) -> bool:
+        """Whether a trainer that is not a script can make up for a smaller batch."""
+        return self.theirs is None or ACCUMULATION in self.theirs
 
     def urgency(self, *, in_sweep: bool) -> int:
         """Return how urgent the job is among its user's: 0 low, 1 normal, 2 high."""

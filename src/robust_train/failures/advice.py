@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import replace
 
+from robust_train.config.projects import as_typed
+from robust_train.config.schema import RobustConfig
 from robust_train.model.attempt import Attempt
 from robust_train.model.failure import Clue, Evidence, FailureKind
 
@@ -52,6 +54,10 @@ _THE_DEVICE_GIVEN = (
     "let the trainer use the device that it is given (cfg.device): "
     "it has no GPU here"
 )
+_LOWER_RATE = (
+    "lower the learning rate, or let it be lowered: read cfg.training.lr, or put "
+    "{learning_rate} into the command"
+)
 _NEEDS_WORKERS = (_FEWER_WORKERS, _NO_WORKERS, _LESS_AHEAD)
 _FOR_A_SCRIPT = {
     _SMALLER_BATCH[0]: (
@@ -67,6 +73,10 @@ _WITHOUT_A_BATCH = {
         "is halved when memory runs out"
     ),
     _SMALLER_BATCH[1]: "",
+}
+_IN_A_PROJECT = {
+    _LESS_AHEAD: "",
+    _LOWER_RATE: "lower the learning rate",
 }
 _FOR_ANY_MODEL = {
     _OF_THE_MODEL[0]: (
@@ -107,8 +117,7 @@ _ADVICE: dict[FailureKind, tuple[str, ...]] = {
         "keep fewer checkpoints",
     ),
     FailureKind.DIVERGED: (
-        "lower the learning rate, or let it be lowered: read cfg.training.lr, or put "
-        "{learning_rate} into the command",
+        _LOWER_RATE,
         "clip gradients: run.step(optimizer, max_grad_norm=1.0)",
         "look for samples that are not finite, and for numbers too large for float16",
     ),
@@ -205,17 +214,15 @@ def advice_for(kind: FailureKind, evidence: Evidence) -> tuple[str, ...]:
 
 def with_advice(
     attempt: Attempt,
-    *,
-    is_script: bool,
-    is_built_in: bool,
+    config: RobustConfig,
     cuda_versions: str = "",
 ) -> Attempt:
     """Return the attempt with advice on its failure that its trainer can follow.
 
     Args:
         attempt: one that has ended.
-        is_script: the trainer is a program, configured by a command line.
-        is_built_in: the trainer is ours: it has the keys of a model, and reports its first step.
+        config: the job's. Only a trainer of ours has the keys of a model, and always reports its
+            first step.
         cuda_versions: the driver's CUDA and torch's, where they matter.
     """
     failure = attempt.failure
@@ -224,15 +231,17 @@ def with_advice(
     instead: dict[str, str] = {}
     if (
         attempt.spec.num_workers == 0
-        or is_script
+        or config.is_script
         or failure.evidence.no_workers
     ):
         instead |= dict.fromkeys(_NEEDS_WORKERS, "")
-    if is_script:
+    if config.theirs is not None:
+        instead |= _IN_A_PROJECT
+    if config.is_script:
         instead |= (
             _FOR_A_SCRIPT if attempt.spec.has_batch else _WITHOUT_A_BATCH
         )
-    if not is_built_in:
+    if not config.is_built_in:
         instead |= _FOR_ANY_MODEL
     elif not attempt.has_begun:
         instead |= dict.fromkeys((*_SMALLER_BATCH, *_OF_THE_MODEL[:2]), "")
@@ -243,7 +252,14 @@ def with_advice(
         if not attempt.cuda_cannot_work:
             advice = [_THE_DEVICE_GIVEN]
     fitting = filter(None, (instead.get(one, one) for one in advice))
-    return replace(attempt, failure=replace(failure, advice=tuple(fitting)))
+    advice = tuple(as_typed(one, config.theirs) for one in fitting)
+    message = failure.message
+    if failure.evidence.library == "robust_train":
+        message = as_typed(message, config.theirs)
+    return replace(
+        attempt,
+        failure=replace(failure, message=message, advice=advice),
+    )
 
 
 def _is_others(evidence: Evidence) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import logging.config
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from hydra.core.hydra_config import HydraConfig
@@ -92,3 +92,15 @@ def shorten_lines() -> None:
     for handler in log_handlers():
         if format_of(handler) in (_HYDRAS_FORMAT, _OF_SWEEPS):
             handler.setFormatter(ShortLines())
+
+
+def change_words(change: Callable[[str], str]) -> None:
+    """Change the words of our own log lines, but not what is filled in."""
+
+    def changed(record: logging.LogRecord) -> bool:
+        if record.name.startswith("robust_train"):
+            record.msg = change(str(record.msg))
+        return True
+
+    for handler in log_handlers():
+        handler.addFilter(changed)

@@ -24,6 +24,7 @@ from omegaconf import DictConfig, open_dict
 
 from robust_train import compat
 from robust_train.attempt.run import Run
+from robust_train.config.projects import errors_as_typed
 from robust_train.config.schema import TrainingConfig
 from robust_train.integrations.lightning_callback import (
     RobustCallback,
@@ -188,11 +189,12 @@ def adopted_fit(cfg: DictConfig, run: Run) -> Iterator[None]:
             reason = (
                 f"Trainer: starts {trainer.world_size} processes of its own"
             )
-        elif reason is not None:
-            _check_ranks(trainer, run)
         else:
-            _fit(trainer, model, data, cfg=cfg, run=run, **options)
-            return
+            with errors_as_typed(run.their_keys):
+                if reason is None:
+                    _fit(trainer, model, data, cfg=cfg, run=run, **options)
+                    return
+                _check_ranks(trainer, run)
         log.warning(
             "%s; this fit is Lightning's own, without checkpoints of ours",
             reason,

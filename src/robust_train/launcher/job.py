@@ -12,6 +12,7 @@ import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,12 @@ from robust_train.compat import torch_cuda_version
 from robust_train.config.attempt import AttemptRequest
 from robust_train.config.checks import checked, hide_urls
 from robust_train.config.composition import complete
-from robust_train.config.projects import resolved
+from robust_train.config.projects import (
+    as_typed,
+    errors_as_typed,
+    resolved,
+    their_keys,
+)
 from robust_train.config.trainers import (
     Trainer,
     TrainerRef,
@@ -53,7 +59,11 @@ from robust_train.folder.state import Summary
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.processes import user_name
 from robust_train.host.engine import guest_rank
-from robust_train.host.job_logging import logged_to_screen, shorten_lines
+from robust_train.host.job_logging import (
+    change_words,
+    logged_to_screen,
+    shorten_lines,
+)
 from robust_train.host.linux import sleep_with_ticks
 from robust_train.host.signals import (
     SignalWatch,
@@ -165,16 +175,20 @@ def run_job(
     explain: Callable[[Summary], object] = lambda summary: None,
 ) -> Summary:
     """Run a job, as a launcher or as one rank of an engine's job; for the arguments see `Job`."""
+    theirs = their_keys(cfg)
     shorten_lines()
+    if theirs is not None:
+        change_words(partial(as_typed, theirs=theirs))
     guest = guest_rank(os.environ) if remedies else None
     if guest is None:
-        return Job(
-            trainer,
-            cfg,
-            run_dir,
-            remedies=remedies,
-            explain=explain,
-        ).run()
+        with errors_as_typed(theirs):
+            return Job(
+                trainer,
+                cfg,
+                run_dir,
+                remedies=remedies,
+                explain=explain,
+            ).run()
     from robust_train.launcher.guest import Rank
 
     rank = Rank(guest, trainer, cfg, run_dir)
@@ -269,8 +283,9 @@ class Job:
         """
         with self.live, self.signals, self.folder:
             try:
-                self._begin()
-                return self._train()
+                with errors_as_typed(self.config.theirs):
+                    self._begin()
+                    return self._train()
             except (Exception, JobInterrupted) as error:
                 # however often Ctrl-C is pressed: the end is recorded
                 with self.signals.handed_to(lambda signum: None):
@@ -302,6 +317,7 @@ class Job:
                 job=beginning.job,
                 about=about_job(self.config, self.name),
                 schema=SCHEMA,
+                keys=self.config.theirs,
             )
         )
         if self.checkpoint is not None:
@@ -585,9 +601,8 @@ class Job:
             )
         attempt = with_advice(
             self.devices.ended(attempt),
-            is_script=self.config.is_script,
-            is_built_in=self.config.is_built_in,
-            cuda_versions=cuda_versions,
+            self.config,
+            cuda_versions,
         )
         stability = attempt_stability(self.run_dir, attempt.number)
         return replace(attempt, memory_stability=as_json(stability))
@@ -602,7 +617,10 @@ class Job:
             return Retry(
                 last.spec,
                 "queue_again",
-                "its time slice is over and another user waits (gpu_slice_minutes)",
+                as_typed(
+                    "its time slice is over and another user waits (gpu_slice_minutes)",
+                    self.config.theirs,
+                ),
                 room=self.devices.leave(len(last.spec.gpus)),
             )
         if self.signals.received:
@@ -690,7 +708,9 @@ class Job:
             attempts=tuple(self.attempts),
             checkpoint=self.checkpoint,
             environment=self.folder.environment,
-            advice=tuple(wording.speed_advice(self.attempts)),
+            advice=tuple(
+                wording.speed_advice(self.attempts, self.config.theirs)
+            ),
             error=None if last is None else error_of(last),
         )
         if last is not None:

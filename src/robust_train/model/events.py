@@ -505,6 +505,8 @@ class JobStarted(Event):
     # how the page names it
     about: Mapping[str, str] = field(default_factory=dict)
     schema: int = 1  # of the journal's lines from here on
+    # a project's keys that stand for ours; None: all of ours are at the root
+    keys: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from robust_train.config.projects import as_typed
 from robust_train.config.schema import RobustConfig
 from robust_train.gpu.inventory import (
     NO_DRIVER,
@@ -69,7 +70,11 @@ class Devices:
         self._config = config
         self._environ = environ
         self._sleep = sleep
-        self._on_wait = on_wait
+        self._on_wait = lambda status: on_wait(
+            replace(
+                status, obstacles=as_typed(status.obstacles, config.theirs)
+            )
+        )
         self._need_bytes = config.min_gpu_memory_bytes
         self._other_ranks_bytes = 0
         self._free_before: dict[str, int] = {}
@@ -236,7 +241,9 @@ class Devices:
             return self._wait(request, room.counts)
         # these are reserved already
         alone = HostQueue(None, self._read)
-        return Waiting(request, alone, self._on_wait, self._sleep).run()
+        return self._as_typed(
+            Waiting(request, alone, self._on_wait, self._sleep).run()
+        )
 
     def _wait(
         self, request: GpuRequest, counts: Iterable[int]
@@ -259,7 +266,13 @@ class Devices:
                 return found
             if number == 0 or left:  # the reason of the one that has waited
                 why = found
-        return why
+        return self._as_typed(why)
+
+    def _as_typed(self, found: Group | NoGpu) -> Group | NoGpu:
+        if not isinstance(found, NoGpu):
+            return found
+        reason = as_typed(found.reason, self._config.theirs)
+        return replace(found, reason=reason)
 
     def _request(
         self,

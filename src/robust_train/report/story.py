@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,9 +38,11 @@ def story_of(sources: Sources) -> Story:
         sources.summary,
     )
     about: dict[str, str] = {}
+    keys: Mapping[str, str] | None = None
     for entry in entries:  # what the last launch recorded counts
         if isinstance(entry.event, JobStarted):
             about = {"trainer": entry.event.trainer, **entry.event.about}
+            keys = entry.event.keys
     about |= in_words(sources.environment)
     attempts = tuple(
         _with_samples(one, samples) for one in attempts_of(entries)
@@ -77,7 +79,7 @@ def story_of(sources: Sources) -> Story:
     return replace(
         story,
         sentence=wording.sentence_of(story),
-        advice=tuple(wording.advice_of(story)),
+        advice=tuple(wording.advice_of(story, keys)),
     )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
+from robust_train.config.projects import as_typed
 from robust_train.model.attempt import UNFINISHED, Attempt
 from robust_train.model.failure import Failure, FailureKind
 from robust_train.model.spec import Speed, slowest_rank
@@ -208,8 +210,20 @@ def _sentence(text: str) -> str:
     )
 
 
-def advice_of(story: Story) -> Iterator[Advice]:
-    """Yield findings and advice, most promising first; none if nothing was tight."""
+def advice_of(
+    story: Story, keys: Mapping[str, str] | None
+) -> Iterator[Advice]:
+    """Yield findings and advice, most promising first; none if nothing was tight. ``keys`` are a
+    project's that stand for ours."""
+    for one in _advice_of(story, keys):
+        steps = tuple(as_typed(step, keys) for step in one.steps)
+        overrides = one.overrides and as_typed(one.overrides, keys)
+        yield replace(one, steps=steps, overrides=overrides)
+
+
+def _advice_of(
+    story: Story, keys: Mapping[str, str] | None
+) -> Iterator[Advice]:
     yield from _what_worked(story)
     yield from _failures(story.attempts)
     if inside := _inside_steps(story):
@@ -229,7 +243,7 @@ def advice_of(story: Story) -> Iterator[Advice]:
                 "keeps the whole graph that it was computed by",
             ),
         )
-    for one in speed_advice(story.attempts):
+    for one in speed_advice(story.attempts, keys):
         yield Advice(_sentence(one))
 
 
@@ -316,12 +330,14 @@ def _tightness(device: DeviceMemory) -> Iterator[Advice]:
         )
 
 
-def speed_advice(attempts: Sequence[Attempt]) -> Iterator[str]:
+def speed_advice(
+    attempts: Sequence[Attempt], keys: Mapping[str, str] | None = None
+) -> Iterator[str]:
     """Yield what would make the job faster, by the last attempt whose speed is known."""
     measured = [attempt for attempt in attempts if attempt.speed]
     for last in measured[-1:]:
-        yield from _data(last)
-        yield from _slow_ranks(last.speed)
+        for one in itertools.chain(_data(last), _slow_ranks(last.speed)):
+            yield as_typed(one, keys)
 
 
 def _data(attempt: Attempt) -> Iterator[str]:
