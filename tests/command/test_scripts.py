@@ -270,6 +270,12 @@ def test_a_batch_size_that_does_not_reach_the_script_is_said_and_nothing_is_repe
     assert "micro-batch" not in ended.output
 
 
+@pytest.mark.parametrize("words", [(), ("{checkpoint}",)])
+def test_a_checkpoint_that_does_not_reach_the_script_is_said(scripts, words):
+    ended = run_program(scripts, "", "--checkpoint", "*.pt", words=words)
+    assert ("--checkpoint alone gives the script nothing" in ended.stdout) == (not words)
+
+
 READS_ITS_BATCH = """
 import robust_train
 run = robust_train.current_run()

@@ -255,6 +255,16 @@ def _warnings(
             "reads robust_train.current_run().gradient_accumulation_steps it makes an optimizer "
             "step of each micro-batch: write {gradient_accumulation_steps} in the command"
         )
+    if (
+        arguments.checkpoint
+        and not arguments.resume_argv
+        and "checkpoint" not in used
+    ):
+        yield (
+            "--checkpoint alone gives the script nothing, so an attempt starts from the beginning "
+            "unless the script finds its checkpoint itself or reads ROBUST_TRAIN_CHECKPOINT: add "
+            "--resume-argv '--resume {checkpoint}'"
+        )
 
 
 def _log_into(run_dir: Path) -> None:
