@@ -111,6 +111,10 @@ def _launched(job: Job, folder: Path, isolation: str) -> Ending:
         "isolation": isolation,
         "min_batch_size": 1,
         "training": {"batch_size": job.batch, "num_workers": 0},
+        # as for the built-in trainer: an optimizer imports the first when it is built, in a second
+        "trainer": {
+            "preload_modules": ["torch._dynamo", "robust_train.attempt.checkpoints"]
+        },
         "job": job.as_json(),
     }
     summary = launch(attempt, cfg, run_dir=folder)
@@ -130,11 +134,6 @@ def _launched(job: Job, folder: Path, isolation: str) -> Ending:
         "cpu_seconds": sum(figures["cpu_seconds"] for figures in ended),
     }
     return Ending(weights, first_line - started, figures)
-
-
-# What the fork server imports once, as it does for the built-in trainer. Every torch optimizer
-# imports the first when it is built: a second and more.
-preload_modules = ["torch._dynamo", "robust_train.attempt.checkpoints"]
 
 
 def attempt(cfg: Any, run: Any) -> str:

@@ -1,6 +1,7 @@
 """``run.save``, ``run.load`` and ``run.batches``: an own loop goes on with the very next batch."""
 
 import logging
+import threading
 
 import pytest
 import torch
@@ -37,6 +38,21 @@ def sees_each_batch(cfg, run):
             if step == 25:
                 break
     return {"seen": state["seen"], "weight": model.weight.tolist()}
+
+
+def threads_of_two_saves(cfg, run):
+    threads = []
+    for step in range(3):
+        threads.append(sorted(thread.name for thread in threading.enumerate()))
+        run.save({"values": torch.zeros(1)}, step)
+        run.finish_saving()
+    return threads
+
+
+def test_no_save_starts_a_thread_which_may_wait_for_ever_where_memory_is_short(tmp_path):
+    first, second, third = launch(threads_of_two_saves, CFG, run_dir=tmp_path).result
+    assert first == second == third
+    assert any("checkpoint" in name for name in first)
 
 
 @pytest.mark.slow

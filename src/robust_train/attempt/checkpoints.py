@@ -7,7 +7,6 @@ import copy
 import logging
 import os
 import shutil
-import threading
 from collections.abc import (
     Callable,
     Collection,
@@ -16,7 +15,7 @@ from collections.abc import (
     MutableMapping,
     Sequence,
 )
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import nullcontext
 from errno import EINVAL, ENOENT, ENOSPC, ESTALE
 from functools import partial
@@ -63,7 +62,6 @@ T = TypeVar("T")
 
 LARGEST_COPY = 0.5
 """Of the memory that is available without it."""
-_NICE = 10
 
 Share = Callable[[str, Tensor], Tensor]
 """What a rank keeps of a tensor in a checkpoint, by name."""
@@ -187,7 +185,7 @@ class CheckpointFolder:
 
     def _goes_on(self, step: int, write: Callable[[], Path]) -> None:
         position = self._run.position
-        self._in_flight = _in_background(write), step, position
+        self._in_flight = self._run.writer.submit(write), step, position
         self._run.saving.clock.copied()
 
     def report_written(self, *, wait: bool = False) -> None:
@@ -246,29 +244,7 @@ class CheckpointFolder:
                 self._keep,
                 self._run.guard.proves,
             )
-            self._rotating = _in_background(rotate)
-
-
-def _in_background(act: Callable[[], T]) -> Future[T]:
-    """Run something in a thread that ends with it; no process ends before."""
-    thread = ThreadPoolExecutor(
-        1,
-        "checkpoint",
-        _let_training_go_first,
-    )
-    future = thread.submit(act)
-    thread.shutdown(wait=False)
-    return future
-
-
-def _let_training_go_first() -> None:
-    """Lower the priority of this thread, which Linux has for each."""
-    with contextlib.suppress(OSError):
-        os.setpriority(
-            os.PRIO_PROCESS,
-            threading.get_native_id(),
-            _NICE,
-        )
+            self._rotating = self._run.writer.submit(rotate)
 
 
 class HostCopies:

@@ -5,7 +5,10 @@ The same class serves all kinds of attempts; they differ only in where reports g
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import threading
 import time
 from collections.abc import (
     Callable,
@@ -14,7 +17,9 @@ from collections.abc import (
     Mapping,
     MutableMapping,
 )
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -59,6 +64,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("robust_train")
 
 _PROGRESS_INTERVAL_SECONDS = 0.1
+_WRITER_NICE = 10
 
 T = TypeVar("T")
 
@@ -180,6 +186,17 @@ class Run:
         self._checkpoint_answers: list[Answer] = []
         self._unsent: Progress | None = None
         self._next_progress = 0.0
+
+    @cached_property
+    def writer(self) -> ThreadPoolExecutor:
+        """The thread that writes and removes checkpoints while training goes on.
+
+        An attempt starts it before it trains. Where memory is short, ``Thread.start()`` may wait
+        for ever (https://github.com/python/cpython/issues/140746).
+        """
+        thread = ThreadPoolExecutor(1, "checkpoint", _let_training_go_first)
+        thread.submit(int).result()
+        return thread
 
     @property
     def is_main(self) -> bool:
@@ -703,3 +720,13 @@ class Run:
         ``mode``: ``min`` or ``max``, what its framework takes for the best."""
         if not self._objective:
             self._objective, self._mode = figure, mode
+
+
+def _let_training_go_first() -> None:
+    """Lower the priority of this thread, which Linux has for each."""
+    with contextlib.suppress(OSError):
+        os.setpriority(
+            os.PRIO_PROCESS,
+            threading.get_native_id(),
+            _WRITER_NICE,
+        )
