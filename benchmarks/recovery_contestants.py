@@ -111,10 +111,6 @@ def _launched(job: Job, folder: Path, isolation: str) -> Ending:
         "isolation": isolation,
         "min_batch_size": 1,
         "training": {"batch_size": job.batch, "num_workers": 0},
-        # as for the built-in trainer: an optimizer imports the first when it is built, in a second
-        "trainer": {
-            "preload_modules": ["torch._dynamo", "robust_train.attempt.checkpoints"]
-        },
         "job": job.as_json(),
     }
     summary = launch(attempt, cfg, run_dir=folder)
@@ -138,6 +134,8 @@ def _launched(job: Job, folder: Path, isolation: str) -> Ending:
 
 def attempt(cfg: Any, run: Any) -> str:
     """A trainer that goes on from checkpoints, and leaves running out of memory to the launcher."""
+    import torch._dynamo  # every optimizer does it when it is built
+
     run.record("first_line", {"at": time.time()})
     cpu_before = time.process_time()
     try:

@@ -482,7 +482,7 @@ def _run_and_exit() -> NoReturn:
 
 if __name__ == "__main__":
     del sys.path[0]  # this folder
-    # a launch in the test's process starts its fork server with these blocked
+    # a launch in the test's process starts its interpreters with these blocked
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
     _warm_up()
     _serve(socket.socket(fileno=int(sys.argv[1])))
