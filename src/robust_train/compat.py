@@ -556,6 +556,12 @@ def accumulates_now(trainer: Any) -> bool:
     return bool(trainer.fit_loop._should_accumulate())
 
 
+def leave_samplers(trainer: Any) -> None:
+    """Let a Lightning ``Trainer`` replace no loader's sampler, as ``use_distributed_sampler=False``
+    does."""
+    trainer._accelerator_connector.use_distributed_sampler = False
+
+
 def starts_ranks_itself(trainer: Any) -> bool:
     """Return whether a Lightning ``Trainer`` forks or spawns its ranks (``ddp_spawn`` …)."""
     start_method = getattr(trainer.strategy, "_start_method", "popen")

@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 from running_out import recorded
 from torch.utils.data import DataLoader, TensorDataset
 
+from forked_ranks import of_forks
 from framework_config import QUIET, framework_config
 from robust_train import launch
 from robust_train.attempt.run import MicroBatchPlan, Run
@@ -68,6 +69,18 @@ def test_by_max_steps_it_ends_where_an_uninterrupted_run_does(tmp_path):
     rest, _, _ = trained(framework_config(4, 2), run.saved_at[5])
     torch.testing.assert_close(rest.layer.weight, whole.layer.weight)
     assert rest.seen == whole.seen[-len(rest.seen) :]
+
+
+def test_ddp_on_one_device_reads_the_samples_in_the_order_that_a_resumed_run_goes_on_with(tmp_path):
+    def seen(_):
+        trainers = [_trainer(tmp_path, strategy="ddp", max_steps=8, max_epochs=-1) for _ in "ab"]
+        whole, _, run = _fit(tmp_path, framework_config(8), trainer=trainers[0])
+        job = {"trainer": trainers[1], "resume": run.saved_at[5]}
+        rest, _, _ = _fit(tmp_path, framework_config(4, 2), **job)
+        return whole.seen, rest.seen
+
+    ((whole, rest),) = of_forks(1, seen)
+    assert rest == whole[22 + 2 * 8 :]
 
 
 def test_weights_alone_are_not_reported_as_a_checkpoint(tmp_path):
@@ -280,11 +293,6 @@ def test_a_trainer_gets_its_machine_s_devices_and_the_number_of_machines(tmp_pat
     run = Run(run_dir=tmp_path, rank=2, world_size=6)
     found = trainer_arguments(OmegaConf.merge(framework_config(4), {"num_gpus": 6}), run)
     assert (found["devices"], found["num_nodes"], found["strategy"]) == (3, 2, "ddp")
-
-
-def test_a_loader_with_a_batch_size_of_its_own_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"makes batches of 5, but this attempt uses 4"):
-        _fit(tmp_path, framework_config(4), _loader(5))
 
 
 class _Validated(_Line):

@@ -4,7 +4,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    WeightedRandomSampler,
+)
 
 from robust_train.integrations.lightning_callback import LightningPosition
 from robust_train.integrations.sample_order import SampleOrder, StepShares, take_over
@@ -77,6 +82,11 @@ class _Endless(torch.utils.data.IterableDataset):
         (DataLoader(_Endless(), 4), "needs a map-style data set"),
         (DataLoader(range(8), batch_sampler=[[0, 1]]), "needs a map-style data set"),
         (DataLoader(range(3), 4, drop_last=True), "3 samples make no step of 4"),
+        (DataLoader(range(8), 5), "makes batches of 5, but this attempt uses 4"),
+        (
+            DataLoader(range(8), 4, sampler=DistributedSampler(range(8), num_replicas=2, rank=0)),
+            "a DistributedSampler of your own divides",
+        ),
     ],
 )
 def test_a_loader_that_nobody_can_go_on_with_is_refused_in_one_line(loader, said):

@@ -168,14 +168,16 @@ def test_where_nothing_fits_the_step_fails_as_it_would_have(tmp_path):
     assert model.weight.grad is None
 
 
-def test_find_batch_size_leaves_no_gradients_and_says_when_nothing_fits():
-    model, tried = Model(), []
+def test_find_batch_size_leaves_no_gradients_and_no_draws_and_says_when_nothing_fits():
+    model, tried, own = Model(), [], torch.Generator()
+    state = own.get_state()
 
     def try_batch(size):
         tried.append(size)
-        model(torch.randn(size, 5)).sum().backward()
+        model(torch.randn(size, 5, generator=own)).sum().backward()
 
     found = find_batch_size(try_batch, 96, model=model, effective_batch_size=96)
+    assert torch.equal(own.get_state(), state)
     assert found.batch_size == 96
     assert tried == [probe.batch_size for probe in found.probes]
     assert all(parameter.grad is None for parameter in model.parameters())

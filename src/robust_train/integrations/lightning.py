@@ -121,6 +121,9 @@ def _fit(
 ) -> None:
     cfg = _with_batch_of(data, cfg, run)
     _check(trainer, cfg, run)
+    if run.world_size == 1:
+        # DDP on one device would put one of its own in place of our order
+        compat.leave_samplers(trainer)
     if run.stop_requested:
         raise Interrupted("stopped before the first step")
     _accumulate(

@@ -12,7 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+)
 
 from robust_train.model.errors import UserError
 from robust_train.step.rewind import GeneratorStates, seed_everything
@@ -216,6 +222,11 @@ def take_over(
         raise UserError(
             f"{name}: needs a map-style data set and batches made by batch_size=…; a batch "
             "sampler of its own or an iterable data set cannot be resumed at a sample"
+        )
+    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        raise UserError(
+            f"{name}: a DistributedSampler of your own divides the samples among the ranks, which "
+            "are divided here, too: most would never be read; leave it out"
         )
     if batches.batch_size != shares.micro_batch:
         how = "take it from cfg.training when the loader is made"

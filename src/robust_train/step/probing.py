@@ -30,7 +30,13 @@ from robust_train.policy.sizes import (
 )
 from robust_train.readable import memory as shown
 from robust_train.step import ranks
-from robust_train.step.rewind import Models, StepStart, Watch, models_of
+from robust_train.step.rewind import (
+    Models,
+    StepStart,
+    Watch,
+    generators_of,
+    models_of,
+)
 
 log = logging.getLogger("robust_train")
 
@@ -195,7 +201,7 @@ def find_batch_size(
         wanted = micro_batch_sizes(effective_batch_size, min_batch_size)
         sizes = tuple(size for size in wanted if size <= at_most) or (at_most,)
     models = models_of(model, try_batch)
-    start = StepStart(Watch(), models)
+    start = StepStart(Watch(), models, generators_of(try_batch, models))
     parameters = list(start.parameters())
     state_bytes, step_bytes = (
         (0, 0) if model is None else optimizer_bytes(parameters)
