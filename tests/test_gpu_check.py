@@ -39,16 +39,11 @@ def shows(monkeypatch, *gpus):
     monkeypatch.setattr(gpu_check, "read_inventory", lambda processes=True: Inventory(gpus))
 
 
-def answers(monkeypatch, code, output):
-    """Have what the check starts end with this; return the environment that it is given."""
-    environ = {}
-
-    def run(*command, env=(), **named):
-        environ.update(env or {})
-        return types.SimpleNamespace(returncode=code, stdout=output, stderr="")
-
-    monkeypatch.setattr(gpu_check.subprocess, "run", run)
-    return environ
+def ends_with(code, output):
+    """What stands in for a command that the check starts."""
+    return lambda *command, **named: types.SimpleNamespace(
+        returncode=code, stdout=output, stderr=""
+    )
 
 
 def run(monkeypatch, *arguments):
@@ -181,36 +176,53 @@ def test_a_step_of_each_kind_is_repeated_on_a_stand_in_for_the_gpu(h200, kind):
     assert [check for check in checks if not check.passed] == []
 
 
-@pytest.mark.parametrize("probe", ["fraction", "optimizer"])
-def test_memory_that_does_not_run_out_is_a_difference(h200, monkeypatch, probe):
-    monkeypatch.setattr(gpu_check, "limit_to", lambda size: None)
-    checks = list(gpu_check.PROBES[probe][0]())
-    assert [(check.seen, check.passed) for check in checks][:1] == [("is enough", False)]
-
-
-def test_after_a_fault_all_is_asked_that_an_attempt_asks(h200, monkeypatch):
-    answers(monkeypatch, 0, "3.0\n")
-    checks = list(gpu_check.probe_sticky())
-    assert [check.passed for check in checks] == [True] * 4
-    assert checks[1].seen == "max_resident, resident"
+RUN = (gpu_check.subprocess, "run")
+KERNEL = (torch.cuda, "_compile_kernel")
+LISTED = GpuInfo("GPU-0000", "H200", 0, "00", GIB, GIB, 0, processes=(GpuProcess(1, None),))
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "stand_in", "probe"),
+    ("place", "stand_in", "probe", "seen"),
     [
-        (torch.cuda, "_compile_kernel", lambda *_: lambda args: None, gpu_check.probe_sticky),
-        (torch.cuda, "_compile_kernel", lambda *_: 1 / 0, gpu_check.probe_sticky),
+        ((gpu_check, "limit_to"), lambda size: None, "fraction", ["DIFFERS", ...]),
+        ((gpu_check, "limit_to"), lambda size: None, "optimizer", ["DIFFERS", ...]),
+        # after a fault all is asked that an attempt asks
+        (RUN, ends_with(0, "3.0\n"), "sticky", ["ok"] * 4),
+        (KERNEL, lambda *_: lambda args: None, "sticky", ["not checked"]),
+        (KERNEL, lambda *_: 1 / 0, "sticky", ["not checked"]),
+        ((gpu_check.sys, "executable"), "/bin/false", "teardown", ["DIFFERS", ...]),
         (
-            torch,
-            "compile",
-            lambda *_, **named: lambda x: 1 / 0,
-            lambda: gpu_check.step_of("compile"),
+            (gpu_check, "read_inventory"),
+            lambda processes=True: Inventory((LISTED,)),
+            "context",
+            [..., "DIFFERS"],
         ),
+        (RUN, ends_with(0, "probe of GPU 0: it went on with 1/2 of it\n"), "doctor", ["ok", "ok"]),
+        (RUN, ends_with(0, "probe of GPU 0: not probed: busy\n"), "doctor", ["ok", "not checked"]),
+        (RUN, ends_with(0, "...\n16 passed, 2 skipped in 90 s\n"), "pytest", ["ok"]),
+        (RUN, ends_with(1, "...\n1 failed, 15 passed in 90 s\n"), "pytest", ["DIFFERS"]),
+        (RUN, ends_with(0, "...\n18 skipped, 3000 deselected\n"), "pytest", ["not checked"]),
+        (RUN, ends_with(5, "...\nno tests ran in 0.1 s\n"), "pytest", ["not checked"]),
+        (RUN, ends_with(2, "...\n1 error in 3 s\n"), "pytest", ["DIFFERS"]),
     ],
 )
-def test_what_did_not_happen_was_not_checked(h200, owner, name, stand_in, probe):
-    with mock.patch.object(owner, name, stand_in):
-        assert [check.mark for check in probe()] == ["not checked"]
+def test_a_probe_marks_what_differs_and_what_was_not_seen(h200, place, stand_in, probe, seen):
+    with mock.patch.object(*place, stand_in):
+        marks = [check.mark for check in gpu_check.PROBES[probe][0]()]
+    expected = [marks[n] if one is ... else one for n, one in enumerate(seen[: len(marks)])]
+    assert marks[: len(expected)] == expected
+
+
+def test_a_step_that_was_not_compiled_was_not_checked(h200):
+    with mock.patch.object(torch, "compile", return_value=lambda x: 1 / 0):
+        assert [check.mark for check in gpu_check.step_of("compile")] == ["not checked"]
+
+
+def test_doctor_finds_libraries_that_the_image_lacks(h200, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/wheels")
+    with mock.patch.object(*RUN, side_effect=ends_with(0, "")) as started:
+        list(gpu_check.probe_doctor())
+    assert started.call_args.kwargs["env"]["PYTHONPATH"].endswith(":/wheels")
 
 
 @pytest.mark.slow
@@ -262,12 +274,6 @@ def test_a_container_that_shows_no_processes_learns_what_a_context_takes(h200, m
     assert [check.passed for check in gpu_check.probe_context()] == [True, False]
 
 
-def test_a_process_that_nvml_lists_without_its_memory_is_a_difference(h200, monkeypatch):
-    listed = (GpuProcess(1, None),)
-    shows(monkeypatch, GpuInfo("GPU-0000", "H200", 0, "00", GIB, GIB, 0, processes=listed))
-    assert [check.seen for check in gpu_check.probe_context()][1:] == ["NVML does not show it"]
-
-
 def test_without_nvml_a_probe_says_why(monkeypatch):
     empty = Inventory(problem="libnvidia-ml.so.1 was not found")
     monkeypatch.setattr(gpu_check, "read_inventory", lambda processes: empty)
@@ -279,23 +285,6 @@ def test_what_doctor_runs_on_a_gpu_keeps_below_two_gib_and_leaves_nothing(h200, 
     probe_here()
     assert capsys.readouterr().out == "1\n", "half of what was asked for"
     assert 0 < h200.reserved <= GIB
-
-
-@pytest.mark.parametrize(
-    ("probed", "passed"),
-    [("computed, ran out of memory and went on with 1/2 of it", True), ("not probed: busy", None)],
-)
-def test_a_doctor_that_probed_nothing_has_checked_nothing(h200, monkeypatch, probed, passed):
-    monkeypatch.setenv("PYTHONPATH", "/wheels")
-    environ = answers(monkeypatch, 0, f"probe of GPU 0: {probed}\nqueue: /q")
-    assert [check.passed for check in gpu_check.probe_doctor()] == [True, passed]
-    assert environ["PYTHONPATH"].endswith(":/wheels"), "where libraries may be that the image lacks"
-
-
-def test_a_child_that_cannot_hold_memory_is_a_difference(h200, monkeypatch):
-    monkeypatch.setattr(gpu_check.sys, "executable", "/bin/false")
-    checks = list(gpu_check.probe_teardown())
-    assert [check.passed for check in checks[::2]] == [False, False]
 
 
 @pytest.mark.slow
@@ -407,21 +396,6 @@ def test_a_step_is_timed_with_the_launcher_and_without(monkeypatch, robust, mark
 
     monkeypatch.setattr(gpu_check, "start_job", start_job)
     assert [check.mark for check in gpu_check.probe_speed()] == marks
-
-
-@pytest.mark.parametrize(
-    ("code", "last", "mark"),
-    [
-        (0, "16 passed, 2 skipped in 90 s", "ok"),
-        (1, "1 failed, 15 passed in 90 s", "DIFFERS"),
-        (0, "18 skipped, 3000 deselected in 9 s", "not checked"),
-        (5, "no tests ran in 0.1 s", "not checked"),
-        (2, "1 error in 3 s", "DIFFERS"),
-    ],
-)
-def test_gpu_tests_that_did_not_run_have_checked_nothing(monkeypatch, code, last, mark):
-    answers(monkeypatch, code, f"...\n{last}\n")
-    assert [check.mark for check in gpu_check.probe_pytest()] == [mark]
 
 
 def test_trainers_of_the_check_run_on_a_stand_in_for_the_gpu(h200, monkeypatch, tmp_path):

@@ -1,6 +1,5 @@
 """Processes that ended without a report: real ones, by their exit status and last words."""
 
-import signal
 import subprocess
 import sys
 
@@ -85,13 +84,6 @@ def test_of_torchruns_failures_the_root_cause_is_shown():
     )
     failure = classify_exit(1, output)
     assert failure.message.endswith(": ChildFailedError: rank 1: exit code -9 (pid: 18) (SIGKILL)")
-
-
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGXCPU"])
-def test_signals_that_ask_to_stop_are_interruptions(name):
-    failure = classify_exit(-signal.Signals[name])
-    assert failure.kind is FailureKind.INTERRUPTED
-    assert name in failure.message
 
 
 def test_the_stack_of_a_crash_is_that_of_its_thread_without_the_launchers_frames():

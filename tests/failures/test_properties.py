@@ -77,7 +77,8 @@ def test_a_traceback_that_ends_in_a_mistake_is_a_bug_whatever_was_logged(logged,
 
 
 @anything
-@given(texts, st.sampled_from([s for s in signal.Signals if s.name in ("SIGTERM", "SIGINT")]))
+@given(texts, st.sampled_from(["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGXCPU"]))
 def test_who_was_asked_to_stop_was_interrupted_whatever_it_printed(text, stop):
-    assume(not KERNEL_OOM.words.search(text))  # these words are evidence against the signal
-    assert classify_exit(-stop, text).kind is FailureKind.INTERRUPTED
+    assume(not KERNEL_OOM.words.search(text))  # which is evidence against the signal
+    failure = classify_exit(-signal.Signals[stop], text)
+    assert (failure.kind, failure.message) == (FailureKind.INTERRUPTED, f"ended by {stop}")

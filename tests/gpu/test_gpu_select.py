@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_train.gpu.select import could_ever_fit, explain, rank
+from robust_train.gpu.select import explain, rank
 from robust_train.model.gpu import GpuInfo
 from robust_train.readable import MIB
 from simulated_nvml import Gpu, Slice
@@ -50,14 +50,6 @@ def test_among_equally_free_gpus_the_least_busy_and_then_the_lowest_address_come
     unknown = gpu(2, 50, utilization_percent=None)
     far = gpu(0, 50, pci_bus_id="00000001:01:00.0", utilization_percent=None)
     assert rank([far, unknown, busy, idle], 10) == [idle, busy, unknown, far]
-
-
-def test_a_gpu_that_is_full_now_could_fit_later_and_one_too_small_never():
-    assert could_ever_fit(gpu(0, 0), 100)
-    assert not could_ever_fit(gpu(0, 100), 101)
-    assert not could_ever_fit(gpu(0, 100, compute_mode="prohibited"), 1)
-    assert could_ever_fit(gpu(0, 100, compute_mode="exclusive_process", unusable="owned"), 1)
-    assert not could_ever_fit(gpu(0, 0, total_bytes=0, unusable="unreadable"), 0)
 
 
 def test_the_explanation_names_what_is_needed_and_each_gpus_figures():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -61,20 +62,17 @@ def test_a_second_job_waits_for_the_first_and_starts_when_it_ends(shared):
     wait_until((first.folder / "attempts").exists, "the first one trains")
     waiting = second.start("trainer._target_=trainers.what_it_was_given", NEVER)
     wait_until(lambda: [j["state"] for j in host.jobs()] == ["running", "waiting"], "it waits")
-    table = host.command("queue")
-    header, one, two, why = table.stdout.splitlines()
-    assert header.startswith("id ")
-    for column in ("#", "state", "job", "user", "MiB", "GPU", "for"):
-        assert f" {column}" in header
-    assert "GPU 0" in one
-    assert "4000" in one
+    table = host.command("queue").stdout
+    header, one, two, why = table.splitlines()
+    assert header.split() == ["id", "#", "state", "job", "user", "MiB", "GPU", "for"]
+    assert re.search(r"- +running .* 4000 +GPU 0 ", one), one
     assert " 1  waiting" in two
-    assert max(map(len, table.stdout.splitlines())) <= 80
+    assert max(map(len, table.splitlines())) <= 80
+    assert "\x1b" not in table
     taken = "GPU 0: taken, one job per GPU (gpu_jobs_per_device=1)"
     assert why == f"job {two.split()[0]}: {taken}"
     verbose = host.command("queue", "--verbose").stdout
     assert f"4000 MiB reserved by job {one.split()[0]}" in verbose
-    assert "\x1b" not in table.stdout
     (first.folder / "go").touch()
     assert first.end(running).returncode == 0
     ended = second.end(waiting, code=0)
@@ -105,14 +103,13 @@ def test_a_gpu_that_proved_unhealthy_is_excluded_until_it_is_cleared(shared):
     assert [a["gpu_uuid"] for a in ended.attempts] == [A, B]
     doctor = host.command("doctor")
     assert doctor.returncode == 0, doctor.stderr
-    assert "GPU 0: excluded for another 30 min by a job of " in doctor.stdout
+    for words in ("GPU 0: excluded for another 30 min by a job of ", "uncorrectable ECC"):
+        assert words in doctor.stdout
+    assert "  failed 1 job in the last weeks:\n    " in doctor.stdout
     assert "excluded for another 30 min" in host.command("gpus").stdout
     assert f"{A}: excluded for another 30 min" in host.command("queue").stdout
-    assert "uncorrectable ECC" in doctor.stdout
-    assert "  failed 1 job in the last weeks:\n    " in doctor.stdout
     assert host.world("second").train("what_it_was_given").summary["result"]["visible"] == B
-    assert host.command("doctor", "--clear", A).returncode == 0
-    assert host.command("doctor", "--clear", A).returncode == 1
+    assert [host.command("doctor", "--clear", A).returncode for _ in range(2)] == [0, 1]
     assert "excluded" not in host.command("doctor").stdout
 
 
@@ -139,37 +136,41 @@ def test_a_job_in_the_launchers_own_process_holds_its_gpu(shared):
 
 
 def test_doctor_says_why_a_gpu_is_not_usable(shared):
-    sick = ({"recovery": 1}, {"remap_failed": 1}, {"pages_pending": 1})
     well = {"recovery": 0, "remap_failed": 0, "pages_pending": 0}
-    host = shared(*(Gpu(**one) for one in sick), Gpu(free_mib=2000, **well))
-    done = host.command("doctor", "--json")
+    sick = {
+        "it has to be reset": Gpu(recovery=1),
+        "could not be remapped": Gpu(remap_failed=1),
+        "wait to be retired": Gpu(pages_pending=1),
+    }
+    host = shared(*sick.values(), Gpu(free_mib=2000, **well))
+    done, plain = host.command("doctor", "--json"), host.command("doctor").stdout
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    plain = host.command("doctor").stdout
     *unusable, full = report["gpus"]
-    for gpu, words in zip(
-        unusable,
-        ("it has to be reset", "could not be remapped", "wait to be retired"),
-        strict=True,
-    ):
+    for gpu, words in zip(unusable, sick, strict=True):
         assert not gpu["usable"]
         assert words in gpu["why_not"]
         assert words in plain
     assert full["usable"]
     assert "a job needs 4000 MiB by default (min_gpu_memory_mb)" in full["why_no_room"]
     assert "GPU 3: full: a job needs" in plain
-    assert report["queue"]["directory"] == str(host.base)
+    assert report["queue"].items() >= {"directory": str(host.base), "jobs": 0}.items()
     assert report["queue"]["file_system"]
-    assert report["driver_version"] == "570.86.15"
     assert report["packages"].keys() >= {"torch", "robust-train"}
-    assert report["kernel"] == os.uname().release
+    assert (report["driver_version"], report["kernel"]) == ("570.86.15", os.uname().release)
 
 
 def test_doctor_fails_where_no_gpu_or_no_queue_can_be_used(shared):
     host = shared(Gpu(uuid=A, recovery=1))
-    assert host.command("doctor").returncode == 1
+
+    def code(words=""):
+        done = host.command("doctor")
+        assert words in done.stdout
+        return done.returncode
+
+    assert code() == 1
     host.machine.update(0, recovery=0)
-    assert host.command("doctor").returncode == 0
+    assert code() == 0
     hidden = host.machine.environment(CUDA_VISIBLE_DEVICES="")
     done = warm.robust_train("doctor", "--probe", "--json", environ=hidden)
     assert done.returncode == 1, done.stderr
@@ -177,13 +178,11 @@ def test_doctor_fails_where_no_gpu_or_no_queue_can_be_used(shared):
     assert [gpu["why_not"] for gpu in report["gpus"]] == ["hidden by CUDA_VISIBLE_DEVICES"]
     assert report["probes"] == []
     host.machine.fail("nvmlInit", VERSION_MISMATCH)
-    mismatch = host.command("doctor")
-    assert (mismatch.returncode, "different versions" in mismatch.stdout) == (1, True)
+    assert code("different versions") == 1
     for folder in (host.base / boot_name(), host.base):
         folder.rmdir()
     host.base.symlink_to("/tmp")
-    done = host.command("doctor")
-    assert (done.returncode, "symbolic link" in done.stdout) == (1, True)
+    assert code("symbolic link") == 1
     assert host.command("queue").returncode == 2
     assert os.path.realpath(host.base) == "/tmp"
 
@@ -243,17 +242,15 @@ def test_a_probe_leaves_gpus_alone_on_which_others_compute_and_fails_without_cud
 def test_a_reservation_follows_what_the_attempts_show(shared):
     host = shared(Gpu(uuid=A, total_mib=24000))
     world = host.world("first")
-    go = world.folder / "go"
     process = world.start("trainer._target_=trainers.tells_its_memory", NEVER)
 
-    def shows(claim, taken):
-        return [(j["claim_bytes"], j["gpus"][0]["taken_bytes"]) for j in host.jobs()] == [
-            (claim, taken)
-        ]
+    def shows(claim):
+        seen = [(job["claim_bytes"], job["gpus"][0]["taken_bytes"]) for job in host.jobs()]
+        return seen == [(claim, 3 * 1024**3)]
 
-    wait_until(lambda: shows(4000 * 1024**2, 3 * 1024**3), "what it took is known")
-    go.with_name("go.1").touch()
+    wait_until(lambda: shows(4000 * 1024**2), "what it took is known")
+    (world.folder / "go.1").touch()
     learned = int(5 * 1024**3 * 1.1) + 512 * 1024**2
-    wait_until(lambda: shows(learned, 3 * 1024**3), "the next attempt claims what the first needed")
-    go.with_name("go.2").touch()
+    wait_until(lambda: shows(learned), "the next attempt claims what the first needed")
+    (world.folder / "go.2").touch()
     assert world.end(process).returncode == 0

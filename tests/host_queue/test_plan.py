@@ -84,13 +84,6 @@ def granted(jobs, gpus, now=NOW):
 # --- one GPU ---
 
 
-def test_jobs_that_come_together_get_a_gpu_each_in_the_order_of_their_tickets():
-    gpus = [gpu(A, 10000), gpu(B, 30000), gpu(C, 20000)]
-    waiting = [job(3), job(1), job(2), job(4)]
-    assert granted(waiting, gpus) == {"job1": "b", "job2": "c", "job3": "a"}
-    assert Plan(waiting, gpus, NOW).first == "job4"
-
-
 def test_equal_tickets_go_by_the_time_at_which_they_came():
     early, late = (replace(job(9), id=name, queued_at=at) for name, at in (("b", 1.0), ("a", 2.0)))
     assert list(granted([late, early], [gpu(A)])) == ["b"]
@@ -127,10 +120,6 @@ def test_a_gpu_is_given_only_if_it_has_room(running, asks, device, gets):
     assert has_room(announced, [running], [device]) == gets, "the second look says the same"
 
 
-def test_packed_jobs_go_where_they_fit_most_tightly():
-    assert granted([job(1, 6000, jobs_per_device=4)], [gpu(A), gpu(B, 9000)]) == {"job1": "b"}
-
-
 def test_the_gpu_that_suits_the_first_job_soonest_is_kept_for_it():
     # the first needs a whole GPU; A lacks less than B, whose memory a stranger holds
     gpus = [gpu(A, 15000), gpu(B, 20000)]
@@ -149,16 +138,32 @@ def test_the_longer_the_first_job_waits_the_more_gpus_are_kept(count, kept):
     assert [len(Plan(waiting, gpus, NOW + after).kept) for after in seconds] == kept
 
 
-def test_a_job_that_overtakes_takes_a_gpu_that_the_first_could_not_use():
-    small = {"name": "V100", "total": 16000}
-    gpus = [gpu(A, 39000), gpu(B, **small), gpu(C, **small), gpu(D, 38000)]
-    assert granted([job(2, count=2)], gpus) == {"job2": "ad"}
-    assert granted([job(1, 39500), job(2, count=2)], gpus) == {"job2": "bc"}
+SMALL = {"name": "V100", "total": 16000}
+MIXED = [gpu(A, 39000), gpu(B, **SMALL), gpu(C, **SMALL), gpu(D, 38000)]
 
 
-def test_a_job_with_a_mask_of_its_own_does_not_wait_for_one_that_wants_other_gpus():
-    waiting = [job(1, only=(A,)), job(2, only=(B,))]
-    assert granted(waiting, [gpu(A, 0), gpu(B)]) == {"job2": "b"}
+@pytest.mark.parametrize(
+    ("jobs", "gpus", "gets"),
+    [
+        # those that come together get a GPU each, the freest first, in the order of their tickets
+        (
+            [job(3), job(1), job(2), job(4)],
+            [gpu(A, 10000), gpu(B, 30000), gpu(C, 20000)],
+            {"job1": "b", "job2": "c", "job3": "a"},
+        ),
+        # packed ones go where they fit most tightly
+        ([job(1, 6000, jobs_per_device=4)], [gpu(A), gpu(B, 9000)], {"job1": "b"}),
+        # one that overtakes takes what the first could not use
+        ([job(2, count=2)], MIXED, {"job2": "ad"}),
+        ([job(1, 39500), job(2, count=2)], MIXED, {"job2": "bc"}),
+        # one with a mask of its own does not wait for another that wants other GPUs
+        ([job(1, only=(A,)), job(2, only=(B,))], [gpu(A, 0), gpu(B)], {"job2": "b"}),
+        # all at once or none
+        ([job(1, count=2)], [gpu(A, 30000), gpu(B), gpu(C)], {"job1": "bc"}),
+    ],
+)
+def test_who_gets_what(jobs, gpus, gets):
+    assert granted(jobs, gpus) == gets
 
 
 def test_a_running_job_may_move_where_no_job_before_it_waits():
@@ -180,9 +185,8 @@ def test_a_waiting_job_that_does_not_poll_is_passed_and_keeps_its_ticket():
 # --- several GPUs ---
 
 
-def test_a_job_gets_all_its_gpus_at_once_or_none_and_then_they_are_kept_for_it():
+def test_the_gpus_of_a_job_that_cannot_have_all_at_once_are_kept_for_it():
     gpus = [gpu(A, 30000), gpu(B), gpu(C)]
-    assert granted([job(1, count=2)], gpus) == {"job1": "bc"}
     decided = Plan([held(C), job(1, count=3), job(2)], gpus, NOW)
     assert (decided.groups, decided.first, set(decided.kept)) == ({}, "job1", {A, B, C})
 

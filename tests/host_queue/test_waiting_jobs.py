@@ -45,8 +45,9 @@ class Host:
         self.gpus = [GpuInfo(*names, size, size, 0, utilization_percent=0) for names in uuids]
         return self
 
-    def change(self, index, **figures):
-        self.gpus[index] = replace(self.gpus[index], **figures)
+    def change(self, **figures):
+        """Change the first GPU."""
+        self.gpus[0] = replace(self.gpus[0], **figures)
 
     def job(self, **request):
         self.jobs.append(Job(self, **request))
@@ -80,10 +81,8 @@ class Job:
     def wait(self, *events):
         """Wait while one thing after the other happens; return the numbers of its GPUs."""
         happens = iter(events)
-        found = wait_for_gpus(
-            self.queue, self.request, self.said.append, lambda seconds: next(happens)()
-        )
-        return [gpu.index for gpu in found]
+        sleep = lambda seconds: next(happens)()  # noqa: E731
+        return [g.index for g in wait_for_gpus(self.queue, self.request, self.said.append, sleep)]
 
     def end(self):
         self.queue.release()
@@ -132,10 +131,10 @@ def test_a_job_comes_back_to_its_old_queue_position(host):
     early, late = (host.with_gpus(1).job() for _ in range(2))
     assert early.wait() == [0]
     assert late.poll() == []
-    host.change(0, free_bytes=100 * MIB)  # a stranger was faster
+    host.change(free_bytes=100 * MIB)  # a stranger was faster
 
     def is_free():
-        host.change(0, free_bytes=40000 * MIB)
+        host.change(free_bytes=40000 * MIB)
         assert late.poll() == [], "it stands behind"
 
     early.request, job_id = replace(early.request, interval_seconds=0.0), early.queue.job_id
@@ -146,53 +145,52 @@ def test_a_job_comes_back_to_its_old_queue_position(host):
 def test_a_gpu_that_its_job_leaves_idle_for_an_hour_is_marked_until_it_computes(
     host, later, capsys
 ):
-    def seconds():
+    def idle_seconds():
+        job.queue.tick()
         (one,) = host.shown(capsys)
         return one["gpus"][0]["idle_seconds"]
 
     job = host.with_gpus(1).job()
     job.wait()
     for busy in (3, None):  # None: it does not report
-        host.change(0, utilization_percent=0)
-        job.queue.tick()
+        host.change(utilization_percent=0)
         for _ in range(6):
-            assert seconds() is None
+            assert idle_seconds() is None
             later(IDLE_SECONDS / 6)
-            job.queue.tick()
-        assert seconds() == pytest.approx(IDLE_SECONDS, abs=30)
+        assert idle_seconds() == pytest.approx(IDLE_SECONDS, abs=30)
         assert main(["queue", "--dir", str(host.base)]) == 0
         assert "1 of its GPUs idle for 1:00:" in capsys.readouterr().out
-        host.change(0, utilization_percent=busy)
+        host.change(utilization_percent=busy)
         later(IDLE_SECONDS / 6)
-        job.queue.tick()
-        assert seconds() is None
-    host.change(0, utilization_percent=0)
+        assert idle_seconds() is None
+    host.change(utilization_percent=0)
     assert job.queue.take((), 0)  # an attempt on the CPU
     later(2 * IDLE_SECONDS)
     job.wait()
-    job.queue.tick()
-    assert seconds() is None, "it was given back meanwhile"
+    assert idle_seconds() is None, "it was given back meanwhile"
 
 
-def on_the_second_gpu(machine, **changes):
-    """A job on it, in the machine's queue directory."""
-    registry = Registry(Path(machine.environ["ROBUST_TRAIN_QUEUE_DIR"]))
-    reservation = registry.enter(QueuedJob(name="job", reserved_bytes=4000 * MIB))
-    reservation.update(replace(reservation.job.on([machine.uuid(1)]), **changes))
-    return registry, reservation
-
-
-def test_gpus_marks_a_gpu_that_its_job_leaves_idle(machine_with):
+@pytest.fixture
+def second_gpu(machine_with):
+    """A machine with two GPUs, the registry of its queue, and a job on the second GPU."""
     machine = machine_with(Gpu(), Gpu())
-    registry, reservation = on_the_second_gpu(machine, idle_seconds=(4000,))
+    registry = Registry(Path(machine.environ["ROBUST_TRAIN_QUEUE_DIR"]))
+    job = registry.enter(QueuedJob(name="job", reserved_bytes=4000 * MIB))
+    job.update(job.job.on([machine.uuid(1)]))
+    yield machine, registry, job
+    job.release()
+    registry.close()
+
+
+def test_gpus_marks_a_gpu_that_its_job_leaves_idle(second_gpu):
+    machine, _, job = second_gpu
+    job.update(replace(job.job, idle_seconds=(4000,)))
     environ = machine.environment()
     found = json.loads(warm.robust_train("gpus", "--json", environ=environ).stdout)["gpus"]
     assert [gpu["idle_seconds"] for gpu in found] == [None, 4000]
     _, first, second = warm.robust_train("gpus", environ=environ).stdout.splitlines()
     assert "idle" not in first
     assert second.endswith("idle for 1:06:40 under its job (robust-train queue)")
-    reservation.release()
-    registry.close()
 
 
 # --- drivers that hang ---
@@ -224,34 +222,32 @@ def test_a_waiter_whose_driver_hangs_holds_nobody_up_and_gets_its_turn_later(hos
     assert "has not answered" in head.said[-1].sentence()
 
 
-def test_a_driver_that_hangs_for_all_stops_no_command(machine_with):
-    machine = machine_with(Gpu(), Gpu())
-    registry, running = on_the_second_gpu(machine)
+# what programs say on a machine whose driver hangs, sooner than people would hear it
+IMPATIENT = "from robust_train.gpu import inventory\ninventory.OPENING_SECONDS = {}\n"
+
+
+def test_a_driver_that_hangs_for_all_stops_no_command(second_gpu):
+    machine, registry, _ = second_gpu
     waiting = registry.enter(QueuedJob(name="other", reserved_bytes=4000 * MIB))
     machine.hang(MEMORY, 0)
-    seen = machine.python(
-        """
-        import contextlib, io, json
-        from robust_train.gpu import inventory
-        inventory.OPENING_SECONDS = 0.5
-        from robust_train.cli.main import main
-        seen = {}
-        for command in ("doctor", "gpus", "queue"):
-            out, err = io.StringIO(), io.StringIO()
-            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-                code = main([command])
-            seen[command] = [code, out.getvalue() + err.getvalue()]
-        print(json.dumps(seen))
-        """
-    )
+    program = """
+import contextlib, io, json
+from robust_train.cli.main import main
+seen = {}
+for command in ("doctor", "gpus", "queue"):
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
+        code = main([command])
+    seen[command] = [code, shown.getvalue()]
+print(json.dumps(seen))
+"""
+    seen = machine.python(IMPATIENT.format(0.5) + program)
     for name, (code, text) in seen.items():
         assert "has not answered" in text, (name, text)
         assert code == (name == "doctor"), (name, code, text)
     assert "waiting" in seen["queue"][1]
     assert "running" in seen["queue"][1]
-    for one in (running, waiting):
-        one.release()
-    registry.close()
+    waiting.release()
 
 
 def test_a_call_that_hangs_is_warned_of_once_and_no_other_is_made_until_it_returns(caplog):
@@ -275,15 +271,8 @@ def test_a_call_that_hangs_is_warned_of_once_and_no_other_is_made_until_it_retur
 def test_a_driver_that_hangs_from_the_start_is_named(machine_with, function):
     machine = machine_with(Gpu())
     machine.hang(function)
-    answered, problem = machine.python(
-        """
-        import json
-        from robust_train.gpu import inventory
-        inventory.OPENING_SECONDS = 0.5
-        found = inventory.read_inventory()
-        print(json.dumps([found.answered, found.problem]))
-        """
-    )
+    found = "found = inventory.read_inventory()\nprint(json.dumps([found.answered, found.problem]))"
+    answered, problem = machine.python(IMPATIENT.format(0.5) + "import json\n" + found)
     assert not answered
     assert "dmesg" in problem
 
@@ -291,16 +280,8 @@ def test_a_driver_that_hangs_from_the_start_is_named(machine_with, function):
 def test_ctrl_c_is_heard_while_the_driver_hangs(machine_with):
     machine = machine_with(Gpu())
     machine.hang("nvmlInit")
-    process = machine.start(
-        """
-        from robust_train.gpu import inventory
-        inventory.OPENING_SECONDS = 1e6
-        try:
-            inventory.read_inventory()
-        except KeyboardInterrupt:
-            print("heard")
-        """
-    )
+    reads = "try:\n    inventory.read_inventory()\nexcept KeyboardInterrupt:\n    print('heard')"
+    process = machine.start(IMPATIENT.format(1e6) + reads)
     wait_until(lambda: machine.calls("nvmlInit"), "it asks")
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=120) == ("heard\n", "")
