@@ -212,23 +212,41 @@ def a_damaged_folder_is_passed_over_on_all_ranks(run_dir):
         assert found == [(folder, step), folder if is_first else None], (name, found)
 
 
-def ranks_wait_for_a_checkpoint_that_a_network_disk_shows_later(run_dir):
-    """The second one does not see the folder that the first one has until it has looked once."""
-    job = Job(run_dir)
-    job.folder.save(job.content(1), 1)
-    path, elsewhere = job.folder.path / "step-00000001", run_dir / "elsewhere"
-    there = elsewhere / path.name if dist.get_rank() else path
-    dist.barrier()
+def shown_late(path):
+    """Where a rank finds the checkpoint ``path``, and how ranks gather: the second one does not see
+    the folder that the first one has until it has looked once."""
+    elsewhere = path.parent.with_name("elsewhere")
 
-    def shown_late(value):
+    def gather(value):
         found = of_all_ranks(value)
         if dist.get_rank() and not elsewhere.exists():
-            elsewhere.symlink_to(job.folder.path)
+            elsewhere.symlink_to(path.parent)
         return found
 
+    return elsewhere / path.name if dist.get_rank() else path, gather
+
+
+def ranks_wait_for_a_checkpoint_that_a_network_disk_shows_later(run_dir):
+    job = Job(run_dir)
+    job.folder.save(job.content(1), 1)
+    there, gather = shown_late(job.folder.path / "step-00000001")
+    dist.barrier()
     share = shares(job.model, job.optimizer)
-    _, content = read_newest(there, ["step"], share=share, gather=shown_late)
+    _, content = read_newest(there, ["step"], share=share, gather=gather)
     assert content["step"] == 1
+
+
+def ranks_of_a_loop_go_on_from_one_checkpoint(run_dir):
+    """Though one of them is late to see it."""
+    rank = dist.get_rank()
+    run = Run(run_dir=run_dir, rank=rank, world_size=2)
+    run.save({"some": 1}, 1)
+    run.finish_saving()
+    run.resume_checkpoint, gather = shown_late(run.checkpoint_dir / "step-00000001.pt")
+    dist.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("robust_train.step.ranks.of_all_ranks", gather)
+        assert run.load({"some": 0}) == 1
 
 
 def shards_are_read_from_a_file_of_whole_tensors(run_dir):
@@ -278,6 +296,7 @@ PARTS = (
     a_rank_without_memory_to_write_is_known_to_all,
     a_damaged_folder_is_passed_over_on_all_ranks,
     ranks_wait_for_a_checkpoint_that_a_network_disk_shows_later,
+    ranks_of_a_loop_go_on_from_one_checkpoint,
     shards_are_read_from_a_file_of_whole_tensors,
 )
 

@@ -55,14 +55,6 @@ def whole(tmp_path_factory, job):
     return SimpleNamespace(run=run, result=result, weights=trained_weights(result))
 
 
-def test_a_stopped_and_resumed_run_ends_as_an_uninterrupted_one_bit_for_bit(tmp_path, job, whole):
-    run = stopped(job(), tmp_path, stop_at_step=11)
-    assert run.of("checkpoint")[-1]["step"] == 11
-    again, result = resumed(job(), run)
-    assert again.of("training_started") == [{"event": "training_started", "step": 11}]
-    assert difference(whole.weights, trained_weights(result)) == 0
-
-
 def test_a_run_stopped_while_validating_resumes_with_that_validation(tmp_path, job, whole):
     run = stopped(job(), tmp_path, stop_at_checkpoint=23)
     assert run.of("epoch") == []

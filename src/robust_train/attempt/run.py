@@ -564,16 +564,20 @@ class Run:
         """Restore what :meth:`save` has saved into ``state``, and report that training begins.
 
         Of what has a ``load_state_dict()``, that is called; other values are replaced. Returns the
-        optimizer steps that are done, 0 for a fresh start.
+        optimizer steps that are done, 0 for a fresh start. Of several ranks all have to call it,
+        and go on from the same checkpoint.
         """
         from robust_train.attempt.checkpoints import STEP, read_newest, restore
+        from robust_train.step.ranks import of_all_ranks
 
         step, path = 0, self.resume_checkpoint
-        found = None if path is None else read_newest(path, {*state, STEP})
         self.resume_checkpoint = None
-        if found is not None:
-            self.resume_checkpoint, content = found
-            step = restore(state, content)
+        if path is not None:
+            required = {STEP} | state.keys()
+            found = read_newest(path, required, gather=of_all_ranks)
+            if found is not None:
+                self.resume_checkpoint, content = found
+                step = restore(state, content)
         self.started(step)
         return step
 
