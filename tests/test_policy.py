@@ -11,7 +11,7 @@ from robust_train.config.schema import RetryConfig
 from robust_train.failures.advice import with_advice
 from robust_train.model.failure import MEMORY_FAILURES, Clue, Evidence, Failure, FailureKind
 from robust_train.model.spec import GiveUp, Retry, RetryRule
-from robust_train.policy.context import FailureContext, excluded_after
+from robust_train.policy.context import FailureContext, Offers, excluded_after
 from robust_train.policy.decide import first_attempt, on_gpus
 from robust_train.policy.sizes import sizes
 from robust_train.readable import GIB
@@ -89,7 +89,7 @@ def test_any_series_of_failures_ends_keeps_the_effective_batch_and_takes_the_cpu
         assert settings.min_batch_size <= spec.batch_size <= asked.batch_size
         if asked.effective_batch_size % spec.batch_size == 0:
             assert spec.effective_batch_size == asked.effective_batch_size
-        if FailureContext(settings, history, gpus).since_progress[0] is history[-1]:
+        if FailureContext(settings, history, Offers(gpus)).since_progress[0] is history[-1]:
             visited = visited[-1:]  # the tries are renewed, of devices too
         if spec.device_key != visited[-1]:
             assert spec.device_key not in visited

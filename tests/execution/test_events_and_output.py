@@ -122,7 +122,7 @@ def test_steps_and_metrics_may_be_numbers_of_any_library(number, tmp_path, chann
     run.checkpoint_saved(tmp_path, number(2))
     run.checkpoint_saved(tmp_path, None)
     run.epoch_ended(number(1), loss=number(3))
-    run.send(Finished(0.9, run.last_step))
+    run.send(Finished(0.9, step=run.last_step))
     assert [*read_events(ours)] == [
         TrainingStarted(0),
         Progress(1, 9, {"loss": 4}),
@@ -130,7 +130,7 @@ def test_steps_and_metrics_may_be_numbers_of_any_library(number, tmp_path, chann
         CheckpointSaved(str(tmp_path), 2),
         CheckpointSaved(str(tmp_path), 2),
         EpochEnded(1, 2, {"loss": 3}),
-        Finished(0.9, 2),
+        Finished(0.9, step=2),
     ]
 
 

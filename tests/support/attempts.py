@@ -14,7 +14,8 @@ from robust_train.model.events import Failed, ScriptEnded
 from robust_train.model.failure import Evidence, Failure
 from robust_train.model.gpu import GpuInfo
 from robust_train.model.spec import AttemptSpec, Decision
-from robust_train.policy.decide import Offers, decide, with_rule
+from robust_train.policy.context import Offers
+from robust_train.policy.decide import decide, with_rule
 from robust_train.policy.sizes import PolicySettings
 from robust_train.readable import GIB
 

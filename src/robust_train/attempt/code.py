@@ -24,7 +24,7 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
-from robust_train.config.attempt import CodePlan
+from robust_train.config.attempt import AttemptRequest, CodePlan
 from robust_train.config.trainers import PROGRAM_FILE
 from robust_train.files import LineFile, json_lines, replacing
 from robust_train.model.json import from_json
@@ -46,16 +46,19 @@ class _Source:
     attempt: int
 
 
+_HOW_TO_KEEP_IT = "; code=first keeps a job's code as it began"
+
+
 class Code:
-    """Notes which of the user's modules attempt number ``attempt`` imports."""
+    """Notes which of the user's modules an attempt imports, by its ``plan``."""
 
     def __init__(
         self,
         plan: CodePlan,
-        attempt: int,
-        rank: int = 0,
+        request: AttemptRequest,
+        rank: int,
     ) -> None:
-        self._plan, self._attempt, self._rank = plan, attempt, rank
+        self._plan, self._request, self._rank = plan, request, rank
         self._known = _read(plan.folder)
         self._seen = set[str]()
         if plan.begins:
@@ -84,7 +87,7 @@ class Code:
                     name,
                     path,
                     hashlib.sha256(data).hexdigest(),
-                    self._attempt,
+                    self._request.attempt,
                 )
                 known = self._known.get(name)
                 if known is not None and known.digest != found.digest:
@@ -113,15 +116,16 @@ class Code:
         names = ", ".join(sorted(changed)[:_MOST_NAMES])
         names += ", …" if len(changed) > _MOST_NAMES else ""
         since = f"changed since attempt {min(changed.values())}: {names}"
-        if self._plan.begins and self._plan.resumes:
-            log.warning("this launch runs today's code; %s", since)
-        elif not self._plan.begins:
-            how = "; code=first keeps a job's code as it began" * (
-                not self._plan.is_script
-            )
+        if not self._plan.begins:
+            is_script = self._request.config.is_script
             log.warning(
-                "attempt %d runs other code; %s" + how, self._attempt, since
+                "attempt %d runs other code; %s%s",
+                self._request.attempt,
+                since,
+                "" if is_script else _HOW_TO_KEEP_IT,
             )
+        elif self._request.resume_checkpoint is not None:
+            log.warning("this launch runs today's code; %s", since)
 
 
 class _Finder(MetaPathFinder):

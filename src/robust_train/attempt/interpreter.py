@@ -48,11 +48,13 @@ from robust_train.host.wire import EventSender
 from robust_train.model.errors import ConfigError
 from robust_train.model.events import (
     Event,
+    EventOfRank,
     Failed,
     Finished,
     LibrariesImported,
     Prepared,
     Progress,
+    SpeedMeasured,
 )
 
 _AT_THE_START = frozenset(sys.modules)
@@ -235,7 +237,7 @@ class _Reporter:
         self._trains = False
         self._code: Code | None = None
         if request.code is not None:
-            self._code = Code(request.code, request.attempt, rank)
+            self._code = Code(request.code, request, rank)
         self.send = send
 
     def __call__(self, event: Event) -> None:
@@ -245,9 +247,8 @@ class _Reporter:
             self._report_imports()
         if self._rank == 0 or isinstance(event, (Finished, Failed)):
             self.send(event)
-        elif hasattr(event, "rank"):
-            of_any_rank: Any = event
-            self.send(replace(of_any_rank, rank=self._rank))
+        elif isinstance(event, (EventOfRank, SpeedMeasured)):
+            self.send(replace(event, rank=self._rank))
 
     def load(self) -> Trainer:
         """Import the trainer."""

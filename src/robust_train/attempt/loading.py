@@ -34,9 +34,9 @@ _EXTRAS = frozenset({"accelerate", "lightning", "transformers"})
 def load(ref: TrainerRef) -> Trainer:
     """Import the trainer. Raises ConfigError: it cannot be imported or is not callable; one
     line that gives the reason."""
-    if ref.pickled is not None:
+    if ref.pickled:
         return _unpickled(ref, ref.pickled)
-    if ref.main_file is not None and MAIN_MODULE not in sys.modules:
+    if ref.main_file and MAIN_MODULE not in sys.modules:
         _load_main(ref, ref.main_file)
     found, names = _import_module(ref)
     for name in names:

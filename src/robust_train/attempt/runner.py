@@ -233,8 +233,8 @@ def _failed(failure: Failure, error: BaseException) -> Failed:
     classes = type(error).__mro__
     return Failed(
         failure,
-        config_error=str(error) if isinstance(error, ConfigError) else None,
-        traceback=None if is_in_words else trainer_traceback(error),
+        config_error=str(error) if isinstance(error, ConfigError) else "",
+        traceback="" if is_in_words else trainer_traceback(error),
         error=_pickled(error),
         others_know=of_rank is not None,
         caused_by_rank=of_rank.rank
@@ -257,17 +257,15 @@ def trainer_traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, frames))
 
 
-def _pickled(error: BaseException) -> str | None:
+def _pickled(error: BaseException) -> str:
     try:
         data = pickle.dumps(error)
         pickle.loads(data)  # many exceptions can be dumped but not built again
     except Exception:
-        return None
-    return (
-        base64.b64encode(data).decode()
-        if len(data) < _LARGEST_ERROR_BYTES
-        else None
-    )
+        return ""
+    if len(data) >= _LARGEST_ERROR_BYTES:
+        return ""
+    return base64.b64encode(data).decode()
 
 
 def stop_trainer(run: Run) -> Callable[[], None]:

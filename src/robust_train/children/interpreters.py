@@ -124,7 +124,7 @@ class Interpreter:
                 continue
             self.answers_due -= 1
             self.is_unfit |= event.is_unfit
-            if event.refusal is not None:
+            if event.refusal:
                 raise ConfigError(event.refusal)
 
     def signal(self, signum: int) -> None:

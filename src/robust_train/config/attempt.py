@@ -114,10 +114,8 @@ def early_imports(cfg: DictConfig) -> list[str]:
     several = (
         cfg.num_gpus > 1 and OmegaConf.select(cfg, "trainer.argv") is None
     )
-    return [
-        *map(str, wanted or ()),
-        *(["torch.distributed"] if several else []),
-    ]
+    modules = [str(name) for name in wanted or ()]
+    return modules + ["torch.distributed"] * several
 
 
 CODE = "code-as-it-was"
@@ -130,9 +128,7 @@ class CodePlan:
 
     folder: Path  # the record of what was imported first
     begins: bool  # it records today's code, as the first attempt of its launch
-    resumes: bool = False  # it goes on from a checkpoint
     runs_first: bool = False  # it runs the recorded code, where there is any
-    is_script: bool = False
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ def hide_urls(
         else str(given).split()
     )
     known = environ.get(URLS_VARIABLE, "").split()
-    environ[URLS_VARIABLE] = " ".join(dict.fromkeys([*known, *urls]))
+    environ[URLS_VARIABLE] = " ".join(dict.fromkeys(known + urls))
     with read_write(own), open_dict(own):
         OmegaConf.update(own, "notify.urls", None)
     overrides = OmegaConf.select(cfg, "hydra.overrides.task") or []
@@ -310,7 +310,7 @@ def _mistakes(config: RobustConfig) -> Iterator[str]:
         )
         yield f"code=first: {what} reads its files itself; leave it out"
     for number, rule in enumerate(config.retry.rules):
-        if config.is_script and rule.exception is not None:
+        if config.is_script and rule.exception:
             yield f"retry.rules[{number}].exception: a script raises none; use message or exit_code"
         if not config.is_script and rule.exit_code is not None:
             yield f"retry.rules[{number}].exit_code: a function has none; use exception"

@@ -109,8 +109,8 @@ class MicroBatchPlan:
     batch_size: int | None = None
     gradient_accumulation_steps: int = 1
     min_batch_size: int = 1  # parts of this many samples are not split further
-    # steps without running out of memory after which a larger size is tried; None or 0: never
-    regrow_after_steps: int | None = None
+    # steps without running out of memory after which a larger size is tried; 0: never
+    regrow_after_steps: int = 0
 
     @property
     def samples(self) -> int | None:
@@ -127,17 +127,17 @@ class MicroBatchPlan:
             batch_size=config.training.batch_size,
             gradient_accumulation_steps=config.training.gradient_accumulation_steps,
             min_batch_size=config.min_batch_size,
-            regrow_after_steps=config.training.regrow_after_steps,
+            regrow_after_steps=config.training.regrow_after_steps or 0,
         )
 
 
 @dataclass(frozen=True)
 class SavePlan:
     """Longest time between two checkpoints (None: as often as saving is cheap), and most optimizer
-    steps between two (None or 0: any number)."""
+    steps between two (0: any number)."""
 
     every_seconds: float | None = None
-    every_steps: int | None = None
+    every_steps: int = 0
 
     @classmethod
     def of(cls, config: RobustConfig) -> SavePlan:
@@ -145,5 +145,5 @@ class SavePlan:
         minutes = config.training.checkpoint_every_minutes
         return cls(
             every_seconds=None if minutes is None else 60 * minutes,
-            every_steps=config.training.checkpoint_every_steps or None,
+            every_steps=config.training.checkpoint_every_steps or 0,
         )

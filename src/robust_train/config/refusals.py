@@ -276,9 +276,8 @@ def all_keys(
         if not OmegaConf.is_missing(cfg, k) and OmegaConf.is_dict(cfg[k])
     ]
     groups.sort(key=lambda group: group not in ("training", "memory"))
-    return [
-        *root,
-        *(f"{group}.{name}" for group in groups for name in cfg[group]),
+    return root + [
+        f"{group}.{name}" for group in groups for name in cfg[group]
     ]
 
 

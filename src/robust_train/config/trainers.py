@@ -32,9 +32,9 @@ class TrainerRef:
 
     path: str  # dotted path of the callable, `package.module.function`
     # the script to load first where the callable was defined in `__main__`
-    main_file: str | None = None
+    main_file: str = ""
     # the callable itself, with what it uses
-    pickled: bytes | None = field(default=None, repr=False)
+    pickled: bytes = field(default=b"", repr=False)
 
     @classmethod
     def of(
@@ -138,21 +138,19 @@ def _is_module(name: str) -> bool:
         return PathFinder.find_spec(name) is not None
 
 
-def _script_of(trainer: Callable[..., Any]) -> str | None:
-    """Return the script that defines the trainer; None in a notebook, a REPL, standard input."""
+def _script_of(trainer: Callable[..., Any]) -> str:
+    """Return the script that defines the trainer; empty in a notebook, a REPL, standard input."""
     file = getattr(sys.modules["__main__"], "__file__", None)
     if file is None or not os.path.isfile(file):
-        return None
+        return ""
     # beside a script that runs with ``python -i``, functions may come from the prompt
     try:
         source = inspect.getfile(inspect.unwrap(trainer))
     except TypeError:
         source = file
-    return (
-        str(Path(file).resolve())
-        if os.path.realpath(source) == os.path.realpath(file)
-        else None
-    )
+    if os.path.realpath(source) != os.path.realpath(file):
+        return ""
+    return str(Path(file).resolve())
 
 
 def _by_value(trainer: Callable[..., Any]) -> bytes:

@@ -61,7 +61,7 @@ class Declaration:
     choices: tuple[object, ...] = ()
     # the default as it is written, where the typed one differs; `auto` is None in the code
     written: object = ...
-    follows: str | None = None  # the key whose value is the default
+    follows: str = ""  # the key whose value is the default
     # values of several types, in words: `read` makes one type of them
     accepts: str = ""
     read: Callable[[str, Any], Any] | None = None

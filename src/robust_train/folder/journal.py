@@ -66,7 +66,7 @@ class Journal:
             held = b"".join(self._held.values())
             self._held.clear()
         matters = not event.is_frequent or isinstance(event, CheckpointSaved)
-        if self._file.try_append(b"".join((*self._owed, held, line))):
+        if self._file.try_append(b"".join(self._owed + [held, line])):
             self._owed.clear()
         elif matters and len(self._owed) < _MOST_OWED:
             self._owed.append(line)

@@ -357,7 +357,7 @@ def _from(
     before: Sequence[str] = (),
 ) -> str | None:
     # the interpreter by its path, for another PATH would find another one
-    same = shlex.join([*before, sys.executable, *words[1:]])
+    same = shlex.join(list(before) + [sys.executable] + words[1:])
     same = f"cd {shlex.quote(cwd or os.getcwd())} && {same}"
     # whoever reads the files drops control characters: it would be another command
     return (

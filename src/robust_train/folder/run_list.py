@@ -293,7 +293,9 @@ def choose_run(which: str | None, *, dead_too: bool = False) -> KnownRun:
 def _run_at(path: Path) -> KnownRun | None:
     """Return the run whose folder is ``path`` or contains it."""
     path = path.absolute()
-    for folder in (path, *path.parents) if os.path.lexists(path) else ():
+    if not os.path.lexists(path):
+        return None
+    for folder in [path] + list(path.parents):
         if any(
             os.path.isfile(folder / name) for name in (LOCK_FILE, STATE_FILE)
         ):
@@ -308,7 +310,7 @@ def _is_meant(run: KnownRun, which: str) -> bool:
         pids = (run.pid, None if attempt is None else attempt.pid)
         return run.alive and run.is_here and int(which) in pids
     return which == run.id or (
-        state is not None and which in (state.name, *state.earlier_ids)
+        state is not None and which in (state.name,) + state.earlier_ids
     )
 
 

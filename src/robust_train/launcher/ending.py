@@ -54,10 +54,7 @@ def ended(
         traceback = end.stacks or None
     elif failure is not None and attempt.script is not None:
         traceback = last_words(end.output, request.log_file.name)
-    elif (
-        isinstance(attempt.ending, Failed)
-        and attempt.ending.traceback is not None
-    ):
+    elif isinstance(attempt.ending, Failed) and attempt.ending.traceback:
         traceback = attempt.ending.traceback
     elif failure is not None and crash is not None:
         traceback = str(crash)
@@ -123,10 +120,9 @@ def _failure(
         return Failure(
             FailureKind.INTERRUPTED, "did not stop in time and was killed"
         )
-    died, oom_killed = attempt.rank_died, end.oom_killed
-    rank, returncode = None, end.returncode
-    if died is not None:
-        rank, returncode = died.rank, died.returncode
+    oom_killed, rank, returncode = end.oom_killed, None, end.returncode
+    if isinstance(ending, RankDied):
+        rank, returncode = ending.rank, ending.returncode
     elif end.pid is None:
         oom_killed = None
     if not returncode:
@@ -217,7 +213,7 @@ def error_of(attempt: Attempt) -> BaseException | None:
     ran_inline = attempt.exit.pid is None
     if ran_inline or attempt.script is not None:
         return attempt.exit.error
-    if not isinstance(attempt.ending, Failed) or attempt.ending.error is None:
+    if not isinstance(attempt.ending, Failed) or not attempt.ending.error:
         return None
     try:
         error = _LoadedOnlyUnpickler(

@@ -61,7 +61,8 @@ from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 from robust_train.model.gpu import Group
 from robust_train.model.json import from_json
 from robust_train.model.spec import AttemptSpec, Decision, Retry
-from robust_train.policy.decide import Offers, decide, first_attempt
+from robust_train.policy.context import Offers
+from robust_train.policy.decide import decide, first_attempt
 from robust_train.policy.sizes import PolicySettings, size_to_begin_with
 from robust_train.queue.devices import Devices
 
@@ -462,7 +463,7 @@ class RankFailures:
             "at": time.time(),
             "rank": rank,
             "code": _code(),
-            "event": replace(event, error=None).as_json(),
+            "event": replace(event, error="").as_json(),
         }
         self.write(f"attempt-{number}.rank-{rank}.json", content)
 

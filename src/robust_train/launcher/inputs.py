@@ -157,9 +157,7 @@ def _code_plan(
     return CodePlan(
         (shared or run_dir) / CODE,
         begins=is_first and shared is None,
-        resumes=attempt.resumed_from is not None,
         runs_first=code == "first",
-        is_script=config.is_script,
     )
 
 

@@ -103,8 +103,8 @@ from robust_train.model.failure import Clue, FailureKind
 from robust_train.model.gpu import Group
 from robust_train.model.json import as_json
 from robust_train.model.spec import AttemptSpec, Decision, GiveUp, Retry
+from robust_train.policy.context import Offers
 from robust_train.policy.decide import (
-    Offers,
     cannot_work,
     concluded,
     decide,

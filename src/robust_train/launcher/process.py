@@ -520,7 +520,7 @@ class RunningAttempt:
             max_resident_bytes=max(one.max_resident_bytes for one in own),
             output=pump.tail,
             stacks=stacks,
-            stalled=None if stalled is None else stalled.what,
+            stalled="" if stalled is None else stalled.what,
             was_stopped=bool(signals.received),
             oom_killed=self._oom_kills.killed(),
             workers=workers.count if is_known else None,

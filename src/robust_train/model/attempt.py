@@ -52,7 +52,6 @@ _NOT_IN_FILES = frozenset(
         "saves",
         "keeps_batch",
         "ending",
-        "rank_died",
         "script",
         "exit",
         "rule",
@@ -71,8 +70,7 @@ class Exit:
     output: str = field(default="", repr=False)  # the end of what it printed
     # what its threads were doing at a stall or crash
     stacks: str = field(default="", repr=False)
-    # what stood still, for an attempt that was ended for it
-    stalled: str | None = None
+    stalled: str = ""  # what stood still, for an attempt that was ended for it
     was_stopped: bool = False  # the launcher had asked it to stop
     oom_killed: bool | None = None  # by the kernel; None if unknown
     # the data-loader workers of its processes, and whether they held most of the memory; None if
@@ -123,8 +121,8 @@ class Attempt:
     memory_returned: Mapping[str, Json] | None = None  # by the final clean-up
     speed: tuple[Speed, ...] = ()  # of each rank that measured it
     # --- the evidence of its end ---
-    ending: Finished | Failed | None = None  # its own report
-    rank_died: RankDied | None = None  # what ended the group of its ranks
+    # its own report, or what ended the group of its ranks
+    ending: Finished | Failed | RankDied | None = None
     # its program, if it runs one
     script: ScriptStarted | ScriptEnded | None = None
     exit: Exit = Exit()
@@ -231,7 +229,7 @@ class Attempt:
             case RankDied():
                 return replace(
                     self,
-                    rank_died=event,
+                    ending=event,
                     memory={**self.memory, **event.memory},
                 )
             case ScriptStarted() | ScriptEnded():

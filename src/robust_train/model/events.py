@@ -56,6 +56,13 @@ class Event:
 # --- from an attempt -------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, kw_only=True)
+class EventOfRank(Event):
+    """Base of what each of several ranks reports; ``rank`` is None where there is one."""
+
+    rank: int | None = None
+
+
 @dataclass(frozen=True)
 class TrainingStarted(Event):
     """The trainer begins to train after optimizer step ``step``, 0 for a fresh start."""
@@ -134,13 +141,12 @@ class UpdateSkipped(Event):
 
 
 @dataclass(frozen=True)
-class StepDiffered(Event):
+class StepDiffered(EventOfRank):
     """A step that was computed twice had two results. Torch's deterministic mode was off, so that
     it may have many causes."""
 
     name = "step_differed"
     step: int
-    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -153,7 +159,7 @@ class CheckpointFailed(Event):
 
 
 @dataclass(frozen=True)
-class MemoryReported(Event):
+class MemoryReported(EventOfRank):
     """Memory in use at a moment called ``milestone``: of CUDA, or of the process without it."""
 
     name = "memory"
@@ -165,7 +171,6 @@ class MemoryReported(Event):
     max_allocated: int | None = None
     resident: int | None = None
     max_resident: int | None = None
-    rank: int | None = None
 
     @property
     def figures(self) -> dict[str, int]:
@@ -219,7 +224,7 @@ class MemoryHeld(Event):
 
 
 @dataclass(frozen=True)
-class _MicroBatchEvent(Event):
+class _MicroBatchEvent(EventOfRank):
     """What happened to the size of the parts of a step, in training or in evaluation.
 
     ``kind`` is the failure's where memory ran out, None if a larger size is tried again or
@@ -235,7 +240,6 @@ class _MicroBatchEvent(Event):
     allocated_bytes: int | None = None
     free_bytes: int | None = None
     last_micro_batch: int | None = None
-    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -300,17 +304,16 @@ class BatchSizeFound(Event):
 
 
 @dataclass(frozen=True)
-class MemoryTight(Event):
+class MemoryTight(EventOfRank):
     """In two steps in a row torch's allocator emptied its cache to find room (once an attempt)."""
 
     name = "memory_tight"
     step: int
     alloc_retries: int
-    rank: int | None = None
 
 
 @dataclass(frozen=True)
-class OutOfMemory(Event):
+class OutOfMemory(EventOfRank):
     """What filled the memory when it ran out was written to files of the run folder."""
 
     name = "out_of_memory"
@@ -321,7 +324,6 @@ class OutOfMemory(Event):
     tensors: str | None = None
     snapshot: str | None = None
     seconds: float = 0.0
-    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -371,41 +373,44 @@ class UserEvent(Event):
     fields: Mapping[str, Json] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Finished(Event):
-    """The trainer returned ``result``. ``memory`` holds figures of :class:`MemoryReported`."""
+@dataclass(frozen=True, kw_only=True)
+class _Ending(Event):
+    """How the trainer ended."""
 
-    name = "finished"
     is_journaled = False
-    result: Json = None
-    step: int | None = None
-    memory: Mapping[str, int] = field(default_factory=dict)
-    at: float = 0.0  # as in :class:`Failed`
-
-
-@dataclass(frozen=True)
-class Failed(Event):
-    """The trainer ended with an exception."""
-
-    name = "failed"
-    is_journaled = False
-    failure: Failure  # why, classified
     step: int | None = None  # last optimizer step that was reported
     # figures of MemoryReported
     memory: Mapping[str, int] = field(default_factory=dict)
-    # the trainer's own, as text; None if the user made the mistake
-    traceback: str | None = None
+    # when a rank sent it, by the monotonic clock of this machine
+    at: float = 0.0
+
+
+@dataclass(frozen=True)
+class Finished(_Ending):
+    """The trainer returned ``result``."""
+
+    name = "finished"
+    result: Json = None
+
+
+@dataclass(frozen=True)
+class Failed(_Ending):
+    """The trainer ended with an exception."""
+
+    name = "failed"
+    failure: Failure  # why, classified
+    traceback: str = (
+        ""  # the trainer's own; empty if the user made the mistake
+    )
     # the message where the configuration cannot be used
-    config_error: str | None = None
+    config_error: str = ""
     # the exception, pickled, in base64, where it can be carried over
-    error: str | None = None
+    error: str = ""
     others_know: bool = False  # the other ranks end by themselves
     # the failure is that of another rank, which is known
     caused_by_rank: int | None = None
     # dotted names of the exception's class and its bases
     exceptions: tuple[str, ...] = ()
-    # when a rank sent it, by the monotonic clock of this machine
-    at: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -426,7 +431,7 @@ class Prepared(Event):
 
     name = "prepared"
     is_journaled = False
-    refusal: str | None = None  # why the trainer does not accept the config
+    refusal: str = ""  # why the trainer does not accept the config
     # an import has started CUDA, so the GPU can no longer be chosen
     is_unfit: bool = False
 

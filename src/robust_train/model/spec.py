@@ -168,10 +168,10 @@ class RetryRule:
 
     then: str  # `retry`, `stop`, `exclude_gpu` or `smaller_batch`
     exit_code: int | None = None  # of a script
-    # pattern that is found in message, traceback or output
-    message: str | None = None
-    # class, or dotted name of one, as `except` has it
-    exception: str | None = None
+    # pattern that is found in message, traceback or output; empty: any
+    message: str = ""
+    # class, or dotted name of one, as `except` has it; empty: any
+    exception: str = ""
     # at most, without progress in between; None: `max_retries`
     times: int | None = None
 

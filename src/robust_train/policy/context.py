@@ -26,16 +26,23 @@ _MOST_PRESUMED = 20
 
 
 @dataclass(frozen=True)
+class Offers:
+    """What the next attempt may have, as of now."""
+
+    # could be taken, best first, the job's own included
+    gpus: tuple[GpuInfo, ...] = ()
+    # the job may use them, but others have them
+    held: tuple[GpuInfo, ...] = ()
+
+
+@dataclass(frozen=True)
 class FailureContext:
     """A failure and all that happened before it."""
 
     settings: PolicySettings  # what the user asked for
     # every attempt so far; the last one has failed
     history: tuple[Attempt, ...]
-    # those that could be taken now, best first, the job's own included
-    gpus: tuple[GpuInfo, ...]
-    # those that the job may use, but others have them now
-    held: tuple[GpuInfo, ...] = ()
+    offers: Offers
 
     @property
     def config(self) -> RobustConfig:
@@ -120,7 +127,7 @@ class FailureContext:
     @property
     def gpus_are_available(self) -> bool:
         """Whether the GPUs on which it failed could be taken again now."""
-        usable = {gpu.uuid for gpu in self.gpus if gpu.unusable is None}
+        usable = {gpu.uuid for gpu in self.offers.gpus if gpu.unusable is None}
         return bool(self.last.gpus) and usable.issuperset(
             uuids(self.failed_gpus)
         )

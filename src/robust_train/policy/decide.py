@@ -7,13 +7,13 @@ failure's row in :data:`REMEDIES` that has something to offer. To add a remedy, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from robust_train.config.projects import as_typed
 from robust_train.host.search import is_found
 from robust_train.model.attempt import Attempt
 from robust_train.model.failure import Clue, Failure, FailureKind
-from robust_train.model.gpu import GpuInfo, Group
+from robust_train.model.gpu import Group
 from robust_train.model.spec import (
     AttemptSpec,
     Decision,
@@ -22,7 +22,7 @@ from robust_train.model.spec import (
     RetryRule,
 )
 from robust_train.policy import remedies
-from robust_train.policy.context import FailureContext
+from robust_train.policy.context import FailureContext, Offers
 from robust_train.policy.remedies import Rule
 from robust_train.policy.sizes import (
     PolicySettings,
@@ -86,16 +86,6 @@ REMEDIES: dict[FailureKind, tuple[Rule, ...]] = {
 EXCLUDE_GPU = "exclude_gpu"
 
 
-@dataclass(frozen=True)
-class Offers:
-    """What the next attempt may have, as of now."""
-
-    # could be taken, best first, the job's own included
-    gpus: tuple[GpuInfo, ...] = ()
-    # the job may use them, but others have them
-    held: tuple[GpuInfo, ...] = ()
-
-
 def first_decision(settings: PolicySettings, gpus: Group) -> Retry:
     """Return what the job begins with on the GPUs that were found, or on the CPU."""
     spec, why = size_to_begin_with(
@@ -126,12 +116,7 @@ def decide(
         history: every attempt so far; the last one has failed.
         offers: the GPUs that may be had.
     """
-    context = FailureContext(
-        settings,
-        history,
-        offers.gpus,
-        offers.held,
-    )
+    context = FailureContext(settings, history, offers)
     return _as_typed(context, _with_first_size(context, _decision(context)))
 
 
@@ -316,9 +301,8 @@ def _why_give_up(context: FailureContext) -> str:
 
 def cannot_work(failure: Failure) -> str:
     """Return in one line that CUDA works with no GPU here, and both ways on."""
-    return "; ".join(
-        (f"CUDA cannot work here: {failure.message}", *failure.advice)
-    )
+    advice = "".join(f"; {one}" for one in failure.advice)
+    return f"CUDA cannot work here: {failure.message}{advice}"
 
 
 # --- the user's own rules -------------------------------------------------------------------------
@@ -336,11 +320,7 @@ def with_rule(
     failure = attempt.failure
     if failure is None:
         return attempt
-    context = FailureContext(
-        settings,
-        (*earlier, attempt),
-        (),
-    )
+    context = FailureContext(settings, earlier + (attempt,), Offers())
     for number, rule in enumerate(settings.config.retry.rules):
         has_tries = rule.then == "stop" or _tries(context, number) < _most(
             context,
@@ -353,7 +333,7 @@ def with_rule(
     attempt = replace(attempt, rule=number)
     if rule.then != EXCLUDE_GPU:
         return attempt
-    why = _why(replace(context, history=(*earlier, attempt)))
+    why = _why(replace(context, history=earlier + (attempt,)))
     evidence = replace(failure.evidence, clue=Clue.HARDWARE)
     fault = Failure(
         FailureKind.DEVICE_FAULT,
@@ -420,12 +400,12 @@ def _fits(rule: RetryRule, attempt: Attempt) -> bool:
         for one in attempt.exceptions
         for name in (one, one.rpartition(".")[2])
     }
-    if rule.exception is not None and rule.exception not in names:
+    if rule.exception and rule.exception not in names:
         return False
     texts = (failure.message, attempt.traceback or "", attempt.exit.output)
     # progress bars: one line of their thousands takes patterns like `.*a.*b` hours
     text = "\n".join(texts).replace("\r", "\n")
-    return rule.message is None or is_found(rule.message, text)
+    return not rule.message or is_found(rule.message, text)
 
 
 def _can(rule: RetryRule, context: FailureContext) -> bool:

@@ -274,7 +274,9 @@ def other_gpu(context: FailureContext) -> Retry | None:
 def wait_for_other_gpu(context: FailureContext) -> Retry | None:
     """Wait for the first GPU that becomes free: others have those that would do."""
     config, count = context.config, len(context.last.gpus)
-    others = [gpu for gpu in context.held if gpu.uuid not in context.faulty]
+    others = [
+        gpu for gpu in context.offers.held if gpu.uuid not in context.faulty
+    ]
     if len(others) < len(context.failed_gpus) or not count:
         return None
     if not config.wait_for_gpu or not config.picks_gpu:
@@ -322,7 +324,9 @@ def busy_gpu_again(context: FailureContext) -> Retry | None:
 def wait_for_turn(context: FailureContext) -> Retry | None:
     """Retry on the next available GPU: another job was faster on this one."""
     config, ours = context.config, uuids(context.last.gpus)
-    is_taken = bool(ours) and not {*uuids(context.gpus)}.issuperset(ours)
+    is_taken = bool(ours) and not {*uuids(context.offers.gpus)}.issuperset(
+        ours
+    )
     if not is_taken or not config.wait_for_gpu or not context.has_retries:
         return None
     only = () if config.picks_gpu else ours
@@ -504,7 +508,9 @@ def sizes_left(context: FailureContext) -> Retry | None:
         return None
     if not context.sizes_not_tried or context.failed_before_training:
         return None
-    now = {gpu.uuid: gpu for gpu in context.gpus if gpu.unusable is None}
+    now = {
+        gpu.uuid: gpu for gpu in context.offers.gpus if gpu.unusable is None
+    }
     tried = [
         tuple(now[gpu.uuid] for gpu in one.spec.gpus)
         for one in context.history
@@ -557,7 +563,7 @@ def _untried(context: FailureContext) -> list[GpuInfo]:
     left = context.tried_devices | context.faulty
     return [
         gpu
-        for gpu in context.gpus
+        for gpu in context.offers.gpus
         if gpu.uuid not in left
         and gpu.unusable is None
         and gpu.free_bytes >= context.config.min_gpu_memory_bytes

@@ -256,7 +256,7 @@ def micro_batch_sizes(
         effective_batch_size,
         min(min_batch_size, effective_batch_size),
     )
-    found = {size, *exact_sizes(effective_batch_size, least)}
+    found = {size}.union(exact_sizes(effective_batch_size, least))
     while size > least:
         size = next_smaller(size, least, effective_batch_size)
         found.add(size)
@@ -343,10 +343,8 @@ def next_size(
         doubled = next(
             (size for size in between if size >= 2 * low), between[-1]
         )
-        return max(
-            doubled,
-            *(size for size in (low, *expected) if size <= _FARTHEST * low),
-        )
+        bounded = [size for size in expected if size <= _FARTHEST * low]
+        return max([doubled] + bounded)
     if len(probes) == MOST_PROBES - 1 and probes[-1].peak_bytes is None:
         # the line was wrong by an unknown amount: the last probe must go through
         safe = [size for size in between if size <= high / _STEP_DOWN]

@@ -27,8 +27,7 @@ from robust_train.model.events import Event, MemoryReported
 from robust_train.model.failure import FailureKind
 from robust_train.model.gpu import Group, gpus_of
 from robust_train.model.spec import Room
-from robust_train.policy.context import excluded_after
-from robust_train.policy.decide import Offers
+from robust_train.policy.context import Offers, excluded_after
 from robust_train.queue.host_queue import GpuRequest, HostQueue
 from robust_train.queue.queue_dir import directory_for
 from robust_train.queue.registry import QueuedJob

@@ -92,7 +92,7 @@ class MicroBatcher:
             batch_size,
             gradient_accumulation_steps,
             min_batch_size,
-            regrow_after_steps,
+            regrow_after_steps or 0,
         )
         self._training, self._other = (
             MicroBatchSize(plan),

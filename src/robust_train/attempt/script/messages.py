@@ -212,7 +212,7 @@ class ScriptRun(Run):
             every_seconds=None
             if minutes in (None, "", AUTO)
             else 60 * float(minutes),
-            every_steps=_number(environ, "checkpoint_every_steps") or None,
+            every_steps=_number(environ, "checkpoint_every_steps") or 0,
         )
         self._report_line = report_line
         self._split = {name: _number(environ, name) for name in _SPLIT}
