@@ -52,6 +52,18 @@ def ordinal(number: int) -> str:
     return f"{number}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(last, 'th') }"
 
 
+def counted(number: int, what: str) -> str:
+    """Return ``1 job``, ``2 jobs``."""
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def of_all(done: int | None, total: int | None) -> str:
+    """Return ``12/400``, ``12`` if the number of all is unknown; empty before the first."""
+    if done is None:
+        return ""
+    return f"{done}/{total}" if total else str(done)
+
+
 def signal_name(number: int) -> str:
     """Return ``SIGTERM``, or ``signal 36`` of one without a name."""
     with contextlib.suppress(ValueError):

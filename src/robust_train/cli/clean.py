@@ -15,7 +15,7 @@ from robust_train.folder.run_list import KnownRun, find_runs
 from robust_train.model.errors import EXIT_FAILED
 from robust_train.model.events import Json
 from robust_train.model.json import finite
-from robust_train.readable import duration, mib
+from robust_train.readable import counted, duration, mib
 
 _COLUMNS = ("id", "state", "job", "age", "size", "run folder")
 _DAY_SECONDS = 86400.0
@@ -82,8 +82,8 @@ def clean(arguments: Namespace) -> Answer:
 
 def _counted(found: list[dict[str, Json]]) -> str:
     """Return how many run folders there are and their size."""
-    number = "1 run folder" if len(found) == 1 else f"{len(found)} run folders"
-    return f"{number}, {mib(sum(one['bytes'] for one in found))}"
+    size = sum(one["bytes"] for one in found)
+    return f"{counted(len(found), 'run folder')}, {mib(size)}"
 
 
 def _remove(folder: Path, kept: list[str]) -> bool:

@@ -39,7 +39,7 @@ from robust_train.queue.queue_dir import (
     tmpfiles_line,
 )
 from robust_train.queue.registry import QueuedJob, Registry
-from robust_train.readable import GIB, MIB, mib
+from robust_train.readable import GIB, MIB, counted, mib
 
 if TYPE_CHECKING:
     import torch
@@ -212,7 +212,7 @@ def _shown(data: dict[str, Json]) -> list[str | Table]:
             f"  {gpu['uuid']}",
         ]
         if faults := gpu["faults"]:
-            jobs = "1 job" if len(faults) == 1 else f"{len(faults)} jobs"
+            jobs = counted(len(faults), "job")
             last = "; others are chosen first" if len(faults) >= OFTEN else ""
             lines.append(f"  failed {jobs} in the last weeks{last}:")
         for one in faults:
@@ -229,7 +229,7 @@ def _shown(data: dict[str, Json]) -> list[str | Table]:
         lines.append(queue["problem"])
     else:
         where = f"{directory} on {queue['file_system']}"
-        lines.append(f"queue: {where}, {queue['jobs']} jobs")
+        lines.append(f"queue: {where}, {counted(queue['jobs'], 'job')}")
     if line := queue.get("tmpfiles_line"):
         lines.append(
             f"queue: {directory} belongs to {queue['owner']}, who could remove reservations of "

@@ -31,8 +31,16 @@ from robust_train.host.linux import end_processes_of, named
 from robust_train.host.signals import ORPHAN_GRACE_SECONDS
 from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED
 from robust_train.model.events import Json
-from robust_train.readable import as_clock, duration, mib, percent, shortened
-from robust_train.report.facts import GOODPUT, share_of
+from robust_train.readable import (
+    as_clock,
+    counted,
+    duration,
+    mib,
+    of_all,
+    percent,
+    shortened,
+)
+from robust_train.report.facts import goodput_of, share_of
 from robust_train.report.story import goodput_in
 from robust_train.report.wording import batch_in_words
 from robust_train.sweep.record import (
@@ -111,10 +119,10 @@ def _goodput(runs: Sequence[KnownRun]) -> Answer:
     """Sum what the time of the jobs went into that ran in the last seven days."""
     since = time.time() - _WEEK_SECONDS
     recent = [run for run in runs if run.state and run.state.updated >= since]
-    found = [goodput_in(run.run_dir) or {} for run in recent]
-    parts = {
-        name: sum(one.get(name, 0.0) for one in found) for name in GOODPUT
-    }
+    parts = goodput_of((), ())
+    for run in recent:
+        found = goodput_in(run.run_dir) or {}
+        parts = {name: s + found.get(name, 0.0) for name, s in parts.items()}
     share, wall = share_of(parts), sum(parts.values())
     data: About = {"jobs": len(recent), "goodput": {**parts, "share": share}}
     if share is None:
@@ -153,19 +161,11 @@ def _row(run: KnownRun, about: About) -> list[object]:
         about.get("name"),
         (about.get("device") or "-")
         + ("" if run.is_here else f" on {about['host']}"),
-        _step(about),
+        of_all(about.get("step"), about.get("total_steps")),
         as_clock(int(about["seconds"])) if "seconds" in about else None,
         short_result(result),
         run.run_dir,
     ]
-
-
-def _step(about: About) -> str:
-    """Return ``12/400``, ``12`` if the number of all steps is unknown, empty before the first."""
-    step, total = about.get("step"), about.get("total_steps")
-    if step is None:
-        return ""
-    return f"{step}/{total}" if total else str(step)
 
 
 def status(arguments: Namespace) -> Answer:
@@ -185,7 +185,7 @@ def status(arguments: Namespace) -> Answer:
         "why": waiting.get("reason")
         or (state != "running" and about.get("reason")),
         "batch": attempt and batch_in_words(attempt),
-        "step": _step(about),
+        "step": of_all(about.get("step"), about.get("total_steps")),
         **{name.replace("_", " "): about.get(name) for name in _FACTS},
         "slow": run.alive and about.get("slow"),
         "memory": ", ".join(f"{name} {mib(taken)}" for name, taken in memory),
@@ -253,7 +253,8 @@ def _stop_sweep(folder: Path) -> Answer:
         requests.request_sweep_stop(folder)
     except (OSError, requests.Refused) as error:
         raise CommandFailed(f"{folder}: {error}") from error
-    sentence = f"{folder}: {len(jobs)} jobs save a checkpoint and end; no other job is started"
+    who = counted(len(jobs), "job")
+    sentence = f"{folder}: {who} will save a checkpoint and end; no other job is started"
     data = {"sweep": str(folder), "jobs": jobs, "after": "stopping"}
     return Answer(data, [sentence])
 

@@ -43,24 +43,6 @@ USES = {
 }
 """The uses of time for people."""
 
-GOODPUT = (
-    "useful",
-    "repeated",
-    "skipped",
-    "waiting",
-    "starting",
-    "saving",
-    "stalled",
-)
-"""The parts of the wall time; the first, as a share of it, is called goodput."""
-
-_PARTS = {
-    Use.USEFUL: "useful",
-    Use.LOST: "repeated",
-    Use.WAIT: "waiting",
-    Use.STARTUP: "starting",
-}
-
 
 @dataclass(frozen=True)
 class Span:
@@ -139,7 +121,7 @@ class Story:
     result: Any
     # of each use, by its name; `wall` is their sum without `stopped`
     seconds: dict[str, float]
-    # the same time, divided further: see `GOODPUT`
+    # the same time, divided further: see `goodput_of`
     parts: dict[str, float]
     attempts: tuple[TimedAttempt, ...]
     launches: tuple[Launch, ...]
@@ -224,8 +206,15 @@ def goodput_of(
 ) -> dict[str, float]:
     """Return the parts of the wall time, in seconds, that add up to it; ``docs/report.md`` has
     the definitions."""
-    parts = dict.fromkeys(GOODPUT, 0.0)
-    parts |= {part: seconds_of(spans, use) for use, part in _PARTS.items()}
+    parts = {
+        "useful": seconds_of(spans, Use.USEFUL),
+        "repeated": seconds_of(spans, Use.LOST),
+        "skipped": 0.0,
+        "waiting": seconds_of(spans, Use.WAIT),
+        "starting": seconds_of(spans, Use.STARTUP),
+        "saving": 0.0,
+        "stalled": 0.0,
+    }
     for one in attempts:
         useful = seconds_of(spans, Use.USEFUL, one.number)
         saving = min(one.saving_seconds, useful)

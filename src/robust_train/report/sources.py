@@ -30,6 +30,7 @@ from robust_train.model.events import (
     parse,
 )
 from robust_train.model.json import Json, MalformedEvent, finite
+from robust_train.readable import counted
 
 _MOST_FILES = 40
 
@@ -95,7 +96,7 @@ def _entries(path: Path, gaps: list[str]) -> Iterator[Entry]:
     except OSError as error:
         gaps.append(f"{path.name}: {error.strerror or error}")
     if skipped:
-        lines = "1 line" if skipped == 1 else f"{skipped} lines"
+        lines = counted(skipped, "line")
         gaps.append(f"{path.name}: {lines} damaged or of an unknown kind")
 
 

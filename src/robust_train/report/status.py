@@ -14,7 +14,7 @@ from robust_train.folder.state import RunState
 from robust_train.host.screen import LiveArea, live_area
 from robust_train.model.attempt import Attempt
 from robust_train.queue.waiting import WaitStatus
-from robust_train.readable import as_clock, memory, number
+from robust_train.readable import as_clock, memory, number, of_all
 from robust_train.report.wording import (
     batch_in_words,
     samples_per_second,
@@ -78,7 +78,7 @@ def _how_far(state: RunState, attempt: Attempt) -> list[str]:
     parts = []
     step, total = attempt.step, attempt.total_steps
     if step is not None:
-        parts.append(f"step {step}/{total}" if total else f"step {step}")
+        parts.append(f"step {of_all(step, total)}")
     if seconds := seconds_per_step(attempt.speed):
         rate = samples_per_second(attempt.speed, attempt.spec.ranks)
         steps = f"{number(1 / seconds)} steps/s"

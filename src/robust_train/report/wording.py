@@ -12,6 +12,7 @@ from robust_train.model.failure import Failure, FailureKind
 from robust_train.model.spec import Speed, slowest_rank
 from robust_train.readable import (
     by_processes,
+    counted,
     duration,
     memory,
     number,
@@ -86,9 +87,7 @@ def sentence_of(story: Story) -> str:
     )
     troubles = list(_troubles(attempts[:-1] if has_ended else attempts))
     if more := len(troubles[_MOST_TROUBLES:]):
-        troubles[_MOST_TROUBLES:] = [
-            f"{more} more failed attempt{'s' * (more > 1)}"
-        ]
+        troubles[_MOST_TROUBLES:] = [counted(more, "more failed attempt")]
     if troubles:
         parts.append(_sentence(", then ".join(troubles)))
     if inside := _inside_steps(story):
@@ -103,7 +102,7 @@ def sentence_of(story: Story) -> str:
         parts.append("Its checkpoints were not guarded.")
     if differed := sum(attempt.differed_steps for attempt in attempts):
         parts.append(
-            f"{differed} step{'s' * (differed > 1)} computed twice had two results, which may be "
+            f"{counted(differed, 'step')} computed twice had two results, which may be "
             "no fault: torch's deterministic mode was off."
         )
     return " ".join(parts)

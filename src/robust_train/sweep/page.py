@@ -46,11 +46,6 @@ class JobStory:
     story: Story | None = field(default=None, repr=False)
 
     @property
-    def is_pruned(self) -> bool:
-        """Whether its curves are pale."""
-        return self.row.status == Status.PRUNED
-
-    @property
     def hours(self) -> float:
         """How long it has held a GPU, or several, in all its launches; on the CPU how long it
         ran."""
@@ -122,8 +117,8 @@ def sweep_page(sweep: SweepStory) -> str:
     for job in sweep.jobs:
         label, own = str(job.row.job), reports.values.get(job.row.job)
         curves = [tuple(own.items())] if own else []
-        values.append((label, curves, job.is_pruned))
-        losses.append((label, _losses(job.story), job.is_pruned))
+        values.append((label, curves, job.row.is_pruned))
+        losses.append((label, _losses(job.story), job.row.is_pruned))
     texts = differing([job.row for job in sweep.jobs])
     return render(
         "sweep.html.j2",
@@ -159,7 +154,7 @@ def _hours(jobs: Sequence[JobStory]) -> str:
         "cuda" in device for job in jobs for device in job.row.devices
     )
     text = f"{number(spent)} {'GPU-hours' if on_gpus else 'hours on the CPU'}"
-    pruned = [job.hours for job in jobs if job.is_pruned]
+    pruned = [job.hours for job in jobs if job.row.is_pruned]
     done = [job.hours for job in jobs if job.row.has_completed]
     if not pruned or not done:
         return f"{text}."
@@ -176,11 +171,11 @@ def _over_parameters(
     """Draw the value of each job over each parameter that differs, the most important first."""
     points = defaultdict[str, list[tuple[str, float, bool]]](list)
     for job in sweep.jobs:
-        value = last.get(job.row.job) if job.is_pruned else job.row.value
+        value = last.get(job.row.job) if job.row.is_pruned else job.row.value
         if value is not None:
             for override in job.row.overrides:
                 key, _, text = override.partition("=")
-                points[key].append((text, value, job.is_pruned))
+                points[key].append((text, value, job.row.is_pruned))
     varied = {
         k: own for k, own in points.items() if len({t for t, _, _ in own}) > 1
     }

@@ -91,6 +91,11 @@ class SweepJob:
         return self.status == Status.COMPLETED
 
     @property
+    def is_pruned(self) -> bool:
+        """Whether it was ended early: it is over, and its result is none."""
+        return self.status == Status.PRUNED
+
+    @property
     def objective(self) -> Any:
         """What a sweeper is given: NaN for a job that did not complete."""
         return self.result if self.has_completed else math.nan
@@ -152,7 +157,7 @@ def begun(
     )
     # resumed anyway: put back into the queue, or left by another launcher
     stays = before == now and (resume or earlier.sweep == own.sweep)
-    if not stays or earlier.status not in (Status.COMPLETED, Status.PRUNED):
+    if not stays or not (earlier.has_completed or earlier.is_pruned):
         return own, stays
     mine = {n: getattr(own, n) for n in ("job", "overrides", "sweep", "trial")}
     return replace(earlier, **mine, reused=True), True

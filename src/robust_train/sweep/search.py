@@ -203,7 +203,7 @@ class Search(Jobs):
 
     def _tell(self, trial: Trial, rows: Sequence[SweepJob]) -> None:
         values = [row.value for row in rows if row.value is not None]
-        if any(row.status == Status.PRUNED for row in rows):
+        if any(row.is_pruned for row in rows):
             self._study.tell(trial, state=TrialState.PRUNED)
         elif values and len(values) == sum(row.has_completed for row in rows):
             self._study.tell(trial, fmean(values))
@@ -258,7 +258,7 @@ def _is_final(row: SweepJob) -> bool:
     """Return whether another launch would end alike."""
     if row.status in (Status.FAILED, Status.REFUSED):
         return row.exit_code != EXIT_TRY_LATER
-    return row.status in (Status.COMPLETED, Status.PRUNED)
+    return row.has_completed or row.is_pruned
 
 
 def distribution(override: Override) -> BaseDistribution:

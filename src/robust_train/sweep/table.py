@@ -13,7 +13,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from robust_train.folder.provenance import public_command
-from robust_train.readable import aligned, shortened
+from robust_train.readable import aligned, of_all, shortened
 from robust_train.sweep.record import Status, SweepJob, SweepTable
 
 COLUMNS = (
@@ -109,7 +109,6 @@ def _cells(
     overrides: str,
     values: Mapping[int, float],
 ) -> list[object]:
-    of = "" if row.total_steps is None else f"/{row.total_steps}"
     wall = row.wall_seconds
     return [
         row.job,
@@ -117,7 +116,7 @@ def _cells(
         row.attempts or None,
         ",".join(row.devices),
         row.batch_size,
-        None if row.step is None else f"{row.step}{of}",
+        of_all(row.step, row.total_steps),
         short_result(values.get(row.job) if row.is_running else row.result),
         None if wall is None else f"{wall:.1f} s",
         overrides,
