@@ -89,3 +89,29 @@ def test_fail_fast_starts_no_more_jobs_and_ends_those_that_run(sweeps):
     assert json.loads((sweeps.folder / "0" / "job.json").read_text())["launches"] == 0
     assert not (sweeps.folder / "2").exists()
     assert not (sweeps.folder / "3").exists()
+
+
+BREAKS = """
+import os
+from pathlib import Path
+
+def train(cfg):
+    Path(os.environ["SWEEP_PLACE"], "experiment", "two.yaml").write_text("{")
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("fails_fast", "last"),
+    [("false", "completed"), pytest.param("true", "not_started", marks=pytest.mark.slow)],
+)
+def test_a_config_that_is_broken_while_the_sweep_runs_costs_its_own_job(sweeps, fails_fast, last):
+    (sweeps.world.folder / "breaks.py").write_text(BREAKS)
+    (sweeps.place / "experiment").mkdir()
+    for name in ("one", "two", "three"):
+        (sweeps.place / "experiment" / f"{name}.yaml").write_text("# @package _global_\nseed: 1\n")
+    swept = ("+experiment=one,two,three", f"sweep_fail_fast={fails_fast}")
+    arguments = sweeps.arguments("breaks.train", *swept, n_jobs=1)
+    sweeps.world.run("--config-dir", str(sweeps.place), *arguments, code=2)
+    assert sweeps.column("status") == ["completed", "refused", last]
+    assert "two.yaml, line 1" in sweeps.jobs[1]["reason"]

@@ -37,6 +37,7 @@ from omegaconf import DictConfig, open_dict
 from robust_train.children.interpreters import discard_early, start_early
 from robust_train.compat import returned_or_raised
 from robust_train.config.checks import unchecked
+from robust_train.config.refusals import REFUSALS, explain
 from robust_train.config.schema import RobustConfig
 from robust_train.folder.requests import (
     request_pruning,
@@ -178,13 +179,7 @@ class GpuQueue:
             self.folder, table.direction[:3] if prunes else ""
         )
         for number, overrides in jobs.listed.items():
-            self.rows[number] = SweepJob(
-                number,
-                tuple(filter_overrides(overrides)),
-                table.sweep,
-                Status.NOT_STARTED,
-                trial=number // table.repeat,
-            )
+            self.rows[number] = self._not_started(number, overrides)
         slots = jobs_at_once(
             self._settings,
             self._n_jobs,
@@ -222,6 +217,17 @@ class GpuQueue:
                 signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTIONS)
             self._signals.raise_if_received()
 
+    def _not_started(self, number: int, overrides: Sequence[str]) -> SweepJob:
+        """Return a job of this sweep before it has started."""
+        table = self.sweep.table
+        return SweepJob(
+            number,
+            tuple(filter_overrides(overrides)),
+            table.sweep,
+            Status.NOT_STARTED,
+            trial=number // table.repeat,
+        )
+
     def _fill(self, slots: int) -> bool:
         """Start jobs while there is room; return whether the sweep goes on."""
         while not (is_over := self._is_stopping or bool(self._received)):
@@ -238,7 +244,14 @@ class GpuQueue:
     def _start(self, number: int, overrides: Sequence[str]) -> None:
         """Start a job's process, unless the job completed earlier."""
         loader = self._context.config_loader
-        config = loader.load_sweep_config(self._config, list(overrides))
+        try:
+            config = loader.load_sweep_config(self._config, list(overrides))
+        except REFUSALS as error:
+            # a file was edited since the sweep was checked, or there were too many values to check
+            reason = explain(error, "robust", overrides)
+            log.error("job %d refused: %s", number, reason)
+            self._ended(self._not_started(number, overrides).refused(reason))
+            return
         with open_dict(config):
             config.hydra.job.id = str(number)
             config.hydra.job.num = number
@@ -351,19 +364,20 @@ class GpuQueue:
         own = replace(self.rows[number], status=Status.STARTED)
         row = row_of(read_record(folder) or own, folder, returncode)
         row.write(folder)
-        self._ended(row)
         line = f"job {row.job} {row.status}"
         if row.has_completed and row.wall_seconds is not None:
             line += f" in {row.wall_seconds:.1f} s"
         elif row.reason is not None:
             line += f": {' '.join(row.reason.split())}; {folder / LOG_FILE}"
         log.info("%s", line)
-        if not self._is_stopping:
-            fail_fast(self._settings, row, self.folder)
+        self._ended(row)
 
     def _ended(self, row: SweepJob) -> None:
+        """Take a job as it is now that it has ended; it may end the sweep."""
         self.rows[row.job] = row
         self._jobs.ended(row)
+        if not self._is_stopping:
+            fail_fast(self._settings, row, self.folder)
 
     def _pass_on(self, signum: int) -> None:
         """Pass the first signal on to the jobs; a second one kills them."""
