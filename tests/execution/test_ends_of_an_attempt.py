@@ -8,9 +8,7 @@ import pytest
 from robust_train.children import interpreters
 from robust_train.config.checks import checked
 from robust_train.config.composition import complete
-from robust_train.host.allocator import VARIABLE
 from robust_train.launcher import process
-from robust_train.launcher.inputs import attempt_environment
 from robust_train.model.failure import FailureKind
 
 
@@ -103,12 +101,3 @@ def test_openmp_spins_only_for_a_moment_unless_the_user_wants_it(attempts, monke
 def test_scripts_are_given_numbers_of_gpus_and_functions_uuids(names, trainer, by_index):
     config = checked(complete({"cuda_visible_devices": names, **trainer}))
     assert config.gpus_by_index is by_index
-
-
-def test_allocator_settings_of_the_user_come_first():
-    ours = attempt_environment({}, (), expandable_segments=True)
-    assert ours[VARIABLE] == "expandable_segments:True"
-    assert ours["CUDA_VISIBLE_DEVICES"] == ""
-    users = {VARIABLE: "max_split_size_mb:128"}
-    ours = attempt_environment(users, (), expandable_segments=False)
-    assert ours[VARIABLE] == "max_split_size_mb:128,expandable_segments:False"

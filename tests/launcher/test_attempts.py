@@ -1,17 +1,14 @@
 """What a trainer is given, and how its end, in any form, becomes an outcome."""
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from terminal_screen import lines_shown
-from world import ROOT, is_running, wait_until
+from world import is_running, wait_until
 
 
 def test_a_function_of_cfg_is_enough_and_its_result_is_the_jobs_result(world):
@@ -21,17 +18,6 @@ def test_a_function_of_cfg_is_enough_and_its_result_is_the_jobs_result(world):
     assert ended.summary["result"].items() >= expected.items()
     assert ended.summary["status"] == "completed"
     assert (ended.summary["schema"], ended.attempts[0]["attempt"]) == (2, 1)
-
-
-def test_a_bug_ends_the_job_at_once_with_the_trainers_own_traceback(world):
-    ended = world.train("has_a_bug", code=1)
-    assert len(ended.attempts) == 1
-    assert ended.attempts[0]["outcome"] == "bug"
-    assert ended.summary["status"] == "failed"
-    assert "KeyError: 'a key that is not there'" in ended.stderr
-    assert "in _deep_down" in ended.stderr
-    frames = [line for line in ended.stderr.splitlines() if line.strip().startswith("File ")]
-    assert all("trainers.py" in frame for frame in frames), "frames of the launcher are shown"
 
 
 def test_what_a_trainer_prints_is_shown_and_kept(world):
@@ -92,32 +78,6 @@ def test_a_signal_ends_the_attempt_with_all_it_started_after_what_it_does_at_a_s
         assert Path(ended.summary["checkpoint"]).exists()
         assert "stopping: saving a checkpoint, at most 20 s; " in ended.stdout
         assert "to go on: robust-train resume 0-" in ended.stdout.splitlines()[-1]
-
-
-def test_the_launcher_itself_never_imports_torch(world):
-    code = (
-        "import sys\n"
-        "from robust_train.cli.train import open_robust\n"
-        "try:\n"
-        "    open_robust()\n"
-        "except SystemExit as stop:\n"
-        "    print('code', stop.code, 'torch' in sys.modules)\n"
-    )
-    target = "trainer._target_=trainers.what_it_was_given"
-    process = subprocess.run(
-        [sys.executable, "-c", code, target, f"hydra.run.dir={world.run_dir}"],
-        cwd=ROOT,
-        env=world.environ,
-        capture_output=True,
-        text=True,
-    )
-    assert "code 0 False" in process.stdout, process.stdout + process.stderr
-
-
-@pytest.mark.usefixtures("alone")
-def test_inline_attempts_run_in_the_launchers_process(world):
-    ended = world.train("what_it_was_given", "isolation=none", code=0)
-    assert ended.summary["result"]["parent"] == os.getpid()
 
 
 def test_inline_attempts_recover_like_isolated_ones(world):

@@ -35,19 +35,13 @@ SMALL = (
     "auto_device=false",
     "device=cpu",
 )
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+TORCHRUN = ("-m", "torch.distributed.run")
 
 
 def cold(argv, cwd, environ):
     """Start an interpreter as users do."""
-    return subprocess.Popen(
-        [sys.executable, *argv],
-        env=environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=cwd,
-    )
+    own = {"cwd": cwd, "env": environ, "stderr": subprocess.STDOUT}
+    return subprocess.Popen([sys.executable, *argv], stdout=subprocess.PIPE, text=True, **own)
 
 
 @dataclass
@@ -61,7 +55,7 @@ class Agents:
         return self.world.run_dir
 
     def start(self, *options, trouble=""):
-        argv = (*TORCHRUN[1:], *options, SCRIPT, self.run_dir)
+        argv = (*TORCHRUN, *options, SCRIPT, self.run_dir)
         return cold(argv, self.world.folder, {**self.world.environ, "TROUBLE": trouble})
 
     def run(self, *options, trouble=""):
@@ -78,15 +72,9 @@ class Agents:
             "MASTER_PORT": str(free_port()),
             "TROUBLE": trouble,
         }
-        argv = command or (SCRIPT, self.run_dir)
-        return [
-            start(
-                argv,
-                self.world.folder,
-                {**self.world.environ, **srun, "SLURM_PROCID": rank, "SLURM_LOCALID": rank},
-            )
-            for rank in "01"
-        ]
+        argv, own = command or (SCRIPT, self.run_dir), {**self.world.environ, **srun}
+        numbers = ({"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01")
+        return [start(argv, self.world.folder, own | each) for each in numbers]
 
     def end(self, tasks, fails=False):
         """Wait until all tasks have completed, or failed; return what they printed."""
@@ -209,20 +197,16 @@ def test_a_framework_s_job_learns_the_same_as_ranks_of_torchrun(agents, framewor
     def weights(name):
         return torch.tensor(json.loads((world.folder / name).read_text())).flatten().tolist()
 
-    world.environ |= {"READY_FILE": str(world.folder / "ready")}
-    world.environ |= {"WEIGHTS_FILE": str(world.folder / "of one")}
+    files = {"READY_FILE": world.folder / "ready", "WEIGHTS_FILE": world.folder / "of one"}
+    world.environ |= {name: str(path) for name, path in files.items()}
     world.run(*words, "training.batch_size=8", code=0)
     world.environ |= {"WEIGHTS_FILE": str(world.folder / "of two"), "MEETS": "out of memory"}
     ranks = (*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=1")
     batch = ("training.batch_size=4", "training.effective_batch_size=8")
-    two = subprocess.run(
-        [*ranks, ROOT / "train_robust.py", *words, *batch, f"hydra.run.dir={folder}"],
-        env=world.environ,
-        capture_output=True,
-        text=True,
-        cwd=world.folder,
-    )
-    assert two.returncode == 0, two.stdout + two.stderr
+    job = (ROOT / "train_robust.py", *words, *batch, f"hydra.run.dir={folder}")
+    two = cold((*ranks, *job), world.folder, world.environ)
+    output, _ = two.communicate(timeout=240)
+    assert two.returncode == 0, output
     assert sizes_in(folder) == [(4, 1), (2, 2)]
     assert weights("of two") == pytest.approx(weights("of one"), abs=1e-5)
 
@@ -237,12 +221,8 @@ def test_train_robust_py_has_a_folder_named_by_the_engine_s_job(agents):
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["status"] == "completed"
     assert [one["ranks"] for one in summary["attempts"]] == [2]
-    refused = subprocess.run(
-        [sys.executable, *command],
-        env={**agents.world.environ, "RANK": "1", "WORLD_SIZE": "2"},
-        capture_output=True,
-        text=True,
-    )
+    ranks = {**agents.world.environ, "RANK": "1", "WORLD_SIZE": "2"}
+    refused = warm.run(command, ranks)
     assert refused.returncode == 2
     assert refused.stderr.startswith("the run folder has to be the same for all ranks")
 
@@ -265,6 +245,11 @@ SLURM = {
 @pytest.mark.parametrize(
     ("environ", "found"),
     [
+        # ordinary launchers: nothing set, one rank, a rank of ours, a shell or submitit
+        ({}, None),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, None),
+        (TORCH | {"TORCHELASTIC_RUN_ID": "robust_train"}, None),
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, None),
         (TORCH, ("torchrun", 3, 4, 1, "torchrun-a_b", 0)),
         (
             TORCH | {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "2"},
@@ -276,26 +261,12 @@ SLURM = {
 )
 def test_a_rank_of_an_engine_is_recognised(environ, found):
     rank = guest_rank(environ)
-    numbers = rank.rank, rank.world_size, rank.local_rank
-    assert (rank.engine, *numbers, rank.job, rank.restarts) == found
-
-
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {},
-        {"RANK": "0", "WORLD_SIZE": "1"},
-        TORCH | {"TORCHELASTIC_RUN_ID": "robust_train"},  # our own
-        SLURM | {"SLURM_STEP_NUM_TASKS": "1"},  # a shell, or submitit
-    ],
-)
-def test_all_else_is_an_ordinary_launcher(environ):
-    assert guest_rank(environ) is None
+    names = "engine", "rank", "world_size", "local_rank", "job", "restarts"
+    assert (rank and tuple(getattr(rank, name) for name in names)) == found
 
 
 def test_srun_s_ranks_get_what_torch_reads():
-    environ = guest_rank(SLURM).environ
-    assert environ == {
+    assert guest_rank(SLURM).environ == {
         "RANK": "4",
         "WORLD_SIZE": "5",
         "LOCAL_RANK": "1",
@@ -309,18 +280,9 @@ def test_srun_s_ranks_get_what_torch_reads():
     assert guest_rank(SLURM | own).environ.items() >= own.items()
 
 
-@pytest.mark.parametrize(
-    ("hosts", "first"),
-    [
-        ("a", "a"),
-        ("a,b", "a"),
-        ("gpu[07-09,12],x", "gpu07"),
-        ("n[3]", "n3"),
-        ("r1n[2,5]-ib", "r1n2-ib"),
-    ],
-)
-def test_the_first_host_of_a_list_of_slurm_s(hosts, first):
-    assert first_host(hosts) == first
+def test_the_first_host_of_a_list_of_slurm_s():
+    lists = ["a", "a,b", "gpu[07-09,12],x", "n[3]", "r1n[2,5]-ib"]
+    assert [first_host(hosts) for hosts in lists] == ["a", "a", "gpu07", "n3", "r1n2-ib"]
 
 
 def test_a_number_that_is_none_is_refused_in_one_line():

@@ -36,42 +36,33 @@ def test_as_process_1_it_saves_a_checkpoint_on_sigterm_and_goes_on_from_it(world
     assert summary["result"] == "went on from when-preempted"
 
 
-def _kubernetes():
-    return yaml.safe_load((ROOT / "examples/kubernetes/job.yaml").read_text())
+JOB = yaml.safe_load((ROOT / "examples/kubernetes/job.yaml").read_text())["spec"]
+TASK = yaml.safe_load((ROOT / "examples/skypilot/task.yaml").read_text())
 
 
-def _arguments_of_skypilot():
-    task = yaml.safe_load((ROOT / "examples/skypilot/task.yaml").read_text())
-    words = shlex.split(task["run"].replace("\\\n", " "))
-    return words[words.index("train_robust.py") + 1 :]
-
-
-def test_the_manifests_commands_are_composed(tmp_path):
-    container = _kubernetes()["spec"]["template"]["spec"]["containers"][0]
+def test_the_manifests_commands_are_composed_and_a_pod_is_given_longer_than_its_trainer(tmp_path):
+    pod = JOB["template"]["spec"]
+    container = pod["containers"][0]
     assert container["command"] == ["python", "train_robust.py"]
-    for arguments in (container["args"], _arguments_of_skypilot()):
+    of_skypilot = shlex.split(TASK["run"].replace("\\\n", " "))
+    del of_skypilot[: of_skypilot.index("train_robust.py") + 1]
+    for arguments in (of_skypilot, container["args"]):
         words = (str(ROOT / "train_robust.py"), *arguments, "--cfg", "job")
         shown = warm.run(words, os.environ, tmp_path)
         assert shown.returncode == 0, shown.stderr
-        assert yaml.safe_load(shown.stdout)["allow_cpu_fallback"] is False
-
-
-def test_the_pod_is_given_longer_than_the_trainer():
-    pod = _kubernetes()["spec"]["template"]["spec"]
-    (grace,) = (a for a in pod["containers"][0]["args"] if a.startswith("stop_grace_seconds="))
-    assert pod["terminationGracePeriodSeconds"] > int(grace.partition("=")[2]) + 10
+        cfg = yaml.safe_load(shown.stdout)
+        assert cfg["allow_cpu_fallback"] is False
+    assert pod["terminationGracePeriodSeconds"] > cfg["stop_grace_seconds"] + 10
 
 
 def test_what_is_not_repeated_is_what_readme_says_cannot_be_mended():
-    rules = _kubernetes()["spec"]["podFailurePolicy"]["rules"]
+    rules = JOB["podFailurePolicy"]["rules"]
     (fatal,) = (rule["onExitCodes"] for rule in rules if rule["action"] == "FailJob")
+    assert fatal["values"] == [1, 2, 76]
     readme = (ROOT / "README.md").read_text()
     codes = dict(re.findall(r"^\| (\d+) \| (.+) \|$", readme, re.MULTILINE))
-    assert "trainer failed" in codes["1"]
-    assert "configuration" in codes["2"]
-    assert "do not requeue" in codes["76"]
-    assert "later" in codes["75"]
-    assert fatal["values"] == [1, 2, 76]
+    words = {"1": "trainer failed", "2": "configuration", "76": "do not requeue", "75": "later"}
+    assert all(what in codes[code] for code, what in words.items())
     service = (ROOT / "examples/systemd/robust-train.service").read_text()
     assert "\nRestartPreventExitStatus=1 2 76\n" in service
 

@@ -24,19 +24,14 @@ class Script:
 
     def __init__(self, world):
         self.world = world
-        self.failures = world.folder / "failures"
-        self.attempts_file = world.folder / "given"
-        world.environ |= {
-            "FAILURES_FILE": str(self.failures),
-            "ATTEMPTS_FILE": str(self.attempts_file),
-            "ALLOCATOR_FILE": str(world.folder / "allocator"),
-        }
+        files = {"failures", "attempts", "allocator"}
+        world.environ |= {f"{one.upper()}_FILE": str(world.folder / one) for one in files}
+        self.failures, self.attempts_file = world.folder / "failures", world.folder / "attempts"
 
     def run(self, *lines, overrides=(), trainers="failing_trainers"):
         self.failures.write_text("\n".join(lines))
-        return self.world.run(
-            f"trainer._target_={trainers}.fails_by_script", "retry_pause_seconds=0.1", *overrides
-        )
+        target = f"trainer._target_={trainers}.fails_by_script"
+        return self.world.run(target, "retry_pause_seconds=0.1", *overrides, code=0)
 
     @property
     def given(self):
@@ -64,7 +59,6 @@ def actions(ended):
 )
 def test_the_next_attempt_uses_what_the_remedy_says(script, failure, expected, gpus, workers):
     ended = script.run(failure, failure, overrides=("training.num_workers=2",))
-    assert ended.returncode == 0, ended.output
     assert " ".join(actions(ended)) == expected
     assert [given["gpu"] for given in script.given] == gpus
     assert {given["batch_size"] for given in script.given} == {64}
@@ -85,7 +79,6 @@ def test_fragmentation_gets_expandable_segments_and_a_driver_that_refuses_them_n
 ):
     keys = ("memory.expandable_segments=false",) if starts_with == "False" else ()
     ended = script.run(failure, overrides=keys, trainers="allocating_trainers")
-    assert ended.returncode == 0, ended.output
     assert actions(ended) == [action, "none"]
     allocator = (script.world.folder / "allocator").read_text().splitlines()
     assert allocator == [f"expandable_segments:{one}" for one in (starts_with, then)]
@@ -114,22 +107,12 @@ def test_memory_that_others_took_is_waited_for_at_the_same_batch(world, script, 
     assert "others took 8000 MiB" in ended.attempts[0]["reason"]
 
 
-@pytest.mark.parametrize("isolation", ["process", pytest.param("none", marks=pytest.mark.slow)])
-def test_where_splitting_does_not_help_the_next_attempt_is_elsewhere(world, isolation):
+def test_where_splitting_does_not_help_no_size_is_tried_again(world):
     world.environ["BATCH_BUDGETS"] = json.dumps({"cpu": 1})
-    ended = world.train("splits_within_a_budget", f"isolation={isolation}", code=1)
+    ended = world.train("splits_within_a_budget", code=1)
     # every size down to min_batch_size was tried inside the step: nothing is left to halve
     assert [attempt["outcome"] for attempt in ended.attempts] == ["device_oom"]
     assert "cpu at micro-batch 64 down to 4" in ended.summary["reason"]
-
-
-def test_the_stack_of_a_segfault_is_in_the_journal(world):
-    ended = world.train("dies_of_segfault")
-    evidence = next(e["record"] for e in ended.journal if e["event"] == "attempt_ended")
-    assert "Fatal Python error: Segmentation fault" in evidence["traceback"]
-    assert "dies_of_segfault" in evidence["traceback"]
-    assert "robust_train" not in ended.stderr.partition("Fatal Python error")[2]
-    assert ended.output.index("ended by SIGSEGV: ") < ended.output.index("Fatal Python error")
 
 
 def test_a_job_that_never_comes_to_a_checkpoint_is_refused_in_the_end(world, ready):
@@ -145,8 +128,6 @@ def test_a_job_that_never_comes_to_a_checkpoint_is_refused_in_the_end(world, rea
     (line,) = ended.stderr.splitlines()
     assert "launches in a row without a new checkpoint" in line
     assert not ready.exists(), "nothing was started"
-    state = json.loads((world.run_dir / "state.json").read_text())
-    assert (state["state"], state["exit_code"]) == ("failed", 76)
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -154,7 +135,6 @@ def test_the_users_rules_come_before_ours_and_a_gpu_they_blame_is_excluded(scrip
     rules = "retry.rules=[{exception: RuntimeError, message: lost my disk, then: retry, times: 1}"
     rules += ",{message: 'Xid 79', then: exclude_gpu}]"
     ended = script.run("4 I lost my disk", "9 Xid 79 here", overrides=(rules,))
-    assert ended.returncode == 0, ended.output
     assert actions(ended) == ["retry", "switch_gpu", "none"]
     assert [given["gpu"] for given in script.given] == [A, A, B]
     assert f"{A} is excluded for 30 min for all jobs of this host" in ended.output
