@@ -97,6 +97,13 @@ def test_a_job_is_left_alone_while_no_pause_is_five_times_the_longest_before(fac
         pulse = pulse.after_progress()
 
 
+EVENTS = {
+    "begins": TrainingStarted(0),
+    "progress": Progress(1),
+    "figures": MemoryReported("on request", resident=1),
+}
+
+
 class Clock:
     """A clock that a test moves."""
 
@@ -135,6 +142,16 @@ class Watched:
                 return stands
         return None
 
+    def lives_through(self, scene):
+        """Let it send events; it may be quiet or print for some seconds, until it hangs."""
+        for step in scene.split(", "):
+            what, _, seconds = step.partition(" ")
+            if what in EVENTS:
+                self.watch.on_event(EVENTS[what])
+            else:
+                stands = self.wait(float(seconds), printing=what == "prints")
+                assert (stands is not None) is (what == "hangs"), step
+
     def close(self):
         for pid in self.pids:
             os.kill(pid, signal.SIGKILL)
@@ -155,30 +172,30 @@ def watched(tmp_path, clock):
     watched.close()
 
 
-def test_silence_is_a_hang_after_ten_minutes_or_before_progress_after_thirty(watched):
-    assert watched.wait(1750) is None
-    assert [type(event) for event in watched.events] == [StallWarning], "at half of the time, once"
-    watched.watch.on_event(TrainingStarted(0))
-    watched.watch.on_event(Progress(1))
-    assert watched.wait(590) is None
-    stands = watched.wait(100)
-    assert stands.what.startswith("no progress for 10 min")
+@pytest.mark.parametrize(
+    "scene",
+    [
+        # ten minutes of silence are a hang, or thirty before any progress
+        "quiet 1750, hangs 100",
+        "begins, progress, quiet 590, hangs 100",
+        # who prints has time for a long evaluation
+        "begins, progress, prints 7100, hangs 200",
+        # what a thread may send is no progress
+        "progress, quiet 590, figures, quiet 590, hangs 100",
+        # a pause that was longer is learned
+        "progress, quiet 400, progress, quiet 1990, hangs 100",
+        # a job that reports epochs has the time of the first for each
+        "prints 4000, progress, quiet 3990, hangs 100",
+    ],
+)
+def test_an_attempt_hangs(watched, scene):
+    watched.lives_through(scene)
+
+
+def test_half_of_the_time_is_warned_of_once_and_a_hang_says_for_how_long_it_lasts(watched):
+    watched.lives_through("quiet 1750, begins, progress, quiet 590")
     assert [type(event) for event in watched.events] == [StallWarning, StallWarning]
-
-
-def test_who_prints_has_time_for_a_long_evaluation(watched):
-    watched.watch.on_event(TrainingStarted(0))
-    watched.watch.on_event(Progress(1))
-    assert watched.wait(7100, printing=True) is None
-    assert watched.wait(200, printing=True) is not None
-
-
-def test_what_a_thread_may_send_is_no_progress(watched):
-    watched.watch.on_event(Progress(1))
-    assert watched.wait(590) is None
-    watched.watch.on_event(MemoryReported("on request", resident=1))
-    assert watched.wait(590) is None
-    assert watched.wait(100) is not None
+    assert watched.wait(100).what.startswith("no progress for 10 min")
 
 
 def test_a_suspended_attempt_does_not_hang_but_one_of_which_a_part_is_stopped_does(watched):
@@ -199,16 +216,11 @@ def test_time_in_which_the_launcher_was_suspended_does_not_count(watched, clock)
     assert watched.wait(500) is None
 
 
-def test_a_long_pause_is_learned_and_counts_in_the_next_launch_of_the_job(watched, tmp_path):
-    watched.watch.on_event(Progress(1))
-    assert watched.wait(400) is None
-    watched.watch.on_event(Progress(2))
+def test_a_long_pause_counts_in_the_next_launch_of_the_job(watched, tmp_path):
+    watched.lives_through("progress, quiet 400, progress")
     learned = watched.events[-1]
     assert isinstance(learned, PauseLearned)
     assert learned.seconds >= 400
-    assert watched.wait(1990) is None
-    assert watched.wait(100) is not None
-
     started = JobStarted(str(tmp_path), "trainer", "c0ffee")
     with RunFolder(tmp_path, "a job", SignalWatch(), RobustConfig()) as folder:
         folder.record(started)
@@ -220,19 +232,10 @@ def test_a_long_pause_is_learned_and_counts_in_the_next_launch_of_the_job(watche
         assert folder.state.longest_pause is None
 
 
-def test_a_job_that_reports_epochs_has_the_time_of_the_first_for_each(watched):
-    assert watched.wait(4000, printing=True) is None
-    watched.watch.on_event(Progress(1))
-    assert watched.wait(3990) is None
-    assert watched.wait(100) is not None
-
-
 def test_who_copies_or_downloads_is_at_work_though_it_needs_no_cpu_time(tmp_path, clock):
     watched = Watched(tmp_path, clock, runs="cat /dev/zero > /dev/null")
     try:
-        assert watched.wait(4000) is None
-        watched.watch.on_event(Progress(1))
-        assert watched.wait(7000) is None
+        watched.lives_through("quiet 4000, progress, quiet 7000")
     finally:
         watched.close()
 
@@ -240,9 +243,7 @@ def test_who_copies_or_downloads_is_at_work_though_it_needs_no_cpu_time(tmp_path
 def test_a_file_that_is_written_anew_now_and_then_is_no_sign_of_life(watched, monkeypatch):
     looks = itertools.count()
     monkeypatch.setattr(stall_watch, "bytes_moved_by", lambda process: next(looks) // 32 * 10**6)
-    watched.watch.on_event(Progress(1))
-    assert watched.wait(590) is None
-    assert watched.wait(100) is not None
+    watched.lives_through("progress, quiet 590, hangs 100")
 
 
 @pytest.mark.parametrize(("percent", "hangs"), [(0, True), (90, False)])
@@ -297,24 +298,16 @@ rank 1 (process 12, stopped)
 """
 
 
-@pytest.mark.parametrize(
-    ("stacks", "where"),
-    [
-        (
-            STACKS,
-            "rank 1 is stopped by a signal at train.py:33 in train; "
-            "rank 0 at train.py:35 in reduce",
-        ),
-        ("process 7 (sleep 9, sleeping)\n\n", "process 7 (sleep 9, sleeping)"),
-        (
-            'Current thread 0x1 (most recent call first):\n  File "a.py", line 1 in f\n',
-            "at a.py:1 in f",
-        ),
-        ("", ""),
-    ],
-)
-def test_the_innermost_frames_that_are_no_librarys_are_named(stacks, where):
-    assert where_it_stands(stacks) == where
+OF_RANKS = "rank 1 is stopped by a signal at train.py:33 in train; rank 0 at train.py:35 in reduce"
+OF_ONE = 'Current thread 0x1 (most recent call first):\n  File "a.py", line 1 in f\n'
+OF_A_PROGRAM = "process 7 (sleep 9, sleeping)"
+
+
+def test_the_innermost_frames_that_are_no_librarys_are_named():
+    assert where_it_stands(STACKS) == OF_RANKS
+    assert where_it_stands(OF_ONE) == "at a.py:1 in f"
+    assert where_it_stands(f"{OF_A_PROGRAM}\n\n") == OF_A_PROGRAM
+    assert where_it_stands("") == ""
 
 
 def test_ranks_that_read_their_pipe_are_asked_for_the_flight_recorders_dump(tmp_path):
@@ -324,7 +317,7 @@ def test_ranks_that_read_their_pipe_are_asked_for_the_flight_recorders_dump(tmp_
     for rank in range(2):
         os.mkfifo(f"{stem}{rank}.pipe")
     reader = os.open(f"{stem}1.pipe", os.O_RDONLY | os.O_NONBLOCK)
-    assert dump_stacks(attempt_request(tmp_path), {}, lambda rank: None) > 1
+    assert dump_stacks(attempt_request(tmp_path), {}) > 1
     assert os.read(reader, 128)
     os.close(reader)
     os.mkfifo(tmp_path / "attempt-2.nccl-0.pipe")  # its launcher was killed

@@ -49,14 +49,14 @@ def ended(
     end, memory = attempt.exit, attempt.memory
     crash = None if end.stalled else native_stack_in(end.stacks or end.output)
     failure = _with_workers(_failure(attempt, crash, request.stacks_file), end)
-    traceback = None
-    if failure is not None and failure.evidence.clue == Clue.STALLED:
+    traceback = getattr(attempt.ending, "traceback", None)
+    if failure is None:
+        traceback = None
+    elif failure.evidence.clue == Clue.STALLED:
         traceback = end.stacks or None
-    elif failure is not None and attempt.script is not None:
+    elif attempt.script is not None:
         traceback = last_words(end.output, request.log_file.name)
-    elif isinstance(attempt.ending, Failed) and attempt.ending.traceback:
-        traceback = attempt.ending.traceback
-    elif failure is not None and crash is not None:
+    elif not traceback and crash is not None:
         traceback = str(crash)
     resident = end.max_resident_bytes or memory.get("max_resident")
     if failure is not None:
@@ -131,11 +131,7 @@ def _failure(
     output = end.output
     if crash is not None and end.stacks:
         output += f"\n{crash}"
-    failure = classify_exit(
-        returncode,
-        output,
-        oom_killed=oom_killed,
-    )
+    failure = classify_exit(returncode, output, oom_killed=oom_killed)
     return replace(failure, rank=rank)
 
 
@@ -154,11 +150,7 @@ def _stalled(end: Exit, stacks: Path) -> Failure:
 def failure_of_script(ended: ScriptEnded, end: Exit) -> Failure:
     """Return why a script failed, as if its exit were the attempt's."""
     output = without_escapes(end.output)
-    return classify_exit(
-        ended.returncode,
-        output,
-        oom_killed=end.oom_killed,
-    )
+    return classify_exit(ended.returncode, output, oom_killed=end.oom_killed)
 
 
 def _with_file(failure: Failure, attempt: Attempt) -> Failure:

@@ -38,7 +38,7 @@ from robust_train.host.memory import (
     read_host_memory,
 )
 from robust_train.host.screen import show_waiting
-from robust_train.host.signals import DUMP_STACKS, SignalWatch, stop_signal
+from robust_train.host.signals import SignalWatch, stop_signal
 from robust_train.host.votes import STOP, Votes
 from robust_train.launcher.ending import RankEnd, event_of
 from robust_train.launcher.stall import Standstill
@@ -156,8 +156,9 @@ class ProcessExecutor:
 
         def tick_with_standby() -> None:
             # ended when memory becomes short
-            if not has_room_for_standby(self._standby_bytes):
-                for one in self._interpreters.waiting:
+            waiting = self._interpreters.waiting
+            if waiting and not has_room_for_standby(self._standby_bytes):
+                for one in waiting:
                     self._interpreters.end(one)
             tick()
 
@@ -300,8 +301,7 @@ class RunningAttempt:
         self._ends = [RankEnd(rank, pid) for rank, pid in enumerate(pids)]
         # by the monotonic clock: when it is killed (again), and when it was first
         self._kill_at = self._killed_at = math.inf
-        self._is_begun = self._is_stopping = self._limits_others = False
-        self._was_warned = False
+        self._is_stopping = self._limits_others = self._was_warned = False
         self._workers = Workers()  # at the last look that found some
         self._began = self._looked = time.monotonic()
         self._look_at = self._began + TICK_SECONDS
@@ -344,10 +344,6 @@ class RunningAttempt:
                         own.append(listener.fileno())
                     begin = Begin(self._request, rank, port)
                     one.begin(begin, own + list(hold))
-        self._is_begun = True
-        # a signal that came before there was something to stop
-        if self._is_stopping:
-            self._send_stop()
 
     def _poll(self, wakeup: int) -> bool:
         """Wait for something to happen and handle it; return whether the attempt is over."""
@@ -395,12 +391,7 @@ class RunningAttempt:
             self._stalled = stalled
             seconds = dump_stacks(
                 self._request,
-                {
-                    rank: one.pid
-                    for rank, one in enumerate(own)
-                    if one.is_running
-                },
-                lambda rank: own[rank].signal(DUMP_STACKS),
+                {rank: one for rank, one in enumerate(own) if one.is_running},
             )
             self._kill_in(seconds)
         return False
@@ -417,12 +408,9 @@ class RunningAttempt:
                 self._ends[rank] = replace(end, ending=event, at=event.at)
                 if self._votes is not None:
                     continue
-                has_failed = isinstance(event, Failed)
-                grace = (
-                    AFTER_FAILURE_SECONDS
-                    if has_failed
-                    else self._grace_seconds
-                )
+                grace = self._grace_seconds
+                if isinstance(event, Failed):
+                    grace = AFTER_FAILURE_SECONDS
                 self._kill_in(grace)
             self._on_event(event)
 
@@ -534,25 +522,19 @@ class RunningAttempt:
         self._is_stopping = True
         self._unannounced.append(signum)
         self._kill_in(self._grace_seconds)
-        if self._is_begun:
-            self._send_stop()
-
-    def _send_stop(self) -> None:
         if self._votes is not None:
             self._votes.raise_flag(STOP)
+        # one that has not begun yet puts it off until it can handle it
         self._signal_all(stop_signal(os.environ))
         self._signal_all(signal.SIGCONT)  # a stopped process would not get it
 
     def _stopping(self, signum: int) -> str:
-        again, what = (
-            f"send {signal.Signals(signum).name}",
-            "saving a checkpoint",
-        )
-        if signum == signal.SIGINT:
-            again = "press Ctrl-C"
-        config = self._request.config
+        config, what = self._request.config, "saving a checkpoint"
         if config.is_script:
             what = f"SIG{config.trainer.stop_signal} to the script"
+        again = f"send {signal.Signals(signum).name}"
+        if signum == signal.SIGINT:
+            again = "press Ctrl-C"
         return f"stopping: {what}, at most {self._grace_seconds:g} s; {again} again to kill"
 
     def _kill_in(self, seconds: float) -> None:

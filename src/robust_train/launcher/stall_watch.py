@@ -23,9 +23,11 @@ from pathlib import Path
 
 import psutil
 
+from robust_train.children.interpreters import Interpreter
 from robust_train.config.attempt import AttemptRequest
 from robust_train.gpu.bounded import printed_by
 from robust_train.gpu.inventory import close_session, read_inventory
+from robust_train.host.signals import DUMP_STACKS
 from robust_train.launcher.stall import (
     SHORTEST_SECONDS,
     WARNING_SHARE,
@@ -155,10 +157,8 @@ class StallWatch:
     def _look(self) -> None:
         before, now = self._glance, self._take_glance()
         was_suspended = self._is_suspended
-        self._glance, self._is_suspended = (
-            now,
-            0 < len(now.pids) == now.stopped,
-        )
+        self._glance = now
+        self._is_suspended = 0 < len(now.pids) == now.stopped
         if self._is_suspended and not was_suspended:
             log.info(
                 "the attempt is stopped by a signal: this time does not count as a stall"
@@ -204,9 +204,7 @@ class StallWatch:
             if self._has_warned:
                 log.info("the attempt goes on")
             self._has_warned = False
-        elif (
-            not self._has_warned and not self._is_suspended and found.share < 1
-        ):
+        elif found.share < 1 and not (self._has_warned or self._is_suspended):
             self._has_warned = True
             log.warning(
                 "%s: after %s (stall_timeout_minutes) the attempt is ended, and another one goes "
@@ -257,17 +255,17 @@ _NCCL_DUMP_SECONDS = 5.0
 
 def dump_stacks(
     request: AttemptRequest,
-    pids: Mapping[int, int],  # of the living interpreters, by rank
-    have_it_write: Callable[[int], None],  # signals the interpreter of a rank
+    interpreters: Mapping[int, Interpreter],  # the living ones, by rank
 ) -> float:
     """Write what the processes of an attempt do; return the seconds that they need for theirs."""
     has_nccl = _request_nccl_dumps(request)
     until = time.monotonic() + _ALL_SECONDS
-    own = {} if request.config.is_script else pids
+    pids = [one.pid for one in interpreters.values()]
+    own = {} if request.config.is_script else interpreters
     silent = [
         one
-        for one in _trainers_processes(tuple(pids.values()), request)
-        if one.pid not in own.values() or _status(one) in _STOPPED
+        for one in _trainers_processes(pids, request)
+        if not own or one.pid not in pids or _status(one) in _STOPPED
     ]
     with (
         contextlib.suppress(OSError),
@@ -284,12 +282,13 @@ def dump_stacks(
                 if time.monotonic() < until:
                     file.writelines(f"{line}\n" for line in _threads(one))
                 print(file=file)
-        for rank, pid in own.items():
+        for rank, interpreter in own.items():
             if request.ranks > 1:
+                pid = interpreter.pid
                 status = _status(psutil.Process(pid))
                 print(f"rank {rank} (process {pid}, {status})", file=file)
             size = os.fstat(file.fileno()).st_size
-            have_it_write(rank)
+            interpreter.signal(DUMP_STACKS)
             # one after the other; a stopped one writes nothing
             if request.ranks > 1:
                 until = time.monotonic() + _OF_A_RANK_SECONDS
@@ -367,15 +366,15 @@ def nccl_variables(
 
 def _request_nccl_dumps(request: AttemptRequest) -> bool:
     """Ask every rank that uses NCCL for its dump; return whether there is one."""
-    asked = False
+    is_asked = False
     for pipe in request.run_dir.glob(f"attempt-{request.attempt}.nccl-*.pipe"):
         with contextlib.suppress(OSError):  # no one reads it
             with open(
                 os.open(pipe, os.O_WRONLY | os.O_NONBLOCK), "wb"
             ) as writer:
                 writer.write(b"1")
-            asked = True
-    return asked
+            is_asked = True
+    return is_asked
 
 
 def remove_nccl_pipes(run_dir: Path) -> None:
