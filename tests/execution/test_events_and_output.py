@@ -1,7 +1,5 @@
 """The event channel, the screen and the log, at their edges."""
 
-import contextlib
-import functools
 import logging
 import os
 import re
@@ -52,25 +50,22 @@ def channel():
 
 
 @pytest.fixture
-def pipe():
-    """Both ends, of which a test may close one."""
-    ends = os.pipe()
-    yield ends
-    for end in ends:
-        with contextlib.suppress(OSError):
-            os.close(end)
+def screen():
+    """A screen on a pipe, and the descriptor that its reader has."""
+    read_end, write_end = os.pipe()
+    yield Screen(write_end), read_end
+    os.close(read_end)
+    os.close(write_end)
 
 
 def test_what_of_a_result_is_no_json_is_named_by_its_place(caplog):
     result = {"loss": float("nan"), "best": {"model": object(), "scores": [1.5, float("inf")]}}
-    saved = plain(result, "the trainer's result")
+    saved = plain(result, "it")
     assert (saved["best"]["scores"][0], type(saved["best"]["model"])) == (1.5, str)
-    lacks = "which JSON lacks: it is saved as null"
-    said = [record.getMessage().removeprefix("the trainer's result") for record in caplog.records]
-    assert said == [
-        f"['loss'] is nan, {lacks}",
-        "['best']['model'] is a builtins.object, which is not JSON: it is saved as text",
-        f"['best']['scores'][1] is inf, {lacks}",
+    assert [record.getMessage() for record in caplog.records] == [
+        "it['loss'] is nan, which JSON lacks: it is saved as null",
+        "it['best']['model'] is a builtins.object, which is not JSON: it is saved as text",
+        "it['best']['scores'][1] is inf, which JSON lacks: it is saved as null",
     ]
 
 
@@ -114,7 +109,7 @@ def test_no_value_costs_the_result_or_an_event(value, tmp_path, channel):
 def test_steps_and_metrics_may_be_numbers_of_any_library(number, tmp_path, channel):
     """Else the attempt's end, which names the step, would be no event, and the result lost."""
     ours, theirs = channel
-    run = Run(run_dir=tmp_path, report=EventSender(theirs))
+    run = Run(run_dir=tmp_path, report=(send := EventSender(theirs)))
     run.started(number(0))
     run.progress(number(1), total_steps=number(9), loss=number(4))
     run.progress(number(2), total_steps=number(9), loss=number(3))
@@ -123,7 +118,11 @@ def test_steps_and_metrics_may_be_numbers_of_any_library(number, tmp_path, chann
     run.checkpoint_saved(tmp_path, None)
     run.epoch_ended(number(1), loss=number(3))
     run.send(Finished(0.9, step=run.last_step))
-    assert [*read_events(ours)] == [
+    received = [*read_events(ours)]
+    ours.close()
+    run.send(Finished(1))  # a launcher that is gone is not the trainer's trouble
+    send.flush()
+    assert received == [
         TrainingStarted(0),
         Progress(1, 9, {"loss": 4}),
         Progress(2, 9, {"loss": 3}),
@@ -177,14 +176,6 @@ def test_the_attempts_end_arrives_however_much_waits_for_a_stopped_launcher(chan
     assert len(steps) < 1000  # of the rest nothing was kept
 
 
-def test_a_launcher_that_is_gone_is_not_the_trainers_trouble(channel):
-    ours, theirs = channel
-    ours.close()
-    send = EventSender(theirs)
-    send(Finished(1))
-    send.flush()
-
-
 _A_WORKER = """
 import multiprocessing, os, signal, sys, time
 from robust_train.attempt.runner import stop_on_signals
@@ -235,12 +226,7 @@ def test_a_worker_puts_off_a_signal_of_somebody_else_and_is_ended_by_its_parent(
     os.kill(worker, signum)
     while _is_pending(worker, signum):  # a second one like it would be lost
         time.sleep(0.01)
-    try:
-        shown, _ = program.communicate("go on\n", timeout=60)
-    except subprocess.TimeoutExpired:
-        os.kill(worker, signal.SIGKILL)
-        program.communicate()
-        raise
+    shown, _ = program.communicate("go on\n", timeout=60)
     assert shown.strip() == str(ending)
 
 
@@ -282,27 +268,19 @@ def test_an_attempt_under_submitit_is_stopped_by_a_signal_that_it_does_not_ignor
         signal.signal(signal.SIGINT, before)
 
 
-def test_progress_is_folded_from_events():
-    events = [Progress(3), CheckpointSaved("a", 3), Progress(5), Finished("done", step=6)]
-    fresh = Attempt(1, AttemptSpec((), 8, 1))
-    attempt = functools.reduce(Attempt.after, events, fresh)
-    assert (attempt.end_step, attempt.result) == (6, "done")
-    assert (attempt.saved_step, attempt.saves) == (3, 1)
-    # a trainer that saves without a step has saved the last one it reported, if any
-    assert attempt.after(CheckpointSaved("b")).saved_step == 6
-    assert fresh.after(CheckpointSaved("b")).saved_step is None
+def test_a_checkpoint_without_a_step_is_that_of_the_last_one_reported():
+    attempt = Attempt(1, AttemptSpec((), 8, 1))
+    assert attempt.after(CheckpointSaved("a")).saved_step is None
+    assert attempt.after(Progress(5)).after(CheckpointSaved("a")).saved_step == 5
 
 
 def test_a_script_may_report_any_of_the_memory_figures_alone():
-    spec = AttemptSpec((), batch_size=8, gradient_accumulation_steps=1)
-    attempt = Attempt(1, spec).after(MemoryReported("mine", max_allocated=2**30))
-    shown = gpu_memory_summary(attempt)
-    assert "Max Allocated: 1.00 GB" in shown
+    attempt = Attempt(1, AttemptSpec((), 8, 1)).after(MemoryReported("mine", max_allocated=2**30))
+    assert "Max Allocated: 1.00 GB" in gpu_memory_summary(attempt)
 
 
-def test_what_cannot_be_shown_is_dropped_and_said_later(pipe):
-    read_end, write_end = pipe
-    screen = Screen(write_end)
+def test_what_cannot_be_shown_is_dropped_and_said_later(screen):
+    screen, read_end = screen
     for _ in range(300):
         screen.write(b"x" * 10_000)
     screen.finish(0.0)  # nobody reads: it comes back
@@ -314,9 +292,8 @@ def test_what_cannot_be_shown_is_dropped_and_said_later(pipe):
     assert b"Output truncated: no one was reading" in shown
 
 
-def test_a_reader_that_does_not_come_is_waited_for_once(pipe, monkeypatch):
-    read_end, write_end = pipe
-    screen = Screen(write_end)
+def test_a_reader_that_does_not_come_is_waited_for_once(screen, monkeypatch):
+    screen, read_end = screen
     screen.write(b"x" * 200_000)
     screen.finish(0.01)
     slept = []
@@ -328,8 +305,8 @@ def test_a_reader_that_does_not_come_is_waited_for_once(pipe, monkeypatch):
     assert slept, "it may be reading again"
 
 
-def test_log_lines_of_a_program_wait_for_no_reader_either(pipe, monkeypatch):
-    read_end, write_end = pipe
+def test_log_lines_of_a_program_wait_for_no_reader_either(monkeypatch):
+    read_end, write_end = os.pipe()
     logger = logging.getLogger("robust_train")
     with os.fdopen(write_end, "w", encoding="latin-1") as stream:
         monkeypatch.setattr("sys.stderr", stream)
@@ -340,6 +317,7 @@ def test_log_lines_of_a_program_wait_for_no_reader_either(pipe, monkeypatch):
             print("8 → 4", file=sys.stderr)
         assert handler.stream is stream
     assert os.read(read_end, 100) == b"8 ? 4\n", "what an encoding lacks ends nothing"
+    os.close(read_end)
 
 
 def test_a_bar_without_line_ends_costs_the_same_for_weeks(tmp_path):
@@ -363,7 +341,6 @@ def test_the_lock_of_a_groups_flags_outlives_its_holder_and_waits_for_the_slow()
         os._exit(0)
     wait_until(lambda: os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT | os.WNOHANG), "it stops")
     votes.raise_flag(STOP)  # takes no lock
-    started = time.monotonic()
     other = os.fork()
     if other == 0:
         votes.look(STOP, 0)
@@ -371,9 +348,7 @@ def test_the_lock_of_a_groups_flags_outlives_its_holder_and_waits_for_the_slow()
     time.sleep(1.2)  # longer than a rank was patient once
     assert os.waitpid(other, os.WNOHANG) == (0, 0), "it waits"
     os.kill(pid, signal.SIGKILL)
-    assert os.waitpid(other, 0)[1] == 0
-    assert time.monotonic() - started < 60
-    os.waitpid(pid, 0)
+    assert os.waitpid(other, 0)[1] == os.waitpid(pid, 0)[0] - pid == 0
     assert votes.look(STOP, 1)
 
 

@@ -1,5 +1,6 @@
 """The live status on a terminal: what it says, and that everything else stays whole."""
 
+import contextlib
 import fcntl
 import os
 import pty
@@ -52,33 +53,29 @@ def test_the_status_says_everything_about_a_running_attempt():
 
 
 SLOW = Speed(2, 100.0, 100.0, seconds_per_step_now=120.0)
-WAITS = "waiting for a GPU with 4000 MiB free, 59:00 left; GPU 0 is held by anna"
-WAITING = replace(RUNNING, state="waiting", attempt=None, waiting={"reason": WAITS})
-SCRIPT = replace(
-    RunState(*("1-a", "script", "/run", 7, "box", "me", 0.0, 0.0), state="running"),
-    attempt=Attempt(1, AttemptSpec((), 1, 1, has_batch=False)),
+WAITS = "for a GPU with 4000 MiB free, 59:00 left; GPU 0 is held by anna"
+SCRIPT = Attempt(1, AttemptSpec((), 1, 1, has_batch=False))
+
+
+@pytest.mark.parametrize(
+    ("changes", "lines"),
+    [
+        (
+            {"state": "waiting", "attempt": None, "waiting": {"reason": f"waiting {WAITS}"}},
+            [f"waiting 0:01 · {WAITS}"],
+        ),
+        # it knows no batch and no steps
+        ({"attempt": SCRIPT, "checkpoint": None}, ["running 0:01 · attempt 1 on the CPU"]),
+        ({"state": "completed"}, []),
+    ],
 )
+def test_a_status_has_what_is_known(changes, lines):
+    assert status_lines(replace(RUNNING, **changes), 1.0, 160) == lines
 
 
 def test_of_a_trainer_that_reports_no_samples_steps_are_counted():
     shown = replace(RUNNING, attempt=replace(RUNNING.attempt, speed=(SLOW,)))
     assert "0.008333 steps/s · 10:00:00 left" in status_lines(shown, 0.0, 160)[2]
-
-
-@pytest.mark.parametrize(
-    ("state", "lines"),
-    [
-        (
-            WAITING,
-            ["waiting 0:01 · for a GPU with 4000 MiB free, 59:00 left; GPU 0 is held by anna"],
-        ),
-        # it knows no batch and no steps
-        (SCRIPT, ["running 0:01 · attempt 1 on the CPU"]),
-        (replace(RUNNING, state="completed"), []),
-    ],
-)
-def test_a_status_has_what_is_known(state, lines):
-    assert status_lines(state, 1.0, 160) == lines
 
 
 @pytest.mark.parametrize("columns", [20, 80, 120, 160])
@@ -101,8 +98,9 @@ def terminal():
     ours, theirs = pty.openpty()
     os.set_blocking(ours, False)
     yield ours, theirs
-    os.close(ours)
     os.close(theirs)
+    with contextlib.suppress(OSError):  # a test has closed it
+        os.close(ours)
 
 
 def resize(terminal, columns):
@@ -183,16 +181,13 @@ def test_the_status_goes_on_where_somebody_reads_again(terminal):
             seen += os.read(reads, 1 << 16)
 
 
-def test_a_terminal_that_is_gone_ends_nothing():
-    reads, descriptor = pty.openpty()
-    try:
-        with LiveArea(descriptor) as area:
-            area.show([Text("running")])
-            os.close(reads)
-            screen.show(descriptor, b"a line\n")
-            area.show([Text("running")])
-    finally:
-        os.close(descriptor)
+def test_a_terminal_that_is_gone_ends_nothing(terminal):
+    reads, descriptor = terminal
+    with LiveArea(descriptor) as area:
+        area.show([Text("running")])
+        os.close(reads)
+        screen.show(descriptor, b"a line\n")
+        area.show([Text("running")])
 
 
 def test_the_last_lines_are_left_alone_while_the_shell_has_the_terminal(terminal, monkeypatch):
