@@ -30,7 +30,7 @@ from robust_train.config.schema import MemoryConfig
 from robust_train.vision.sharding import write_shards
 from world import ROOT
 
-DOCUMENTED = {"_exit", "_current_frames", "_fields"}  # of os, sys and named tuples
+DOCUMENTED = {"_exit", "_current_frames", "_fields", "_make"}  # of os, sys and named tuples
 OVERRIDES = {"loading.py"}  # a class of OmegaConf's with methods of ours
 
 
@@ -529,6 +529,8 @@ def test_private_names_of_lightning_are_there(tmp_path):
     keys = {"max_epochs": 1, "accumulate_grad_batches": 2, "default_root_dir": tmp_path}
     trainer = lightning.Trainer(accelerator="cpu", **keys, **quiet)
     assert not compat.starts_ranks_itself(trainer)
+    compat.leave_samplers(trainer)
+    assert not trainer._data_connector._requires_distributed_sampler(None)
     two = lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp_spawn", **quiet)
     assert compat.starts_ranks_itself(two)
     trainer.fit(Model(), torch.utils.data.DataLoader(torch.ones(2, 1)))
