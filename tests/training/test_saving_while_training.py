@@ -104,9 +104,9 @@ class Stream(torch.utils.data.IterableDataset):
         return iter(range(1, 7))
 
 
-def saved_at(run, step):
+def saved_at(run, step, **state):
     """A later attempt's run that goes on from a checkpoint of this step, saved by ``run``."""
-    run.save({"some": 1}, step)
+    run.save(state, step)
     run.finish_saving()
     path = run.checkpoint_dir / f"step-{step:08d}.pt"
     return Run(run_dir=run.run_dir, attempt=2, resume_checkpoint=path)
@@ -125,7 +125,7 @@ def test_a_pass_goes_on_after_the_batch_of_the_checkpoint(run, loader):
     for batch in run.batches(loader()):
         run.progress(batch)
         if batch == 4:
-            later = saved_at(run, batch)
+            later = saved_at(run, batch, some=1)
             break
     state = {"some": 0}
     assert (later.load(state), state) == (4, {"some": 1})
@@ -135,13 +135,13 @@ def test_a_pass_goes_on_after_the_batch_of_the_checkpoint(run, loader):
 
 def test_after_a_whole_pass_of_a_stream_the_next_one_is_whole(run):
     list(run.batches(iter(Stream())))
-    later = saved_at(run, 6)
+    later = saved_at(run, 6, some=1)
     later.load({"some": 0})
     assert list(later.batches(iter(Stream()))) == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_loop_that_has_no_intact_checkpoint_begins_again_and_says_so(run, caplog):
-    later = saved_at(run, 4)
+    later = saved_at(run, 4, some=1)
     later.resume_checkpoint.write_bytes(b"damaged")
     assert later.load({"some": 0}) == 0
     assert caplog.messages[-1] == "no checkpoint is intact: training starts from the beginning"
@@ -184,6 +184,14 @@ def test_no_checkpoint_is_due_while_losses_are_not_finite(run):
         run.progress(step, loss=loss)
         due.append(run.checkpoint_due)
     assert due == [True, False, False, True]
+
+
+def test_tensors_whose_names_are_alike_stay_apart(run):
+    saved = {"net": {"ema.weight": torch.zeros(2)}, "net.ema": {"weight": torch.ones(2)}}
+    later = saved_at(run, 1, **saved)
+    loaded = dict.fromkeys(saved)
+    later.load(loaded)
+    assert [part.sum() for state in loaded.values() for part in state.values()] == [0, 2]
 
 
 def test_sharded_tensors_are_refused(run):

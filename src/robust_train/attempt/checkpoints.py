@@ -259,9 +259,15 @@ class HostCopies:
     def copy(self, content: Content) -> Content | None:
         """Return a copy with all tensors in host memory; None if there is no room."""
         tensors: dict[str, Tensor] = {}
-        named_map(
-            lambda name, one: tensors.setdefault(name, one.detach()), content
-        )
+
+        def note(name: str, tensor: Tensor) -> Tensor:
+            # "net" has "ema.weight", and "net.ema" has "weight"
+            while name in tensors:
+                name += "'"
+            tensors[name] = tensor.detach()
+            return tensor
+
+        named_map(note, content)
         known = {
             name: (one.shape, one.dtype) for name, one in self._buffers.items()
         }
@@ -280,12 +286,12 @@ class HostCopies:
                         device="cpu",
                         pin_memory=one.is_cuda,
                     )
-            copied = {
-                name: self._buffers[name].copy_(one, non_blocking=one.is_cuda)
+            copied = [
+                self._buffers[name].copy_(one, non_blocking=one.is_cuda)
                 if name in self._buffers
                 else one.to("cpu", copy=True)
                 for name, one in tensors.items()
-            }
+            ]
             for device in {
                 one.device for one in tensors.values() if one.is_cuda
             }:
@@ -295,8 +301,9 @@ class HostCopies:
             if classify_failure(error).kind.is_memory:
                 return None
             raise
+        in_order = iter(copied)
         return named_map(
-            lambda name, _: copied[name],
+            lambda name, tensor: next(in_order),
             content,
             _settled,
         )
