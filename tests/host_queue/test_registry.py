@@ -410,6 +410,8 @@ def test_who_can_open_no_file_says_so_and_takes_no_gpu_for_free(registry):
     try:
         with pytest.raises(QueueProblem, match=r"cannot be read \(Too many open files\)"):
             registry.jobs()
+        with pytest.raises(QueueProblem, match=r"cannot be used \(Too many open files\)"):
+            Registry(registry.base)
         assert registry.marked((A,)) == (A,)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -245,7 +245,7 @@ def test_a_context_is_measured_as_nvml_shows_it(use, monkeypatch):
 
 
 def test_a_context_is_learned_by_model(tmp_path):
-    assert learned_context_bytes("A GPU") is None
+    assert learned_context_bytes("A GPU") == 0
     before = footprint(GIB, "A GPU")
     for measured in (600 * MIB, 550 * MIB, 99 * GIB):
         learn_context_bytes("A GPU", {"context_bytes": measured})

@@ -107,7 +107,7 @@ def _matches_in(
 
 def _exit_of(stop: SystemExit) -> Failure:
     """Classify ``sys.exit``: 128 + n comes from a signal handler; any other code is a bug."""
-    if isinstance(stop.code, int) and signal_of(stop.code) is not None:
+    if isinstance(stop.code, int) and signal_of(stop.code):
         return classify_exit(stop.code)
     return Failure(
         FailureKind.BUG, f"the trainer called sys.exit({stop.code!r})"

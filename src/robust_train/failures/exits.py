@@ -89,7 +89,7 @@ def classify_exit(
             where that is not known.
     """
     number = signal_of(returncode)
-    name = "" if number is None else signal.Signals(number).name
+    name = signal.Signals(number).name if number else ""
     ended = (
         f"ended by {name}" if name else f"ended with exit code {returncode}"
     )
@@ -159,10 +159,10 @@ def by_oom_killer(failure: Failure) -> Failure:
     )
 
 
-def signal_of(returncode: int) -> int | None:
-    """Return the signal in an exit status, in either spelling; None without one."""
+def signal_of(returncode: int) -> int:
+    """Return the signal in an exit status, in either spelling; 0 without one."""
     number = -returncode if returncode < 0 else returncode - 128
-    return number if number in {*map(int, signal.Signals)} else None
+    return number if number in {*map(int, signal.Signals)} else 0
 
 
 def _reported_in(

@@ -195,15 +195,15 @@ def _own_frame(section: str) -> str:
     return ""
 
 
-def memory_clue(stack: str) -> str | None:
-    """Return whether memory ran out in an import, or while a model was made, loaded or moved. A
-    lazy import inside a step counts as the step."""
+def memory_clue(stack: str) -> str:
+    """Return whether memory ran out in an import, or while a model was made, loaded or moved;
+    empty if in neither. A lazy import inside a step counts as the step."""
     if _IS_IN_A_STEP.search(stack):
-        return None
+        return ""
     # Python removes importlib's own frames from most tracebacks
     if "<frozen importlib" in stack or stack.count(_MAIN) > 1:
         return Clue.IMPORT
-    return Clue.MODEL if _MAKES_OR_MOVES_A_MODEL.search(stack) else None
+    return Clue.MODEL if _MAKES_OR_MOVES_A_MODEL.search(stack) else ""
 
 
 def refined(

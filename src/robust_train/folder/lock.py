@@ -132,7 +132,7 @@ class RunLock:
         holder = Holder(
             socket.gethostname(),
             os.getpid(),
-            started_at(os.getpid()) or 0.0,
+            started_at(os.getpid()),
             time.time(),
             user_name(os.geteuid()),
             job,

@@ -98,8 +98,7 @@ def ask(call: Callable[[], _T], limit_seconds: float) -> _T:
 def run_command(
     command: Sequence[str],  # its standard input is empty, its session its own
     limit_seconds: float,  # after that it is killed
-    # its whole environment; None: this process's
-    environ: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] = os.environ,  # its whole environment
 ) -> subprocess.CompletedProcess[bytes]:
     """Run a command that may hang in the driver; return its exit code and output.
 

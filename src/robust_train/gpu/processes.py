@@ -119,14 +119,14 @@ def own_pid_namespace() -> str:
         return ""
 
 
-def started_at(pid: int) -> float | None:
-    """Return when a process started, in seconds since boot whatever the clock; None if none."""
+def started_at(pid: int) -> float:
+    """Return when a process started, in seconds since boot whatever the clock; 0 if none has."""
     try:
         # first: psutil adds the one that it read last
         booted = psutil.boot_time()
         return round(psutil.Process(pid).create_time() - booted, 2)
     except psutil.Error:
-        return None
+        return 0.0
 
 
 def send_signal(
@@ -195,8 +195,6 @@ def _identify(
     used: Mapping[int, int | None],  # its memory by GPU
 ) -> CudaProcess | None:
     started = started_at(pid)
-    if started is None:
-        return None
     try:
         process = psutil.Process(pid)
         uid, command = process.uids().real, _command(process)
@@ -247,11 +245,11 @@ def footprint(allocated_bytes: int, gpu_name: str = "") -> int:
     return int(allocated_bytes * CACHE_FACTOR) + context_bytes
 
 
-def learned_context_bytes(gpu_name: str) -> int | None:
-    """Return the largest context of this user's jobs on GPUs of this model, if known; where NVML
-    lists no processes, the smallest that it is at most."""
+def learned_context_bytes(gpu_name: str) -> int:
+    """Return the largest context of this user's jobs on GPUs of this model, 0 if unknown; where
+    NVML lists no processes, the smallest that it is at most."""
     known = _learned()
-    return known.get(gpu_name) or known.get(gpu_name + _AT_MOST)
+    return known.get(gpu_name) or known.get(gpu_name + _AT_MOST, 0)
 
 
 def learn_context_bytes(gpu_name: str, figures: Mapping[str, int]) -> None:

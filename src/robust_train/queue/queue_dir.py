@@ -51,8 +51,6 @@ _FAULTS_FILE = re.compile(
 _REMEMBERED_SECONDS = 28 * 86400.0
 # of one user on one GPU: in any language they fit into MOST_BYTES
 _MOST_FAULTS = 8
-# this process or the machine can open nothing at all
-_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 # their locks may hang, or not reach other hosts
 _NOT_LOCAL = re.compile(
     r"nfs|smb|cifs|fuse|lustre|ceph|k?afs|9p|gpfs|beegfs|gfs2|ocfs2|panfs|coda"
@@ -113,7 +111,8 @@ class QueueDir:
         owners = _checked_owner(base), _checked_owner(self.path)
         self.owner = next(filter(None, owners), 0)
         """A user other than root who may remove any file in it, else 0."""
-        self.file_system = kind = file_system_of(self.path)
+        with self.problems("used"):
+            self.file_system = kind = file_system_of(self.path)
         if _NOT_LOCAL.match(kind):
             raise QueueProblem(
                 base, f"is on {kind}, where locks may hang or not work"
@@ -125,7 +124,8 @@ class QueueDir:
         ):
             raise QueueProblem(self.path, "is not writable")
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-        self.fd = os.open(self.path, flags)
+        with self.problems("used"):
+            self.fd = os.open(self.path, flags)
 
     def close(self) -> None:
         """Close the descriptor."""
@@ -165,21 +165,15 @@ class QueueDir:
                     kept.append(match)
         return kept
 
-    def open(self, name: str) -> int | None:
-        """Return a descriptor of a regular file, for reading; None if there is none. Raises
-        OSError: this process can open no file at all."""
+    def open(self, name: str) -> int:
+        """Return a descriptor of a regular file, for reading. Raises OSError: there is none."""
         # O_NONBLOCK: a FIFO planted under the name must not block the open
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-        try:
-            fd = os.open(name, flags, dir_fd=self.fd)
-        except OSError as error:
-            if error.errno in _OUT_OF_DESCRIPTORS:
-                raise
-            return None
+        fd = os.open(name, flags, dir_fd=self.fd)
         if stat.S_ISREG(os.fstat(fd).st_mode):
             return fd
         os.close(fd)
-        return None
+        raise OSError(errno.EINVAL, "not a regular file")
 
     def create(self, name: str, mode: int) -> int:
         """Return a descriptor of a new file, for reading and writing. Raises OSError (a full disk,
@@ -312,16 +306,16 @@ class QueueDir:
         return []
 
     def _faults_in(self, file: re.Match[str]) -> list[GpuFault]:
-        data, status = self._read(file[0])
-        if status is None or status.st_uid != int(file[2]):
-            return []
         now = time.time()
-        about = {"uuid": file[1], "by": user_name(status.st_uid)}
         with contextlib.suppress(
+            OSError,
             ValueError,
             TypeError,
             OverflowError,
         ):
+            data, status = self._read(file[0])
+            owner = status.st_uid
+            about = {"uuid": file[1], "by": user_name(owner)}
             known = [
                 from_json(GpuFault, {**one, **about})
                 for one in parse_json(data)
@@ -330,26 +324,26 @@ class QueueDir:
                 one
                 for one in known
                 if abs(now - one.time) < _REMEMBERED_SECONDS
+                and owner == int(file[2])
             ]
         return []
 
-    def _read(self, name: str) -> tuple[bytes, os.stat_result | None]:
-        """Return content and status of a small regular file; nothing if there is none."""
-        with contextlib.suppress(OSError):
-            if (fd := self.open(name)) is not None:
-                with os.fdopen(fd, "rb") as file:
-                    data = file.read(MOST_BYTES + 1)
-                    if len(data) <= MOST_BYTES:
-                        return data, os.fstat(fd)
-        return b"", None
+    def _read(self, name: str) -> tuple[bytes, os.stat_result]:
+        """Return content and status of a small regular file. Raises OSError: there is none."""
+        with os.fdopen(self.open(name), "rb") as file:
+            data = file.read(MOST_BYTES + 1)
+            if len(data) > MOST_BYTES:
+                raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+            return data, os.fstat(file.fileno())
 
     def _read_limit(self) -> int:
         """Return the limit in the file. Raises ValueError: the first mistake in it."""
-        data, status = self._read(f"../{LIMITS_FILE}")
-        if status is None:
+        try:
+            data, status = self._read(f"../{LIMITS_FILE}")
+        except OSError:
             raise ValueError(
                 f"it is not a regular file of at most {MOST_BYTES} bytes"
-            )
+            ) from None
         if status.st_uid != 0 or status.st_mode & 0o022:
             who = user_name(status.st_uid)
             raise ValueError(

@@ -45,6 +45,8 @@ UNSEEN_SECONDS = 5.0
 _RECORD_FILE = re.compile(r"record\.(\d{1,15})\.([0-9a-f]{6})", re.ASCII)
 _UUID = re.compile(r"[A-Za-z0-9/_-]{1,100}", re.ASCII)
 _LAST_TICKET = 10**15 - 1
+# this process or the machine can open nothing at all
+_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _PAGE_BYTES = 4096
 _MOST_TEXT = 300
 _MOST_GPUS = 256
@@ -194,7 +196,7 @@ class Registry(QueueDir):
 
     def __init__(self, base: Path) -> None:
         super().__init__(base)
-        self._known: dict[str, QueuedJob | None] = {}
+        self._known: dict[str, QueuedJob] = {}  # by record, as last read
         self._dead: set[str] = set()
         """Names of records whose jobs have ended: one never comes to life again."""
 
@@ -209,37 +211,40 @@ class Registry(QueueDir):
             removed = self.fd
             super().__init__(self.base)
             os.close(removed)
-        known, self._known = self._known, {}
         marked = functools.cache(marked_processes)
         with self.problems("read"):
             records = self.matches(_RECORD_FILE, self._dead)
             if self._dead:
                 self._dead.intersection_update(os.listdir(self.fd))
-            for record in records:
-                self._look_at(record, known.get(record[0]), marked)
-        return sorted(
-            filter(None, self._known.values()), key=lambda job: job.order
-        )
+            self._known = {
+                record[0]: job
+                for record in records
+                if (job := self._look_at(record, marked))
+            }
+        return sorted(self._known.values(), key=lambda job: job.order)
 
     def _look_at(
         self,
         record: re.Match[str],
-        known: QueuedJob | None,  # as it was last read
         marked: Callable[[], Mapping[int, Sequence[int]]],
-    ) -> None:
-        """Keep a record's job if it lives; else remove what is left, if it is this user's."""
-        name, fd = record[0], self.open(record[0])
-        if fd is None:
-            return
+    ) -> QueuedJob | None:
+        """Return a record's job if it lives; else remove what is left, if it is this user's."""
+        name = record[0]
+        try:
+            fd = self.open(name)
+        except OSError as error:
+            if error.errno in _OUT_OF_DESCRIPTORS:
+                raise
+            return None
         try:
             owner = os.fstat(fd).st_uid
-            job = _read(fd, record, owner) or known
+            job = _read(fd, record, owner) or self._known.get(name)
             if is_locked(fd) or (job and job.lives_on(marked)):
-                self._known[name] = job
-            else:
-                self._dead.add(name)
-                if os.geteuid() in (0, owner):
-                    self.remove(name)
+                return job
+            self._dead.add(name)
+            if os.geteuid() in (0, owner):
+                self.remove(name)
+            return None
         finally:
             os.close(fd)
 
@@ -262,7 +267,7 @@ class Registry(QueueDir):
             ticket=ticket,
             owner=os.geteuid(),
             pid=os.getpid(),
-            started=started_at(os.getpid()) or 0.0,
+            started=started_at(os.getpid()),
             pid_namespace=own_pid_namespace(),
             queued_at=now,
             since=now,
@@ -329,8 +334,8 @@ class Reservation:
             return
         fd, self.fd = self.fd, -1
         os.close(fd)
-        again = self.registry.open(self._name)
-        if again is not None:
+        with contextlib.suppress(OSError):
+            again = self.registry.open(self._name)
             if not is_locked(again) and not self.job.lives_on():
                 self.registry.remove(self._name)
             os.close(again)

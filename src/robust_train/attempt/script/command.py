@@ -155,7 +155,7 @@ def train(cfg: DictConfig, run: Run) -> Json:
             attempt.poll,
         )
     finally:
-        attempt.finish(was_killed=signal_of(returncode) is not None)
+        attempt.finish(was_killed=signal_of(returncode) > 0)
     run.send(ScriptEnded(returncode, program.pid))
     if run.stop_requested:
         raise Interrupted(
