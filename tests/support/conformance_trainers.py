@@ -56,6 +56,8 @@ def meets(cfg, run) -> None:
 
     def then(step, **more):
         is_passed_on = progress(step, **more)
+        if run.world_size > 1:
+            run.finish_saving()  # else the last rank's last step may come before it sees one
         meeting.after_step(has_saved=any(run.checkpoint_dir.glob(f"*{SUFFIX}")))
         return is_passed_on
 
