@@ -206,13 +206,16 @@ def foreign(world):
 
 def test_a_hydra_project_needs_one_edit(world, foreign):
     """Its groups and its batch size stay its own; ours are in ``robust``."""
-    _run(world, foreign, "fits=10", "robust.num_gpus=1")
+    unused = ["+logger._target_=pytorch_lightning.loggers.CSVLogger"]
+    _run(world, foreign, "fits=10", "robust.num_gpus=1", *unused)
     folder = foreign / "out" / "train"
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["result"] == {"val/acc": 8, "batch": 8, "objective": 8}
     sizes = [(one["batch_size"], one["effective_batch_size"]) for one in summary["attempts"]]
     assert sizes == [(32, 32), (16, 32), (8, 32)]
-    assert "attempt 1" in (folder / "train.log").read_text()
+    log = (folder / "train.log").read_text()
+    assert "attempt 1" in log
+    assert "this fit is pytorch_lightning's own" in log
 
 
 def test_mistakes_in_the_group_robust_are_one_line(world, foreign):
@@ -282,6 +285,43 @@ def test_what_a_projects_job_says_names_keys_as_its_user_writes_them(world, fore
     page = (folder / "report.html").read_text()
     assert "smaller data.batch_size" in page
     assert "smaller training.batch_size" not in page
+
+
+OF_DATACLASSES = """
+from dataclasses import dataclass, field
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+import robust_train
+
+@dataclass
+class Optimizer:
+    lr: float = 0.1
+
+@dataclass
+class Config:
+    batch_size: int = 8
+    optimizer: Optimizer = field(default_factory=Optimizer)
+
+ConfigStore.instance().store(name="mine", node=Config)
+
+@robust_train.hydra_main(version_base=None, config_path=None, config_name="mine")
+def main(cfg):
+    own = OmegaConf.to_object(cfg)
+    assert isinstance(own.optimizer, Optimizer)
+    return own.batch_size * own.optimizer.lr
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_a_projects_config_may_be_dataclasses_of_its_script(world):
+    """The attempt imports the script under another name than the one by which they are pickled."""
+    (world.folder / "main.py").write_text(OF_DATACLASSES)
+    _run(world, world.folder, "optimizer.lr=0.5", "robust.num_gpus=1")
+    assert [summary["result"] for summary in _summaries(world.folder)] == [4]
+    ended = _run(world, world.folder, "optimizer.rate=1", code=2)
+    assert "did you mean optimizer.lr?" in ended.stderr or "accepted" in ended.stderr
 
 
 @pytest.mark.slow

@@ -33,7 +33,6 @@ from robust_train.config.attempt import (
     Begin,
     Preparation,
     for_rank,
-    trainer_config,
 )
 from robust_train.config.projects import as_typed
 from robust_train.failures.shortage import no_room_to_import
@@ -311,13 +310,8 @@ def _run_rank(
             descriptors[1],
         )
     )
-    config = for_rank(request.config, rank)
     error = run_attempt(
-        replace(
-            request,
-            config=config,
-            cfg=trainer_config(request.cfg, config),
-        ),
+        replace(request, config=for_rank(request.config, rank)),
         report.load,
         report,
         stopping=stop_on_signals,

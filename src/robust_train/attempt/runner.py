@@ -103,7 +103,7 @@ def run_attempt(
                 try:
                     result = call_trainer(
                         load(),
-                        request.cfg,
+                        request.trainer_cfg(),
                         request.config,
                         run,
                     )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from robust_train.attempt.run import Run
 from robust_train.config.projects import has_lightning, ours, without_ours
+
+log = logging.getLogger("robust_train")
 
 
 def call_task(
@@ -23,6 +26,11 @@ def call_task(
         from robust_train.integrations.lightning import adopted_fit
 
         adopted = adopted_fit(own, run)
+    elif has_lightning(cfg, "pytorch_lightning"):
+        log.warning(
+            "this fit is pytorch_lightning's own, without checkpoints of ours and recovery in the "
+            "step: with lightning.pytorch in place of pytorch_lightning it has both"
+        )
     with adopted:
         if "run" in inspect.signature(task).parameters:
             return task(cfg, run=run)

@@ -69,7 +69,7 @@ def open_plain() -> NoReturn:
 
 
 def hydra_main(
-    config_path: str = "conf",
+    config_path: str | None = "conf",
     config_name: str = "config",
     version_base: str | None = "1.3",
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -80,7 +80,8 @@ def hydra_main(
     one line, with our exit codes.
 
     Args:
-        config_path: folder of the configs, relative to the file that defines ``main``.
+        config_path: folder of the configs, relative to the file that defines ``main``; None: they
+            are in Hydra's ConfigStore.
         config_name: the primary config.
         version_base: as for ``hydra.main``.
     """
@@ -124,7 +125,9 @@ def hydra_main(
     return decorate
 
 
-def _absolute(config_path: str, task: Callable[..., Any]) -> str:
+def _absolute(config_path: str | None, task: Callable[..., Any]) -> str:
+    if config_path is None:
+        return "pkg://hydra.conf"  # which every config finds anyway
     if config_path.startswith("pkg://"):
         return config_path
     return str(Path(inspect.getfile(task)).resolve().parent / config_path)

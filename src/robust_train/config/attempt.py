@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import pickle
+import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from robust_train.config.projects import ours, resolved, write_to_theirs
 from robust_train.config.schema import RobustConfig, TrainingConfig
-from robust_train.config.trainers import TrainerRef
+from robust_train.config.trainers import MAIN_MODULE, TrainerRef
 from robust_train.model.errors import ConfigError
 from robust_train.model.spec import AttemptSpec
 
@@ -131,13 +134,23 @@ class CodePlan:
     runs_first: bool = False  # it runs the recorded code, where there is any
 
 
+class _OfTrainer(pickle.Unpickler):
+    """Finds what a script's own module holds, which an attempt imports under another name."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "__main__" and MAIN_MODULE in sys.modules:
+            module = MAIN_MODULE
+        return super().find_class(module, name)
+
+
 @dataclass(frozen=True)
 class AttemptRequest:
     """One attempt, ready to be carried to another process."""
 
     trainer: TrainerRef
-    # the composed config with this attempt's device, batch and workers, fully resolved
-    cfg: DictConfig
+    # the composed config with this attempt's device, batch and workers, fully resolved; pickled
+    # where it was carried over: its types may be those of the trainer's own module
+    cfg: DictConfig | bytes
     # Hydra's own config, so that `HydraConfig` and logging work in the trainer
     hydra_cfg: DictConfig | None
     config: RobustConfig  # the same in the types of the code
@@ -156,6 +169,21 @@ class AttemptRequest:
     # the split of the batch that the job was asked for; None: this attempt's own
     asked: AttemptSpec | None = None
     code: CodePlan | None = None
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return what is carried to the attempt."""
+        return {**vars(self), "cfg": pickle.dumps(self.cfg)}
+
+    def trainer_cfg(self) -> DictConfig:
+        """Return the config for the trainer, which has been imported."""
+        if isinstance(self.cfg, bytes):
+            cfg: DictConfig = _OfTrainer(io.BytesIO(self.cfg)).load()
+        else:
+            cfg = self.cfg
+        own = ours(cfg)
+        with open_dict(own):
+            own.device = self.config.device  # each rank has its own
+        return cfg
 
     @property
     def ranks(self) -> int:

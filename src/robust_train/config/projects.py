@@ -144,11 +144,11 @@ def _check_batch(
         )
 
 
-def has_lightning(cfg: DictConfig) -> bool:
+def has_lightning(cfg: DictConfig, package: str = "lightning") -> bool:
     """Return whether a project's config makes objects of Lightning, whose ``fit`` is ours then."""
     content: Any = OmegaConf.to_container(without_ours(cfg), resolve=False)
     return any(
-        path.endswith("_target_") and str(value).startswith("lightning.")
+        path.endswith("_target_") and str(value).startswith(f"{package}.")
         for path, value in _leaves(content, "")
     )
 
