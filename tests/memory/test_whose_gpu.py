@@ -261,7 +261,7 @@ def test_where_nvml_lists_no_process_a_context_is_at_most_what_the_whole_gpu_hol
 ):
     cuda = use()
     for others, learned in (
-        (9 * GIB, None),  # somebody else is there
+        (9 * GIB, 0),  # somebody else is there
         (800 * MIB, 1400 * MIB),
         (0, 600 * MIB),
         (100 * MIB, 600 * MIB),
