@@ -31,28 +31,21 @@ def prepared(interpreters, *modules):
     return one
 
 
-@pytest.fixture
-def module(tmp_path, monkeypatch):
-    """Make a module that interpreters can import."""
+@pytest.mark.parametrize(
+    ("code", "returncode"),
+    [
+        ("print('loud', flush=True)\n1 / 0\n", None),
+        ("import os\nos.write(2, b'terminate called')\nos.abort()\n", -signal.SIGABRT),
+    ],
+    ids=["fails", "ends the process"],
+)
+def test_an_import_that_goes_wrong_adds_no_words_of_its_own_and_is_left_to_the_attempt(
+    interpreters, tmp_path, monkeypatch, code, returncode
+):
     monkeypatch.syspath_prepend(str(tmp_path))
-    return lambda name, code: (tmp_path / f"{name}.py").write_text(code)
-
-
-def test_an_import_that_fails_or_prints_is_left_to_the_attempt(interpreters, module):
-    module("prints_and_fails", "print('loud', flush=True)\n1 / 0\n")
-    one = prepared(interpreters, "prints_and_fails", "no_such_module", "json")
-    assert one.is_usable
-    interpreters.pump.drain()
-    assert "loud" not in interpreters.pump.tail
-
-
-def test_an_import_that_ends_the_process_adds_no_words_of_its_own(interpreters, module):
-    module(
-        "falls_over", "import os\nos.write(2, b'terminate called: std::bad_alloc')\nos.abort()\n"
-    )
-    one = prepared(interpreters, "falls_over")
-    assert not one.is_usable
-    assert one.returncode == -signal.SIGABRT
+    (tmp_path / "falls_over.py").write_text(code)
+    one = prepared(interpreters, "no_such_module", "falls_over", "json")
+    assert (one.returncode, one.is_usable) == (returncode, returncode is None)
     interpreters.pump.drain()
     assert interpreters.pump.tail == ""
 
