@@ -356,7 +356,8 @@ class FailureContext:
             return ""
         return (
             f"the checkpoint was written with micro-batch {was} and goes on with {now}: a script "
-            "that counts batches, and not samples or steps, goes on at another sample"
+            "that counts batches, and not samples or steps, goes on at another sample, and one "
+            f"that takes its options from the checkpoint keeps {was}"
         )
 
     def _about_gradients(self, spec: AttemptSpec) -> str:
