@@ -195,7 +195,11 @@ def test_an_exclusive_gpu_is_unusable_only_while_someone_owns_it(machine_with):
     without_processes = READ.replace("read_inventory()", "read_inventory(processes=False)")
     owned, free = machine.python(without_processes)["gpus"]
     assert "4711 owns it" in owned["unusable"]
+    assert (owned["owned"], free["owned"]) == (True, False), "its owner may end"
     assert owned["processes"] is free["unusable"] is None
+    machine.update(0, recovery=1)
+    sick, _ = machine.python(without_processes)["gpus"]
+    assert (sick["owned"], "has to be reset" in sick["unusable"]) == (False, True)
 
 
 def test_exclusive_mode_owned_by_mps_is_no_obstacle(machine_with, tmp_path):

@@ -205,7 +205,9 @@ def test_no_gpu_is_kept_for_a_job_that_no_end_of_a_job_could_serve():
     waiting = [job(n, count=count, only=(A, B, C)) for n, count in enumerate((3, 1, 1), 1)]
     lost = [gpu(A), gpu(B), gpu(C, unusable="it has to be reset")]
     assert granted(waiting, lost).keys() == {"job2", "job3"}
-    owned = gpu(C, unusable="pid 7 owns it", **EXCLUSIVE)
+    sick = gpu(C, unusable="it has to be reset", **EXCLUSIVE)
+    assert granted(waiting, [*lost[:2], sick]).keys() == {"job2", "job3"}
+    owned = gpu(C, unusable="pid 7 owns it", owned=True, **EXCLUSIVE)
     assert not granted(waiting, [*lost[:2], owned]), "its owner may end"
     # one that only another container sees may be healthy
     assert not granted(waiting, lost[:2])

@@ -278,7 +278,7 @@ class NvmlSession:
         why = self._health_of(device)
         if why is None:
             return found
-        return [replace(gpu, unusable=why) for gpu in found]
+        return [replace(gpu, unusable=why, owned=False) for gpu in found]
 
     def _device(
         self,
@@ -344,7 +344,6 @@ class NvmlSession:
         whole = handle if parent is None else parent.handle
         mode = self._optional(nvml.nvmlDeviceGetComputeMode, whole)
         compute_mode = _COMPUTE_MODES.get(mode or 0, f"unknown ({mode})")
-        unusable, mps = self._read_mode(handle, compute_mode)
         return GpuInfo(
             uuid=device.uuid,
             name=device.name,
@@ -361,8 +360,7 @@ class NvmlSession:
             throttled=self._throttled(handle) if processes else None,
             parent_uuid=None if parent is None else parent.uuid,
             unified_memory=is_unified,
-            unusable=unusable,
-            mps=mps,
+            **self._read_mode(handle, compute_mode),
         )
 
     def _throttled(self, handle: Any) -> str | None:
@@ -382,22 +380,20 @@ class NvmlSession:
             or None
         )
 
-    def _read_mode(
-        self,
-        handle: Any,
-        compute_mode: str,
-    ) -> tuple[str | None, bool]:
-        """Return why the compute mode lets no job start now, and whether MPS owns the GPU."""
+    def _read_mode(self, handle: Any, compute_mode: str) -> dict[str, Any]:
+        """Return what the compute mode means for a job that would start now, as GpuInfo has it."""
         if compute_mode == "prohibited":
-            return "compute mode is prohibited", False
+            return {"unusable": "compute mode is prohibited"}
         if not compute_mode.startswith("exclusive"):
-            return None, False
+            return {}
         # a graphics process does not count: the mode is about CUDA contexts
         owners = self._list_processes(handle, "Compute") or []
         if any(is_mps_server(owner.pid) for owner in owners):
-            return None, True
-        why = f"compute mode is {compute_mode} and pid {{}} owns it"
-        return why.format(owners[0].pid) if owners else None, False
+            return {"mps": True}
+        if not owners:
+            return {}
+        why = f"compute mode is {compute_mode} and pid {owners[0].pid} owns it"
+        return {"unusable": why, "owned": True}
 
     def _read_memory(self, device: _Device) -> tuple[int, int, int, bool]:
         """Return total, free and used bytes, and whether they are the host's."""

@@ -45,6 +45,8 @@ class GpuInfo:
     # why its clocks are low, of heat or power; None if they are not
     throttled: str | None = None
     unusable: str | None = None  # why no job may start on it now, or None
+    # that is because a process has it alone (exclusive mode), which may end
+    owned: bool = False
     # how many jobs its hardware has failed in the last weeks
     failed_jobs: int = 0
     # NVIDIA's Multi-Process Service owns it, so that exclusive mode is no obstacle

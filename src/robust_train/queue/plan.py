@@ -141,11 +141,9 @@ class Plan:
             for state in self._states.values()
             if state.could_ever_suit(job)
         ]
-        # those that do not stay unusable when their jobs end: an exclusive one's owner may end
+        # those that do not stay unusable when what runs there ends
         healthy = sum(
-            state.gpu.unusable is None
-            or state.gpu.compute_mode.startswith("exclusive")
-            for state in possible
+            state.gpu.unusable is None or state.gpu.owned for state in possible
         )
         unseen = len(set(job.only) - self._states.keys())
         if healthy + unseen < job.count:

@@ -235,6 +235,7 @@ class QueueDir:
             replace(
                 gpu,
                 unusable=gpu.unusable or excluded.get(gpu.uuid),
+                owned=gpu.owned and gpu.uuid not in excluded,
                 failed_jobs=len(faults.get(gpu.uuid, ())),
             )
             for gpu in gpus
