@@ -250,13 +250,12 @@ class Interpreters:
                 if has_ended and child.pid not in own and self._is_ours(child):
                     collect(child.pid)
 
-    def kill_leftovers(self, kept: Sequence[Interpreter]) -> list[int]:
-        """Kill all but these interpreters and what they started; return what cannot be killed."""
-        spared = {self._reaper.pid}
-        for one in kept:
+    def kill_leftovers(self) -> list[int]:
+        """Kill all but the interpreters and what they started; return what cannot be killed."""
+        spared = {self._reaper.pid} | self.running.keys()
+        for pid in self.running:
             with contextlib.suppress(psutil.Error):
-                below = psutil.Process(one.pid).children(recursive=True)
-                spared.add(one.pid)
+                below = psutil.Process(pid).children(recursive=True)
                 spared.update(process.pid for process in below)
         return kill_descendants(
             lambda process: (
@@ -288,7 +287,7 @@ class Interpreters:
                 one.signal(signal.SIGKILL)
             self.forget(one)
         if is_owner:
-            if left := self.kill_leftovers(()):
+            if left := self.kill_leftovers():
                 log.warning(
                     "processes %s of the attempt cannot be ended", left
                 )

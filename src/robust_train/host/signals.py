@@ -97,26 +97,6 @@ def _end_if_ours(
     _show_uncaught(kind, error, frames)
 
 
-@contextlib.contextmanager
-def wakeup_descriptor() -> Iterator[int]:
-    """Yield a descriptor that becomes readable when a signal with a handler comes. Never outside
-    the main thread, where Python allows no handlers."""
-    read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    is_main = threading.current_thread() is threading.main_thread()
-    old = (
-        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-        if is_main
-        else -1
-    )
-    try:
-        yield read_end
-    finally:
-        if is_main:
-            signal.set_wakeup_fd(old)
-        os.close(read_end)
-        os.close(write_end)
-
-
 class SignalWatch:
     """While active, turns a signal into :class:`JobInterrupted`, or hands it to a handler. Nothing
     is done outside the main thread, where Python allows no handlers."""
@@ -183,12 +163,21 @@ class SignalWatch:
     def handed_to(self, handler: Callable[[int], None]) -> Iterator[int]:
         """Have signals call ``handler(signum)`` within this block instead of what they do outside
         of it. Yields a descriptor that becomes readable when a signal came."""
-        with wakeup_descriptor() as wakeup:
-            before, self._handler = self._handler, handler
-            try:
-                yield wakeup
-            finally:
-                self._handler = before
+        wakeup, theirs = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        before, self._handler = self._handler, handler
+        # Python allows no handlers outside the main thread
+        is_main = threading.current_thread() is threading.main_thread()
+        old = -1
+        if is_main:
+            old = signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
+        try:
+            yield wakeup
+        finally:
+            if is_main:
+                signal.set_wakeup_fd(old)
+            self._handler = before
+            os.close(wakeup)
+            os.close(theirs)
 
     def watches(self, signum: int) -> bool:
         """Return whether that signal stops the job."""

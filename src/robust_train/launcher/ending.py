@@ -271,14 +271,14 @@ class RankEnd:
         return self.was_stopped or getattr(self.ending, "others_know", False)
 
     @property
-    def failure(self) -> Failure | None:
-        """What it reported, with the rank where that began."""
+    def report(self) -> Failed | None:
+        """What it reported of its failure, with the rank where that began."""
         if not isinstance(self.ending, Failed):
             return None
         by = self.ending.caused_by_rank
-        return replace(
-            self.ending.failure, rank=self.rank if by is None else by
-        )
+        rank = self.rank if by is None else by
+        failure = replace(self.ending.failure, rank=rank)
+        return replace(self.ending, failure=failure)
 
     @property
     def order(self) -> tuple[int, float]:
@@ -317,15 +317,6 @@ def event_of(ends: Sequence[RankEnd]) -> Finished | Failed | RankDied | None:
     if root is None:
         first = ends[0].ending
         return None if first is None else replace(first, memory=memory)
-    if not isinstance(root.ending, Failed) or root.failure is None:
-        return RankDied(
-            root.rank,
-            root.pid,
-            root.returncode or 0,
-            memory,
-        )
-    return replace(
-        root.ending,
-        failure=root.failure,
-        memory=memory,
-    )
+    if root.report is None:
+        return RankDied(root.rank, root.pid, root.returncode or 0, memory)
+    return replace(root.report, memory=memory)

@@ -263,7 +263,7 @@ class Rank:
                 attempt = attempt.after(event)
                 self.devices.on_event(event)
 
-            self.executor.prepare()
+            self.executor.prepare(lambda: None)
             with signals:
                 process_exit = self.executor.run(request, take, signals)
                 signals.raise_if_received()
@@ -428,8 +428,8 @@ def cause_of(ends: Sequence[RankEnd]) -> Failure:
     """
     counted = [one for one in ends if not one.was_stopped] or ends
     root = min(counted, key=lambda one: one.order)
-    if root.failure is not None:
-        return root.failure
+    if root.report is not None:
+        return root.report.failure
     killed = [str(one.rank) for one in ends if one.ending is None]
     is_one = len(killed) == 1
     what = (

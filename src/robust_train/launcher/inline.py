@@ -68,7 +68,7 @@ class InlineExecutor:
     def close(self) -> None:
         """Do nothing: nothing was started."""
 
-    def prepare(self, tick: Callable[[], None] = lambda: None) -> None:
+    def prepare(self, tick: Callable[[], None]) -> None:
         """Import the trainer; raises ConfigError if it cannot be imported."""
         self._trainer()
 

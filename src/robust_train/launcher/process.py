@@ -116,10 +116,6 @@ class ProcessExecutor:
             for one in self._interpreters.running.values():
                 list(one.read())
 
-    def prepare(self, tick: Callable[[], None] = lambda: None) -> None:
-        """Wait until the trainer has checked the config; raises ConfigError if it refuses."""
-        self._ready(tick)
-
     def run(
         self,
         request: AttemptRequest,
@@ -163,13 +159,8 @@ class ProcessExecutor:
             tick()
 
         self._ranks = request.ranks
-        processes = self._ready(tick)
-        running = RunningAttempt(
-            self._interpreters,
-            processes,
-            request,
-            take,
-        )
+        processes = self.prepare(tick)
+        running = RunningAttempt(self._interpreters, processes, request, take)
         found = running.run(signals, hold, tick_with_standby)
         if found.pid is None:
             self.close()
@@ -179,8 +170,12 @@ class ProcessExecutor:
         """End all interpreters; later attempts start others."""
         self._interpreters.close()
 
-    def _ready(self, tick: Callable[[], None]) -> list[Interpreter]:
-        """Return interpreters that can be given an attempt now."""
+    def prepare(self, tick: Callable[[], None]) -> list[Interpreter]:
+        """Return interpreters that can be given an attempt now.
+
+        Raises:
+            ConfigError: the trainer refuses the config.
+        """
         while True:
             found, interpreters = self._waiting(), self._interpreters
             # what dies at an import is named in a line of ours
@@ -460,18 +455,13 @@ class RunningAttempt:
 
     def _end(self, signals: SignalWatch) -> Exit:
         """Kill what is left, and return how the attempt ended with all that is known of it."""
-        interpreters, own, request = (
-            self._interpreters,
-            self._processes,
-            self._request,
-        )
-        pump, stalled = interpreters.pump, self._stalled
-        kept = [one for one in interpreters.running.values() if one not in own]
-        left = interpreters.kill_leftovers(kept)
+        own, request, stalled = self._processes, self._request, self._stalled
+        for one in own:
+            self._interpreters.forget(one)
+        left = self._interpreters.kill_leftovers()
+        pump = self._interpreters.pump
         pump.drain()
         pump.end_log()
-        for one in own:
-            interpreters.forget(one)
         if (
             self._votes is not None
             and (event := event_of(self._ends)) is not None
