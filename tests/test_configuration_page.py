@@ -63,9 +63,8 @@ def test_the_options_of_a_group_refuse_keys_that_they_do_not_declare(section):
     for option, cls in options.items():
         if option:
             node = group_node(cls)
-            assert {f"{group}.{key}" for key in node} == {
-                one.name for _, one in declared(cls, f"{group}.")
-            }
+            names = {one.name for one in declared(cls, f"{group}.")}
+            assert {f"{group}.{key}" for key in node} == names
             with pytest.raises(Exception, match="no_such_key"):
                 node.no_such_key = 1
 

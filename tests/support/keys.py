@@ -47,8 +47,9 @@ _NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", tuple
 
 @dataclasses.dataclass(frozen=True)
 class Declared:
-    """A key of the schema."""
+    """A key of the schema, and the section of the page where it stands."""
 
+    section: str
     name: str  # with its group
     key: Declaration
     type: object
@@ -57,24 +58,28 @@ class Declared:
     @property
     def type_name(self) -> str:
         """The accepted values, for people."""
-        accepted = self.key.accepts
         if self.key.choices:
             *most, last = (f"`{_text(one)}`" for one in self.key.choices)
-            accepted = f"{', '.join(most)} or {last}"
-        elif not accepted:
-            is_union = isinstance(self.type, types.UnionType)
-            kinds = typing.get_args(self.type) if is_union else (self.type,)
-            accepted = _NAMES[typing.get_origin(kinds[0]) or kinds[0]]
-            accepted += f" ({self.key.unit})" if self.key.unit else ""
-            accepted += f" or `{AUTO}`" if self.key.written == AUTO else ""
-        return accepted
+            return f"{', '.join(most)} or {last}"
+        if self.key.accepts:
+            return self.key.accepts
+        is_union = isinstance(self.type, types.UnionType)
+        kind = typing.get_args(self.type)[0] if is_union else self.type
+        accepted = _NAMES[typing.get_origin(kind) or kind]
+        accepted += f" ({self.key.unit})" if self.key.unit else ""
+        return accepted + (f" or `{AUTO}`" if self.key.written == AUTO else "")
 
     @property
-    def default_name(self) -> str:
-        """The default, for people."""
-        if self.key.follows:
-            return f"`{self.key.follows}`"
-        return "—" if self.default == MISSING else f"`{_text(self.default)}`"
+    def meaning(self) -> str:
+        more = self.key.more
+        stop = "" if not more or more.startswith("(") else "."
+        return f"{self.key.meaning}{stop} {more}".rstrip()
+
+    def row(self, meaning: str) -> str:
+        """A line of the page's table."""
+        default = "—" if self.default == MISSING else f"`{_text(self.default)}`"
+        default = f"`{self.key.follows}`" if self.key.follows else default
+        return f"| `{self.name}` | {self.type_name} | {default} | {meaning} |"
 
     @property
     def yaml(self) -> list[str]:
@@ -100,63 +105,49 @@ def _text(value: object) -> str:
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
-def declared(cls: type, prefix: str = "") -> Iterator[tuple[str, Declared]]:
-    """Yield the keys of a class, each with the section of the page where it stands."""
+def declared(cls: type, prefix: str = "", section: str = "") -> Iterator[Declared]:
+    """Yield the keys of a class."""
     hints = typing.get_type_hints(cls)
-    section = ""
     for item in dataclasses.fields(cls):
-        name = prefix + item.name
-        if "group" in item.metadata:
-            section = item.metadata["section"] or section
-            for _, one in declared(item.metadata["group"], f"{name}."):
-                yield section, one
-        elif "key" in item.metadata:
-            key = item.metadata["key"]
+        name, about = prefix + item.name, item.metadata
+        if "group" in about:
+            section = about["section"] or section
+            for one in declared(about["group"], f"{name}."):
+                yield dataclasses.replace(one, section=section)
+        elif "key" in about:
+            key = about["key"]
             section = key.section or section
             default = item.default if key.written is ... else key.written
-            yield section, Declared(name, key, hints[item.name], default)
+            yield Declared(section, name, key, hints[item.name], default)
 
 
-def keys_of_the_page() -> dict[str, list[tuple[str, Declared]]]:
-    """Return the rows of each section: the meaning as it stands there, and the key."""
-    rows: dict[str, list[tuple[str, Declared]]] = {}
-    for section, one in declared(schema.RobustConfig):
-        rows.setdefault(section, []).append((_meaning(one), one))
+def rows_of_the_page() -> dict[str, list[str]]:
+    """Return the rows of each section's table."""
+    rows: dict[str, list[str]] = {}
+    for one in declared(schema.RobustConfig):
+        rows.setdefault(one.section, []).append(one.row(one.meaning))
     for section, (group, options) in GROUPS.items():
         seen: dict[str, list[tuple[str, Declared]]] = {}
         for option, cls in options.items():
-            for _, one in declared(cls, f"{group}."):
+            for one in declared(cls, f"{group}."):
                 seen.setdefault(one.name, []).append((option, one))
         rows[section] = [_merged(options) for options in seen.values()]
     return rows
 
 
-def _merged(options: list[tuple[str, Declared]]) -> tuple[str, Declared]:
+def _merged(options: list[tuple[str, Declared]]) -> str:
     """Return one row for a key that several options of a group have."""
     first, one = options[0]
-    meaning = _meaning(one)
-    if first and len(options) == 1:
-        meaning = f"`{first}`: {meaning}"
+    is_lone = first and len(options) == 1
     if len({_text(other.default) for _, other in options}) > 1:
-        return meaning, dataclasses.replace(one, default=MISSING)
-    return meaning, one
-
-
-def _meaning(one: Declared) -> str:
-    more = one.key.more
-    if not more:
-        return one.key.meaning
-    return f"{one.key.meaning} {more}" if more.startswith("(") else f"{one.key.meaning}. {more}"
+        one = dataclasses.replace(one, default=MISSING)
+    return one.row(f"`{first}`: {one.meaning}" if is_lone else one.meaning)
 
 
 def page(text: str) -> str:
     """Return the page with its tables written anew."""
-    for section, rows in keys_of_the_page().items():
-        table = ["| key | type | default | meaning |", "|---|---|---|---|"]
-        table += [
-            f"| `{one.name}` | {one.type_name} | {one.default_name} | {meaning} |"
-            for meaning, one in rows
-        ]
+    for section, rows in rows_of_the_page().items():
+        table = ["| key | type | default | meaning |", "|---|---|---|---|", *rows]
         pattern = rf"(?ms)(^## {section}\n.*?)^\|.*?(?=^[^|]|\Z)"
         text, found = re.subn(pattern, lambda m, t=table: m[1] + "\n".join(t) + "\n", text, count=1)
         assert found, f"{PAGE} has no table under '## {section}'"
@@ -172,19 +163,19 @@ def yaml(text: str, cls: type) -> str:
         own -= {item.name for item in dataclasses.fields(schema.PlainConfig)}
     lines: list[str] = []
     before, group = "", ""
-    for section, one in declared(cls):
+    for one in declared(cls):
         top, _, name = one.name.partition(".")
         if top not in own:
             continue
         is_new_group = bool(name) and top != group
-        if cls is schema.RobustConfig and section != before:
-            lines += ["", f"# {section}"]
+        if cls is schema.RobustConfig and one.section != before:
+            lines += ["", f"# {one.section}"]
         elif cls is schema.PlainConfig and is_new_group:
             lines.append("")
         if is_new_group:
             lines.append(f"{top}:")
         lines += [("  " if name else "") + line for line in one.yaml]
-        before, group = section, top
+        before, group = one.section, top
     return head + "\n" + "\n".join(lines).lstrip("\n") + "\n" + tail
 
 
