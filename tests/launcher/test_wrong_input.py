@@ -84,6 +84,7 @@ def test_a_configuration_is_refused_in_one_line(arguments, words):
         (["--epochs", "3"], "write training.epochs=3"),
         (["--batch-size=32", "-m"], "write training.batch_size=32"),
         (["--frobnicate"], "write KEY=VALUE"),
+        (["model=cnn", "-m", "seed=1,2"], "write -m and other options before the first override"),
     ],
 )
 def test_an_override_with_dashes_is_answered_with_what_to_write(arguments, write):

@@ -236,10 +236,14 @@ def explain_option(
     config_name: str,
     config_path: str = OURS,
 ) -> str | None:
-    """Return one line about an option that Hydra does not have, None if there is none."""
-    unknown = [
-        one for one in unknown_to_hydra(arguments) if one.startswith("-")
-    ]
+    """Return one line about an option that Hydra does not have, or an override that it would not
+    find; None if there is none."""
+    lost = unknown_to_hydra(arguments)
+    unknown = [one for one in lost if one.startswith("-")]
+    if lost and not unknown:
+        return (
+            f"{lost[0]}: write -m and other options before the first override"
+        )
     if not unknown:
         return None
     name, _, value = unknown[0].lstrip("-").partition("=")
