@@ -49,5 +49,5 @@ def _chart(chart: Chart) -> dict[str, Any]:
         "legend": [text for _, text in chart.legend],
         "lines": [line.name for line in chart.plot.lines],
         "bands": [band.label for band in chart.plot.bands],
-        "lanes": {LANES[lane.kind]: [text for _, text in lane.marks] for lane in chart.lanes},
+        "lanes": {LANES[kind]: [text for _, text in own] for kind, own in chart.lanes.items()},
     }

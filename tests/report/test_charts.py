@@ -8,7 +8,6 @@ import pytest
 from robust_train import readable
 from robust_train.report.charts import (
     Chart,
-    Lane,
     Line,
     Plot,
     value_over,
@@ -65,11 +64,11 @@ HOSTILE = '"></script><script>alert(1)</script><img src=x onerror=alert(1)>\u202
 
 def test_texts_in_a_chart_cannot_leave_it():
     plot = Plot("step", 1, [Line(HOSTILE, "c1", [0, 1], [0.5, float("nan")])])
-    marks = [Lane("oom", [(50, HOSTILE)])]
+    marks = {"oom": [(50, HOSTILE)]}
     page = render(
         "sweep.html.j2",
         title=HOSTILE,
-        sweep=SweepStory(HOSTILE, HOSTILE, True, HOSTILE, ()),
+        sweep=SweepStory(HOSTILE.rstrip("\0"), True, HOSTILE, ()),
         hours=HOSTILE,
         values=[],
         rows=[],

@@ -15,9 +15,10 @@ from training_world import (
     write_image_folder,
 )
 
+from robust_train.config.schema import TrainingConfig
 from robust_train.model.errors import ConfigError
 from robust_train.vision.datasets import Images, open_data, stratified_split
-from robust_train.vision.images import ImageDataset, ImageSpec, Loading, in_order
+from robust_train.vision.images import ImageDataset, ImageSpec, in_order, read_batches
 
 RGB_16 = ImageSpec(16, 3, (0.5,) * 3, (0.5,) * 3)
 
@@ -161,9 +162,8 @@ def test_a_truncated_image_is_an_error_of_one_line_that_names_the_file(tmp_path,
     broken.write_bytes(broken.read_bytes()[:300])
     splits = open_data(dataset_config("image_folder", root))
     dataset = ImageDataset(splits.train, RGB_16)
-    loading = Loading(workers, 2, torch.device("cpu"))
     with pytest.raises(ConfigError) as refusal:
-        list(loading.batches(dataset, in_order(range(16), 4), epoch=0))
+        list(read_batches(dataset, in_order(range(16), 4), 0, TrainingConfig(num_workers=workers)))
     assert str(broken) in str(refusal.value)
     assert "truncated" in str(refusal.value)
     assert "\n" not in str(refusal.value)
@@ -196,7 +196,7 @@ def test_workers_do_not_answer_signals_in_the_run_s_place():
     before = {s: signal.signal(s, lambda *_: None) for s in (signal.SIGTERM, signal.SIGINT)}
     try:
         dataset = ImageDataset(ShowsItsSignals(), ImageSpec(4, 1, (0.0,), (1.0,)))
-        [(images, _)] = Loading(1, 2, torch.device("cpu")).batches(dataset, [[0, 1]], 0)
+        [(images, _)] = read_batches(dataset, [[0, 1]], 0, TrainingConfig(num_workers=1))
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from robust_train.folder.memory_samples import Sample
@@ -19,6 +19,8 @@ from robust_train.report.facts import Curve, DeviceMemory, Mark, Story, Use
 Point = tuple[float, float]
 # an entry of a legend: a class of the style sheet and its meaning
 Key = tuple[str, str]
+
+Lanes = Mapping[str, Sequence[tuple[float, str]]]
 
 LANES = {
     "oom": "OOM",
@@ -80,21 +82,14 @@ class Plot:
 
 
 @dataclass(frozen=True)
-class Lane:
-    """The marks of one kind: where they are, in percent of the x axis, and their texts."""
-
-    kind: str  # of `LANES`
-    marks: Sequence[tuple[float, str]]
-
-
-@dataclass(frozen=True)
 class Chart:
-    """A plot with its caption, its legend, and lanes of marks."""
+    """A plot with its caption, its legend, and by lane its marks: where they are, in percent of the
+    x axis, and their texts."""
 
     caption: str
     plot: Plot
     legend: Sequence[Key]
-    lanes: Sequence[Lane] = ()
+    lanes: Lanes = field(default_factory=dict)
     note: str = ""
 
 
@@ -209,7 +204,7 @@ def _over_time(
     return x, y
 
 
-def _lanes(marks: Iterable[Mark], clock: Clock) -> list[Lane]:
+def _lanes(marks: Iterable[Mark], clock: Clock) -> Lanes:
     """Return the marks by lane; marks that would overlap become one."""
     lanes: dict[str, dict[float, list[str]]] = {kind: {} for kind in LANES}
     for mark in marks:
@@ -220,11 +215,11 @@ def _lanes(marks: Iterable[Mark], clock: Clock) -> list[Lane]:
     for texts in (texts for lane in lanes.values() for texts in lane.values()):
         if len(texts) > _MOST_TEXTS:
             texts[_MOST_TEXTS:] = [f"… {len(texts)} in all"]
-    return [
-        Lane(kind, [(at, "\n".join(lane[at])) for at in lane])
+    return {
+        kind: [(at, "\n".join(texts)) for at, texts in lane.items()]
         for kind, lane in lanes.items()
         if lane
-    ]
+    }
 
 
 def curve_charts(story: Story) -> list[Chart]:

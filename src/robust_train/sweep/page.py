@@ -60,15 +60,19 @@ class JobStory:
 class SweepStory:
     """What happened in a sweep."""
 
-    name: str  # of the sweep folder
-    folder: str  # its path
+    folder: str
     is_over: bool  # its end is recorded
     sentence: str  # what happened
     jobs: tuple[JobStory, ...]  # the best first
 
+    @property
+    def name(self) -> str:
+        """That of its folder."""
+        return Path(self.folder).resolve().name
+
     def as_json(self) -> Any:
         """Return the story in JSON's types, schema first."""
-        content = {"schema": SCHEMA, **vars(self)}
+        content = {"schema": SCHEMA, "name": self.name, **vars(self)}
         jobs = [
             {"row": vars(job.row), "story": job.story} for job in self.jobs
         ]
@@ -102,7 +106,6 @@ def sweep_story_of(folder: Path) -> SweepStory:
             " The end of the sweep is not recorded: its process was killed."
         )
     return SweepStory(
-        name=folder.resolve().name,
         folder=str(folder),
         is_over=is_over,
         sentence=sentence,

@@ -34,7 +34,6 @@ _LONGEST_RESULT = 40
 class Point:
     """What a sweep has tried: one job, or with ``repeat`` several that differ in their seeds."""
 
-    number: int
     rows: tuple[SweepJob, ...]
 
     @property
@@ -57,9 +56,7 @@ def best_first(table: SweepTable) -> list[Point]:
     def rank(point: Point) -> float:
         return -table.sign * fmean(point.values) if point.values else math.inf
 
-    return sorted(
-        (Point(n, tuple(rows)) for n, rows in points.items()), key=rank
-    )
+    return sorted((Point(tuple(rows)) for rows in points.values()), key=rank)
 
 
 def point_table(points: Sequence[Point]) -> list[str]:
@@ -77,7 +74,7 @@ def point_table(points: Sequence[Point]) -> list[str]:
         )
         lines.append(
             (
-                point.number,
+                point.rows[0].trial,
                 f"{fmean(values):.6g}{spread}" if values else "-",
                 f"{len(values)} of {len(point.rows)}",
                 without(own, everywhere),

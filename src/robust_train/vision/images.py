@@ -198,40 +198,36 @@ def read_at_once(effective_batch: int) -> int:
     return effective_batch if too_few else samples
 
 
-@dataclass(frozen=True)
-class Loading:
-    """Reads batches, with worker processes if ``num_workers`` is not 0; for a GPU into pinned
-    memory."""
-
-    num_workers: int
-    prefetch_factor: int
-    device: torch.device
-
-    def batches(
-        self,
-        dataset: ImageDataset,
-        chunks: Sequence[Sequence[int]],
-        epoch: int,
-    ) -> Iterator[Batch]:
-        """Yield a batch on the host for each of ``chunks``, in order. Workers end with the
-        iterator, so those of training and of validation never hold memory at the same time."""
-        loader: DataLoader[Any] = DataLoader(
-            dataset,
-            batch_sampler=[
-                [(epoch, index) for index in chunk] for chunk in chunks
-            ],
-            num_workers=self.num_workers,
-            prefetch_factor=self.prefetch_factor if self.num_workers else None,
-            pin_memory=self.device.type == "cuda",
-            collate_fn=collate,
-            # the loader draws a seed; from dropout's generator it would change a resumed epoch
-            generator=torch.Generator(),
-            worker_init_fn=_prepare_worker,
-        )
-        for batch in loader:
-            if isinstance(batch, ConfigError):
-                raise batch
-            yield batch
+def read_batches(
+    dataset: ImageDataset,
+    chunks: Sequence[Sequence[int]],
+    epoch: int,
+    training: Any,
+    *,
+    pinned: bool = False,
+) -> Iterator[Batch]:
+    """Yield a batch on the host for each of ``chunks``, in order, with the workers that the group
+    ``training`` asks for. Workers end with the iterator, so those of training and of validation
+    never hold memory at the same time. ``pinned``: into memory from which a GPU copies at once."""
+    loader: DataLoader[Any] = DataLoader(
+        dataset,
+        batch_sampler=[
+            [(epoch, index) for index in chunk] for chunk in chunks
+        ],
+        num_workers=training.num_workers,
+        prefetch_factor=training.prefetch_factor
+        if training.num_workers
+        else None,
+        pin_memory=pinned,
+        collate_fn=collate,
+        # the loader draws a seed; from dropout's generator it would change a resumed epoch
+        generator=torch.Generator(),
+        worker_init_fn=_prepare_worker,
+    )
+    for batch in loader:
+        if isinstance(batch, ConfigError):
+            raise batch
+        yield batch
 
 
 def _prepare_worker(worker: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -39,10 +39,10 @@ from robust_train.vision.images import (
     Batch,
     BatchPlan,
     ImageDataset,
-    Loading,
     in_order,
     joined,
     read_at_once,
+    read_batches,
 )
 from robust_train.vision.keys import check_config, preload_modules
 from robust_train.vision.reporting import Reporter
@@ -154,11 +154,6 @@ class Training:
             seed=training.seed,
         )
         self.plan = self._plan()
-        self.loading = Loading(
-            training.num_workers,
-            training.prefetch_factor,
-            device,
-        )
         self.schedule = CosineSchedule(
             training.lr,
             self.plan.num_samples * training.epochs,
@@ -315,7 +310,7 @@ class Training:
         # a rank without a sample of the step takes part in it with one that has no weight
         reads = [own or [[0]] for own in steps]
         batches = run.speed.waits(
-            self.loading.batches(
+            self._batches(
                 self.train_set,
                 list(itertools.chain.from_iterable(reads)),
                 position.epoch,
@@ -351,6 +346,20 @@ class Training:
             self.run.try_to_save(self.folder.report_written)
         # validation may last
         self.wait_for_write()
+
+    def _batches(
+        self,
+        dataset: ImageDataset,
+        chunks: Sequence[Sequence[int]],
+        epoch: int,
+    ) -> Iterator[Batch]:
+        return read_batches(
+            dataset,
+            chunks,
+            epoch,
+            self.cfg.training,
+            pinned=self.device.type == "cuda",
+        )
 
     def _gradients_of(self, batch: Batch, samples: int) -> Tensor:
         """Accumulate the gradients of one optimizer step and return its mean loss."""
@@ -422,8 +431,7 @@ class Training:
             dtype=torch.float64,
             device=self.device,
         )
-        batches = self.loading.batches(dataset, chunks, epoch=0)
-        for number, batch in enumerate(batches):
+        for number, batch in enumerate(self._batches(dataset, chunks, 0)):
             scores = run.forward(score, batch, self.net)
             if number < len(own):
                 sums += torch.stack(scores).sum(dim=0)
