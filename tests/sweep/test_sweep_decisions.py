@@ -226,3 +226,14 @@ def test_setting_aside_keeps_what_belongs_to_the_new_job(tmp_path):
 def test_a_record_that_cannot_be_read_is_none(tmp_path, text):
     (tmp_path / "sweep_job.json").write_text(text)
     assert read_record(tmp_path) is None
+
+
+@pytest.mark.parametrize("executor", ["local", "slurm", None])
+@pytest.mark.parametrize("mask", [None, "", "1,0", "GPU-11111111"])
+def test_a_job_sees_what_the_user_saw_unless_it_has_an_allocation(mask, executor):
+    environ = {"CUDA_VISIBLE_DEVICES": mask, "SUBMITIT_EXECUTOR": executor}
+    environ = {name: value for name, value in environ.items() if value is not None}
+    session.remember_mask(environ)
+    environ["CUDA_VISIBLE_DEVICES"] = "3"
+    session.restore_mask(environ)
+    assert environ.get("CUDA_VISIBLE_DEVICES") == (mask if executor == "local" else "3")
