@@ -291,6 +291,27 @@ def test_a_script_that_reads_its_batch_of_our_run_is_given_a_smaller_one(scripts
     assert sizes == [(32, 1), (16, 2)]
 
 
+COUNTS_BATCHES = """
+import os, robust_train
+run = robust_train.current_run()
+state = {"seen": []}
+for step, number in enumerate(run.batches(range(6)), run.load(state) + 1):
+    state["seen"].append(number)
+    run.progress(step)
+    if step == 4:
+        run.save(state, step)
+        run.finish_saving()
+        os.kill(os.getpid(), 9)
+run.result(state["seen"])
+"""
+
+
+def test_a_script_that_takes_its_batches_of_our_run_sees_each_once(scripts):
+    ended = run_program(scripts, COUNTS_BATCHES, "retry_pause_seconds=0.1")
+    assert len(ended.attempts) == 2
+    assert ended.summary["result"] == [0, 1, 2, 3, 4, 5]
+
+
 ENDS_BADLY = """
 import sys, time
 print("Loss: 2.18", end="", flush=True)

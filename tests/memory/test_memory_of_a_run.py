@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from memory_limit import limited_growth
+from robust_train.attempt import memory_upkeep
 from robust_train.attempt.memory_upkeep import AttemptMemory, CacheChecks, Reserve
 from robust_train.attempt.run import MicroBatchPlan, Run
 from robust_train.config.schema import MemoryConfig, RobustConfig
@@ -121,14 +122,14 @@ def test_a_killed_attempt_is_judged_by_what_it_had_sampled(own_trainers):
 # --- in this process ---
 
 
-def looked_after(folder, *, shrinks=False, retries=lambda: None, **memory):
+def looked_after(folder, *, shrinks=False, **memory):
     """A run with its memory's keeper, and what it reports."""
     reported = []
     run = Run(run_dir=folder, report=reported.append)
     run.micro_batch_plan = MicroBatchPlan(batch_size=16, min_batch_size=2)
     memory = MemoryConfig(sample_interval_ms=0, **memory)
     config = RobustConfig(device="cpu", memory=memory, shrink_before_oom=shrinks)
-    run.memory_keeper = AttemptMemory(run, config, retries)
+    run.memory_keeper = AttemptMemory(run, config)
     return run, reported
 
 
@@ -201,10 +202,11 @@ def test_a_record_that_cannot_be_written_costs_a_warning_and_hides_nothing(tmp_p
 
 @pytest.mark.parametrize("shrinks", [False, True])
 def test_an_allocator_that_empties_its_cache_step_after_step_is_a_warning(
-    tmp_path, caplog, shrinks
+    tmp_path, caplog, monkeypatch, shrinks
 ):
     counts = iter([5, 6, 6, 7, 8, 9, 10, 11])
-    run, reported = looked_after(tmp_path, shrinks=shrinks, retries=lambda: next(counts))
+    monkeypatch.setattr(memory_upkeep, "alloc_retries", lambda: next(counts))
+    run, reported = looked_after(tmp_path, shrinks=shrinks)
     sizes, model = [], nn.Linear(1, 1)
     for step in range(1, 9):
         run.backward(lambda part: model(part).mean(), torch.zeros(16, 1), model)

@@ -45,12 +45,12 @@ class Losses:
     """The losses that were reported so far."""
 
     good_step: int | None = None  # the last one with a good loss
-    good_loss: float = 0.0  # that loss
     bad_since: int = 0  # first step of the last bad ones in a row
     bad_loss: float = 0.0
     bad: int = 0  # reports in a row that are not good
     not_finite: int = 0  # of these
-    recent: tuple[float, ...] = ()  # good ones, where spikes are looked for
+    # good ones; more than the last one if spikes are looked for
+    recent: tuple[float, ...] = ()
 
     def after(
         self,
@@ -61,10 +61,8 @@ class Losses:
         """Return the losses with one more."""
         is_finite = math.isfinite(loss)
         if is_finite and not self._is_spike(loss, plan):
-            recent = (
-                (*self.recent, loss)[-_RECENT:] if plan.spike_sigma else ()
-            )
-            return Losses(step, loss, recent=recent)
+            most = _RECENT if plan.spike_sigma else 1
+            return Losses(step, recent=(self.recent + (loss,))[-most:])
         return replace(
             self,
             bad_since=self.bad_since if self.bad else step,
@@ -107,7 +105,7 @@ class Losses:
         """The last good loss, for the end of a sentence."""
         if self.good_step is None:
             return "; none before it was finite in this attempt"
-        return f"; the last good one was {self.good_loss:.4g} at step {self.good_step}"
+        return f"; the last good one was {self.recent[-1]:.4g} at step {self.good_step}"
 
 
 class Guard:

@@ -107,10 +107,8 @@ class AttemptMemory(MemoryKeeper):
         self,
         run: Run,
         config: RobustConfig,  # of the attempt
-        read_alloc_retries: Callable[[], int | None] = alloc_retries,
     ) -> None:
         self._run = run
-        self._read_alloc_retries = read_alloc_retries
         self._alloc_retries: int | None = None  # before the present step
         self._tight_steps = 0  # in a row that had to empty the cache
         self._has_warned = False
@@ -229,7 +227,7 @@ class AttemptMemory(MemoryKeeper):
 
     def _watch_allocator(self, step: int) -> None:
         """Warn, once, if steps in a row had to empty the cache; shrink if that is configured."""
-        before, total = self._alloc_retries, self._read_alloc_retries()
+        before, total = self._alloc_retries, alloc_retries()
         self._alloc_retries = total
         has_retried = (
             total is not None and before is not None and total > before

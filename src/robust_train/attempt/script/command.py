@@ -39,9 +39,11 @@ from robust_train.config.trainers import PROGRAM_FILE
 from robust_train.failures.exits import signal_of
 from robust_train.files import write_json
 from robust_train.folder.checkpoints import (
+    START,
     SUFFIX,
     UNFINISHED,
     USELESS,
+    Position,
     damage_in,
     files_in,
     is_whole,
@@ -255,8 +257,17 @@ class _Attempt:
             self._run.checkpoint_saved(
                 path,
                 step,
-                None if damage else self._run.position,
+                None if damage else self._position_in(path),
             )
+
+    def _position_in(self, path: Path) -> Position:
+        """Return where the script was in its data: its own run may have written that down."""
+        with contextlib.suppress(OSError):
+            for one in read_manifests(self._run.checkpoint_dir):
+                is_known = one.path == path.absolute()
+                if is_known and one.attempt == self._run.attempt:
+                    return one.position
+        return START
 
     def _take(self, line: str) -> None:
         match parse(line):
