@@ -75,7 +75,6 @@ def _own_runs_and_cache(tmp_path, monkeypatch):
 
 
 _LONG = (
-    "test_the_same_result.py",
     "test_examples.py",
     "test_accelerate.py",
     "test_transformers.py",

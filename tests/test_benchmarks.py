@@ -27,6 +27,8 @@ SMALLEST = {
     "goodput.py --every 5 --minutes 0.05": rf"ours +{X}\ntorchrun 300 s +{X}\ntorchrun 10 s +{X}",
     "gpu_queue.py --rounds 2": rf"reservation: {X} ms … a poll … {X} ms … hand-over: median {X} ms",
     "journal_bounds.py --events 4000 --folder journal": rf"36,000( +{X}){{5}}\n +4,000( +{X}){{5}}",
+    # processes that die change no bit of the weights
+    "kill_and_resume.py --kills=4 --epochs=1": r'"kills": 4, … "bitwise_equal": true',
     "micro_batch_overhead.py --steps 2": rf"backward alone: {X} µs",
     "micro_batch_overhead.py --frameworks --steps 5 --rounds 1": (
         rf"accelerate: … × {X} … Lightning: … × {X} … transformers: … × {X}"
@@ -55,7 +57,6 @@ ON_A_GPU = {
 }
 ELSEWHERE = {
     "goodput_trainer.py": "goodput.py starts it",
-    "kill_and_resume.py": "training/test_the_same_result.py runs it",
 }
 
 

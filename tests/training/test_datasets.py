@@ -65,23 +65,20 @@ def test_original_files_have_the_official_parts(
     assert open_data(dataset_config(name, tmp_path / folder)) == splits
 
 
-def test_image_folder_uses_its_test_folder(tmp_path):
-    splits = open_data(dataset_config("image_folder", write_image_folder(tmp_path)))
-    assert splits.shape.num_classes == 2
-    assert len(splits.test.labels) == 16
-    assert len(splits.train.labels) + len(splits.validation.labels) == 16
-    assert sorted(splits.validation.labels) == [0, 1]
-
-
-def test_image_folder_without_a_test_folder_is_split_the_same_way_each_time(tmp_path):
-    root = write_image_folder(tmp_path, parts=["train"])
+@pytest.mark.parametrize(
+    ("parts", "lengths"), [(("train", "test"), [14, 2, 16]), (("train",), [10, 2, 4])]
+)
+def test_an_image_folder_is_split_where_it_has_no_test_folder(tmp_path, parts, lengths):
+    root = write_image_folder(tmp_path, parts=parts)
     cfg = dataset_config("image_folder", root, "dataset.test_fraction=0.25")
     splits = open_data(cfg)
-    assert sorted(splits.test.labels) == [0, 0, 1, 1]
-    assert (len(splits.train.labels), len(splits.validation.labels)) == (10, 2)
-    parts = (splits.train, splits.validation, splits.test)
-    assert len({name for part in parts for name in part.names}) == 16
-    assert open_data(cfg) == splits
+    found = (splits.train, splits.validation, splits.test)
+    assert [len(part.labels) for part in found] == lengths
+    assert sorted(splits.validation.labels) == [0, 1]
+    assert sorted(splits.test.labels) == [n // (lengths[2] // 2) for n in range(lengths[2])]
+    assert len({name for part in found for name in part.names}) == sum(lengths)
+    assert splits.shape.num_classes == 2
+    assert open_data(cfg) == splits, "the same way each time"
 
 
 def test_a_split_leaves_every_class_something_to_train_on():
