@@ -221,6 +221,7 @@ def test_a_hydra_project_needs_one_edit(world, foreign):
 def test_mistakes_in_the_group_robust_are_one_line(world, foreign):
     for name, text in (
         ("data/both", "{a: {batch_size: 4}, b: {batch_size: 8}}"),
+        ("data/bare", "{num_workers: 0}"),
         ("data/no_workers", "{batch_size: 32}"),
         ("trainer/bare", "{devices: 1}"),
     ):
@@ -237,6 +238,11 @@ def test_mistakes_in_the_group_robust_are_one_line(world, foreign):
             "robust.trainer.preload_module=[json]",
             "robust.trainer.preload_module: no such key; did you mean "
             "robust.trainer.preload_modules?",
+        ),
+        (
+            "data=bare robust.training.batch_size=8",
+            "robust.training.batch_size=8: the project's config has no key for it; refer to the "
+            "one that its code reads: 'robust.training.batch_size=${its.name}'",
         ),
         (
             "data=no_workers robust.training.num_workers=3",

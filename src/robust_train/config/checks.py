@@ -24,6 +24,7 @@ from robust_train.config.projects import (
 )
 from robust_train.config.schema import (
     ACCUMULATION,
+    BATCH,
     GONE,
     WORKERS,
     RobustConfig,
@@ -36,12 +37,6 @@ from robust_train.readable import meant
 T = TypeVar("T")
 
 _DEVICE = re.compile(r"auto|cpu|cuda|cuda:\d+|GPU-[0-9a-fA-F-]+|MIG-\S+")
-
-
-_HAS_NO_KEY = (
-    "{0}={1}: the project's config has no key for it; refer to the one that its code reads: "
-    "'{0}=${{its.name}}'"
-)
 
 
 def checked(cfg: DictConfig) -> RobustConfig:
@@ -282,14 +277,18 @@ def _mistakes(config: RobustConfig) -> Iterator[str]:
     if not _DEVICE.fullmatch(config.device):
         yield f"device={config.device}: must be auto, cpu, cuda, cuda:<number> or a GPU's UUID"
     size, gpus = config.training.batch_size, config.num_gpus
-    steps, workers = (
-        config.training.gradient_accumulation_steps,
-        config.training.num_workers,
-    )
-    if not config.can_accumulate and steps > 1:
-        yield _HAS_NO_KEY.format(ACCUMULATION, steps)
-    if config.theirs is not None and WORKERS not in config.theirs and workers:
-        yield _HAS_NO_KEY.format(WORKERS, workers)
+    if config.theirs is not None:
+        steps = config.training.gradient_accumulation_steps
+        for key, value, least in (
+            (BATCH, size, 1),
+            (ACCUMULATION, steps, 1),
+            (WORKERS, config.training.num_workers, 0),
+        ):
+            if value > least and key not in config.theirs:
+                yield (
+                    f"{key}={value}: the project's config has no key for it; refer to the one "
+                    f"that its code reads: '{key}=${{its.name}}'"
+                )
     if config.min_batch_size > size:
         least = config.min_batch_size
         yield f"min_batch_size={least}: must not be above training.batch_size={size}"

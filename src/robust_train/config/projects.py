@@ -125,17 +125,12 @@ def _check_batch(
     found: list[str],
 ) -> None:
     key = f"{GROUP}.{BATCH}"
-    if value is None and found:
+    if not found or _REFERENCE.fullmatch(str(value)):
+        return
+    if len(found) > 1:
         raise ConfigError(
             f"{key}: there are {', '.join(found)}; say which the training uses: "
             f"'{key}=${{{found[0]}}}'"
-        )
-    if value is None or _REFERENCE.fullmatch(str(value)):
-        return
-    if len(found) != 1:
-        raise ConfigError(
-            f"{key}={value}: no key of the project has it; refer to the one that the training "
-            f"uses: '{key}=${{data.batch_size}}'"
         )
     theirs = OmegaConf.select(cfg, found[0])
     if isinstance(value, int) and value != theirs:
