@@ -1,96 +1,109 @@
-"""What ``training.batch_size``, the accumulation and the effective batch ask for."""
+"""What ``training.batch_size``, the accumulation and the effective batch ask for, and values of any
+key that are refused."""
 
 import pytest
+from omegaconf import OmegaConf
 
 from robust_train.config.attempt import for_attempt, trainer_config
 from robust_train.config.checks import checked
 from robust_train.config.composition import complete
 from robust_train.model.errors import ConfigError
-from robust_train.model.spec import AttemptSpec
+from robust_train.model.spec import AttemptSpec, RetryRule
+
+
+def config_of(words):
+    """The config of a job with these overrides."""
+    return complete(OmegaConf.from_dotlist(words.split("; ") if words else []))
+
+
+def of_training(**values):
+    return "; ".join(f"training.{name}={value}" for name, value in values.items())
+
+
+AUTO = of_training(batch_size="auto")
+OF_16 = of_training(batch_size=16, effective_batch_size=64)
 
 
 @pytest.mark.parametrize(
-    ("training", "expected"),
+    ("words", "expected"),
     [
-        ({"num_gpus": 4, "batch_size": "auto"}, (True, 16, 1)),
-        ({"num_gpus": 2, "batch_size": 16, "effective_batch_size": 64}, (False, 16, 2)),
-        ({}, (False, 64, 1)),
-        ({"batch_size": 16, "gradient_accumulation_steps": 4}, (False, 16, 4)),
-        ({"batch_size": "24"}, (False, 24, 1)),
-        ({"batch_size": 16, "effective_batch_size": 64}, (False, 16, 4)),
-        ({"batch_size": "auto"}, (True, 64, 1)),
-        ({"batch_size": "auto", "effective_batch_size": 512}, (True, 512, 1)),
+        ("", (False, 64, 1)),
+        ("training.batch_size='24'", (False, 24, 1)),
+        (of_training(batch_size=16, gradient_accumulation_steps=4), (False, 16, 4)),
+        (OF_16, (False, 16, 4)),
+        (f"{OF_16}; num_gpus=2", (False, 16, 2)),
+        (AUTO, (True, 64, 1)),
+        (f"{AUTO}; training.effective_batch_size=512", (True, 512, 1)),
+        (f"{AUTO}; num_gpus=4", (True, 16, 1)),
     ],
 )
-def test_numbers_take_the_place_of_what_was_typed(training, expected):
-    num_gpus = training.get("num_gpus", 1)
-    own = {key: value for key, value in training.items() if key != "num_gpus"}
-    config = checked(complete({"num_gpus": num_gpus, "training": own}))
+def test_numbers_take_the_place_of_what_was_typed(words, expected):
+    config = checked(config_of(words))
     found = (config.training.batch_size, config.training.gradient_accumulation_steps)
     assert (config.finds_batch_size, *found) == expected
 
 
-OF_16 = {"batch_size": 16, "effective_batch_size": 64}
+OF_A_SCRIPT = "trainer.argv=[./train]; "
+NO_MULTIPLE = "training.effective_batch_size=64: is not a multiple of "
+
+
+def rule(text, more=""):
+    return more + "retry.rules=[{" + text + "}]"
 
 
 @pytest.mark.parametrize(
-    ("cfg", "words"),
+    ("words", "line"),
     [
-        ({"num_gpus": "${oops}"}, ["num_gpus: ", "key 'oops' not found"]),
-        ({"training": {"batch_size": "atuo"}}, ["training.batch_size=atuo", "or auto"]),
-        ({"training": {"batch_size": 1.5}}, ["training.batch_size=1.5", "integer"]),
-        ({"training": {"batch_size": True}}, ["training.batch_size=True", "integer"]),
-        ({"training": {"batch_size": "²"}}, ["training.batch_size=²", "integer"]),
-        ({"retry": {"rules": 3}}, ["retry.rules=3", "a list"]),
-        ({"notify": {"command": 3}}, ["notify.command=3", "a list"]),
-        ({"notify": {"on": True}}, ["notify.on=True", "a list"]),
+        ("num_gpus=${oops}", "num_gpus: Interpolation key 'oops' not found"),
+        ("training.batch_size=atuo", "training.batch_size=atuo: must be an integer or auto"),
+        ("training.batch_size=1.5", "training.batch_size=1.5: must be an integer or auto"),
+        ("training.batch_size=true", "training.batch_size=True: must be an integer or auto"),
+        ("training.batch_size=²", "training.batch_size=²: must be an integer or auto"),
+        ("training.effective_batch_size=0", "effective_batch_size=0: must be 1 or more"),
+        (of_training(batch_size=24, effective_batch_size=64), f"{NO_MULTIPLE}training.batch_size="),
+        (of_training(batch_size=128, effective_batch_size=64), NO_MULTIPLE),
+        (f"{OF_16}; num_gpus=3", f"{NO_MULTIPLE}training.batch_size=16 × num_gpus=3"),
+        (f"{AUTO}; num_gpus=3", f"{NO_MULTIPLE}num_gpus=3"),
+        (f"{OF_16}; training.gradient_accumulation_steps=2", "give only one of the two"),
+        (f"{AUTO}; training.gradient_accumulation_steps=4", "from training.effective_batch_size=…"),
+        (f"{AUTO}; preserve_effective_batch_size=false", "would depend on the GPU"),
+        (f"{AUTO}; min_batch_size=65", "min_batch_size=65: must not be above 64, the share of"),
+        ("notify.command=3", "notify.command=3: must be a list"),
+        ("notify.on=true", "notify.on=True: must be a list"),
+        ("retry.rules=3", "retry.rules=3: must be a list like [{exit_code: 3"),
+        ("retry.rules=[retry]", "retry.rules[0]=retry: must be a mapping like"),
+        (rule("mesage: x, then: retry"), "rules[0].mesage: no such key; did you mean message?"),
+        (rule("exception: X"), "retry.rules[0].then=…: no such action; accepted are retry, stop,"),
+        (rule("exception: X, then: retri"), "then=retri: no such action; did you mean retry?"),
+        (rule("then: retry"), "retry.rules[0]: needs one of exit_code, message, exception"),
+        (rule("message: a(, then: stop"), "retry.rules[0].message=a(: not a regular expression"),
+        (rule("message: 'a{9999999999}', then: stop"), "not a regular expression: the repetition"),
+        (rule("message: 3, then: stop"), "retry.rules[0].message=3: must be a string"),
+        (rule("exception: X, then: retry, times: 0"), "rules[0].times=0: must be an integer, 1 or"),
+        (rule("exception: X, then: stop, times: 2"), "rules[0].times: cannot be combined with"),
+        (rule("exit_code: 1, then: stop"), "retry.rules[0].exit_code: a function has none; use ex"),
+        (rule("message: '${nowhere}', then: stop"), "retry.rules: Interpolation key 'nowhere'"),
+        (rule("exception: X, then: stop", OF_A_SCRIPT), "rules[0].exception: a script raises none"),
         (
-            {"training": {"batch_size": "auto", "gradient_accumulation_steps": 4}},
-            ["gradient_accumulation_steps=4", "training.effective_batch_size"],
-        ),
-        (
-            {"training": {"batch_size": 24, "effective_batch_size": 64}},
-            ["training.effective_batch_size=64", "not a multiple of training.batch_size=24"],
-        ),
-        (
-            {"training": {"batch_size": 128, "effective_batch_size": 64}},
-            ["training.effective_batch_size=64", "not a multiple"],
-        ),
-        (
-            {"training": {**OF_16, "gradient_accumulation_steps": 2}},
-            ["gradient_accumulation_steps=2", "only one of the two"],
-        ),
-        ({"training": {"effective_batch_size": 0}}, ["effective_batch_size=0", "1 or more"]),
-        (
-            {"training": {"batch_size": "auto"}, "preserve_effective_batch_size": False},
-            ["preserve_effective_batch_size=false", "depend on the GPU"],
-        ),
-        (
-            {"training": {"batch_size": "auto"}, "min_batch_size": 65},
-            ["min_batch_size=65", "above 64", "training.effective_batch_size"],
-        ),
-        (
-            {"training": {"batch_size": "auto"}, "num_gpus": 3},
-            ["training.effective_batch_size=64", "not a multiple of num_gpus=3"],
-        ),
-        (
-            {"training": OF_16, "num_gpus": 3},
-            ["training.effective_batch_size=64", "batch_size=16 × num_gpus=3"],
+            rule("exit_code: -9, then: stop", OF_A_SCRIPT),
+            "rules[0].exit_code=-9: must be an intege",
         ),
     ],
 )
-def test_what_cannot_be_meant_is_refused_with_key_and_remedy(cfg, words):
+def test_what_cannot_be_meant_is_refused_in_a_line_with_key_and_remedy(words, line):
     with pytest.raises(ConfigError) as refused:
-        checked(complete(cfg))
-    message = str(refused.value)
-    assert len(message.splitlines()) == 1
-    for word in words:
-        assert word in message
+        checked(config_of(words))
+    assert line in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_script_has_rules_for_its_exit_codes():
+    words = rule("exit_code: 7, then: retry, times: 5", OF_A_SCRIPT)
+    assert checked(config_of(words)).retry.rules == (RetryRule("retry", exit_code=7, times=5),)
 
 
 @pytest.mark.parametrize(("factor", "expected"), [(1.0, 0.25), (0.5, 0.125)])
 def test_a_trainer_reads_the_learning_rate_of_its_attempt(factor, expected):
-    cfg = complete({"training": {"batch_size": 8, "lr": 0.25}})
-    spec = AttemptSpec((), 8, 1, lr_factor=factor)
-    config = for_attempt(checked(cfg), spec, "cpu")
+    cfg = config_of(of_training(batch_size=8, lr=0.25))
+    config = for_attempt(checked(cfg), AttemptSpec((), 8, 1, lr_factor=factor), "cpu")
     assert trainer_config(cfg, config).training.lr == expected

@@ -160,14 +160,6 @@ def test_effective_batch_is_exact_wherever_a_divisor_lies_in_range(settings):
             assert smaller * (accumulation - 1) < effective <= smaller * accumulation
 
 
-def test_accumulation_keeps_the_effective_batch_where_half_does_not_divide():
-    # 100 = 50 × 2; half of 50 is 25; at most half of 25 the largest divisor of 100 is 10
-    settings = policy(100, min_batch_size=4)
-    split = [settings.resized(settings.asked, size) for size in sizes(settings)]
-    found = [(one.batch_size, one.gradient_accumulation_steps) for one in split]
-    assert found == [(100, 1), (50, 2), (25, 4), (10, 10), (5, 20), (4, 25)]
-
-
 @given(
     st.integers(1, 64), st.integers(1, 4), st.integers(1, 8), st.integers(1, 8), st.integers(1, 8)
 )

@@ -1,55 +1,11 @@
-"""``retry.rules``: what is refused, and how a pattern is searched; what rules do are journeys."""
-
-import pytest
+"""How a pattern of ``retry.rules`` is searched. Test_batch_config has the rules that are refused;
+what rules do are journeys."""
 
 from attempts import decided, failed, gpu, policy
-from robust_train.config.checks import checked
-from robust_train.config.composition import complete
 from robust_train.host import search
-from robust_train.model.errors import ConfigError
 from robust_train.model.failure import FailureKind
 from robust_train.model.spec import RetryRule
 from robust_train.policy.decide import first_attempt
-
-
-@pytest.mark.parametrize(
-    ("rule", "words"),
-    [
-        ({"mesage": "x", "then": "retry"}, ["retry.rules[0].mesage", "did you mean message?"]),
-        ({"exception": "X"}, ["retry.rules[0].then", "retry, stop, exclude_gpu, smaller_batch"]),
-        ({"exception": "X", "then": "retri"}, ["then=retri", "did you mean retry?"]),
-        ({"then": "retry"}, ["retry.rules[0]", "exit_code, message, exception"]),
-        ({"message": "a(", "then": "stop"}, ["retry.rules[0].message=a(", "unterminated"]),
-        ({"message": 3, "then": "stop"}, ["retry.rules[0].message=3", "string"]),
-        ({"message": "a{9999999999}", "then": "stop"}, ["retry.rules[0].message", "too large"]),
-        ({"exception": "X", "then": "retry", "times": 0}, ["retry.rules[0].times=0", "1 or more"]),
-        ({"exception": "X", "then": "stop", "times": 2}, ["retry.rules[0].times", "then=stop"]),
-        ({"exit_code": 1, "then": "stop"}, ["retry.rules[0].exit_code", "use exception"]),
-        ("retry", ["retry.rules[0]=retry", "mapping"]),
-    ],
-)
-def test_a_rule_that_cannot_be_used_is_refused_in_a_line(rule, words):
-    with pytest.raises(ConfigError) as refused:
-        checked(complete({"retry": {"rules": [rule]}}))
-    assert "\n" not in str(refused.value)
-    for word in words:
-        assert word in str(refused.value)
-
-
-def test_a_rule_that_refers_to_a_key_that_is_not_there_is_refused_with_its_key():
-    rule = {"message": "${nowhere}", "then": "stop"}
-    with pytest.raises(ConfigError, match=r"^retry\.rules: .*nowhere"):
-        checked(complete({"retry": {"rules": [rule]}}))
-
-
-def test_a_script_has_exit_codes_and_no_exceptions():
-    script = {"trainer": {"argv": ["./train"]}}
-    rules = [{"exit_code": 7, "then": "retry", "times": 5}]
-    config = checked(complete({**script, "retry": {"rules": rules}}))
-    assert config.retry.rules == (RetryRule("retry", exit_code=7, times=5),)
-    for rule in ({"exception": "X", "then": "stop"}, {"exit_code": -9, "then": "stop"}):
-        with pytest.raises(ConfigError, match=r"retry.rules\[0\].ex"):
-            checked(complete({**script, "retry": {"rules": [rule]}}))
 
 
 def reason_with(output, *messages):

@@ -66,19 +66,6 @@ def test_after_a_short_write_nothing_is_lost_but_progress(path, missing):
     assert names[-3:] == [("job_ended", None), ("progress", 5), ("progress", 6)]
 
 
-def test_a_torn_last_line_of_an_earlier_launch_is_not_continued(path):
-    path.write_bytes(b'{"time": 1, "event": "prog')
-    Journal(path).write(JobEnded("completed"))
-    assert [event["event"] for event in events(path)] == ["job_ended"]
-
-
-def test_a_journal_that_cannot_be_looked_up_costs_one_warning(path, caplog):
-    journal = Journal(path.with_name("j" * 300))
-    for step in (1, 2):
-        journal.write(Progress(step, None, {}))
-    assert len(caplog.records) == 1
-
-
 def test_a_journal_that_cannot_be_read_now_is_no_empty_one(path):
     path.mkdir()
     with pytest.raises(IsADirectoryError):
@@ -119,26 +106,20 @@ def test_a_journal_stays_small_and_keeps_what_matters(path):
     assert attempts_in(path) == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "length", "events_of_it", "at_most"),
+    [("step {}", 1, 10_000, 0.75), ("histogram", 100_000, 300, 4)],
+)
 @pytest.mark.usefixtures("weeks")
-def test_a_user_event_with_a_name_for_each_step_does_not_fill_the_disk(path):
+def test_a_trainers_own_events_do_not_fill_the_disk(path, name, length, events_of_it, at_most):
+    """Neither those with a name for each step nor large ones."""
     journal = Journal(path)
-    for step in range(10_000):
-        journal.write(UserEvent(f"step {step}", {"value": step}), 1)
+    for step in range(events_of_it):
+        journal.write(UserEvent(name.format(step), {"step": step, "values": "x" * length}), 1)
     journal.write(JobEnded("completed"))
-    names = [event["event_name"] for event in events(path)[:-1]]
-    assert len(names) < 6000
-    assert path.stat().st_size < 0.75 * 1024**2
-    assert (names[0], names[-1]) == ("step 0", "step 9999")
-
-
-def test_large_events_become_sparse(path):
-    journal = Journal(path)
-    for step in range(300):
-        journal.write(UserEvent("histogram", {"step": step, "values": "x" * 100_000}), 1)
-    journal.write(JobEnded("completed"))
-    assert path.stat().st_size < 4 * 1024**2
+    assert path.stat().st_size < at_most * 1024**2
     steps = [event["fields"]["step"] for event in events(path)[:-1]]
-    assert (steps[0], steps[-1]) == (0, 299)
+    assert (steps[0], steps[-1]) == (0, events_of_it - 1)
 
 
 def test_a_disk_that_takes_long_holds_up_neither_a_line_nor_the_summary(tmp_path, monkeypatch):

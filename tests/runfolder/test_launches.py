@@ -54,12 +54,6 @@ def test_after_three_launches_in_a_row_without_a_new_checkpoint_the_next_is_refu
     assert launches(tmp_path) == 1, "counted anew"
 
 
-def test_a_job_that_has_never_reported_a_checkpoint_is_told_how(tmp_path):
-    launch(tmp_path)
-    with pytest.raises(NoProgress, match=r"none was ever reported \(a script's: --checkpoint\)"):
-        launch(tmp_path, most=1)
-
-
 def test_a_new_checkpoint_or_a_completed_job_begins_the_count_anew(tmp_path):
     first = launch(tmp_path)
     launch(tmp_path)
@@ -71,9 +65,11 @@ def test_a_new_checkpoint_or_a_completed_job_begins_the_count_anew(tmp_path):
     assert launches(tmp_path) == 1
 
 
-def test_a_job_file_of_an_earlier_version_has_had_no_launch(tmp_path):
-    (tmp_path / "job.json").write_text(json.dumps({"id": "a", "started": 1.0}))
-    assert launch(tmp_path, most=1) == "a"
+def test_a_job_without_any_checkpoint_is_refused_with_how_to_report_one(tmp_path):
+    (tmp_path / "job.json").write_text('{"id": "of an earlier version", "started": 1.0}')
+    assert launch(tmp_path, most=1) == "of an earlier version", "it has had no launch"
+    with pytest.raises(NoProgress, match=r"none was ever reported \(a script's: --checkpoint\)"):
+        launch(tmp_path, most=1)
 
 
 @pytest.mark.parametrize(

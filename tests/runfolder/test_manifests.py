@@ -60,14 +60,6 @@ def newest(folder):
     return None if found is None else found.path
 
 
-def test_a_manifest_says_whose_checkpoint_it_is_and_how_large(folder):
-    path = save(folder, 7, attempt=3, text="seven")
-    (manifest,) = read_manifests(folder)
-    assert (manifest.job, manifest.attempt, manifest.step) == ("ours", 3, 7)
-    assert (manifest.path, manifest.bytes) == (path, 5)
-    assert json.loads(manifest_of(path).read_text())["path"] == path.name
-
-
 def with_a_manifest_that_says(**values):
     def happens(folder):
         manifest = manifest_of(save(folder, 8))

@@ -138,20 +138,6 @@ def test_status_and_list_in_pipe_and_terminal(host, how):
     assert list((world.run_dir / "requests").iterdir()) == []
 
 
-def test_of_two_runs_one_is_named_and_stops_with_a_checkpoint_as_at_sigterm(host):
-    worlds = [host.world(name) for name in ("first", "second")]
-    for world in worlds:
-        host.train(world, "saves_when_it_stops")
-    second, first = (run["id"] for run in host.live())
-    assert "2 runs of yours are alive; name one: " in host.refused("stop")
-    answer = host.told("stop", second)
-    assert (answer["run"], answer["before"], answer["after"]) == (second, "running", "stopping")
-    ended = worlds[1].end(host.started[1], code=143)
-    assert ended.summary["status"] == "interrupted"
-    assert Path(ended.summary["checkpoint"]).exists()
-    wait_until(lambda: [run["id"] for run in host.live()] == [first], "one is left")
-
-
 def test_stop_a_second_time_has_to_be_meant(host):
     world = host.world("first")
     process = host.train(world, "does_not_hear_a_stop", "stop_grace_seconds=600")

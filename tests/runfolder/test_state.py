@@ -55,10 +55,6 @@ def test_events_of_an_attempt_are_folded():
     assert (about["attempt"], about["attempt_pid"], about["device"]) == (2, 77, "cuda:0,cuda:1")
 
 
-def test_events_before_any_attempt_change_no_attempt():
-    assert STATE.after(Progress(3)) == STATE
-
-
 @pytest.mark.parametrize("loss", ["tensor(0.5)", True, 10**400, [0.5], None])
 def test_a_loss_that_is_no_number_does_not_cost_the_state(loss, tmp_path):
     file = StateFile(tmp_path, replace(STATE, attempt=Attempt(1, SPEC)))

@@ -32,24 +32,24 @@ def mlflow(monkeypatch):
     return begin
 
 
-def test_wandb_gets_the_jobs_id_unless_the_user_has_set_one(tmp_path):
-    assert given(tmp_path) == WANDB
+def test_wandb_gets_the_jobs_id_where_it_may_be_installed_and_the_user_has_set_none(
+    tmp_path, monkeypatch
+):
     for name in ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_SWEEP_ID"):
         assert given(tmp_path, {name: ""}) == {}, "also an empty one"
-
-
-def test_a_function_gets_it_where_wandb_is_installed(tmp_path, monkeypatch):
     for is_there, expected in ((None, {}), (object(), WANDB)):
         monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name, it=is_there: it)
         assert given(tmp_path, is_script=False) == expected
+        assert given(tmp_path) == WANDB
 
 
-def test_mlflow_gets_the_run_that_was_active_last(tmp_path, mlflow):
+def test_mlflow_gets_the_run_that_was_active_last(tmp_path, mlflow, monkeypatch):
     note = TrackerNote(tmp_path, "abc")
     note.poll()
     assert given(tmp_path) == WANDB, "no run was active"
     for run in ("first", "second"):
         mlflow(run)
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///x")  # as set_tracking_uri() does
         note.poll()
         assert given(tmp_path) == {**WANDB, "MLFLOW_RUN_ID": run}
     mlflow("third", **{"mlflow.parentRunId": "whole"})
@@ -59,16 +59,6 @@ def test_mlflow_gets_the_run_that_was_active_last(tmp_path, mlflow):
     assert given(tmp_path, {"MLFLOW_TRACKING_URI": "another"}) == WANDB, "it is not known there"
     later = tracker_environment({}, tmp_path, "later job", is_script=True)
     assert later == {**WANDB, "WANDB_RUN_ID": "later job"}
-
-
-def test_a_server_that_the_trainer_chooses_itself_is_the_same_at_the_next_attempt(
-    tmp_path, mlflow, monkeypatch
-):
-    note = TrackerNote(tmp_path, "abc")
-    mlflow("first")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///x")  # as set_tracking_uri() does
-    note.poll()
-    assert given(tmp_path)["MLFLOW_RUN_ID"] == "first"
 
 
 def test_what_is_wrong_costs_the_note_and_nothing_else(tmp_path, mlflow):

@@ -1,5 +1,6 @@
 """Attempts as tests describe them."""
 
+import functools
 import re
 
 from omegaconf import DictConfig
@@ -62,9 +63,8 @@ KEYS_OF_A_PROJECT = {
 }
 
 
-def keys_at_the_root(text) -> list[str]:
-    """The keys of ours that a message names without the group ``robust``."""
-
+@functools.cache
+def _key_at_the_root():
     def names(node, prefix=""):
         for name, value in node.items_ex(resolve=False):
             if isinstance(value, DictConfig):
@@ -73,7 +73,12 @@ def keys_at_the_root(text) -> list[str]:
                 yield prefix + name + ("" if "." in prefix or "_" in name else "=")
 
     listed = "|".join(map(re.escape, names(complete({}))))
-    return re.findall(rf"(?<![\w./={{-])(?:{listed})(?!\w)", text)
+    return re.compile(rf"(?<![\w./={{-])(?:{listed})(?!\w)")
+
+
+def keys_at_the_root(text) -> list[str]:
+    """The keys of ours that a message names without the group ``robust``."""
+    return _key_at_the_root().findall(text)
 
 
 def gpu(index: int, free_gib: float, unusable: str | None = None) -> GpuInfo:
