@@ -204,6 +204,9 @@ def test_the_live_table_has_the_jobs_that_run():
 
 def test_the_best_job_of_a_sweep_may_have_no_overrides(tmp_path, capsys):
     row = replace(DONE, overrides=(), folder=str(tmp_path / "0"))
+    SweepTable("first", "basic").write(tmp_path)
+    assert main(["sweep", "best", str(tmp_path)]) == 1, "none has begun yet"
+    capsys.readouterr()
     SweepTable("first", "basic", "ended", 0, 1.0, (row,)).write(tmp_path)
     assert main(["sweep", "best", str(tmp_path)]) == 0
     assert capsys.readouterr().out == "\n"

@@ -49,7 +49,7 @@ from robust_train.sweep.record import (
     read_rows,
     read_table,
 )
-from robust_train.sweep.table import best_first, short_result
+from robust_train.sweep.table import best_first, short_result, values_of
 
 _COLUMNS = (
     "id",
@@ -440,10 +440,11 @@ def best(arguments: Namespace) -> Answer:
     folder, table = _sweep_at(arguments.path)
     if not table.jobs:  # it runs
         table = replace(table, jobs=tuple(read_rows(folder, table.sweep)))
-    point = next((one for one in best_first(table) if one.values), None)
-    if point is None:
+    first = next(iter(best_first(table)), [])
+    known = [row for row in first if row.value is not None]
+    if not known:
         raise CommandFailed(f"{folder}: no job has completed with a number")
-    row = point.best(table.sign)
+    row = max(known, key=lambda row: table.sign * (row.value or 0.0))
     summary = read_summary(row.path)
     checkpoint = None
     if summary is not None and summary.checkpoint is not None:
@@ -451,7 +452,7 @@ def best(arguments: Namespace) -> Answer:
     data: dict[str, Json] = {
         "job": row.job,
         "result": row.result,
-        "values": point.values,
+        "values": values_of(known),
         "overrides": row.overrides,
         "folder": row.folder,
         "checkpoint": checkpoint,

@@ -93,10 +93,10 @@ def sweep_story_of(folder: Path) -> SweepStory:
         has_story = (row.path / "journal.jsonl").exists()
         story = story_of(read_sources(row.path)) if has_story else None
         jobs[row.job] = JobStory(row, story)
-    rows = tuple(job.row for job in jobs.values())
-    best = best_first(replace(table, jobs=rows))
+    found = tuple(job.row for job in jobs.values())
+    points = best_first(replace(table, jobs=found))
     wall = table.wall_seconds
-    sentence = tally(rows)
+    sentence = tally(found)
     sentence += "." if wall is None else f" in {duration(wall)}."
     is_over = table.status == Status.ENDED
     if not is_over and is_held(folder):
@@ -109,7 +109,7 @@ def sweep_story_of(folder: Path) -> SweepStory:
         folder=str(folder),
         is_over=is_over,
         sentence=sentence,
-        jobs=tuple(jobs[row.job] for point in best for row in point.rows),
+        jobs=tuple(jobs[row.job] for rows in points for row in rows),
     )
 
 

@@ -156,7 +156,7 @@ class Sweep:
             self._notify(table, ended)
         points = best_first(table)
         lines = ["sweep:"]
-        lines += screen_table([row for point in points for row in point.rows])
+        lines += screen_table([row for rows in points for row in rows])
         if table.repeat > 1:
             lines += point_table(points)
         lines += [ended, f"sweep folder: {folder}"]

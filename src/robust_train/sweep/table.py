@@ -8,7 +8,6 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
@@ -30,53 +29,41 @@ COLUMNS = (
 _LONGEST_RESULT = 40
 
 
-@dataclass(frozen=True)
-class Point:
-    """What a sweep has tried: one job, or with ``repeat`` several that differ in their seeds."""
-
-    rows: tuple[SweepJob, ...]
-
-    @property
-    def values(self) -> list[float]:
-        """The results of its jobs that completed, if they are numbers."""
-        return [row.value for row in self.rows if row.value is not None]
-
-    def best(self, sign: int) -> SweepJob:
-        """Return the best of its jobs, one of which has a value."""
-        known = [row for row in self.rows if row.value is not None]
-        return max(known, key=lambda row: sign * (row.value or 0.0))
+def values_of(rows: Sequence[SweepJob]) -> list[float]:
+    """Return the results of the jobs that completed, if they are numbers."""
+    return [row.value for row in rows if row.value is not None]
 
 
-def best_first(table: SweepTable) -> list[Point]:
-    """Return what a sweep has tried, the best first, what has no value last."""
+def best_first(table: SweepTable) -> list[list[SweepJob]]:
+    """Return the jobs of each point that a sweep has tried, with ``repeat`` several that differ in
+    their seeds: the best first, what has no value last."""
     points: dict[int, list[SweepJob]] = {}
     for row in table.jobs:
         points.setdefault(row.job // table.repeat, []).append(row)
 
-    def rank(point: Point) -> float:
-        return -table.sign * fmean(point.values) if point.values else math.inf
+    def rank(rows: list[SweepJob]) -> float:
+        values = values_of(rows)
+        return -table.sign * fmean(values) if values else math.inf
 
-    return sorted((Point(tuple(rows)) for rows in points.values()), key=rank)
+    return sorted(points.values(), key=rank)
 
 
-def point_table(points: Sequence[Point]) -> list[str]:
+def point_table(points: Sequence[Sequence[SweepJob]]) -> list[str]:
     """Return what each point has reached over its seeds; failed ones are named."""
     lines: list[Sequence[object]] = []
-    shared = [
-        common([row.overrides for row in point.rows]) for point in points
-    ]
+    shared = [common([row.overrides for row in rows]) for rows in points]
     everywhere = common(shared)
-    for point, own in zip(points, shared, strict=True):
-        values = point.values
+    for rows, own in zip(points, shared, strict=True):
+        values = values_of(rows)
         spread = f" ± {stdev(values):.3g}" if len(values) > 1 else ""
         failed = ", ".join(
-            without(row.overrides, own) for row in point.rows if row.exit_code
+            without(row.overrides, own) for row in rows if row.exit_code
         )
         lines.append(
             (
-                point.rows[0].trial,
+                rows[0].trial,
                 f"{fmean(values):.6g}{spread}" if values else "-",
-                f"{len(values)} of {len(point.rows)}",
+                f"{len(values)} of {len(rows)}",
                 without(own, everywhere),
                 f"without {failed}" if failed else "",
             )
