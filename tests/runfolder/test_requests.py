@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -178,6 +179,15 @@ def test_a_request_that_nobody_took_is_for_the_next_attempt_or_the_end(tmp_path)
         assert len(find_requests(tmp_path)) == 1
     (answer,) = (tmp_path / "requests").iterdir()
     assert "the run ended before it came to that" in answer.read_text()
+
+
+def test_a_folder_that_is_removed_while_a_command_waits_is_a_run_that_has_ended(tmp_path):
+    with open_folder(tmp_path / "run") as folder:
+        folder.attempt_starts(Attempt(1, SPEC))
+        run = choose_run(None)
+        threading.Timer(0.2, shutil.rmtree, [tmp_path / "run"]).start()
+        with pytest.raises(ControlError, match="has ended"):
+            ask(run, "checkpoint")
 
 
 def test_requests_at_the_same_moment_are_all_answered(tmp_path):

@@ -108,12 +108,15 @@ def _wait_for_reply(
     answer = request.with_suffix(ANSWER)
     has_ended = False
     while True:
-        # not a look-up, which a network disk may have cached
-        names = os.listdir(answer.parent)
-        if answer.name in names:
-            reply: Reply = parse_json(read_small(answer, _MAX_ANSWER_BYTES)[0])
-            answer.unlink(missing_ok=True)
-            return reply
+        names: list[str] = []
+        with contextlib.suppress(OSError):  # gone, or its disk is away
+            # not a look-up, which a network disk may have cached
+            names = os.listdir(answer.parent)
+            if answer.name in names:
+                content, _ = read_small(answer, _MAX_ANSWER_BYTES)
+                answer.unlink(missing_ok=True)
+                reply: Reply = parse_json(content)
+                return reply
         waited = time.monotonic() - started
         if waited >= wait_seconds and (
             request.name not in names or waited >= SEEN_SECONDS
