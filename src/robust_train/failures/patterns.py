@@ -216,26 +216,19 @@ def read_evidence(text: str, match: Match) -> Evidence:
     found: dict[str, Any] = {
         name: _first(patterns, text) for name, patterns in FIGURES.items()
     }
-    requested = found["requested_bytes"]
-    allocated = found["allocated_bytes"]
-    free = found["free_bytes"]
+    requested, allocated = found["requested_bytes"], found["allocated_bytes"]
     reserved = found.pop("reserved_bytes")
     if allocated is not None and reserved is not None:
-        unused = max(0, reserved - allocated)
-        found["reserved_unallocated_bytes"] = (
-            found["reserved_unallocated_bytes"] or unused
+        unused = found["reserved_unallocated_bytes"] or max(
+            0, reserved - allocated
         )
+        found["reserved_unallocated_bytes"] = unused
     own_limit = _PREEMPTIVE.search(text) is not None
     if requested is not None:
-        unused, allowed = (
-            found["reserved_unallocated_bytes"],
-            found["allowed_bytes"],
-        )
+        free, allowed = found["free_bytes"], found["allowed_bytes"]
+        held = (allocated or 0) + (found["reserved_unallocated_bytes"] or 0)
         own_limit |= free is not None and free >= requested
-        own_limit |= (
-            bool(allowed)
-            and (allocated or 0) + (unused or 0) + requested > allowed
-        )
+        own_limit |= bool(allowed) and held + requested > allowed
     is_device = (
         match.kind is FailureKind.DEVICE_OOM and match.library == "torch"
     )

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from robust_train.failures.patterns import UNCLEAR
+from robust_train.host.memory import own_memory, process_limits, room_left
 from robust_train.model.attempt import Attempt
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
-from robust_train.readable import GIB
+from robust_train.readable import GIB, memory
 
 log = logging.getLogger("robust_train")
 
@@ -34,9 +35,6 @@ def no_room_to_import(module: str, error: BaseException | None) -> str | None:
         module: whose import failed.
         error: how; None if it ended the process.
     """
-    from robust_train.host.memory import process_limits
-    from robust_train.readable import memory
-
     limits = process_limits()
     if not limits:
         return None
@@ -72,9 +70,6 @@ def do_without_onednn(failure: Failure) -> None:
 def with_shortage(attempt: Attempt, earlier: Sequence[Attempt]) -> Attempt:
     """Return the attempt with a message of oneDNN's that has several causes taken for a lack of
     host memory, where its process reached a limit of its own, or an attempt before it ran out."""
-    from robust_train.host.memory import process_limits
-    from robust_train.readable import memory
-
     failure = attempt.failure
     if failure is None or failure.kind is not FailureKind.BUG:
         return attempt
@@ -88,22 +83,17 @@ def with_shortage(attempt: Attempt, earlier: Sequence[Attempt]) -> Attempt:
         why = "an attempt before it ran out of host memory"
     else:
         return attempt
-    message = f"{failure.message} ({why})"
-    evidence = Evidence(library="onednn", clue=Clue.UNCLEAR)
-    shortage = replace(
+    failure = replace(
         failure,
         kind=FailureKind.HOST_OOM,
-        message=message,
-        evidence=evidence,
+        message=f"{failure.message} ({why})",
+        evidence=Evidence(library="onednn", clue=Clue.UNCLEAR),
     )
-    return replace(attempt, failure=shortage)
+    return replace(attempt, failure=failure)
 
 
 def little_is_left() -> str:
     """Return what shows that host memory is short, empty for no evidence."""
-    from robust_train.host.memory import own_memory, room_left
-    from robust_train.readable import memory
-
     try:
         own, room = own_memory(), room_left()
     except MemoryError:

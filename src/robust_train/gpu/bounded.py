@@ -13,7 +13,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
 from typing import Any, TypeVar
@@ -30,17 +30,6 @@ class NoAnswer(Exception):
     """The driver or a command has not answered in time; the message names it and the seconds."""
 
 
-@contextlib.contextmanager
-def stops_blocked() -> Iterator[None]:
-    """Let Ctrl-Z take effect only after this block; a thread that starts in it never sees it."""
-    stops = {signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, stops)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-
-
 class _Call:
     """A call in a thread of its own."""
 
@@ -50,10 +39,15 @@ class _Call:
         self.since = time.monotonic()
         self.answer: Future[Any] = Future()
         self._call = call
-        # the kernel hands a signal to any thread that takes it, also while the main one blocks it
-        with stops_blocked():
+        # the thread takes no Ctrl-Z: the kernel hands a signal to any thread that does, also while
+        # the main one blocks it
+        stops = {signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, stops)
+        try:
             # Thread.start() waits until it runs
             _thread.start_new_thread(self._run, ())
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _run(self) -> None:
         try:

@@ -442,8 +442,7 @@ class NvmlSession:
     ) -> list[Any] | None:
         """Return NVML's list; None on any error."""
         call = getattr(self.nvml, f"nvmlDeviceGet{kind}RunningProcesses_v3")
-        listed: list[Any] | None = self._optional(call, handle)
-        return listed
+        return self._optional(call, handle)
 
     def _health_of(self, device: _Device) -> str | None:
         """Return why no job should start on a GPU; changes seldom, so it is not read each time."""

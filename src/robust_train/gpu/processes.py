@@ -51,19 +51,13 @@ def find_holders(gpus: Iterable[GpuInfo]) -> dict[int, GpuUser]:
     in a container the same number is another process, so there is none."""
     if not sees_host_pids():
         return {}
+    pids = {process.pid for gpu in gpus for process in gpu.processes or ()}
     found = {}
-    for pid in sorted(
-        {process.pid for gpu in gpus for process in gpu.processes or ()}
-    ):
-        try:
+    for pid in sorted(pids):
+        with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
-            command, user = (
-                _command(process),
-                user_name(process.uids().effective),
-            )
-        except psutil.Error:
-            continue
-        found[pid] = GpuUser(command, user)
+            user = user_name(process.uids().effective)
+            found[pid] = GpuUser(_command(process), user)
     return found
 
 
@@ -179,11 +173,9 @@ def user_name(uid: int) -> str:
 def is_mps_server(pid: int) -> bool:
     """Return whether a process is NVIDIA's Multi-Process Service, which shares a GPU. Its number
     means nothing in a container: there MPS's pipe shows it, which its clients need."""
-    try:
+    with contextlib.suppress(psutil.Error):
         if psutil.Process(pid).name().startswith("nvidia-cuda-mps"):
             return True
-    except psutil.Error:
-        pass
     pipes = os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps"
     return not sees_host_pids() and os.path.exists(
         os.path.join(pipes, "control")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import logging
 import os
@@ -55,7 +56,11 @@ _MOST_FAULTS = 8
 _NOT_LOCAL = re.compile(
     r"nfs|smb|cifs|fuse|lustre|ceph|k?afs|9p|gpfs|beegfs|gfs2|ocfs2|panfs|coda"
 )
-_warned: set[str] = set()
+
+
+@functools.cache
+def _warn_once(line: str) -> None:
+    log.warning("%s", line)
 
 
 class QueueProblem(NotDone):
@@ -175,17 +180,29 @@ class QueueDir:
         os.close(fd)
         raise OSError(errno.EINVAL, "not a regular file")
 
-    def create(self, name: str, mode: int) -> int:
-        """Return a descriptor of a new file, for reading and writing. Raises OSError (a full disk,
-        a name that is taken)."""
+    @contextlib.contextmanager
+    def creating(self, name: str) -> Iterator[int]:
+        """Yield a descriptor of a new, private file; when the block is left, it has its name and
+        all may read it. If the block raises, or the renaming does, nothing of it stays.
+
+        Raises:
+            OSError: a full disk, or a name that another user has taken.
+        """
+        temporary = os.path.join(
+            os.path.dirname(name), f"new.{os.urandom(8).hex()}"
+        )
         flags = (
             os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         )
-        return os.open(name, flags, mode, dir_fd=self.fd)
-
-    def publish(self, temporary: str, name: str) -> None:
-        """Give a new file its name."""
-        os.rename(temporary, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        fd = os.open(temporary, flags, 0o600, dir_fd=self.fd)
+        try:
+            yield fd
+            os.fchmod(fd, 0o644)
+            os.rename(temporary, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        except BaseException:
+            self.remove(temporary)
+            os.close(fd)
+            raise
 
     def remove(self, name: str) -> bool:
         """Remove a file; return False if that is not possible (another user's)."""
@@ -204,11 +221,8 @@ class QueueDir:
         try:
             return self._read_limit() if os.path.lexists(path) else NO_LIMIT
         except ValueError as mistake:
-            line = f"{path} is ignored: {mistake}"
-        if line not in _warned:
-            log.warning("%s", line)
-            _warned.add(line)
-        return NO_LIMIT
+            _warn_once(f"{path} is ignored: {mistake}")
+            return NO_LIMIT
 
     def exclusions(self) -> list[GpuFault]:
         """Return the last fault of each GPU that is excluded now."""
@@ -252,40 +266,29 @@ class QueueDir:
             for uuid, jobs in found.items()
         }
 
-    def exclude(
-        self,
-        uuid: str,
-        job: str,
-        reason: str,
-    ) -> bool:
+    def exclude(self, uuid: str, job: str, reason: str) -> bool:
         """Record that a GPU's hardware failed a job, for weeks and if it can be past a reboot;
         return False if the directory takes no more files."""
         job = job[-_MOST_TEXT:]
-        new = GpuFault(
-            "",
-            "",
-            job,
-            time.time(),
-            reason[: _MOST_TEXT // 2],
-        )
+        new = {
+            "job": job,
+            "time": time.time(),
+            "reason": reason[: _MOST_TEXT // 2],
+        }
         for folder in ("../", ""):
             name = f"{folder}faults.{uuid}.{os.geteuid()}"
             file = _FAULTS_FILE.fullmatch(name)
             if file is None:
                 return False
-            known = [one for one in self._faults_in(file) if one.job != job]
-            known.append(new)
-            content = json.dumps(
-                [asdict(one) for one in known[-_MOST_FAULTS:]]
-            )
-            temporary = f"{folder}new.{os.urandom(8).hex()}"
+            known = [
+                asdict(one) for one in self._faults_in(file) if one.job != job
+            ]
+            content = json.dumps((known + [new])[-_MOST_FAULTS:])
             with contextlib.suppress(OSError):
-                with os.fdopen(self.create(temporary, 0o644), "w") as opened:
-                    os.fchmod(opened.fileno(), 0o644)  # whatever the umask
-                    opened.write(content)
-                self.publish(temporary, name)
+                with self.creating(name) as fd:
+                    write_whole(fd, content.encode())
+                os.close(fd)
                 return True
-            self.remove(temporary)
         return False
 
     @contextlib.contextmanager
@@ -359,6 +362,13 @@ class QueueDir:
         if type(limit) is not int or limit < 1:
             raise ValueError("max_gpus_per_user is a number of GPUs from 1")
         return limit
+
+
+def write_whole(fd: int, data: bytes) -> None:
+    """Replace a file's content in place. Raises OSError: the disk took only a part."""
+    if os.pwrite(fd, data, 0) != len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.ftruncate(fd, len(data))
 
 
 def _excluding(

@@ -36,7 +36,7 @@ from robust_train.host.linux import (
     processes_of,
 )
 from robust_train.model.json import from_json
-from robust_train.queue.queue_dir import MOST_BYTES, QueueDir
+from robust_train.queue.queue_dir import MOST_BYTES, QueueDir, write_whole
 
 IDLE_SECONDS = 3600
 UNSEEN_SECONDS = 5.0
@@ -325,7 +325,7 @@ class Reservation:
             os.close(old)
         elif job != self.job:
             with self.registry.problems("written"):
-                _write(self.fd, job)
+                write_whole(self.fd, encode(job))
         self.job = job
 
     def release(self) -> None:
@@ -341,24 +341,10 @@ class Reservation:
             os.close(again)
 
     def _create(self, job: QueuedJob) -> int:
-        # private until it is locked: another user's lock could come first
-        temporary = f"new.{os.urandom(8).hex()}"
-        with self.registry.problems("written"):
-            fd = self.registry.create(temporary, 0o600)
-            try:
-                lock(fd)
-                _write(fd, job)
-                os.fchmod(fd, 0o644)
-                self.registry.publish(temporary, self._name)
-            except BaseException:
-                self.registry.remove(temporary)
-                os.close(fd)
-                raise
+        registry = self.registry
+        with registry.problems("written"), registry.creating(self._name) as fd:
+            lock(
+                fd
+            )  # while it is private: another user's lock could come first
+            write_whole(fd, encode(job))
         return fd
-
-
-def _write(fd: int, job: QueuedJob) -> None:
-    data = encode(job)
-    if os.pwrite(fd, data, 0) != len(data):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    os.ftruncate(fd, len(data))
