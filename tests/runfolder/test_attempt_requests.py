@@ -210,30 +210,28 @@ def test_one_request_for_the_launcher_and_one_of_another_rank_are_left_alone(att
 
 def test_a_signal_that_interrupts_the_handler_of_another_holds_nothing_up(tmp_path):
     """As a SIGTERM of the launcher's where the attempt has just received its own."""
-    run, interrupted = Run(run_dir=tmp_path), threading.Event()
+    run = Run(run_dir=tmp_path)
+    interrupted = threading.Event()
 
-    def second(frame, event, argument):
-        sys.settrace(None)
-        interrupted.set()
-        run.request_stop()
+    def asks(place):
+        """Ask to stop, and once more after so many lines of that."""
+        lines = iter(range(place))
 
-    def at_each_place(place):
-        calls = iter(range(place))
+        def trace(frame, event, argument):
+            if next(lines, None) is not None:
+                return trace
+            sys.settrace(None)
+            interrupted.set()
+            return run.request_stop()
 
-        def first(frame, event, argument):
-            if next(calls, None) is None:
-                second(frame, event, argument)
-                return None
-            return first
-
-        sys.settrace(first)
+        sys.settrace(trace)
         try:
             run.request_stop()
         finally:
             sys.settrace(None)
 
     for place in range(20):
-        thread = threading.Thread(target=at_each_place, args=(place,), daemon=True)
+        thread = threading.Thread(target=asks, args=(place,), daemon=True)
         thread.start()
         thread.join(20)
         assert not thread.is_alive(), f"stands still after {place} lines"
