@@ -16,6 +16,7 @@ from robust_train.cli import runs
 from robust_train.cli.main import main
 from robust_train.folder.run_list import state_directory
 from robust_train.folder.state import Summary
+from robust_train.sweep.record import SweepTable
 
 
 def ended(run_dir, name, status, result=None, **how):
@@ -106,6 +107,15 @@ def test_runs_are_listed_newest_first_with_result_and_the_command_that_goes_on(t
     assert main(["ps", "--goodput"]) == 0
     spent = "goodput 34 % of the 35 s that the jobs of the last 7 days have taken"
     assert spent in capsys.readouterr().out
+
+
+def test_a_sweep_that_cannot_be_resumed_is_named_once_for_all_its_jobs(tmp_path, capsys):
+    for number in ("0", "1"):
+        died(tmp_path / "sweep" / number)
+    SweepTable("id", "gpu_queue").write(tmp_path / "sweep")
+    assert main(["resume", "--all"]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f" is not resumed: {tmp_path / 'sweep'}: sweep.json names no command" in line
 
 
 def test_of_many_runs_the_newest_are_shown(tmp_path, capsys, monkeypatch):

@@ -110,28 +110,35 @@ def _of_sweep(folder: Path) -> str:
 
 def _resume_all() -> Answer:
     """Start in the background what no one has ended."""
-    lines, warnings, resumed, started = [], [], [], set[str]()
+    # by command, and by why there is none: a sweep has many jobs
+    commands: dict[str, KnownRun] = {}
+    problems: dict[str, KnownRun] = {}
     for run in find_runs():
         if run.alive or not run.is_here or not _ended_by_itself(run):
             continue
         try:
-            command = _of_job(run)
-            if command in started:  # a sweep has many jobs
-                continue
-            started.add(command)
+            commands.setdefault(_of_job(run), run)
+        except CommandFailed as problem:
+            problems.setdefault(str(problem), run)
+    resumed = []
+    for command, run in commands.items():
+        try:
             _start(command, run.run_dir / OUTPUT_FILE)
-        except (
-            CommandFailed,
-            OSError,
-        ) as problem:  # the others are resumed all the same
-            warnings.append(f"{run.id} is not resumed: {problem}")
-            continue
-        resumed.append(run.id)
-        lines.append(f"{run.id} resumes in the background; {run.run_dir}")
+        except OSError as problem:  # the others are resumed all the same
+            problems[str(problem)] = run
+        else:
+            resumed.append(run)
+    lines = [
+        f"{run.id} resumes in the background; {run.run_dir}" for run in resumed
+    ]
     lines.append(
         "robust-train ps shows them" if resumed else "nothing is to be resumed"
     )
-    return Answer({"resumed": resumed}, lines, warnings)
+    return Answer(
+        {"resumed": [run.id for run in resumed]},
+        lines,
+        [f"{run.id} is not resumed: {why}" for why, run in problems.items()],
+    )
 
 
 def _ended_by_itself(run: KnownRun) -> bool:
