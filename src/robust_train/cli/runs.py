@@ -430,9 +430,8 @@ def max_jobs(arguments: Namespace) -> Answer:
     except (OSError, requests.Refused) as error:
         raise CommandFailed(f"{folder}: {error}") from error
     data: dict[str, Json] = {"sweep": str(folder), "max_jobs": number}
-    return Answer(
-        data, [f"{folder}: at most {number} jobs at once from now on"]
-    )
+    most = f"at most {counted(number, 'job')} at once from now on"
+    return Answer(data, [f"{folder}: {most}"])
 
 
 def best(arguments: Namespace) -> Answer:
