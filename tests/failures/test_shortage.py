@@ -89,37 +89,32 @@ def test_the_message_is_host_memory_with_little_room_and_a_bug_with_much(message
     assert classify_failure(error) == first, "also when memory is free again"
 
 
-def test_the_step_is_repeated_with_smaller_parts_where_memory_is_short():
-    model = Fails(most=4)
-    with room_of(32 * MIB):
-        step(model)
-    assert model.sizes == [16, 8, *[4] * 4]
-
-
-def test_the_step_is_repeated_after_memory_has_run_out_in_it():
-    model = Fails(most=4, first=MemoryError("no memory"))
-    step(model)
-    assert model.sizes == [16, 8, *[4] * 4]
-
-
-def test_without_a_limit_it_is_raised_at_once():
-    model = Fails(most=4)
-    with pytest.raises(RuntimeError, match="primitive"):
-        step(model)
-    assert model.sizes == [16]
-
-
 def handled(model):
     OOMHandler(16, 1).run(lambda batch_size: model(torch.ones(batch_size, 4)))
 
 
-@pytest.mark.parametrize("run", [step, handled])
-def test_it_ends_with_its_own_traceback_where_no_size_helps(run):
-    model = Fails(most=0)
-    with room_of(32 * MIB), pytest.raises(RuntimeError, match="primitive") as raised:
+@pytest.mark.parametrize(
+    ("run", "most", "first", "room", "sizes"),
+    [
+        (step, 4, None, 32 * MIB, [16, 8, 4, 4, 4, 4]),
+        # memory has run out in the step just before
+        (step, 4, MemoryError("no memory"), None, [16, 8, 4, 4, 4, 4]),
+        # no size helps: it is raised with its own traceback
+        (step, 0, None, 32 * MIB, [16, 8, 4, 2, 1]),
+        (handled, 0, None, 32 * MIB, [16, 8, 4, 2, 1]),
+        # without a limit it is raised at once
+        (step, 4, None, None, [16]),
+    ],
+)
+def test_a_step_is_repeated_in_smaller_parts_where_memory_is_short(run, most, first, room, sizes):
+    model, helps = Fails(most, first), sizes[-1] == most
+    with contextlib.ExitStack() as limits:
+        raised = None if helps else limits.enter_context(pytest.raises(RuntimeError, match="prim"))
+        if room is not None:
+            limits.enter_context(room_of(room))
         run(model)
-    assert model.sizes == [16, 8, 4, 2, 1]
-    assert raised.traceback[-1].name == "forward"
+    assert model.sizes == sizes
+    assert helps or raised.traceback[-1].name == "forward"
 
 
 def launched(folder, model, seen):
@@ -135,20 +130,14 @@ def launched(folder, model, seen):
         launch(train, cfg, run_dir=folder)
 
 
-def test_a_job_that_no_size_helps_ends_as_a_bug(tmp_path):
+def test_a_job_that_no_size_helps_ends_as_a_bug_and_each_attempt_does_without_onednn(tmp_path):
+    """In one process, where its compiler would find no memory again."""
     seen = []
     with pytest.raises(RuntimeError, match="primitive"):
         launched(tmp_path, Fails(most=0), seen)
-    assert [size for size, _ in seen] == [8, 4]
+    assert seen == [(8, True), (4, False)]
     attempts = json.loads((tmp_path / "summary.json").read_text())["attempts"]
     assert [attempt["outcome"] for attempt in attempts] == ["host_oom", "bug"]
-
-
-def test_in_one_process_the_next_attempt_does_without_onednn(tmp_path):
-    """As its compiler would find no memory there either."""
-    seen = []
-    launched(tmp_path, Fails(most=4), seen)
-    assert [enabled for _, enabled in seen] == [True, False]
 
 
 COMPILER_WITHOUT_MEMORY = """
