@@ -1,8 +1,6 @@
 """Which checkpoints count and which are removed; no process is started but for one that is refused
 a file."""
 
-import errno
-import itertools
 import json
 import os
 import shutil
@@ -14,7 +12,6 @@ import pytest
 
 from another_user import as_another_user, needs_root
 from robust_train.attempt.run import Run
-from robust_train.folder import identity
 from robust_train.folder.checkpoints import newest_checkpoint, read_manifests, rotate
 from robust_train.folder.identity import (
     begin_job,
@@ -260,22 +257,6 @@ def test_what_cannot_be_read_is_an_error_after_a_while_and_no_reason_to_begin_an
     assert f"{manifest}: cannot be read now (Is a directory)" in line
     assert paused == sorted(paused)
     assert 50 <= sum(paused) <= 70
-
-
-@pytest.mark.parametrize("bad", range(3))
-def test_a_disk_that_is_away_for_a_moment_delays_the_beginning_whenever_that_is(
-    tmp_path, monkeypatch, bad
-):
-    reads = itertools.count()
-
-    def read(folder):
-        if next(reads) == bad:
-            raise OSError(errno.EIO, "Input/output error", str(folder))
-        return read_manifests(folder)
-
-    monkeypatch.setattr(identity, "read_manifests", read)
-    monkeypatch.setattr(identity, "PAUSES_SECONDS", (0.0,))
-    assert begin_job(tmp_path, resume=True).checkpoint is None
 
 
 @needs_root

@@ -26,9 +26,7 @@ _TYPES = {
     "float": "number",
     "bool": "boolean",
     "tuple[str, ...]": "list of strings",
-    "tuple[Speed, ...]": "list of objects",
     "Mapping[str, Json]": "object",
-    "Mapping[str, int]": "object of integers",
     "Attempt": "object",
 }
 

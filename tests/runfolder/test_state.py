@@ -5,8 +5,6 @@ import os
 from dataclasses import asdict, replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from attempts import gpu
 from robust_train import launch
@@ -119,11 +117,6 @@ def test_a_message_of_any_length_leaves_a_state_that_can_be_read(tmp_path):
 def test_control_characters_do_not_reach_a_terminal():
     found = RunState.read(with_values(name="a\x1b[2Jb", waiting={"reason": "\n"}))
     assert (found.name, found.waiting) == ("a?[2Jb", {"reason": "?"})
-
-
-@given(st.binary(max_size=200) | st.text(max_size=200).map(lambda t: json.dumps(t).encode()))
-def test_no_bytes_crash_the_reader(data):
-    assert RunState.read(data) is None
 
 
 def test_a_disk_that_takes_nothing_costs_one_warning(tmp_path, caplog):

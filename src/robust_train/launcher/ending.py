@@ -36,7 +36,7 @@ _MOST_LINES = 40
 _OF_THE_HOST = (FailureKind.HOST_OOM, FailureKind.WORKER_DEATH)
 _LINES = 15
 # of characters: each record of the attempt has them, and state.json is read up to 1 MiB
-_LONGEST_MESSAGE = 2_000
+_LONGEST_MESSAGE = 20_000
 _LONGEST_TRACEBACK = 100_000
 
 
