@@ -298,18 +298,21 @@ state = {"seen": []}
 for step, number in enumerate(run.batches(range(6)), run.load(state) + 1):
     state["seen"].append(number)
     run.progress(step)
-    if step == 4:
-        run.save(state, step)
-        run.finish_saving()
+    run.save(state, step)
+    run.finish_saving()
+    if step == 4 and run.attempt == 1:
         os.kill(os.getpid(), 9)
 run.result(state["seen"])
 """
 
 
-def test_a_script_that_takes_its_batches_of_our_run_sees_each_once(scripts):
-    ended = run_program(scripts, COUNTS_BATCHES, "retry_pause_seconds=0.1")
+def test_a_script_that_takes_its_batches_of_our_run_sees_each_once_and_saves_as_a_function(scripts):
+    own = ("retry_pause_seconds=0.1", "training.keep_checkpoints=3")
+    ended = run_program(scripts, COUNTS_BATCHES, *own)
     assert len(ended.attempts) == 2
     assert ended.summary["result"] == [0, 1, 2, 3, 4, 5]
+    kept = sorted(path.stem for path in (ended.run_dir / "checkpoints").glob("*.pt"))
+    assert kept == [f"step-{step:08}" for step in (4, 5, 6)]
 
 
 ENDS_BADLY = """

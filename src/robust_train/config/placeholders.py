@@ -44,6 +44,7 @@ class ScriptValues:
     checkpoint_every_minutes: str = AUTO
     # most optimizer steps without one; 0: any number
     checkpoint_every_steps: int = 0
+    keep_checkpoints: int = 2  # how many of `run.save` stay
     # `true`: recompute activations to save memory
     gradient_checkpointing: str = "false"
 

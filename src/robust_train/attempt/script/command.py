@@ -309,6 +309,7 @@ def _values(config: RobustConfig, run: Run) -> ScriptValues:
         run_dir=str(run.run_dir),
         checkpoint_every_minutes=AUTO if minutes is None else str(minutes),
         checkpoint_every_steps=training.checkpoint_every_steps or 0,
+        keep_checkpoints=training.keep_checkpoints,
         gradient_checkpointing=str(training.gradient_checkpointing).lower(),
     )
 

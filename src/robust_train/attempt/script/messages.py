@@ -214,6 +214,7 @@ class ScriptRun(Run):
             else 60 * float(minutes),
             every_steps=_number(environ, "checkpoint_every_steps") or 0,
         )
+        self._keeps = _number(environ, "keep_checkpoints") or self._keeps
         self._report_line = report_line
         self._split = {name: _number(environ, name) for name in _SPLIT}
         self._has_read: set[str] = set()
