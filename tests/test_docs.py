@@ -15,7 +15,6 @@ import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-import preloaded
 import robust_train
 import warm
 from robust_train import current_run
@@ -110,7 +109,7 @@ def test_complete_examples_run(code, world):
         ended = world.end(warm.start([str(script)], world.folder, world.environ))
         assert ended.returncode == 0, ended.output
         return
-    done = preloaded.run(code, cwd=world.folder, environ=world.environ)
+    done = warm.preloaded(code, cwd=world.folder, environ=world.environ)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 
-import preloaded
 import warm
 from command_world import SCRIPTS, argv, script
 from robust_train.attempt.script.command import check_command
@@ -215,7 +214,7 @@ def test_a_checkpoint_that_is_lost_while_the_job_waits_leads_to_the_one_before(s
     keys = ("trainer=command", "trainer.argv=[echo,is,given]", "trainer.checkpoint_glob='*.pt'")
     keys += ("trainer.resume_argv=['{checkpoint}']",)
     place = {"cwd": scripts.folder, "environ": scripts.world.environ}
-    ended = preloaded.run(GOES_ON, *keys, **place)
+    ended = warm.preloaded(GOES_ON, *keys, **place)
     assert f"{scripts.folder}/2.pt is missing or torn and is skipped" in ended.stdout, ended.stderr
     assert f"is given {scripts.folder}/1.pt\n" in ended.stdout
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-import preloaded
+import warm
 from command_world import CommandWorld
 from robust_train import MicroBatcher, OOMHandler, classify_failure, launch
 from robust_train.failures.shortage import with_shortage
@@ -175,7 +175,7 @@ print(sizes, torch.backends.mkldnn.enabled)
 
 def test_a_step_goes_on_after_onednns_compiler_found_no_memory():
     """For the rest of the thread the compiler finds none, even without a limit."""
-    ended = preloaded.run(COMPILER_WITHOUT_MEMORY)
+    ended = warm.preloaded(COMPILER_WITHOUT_MEMORY)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.split("\n")[0] == "[8, 4, 4] False", ended.stderr
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-import preloaded
+import warm
 from framework_config import framework_config
 from robust_train.attempt.run import MicroBatchPlan
 from robust_train.config.checks import unchecked
@@ -25,7 +25,7 @@ def test_ranks_whose_model_accelerate_shards_end_with_the_weights_of_one_process
     """Steps are repeated, and an attempt that ran out at every size is followed by one at half."""
     folder = Path(__file__).parent
     program = (folder / "ranks_sharded_by_accelerate.py").read_text()
-    ended = preloaded.run(program, str(tmp_path), cwd=folder)
+    ended = warm.preloaded(program, str(tmp_path), cwd=folder)
     assert ended.returncode == 0, ended.stderr
     seen = json.loads(ended.stdout.splitlines()[-1])
     (one,) = seen["one"]

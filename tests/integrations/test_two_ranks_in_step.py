@@ -8,7 +8,7 @@ import pytest
 import torch
 from running_out import RUN_OUT, differ_by_rounding_alone
 
-import preloaded
+import warm
 
 
 @pytest.mark.proves("Lightning", "several GPUs", "refused", "a collective inside a micro-batch")
@@ -19,7 +19,7 @@ import preloaded
 def test_one_of_two_ranks_repeats_its_share_of_the_step(tmp_path, framework):
     folder = Path(__file__).parent
     program = (folder / "group_of_two.py").read_text()
-    ended = preloaded.run(program, framework, str(tmp_path), cwd=folder)
+    ended = warm.preloaded(program, framework, str(tmp_path), cwd=folder)
     seen = json.loads(ended.stdout)
     assert all(seen), ended.stderr
     # the framework by itself, whose ranks communicate in the backward pass

@@ -42,7 +42,7 @@ _LARGE_IMPORTS = {
     # the latter is imported when an optimizer is built
     "": ("torch", "torch._dynamo"),
     # what the built-in trainer's default imports; and the trainer itself, for programs without a
-    # launcher (see preloaded)
+    # launcher (see :func:`preloaded`)
     "vision": ("torch.utils.tensorboard", "sklearn.datasets", "robust_train.vision.trainer"),
 }
 _SHOW_STACKS = signal.SIGRTMAX - 1  # of no use to anybody else
@@ -136,6 +136,15 @@ def run(argv, environ, cwd=None, timeout=120, kind=None) -> subprocess.Completed
     command = start(argv, cwd or Path.cwd(), environ, kind)
     stdout, stderr = command.communicate(timeout=timeout)
     return subprocess.CompletedProcess(list(argv), command.wait(), stdout, stderr)
+
+
+def preloaded(program, *arguments, cwd=None, environ=None) -> subprocess.CompletedProcess[str]:
+    """Run ``python -c program arguments…`` to its end, with torch and the built-in trainer there,
+    in this process's environment or in ``environ``. Freed blocks of memory go back to the system at
+    once, so that a limit is one on what is held and not on what a heap with holes has kept."""
+    environ = environ or {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environ = {**environ, _MMAP_THRESHOLD: "65536"}
+    return run(("-c", program, *arguments), environ, cwd, 90, kind="vision")
 
 
 def robust_train(*arguments, environ, cwd=None) -> subprocess.CompletedProcess[str]:

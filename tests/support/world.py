@@ -15,7 +15,6 @@ from typing import Any
 
 import psutil
 
-import preloaded
 import real_gpus
 import warm
 from terminal import run_at_a_terminal
@@ -99,7 +98,7 @@ class World:
 
     alone = False
     """Whether commands begin in an interpreter of their own, as users' do, and not as forks of one
-    that has imported what they import (see :mod:`warm` and :mod:`preloaded`)."""
+    that has imported what they import (see :mod:`warm`)."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -131,7 +130,7 @@ class World:
         imports_torch = script == "train.py" or "isolation=none" in arguments
         if imports_torch and "-m" not in arguments and not self.alone and not options:
             command = self.command(*arguments, script=script)[1:]
-            ended = preloaded.run(_SCRIPT, *command, cwd=self.folder, environ=self.environ)
+            ended = warm.preloaded(_SCRIPT, *command, cwd=self.folder, environ=self.environ)
             found = Ended(ended.returncode, ended.stdout, ended.stderr, self.run_dir)
             return found.with_code(code)
         return self.end(self.start(*arguments, script=script, **options), code)

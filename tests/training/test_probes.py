@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from training_world import WatchedRun
 
-import preloaded
+import warm
 from robust_train import find_batch_size
 from robust_train.attempt.run import MicroBatchPlan
 from robust_train.model.errors import AttemptsExhausted
@@ -61,7 +61,7 @@ print(json.dumps([len(found.probes), *map(fits, sizes)]))
 
 
 def test_the_largest_that_fits_is_found_in_four_tries_under_a_real_limit():
-    ended = preloaded.run(WITHIN_A_LIMIT, cwd=ROOT / "tests")
+    ended = warm.preloaded(WITHIN_A_LIMIT, cwd=ROOT / "tests")
     assert ended.returncode == 0, ended.stderr
     probes, it_fits, more_fits = json.loads(ended.stdout)
     # not affine: with few samples the peak is that of the last layer's weights, not of activations

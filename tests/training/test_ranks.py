@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 from training_world import difference, trained_weights
 
-import preloaded
+import warm
 from robust_train.config.placeholders import MicroBatchPlan
 from robust_train.model.failure import Failure, FailureKind
 from robust_train.step.ranks import RankReport, RanOut, ReplicaFinder, Replicated, agree
@@ -22,7 +22,7 @@ PARTS = re.findall(r"(?m)^    (\w+),$", PROGRAM.partition("\nPARTS")[2])
 def group(tmp_path_factory):
     """What four processes have seen."""
     folder = tmp_path_factory.mktemp("group")
-    ended = preloaded.run(PROGRAM, str(folder), cwd=Path(__file__).parent)
+    ended = warm.preloaded(PROGRAM, str(folder), cwd=Path(__file__).parent)
     assert ended.returncode == 0, ended.stderr
     seen = json.loads(ended.stdout)
     assert all(seen["ranks"]), ended.stderr

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import preloaded
+import warm
 from robust_train.attempt.checkpoints import CheckpointFolder, read_newest
 from robust_train.attempt.run import Run
 from robust_train.folder.checkpoints import newest_checkpoint
@@ -18,7 +18,7 @@ PARTS = re.findall(r"(?ms)^    (\w+),$", PROGRAM.partition("\nPARTS")[2])
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shards")
-    ended = preloaded.run(PROGRAM, str(folder), cwd=Path(__file__).parent)
+    ended = warm.preloaded(PROGRAM, str(folder), cwd=Path(__file__).parent)
     assert ended.returncode == 0, ended.stderr
     seen = json.loads(ended.stdout.splitlines()[-1])
     assert all(seen["ranks"]), ended.stderr

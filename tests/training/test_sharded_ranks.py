@@ -8,7 +8,7 @@ import pytest
 import torch
 from training_world import difference, trained_weights
 
-import preloaded
+import warm
 from robust_train.model.errors import ConfigError
 from robust_train.vision.sharding import shard
 
@@ -17,7 +17,7 @@ PARTS = re.findall(r"(?m)^    (\w+),$", PROGRAM.partition("\nPARTS")[2])
 
 
 def seen_by_ranks(folder, how):
-    ended = preloaded.run(PROGRAM, str(folder), how, cwd=Path(__file__).parent)
+    ended = warm.preloaded(PROGRAM, str(folder), how, cwd=Path(__file__).parent)
     assert ended.returncode == 0, ended.stderr
     seen = json.loads(ended.stdout)
     assert all(seen["ranks"]), ended.stderr
