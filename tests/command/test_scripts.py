@@ -269,10 +269,18 @@ def test_a_batch_size_that_does_not_reach_the_script_is_said_and_nothing_is_repe
     assert "micro-batch" not in ended.output
 
 
+KILLED_ONCE = """
+import os
+if os.environ["ROBUST_TRAIN_ATTEMPT"] == "1":
+    os.kill(os.getpid(), 9)
+"""
+
+
 @pytest.mark.parametrize("words", [(), ("{checkpoint}",)])
 def test_a_checkpoint_that_does_not_reach_the_script_is_said(scripts, words):
-    ended = run_program(scripts, "", "--checkpoint", "*.pt", words=words)
+    ended = run_program(scripts, KILLED_ONCE, "--checkpoint", "*.pt", words=words)
     assert ("--checkpoint alone gives the script nothing" in ended.stdout) == (not words)
+    assert "no checkpoint is known\n" in ended.stdout, "nor does it advise what was given"
 
 
 READS_ITS_BATCH = """

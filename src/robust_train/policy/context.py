@@ -85,7 +85,11 @@ class FailureContext:
         ]
         if path := next(filter(None, paths), None):
             return f"the last checkpoint, {PurePath(path).name}"
-        hint = " (--checkpoint)" if self.config.is_script else ""
+        is_asked = (
+            self.config.is_script
+            and self.config.trainer.checkpoint_glob is None
+        )
+        hint = " (--checkpoint)" if is_asked else ""
         return f"the beginning, for no checkpoint is known{hint}"
 
     @property
