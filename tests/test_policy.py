@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from attempts import KEYS_OF_A_PROJECT, decided, failed, gpu, keys_at_the_root, policy
 from robust_train.config.schema import RetryConfig
 from robust_train.failures.advice import with_advice
+from robust_train.host import search
 from robust_train.model.failure import MEMORY_FAILURES, Clue, Evidence, Failure, FailureKind
 from robust_train.model.spec import GiveUp, Retry, RetryRule
 from robust_train.policy.context import FailureContext, Offers, excluded_after
@@ -216,3 +217,29 @@ def test_what_the_host_avoids_after_a_fault_follows_from_the_same_evidence():
     assert excluded_after(address, (one,), {"GPU-0"}) == {}
     assert set(excluded_after(address, (one, two), {"GPU-0"})) == {"GPU-1"}
     assert excluded_after(replace(ecc, kind=FailureKind.DEVICE_OOM), (one,), ()) == {}
+
+
+# --- how a pattern of `retry.rules` is searched ---
+
+
+def reason_with(output, *messages):
+    """The reason of the decision after a bug, with rules to stop at these messages."""
+    settings = policy(rules=tuple(RetryRule("stop", message=one) for one in messages))
+    spec = first_attempt(settings, (gpu(0, 20),))
+    return decided(settings, (failed(spec, FailureKind.BUG, output=output),)).reason
+
+
+def test_a_pattern_that_takes_exponential_time_is_passed_over_in_a_line(monkeypatch, caplog):
+    monkeypatch.setattr(search, "LIMIT_SECONDS", 2.0)
+    for _ in range(2):
+        reason = reason_with("a" * 60 + "b\nx\ud800 nan", "(a+)+$", "x.*nan")
+        assert reason.endswith("retry.rules[1]: stop")
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("retry.rules: message (a+)+$ is skipped: it takes more than 2 s")
+
+
+def test_a_search_whose_process_fails_is_passed_over_in_a_line(monkeypatch, caplog):
+    monkeypatch.setattr(search, "SEARCH", "raise SystemExit(3)")
+    reason_with("out of nowhere", "nowhere")
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == "retry.rules: message nowhere is skipped: its process ended with 3"

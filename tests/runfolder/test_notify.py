@@ -206,8 +206,6 @@ def test_urls_leave_the_config_and_hydras_part_of_it():
 
 
 def test_notify_test_says_whether_it_was_delivered(tmp_path, capfd):
-    assert main(["notify", "test"]) == 2
-    assert "nothing to send to" in capfd.readouterr().err
     program = tmp_path / "program"
     program.write_text("#!/bin/sh\nexit 0\n")
     program.chmod(0o755)

@@ -82,14 +82,9 @@ def wait_until_readable(
         except OSError as error:
             if (limit := limit_reached(error)) is not None:
                 raise limit from error
-            what, why = (
-                error.filename or "the run folder",
-                error.strerror or error,
-            )
-            problem, pause = (
-                f"{what}: cannot be read now ({why})",
-                next(pauses, None),
-            )
+            what = error.filename or "the run folder"
+            problem = f"{what}: cannot be read now ({error.strerror or error})"
+            pause = next(pauses, None)
             if pause is None:
                 problem += "; nothing was changed, and what cannot be read may be removed"
                 raise unusable_folder(problem, error) from error

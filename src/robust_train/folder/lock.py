@@ -193,7 +193,7 @@ def refusal(run_dir: Path) -> str | None:
     holder = read_holder(run_dir)
     if not is_held(run_dir) or (holder is not None and holder.is_dead):
         return None
-    return _in_use(run_dir, holder)
+    return _in_use(run_dir)
 
 
 def wait_until_free(run_dir: Path) -> None:
@@ -204,26 +204,24 @@ def wait_until_free(run_dir: Path) -> None:
 def _wait_until(is_free: Callable[[], bool], run_dir: Path) -> None:
     """Wait for what ends by itself: the last attempt of a dead launcher, and the lock of a host
     that is lost. A live job of this host is refused at once."""
-    _end_leftovers(read_holder(run_dir))
+    _end_leftovers(run_dir)
     started = time.monotonic()
     has_warned = False
     while True:
         if is_free():
             return
         waited = time.monotonic() - started
-        holder = read_holder(run_dir)
         if waited > _RETRY_SECONDS:
+            holder = read_holder(run_dir)
             if holder is not None and holder.process is not None:
-                raise ConfigError(_in_use(run_dir, holder))
+                raise ConfigError(_in_use(run_dir))
             limit = LEASE_SECONDS
             why = "for the lock of a host that is lost to be given up"
             if holder is not None and holder.is_dead:
-                limit, why = (
-                    ORPHAN_SECONDS,
-                    "for the last checkpoint of its attempt",
-                )
+                limit = ORPHAN_SECONDS
+                why = "for the last checkpoint of its attempt"
             if waited > limit:
-                raise RunFolderUnavailable(_in_use(run_dir, holder))
+                raise RunFolderUnavailable(_in_use(run_dir))
             if not has_warned:
                 has_warned = True
                 log.warning(
@@ -247,8 +245,9 @@ def left_of(
     )
 
 
-def _end_leftovers(holder: Holder | None) -> None:
+def _end_leftovers(run_dir: Path) -> None:
     """End what is left of the folder's last job; its attempt is given time for a checkpoint."""
+    holder = read_holder(run_dir)
     if holder is None or not (left := left_of(holder)):
         return
     log.warning(
@@ -266,9 +265,10 @@ def _end_leftovers(holder: Holder | None) -> None:
         log.warning("%s cannot be ended: it hangs in the kernel", named(left))
 
 
-def _in_use(run_dir: Path, holder: Holder | None) -> str:
+def _in_use(run_dir: Path) -> str:
+    who = _name_of(read_holder(run_dir))
     return (
-        f"folder {run_dir} is in use by {_name_of(holder)}; choose another (hydra.run.dir=…, a "
+        f"folder {run_dir} is in use by {who}; choose another (hydra.run.dir=…, a "
         "sweep's hydra.sweep.dir=…, or --run-dir of robust-train run), or stop that job: "
         f"robust-train stop {run_dir}"
     )
