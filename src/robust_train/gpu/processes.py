@@ -73,9 +73,9 @@ def list_cuda_processes(
         for listed in gpu.processes or ():
             if listed.computes:
                 sizes = on.setdefault(listed.pid, {})
-                known, size = sizes.get(gpu.index, 0), listed.used_bytes
+                held, size = sizes.get(gpu.index, 0), listed.used_bytes
                 sizes[gpu.index] = (
-                    None if known is None or size is None else known + size
+                    None if held is None or size is None else held + size
                 )
             else:
                 others[listed.pid] = (
@@ -83,20 +83,34 @@ def list_cuda_processes(
                 )
     needs_proof = not sees_host_pids()
     processes = []
-    for pid, used in sorted(on.items()):
+    for pid, sizes in sorted(on.items()):
         others.pop(pid, None)
-        found = _identify(pid, used)
-        if found is None:
+        started = started_at(pid)
+        try:
+            process = psutil.Process(pid)
+            uid, command = process.uids().real, _command(process)
+        except psutil.Error:
             others[pid] = (
                 "is not visible from here (in another container, or it just ended)"
             )
-        elif needs_proof and not has_cuda_library(pid):
+            continue
+        if needs_proof and not has_cuda_library(pid):
             others[pid] = (
                 "has not loaded CUDA's library: NVML means another process by that number, one "
                 "outside of this container"
             )
-        else:
-            processes.append(found)
+            continue
+        known = [size for size in sizes.values() if size is not None]
+        processes.append(
+            CudaProcess(
+                pid,
+                uid,
+                command,
+                started,
+                tuple(sizes),
+                sum(known) if len(known) == len(sizes) else None,
+            )
+        )
     return processes, others
 
 
@@ -179,27 +193,6 @@ def is_mps_server(pid: int) -> bool:
     pipes = os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps"
     return not sees_host_pids() and os.path.exists(
         os.path.join(pipes, "control")
-    )
-
-
-def _identify(
-    pid: int,
-    used: Mapping[int, int | None],  # its memory by GPU
-) -> CudaProcess | None:
-    started = started_at(pid)
-    try:
-        process = psutil.Process(pid)
-        uid, command = process.uids().real, _command(process)
-    except psutil.Error:
-        return None
-    sizes = [size for size in used.values() if size is not None]
-    return CudaProcess(
-        pid,
-        uid,
-        command,
-        started,
-        tuple(used),
-        sum(sizes) if len(sizes) == len(used) else None,
     )
 
 

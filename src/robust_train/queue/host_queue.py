@@ -258,8 +258,7 @@ class HostQueue:
             room = (
                 min(here) if len(here) == len(uuids) else before.reserved_bytes
             )
-            has_room_here = self.announce(uuids, min(need_bytes, room))
-            if self._reservation is not None and not has_room_here:
+            if not self.announce(uuids, min(need_bytes, room)):
                 self._reservation.update(before.on(uuids))
         except QueueProblem as problem:
             self.do_without(problem)
@@ -268,8 +267,9 @@ class HostQueue:
     def exclude(self, uuid: str, reason: str) -> None:
         """Exclude a GPU that proved unhealthy for the host's jobs, and log whether it is."""
         fate = "failed, and other jobs do not know of it"
-        registry, job = self._registry, self._job.run_dir
-        if registry is not None and registry.exclude(uuid, job, reason):
+        if self._registry and self._registry.exclude(
+            uuid, self._job.run_dir, reason
+        ):
             fate = f"is excluded for {EXCLUDED_SECONDS / 60:g} min for all jobs of this host"
         log.warning(
             "%s %s: %s (robust-train doctor)",
