@@ -309,17 +309,22 @@ for step, number in enumerate(run.batches(range(6)), run.load(state) + 1):
     run.finish_saving()
     if step == 4 and run.attempt == 1:
         os.kill(os.getpid(), 9)
+run.epoch_ended(1, accuracy=0.25)
+run.record("tested", {"step": 6, "accuracy": 0.5})
 run.result(state["seen"])
 """
 
 
-def test_a_script_that_takes_its_batches_of_our_run_sees_each_once_and_saves_as_a_function(scripts):
-    own = ("retry_pause_seconds=0.1", "training.keep_checkpoints=3")
+def test_a_script_has_of_our_run_what_a_function_has(scripts):
+    """The very next batch, as many checkpoints as are asked for, and its objective on the way."""
+    own = ("retry_pause_seconds=0.1", "training.keep_checkpoints=3", "objective=accuracy")
     ended = run_program(scripts, COUNTS_BATCHES, *own)
     assert len(ended.attempts) == 2
     assert ended.summary["result"] == [0, 1, 2, 3, 4, 5]
     kept = sorted(path.stem for path in (ended.run_dir / "checkpoints").glob("*.pt"))
     assert kept == [f"step-{step:08}" for step in (4, 5, 6)]
+    reported = [event for event in ended.journal if event["event"] == "report"]
+    assert [(one["step"], one["value"]) for one in reported] == [(1, 0.25), (6, 0.5)]
 
 
 ENDS_BADLY = """

@@ -665,7 +665,7 @@ class Run:
                 figures,
             )
         )
-        self._report_objective(figures, epoch)
+        self.report_objective(figures, epoch)
         self.speed.pause()
         self.memory_keeper.occasion("epoch")
 
@@ -700,13 +700,14 @@ class Run:
         """Record an event of the trainer's own in the journal: any name, any fields."""
         figures = plain(dict(fields))
         self.send(UserEvent(str(event), figures))
-        self._report_objective(figures, figures.get("step"))
+        self.report_objective(figures, figures.get("step"))
 
-    def _report_objective(
+    def report_objective(
         self,
         figures: Mapping[str, Json],
         step: Json,
     ) -> None:
+        """Report the figure that ``objective`` names, if it is among these."""
         value = figures.get(self._objective)
         if (
             self.is_main

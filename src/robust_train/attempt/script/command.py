@@ -59,12 +59,14 @@ from robust_train.model.errors import (
 )
 from robust_train.model.events import (
     CheckpointSaved,
+    EpochEnded,
     Json,
     Progress,
     ScriptEnded,
     ScriptStarted,
     SpeedMeasured,
     TrainingStarted,
+    UserEvent,
 )
 from robust_train.readable import signal_name
 
@@ -285,6 +287,13 @@ class _Attempt:
                 self._saved(where, step)
             case Result(value=value):
                 self.result = value
+            # a script does not know which figure `objective` names
+            case EpochEnded(epoch=epoch, metrics=metrics) as event:
+                self._run.send(event)
+                self._run.report_objective(metrics, epoch)
+            case UserEvent(fields=fields) as event:
+                self._run.send(event)
+                self._run.report_objective(fields, fields.get("step"))
             case event:
                 if isinstance(event, SpeedMeasured):
                     self._run.speed.stop()
