@@ -189,6 +189,14 @@ def test_a_group_that_has_lost_one_before_waits_for_as_many_as_it_has():
     assert decided(settings, (again,), group[:3]).room.counts == (2,)
 
 
+def test_a_retry_because_of_the_disk_names_it_where_the_error_does_not():
+    settings = policy(8)
+    spec = first_attempt(settings, ())
+    cut_off = failed(spec, FailureKind.DISK_FULL, message="unexpected pos 3392 vs 3344")
+    reason = decided(settings, (cut_off,)).reason
+    assert reason.startswith("disk full or failing (unexpected pos 3392 vs 3344): the same again")
+
+
 @pytest.mark.parametrize("name", ["last.pt", "version_{}/last.pt"])
 def test_a_script_that_starts_over_each_time_is_not_repeated_for_ever(name):
     """It saves as much as one that goes on, and a script need not report steps."""

@@ -290,6 +290,9 @@ class FailureContext:
                 return f"CUDA does not work on {device} ({failure.message})"
             case FailureKind.DEVICE_UNAVAILABLE:
                 return f"{device} is not available ({failure.message})"
+            case FailureKind.DISK_FULL:
+                # torch only finds its file shorter than it should be
+                return f"{failure.kind.in_words} ({failure.message})"
         return failure.message
 
     def retry(
