@@ -58,7 +58,7 @@ def test_the_manifest_that_a_full_disk_owes_takes_the_room_of_an_older_checkpoin
         assert begin_job(run_dir, resume=True).checkpoint == folder.path / "step-00000003.pt"
 
 
-def test_whether_a_disk_has_room_again(disk, tmp_path):
+def test_whether_a_disk_has_room_again(disk, tmp_path, monkeypatch):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     message = f"OSError: [Errno 28] No space left on device: '{disk}/cache'"
@@ -67,6 +67,8 @@ def test_whether_a_disk_has_room_again(disk, tmp_path):
     assert why_full(run_dir, "OSError: [Errno 28] No space left on /nowhere/x") == ""
     assert "(No space left on device)" in str(why_full(disk, ""))
     filler.unlink()
+    # whoever else writes there would have no space meanwhile
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("all that is left is taken"))
     assert "(No space left on device)" in str(why_full(disk, "")), "64 KiB are not enough"
     assert list(disk.iterdir()) == []
 

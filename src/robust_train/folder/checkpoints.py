@@ -341,15 +341,16 @@ def why_full(run_dir: Path, message: str) -> str:
     try:
         folder = run_dir / "checkpoints"
         size = max((one.bytes for one in read_manifests(folder)), default=0)
+        size = max(size, _LEAST_BYTES)
+        place = folder if folder.is_dir() else run_dir
+        disk = os.statvfs(place)
+        # else others would have no space while it is tried, and where a disk cannot reserve any
+        # (NFS before 4.2) what is left would be written full each time
+        if disk.f_blocks and disk.f_bavail * disk.f_frsize < size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         # what counts space, inodes and a quota
-        with tempfile.TemporaryFile(
-            dir=folder if folder.is_dir() else run_dir
-        ) as file:
-            os.posix_fallocate(
-                file.fileno(),
-                0,
-                max(size, _LEAST_BYTES),
-            )
+        with tempfile.TemporaryFile(dir=place) as file:
+            os.posix_fallocate(file.fileno(), 0, size)
             os.fsync(file.fileno())
     except OSError as error:
         return f"no checkpoint fits into {run_dir} ({error.strerror})"
