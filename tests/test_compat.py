@@ -104,6 +104,9 @@ def test_private_attributes_of_tensors_and_modules():
     tensor = torch.ones(2)
     tensor.add_(1)
     assert compat.version_of(tensor) == 1
+    assert compat.versions_of([tensor]) == [1]
+    with torch.inference_mode():
+        assert compat.versions_of([torch.ones(1), torch.nn.UninitializedBuffer()]) == [-1, -1]
     parameters, buffers = compat.tensors_of(torch.nn.BatchNorm1d(2))
     assert {"weight"} <= set(parameters)
     assert {"running_mean"} <= set(buffers)

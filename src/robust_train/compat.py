@@ -21,6 +21,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +69,14 @@ def version_of(tensor: Any) -> int:
         return int(getattr(tensor, "_version", -1))
     except (RuntimeError, ValueError):
         return -1
+
+
+def versions_of(tensors: Sequence[Any]) -> list[int]:
+    """Return :func:`version_of` of each; there may be a thousand in each step."""
+    try:
+        return list(map(attrgetter("_version"), tensors))
+    except (RuntimeError, ValueError):
+        return list(map(version_of, tensors))
 
 
 def skips_on_device(optimizer: Any) -> bool:

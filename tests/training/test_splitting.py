@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from robust_train.step.batcher import MicroBatcher
-from robust_train.step.splitting import Parts, bounds, length_of, part_of
+from robust_train.step.splitting import Parts, bounds, joined, length_of, part_of
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -86,6 +86,25 @@ def test_a_batch_whose_samples_cannot_be_counted_is_refused_with_the_way_out():
         length_of(object())
     with pytest.raises(ValueError, match=r"batch\['mask'\] has 1"):
         length_of({"x": torch.zeros(4, 2), "mask": torch.zeros(1, 2)})
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "whole"),
+    [
+        (torch.ones(1, 2), torch.ones(3, 2), torch.ones(4, 2)),
+        (["a"], ["b", "c", "d"], ["a", "b", "c", "d"]),
+        ({"mean": 1.0}, {"mean": 5.0}, {"mean": 4.0}),
+        (
+            Pair(torch.tensor(1.0), "same"),
+            Pair(torch.tensor(5.0), ""),
+            Pair(torch.tensor(4.0), "same"),
+        ),
+        ((1, torch.tensor(0)), (3, torch.tensor(2)), (4, torch.tensor(2))),
+        ((None, True), (None, True), (None, True)),
+    ],
+)
+def test_what_was_made_of_the_parts_is_put_together(first, second, whole):
+    assert repr(joined([first, second], [1, 3])) == repr(whole)
 
 
 def test_functions_of_ones_own_divide_what_has_no_first_dimension():

@@ -316,6 +316,28 @@ def test_layers_that_a_model_gets_later_go_back_to_the_steps_start_as_well():
     assert_same(later, train(fails=False), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("step", ["backward", "forward"])
+@pytest.mark.parametrize("what", ["the batch", "weights", None])
+def test_a_line_warns_of_what_is_changed_in_place_where_it_is_repeated(step, what, caplog):
+    model = Network(most=6)
+
+    @torch.no_grad()
+    def change(batch):
+        batch["x"] = batch["x"].mul_(2) if what == "the batch" else batch["x"] * 2
+        if what == "weights":
+            model.last.weight.mul_(0.9)
+
+    def loss_of(batch):
+        change(batch)
+        return model(batch["x"]).mean()
+
+    getattr(MicroBatcher(), step)(loss_of, {"x": data()[0]}, model)
+    lines = [r.getMessage() for r in caplog.records if "in place" in r.getMessage()]
+    is_known = what == "the batch" or (what == "weights" and step == "backward")
+    assert len(lines) == is_known
+    assert all(f"the function changes {what} in place, which happens again" in one for one in lines)
+
+
 def test_buffers_that_no_step_can_change_or_that_the_first_one_makes_are_no_obstacle():
     model = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())
     with torch.inference_mode():

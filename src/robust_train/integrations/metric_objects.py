@@ -11,7 +11,7 @@ import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from robust_train.compat import METRIC_NOTES, tree_leaves, tree_map_with_path
 from robust_train.config.trainers import require
 from robust_train.readable import MIB
+from robust_train.step.splitting import joined
 
 log = logging.getLogger("robust_train.integrations")
 
@@ -119,7 +120,11 @@ class MetricObjects:
             with torch.no_grad():
                 for calls in zip(*(calls for _, calls in parts), strict=True):
                     metric, name = calls[0][:2]
-                    args, named = _joined([call[2:] for call in calls], sizes)
+                    args, named = joined(
+                        [call[2:] for call in calls],
+                        sizes,
+                        any_length=True,
+                    )
                     getattr(metric, name)(*args, **named)
         except Exception as error:
             # what the parts gave cannot be put together, or that does not fit
@@ -183,34 +188,3 @@ def _detached(value: Any) -> Any:
         return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
     return tree_map_with_path(change, value)
-
-
-def _joined(values: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Return what the whole batch would have given, of what each part gave.
-
-    Samples are put together. A number with a fraction is a mean, any other a count.
-    """
-    first = values[0]
-    if isinstance(first, Tensor) and first.ndim:
-        return torch.cat(list(values))
-    if isinstance(first, float) or (
-        isinstance(first, Tensor) and first.is_floating_point()
-    ):
-        total = sum(
-            value * size for value, size in zip(values, sizes, strict=True)
-        )
-        return total / sum(sizes)
-    if isinstance(first, Tensor) or type(first) is int:
-        return sum(values[1:], first)
-    if isinstance(first, dict):
-        return {
-            key: _joined([value[key] for value in values], sizes)
-            for key in first
-        }
-    if isinstance(first, tuple):
-        return tuple(
-            _joined(items, sizes) for items in zip(*values, strict=True)
-        )
-    if isinstance(first, list):
-        return [item for value in values for item in value]
-    return first

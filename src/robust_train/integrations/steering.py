@@ -179,7 +179,7 @@ class OpenStep(Step[Any]):
 
         try:
             results = self.run(parts, on_original, is_last=is_last)
-            if is_last and self._start is not None:
+            if is_last and self.start is not None:
                 self.end()
         except CannotSplit as reason:
             self._say(str(reason))

@@ -51,7 +51,7 @@ def recover_in_steps(trainer: Any, run: Run) -> None:
     own = args.gradient_accumulation_steps, run.world_size
     asked = run.asked
     if asked and (asked.gradient_accumulation_steps, asked.ranks) != own:
-        loss.weigh_as(asked, run.world_size)
+        loss.weigh_as(asked)
     if args.optim in ("lomo", "adalomo"):
         in_step.keep_batch(f"optim={args.optim.value} {STEPS_IN_BACKWARD}")
         return
@@ -93,19 +93,14 @@ class TrainersLoss:
         self._is_sum: bool | None = None
         self._shifts: bool | None = None
         self._asked: AttemptSpec | None = None
-        self._ranks = 1
         self._has_said = False
 
     # --- in an attempt that splits the batch in another way than the job was asked for ---
 
-    def weigh_as(
-        self,
-        asked: AttemptSpec,
-        ranks: int,
-    ) -> None:
+    def weigh_as(self, asked: AttemptSpec) -> None:
         """Give losses that the Trainer adds up although they are means of their micro-batch the
-        weight that they have with the split ``asked`` for; this attempt has so many ``ranks``."""
-        self._asked, self._ranks = asked, ranks
+        weight that they have with the split ``asked`` for."""
+        self._asked = asked
         self._trainer.compute_loss = self._compute_weighted
 
     def _compute_weighted(
@@ -146,7 +141,7 @@ class TrainersLoss:
         of_ranks: float = 1.0
         if trainer.args.average_tokens_across_devices and items is not None:
             # the Trainer multiplies by their number
-            of_ranks = asked.ranks / self._ranks
+            of_ranks = asked.ranks / trainer.args.world_size
         if not self._has_said:
             self._has_said = True
             log.info(

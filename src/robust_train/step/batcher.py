@@ -174,14 +174,14 @@ class MicroBatcher:
             raise ValueError(
                 "The batch is empty, so its mean loss is undefined"
             )
-        step, start = self._begin(
+        step = self._begin(
             "backward",
             loss_of,
             parts,
             model,
             training,
         )
-        returns_more = False
+        start, returns_more = step.start, False
 
         def body(part: Part) -> tuple[Tensor, list[Any]]:
             nonlocal returns_more
@@ -199,13 +199,8 @@ class MicroBatcher:
                 share
             ), more
 
-        if training and start is not None:
-            self._probe(
-                step,
-                parts,
-                body,
-                start,
-            )
+        if training:
+            self._probe(step, parts, body)
         results = step.run(parts, body)
         shares = [share for (share, _), _ in results]
         loss = sum(shares[1:], shares[0]) if shares else torch.zeros(())
@@ -241,7 +236,7 @@ class MicroBatcher:
             What ``function`` returned for each part, in order: each sample's result once.
         """
         parts = Parts.of(batch, length, split)
-        step, _ = self._begin(
+        step = self._begin(
             "forward",
             function,
             parts,
@@ -322,8 +317,7 @@ class MicroBatcher:
         parts: Parts,
         model: Models,
         training: bool,
-    ) -> tuple[Step[Any], StepStart | None]:
-        """Return the step, and where it began: None if each part stands for itself."""
+    ) -> Step[Any]:
         if model is None and ranks.here() is not None:
             raise UserError(
                 f"run.{name}: several ranks share a step: name the model, as in "
@@ -341,7 +335,7 @@ class MicroBatcher:
         start = None
         if training or shared.is_sharded:
             start = StepStart(self._watch, models, generators)
-        step = Step[Any](
+        return Step[Any](
             size,
             start,
             shared,
@@ -349,25 +343,23 @@ class MicroBatcher:
             training=training,
             part_start=partial(PartStart, models, generators),
         )
-        return step, start
 
     def _probe(
         self,
         step: Step[Any],
         parts: Parts,
         body: Body[Any],
-        start: StepStart,
     ) -> None:
         """Search for the size before the first step, if one was asked for."""
         search, self._search = self._search, None
-        if search is None:
+        if search is None or step.start is None:
             return
         with step.undone_after_an_error():
             found = find_in_step(
                 search,
                 parts.samples,
                 lambda size: body(parts.part(0, size)),
-                start,
+                step.start,
             )
         if found is None:
             return

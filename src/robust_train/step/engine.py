@@ -172,7 +172,7 @@ class Step(Generic[T]):
         part_start: Callable[[], PartStart] = PartStart,  # of such a part
     ) -> None:
         self.repeats = 0  # how often passes of this step started over
-        self._start = start
+        self.start = start
         self._size = size
         self._shared = shared
         self._recorder = recorder
@@ -202,7 +202,7 @@ class Step(Generic[T]):
             body: the pass over a part.
             is_last: :meth:`end` follows. Until then ranks do not wait for each other.
         """
-        if self._start is None:
+        if self.start is None:
             return self._run_each(parts, body)
         self._batches.append((parts, body))
         self._agrees = is_last
@@ -212,11 +212,11 @@ class Step(Generic[T]):
 
     def _from_its_start(self) -> Results[T]:
         """Run the step's batches again, in smaller parts each time that memory runs out."""
-        assert self._start is not None
+        assert self.start is not None
         results = None
         while results is None:
             self._shared.reset()
-            self._start.rewind()
+            self.start.rewind()
             self.rewound()
             results = self._pass(self._batches)
         return results
@@ -228,17 +228,17 @@ class Step(Generic[T]):
         would name none of them.
         """
         check, step = self._recorder.recomputing, self._recorder.step()
-        if self._start is None or check is None or not check.is_due(step):
+        if self.start is None or check is None or not check.is_due(step):
             return
         # a lone sample cannot be cut, but computed again
         if self.is_sharded or Step.cannot_repeat(self) is not None:
             return
-        first, repeats = self._start.gradient_bits(), self.repeats
+        first, repeats = self.start.gradient_bits(), self.repeats
         self._recorder.speed.pause()
         with self._shared.without_collectives():
             self._from_its_start()
         if self.repeats == repeats:  # else its parts are others
-            check.compared(step, is_same=self._start.gradient_bits() == first)
+            check.compared(step, is_same=self.start.gradient_bits() == first)
 
     def _run_each(
         self,
@@ -247,6 +247,7 @@ class Step(Generic[T]):
     ) -> Results[T]:
         """Run a batch of which each part stands for itself: only one that fails is repeated."""
         self._agrees = False
+        self._batches = [(parts, body)]
         results: Results[T] = []
         done = 0
         with self._shared.without_collectives():
@@ -277,7 +278,7 @@ class Step(Generic[T]):
 
         With it whether on any rank the bodies returned more than a loss.
         """
-        assert self._start is not None
+        assert self.start is not None
         with self.undone_after_an_error():
             self._compute_twice()
             agreed = None
@@ -285,7 +286,7 @@ class Step(Generic[T]):
                 self._items = items
                 agreed = self._agree(returns_more=returns_more)
             loss = self._shared.sum_gradients(agreed, loss, items)
-        self._start.end()
+        self.start.end()
         self._shared.share_buffers()
         grown = self._size.step_done()
         if grown is not None:
@@ -295,8 +296,8 @@ class Step(Generic[T]):
 
     def leave(self) -> None:
         """End the step early: gradients of earlier batches are as before it."""
-        if self._start is not None:
-            self._start.end()
+        if self.start is not None:
+            self.start.end()
 
     @contextlib.contextmanager
     def undone_after_an_error(self) -> Iterator[None]:
@@ -313,10 +314,10 @@ class Step(Generic[T]):
         After a fault of the device every call that reaches it raises once more.
         """
         try:
-            if self._start is not None and self._start.is_open:
+            if self.start is not None and self.start.is_open:
                 self._shared.reset()
-                self._start.rewind()
-                self._start.end()
+                self.start.rewind()
+                self.start.end()
         except Exception as error:
             log.warning(
                 "the step's start cannot be restored: %s", first_line(error)
@@ -338,7 +339,7 @@ class Step(Generic[T]):
         """Return why memory that runs out now has to end the attempt; None if it does not."""
         if cuda.holds_graphs():
             return "a CUDA graph was captured, which holds its memory"
-        if self._start is not None and self._start.is_lost:
+        if self.start is not None and self.start.is_lost:
             return "it has made or changed a large buffer as no step before it"
         return None
 
@@ -382,7 +383,7 @@ class Step(Generic[T]):
         results: Results[T],
     ) -> bool:
         """Run one part; False if memory ran out, and all that the pass held is free again."""
-        is_watched = self._start is not None and self.refuses_collectives
+        is_watched = self.start is not None and self.refuses_collectives
         failure: Failure | None = None
         went_through = False
         if is_watched:
@@ -407,7 +408,7 @@ class Step(Generic[T]):
                 raise
             clear_frames(error)
         # no one has the exception any more
-        if not went_through and self._start is not None:
+        if not went_through and self.start is not None:
             results.clear()
         if failure is not None:
             return_memory(thorough=self.repeats > 0, workspaces=True)
@@ -419,6 +420,7 @@ class Step(Generic[T]):
                 used,
                 size,
             )
+            self._warn_of_changes()
             if self.is_sharded:
                 self._shared.end_part(ran_out=True)
         if self.is_sharded:
@@ -426,6 +428,20 @@ class Step(Generic[T]):
             went_through = agreed is None or agreed.ran_out is None
         self.repeats += not went_through
         return went_through
+
+    def _warn_of_changes(self) -> None:
+        """Log what a pass has changed that cannot be put back: it happens again."""
+        changed = "the batch"
+        if not any(parts.has_changed for parts, _ in self._batches):
+            if self.start is None or not self.start.has_changed_weights:
+                return
+            changed = "weights"
+        log.warning(
+            "step %d: the function changes %s in place, which happens again in what is repeated: "
+            "make new tensors in it, or change them after the step",
+            self._recorder.step(),
+            changed,
+        )
 
     def _failure_to_repeat_after(
         self,

@@ -193,6 +193,8 @@ class SharedStep:
                     replica
                     for model in models
                     for replica in replicas_of(model, function)
+                    # else it does what it would without us
+                    if _why_not(replica) is None
                 ]
                 self._roots = sharded.roots_in_one_process(models)
         else:

@@ -26,6 +26,7 @@ from robust_train.compat import (
     steps_in_backward,
     tensors_of,
     version_of,
+    versions_of,
 )
 from robust_train.memory.tensors import leaves_of
 from robust_train.model.errors import UserError
@@ -318,6 +319,18 @@ class Watch:
         self._known = weakref.WeakKeyDictionary[
             nn.Module, dict[str, _Buffer]
         ]()
+        self._checked = weakref.WeakSet[nn.Module]()
+
+    def check(self, model: nn.Module) -> None:
+        """Raise UserError if no step of ``model`` can start over; looked up once."""
+        if model in self._checked:
+            return
+        if (reason := why_not_again(model)) is not None:
+            raise UserError(
+                f"run.backward: {reason}, so a step cannot start over where memory runs out; "
+                "step after run.backward, or call loss.backward() yourself"
+            )
+        self._checked.add(model)
 
     def of(self, model: nn.Module) -> tuple[list[Tensor], list[_Buffer]]:
         """Return the parameters and buffers that ``model`` has now."""
@@ -352,17 +365,14 @@ class StepStart:
         keeps_gradients: bool = True,
     ) -> None:
         self.models = models
-        # each once, by identity
-        self._known: dict[Tensor, None] = {}
+        # each once, by identity, with its version
+        self._known: dict[Tensor, int] = {}
         self._buffers: list[_Buffer] = []
         for model in models:
             parameters, buffers = watch.of(model)
-            if any(map(steps_in_backward, parameters)):
-                raise UserError(
-                    f"run.backward: {why_not_again(model)}, so a step cannot start over where "
-                    "memory runs out; step after run.backward, or call loss.backward() yourself"
-                )
-            self._known |= dict.fromkeys(parameters)
+            watch.check(model)
+            versions = versions_of(parameters)
+            self._known.update(zip(parameters, versions, strict=True))
             self._buffers += buffers
         self.is_open = True
         self._keeps_gradients = keeps_gradients
@@ -381,7 +391,7 @@ class StepStart:
     def notice(self, loss: Tensor) -> None:
         """Take the parameters of ``loss``, whose gradients it is going to change, as the step's."""
         new = [leaf for leaf in leaves_of(loss) if leaf not in self._known]
-        self._known |= dict.fromkeys(new)
+        self._known |= {one: version_of(one) for one in new}
         self._lay_aside(new)
 
     def parameters(self) -> Iterator[Tensor]:
@@ -401,6 +411,11 @@ class StepStart:
         for parameter in self.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+
+    @property
+    def has_changed_weights(self) -> bool:
+        """Whether the step has changed weights, of which there is no copy."""
+        return versions_of(list(self._known)) != list(self._known.values())
 
     @property
     def is_lost(self) -> bool:

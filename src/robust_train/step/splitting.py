@@ -6,11 +6,13 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
+from robust_train.compat import version_of
 from robust_train.config.placeholders import MicroBatchPlan
 from robust_train.memory.tensors import WALKED, rebuilt
 from robust_train.policy.sizes import next_smaller
@@ -112,41 +114,60 @@ def part_of(
     return rebuilt(batch, cut)
 
 
-def joined(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Invert :func:`part_of` for what a model gave for the parts.
+def joined(
+    parts: Sequence[Any],
+    sizes: Sequence[int],
+    *,
+    any_length: bool = False,
+) -> Any:
+    """Invert :func:`part_of` for what was made of the parts.
 
-    Entries for samples are put together, other numbers averaged; of the rest the first part's
-    counts. Raises ValueError where the parts do not fit together.
+    Entries for samples are put together. A number with a fraction is a mean, any other a count. Of
+    the rest the first part's counts.
+
+    Args:
+        parts: what there is of each part.
+        sizes: the samples in each.
+        any_length: arrays and lists need not have an entry for each sample.
+
+    Raises:
+        ValueError: the parts do not fit together.
     """
     first = parts[0]
     if len(parts) == 1:
         return first
-    if _is_array(first) and len(first.shape):
+    join = partial(joined, sizes=sizes, any_length=any_length)
+    has_entries = _is_array(first) and len(first.shape) > 0
+    lengths: Sequence[int] = sizes
+    if not any_length and (has_entries or isinstance(first, list)):
+        lengths = [len(part) for part in parts]
+    is_by_sample = list(lengths) == list(sizes)
+    if has_entries:
         shapes = [tuple(part.shape) for part in parts]
-        are_alike = len({shape[1:] for shape in shapes}) == 1
-        if not are_alike or [len(part) for part in parts] != list(sizes):
+        if not is_by_sample or len({shape[1:] for shape in shapes}) > 1:
             raise ValueError(f"they have shapes {shapes}")
         return torch.cat([torch.as_tensor(part) for part in parts])
-    if isinstance(first, float) or (
-        _is_array(first) and torch.as_tensor(first).is_floating_point()
-    ):
-        return sum(
-            part * size for part, size in zip(parts, sizes, strict=True)
-        ) / sum(sizes)
+    if _is_array(first) or type(first) in (int, float):
+        return _number_of(parts, sizes)
     if isinstance(first, Mapping):
-        found = {
-            key: joined([part[key] for part in parts], sizes) for key in first
-        }
+        found = {key: join([part[key] for part in parts]) for key in first}
         return found if type(first) is dict else type(first)(found)  # type: ignore[call-arg]
-    if isinstance(first, list) and [len(part) for part in parts] == list(
-        sizes
-    ):
+    if isinstance(first, list) and is_by_sample:
         return list(itertools.chain.from_iterable(parts))
     if isinstance(first, (list, tuple)):
-        items = [joined(item, sizes) for item in zip(*parts, strict=True)]
         make: Any = getattr(first, "_make", type(first))
-        return make(items)
+        return make(map(join, zip(*parts, strict=True)))
     return first
+
+
+def _number_of(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
+    kind = torch.as_tensor(parts[0]).dtype
+    if kind == torch.bool:
+        return parts[0]
+    if not (kind.is_floating_point or kind.is_complex):
+        return sum(parts[1:], parts[0])
+    shares = (part * size for part, size in zip(parts, sizes, strict=True))
+    return sum(shares) / sum(sizes)
 
 
 @dataclass(frozen=True)
@@ -202,6 +223,15 @@ class Parts:
             count,
         )
 
+    def __post_init__(self) -> None:
+        # not those that a function may put in their place
+        self._tensors = _versions_in(self.batch)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether a tensor of the batch was changed in place since then."""
+        return any(version_of(one) != at for one, at in self._tensors)
+
     @functools.cached_property
     def items(self) -> float:
         """Of how many the loss over the whole batch is a mean."""
@@ -243,6 +273,19 @@ class Parts:
         return Part(self.part(0, 1).data, 0.0)
 
 
+def _versions_in(batch: Any) -> list[tuple[Any, int]]:
+    found: list[tuple[Any, int]] = []
+
+    def note(item: Any, name: str) -> Any:
+        if not _has_samples(item):
+            return WALKED
+        found.append((item, version_of(item)))
+        return item
+
+    rebuilt(batch, note)
+    return found
+
+
 def _is_array(item: Any) -> bool:
     if isinstance(item, torch.Tensor):
         return True
@@ -275,15 +318,6 @@ SizeState = dict[str, Any]
 """What a checkpoint keeps of :class:`MicroBatchSize`."""
 
 
-@dataclass
-class _Known:
-    current: int | None
-    failures: dict[int, int] = field(default_factory=dict)
-    clean_steps: int = 0
-    limit: int | None = None
-    found: int | None = None
-
-
 class MicroBatchSize:
     """The size in use, and what is known about others. Samples throughout. It shrinks as the
     launcher's does: at most half, at least the plan's smallest, a divisor of the effective batch
@@ -291,18 +325,22 @@ class MicroBatchSize:
 
     def __init__(self, plan: MicroBatchPlan) -> None:
         self._plan = plan
-        self._known = _Known(plan.batch_size)
+        # None as long as that is the whole batch
+        self.current = plan.batch_size
+        self._failures: dict[
+            int, int
+        ] = {}  # how often memory ran out, by size
+        self._clean_steps = 0  # since then
+        self._limit: int | None = (
+            None  # on request: the size never grows above
+        )
+        self._found: int | None = None  # by probes
         self._largest_batch = 0
-
-    @property
-    def current(self) -> int | None:
-        """The size in use, None as long as that is the whole batch."""
-        return self._known.current
 
     @property
     def tried(self) -> tuple[int, ...]:
         """Sizes at which memory ran out, the largest first."""
-        return tuple(sorted(self._known.failures, reverse=True))
+        return tuple(sorted(self._failures, reverse=True))
 
     def for_batch(self, samples: int) -> int:
         """Return the most samples in one part of a batch of ``samples``, at least 1."""
@@ -312,7 +350,7 @@ class MicroBatchSize:
     def begin_at(self, size: int | None) -> None:
         """Use what probes have found to fit, and never more; None changes nothing."""
         if size is not None:
-            self._known.current = self._known.found = self._known.limit = size
+            self.current = self._found = self._limit = size
 
     def smaller_than(self, failed: int) -> int | None:
         """Return the next smaller size, None if ``failed`` is the smallest."""
@@ -327,10 +365,9 @@ class MicroBatchSize:
 
     def failed_at(self, size: int) -> None:
         """Record that memory ran out at ``size``: use the next smaller one, if any."""
-        known = self._known
-        known.failures[size] = known.failures.get(size, 0) + 1
-        known.clean_steps = 0
-        known.current = self.smaller_than(size) or known.current
+        self._failures[size] = self._failures.get(size, 0) + 1
+        self._clean_steps = 0
+        self.current = self.smaller_than(size) or self.current
 
     def shrink(self) -> tuple[int, int] | None:
         """Use the next smaller size on request, and never more again: (from, to), or None."""
@@ -359,36 +396,37 @@ class MicroBatchSize:
         if failed and not is_known:
             self.failed_at(failed)
         if size is not None and size < (self.current or math.inf):
-            self._known.current = size
+            self.current = size
             if not failed:  # it was requested on another rank
-                self._known.limit = size
-                self._known.clean_steps = 0
+                self._limit = size
+                self._clean_steps = 0
 
     def step_done(self) -> tuple[int, int] | None:
         """Count an optimizer step; return (from, to) if the size grows for the next one."""
-        known, before = self._known, self._known.current
-        plan = self._plan
-        if not plan.regrow_after_steps or before is None:
+        before, wait = self.current, self._plan.regrow_after_steps
+        if not wait or before is None:
             return None
-        known.clean_steps += 1
-        sizes = known.failures.keys() | {plan.batch_size or 0}
-        most = known.limit or max(sizes)
+        self._clean_steps += 1
+        sizes = self._failures.keys() | {self._plan.batch_size or 0}
+        most = self._limit or max(sizes)
         larger = min(
             (size for size in sizes if before < size <= most), default=0
         )
-        wait = plan.regrow_after_steps * 2 ** (
-            known.failures.get(larger, 1) - 1
-        )
-        if not larger or known.clean_steps < wait:
+        wait *= 2 ** (self._failures.get(larger, 1) - 1)
+        if not larger or self._clean_steps < wait:
             return None
-        known.current, known.clean_steps = larger, 0
+        self.current, self._clean_steps = larger, 0
         return before, larger
 
     def state(self) -> SizeState:
         """Return it for a checkpoint."""
-        return asdict(self._known) | {
+        return {
             "requested": self._plan.batch_size,
-            "failures": [list(item) for item in self._known.failures.items()],
+            "current": self.current,
+            "failures": [list(item) for item in self._failures.items()],
+            "clean_steps": self._clean_steps,
+            "limit": self._limit,
+            "found": self._found,
         }
 
     def restore(self, state: SizeState) -> None:
@@ -396,6 +434,7 @@ class MicroBatchSize:
         requested, before = self._plan.batch_size, state["requested"]
         # what probes had found is requested by its number afterwards
         if requested in (before, state.get("found") or before):
-            known = state | {"failures": dict(state["failures"])}
-            del known["requested"]
-            self._known = _Known(**known)
+            self.current = state["current"]
+            self._failures = dict(state["failures"])
+            self._clean_steps = state["clean_steps"]
+            self._limit, self._found = state.get("limit"), state.get("found")
