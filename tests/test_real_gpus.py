@@ -80,11 +80,9 @@ def test_only_a_run_of_gpu_tests_alone_sees_the_driver(selected):
 
 
 def gpu(index, free_gib, **figures):
-    total = 80 * GIB
-    sizes = {"total_bytes": total, "free_bytes": free_gib * GIB}
-    sizes["used_bytes"] = total - sizes["free_bytes"]
-    named = {"processes": (), **sizes, **figures}
-    return GpuInfo(f"GPU-{index}", "A100", index, f"0{index}", **named)
+    total, free = 80 * GIB, free_gib * GIB
+    named = {"processes": (), **figures}
+    return GpuInfo(f"GPU-{index}", "A100", index, f"0{index}", total, free, total - free, **named)
 
 
 def test_the_idlest_gpu_is_the_freest_on_which_no_one_computes():

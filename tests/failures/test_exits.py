@@ -6,9 +6,8 @@ import sys
 import pytest
 
 from robust_train.failures import classify_exit
-from robust_train.failures.advice import advice_for
 from robust_train.failures.stack import native_stack_in
-from robust_train.model.failure import Clue, FailureKind
+from robust_train.model.failure import FailureKind
 
 SEGFAULT = "import ctypes\ndef reads_nothing():\n    ctypes.string_at(0)\nreads_nothing()"
 BUS_ERROR = """
@@ -61,15 +60,6 @@ def test_a_real_end_is_told_by_its_status_and_last_words(program, kind, message)
     failure = classify_exit(done.returncode, done.stdout)
     assert failure.kind is kind
     assert message in failure.message
-
-
-@pytest.mark.parametrize("code", [-9, 137])
-def test_a_sigkill_is_the_hosts_memory_only_where_the_kernel_counted_it(code):
-    """137 is a shell's word for it."""
-    bare, counted = classify_exit(code), classify_exit(code, oom_killed=True)
-    assert (bare.kind, bare.evidence.clue) == (FailureKind.INTERRUPTED, Clue.KILLED)
-    assert (counted.kind, counted.evidence.library) == (FailureKind.HOST_OOM, "kernel")
-    assert "num_workers" in advice_for(counted.kind, counted.evidence)[0]
 
 
 def test_of_torchruns_failures_the_root_cause_is_shown():

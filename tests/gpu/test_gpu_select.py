@@ -10,17 +10,9 @@ from simulated_nvml import Gpu, Slice
 
 
 def gpu(index, free, **more):
-    values = {
-        "uuid": f"GPU-{index:08x}-0000",
-        "name": "A100",
-        "index": index,
-        "pci_bus_id": f"00000000:{index:02x}:00.0",
-        "total_bytes": 100,
-        "free_bytes": free,
-        "used_bytes": 100 - free,
-        "utilization_percent": 0,
-    }
-    return GpuInfo(**{**values, **more})
+    named = {"uuid": f"GPU-{index:08x}-0000", "pci_bus_id": f"00000000:{index:02x}:00.0"}
+    sizes = {"total_bytes": 100, "free_bytes": free, "used_bytes": 100 - free}
+    return GpuInfo(**{"name": "A100", "index": index, **named, **sizes, **more})
 
 
 GPUS = st.lists(
