@@ -253,17 +253,13 @@ def test_a_busy_gpu_of_its_own_is_a_sign_of_life(machine_with, percent, hangs):
         """
         import os
         from pathlib import Path
+        from types import SimpleNamespace
         from attempts import attempt_request
         from robust_train.gpu.inventory import read_inventory
         from robust_train.launcher import stall_watch
         from robust_train.model.spec import AttemptSpec
 
-        class Clock:
-            now = 0.0
-            def monotonic(self):
-                return self.now
-
-        stall_watch.time = clock = Clock()
+        stall_watch.time = clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
         request = attempt_request(Path(), spec=AttemptSpec(read_inventory().gpus[:1], 8, 1))
         watch = stall_watch.StallWatch(request, [os.getpid()], lambda event: None)
         stands = None

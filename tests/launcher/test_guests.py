@@ -5,8 +5,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -338,10 +338,7 @@ def test_ranks_see_a_flag_at_the_same_look_however_far_each_is():
                     votes.raise_flag("stop")
                 time.sleep(pause)
 
-    threads = [threading.Thread(target=loop, args=(k, 0.001 * (k + 1))) for k in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(loop, range(3), (0.001, 0.002, 0.003)))
     assert len(seen) == 3
     assert len({*seen.values()}) == 1

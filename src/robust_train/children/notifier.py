@@ -312,7 +312,7 @@ class Notifier:
     def hurry(self) -> None:
         """End the deliveries under way at once; a signal's handler may call this."""
         for delivery in self._deliveries:
-            delivery.why_ended, delivery.until = "ended by a signal", 0.0
+            delivery.until = 0.0
 
 
 @dataclass
@@ -322,8 +322,8 @@ class _Delivery:
     name: str
     process: subprocess.Popen[bytes]
     errors: IO[bytes]  # what it prints of them
-    until: float  # by the monotonic clock; then it is ended
-    why_ended: str = "it took too long"
+    # by the monotonic clock; then it is ended. 0: at once, for a signal
+    until: float
 
     def ended(self) -> str:
         """Return why it has not delivered, empty if it has; end it if it runs."""
@@ -333,7 +333,9 @@ class _Delivery:
                 os.killpg(process.pid, signal.SIGKILL)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_AFTER_KILL_SECONDS)
-                return self.why_ended
+                return (
+                    "it took too long" if self.until else "ended by a signal"
+                )
             if process.returncode == 0:
                 return ""
             errors.seek(

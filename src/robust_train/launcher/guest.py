@@ -411,9 +411,14 @@ class EarlierStart:
     """An attempt of an earlier start, and how its ranks failed."""
 
     attempt: Attempt
-    was_stopped: bool  # a signal stopped all ranks
     # the files that the failed rank's trainer was made of, and when each was changed last
     code: Mapping[str, float]
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether a signal stopped all ranks, and none was killed or failed."""
+        is_stop = self.attempt.kind is FailureKind.INTERRUPTED
+        return is_stop and self.attempt.evidence.clue != Clue.KILLED
 
     def code_has_changed(self) -> bool:
         """Return whether a file of the trainer's differs from what has failed."""
@@ -520,8 +525,7 @@ class RankFailures:
         failure = cause_of(ends)
         return EarlierStart(
             replace(attempt, failure=failure, seconds=0.0),
-            was_stopped=all(one.was_stopped for one in ends),
-            code=code.get(failure.rank or 0, {}),
+            code.get(failure.rank or 0, {}),
         )
 
     def write(
