@@ -132,6 +132,7 @@ def test_a_checkpoint_that_torch_refuses_is_named_with_what_helps(scripts):
     file = scripts.folder / "1.pt"
     assert f"ended with exit code 1: torch.load takes weights only, and {file}" in ended.stdout
     assert "weights_only=False" in ended.summary["reason"]
+    assert "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 where a library" in ended.summary["reason"]
 
 
 TELLS = """

@@ -160,8 +160,8 @@ def _with_file(failure: Failure, attempt: Attempt) -> Failure:
     file = attempt.checkpoint or attempt.resumed_from or "the file"
     how = (
         f"torch.load takes weights only, and {file} holds more: write torch.load(…, "
-        "weights_only=False) for a file of your own, or name the classes in it by "
-        "torch.serialization.add_safe_globals([…])"
+        "weights_only=False) for a file of your own, or export "
+        "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 where a library loads it"
     )
     return replace(
         failure, message=f"{failure.message.partition(': ')[0]}: {how}"
