@@ -80,19 +80,27 @@ def test_the_effective_batch_is_the_true_one_where_a_script_cannot_accumulate(
 
 BEGINS_AGAIN = """
 import os, sys
-for step in (1, 2) if len(sys.argv) == 1 else (1,):
-    open(f"checkpoint-{step}.pt", "w").write(str(len(sys.argv)))
-if len(sys.argv) == 1:
+first, *later = sys.argv[1].split()
+for name in [first] if len(sys.argv) == 2 else later:
+    open(name, "w").write(str(len(sys.argv)))
+if len(sys.argv) == 2:
     os.kill(os.getpid(), 9)
 """
 RESUMES = ("--checkpoint", "*.pt", "--resume-argv")
 
 
-def test_a_script_that_begins_again_beside_its_checkpoint_is_seen_by_what_it_writes(scripts):
+@pytest.mark.parametrize(
+    ("names", "is_seen"),
+    [("checkpoint-2.pt checkpoint-1.pt", True), ("at1-loss0.52.pt at2-loss0.48.pt v1.pt", False)],
+)
+def test_a_script_that_begins_again_beside_its_checkpoint_is_seen_by_what_it_writes(
+    scripts, names, is_seen
+):
     own = (*RESUMES, "--resume_from_checkpoint {checkpoint}")
-    ended = run_program(scripts, BEGINS_AGAIN, *own)
-    assert "was given checkpoint-2.pt, and has written checkpoint-1.pt" in ended.stdout
-    assert "trainer.train(resume_from_checkpoint=" in ended.stdout
+    ended = run_program(scripts, BEGINS_AGAIN, *own, words=(names,))
+    seen = "was given checkpoint-2.pt, and has written checkpoint-1.pt"
+    assert (seen in ended.stdout) == is_seen
+    assert ("trainer.train(resume_from_checkpoint=" in ended.stdout) == is_seen
 
 
 ADDS_UP_MEANS = """

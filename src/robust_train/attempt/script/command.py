@@ -241,7 +241,7 @@ class _Attempt:
     ) -> None:
         """Report a checkpoint. One that looks damaged is looked at again, until it stays so: the
         script may be writing the next one over it."""
-        if [] < _number(path) < _number(self._resumed):
+        if _is_before(path.name, self._resumed.name):
             log.warning(_BEGAN_AGAIN, self._resumed.name, path.name)
             self._resumed = NOTHING[0]
         self._known = _stamped(path)
@@ -391,9 +391,12 @@ def _changed(one: Stamped) -> int:
     return one[1][0]
 
 
-def _number(path: Path) -> list[int]:
-    """Return the last number in a name, as of the step; empty without any."""
-    return [int(digits) for digits in re.findall(r"\d+", path.name)[-1:]]
+def _is_before(name: str, other: str) -> bool:
+    """Return whether two names differ only in their numbers, and the first that differs, as of an
+    epoch before a loss, is smaller in ``name``."""
+    parts, others = (re.split(r"(\d+)", one) for one in (name, other))
+    numbers = (list(map(int, one[1::2])) for one in (parts, others))
+    return parts[::2] == others[::2] and next(numbers) < next(numbers)
 
 
 def _how(returncode: int) -> str:
