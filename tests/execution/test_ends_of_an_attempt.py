@@ -68,7 +68,7 @@ def test_a_script_gets_no_terminal_where_we_have_none_and_needs_no_torch(attempt
 
 
 def test_a_completed_result_counts_though_its_process_does_not_end(attempts):
-    outcome = attempts.run("hard_days.completes_but_does_not_end", stop_grace_seconds=0.3)
+    outcome = attempts.run("trainers.completes_but_does_not_end", stop_grace_seconds=0.3)
     assert (outcome.failure, outcome.result) == (None, "done")
 
 
@@ -76,7 +76,7 @@ def test_an_attempt_is_killed_some_seconds_after_its_failure(attempts, monkeypat
     """Its process cannot end, as where a destructor sleeps; the failure is the one reported."""
     monkeypatch.setattr(process, "AFTER_FAILURE_SECONDS", 0.3)
     started = time.monotonic()
-    outcome = attempts.run("hard_days.fails_but_does_not_end", stop_grace_seconds=1000)
+    outcome = attempts.run("trainers.fails_but_does_not_end", stop_grace_seconds=1000)
     assert outcome.failure.kind is FailureKind.BUG
     assert "why it failed" in outcome.failure.message
     assert time.monotonic() - started < 60

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hard_days import LARGE_BYTES
+from trainers import LARGE_BYTES
 from world import is_running, wait_until
 
 
@@ -29,7 +29,7 @@ def start(world, trainer):
 )
 def test_a_signal_to_every_process_of_a_job_does_not_break_off_its_last_checkpoint(world, signum):
     """SIGTERM, and other kinds of trainers: see tests/conformance."""
-    process = start(world, "hard_days.saves_when_stopped")
+    process = start(world, "trainers.saves_when_stopped")
     ready(world)
     launcher = psutil.Process(process.pid)
     for one in (*reversed(launcher.children(recursive=True)), launcher):
@@ -41,7 +41,7 @@ def test_a_signal_to_every_process_of_a_job_does_not_break_off_its_last_checkpoi
 
 
 def test_signals_that_come_again_do_not_break_off_a_checkpoint(world):
-    process = start(world, "hard_days.saves_when_stopped")
+    process = start(world, "trainers.saves_when_stopped")
     attempt = ready(world)
     process.send_signal(signal.SIGTERM)
     for _ in range(3):
@@ -53,7 +53,7 @@ def test_signals_that_come_again_do_not_break_off_a_checkpoint(world):
 def test_a_stopped_launcher_does_not_hold_training_up(world):
     """Nor is its result lost, whatever its size."""
     steps = world.folder / "steps"
-    process = start(world, "hard_days.goes_on_alone")
+    process = start(world, "trainers.goes_on_alone")
     ready(world)
     process.send_signal(signal.SIGSTOP)
     (world.folder / "go").touch()
@@ -64,7 +64,7 @@ def test_a_stopped_launcher_does_not_hold_training_up(world):
 
 
 def test_output_that_nobody_reads_holds_nothing_up(world):
-    process = start(world, "hard_days.prints_a_lot")
+    process = start(world, "trainers.prints_a_lot")
     ready(world)  # 4 MB were printed, and nobody has read a byte
     process.send_signal(signal.SIGTERM)
     summary = world.run_dir / "summary.json"
@@ -76,7 +76,7 @@ def test_output_that_nobody_reads_holds_nothing_up(world):
 
 @pytest.mark.usefixtures("alone")
 def test_a_signal_at_the_very_start_prints_no_traceback(world):
-    process = world.start("trainer._target_=hard_days.returns_its_pid")
+    process = world.start("trainer._target_=trainers.returns_its_pid")
     wait_until(lambda: _has_handler(process.pid), "signals are handled")
     process.send_signal(signal.SIGINT)
     ended = world.end(process, code=130)

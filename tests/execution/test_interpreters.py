@@ -83,7 +83,7 @@ def test_a_standby_takes_a_small_share_of_the_free_memory():
     assert not has_room_for_standby(available)
 
 
-WORDS = ("trainer._target_=interpreter_trainers.hides_a_helper", "max_retries=1")
+WORDS = ("trainer._target_=trainers.hides_a_helper", "max_retries=1")
 
 
 def _start(world):
@@ -181,7 +181,7 @@ def test_the_reaper_has_neither_the_packages_name_nor_pythons(world):
     not has_room_for_standby(600 * MIB), reason="too little memory is free for a standby"
 )
 def test_a_retry_begins_with_what_the_attempt_before_it_had_imported(world):
-    trainer = "trainer._target_=interpreter_trainers.waits_for_the_standby"
+    trainer = "trainer._target_=trainers.waits_for_the_standby"
     ended = world.run(trainer, "max_retries=1", code=0)
     assert ended.summary["result"] == {"was_there": True}
 
@@ -190,7 +190,7 @@ def test_one_foreign_byte_does_not_hang_the_ranks(world):
     port_file = world.folder / "port"
     world.environ["PORT_FILE"] = str(port_file)
     world.environ["GO_FILE"] = str(world.folder / "go")
-    trainer = "trainer._target_=interpreter_trainers.meets_after_a_foreign_byte"
+    trainer = "trainer._target_=trainers.meets_after_a_foreign_byte"
     process = world.start(trainer, "num_gpus=2", "auto_device=false", "device=cpu")
     port = int(wait_until(lambda: port_file.exists() and port_file.read_text(), "the store is up"))
     with socket.create_connection(("127.0.0.1", port)) as foreign:

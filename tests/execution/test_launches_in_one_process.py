@@ -14,7 +14,7 @@ import robust_train
 
 def launch(number):
     cfg = {"device": "cpu", "auto_device": False, "trainer": {}}
-    summary = robust_train.launch("hard_days.returns_its_pid", cfg, run_dir=f"run-{number}")
+    summary = robust_train.launch("trainers.returns_its_pid", cfg, run_dir=f"run-{number}")
     return summary.result
 """
 

@@ -15,7 +15,6 @@ import threading
 import pytest
 from omegaconf.errors import ConfigAttributeError
 
-import hard_days
 import trainers
 import warm
 from robust_train import (
@@ -228,7 +227,7 @@ def test_a_signal_after_the_trainer_has_returned_changes_nothing(tmp_path, monke
     stop = functools.partial(os.kill, os.getpid(), signal.SIGTERM)
     monkeypatch.setattr(launcher.Summary, "write", lambda summary: stop())
     monkeypatch.setattr(launcher, "write_report", lambda run_dir: stop())
-    trainer = hard_days.is_stopped_when_it_has_returned
+    trainer = trainers.is_stopped_when_it_has_returned
     summary = launch(trainer, {"isolation": isolation}, run_dir=tmp_path)
     assert (summary.status, summary.result) == ("completed", 0.5)
     assert read_state(tmp_path).exit_code == 0
@@ -279,7 +278,7 @@ def test_an_attempt_whose_end_is_being_explained_when_a_stop_comes_is_recorded(
 
 
 def test_a_trainer_that_returns_because_it_was_stopped_has_not_completed(tmp_path):
-    trainer = hard_days.returns_when_it_is_stopped
+    trainer = trainers.returns_when_it_is_stopped
     with pytest.raises(JobInterrupted):
         launch(trainer, {"isolation": "none"}, run_dir=tmp_path)
     assert read_identity(tmp_path).completed is None

@@ -53,7 +53,7 @@ class Host:
 
     def train(self, world, trainer, *more, **options):
         """Start a run and wait until it trains."""
-        process = world.start(f"trainer._target_=steered_trainers.{trainer}", *more, **options)
+        process = world.start(f"trainer._target_=trainers.{trainer}", *more, **options)
         self.started.append(process)
         wait_until((world.folder / "ready").exists, "it trains")
         return process
@@ -203,7 +203,7 @@ def test_a_run_that_waits_in_line_says_so_and_can_be_stopped(host, cuda_machine_
     machine = cuda_machine_with(Gpu(uuid=A, total_mib=24000))
     first, second = (host.world(name).with_environ(machine.environ) for name in ("one", "two"))
     host.train(first, "reports_and_nothing_else", NEVER)
-    waiting = second.start("trainer._target_=steered_trainers.never_uses_run", NEVER)
+    waiting = second.start("trainer._target_=trainers.never_uses_run", NEVER)
     host.started.append(waiting)
     wait_until(lambda: [run["state"] for run in host.live()] == ["waiting", "running"], "it waits")
     status = host.told("status", str(second.run_dir))
@@ -230,7 +230,7 @@ def contents(folder):
 def test_a_second_launcher_in_the_folder_is_refused_and_the_first_unharmed(host):
     world = host.world("first")
     process = host.train(world, "hangs_after_a_step")
-    target = "trainer._target_=steered_trainers.never_uses_run"
+    target = "trainer._target_=trainers.never_uses_run"
     wait_until(lambda: host.told("status").get("step"), "it reports")
     status, before = host.told("status"), contents(world.run_dir)
     since = time.strftime("%Y-%m-%d %H:%M", time.localtime(status["started"]))

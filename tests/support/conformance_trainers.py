@@ -100,22 +100,18 @@ def function(cfg, run):
     import torch
     import torch.distributed as dist
 
-    from robust_train import Interrupted, save_checkpoint
+    from robust_train import Interrupted
 
     meets(cfg, run)
     torch.manual_seed(0)
     model = whole = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
-    done = 0
-    if run.resume_checkpoint is not None:
-        state = torch.load(run.resume_checkpoint, weights_only=True)
-        done = state["step"]
-        whole.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+    state = {"model": whole, "optimizer": optimizer}
     if run.world_size > 1:
         dist.init_process_group("gloo")
+    done = run.load(state)
+    if run.world_size > 1:
         model = torch.nn.parallel.DistributedDataParallel(whole)
-    run.started(done)
     for step in range(done + 1, STEPS + 1):
         everyones = torch.randn(EFFECTIVE, 1, generator=torch.Generator().manual_seed(step))
         mine = everyones[run.rank :: run.world_size]
@@ -124,11 +120,8 @@ def function(cfg, run):
         optimizer.step()
         run.progress(step, total_steps=STEPS)
         is_due, stops = run.checkpoint_due, run.stop_requested
-        if run.is_main and (is_due or stops):
-            state = {"step": step, "model": whole, "optimizer": optimizer}
-            run.checkpoint_saved(
-                save_checkpoint(state, run.checkpoint_dir / f"step-{step:03d}.pt"), step
-            )
+        if is_due or stops:
+            run.save(state, step)
         if stops:
             raise Interrupted
     if run.world_size > 1:

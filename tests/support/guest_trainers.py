@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from robust_train import Interrupted, launch, save_checkpoint
+from robust_train import Interrupted, launch
 
 STEPS, SAMPLES = 12, 16
 OOM = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free."
@@ -44,12 +44,8 @@ def train(cfg, run):
     dist.init_process_group("gloo")
     model = DistributedDataParallel(new_model())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    first = 0
-    if run.resume_checkpoint is not None:
-        saved = torch.load(run.resume_checkpoint, weights_only=True)
-        model.module.load_state_dict(saved["model"])
-        first = saved["step"]
-    run.started(first)
+    state = {"model": model.module}
+    first = run.load(state)
     share = SAMPLES // run.world_size
     mine = slice(run.rank * share, (run.rank + 1) * share)
     for step in range(first + 1, STEPS + 1):
@@ -71,10 +67,8 @@ def train(cfg, run):
             raise ValueError("a bug of mine")
         optimizer.step()
         run.progress(step, total_steps=STEPS)
-        if run.is_main:
-            state = {"step": step, "model": model.module.state_dict()}
-            path = save_checkpoint(state, run.checkpoint_dir / f"{step}.pt")
-            run.checkpoint_saved(path, step)
+        run.save(state, step)
+        run.finish_saving()
         if is_due("waits", step, run):
             (run.run_dir / f"waits-{run.rank}").touch()
             while not run.stop_requested:

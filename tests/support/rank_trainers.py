@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memory_limit import MIB, limit_growth
-from trainers import saves
+from trainers import saves, steps
 
 WIDE = 1 << 18
 """Numbers of one sample's activation: 1 MiB."""
@@ -87,18 +87,13 @@ def is_slow_on_rank_1(cfg, run):
 def loses_a_gpu_of_four(cfg, run):
     """Saves after two steps; then the hardware of rank 2's GPU fails, which ends all four."""
     dist.init_process_group("gloo")
-    start = 0
-    if run.resume_checkpoint is not None:
-        start = int(Path(run.resume_checkpoint).read_text())
-    run.started(start)
-    for step in range(start + 1, 5):
+    for step in steps(run, 4, pause=0):
         if step == 3 and run.world_size == 4 and run.rank == 2:
             raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
         ranks = torch.ones(1)
         dist.all_reduce(ranks)
-        run.progress(step)
         if run.is_main and step == 2:
-            saves(run, "2", 2, "2")
+            saves(run, "2", 2)
     dist.destroy_process_group()
     visible = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
-    return {"ranks": int(ranks), "start": start, "visible": len(visible)}
+    return {"ranks": int(ranks), "start": run.steps_before, "visible": len(visible)}

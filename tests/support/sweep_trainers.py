@@ -5,8 +5,8 @@ import signal
 import time
 from pathlib import Path
 
-from robust_train.model.errors import Interrupted
-from trainers import saves
+import trainers
+from trainers import saves, steps, stops_when_told
 
 PATIENCE_SECONDS = 60
 
@@ -24,15 +24,14 @@ def _wait_for(name):
         time.sleep(0.01)
 
 
-def _works(run, number, is_over=lambda: False):
-    """Say that it is at work, until it is told to stop; then save a checkpoint."""
-    assert not run.stop_requested  # who has looked once is asked to stop, not interrupted
-    _mark(f"working-{number}").write_text(str(os.getpid()))
-    while not is_over():
-        if run.stop_requested:
-            saves(run, "when-told", 1)
-            raise Interrupted
-        time.sleep(0.01)
+def _here(number):
+    """Let the other jobs know that this one is at work; return its number."""
+    _mark(f"here-{number}").touch()
+    return number
+
+
+def _works(run, number, until=lambda: False):
+    trainers.works_until_told(run, _mark(f"working-{number}"), until=until)
 
 
 def objective(cfg):
@@ -43,8 +42,7 @@ def objective(cfg):
 
 def meets_the_other(cfg):
     """Two jobs, 1 and 2: each waits for what the other leaves."""
-    number = cfg.training.seed
-    _mark(f"here-{number}").touch()
+    number = _here(cfg.training.seed)
     _wait_for(f"here-{3 - number}")
     return number
 
@@ -66,8 +64,7 @@ def fails_at_2(cfg):
 
 def fails_at_2_while_others_work(cfg, run):
     """2 fails once all are there; the others go on until they are told to stop."""
-    number = cfg.training.seed
-    _mark(f"here-{number}").touch()
+    number = _here(cfg.training.seed)
     if number == 2:
         _wait_for("here-1")
         raise ValueError("two is not for me")
@@ -98,8 +95,7 @@ def never_stops(cfg):
 
 def first_waits_for_the_third(cfg, run):
     """Of jobs 0, 1 and 2, 0 ends after 2."""
-    number = int(run.run_dir.name)
-    _mark(f"here-{number}").touch()
+    number = _here(int(run.run_dir.name))
     if number == 0:
         _wait_for("here-2")
     return float(number)
@@ -115,8 +111,7 @@ def works_until_told_in_every_third(cfg, run):
 
 def waits_for_two_at_work(cfg, run):
     """Jobs 0 and 1 wait for each other."""
-    number = int(run.run_dir.name)
-    _mark(f"here-{number}").touch()
+    number = _here(int(run.run_dir.name))
     with _mark("ran").open("a") as file:
         file.write(f"{number}\n")
     if number < 2:
@@ -127,14 +122,10 @@ def waits_for_two_at_work(cfg, run):
 def reports_its_rate(cfg, run):
     """40 steps; at each, the value is the step times the learning rate. Stops when told."""
     run.report(0.0, -1)  # of no step: untrained
-    for step in range(1, 41):
+    for step in steps(run, 40, pause=0.05, total_steps=40):
         value = step * float(cfg.training.lr)
-        run.progress(step, total_steps=40)
         run.report(value)
-        if run.stop_requested:
-            saves(run, f"step-{step}", step)
-            raise Interrupted
-        time.sleep(0.05)
+        stops_when_told(run, step, f"step-{step}")
     return value
 
 
@@ -157,9 +148,6 @@ def works_until_told_at_1(cfg, run):
 
 def counts_to_20(cfg, run):
     """20 steps with a checkpoint at each; the value depends on the rate alone."""
-    first = 0 if run.resume_checkpoint is None else int(Path(run.resume_checkpoint).read_text())
-    for step in range(first + 1, 21):
-        time.sleep(0.02)
-        saves(run, "last", step, str(step))
-        run.progress(step)
+    for step in steps(run, 20, pause=0.02):
+        saves(run, "last", step)
     return -abs(float(cfg.training.lr) - 0.002)

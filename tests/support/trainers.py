@@ -1,5 +1,9 @@
-"""Trainers as users write them, each with one property that a test needs."""
+"""Trainers as users write them, each with one property that a test needs.
 
+torch is imported by those that use it, so that the others start sooner.
+"""
+
+import atexit
 import ctypes
 import functools
 import json
@@ -14,12 +18,37 @@ from robust_train.model.errors import Interrupted
 from robust_train.model.events import MemoryReported
 
 
-def saves(run, name, step, text=""):
-    """Write a checkpoint and report it."""
+def saves(run, name, step, text=None):
+    """Write a checkpoint, which by default holds its step, and report it."""
     run.checkpoint_dir.mkdir(exist_ok=True)
     path = run.checkpoint_dir / name
-    path.write_text(text)
+    path.write_text(str(step) if text is None else text)
     run.checkpoint_saved(path, step)
+
+
+def steps(run, last=sys.maxsize, *, pause=0.01, **reported):
+    """Yield the steps from that of the newest checkpoint on, each once it is reported."""
+    done = 0 if run.resume_checkpoint is None else int(Path(run.resume_checkpoint).read_text())
+    run.started(done)
+    for step in range(done + 1, last + 1):
+        run.progress(step, **reported)
+        yield step
+        time.sleep(pause)
+
+
+def stops_when_told(run, step, name="when-told"):
+    if run.stop_requested:
+        saves(run, name, step)
+        raise Interrupted
+
+
+def works_until_told(run, ready, name="when-told", until=lambda: False):
+    """Say in the file ``ready`` who is at work; then wait to be told to stop."""
+    assert not run.stop_requested  # who has looked once is asked to stop, not interrupted
+    ready.write_text(str(os.getpid()))
+    while not until():
+        stops_when_told(run, 1, name)
+        time.sleep(0.01)
 
 
 def is_ready(*more_pids):
@@ -27,12 +56,8 @@ def is_ready(*more_pids):
     Path(os.environ["READY_FILE"]).write_text(" ".join(map(str, (os.getpid(), *more_pids))))
 
 
-def may_go(suffix=""):
-    return Path(os.environ["GO_FILE"] + suffix).exists()
-
-
 def waits_for_the_go(suffix=""):
-    while not may_go(suffix):
+    while not Path(os.environ["GO_FILE"] + suffix).exists():
         time.sleep(0.01)
 
 
@@ -108,26 +133,13 @@ def within_a_budget(cfg):
 
 
 def resumes(cfg, run):
-    """Saves a checkpoint at step 5, runs out of memory at the first attempt, then goes on.
-
-    With DIES_OF in the environment it is killed by that signal instead.
-    """
-    if "ATTEMPTS_FILE" in os.environ:
-        with Path(os.environ["ATTEMPTS_FILE"]).open("a") as file:
-            file.write(f"{os.getppid()}\n")
-    first_step = 0
-    if run.resume_checkpoint is not None:
-        first_step = int(Path(run.resume_checkpoint).read_text())
-    run.started(first_step)
-    for step in range(first_step + 1, 11):
-        run.progress(step, total_steps=10)
+    """Saves a checkpoint at step 5, runs out of memory at the first attempt, then goes on."""
+    for step in steps(run, 10, total_steps=10):
         if step == 5:
-            saves(run, "five", step, "5")
+            saves(run, "five", step)
         if step == 7 and run.attempt == 1:
-            if "DIES_OF" in os.environ:
-                os.kill(os.getpid(), signal.Signals[os.environ["DIES_OF"]])
             raise MemoryError
-    return first_step
+    return run.steps_before
 
 
 def dies_of_segfault(cfg):
@@ -147,15 +159,9 @@ def calls_os_exit(cfg):
 
 
 def catches_everything_and_stops_politely(cfg, run):
-    step = 0
-    while True:
-        step += 1
-        if run.stop_requested:
-            saves(run, f"step-{step}", step, str(step))
-            raise Interrupted
-        run.progress(step)
+    for step in steps(run):
         is_ready()
-        time.sleep(0.01)
+        stops_when_told(run, step)
 
 
 def never_looks_whether_to_stop(cfg):
@@ -239,12 +245,7 @@ def stops_once_then_completes(cfg, run):
     """Stops with a checkpoint when asked to; an attempt that resumes from it completes."""
     if run.resume_checkpoint is not None:
         return f"went on from {Path(run.resume_checkpoint).name}"
-    assert not run.stop_requested  # who has looked once is asked to stop, not interrupted
-    is_ready()
-    while not run.stop_requested:
-        time.sleep(0.01)
-    saves(run, "when-preempted", 1)
-    raise Interrupted
+    return works_until_told(run, Path(os.environ["READY_FILE"]), "when-preempted")
 
 
 def splits_within_a_budget(cfg, run):
@@ -291,3 +292,205 @@ class RequeuedJob:
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self, run_dir)
+
+
+LARGE_BYTES = 10_000_000
+
+
+def saves_when_stopped(cfg, run):
+    """Trains until it is stopped, then takes its time to save a checkpoint."""
+    for step in steps(run):
+        if step == 3:
+            is_ready()
+        if run.stop_requested:
+            break
+    run.checkpoint_dir.mkdir(exist_ok=True)
+    path = run.checkpoint_dir / f"step-{step}"
+    with path.open("w") as file:
+        for _ in range(20):  # a signal in the middle must not break this off
+            file.write("x" * 1000)
+            time.sleep(0.02)
+    run.checkpoint_saved(path, step)
+    raise KeyboardInterrupt
+
+
+def goes_on_alone(cfg, run):
+    """Counts its steps in a file, whoever listens."""
+    for step in steps(run, 3000, pause=0):
+        run.record("note", {"step": step, "text": "x" * 500})
+        if step % 100 == 0:
+            Path(os.environ["STEPS_FILE"]).write_text(str(step))
+        if step == 1:
+            is_ready()
+            waits_for_the_go()
+    run.record("large", {"text": "y" * LARGE_BYTES})
+    return {"steps": step, "large": "z" * LARGE_BYTES}
+
+
+def prints_a_lot(cfg, run):
+    for _ in steps(run, 400, pause=0):
+        print("x" * 10_000)
+    print("the last line", flush=True)
+    is_ready()
+    while not run.stop_requested:
+        time.sleep(0.01)
+    raise KeyboardInterrupt
+
+
+def completes_but_does_not_end(cfg):
+    atexit.register(time.sleep, 1000)
+    return "done"
+
+
+def fails_but_does_not_end(cfg):
+    atexit.register(time.sleep, 1000)
+    raise KeyError("why it failed")
+
+
+class StopsItsJob:
+    """A result that sends SIGTERM while it is turned into a number, after the trainer returned."""
+
+    ndim = 0
+
+    def __init__(self, *pids: int) -> None:
+        self.pids = pids
+
+    def item(self) -> float:
+        for pid in self.pids:
+            os.kill(pid, signal.SIGTERM)
+        return 0.5
+
+
+def is_stopped_when_it_has_returned(cfg, run):
+    launcher = os.getpid()
+    if cfg.isolation == "process":
+        launcher = os.getppid()
+        assert not run.stop_requested  # the other one never reads it
+    return StopsItsJob(launcher, os.getpid())
+
+
+def returns_when_it_is_stopped(cfg, run):
+    assert not run.stop_requested
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert run.stop_requested
+    return "what there is so far"
+
+
+def returns_its_pid(cfg):
+    return os.getpid()
+
+
+def hides_a_helper(cfg, run):
+    """Start a process that nothing but its ancestors shows to be of the job."""
+    helper = subprocess.Popen(["sleep", "1000"], start_new_session=True, env={})
+    pids = f"attempt {os.getpid()}\nhelper {helper.pid}\n"
+    Path(os.environ["PIDS_FILE"]).write_text(pids)
+    while run.attempt == 1 and not run.stop_requested:
+        time.sleep(0.05)
+
+
+def waits_for_the_standby(cfg, run):
+    """Train until the standby has imported a library, and fail; the retry looks whether it has."""
+    if run.attempt > 1:
+        return {"was_there": "PIL.Image" in sys.modules}
+    import PIL.Image  # noqa: F401
+    import psutil
+
+    run.started(0)
+    run.progress(1)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        launcher = psutil.Process().parent()
+        for one in launcher.children():
+            maps = Path(f"/proc/{one.pid}/maps").read_text()
+            if one.pid != os.getpid() and "/PIL/_imaging" in maps:
+                raise RuntimeError("NCCL error: remote process exited or there was a network error")
+        time.sleep(0.1)
+    raise AssertionError("no standby")
+
+
+def meets_after_a_foreign_byte(cfg, run):
+    """Tell where the store listens; once a stranger has written to it, meet the other rank."""
+    import torch
+    import torch.distributed as dist
+
+    if run.rank == 0:
+        Path(os.environ["PORT_FILE"]).write_text(os.environ["MASTER_PORT"])
+    waits_for_the_go()
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return int(total)
+
+
+def _network():
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    return model, torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def never_uses_run(cfg):
+    """Only torch."""
+    import torch
+
+    model, optimizer = _network()
+    while not Path(os.environ["GO_FILE"]).exists():
+        optimizer.zero_grad()
+        model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+        is_ready()
+        time.sleep(0.02)
+    return "ended"
+
+
+def reports_and_nothing_else(cfg, run):
+    for _ in steps(run, pause=0.02, loss=0.5):
+        is_ready()
+        if Path(os.environ["GO_FILE"]).exists():
+            break
+
+
+def hangs_after_a_step(cfg, run):
+    run.started(0)
+    run.progress(1, total_steps=10, loss=0.5)
+    is_ready()
+    waits_for_the_go()
+    return "ended"
+
+
+def does_not_hear_a_stop(cfg, run):
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
+    return hangs_after_a_step(cfg, run)
+
+
+def trains_in_parts(cfg, run):
+    """Thirty steps in micro-batches; halts after the fifth until it is told to go on."""
+    import torch
+
+    model, optimizer = _network()
+    generator = torch.Generator().manual_seed(1)
+    sizes = []
+    for step in range(1, 31):
+        data = torch.randn(64, 8, generator=generator)
+        optimizer.zero_grad()
+        parts = []
+
+        def loss_of(part, parts=parts):
+            parts.append(len(part))
+            return (model(part) - part.sum(1, keepdim=True)).square().mean()
+
+        run.backward(loss_of, data, model)
+        optimizer.step()
+        sizes.append(max(parts))
+        run.progress(step, total_steps=30)
+        if step == 5:
+            is_ready()
+        while step >= 5 and not Path(os.environ["GO_FILE"]).exists():
+            time.sleep(0.02)
+            run.progress(step)
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return {"sizes": sizes, "weights": weights.tolist()}
