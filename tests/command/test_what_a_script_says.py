@@ -86,6 +86,11 @@ def test_any_line_is_refused_or_has_what_the_launcher_reads(line):
             assert not {"attempt", "time", "event"} & set(message.fields)
 
 
+@pytest.mark.parametrize("name", ["attempt_started", "finished", "self"])
+def test_an_event_of_the_scripts_own_may_have_any_name(name):
+    assert parse(json.dumps({"event": name, "a": 1, "time": 2})) == UserEvent(name, {"a": 1})
+
+
 def test_what_a_sweep_optimises_is_reported_also_by_the_figures_that_objective_names(tmp_path):
     assert parse('{"event": "report", "value": 0.5, "step": 3}') == ValueReported(0.5, 3)
     with pytest.raises(NotUnderstood, match="report: ValueReported needs value"):

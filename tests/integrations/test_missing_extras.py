@@ -20,3 +20,16 @@ def test_our_module_says_in_one_line_what_to_install(missing, monkeypatch):
     assert f"needs {missing}, which is not installed" in str(refused.value)
     assert f'pip install "robust-train[{missing}]"' in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_the_real_command_ends_in_that_line(world):
+    hidden = world.folder / "hidden" / "lightning"
+    hidden.mkdir(parents=True)
+    (hidden / "__init__.py").write_text(
+        "raise ModuleNotFoundError(\"No module named 'lightning'\", name='lightning')\n"
+    )
+    world.environ["PYTHONPATH"] = f"{hidden.parent}:{world.environ['PYTHONPATH']}"
+    ended = world.run("trainer._target_=examples.lightning_digits.train.train")
+    assert ended.returncode == 2
+    assert ended.stderr.count("\n") == 1
+    assert 'pip install "robust-train[lightning]"' in ended.stderr
