@@ -13,6 +13,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 import real_gpus
 import warm
 from robust_train.children import interpreters
+from robust_train.cli.main import main
 from world import World
 
 # launches in the test's process
@@ -35,6 +36,17 @@ def world(tmp_path):
 def alone(world):
     """Its launchers start as users do, also where torch is imported in their own process."""
     world.alone = True
+
+
+@pytest.fixture
+def says(capfd):
+    """Runs ``robust-train …`` in this process; what it prints, if it ends with ``code``."""
+
+    def run(*words, code=0):
+        assert main([*map(str, words)]) == code
+        return capfd.readouterr()
+
+    return run
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 from robust_train.config.schema import RobustConfig
 from robust_train.host.signals import SignalWatch
@@ -15,11 +16,8 @@ from world import ROOT, SUPPORT
 _HOLD = """
 import sys, time
 from pathlib import Path
-from robust_train.config.schema import RobustConfig
-from robust_train.host.signals import SignalWatch
-from robust_train.launcher.run_folder import RunFolder
-folder = Path(sys.argv[1])
-with SignalWatch() as signals, RunFolder(folder, "elsewhere", signals, RobustConfig()) as folder:
+from live_folder import open_folder
+with open_folder(Path(sys.argv[1])) as folder:
     print(folder.token, flush=True)
     while True:
         folder.tick()
@@ -46,9 +44,8 @@ def another_launcher(run_dir):
         [sys.executable, "-c", _HOLD, str(run_dir)],
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": f"{SUPPORT}:{ROOT / 'src'}"},
+        env=os.environ | {"PYTHONPATH": f"{SUPPORT}:{ROOT / 'src'}:{Path(__file__).parent}"},
     )
-    assert process.stdout is not None
     assert process.stdout.readline()
     try:
         yield process

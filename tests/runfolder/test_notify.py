@@ -4,7 +4,6 @@ import http.server
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -18,7 +17,6 @@ from attempts import gpu
 from robust_train import ConfigError, launch
 from robust_train.children import notifier as module
 from robust_train.children.notifier import Notifier, notifications, sentence
-from robust_train.cli.main import main
 from robust_train.config.checks import checked, hide_urls
 from robust_train.config.composition import complete
 from robust_train.config.schema import NotifyConfig
@@ -69,52 +67,58 @@ def test_what_is_news(before, after, event, monkeypatch):
 
 
 def test_each_event_has_its_line():
-    broken = replace(NEW, state="failed", reason="CUDA error\nthere")
+    broken = replace(NEW, reason="CUDA error\nthere")
     for event, state, line in (
-        ("completed", NEW, "lora on gpu1 completed in 1 min: 0.5"),
-        ("completed", replace(NEW, earlier_seconds=120.0), "lora on gpu1 completed in 3 min: 0.5"),
-        ("failed", broken, "lora on gpu1 failed after 1 min: CUDA error there"),
-        ("waiting", WAITING, "lora on gpu1 has waited 1 min: GPU 0 is taken"),
+        ("completed", NEW, "completed in 1 min: 0.5"),
+        ("completed", replace(NEW, earlier_seconds=120.0), "completed in 3 min: 0.5"),
+        ("failed", broken, "failed after 1 min: CUDA error there"),
+        ("waiting", WAITING, "has waited 1 min: GPU 0 is taken"),
     ):
-        assert sentence(event, state, 0.5, 1060.0) == line
+        assert sentence(event, state, 0.5, 1060.0) == f"lora on gpu1 {line}"
 
 
-def _writes(path):
-    code = "import os, sys; f = open(sys.argv[1], 'a'); print(sys.stdin.read(), file=f); "
-    code += f"print(os.environ['{module.TEXT_VARIABLE}'], file=f)"
-    return (sys.executable, "-S", "-c", code, str(path))
+@pytest.fixture
+def told(tmp_path):
+    """A program that notes what it is told, and the JSON and line of each time."""
+    file = tmp_path / "told"
+    note = f"cat >> {file}; printf '\\n%s\\n' \"${module.TEXT_VARIABLE}\" >> {file}"
+
+    def read():
+        lines = file.read_text().splitlines()
+        return list(zip(map(json.loads, lines[::2]), lines[1::2], strict=True))
+
+    return ("sh", "-c", note), read
 
 
-def test_a_program_gets_json_and_a_line_once_for_each_thing_that_is_asked_for(tmp_path):
-    settings = NotifyConfig(_writes(tmp_path / "told"), on=("waiting", "stalled"))
-    notifier = Notifier(settings)
+def test_a_program_gets_json_and_a_line_once_for_each_thing_that_is_asked_for(told):
+    command, read = told
+    notifier = Notifier(NotifyConfig(command, on=("waiting", "stalled")))
     for state in (NEW, WAITING, replace(WAITING, updated=5.0)):
         notifier.poll(state)
         notifier.finish()
-    notifier.on_event(StallWarning(300.0, 600.0), THIRD)
-    notifier.finish()
-    notifier.on_event(Stalled(600.0), THIRD)
+    for event in (StallWarning(300.0, 600.0), Stalled(600.0)):
+        notifier.on_event(event, THIRD)
+        notifier.finish()
     notifier.poll(replace(NEW, state="failed"))
     notifier.finish()
-    lines = (tmp_path / "told").read_text().splitlines()
-    waiting, line, stalled, last = json.loads(lines[0]), lines[1], json.loads(lines[4]), lines[5]
-    assert "no progress for 5 min in attempt 3, which is ended after 10 min" in lines[3]
+    (waiting, line), (_, warning), (stalled, last) = read()
     assert (waiting["event"], waiting["job"], waiting["text"]) == ("waiting", "lora", line)
+    assert "no progress for 5 min in attempt 3, which is ended after 10 min" in warning
     assert (stalled["event"], stalled["attempt"]) == ("stalled", 3)
     assert "no progress in attempt 3" in last
     assert not notifier.has_failed
 
 
-def test_a_disk_that_takes_no_checkpoint_is_notified_of_once_until_it_does(tmp_path):
-    notifier = Notifier(NotifyConfig(_writes(tmp_path / "told")))
+def test_a_disk_that_takes_no_checkpoint_is_notified_of_once_until_it_does(told):
+    command, read = told
+    notifier = Notifier(NotifyConfig(command))
     failed = CheckpointFailed("No space left on device")
     full = Failure(FailureKind.DISK_FULL, "OSError: No space left")
-    ended = AttemptEnded(Attempt(3, AttemptSpec((), 8, 1), failure=full))
+    ended = AttemptEnded(replace(THIRD.attempt, failure=full))
     for event in (failed, failed, ended, CheckpointSaved("/c", 5), ended):
         notifier.on_event(event, THIRD)
         notifier.finish()
-    lines = (tmp_path / "told").read_text().splitlines()[1::2]
-    assert [line.partition(": ")[2] for line in lines] == [
+    assert [line.partition(": ")[2] for _, line in read()] == [
         "no checkpoint could be saved: No space left on device",
         "OSError: No space left",
     ]
@@ -124,8 +128,8 @@ def test_a_disk_that_takes_no_checkpoint_is_notified_of_once_until_it_does(tmp_p
     ("command", "problem"),
     [
         (("/nowhere/at-all",), "No such file"),
-        ((sys.executable, "-S", "-c", "import sys; sys.exit('no\\nnetwork')"), "network"),
-        ((sys.executable, "-S", "-c", "import time; time.sleep(600)"), "it took too long"),
+        (("sh", "-c", "printf 'no\\nnetwork' >&2; exit 1"), "network"),
+        (("sleep", "600"), "it took too long"),
     ],
 )
 def test_a_failed_delivery_is_one_line(command, problem, caplog):
@@ -140,7 +144,6 @@ def test_a_failed_delivery_is_one_line(command, problem, caplog):
 
 def test_a_signal_cuts_the_last_deliveries_short_and_the_job_stays_completed(tmp_path, caplog):
     begun = tmp_path / "begun"
-    code = f"import time; open({str(begun)!r}, 'w'); time.sleep(600)"
 
     def stop_when_it_is_being_delivered():
         while not begun.exists() or is_held(tmp_path / "run"):
@@ -149,7 +152,8 @@ def test_a_signal_cuts_the_last_deliveries_short_and_the_job_stays_completed(tmp
 
     thread = threading.Thread(target=stop_when_it_is_being_delivered)
     thread.start()
-    cfg = {"isolation": "none", "notify": {"command": [sys.executable, "-S", "-c", code]}}
+    deliver = ["sh", "-c", f"touch {begun}; exec sleep 600"]
+    cfg = {"isolation": "none", "notify": {"command": deliver}}
     summary = launch(lambda cfg: 0.5, cfg, run_dir=tmp_path / "run")
     thread.join()
     assert (summary.status, summary.result) == ("completed", 0.5)
@@ -157,11 +161,12 @@ def test_a_signal_cuts_the_last_deliveries_short_and_the_job_stays_completed(tmp
     assert "ended by a signal" in caplog.text
 
 
-def test_any_text_can_be_told(tmp_path):
-    notifier = Notifier(NotifyConfig(_writes(tmp_path / "told")))
+def test_any_text_can_be_told(told):
+    command, read = told
+    notifier = Notifier(NotifyConfig(command))
     notifier.send("failed", "a\0b\x1bc\ud800", {"reason": "\0\ud800"})
     notifier.finish()
-    assert (tmp_path / "told").read_text().splitlines()[1] == "a?b?c?"
+    assert [line for _, line in read()] == ["a?b?c?"]
 
 
 def test_urls_are_those_of_one_launch():
@@ -182,15 +187,16 @@ def test_a_launched_job_tells_and_leaves_no_url_behind(tmp_path, capfd, monkeypa
     assert (content["event"], content["result"]) == ("completed", 0.5)
     assert message["urls"] == (URL,)
     assert seen["urls"] is None
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() and _has(path)]
+    assert with_the_secret(tmp_path) == []
     shown = capfd.readouterr()
     assert "open-sesame" not in shown.out + shown.err
     with pytest.raises(ConfigError, match=r"notify\.on=done: must be one of completed, failed"):
         launch(lambda cfg: None, {"notify": {"on": ["done"]}}, run_dir=tmp_path / "2")
 
 
-def _has(path):
-    return b"open-sesame" in path.read_bytes()
+def with_the_secret(folder):
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return [path for path in files if b"open-sesame" in path.read_bytes()]
 
 
 def test_urls_leave_the_config_and_hydras_part_of_it():
@@ -205,13 +211,9 @@ def test_urls_leave_the_config_and_hydras_part_of_it():
     assert not hide_urls(cfg)
 
 
-def test_notify_test_says_whether_it_was_delivered(tmp_path, capfd):
-    program = tmp_path / "program"
-    program.write_text("#!/bin/sh\nexit 0\n")
-    program.chmod(0o755)
-    assert main(["notify", "test", f"notify.command={program}"]) == 0
-    assert capfd.readouterr().out == "delivered\n"
-    assert main(["notify", "test", "notify.command=/nowhere/program"]) == 1
+def test_notify_test_says_whether_it_was_delivered(says):
+    assert says("notify", "test", "notify.command=/bin/true").out == "delivered\n"
+    says("notify", "test", "notify.command=/nowhere/program", code=1)
 
 
 @pytest.fixture
@@ -225,33 +227,24 @@ def posted():
             self.send_response(200)
             self.end_headers()
 
-        def log_message(self, *arguments):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"json://user:open-sesame@127.0.0.1:{server.server_port}", bodies
-    server.shutdown()
-    server.server_close()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"json://user:open-sesame@127.0.0.1:{server.server_port}", bodies
+        server.shutdown()
 
 
 @pytest.mark.slow
-def test_a_job_and_a_sweep_tell_a_url_once_and_write_it_nowhere(world, posted):
+def test_a_sweep_tells_a_url_once_and_writes_it_nowhere(world, posted):
     pytest.importorskip("apprise")
     url, bodies = posted
-    arguments = (f"notify.urls={url}", "device=cpu")
-    ended = world.train("what_it_was_given", *arguments)
-    assert ended.returncode == 0, ended.output
-    assert json.loads(bodies[0])["title"] == "robust-train: completed"
-    # in a project's own file, too: Hydra composes each job of a sweep anew from it
+    # in a project's own file: Hydra composes each job of a sweep anew from it
     configs = world.folder / "configs"
     configs.mkdir()
     (configs / "mine.yaml").write_text(f"defaults: [robust, _self_]\nnotify:\n  urls: ['{url}']\n")
     sweeps = SweepWorld(world)
     options = (f"--config-dir={configs}", "--config-name=mine")
     ended = world.run(*options, *sweeps.arguments("objective", "training.lr=1,2", "device=cpu"))
-    assert len(bodies) == 2, ended.output
-    assert "sweep on" in json.loads(bodies[1])["message"]
-    files = [path for path in world.folder.rglob("*") if path.is_file()]
-    assert [path for path in files if _has(path)] == [configs / "mine.yaml"]
+    (body,) = bodies
+    assert "sweep on" in json.loads(body)["message"]
+    assert with_the_secret(world.folder) == [configs / "mine.yaml"]
     assert "open-sesame" not in ended.output

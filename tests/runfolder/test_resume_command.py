@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import subprocess
 import sys
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 import warm
 from another_user import ANOTHER_USER
 from robust_train.children.detach import OUTPUT_FILE
-from robust_train.cli.main import main
 from robust_train.folder.run_list import find_runs
 from sweep_world import SweepWorld
 from world import ROOT, wait_until
@@ -41,14 +39,8 @@ def start(here, name):
     """Start the script, without ``--`` before it, and wait for its second step."""
     (here / "count").unlink(missing_ok=True)
     options = ["wait_for_gpu=false", "--name", name, "--checkpoint", "count"]
-    command = [sys.executable, "-m", "robust_train.cli.main", "run", *options]
-    process = subprocess.Popen(
-        [*command, sys.executable, "counts.py"],
-        cwd=here,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    words = ["-m", "robust_train.cli.main", "run", *options, sys.executable, "counts.py"]
+    process = warm.start(words, here, os.environ, alone=True, start_new_session=True)
     wait_until(lambda: (here / "count").exists() and (here / "count").read_text() == "1", name)
     return process
 
@@ -59,14 +51,14 @@ def end(process, signum):
     wait_until(lambda: not any(run.alive for run in find_runs()), "its attempt has ended, too")
 
 
-def test_a_script_goes_on_by_one_word_wherever_that_is_said(here, tmp_path, capsys):
+def test_a_script_goes_on_by_one_word_wherever_that_is_said(here, tmp_path, says):
     end(start(here, "mine"), signal.SIGINT)
     (here / "go").touch()
     if os.geteuid() == 0:
         state = next(here.rglob("state.json"))
         os.chown(state, ANOTHER_USER, -1)
-        assert main(["resume", "mine"]) == 1, "a file of another user may name any command"
-        assert "began this" in capsys.readouterr().err
+        # a file of another user may name any command
+        assert "began this" in says("resume", "mine", code=1).err
         os.chown(state, 0, -1)
     resumed = warm.robust_train("resume", "mine", environ=dict(os.environ), cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
@@ -77,7 +69,7 @@ def test_a_script_goes_on_by_one_word_wherever_that_is_said(here, tmp_path, caps
 
 
 @pytest.mark.slow
-def test_all_are_those_that_no_one_has_ended(here, tmp_path, capsys):
+def test_all_are_those_that_no_one_has_ended(here, says):
     for name, signum in (
         ("stopped by its user", signal.SIGINT),
         ("killed, its output in the way", signal.SIGKILL),
@@ -87,8 +79,7 @@ def test_all_are_those_that_no_one_has_ended(here, tmp_path, capsys):
     (blocked,) = (run for run in find_runs() if run.state and "way" in run.state.name)
     (blocked.run_dir / OUTPUT_FILE).mkdir()
     (here / "go").touch()
-    assert main(["resume", "--all"]) == 0
-    shown = capsys.readouterr()
+    shown = says("resume", "--all")
     (line, _) = shown.out.splitlines()
     assert "in the background" in line
     assert f"{blocked.id} is not resumed" in shown.err
@@ -100,29 +91,19 @@ def test_all_are_those_that_no_one_has_ended(here, tmp_path, capsys):
     wait_until(lambda: status()["killed"] == "completed", "it goes on in the background")
     wait_until(lambda: not any(run.alive for run in find_runs()), "its launcher has ended")
     assert status()["stopped by its user"] == "interrupted"
-    assert main(["resume", "--all"]) == 0
-    assert capsys.readouterr().out == "nothing is to be resumed\n"
-    assert main(["resume", "killed"]) == 1
-    assert "has completed" in capsys.readouterr().err
+    assert says("resume", "--all").out == "nothing is to be resumed\n"
+    assert "has completed" in says("resume", "killed", code=1).err
 
 
 @pytest.mark.slow
 def test_a_sweep_goes_on_as_a_whole(world):
     sweeps = SweepWorld(world)
     words = sweeps.arguments("works_until_told", "training.seed=1,2")
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "train_robust.py"), *words],
-        env=world.environ,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    process = warm.start([str(ROOT / "train_robust.py"), *words], ROOT, world.environ, alone=True)
     wait_until(lambda: len(list(sweeps.place.glob("working-*"))) == 2, "both jobs work")
     process.send_signal(signal.SIGTERM)
     assert f"to go on: robust-train resume {sweeps.folder}" in process.communicate()[0]
-    resume = [sys.executable, "-m", "robust_train.cli.main", "resume", str(sweeps.folder)]
-    resumed = subprocess.run(resume, env=world.environ, capture_output=True, text=True)
-    assert resumed.returncode == 0, resumed.stderr
-    assert {job["result"] for job in sweeps.table["jobs"]} == {"went on from when-told"}
-    again = subprocess.run(resume, env=world.environ, capture_output=True, text=True)
-    assert again.returncode == 1
+    world.robust_train("resume", str(sweeps.folder), code=0)
+    assert {*sweeps.column("result")} == {"went on from when-told"}
+    again = world.robust_train("resume", str(sweeps.folder), code=1)
     assert "has completed" in again.stderr

@@ -4,7 +4,6 @@ The runs are real commands; the verbs are carried out in this process, but for t
 """
 
 import contextlib
-import io
 import json
 import os
 import signal
@@ -18,8 +17,7 @@ import pytest
 
 import warm
 from robust_train import launch
-from robust_train.cli.main import main
-from robust_train.folder.live import ControlError, StillQueued, ask
+from robust_train.folder.live import StillQueued, ask
 from robust_train.folder.run_list import choose_run, read_run
 from robust_train.model.errors import ConfigError
 from simulated_nvml import Gpu
@@ -33,68 +31,38 @@ AT_ONCE = "hydra.launcher.n_jobs=2"
 SLOW = pytest.mark.slow
 
 
-class Host:
-    """Several runs of one user, and his commands."""
+class Host(World):
+    """A machine on which a job is told when to end, and its user's commands in this process."""
 
-    def __init__(self, tmp_path):
-        self.tmp_path = tmp_path
+    def __init__(self, folder, says):
+        super().__init__(folder)
+        self.says = says
         self.started = []
+        for name in ("ready", "go"):
+            self.environ[f"{name.upper()}_FILE"] = str(folder / name)
 
-    def world(self, name):
-        folder = self.tmp_path / name
-        folder.mkdir()
-        world = World(folder)
-        world.environ |= {
-            "ROBUST_TRAIN_QUEUE_DIR": str(self.tmp_path / "queue_of_jobs"),
-            "READY_FILE": str(folder / "ready"),
-            "GO_FILE": str(folder / "go"),
-        }
-        return world
-
-    def train(self, world, trainer, *more, **options):
-        """Start a run and wait until it trains."""
-        process = world.start(f"trainer._target_=trainers.{trainer}", *more, **options)
+    def begin(self, trainer, *more, **options):
+        """Start a job and wait until it trains."""
+        process = self.start(f"trainer._target_=trainers.{trainer}", *more, **options)
         self.started.append(process)
-        wait_until((world.folder / "ready").exists, "it trains")
+        wait_until((self.folder / "ready").exists, "it trains")
         return process
 
-    def ends(self, world, process):
-        """Have its trainer return."""
-        (world.folder / "go").touch()
-        return world.end(process, code=0)
+    def let_end(self, process):
+        (self.folder / "go").touch()
+        return self.end(process, code=0)
 
-    def command(self, *arguments):
-        stdout, stderr = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
-            code = main(list(arguments))
-        return code, stdout.getvalue(), stderr.getvalue()
+    def told(self, *words):
+        return json.loads(self.says(*words, "--json").out)
 
-    def told(self, *arguments):
-        code, stdout, stderr = self.command(*arguments, "--json")
-        assert code == 0, stderr
-        return json.loads(stdout)
-
-    def refused(self, *arguments):
-        code, stdout, stderr = self.command(*arguments)
-        assert (code, stdout) == (1, "")
-        (line,) = stderr.splitlines()
+    def refused(self, *words):
+        (line,) = self.says(*words, code=1).err.splitlines()
         return line
-
-    def live(self):
-        return self.told("ps", "--live")["runs"]
-
-    def in_terminal(self, *arguments):
-        command = [sys.executable, "-m", "robust_train.cli.main", *arguments]
-        code, shown = run_at_a_terminal(command, os.environ)
-        assert code == 0, shown
-        return shown
 
 
 @pytest.fixture
-def host(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2] / "src"))
-    monkeypatch.setenv("COLUMNS", "200")
-    host = Host(tmp_path)
+def host(tmp_path, says):
+    host = Host(tmp_path, says)
     yield host
     for process in host.started:
         if process.poll() is None:
@@ -103,67 +71,69 @@ def host(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "how", ["process", pytest.param("none", marks=SLOW), pytest.param("train.py", marks=SLOW)]
+    ("script", "how"),
+    [
+        ("train_robust.py", "process"),
+        pytest.param("train_robust.py", "none", marks=SLOW),
+        pytest.param("train.py", "none", marks=SLOW),
+    ],
 )
-def test_status_and_list_in_pipe_and_terminal(host, how):
-    world = host.world("first")
-    options = {"script": "train.py"} if how == "train.py" else {}
-    more = () if how == "train.py" else (f"isolation={how}",)
-    process = host.train(world, "reports_and_nothing_else", "device=cpu", *more, **options)
+def test_status_and_list_in_pipe_and_terminal(host, script, how):
+    more = () if script == "train.py" else (f"isolation={how}",)
+    process = host.begin("reports_and_nothing_else", "device=cpu", *more, script=script)
     wait_until(lambda: host.told("status").get("step", 0) > 1, "a step is reported")
-    wait_until(lambda: host.told("status").get("loss"), "a loss is reported")
     status = host.told("status")
     assert status["pid"] == process.pid
     assert (status["attempt_pid"] != process.pid) == (how == "process")
     expected = {"state": "running", "attempt": 1, "device": "cpu", "batch_size": 64}
-    expected |= {"effective_batch_size": 64, "run_dir": str(world.run_dir)}
+    expected |= {"effective_batch_size": 64, "run_dir": str(host.run_dir)}
     assert status.items() >= expected.items()
     assert 0 < status["loss"] <= 1
     assert status["memory"]["resident"] > 0
-    _, table, _ = host.command("ps", "--live")
+    table = host.says("ps", "--live").out
     header, row = table.splitlines()
     assert header.split()[:4] == ["id", "state", "job", "where"]
     assert row.startswith(f"{status['id']}  running")
     assert "\x1b" not in table
-    assert status["id"] in host.in_terminal("ps", "--live").splitlines()[1], "a line for each run"
-    shown = host.in_terminal("status", status["id"])
+    ps = [sys.executable, "-m", "robust_train.cli.main", "ps", "--live"]
+    _, shown = run_at_a_terminal(ps, host.environ, columns=200)
+    assert shown.splitlines()[1].startswith(status["id"]), "a line for each run"
+    shown = host.says("status", status["id"]).out
     assert "micro-batch 64" in shown
-    assert str(world.run_dir) in shown
-    for which in (str(process.pid), str(status["attempt_pid"]), str(world.run_dir)):
+    assert str(host.run_dir) in shown
+    for which in (str(process.pid), str(status["attempt_pid"]), str(host.run_dir)):
         assert host.told("status", which)["id"] == status["id"]
-    host.ends(world, process)
-    assert host.live() == []
+    host.let_end(process)
+    assert host.told("ps", "--live")["runs"] == []
     ended = host.told("status", status["id"])
     assert (ended["state"], ended["exit_code"], ended["alive"]) == ("completed", 0, False)
-    assert list((world.run_dir / "requests").iterdir()) == []
+    assert list((host.run_dir / "requests").iterdir()) == []
 
 
 def test_stop_a_second_time_has_to_be_meant(host):
-    world = host.world("first")
-    process = host.train(world, "does_not_hear_a_stop", "stop_grace_seconds=600")
+    process = host.begin("does_not_hear_a_stop", "stop_grace_seconds=600")
     status = host.told("status")
     host.told("stop")
     assert "--now" in host.refused("stop")
     host.told("stop", "--now")
-    world.end(process, code=143)
+    host.end(process, code=143)
     assert not is_running(status["attempt_pid"])
 
 
 @pytest.mark.parametrize("isolation", ["process", pytest.param("none", marks=SLOW)])
 def test_halving_during_training_takes_effect_at_the_next_step(host, isolation):
-    world = host.world("halved")
-    process = host.train(world, "trains_in_parts", f"isolation={isolation}", "min_batch_size=16")
-    answer = host.told("halve-batch", str(world.run_dir))
+    process = host.begin("trains_in_parts", f"isolation={isolation}", "min_batch_size=16")
+    answer = host.told("halve-batch", str(host.run_dir))
     assert (answer["before"], answer["after"]) == ({"micro_batch": 64}, {"micro_batch": 32})
     assert "from the next step" in answer["how"]
-    assert "micro-batch 32 → 16" in host.command("halve-batch")[1]
+    assert "micro-batch 32 → 16" in host.says("halve-batch").out
     wait_until(
-        lambda: "micro-batch 64 → 16" in host.command("status")[1],
+        lambda: "micro-batch 64 → 16" in host.says("status").out,
         "status shows it, which is at most once a second",
     )
     line = host.refused("halve-batch")
     assert "the micro-batch is 16 already, and min_batch_size=16" in line
-    ended = host.ends(world, process)
+    ended = host.let_end(process)
     changes = [e for e in ended.journal if e["event"] == "micro_batch_changed"]
     assert [(e["before"], e["after"]) for e in changes] == [(64, 32), (32, 16)]
     assert all("halve-batch" in e["reason"] for e in changes)
@@ -172,8 +142,7 @@ def test_halving_during_training_takes_effect_at_the_next_step(host, isolation):
 
 
 def test_a_run_that_hangs_answers_and_says_that_the_request_is_queued(host):
-    world = host.world("first")
-    host.train(world, "hangs_after_a_step")
+    host.begin("hangs_after_a_step")
     with pytest.raises(StillQueued, match=r"within 0.2 s; the request stays queued"):
         ask(choose_run(None), "checkpoint", wait_seconds=0.2)
     status = wait_until(lambda: (s := host.told("status")).get("step") and s, "it reports")
@@ -185,27 +154,19 @@ def test_a_run_that_hangs_answers_and_says_that_the_request_is_queued(host):
     assert host.told("status")["step"] == 1, "the launcher answers for it"
 
 
-def test_trainers_that_do_not_look_are_told_of_plainly(host):
-    """What is asked of them is done after any step of an optimizer."""
-    world = host.world("first")
-    process = host.train(world, "never_uses_run")
-    assert "does not read run.checkpoint_requested" in host.refused("checkpoint")
-    answer = ask(choose_run(None), "memory_clear", force=True)
-    assert {"before", "after", "sentence"} <= answer.keys()
-    with pytest.raises(ControlError, match="memory_clear"):
-        ask(choose_run(None), "memory_clear", force="perhaps")
-    ended = host.ends(world, process)
-    assert ended.summary["result"] == "ended"
-    assert ended.output.count(answer["sentence"]) == 1
-
-
-def test_a_run_that_waits_in_line_says_so_and_can_be_stopped(host, cuda_machine_with):
+def test_a_run_that_waits_in_line_says_so_and_can_be_stopped(host, tmp_path, cuda_machine_with):
     machine = cuda_machine_with(Gpu(uuid=A, total_mib=24000))
-    first, second = (host.world(name).with_environ(machine.environ) for name in ("one", "two"))
-    host.train(first, "reports_and_nothing_else", NEVER)
+    host.with_environ(machine.environ)
+    host.begin("reports_and_nothing_else", NEVER)
+    (tmp_path / "second").mkdir()
+    second = World(tmp_path / "second").with_environ(machine.environ)
     waiting = second.start("trainer._target_=trainers.never_uses_run", NEVER)
     host.started.append(waiting)
-    wait_until(lambda: [run["state"] for run in host.live()] == ["waiting", "running"], "it waits")
+
+    def states():
+        return [run["state"] for run in host.told("ps", "--live")["runs"]]
+
+    wait_until(lambda: states() == ["waiting", "running"], "it waits")
     status = host.told("status", str(second.run_dir))
     assert status["waiting"]["position"] == 1
     assert "taken, one job per GPU" in status["waiting"]["reason"]
@@ -213,37 +174,29 @@ def test_a_run_that_waits_in_line_says_so_and_can_be_stopped(host, cuda_machine_
     queue = warm.robust_train("queue", "--json", environ=environ)
     ids = {job["run_dir"]: job["id"] for job in json.loads(queue.stdout)["jobs"]}
     assert status["id"] == ids[str(second.run_dir)], "one id serves both commands"
-    running = host.told("status", ids[str(first.run_dir)])
+    running = host.told("status", ids[str(host.run_dir)])
     assert (running["state"], running["gpu_uuid"]) == ("running", A)
     assert "the run is waiting" in host.refused("checkpoint", status["id"])
     assert host.told("stop", status["id"])["before"] == "waiting"
     assert second.end(waiting, code=143).summary["status"] == "interrupted"
 
 
-def contents(folder):
-    """Every file of a folder that a job at work does not write to."""
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    at_work = ("state.json", "memory.jsonl")
-    return {path: path.read_bytes() for path in files if path.name not in at_work}
-
-
 def test_a_second_launcher_in_the_folder_is_refused_and_the_first_unharmed(host):
-    world = host.world("first")
-    process = host.train(world, "hangs_after_a_step")
+    process = host.begin("hangs_after_a_step")
     target = "trainer._target_=trainers.never_uses_run"
     wait_until(lambda: host.told("status").get("step"), "it reports")
-    status, before = host.told("status"), contents(world.run_dir)
+    status = host.told("status")
+    hydras = {path: path.read_bytes() for path in (host.run_dir / ".hydra").iterdir()}
     since = time.strftime("%Y-%m-%d %H:%M", time.localtime(status["started"]))
     who = (socket.gethostname(), f"pid {process.pid}", since)
     for script in ("train_robust.py", "train.py"):
-        refused = world.run(target, "device=cpu", "training.seed=7", script=script)
+        refused = host.run(target, "device=cpu", "training.seed=7", script=script)
         refused.was_refused((*who, "hydra.run.dir", "robust-train stop"))
-    assert contents(world.run_dir) == before, "Hydra's files too"
     with pytest.raises(ConfigError, match=f"pid {process.pid}"):
-        launch(lambda cfg: 1, {"device": "cpu", "auto_device": False}, run_dir=world.run_dir)
-    assert contents(world.run_dir) == before
+        launch(lambda cfg: 1, {"device": "cpu", "auto_device": False}, run_dir=host.run_dir)
+    assert {path: path.read_bytes() for path in hydras} == hydras
     assert host.told("status")["attempt_pid"] == status["attempt_pid"]
-    assert host.ends(world, process).summary["result"] == "ended"
+    assert host.let_end(process).summary["result"] == "ended"
 
 
 def listening_sockets(process):
@@ -261,9 +214,8 @@ def listening_sockets(process):
 
 
 def test_nothing_of_a_job_listens_and_the_launcher_has_one_thread(host):
-    world = host.world("first")
-    world.alone = True
-    launcher = psutil.Process(host.train(world, "hangs_after_a_step").pid)
+    host.alone = True
+    launcher = psutil.Process(host.begin("hangs_after_a_step").pid)
     assert launcher.children(recursive=True), "the attempt runs"
     assert listening_sockets(launcher) == []
     # the thread that writes environment.json ends
@@ -294,7 +246,7 @@ def test_an_error_inside_the_launcher_leaves_a_summary_and_the_last_lines(tmp_pa
     ],
 )
 def test_a_sweep_is_stopped_with_all_its_jobs_and_their_checkpoints(host, launcher, isolation):
-    sweeps = SweepWorld(host.world("first"))
+    sweeps = SweepWorld(host)
     numbers = (1,) if launcher == "basic" else (1, 2)
     keys = ("training.seed=1,2,3", f"isolation={isolation}", "device=cpu", "auto_device=false")
     more = (f"hydra/launcher={launcher}", *([] if len(numbers) == 1 else [AT_ONCE]))

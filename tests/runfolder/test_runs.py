@@ -9,14 +9,11 @@ import pytest
 from live_folder import another_launcher, as_on_another_host, change_json, open_folder
 
 from robust_train import load_runs
-from robust_train.cli.main import main
 from robust_train.folder import run_list
 from robust_train.folder.live import ControlError, ask
 from robust_train.folder.run_list import (
     NoLiveRun,
     choose_run,
-    find_live_runs,
-    find_runs,
     read_run,
     register,
     state_directory,
@@ -55,25 +52,11 @@ def test_a_run_keeps_its_earlier_ids(tmp_path):
 @pytest.mark.parametrize(
     ("name", "shown"), [(b"\xff", r"\udcff"), (b"two\nlines\x1b[2J", r"two\nlines\x1b[2J")]
 )
-def test_a_folder_whose_name_is_no_text_or_breaks_the_line_is_one_row(
-    tmp_path, capsys, name, shown
-):
+def test_a_folder_whose_name_is_no_text_or_breaks_the_line_is_one_row(tmp_path, says, name, shown):
     with open_folder(tmp_path / os.fsdecode(name)):
         for command in (["ps"], ["run", "list"]):
-            assert main(command) == 0
-            _, row = capsys.readouterr().out.splitlines()
+            _, row = says(*command).out.splitlines()
             assert row.endswith(shown)
-
-
-def test_a_run_that_has_ended_is_history(tmp_path):
-    with open_folder(tmp_path) as folder:
-        folder.ended("completed", None)
-    assert find_live_runs() == []
-    (run,) = find_runs()
-    assert run.status == "completed"
-    with pytest.raises(NoLiveRun):
-        choose_run(run.id)
-    assert choose_run(run.id, dead_too=True).about()["alive"] is False
 
 
 def test_a_clock_that_was_set_back_makes_no_state_shorter_than_nothing(tmp_path):
@@ -108,7 +91,7 @@ def test_a_job_of_another_host_on_the_same_disk_is_seen_and_answers(tmp_path):
         assert ask(run, "stop")["after"] == "stopping"
 
 
-def test_status_of_a_killed_launcher_says_died_with_its_last_state(tmp_path, capsys):
+def test_status_of_a_killed_launcher_says_died_with_its_last_state(tmp_path, says):
     with another_launcher(tmp_path) as process:
         run = read_run(tmp_path)
         assert (run.pid, run.status) == (process.pid, "starting")
@@ -117,11 +100,9 @@ def test_status_of_a_killed_launcher_says_died_with_its_last_state(tmp_path, cap
         died = read_run(tmp_path)
         assert (died.alive, died.status) == (False, "died")
         assert died.about()["last_state"] == "starting"
-    for which in (run.id, str(tmp_path), str(tmp_path / "state.json")):
-        assert main(["status", which]) == 0
-        assert "died; the last state was starting" in capsys.readouterr().out
-    assert main(["checkpoint", run.id]) == 1
-    assert f"robust-train resume {run.id} goes on" in capsys.readouterr().err
+    for which in (run.id, tmp_path, tmp_path / "state.json"):
+        assert "died; the last state was starting" in says("status", which).out
+    assert f"robust-train resume {run.id} goes on" in says("checkpoint", run.id, code=1).err
 
 
 def test_where_the_list_is(tmp_path, monkeypatch):

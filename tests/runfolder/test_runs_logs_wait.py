@@ -9,11 +9,10 @@ from dataclasses import asdict, replace
 
 import psutil
 import pytest
-from live_folder import another_launcher, change_json, open_folder
+from live_folder import another_launcher, open_folder
 
 from journals import Journal, write_recovered
 from robust_train.cli import runs
-from robust_train.cli.main import main
 from robust_train.folder.run_list import state_directory
 from robust_train.folder.state import Summary
 from robust_train.sweep.record import SweepTable
@@ -37,26 +36,23 @@ def died(run_dir, name="clip", *, with_the_host=False):
     return state.id
 
 
-def test_old_run_folders_are_removed_but_for_what_is_not_the_jobs(tmp_path, capsys):
+def test_old_run_folders_are_removed_but_for_what_is_not_the_jobs(tmp_path, says):
     for name, status in (("a", "completed"), ("b", "failed"), ("mine", "completed")):
         ended(tmp_path / name, name, status)
     own = tmp_path / "mine" / "thesis.tex"
     own.touch()
     os.utime(own, (0, 0))
-    assert main(["clean"]) == 0
-    assert "30 days ago" in capsys.readouterr().out
-    assert main(["clean", "--days", "0"]) == 2
-    assert "--yes" in capsys.readouterr().err
-    assert main(["clean", "--days", "0", "--yes", "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+    assert "30 days ago" in says("clean").out
+    assert "--yes" in says("clean", "--days", 0, code=2).err
+    answer = json.loads(says("clean", "--days", 0, "--yes", "--json").out)
     assert [run["run_dir"] for run in answer["runs"]] == [str(tmp_path / "a")]
     assert answer["kept"] == [f"{own.parent} stays: {own} is older than the job"]
     assert [(tmp_path / name).exists() for name in ("a", "b", "mine")] == [False, True, True]
-    assert main(["clean", "--days", "0", "--yes", "--all"]) == 0
+    says("clean", "--days", 0, "--yes", "--all")
     assert [(tmp_path / name).exists() for name in ("b", "mine")] == [False, True]
 
 
-def test_a_job_that_begins_while_clean_asks_keeps_its_folder(tmp_path, capsys, monkeypatch):
+def test_a_job_that_begins_while_clean_asks_keeps_its_folder(tmp_path, says, monkeypatch):
     for name in ("a", "b"):
         ended(tmp_path / name, name, "completed")
     (tmp_path / "b" / "journal.jsonl").write_text('{"time": "noon"}\n')
@@ -68,26 +64,21 @@ def test_a_job_that_begins_while_clean_asks_keeps_its_folder(tmp_path, capsys, m
 
         monkeypatch.setattr("builtins.input", answer)
         monkeypatch.setattr("sys.stdin.isatty", lambda: True)
-        assert main(["clean", "--days", "0"]) == 0
-    shown = capsys.readouterr()
+        shown = says("clean", "--days", 0)
     assert "removed 1 run folder, " in shown.out
     assert shown.err == f"warning: {tmp_path / 'a'} stays: a job runs in it\n"
     assert [(tmp_path / name).exists() for name in ("a", "b")] == [True, False]
 
 
-def test_runs_are_listed_newest_first_with_result_and_the_command_that_goes_on(tmp_path, capsys):
+def test_runs_are_listed_newest_first_with_result_and_the_command_that_goes_on(tmp_path, says):
     first = ended(tmp_path / "a", "lora", "completed", {"objective": 0.875, "more": [1]})
     second = ended(tmp_path / "b", "probe", "failed", reason="it broke")
     third = died(tmp_path / "c", with_the_host=True)
     ended(tmp_path / "gone", "gone", "completed")
     shutil.rmtree(tmp_path / "gone")
     with open_folder(tmp_path / "d", "alive") as live:
-        assert main(["ps"]) == 0
-        lines = capsys.readouterr().out.splitlines()
-        assert main(["ps", "--live"]) == 0
-        only_live = capsys.readouterr().out.splitlines()
-        assert main(["ps", "--json"]) == 0
-        listed = json.loads(capsys.readouterr().out)["runs"]
+        lines, only_live = (says("ps", *more).out.splitlines() for more in ([], ["--live"]))
+        listed = json.loads(says("ps", "--json").out)["runs"]
     assert [line.split()[:3] for line in lines[1:5]] == [
         [live.state.id, "starting", "alive"],
         [third, "interrupted", "clip"],
@@ -104,47 +95,39 @@ def test_runs_are_listed_newest_first_with_result_and_the_command_that_goes_on(t
     assert listed[3]["result"] == 0.875
     assert len(list(state_directory().iterdir())) == 4, "the link to a folder that is gone is, too"
     write_recovered(Journal(tmp_path / "a"))
-    assert main(["ps", "--goodput"]) == 0
     spent = "goodput 34 % of the 35 s that the jobs of the last 7 days have taken"
-    assert spent in capsys.readouterr().out
+    assert spent in says("ps", "--goodput").out
 
 
-def test_a_sweep_that_cannot_be_resumed_is_named_once_for_all_its_jobs(tmp_path, capsys):
+def test_a_sweep_that_cannot_be_resumed_is_named_once_for_all_its_jobs(tmp_path, says):
     for number in ("0", "1"):
         died(tmp_path / "sweep" / number)
     SweepTable("id", "gpu_queue").write(tmp_path / "sweep")
-    assert main(["resume", "--all"]) == 0
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = says("resume", "--all").err.splitlines()
     assert f" is not resumed: {tmp_path / 'sweep'}: sweep.json names no command" in line
 
 
-def test_of_many_runs_the_newest_are_shown(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("robust_train.cli.runs.USUALLY", 1)
+def test_of_many_runs_the_newest_are_shown(tmp_path, says, monkeypatch):
+    monkeypatch.setattr(runs, "USUALLY", 1)
     for name in ("one", "two"):
         ended(tmp_path / name, name, "completed")
     for more, words in ((), ("two", "older runs: 1; --all shows them")), (("--all",), ("one",)):
-        assert main(["ps", *more]) == 0
-        out = capsys.readouterr().out
+        out = says("ps", *more).out
         assert all(word in out for word in words)
 
 
-def test_logs_shows_the_last_attempt_or_the_one_that_is_named(tmp_path, capfdbinary):
+def test_logs_shows_the_last_attempt_or_the_one_that_is_named(tmp_path, says):
     ended(tmp_path / "a", "lora", "completed")
     (tmp_path / "a" / "attempt-2.log").write_bytes(b"early\n")
     (tmp_path / "a" / "attempt-10.log").write_bytes(b"late \xff\nno end")
-    for arguments, shown in (
-        ([], b"late \xff\nno end"),
-        (["lora", "-f"], b"late \xff\nno end"),
-        ([str(tmp_path / "a"), "--attempt", "2"], b"early\n"),
-    ):
-        assert main(["logs", *arguments]) == 0
-        assert capfdbinary.readouterr().out == shown
-    assert main(["logs", "lora", "--attempt", "3"]) == 1
-    assert b"no log of attempt 3; there are 2, 10" in capfdbinary.readouterr().err
+    for arguments in ([], ["lora", "-f"]):
+        assert says("logs", *arguments).out == "late \\xff\nno end"
+    assert says("logs", tmp_path / "a", "--attempt", 2).out == "early\n"
+    no_log = says("logs", "lora", "--attempt", 3, code=1)
+    assert "no log of attempt 3; there are 2, 10" in no_log.err
     ended(tmp_path / "b", "probe", "no_device", reason="no GPU in time")
-    assert main(["logs", "probe"]) == 1
-    assert b"has started no attempt: no GPU in time" in capfdbinary.readouterr().err
-    assert main(["logs", "nothing"]) == 1
+    assert "has started no attempt: no GPU in time" in says("logs", "probe", code=1).err
+    says("logs", "nothing", code=1)
 
 
 def test_logs_follows_whole_lines_through_the_attempts_until_the_job_ends(tmp_path):
@@ -152,24 +135,25 @@ def test_logs_follows_whole_lines_through_the_attempts_until_the_job_ends(tmp_pa
         shown = runs.output_of(tmp_path, follow=True)
         assert next(shown) == b"", "no attempt yet"
         first, second = (tmp_path / f"attempt-{number}.log" for number in (1, 2))
-        first.write_bytes(b"one\ntw")
-        assert next(shown) == b"one\n"
-        first.write_bytes(b"one\ntwo\nunfinished")
+        first.write_bytes(b"one\xff\ntw")
+        assert next(shown) == b"one\xff\n"
+        first.write_bytes(b"one\xff\ntwo\nunfinished")
         assert next(shown) == b"two\n"
         second.write_bytes(b"again")
         assert next(shown) == b"unfinished"
         assert next(shown) == b"\n==> attempt 2 <==\n"
-        assert list(runs.output_of(tmp_path, 1, follow=True)) == [b"one\ntwo\nunfinished"], "ended"
+        assert list(runs.output_of(tmp_path, 1, follow=True)) == [b"one\xff\ntwo\nunfinished"], (
+            "ended"
+        )
         second.write_bytes(b"." * runs.CHUNK_BYTES + b"again")
         assert len(next(shown)) == runs.CHUNK_BYTES, "a line without an end does not hold it up"
         folder.ended("completed", None)
     assert list(shown) == [b"again"]
 
 
-def test_attach_shows_the_end_of_the_log_until_the_job_ends(tmp_path, capfd, monkeypatch):
+def test_attach_shows_the_end_of_the_log_until_the_job_ends(tmp_path, says, monkeypatch):
     monkeypatch.setattr(runs, "POLL_SECONDS", 0.0)
-    assert main(["attach"]) == 1
-    assert "no run of yours is alive" in capfd.readouterr().err
+    assert "no run of yours is alive" in says("attach", code=1).err
     with open_folder(tmp_path, "lora") as folder:
         (tmp_path / "attempt-1.log").write_text("old\n" * 2000 + "now\n")
         ticks = iter(range(3))
@@ -180,44 +164,36 @@ def test_attach_shows_the_end_of_the_log_until_the_job_ends(tmp_path, capfd, mon
                 folder.__exit__(None, None, None)
 
         monkeypatch.setattr("robust_train.cli.runs.time.sleep", sleep)
-        assert main(["attach", "lora"]) == 143
-    out = capfd.readouterr().out
+        out = says("attach", "lora", code=143).out
     assert out.startswith(f"attached to {folder.state.id}; Ctrl-C")
     assert len(out) < 5000
     assert "now\n" in out
     assert "interrupted by SIGTERM" in out
 
 
-def test_wait_returns_the_exit_code_of_the_first_that_did_not_complete(tmp_path, capsys):
+def test_wait_returns_the_exit_code_of_the_first_that_did_not_complete(tmp_path, says):
     ended(tmp_path / "a", "lora", "completed")
     ended(tmp_path / "b", "probe", "interrupted", reason="interrupted by SIGTERM", code=143)
     died(tmp_path / "c")
-    assert main(["wait", "lora"]) == 0
-    assert main(["wait", "lora", "probe", "clip"]) == 143
-    out = capsys.readouterr().out
+    says("wait", "lora")
+    out = says("wait", "lora", "probe", "clip", code=143).out
     assert "interrupted: interrupted by SIGTERM" in out
-    assert main(["wait"]) == 1, "the newest one died"
+    says("wait", code=1)  # the newest one died
     sweep = tmp_path / "sweep"
     sweep.mkdir()
-    table = {"sweep": "x", "launcher": "basic", "status": "ended", "exit_code": 75}
     (sweep / "lock").touch()
-    (sweep / "sweep.json").write_text(json.dumps(table))
-    assert main(["wait", str(sweep)]) == 75
-    assert main(["wait", "nothing"]) == 1
+    SweepTable("x", "basic", "ended", 75).write(sweep)
+    says("wait", sweep, code=75)
+    says("wait", "nothing", code=1)
 
 
 @pytest.mark.slow
-def test_wait_waits(tmp_path, capsys):
+def test_wait_waits(tmp_path, says):
     with another_launcher(tmp_path / "live") as process:
-        timer = threading.Timer(0.5, process.terminate)
-        timer.start()
-        assert main(["wait"]) == 143
-        timer.join()
-    change_json(tmp_path / "live" / "state.json", state="running", exit_code=None)
+        threading.Timer(0.5, process.terminate).start()
+        says("wait", code=143)
 
 
-def test_without_any_run_each_list_names_where_there_may_be_some(capsys):
-    assert main(["ps", "--live"]) == main(["ps"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        f"no run of yours is {which} in {state_directory()}" for which in ("alive", "on the list")
-    ]
+def test_without_any_run_each_list_names_where_there_may_be_some(says):
+    for more, which in (["--live"], "alive"), ([], "on the list"):
+        assert says("ps", *more).out == f"no run of yours is {which} in {state_directory()}\n"
