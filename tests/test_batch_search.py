@@ -129,13 +129,6 @@ def test_two_probes_are_enough_where_everything_fits():
     assert (answer, [probe.batch_size for probe in probes]) == (64, [4, 64])
 
 
-def test_memory_that_grows_faster_than_a_line_costs_one_step_down():
-    needs = lambda size: (50 + 10 * size + size * size // 20) * MIB  # noqa: E731
-    answer, probes = search(range(1, 1000), needs, 0, 2000 * MIB)
-    assert len(probes) == 4
-    assert answer >= 80  # 122 samples would be the largest
-
-
 @pytest.mark.parametrize(
     ("effective", "least", "sizes"),
     [

@@ -66,8 +66,6 @@ TABLE = """
 halves, then a larger GPU, then the CPU | num_workers=0
     0:10 1:20 // oom → halve_batch 32×2 cuda:0; oom → halve_batch 16×4; oom → halve_batch 8×8;
     oom → switch_gpu 16×4 cuda:1; oom → halve_batch 8×8 cuda:1; oom → cpu_fallback 64×1 cpu
-max_retries smaller batches | min_batch_size=1 max_retries=2
-    0:10 // oom → halve_batch 32×2; oom → halve_batch 16×4; oom → cpu_fallback 64×1
 a batch that no smaller size divides | batch_size=7 min_batch_size=2
     0:1 // oom → halve_batch 3×3 | effective batch size 7
 an effective batch that need not be preserved | CHANGED
@@ -76,8 +74,6 @@ one GPU alike is a second opinion | max_retries=1
     0:10 1:9.5 2:9.5 3:5 // oom → halve_batch; oom → switch_gpu 32×2 cuda:1; oom → cpu_fallback
 a second opinion that gets further is no proof | ONE_SIZE
     0:10 1:10 2:10 // oom → switch_gpu cuda:1; oom:step=900 → switch_gpu cuda:2
-no smaller GPU | ONE_SIZE
-    0:10 3:5 // oom → cpu_fallback
 not below the required memory | ONE_SIZE min_gpu_memory_mb=30720
     0:10 1:20 // oom → cpu_fallback
 the user's own GPU is not left | ONE_SIZE auto_device=false
@@ -87,8 +83,6 @@ no CPU | max_retries=1 NO_CPU
     is
 nothing fits before the first step | reports_start=true NO_CPU
     0:20 // oom → give up | model, optimizer and data do not fit
-a trainer without checkpointing | ONE_SIZE
-    0:20 // oom:step=3 → cpu_fallback
 fragmentation, once | expandable_segments=false
     0:20 // oom:fragmented → expandable_segments 64×1 | 3072 MiB reserved but unused;
     oom:fragmented → halve_batch
@@ -193,15 +187,10 @@ a fault at the start in another week is no proof against the program
 faults at other steps stay on the GPU while the job gets further
     0:70 1:60 // fault:start=00:step=03 → retry cuda:0; fault:start=10:step=13 → retry cuda:0;
     fault:start=20:step=23 → retry cuda:0; fault:start=30:step=33 → retry cuda:0;
-    fault:start=40:step=43 → retry cuda:0; fault:start=50:step=53 → retry cuda:0;
-    fault:start=60:step=63 → retry cuda:0; fault:start=70:step=73 → retry cuda:0;
-    fault:start=80:step=83 → retry cuda:0
+    fault:start=40:step=43 → retry cuda:0; fault:start=50:step=53 → retry cuda:0
 faults at other steps without progress leave the GPU
     0:70 1:60 // fault:step=0 → retry cuda:0; fault:step=1 → retry cuda:0; fault:step=2 → retry
     cuda:0; fault:step=3 → switch_gpu cuda:1
-hardware
-    0:70 1:10 2:9 // fault:hardware:step=40 → switch_gpu cuda:1; fault:hardware:step=40 →
-    switch_gpu cuda:2
 hardware is not returned to, whatever came after
     0:20 1:20 // fault:hardware:step=3 → switch_gpu cuda:1; fault:hardware:step=500:saved=400 →
     cpu_fallback
@@ -273,10 +262,6 @@ computed wrongly: another GPU, and never back | NO_CPU
     0:20 1:20 // fault:corrupt:step=8 → switch_gpu cuda:1; fault:corrupt:step=8 → give up
 computed wrongly on the CPU | max_retries=1
     cpu // fault:corrupt → retry; fault:corrupt → give up
-a stop
-    0:20 // stopped → give up
-a bug
-    0:20 // oom → halve_batch; bug → give up
 # several GPUs
 a group halves for all, and the CPU has the whole effective batch | TWO ACCUMULATED max_retries=1
     (0:10) (1:9) 3:20 // oom:rank=0 → halve_batch 4×4×2 cuda:0,cuda:1 | cuda:0 (rank 0);
@@ -448,7 +433,7 @@ def attempt_of(spec, text):
             evidence["workers"] = int(value)
         elif name == "hold":
             evidence["workers_hold_most"] = value == "1"
-        elif name in ("cublas", "cudnn", "kernel"):
+        elif name in ("cudnn", "kernel"):
             evidence["library"] = name
         elif name in ("own_limit", "no_workers", "has_checkpoint", "reads_lr"):
             evidence[name] = True

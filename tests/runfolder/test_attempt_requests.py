@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -70,13 +71,6 @@ def asking(attempt):
     return attempt()
 
 
-def test_what_reads_only_is_answered_without_a_boundary(asking):
-    asking.ask("figures")
-    answer = asking.reply()["answer"]
-    assert answer["attempt_pid"] == os.getpid()
-    assert answer["memory"]["resident"] > 0
-
-
 def test_a_checkpoint_is_answered_when_it_is_saved_or_cannot_be(asking):
     assert not asking.run.checkpoint_requested
     for _ in range(2):
@@ -108,13 +102,10 @@ def test_a_trainer_is_given_one_round_of_its_loop_to_show_its_habits(asking):
 
 def test_who_looks_late_in_its_loop_is_not_refused(asking):
     asking.ask("checkpoint")
-    asking.run.progress(1)
-    assert asking.run.checkpoint_requested
-    for step in range(2, 10):  # it is in the middle of something
+    for step in range(1, 10):
         asking.run.progress(step)
-    assert not asking.has_replied()
-    asking.run.checkpoint_saved(Path("somewhere"), 9)
-    assert asking.reply()["answer"]["step"] == 9
+        assert step > 1 or asking.run.checkpoint_requested
+    assert not asking.has_replied(), "it is in the middle of something"
 
 
 def test_a_batch_that_must_not_be_split_is_not_halved_on_request(asking):
@@ -133,7 +124,6 @@ def test_a_batch_that_must_not_be_split_is_not_halved_on_request(asking):
 
 def test_halving_before_the_first_split_waits_for_it(asking):
     asking.run.micro_batch_plan = MicroBatchPlan(batch_size=8, min_batch_size=4)
-    assert not asking.run.stop_requested
     asking.ask("halve_batch")
     assert not asking.run.stop_requested  # the first boundary comes before the first split
     model = torch.nn.Linear(2, 1)
@@ -153,32 +143,26 @@ def test_halving_before_the_first_split_waits_for_it(asking):
     assert "min_batch_size=4" in asking.reply()["error"]
 
 
-def step_of(optimizer):
-    optimizer.zero_grad()
-    next(iter(optimizer.param_groups[0]["params"])).sum().backward()
-    optimizer.step()
-
-
 @pytest.mark.parametrize("has_other", [False, True], ids=["alone", "beside another's hook"])
 def test_an_optimizers_step_is_a_boundary_if_no_other_hook_is_there(attempt, has_other):
     hooks = _global_optimizer_post_hooks
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
     with contextlib.ExitStack() as others:
         if has_other:
             others.callback(register_optimizer_step_post_hook(lambda *_: None).remove)
         asking = attempt()
         asking.ask("figures")
         asking.reply()
-        step_of(optimizer)
+        optimizer.step()
         assert len(hooks) == has_other, "nothing is hooked in before it is needed"
         asking.ask("explode")
         if has_other:
-            step_of(optimizer)
+            optimizer.step()
             assert len(hooks) == 1
             asking.run.progress(1)
         else:
             wait_until(lambda: hooks, "it is hooked in")
-            step_of(optimizer)
+            optimizer.step()
         assert "knows no such request" in asking.reply()["error"]
         asking.requests.__exit__(None, None, None)
         assert len(hooks) == has_other
@@ -187,11 +171,8 @@ def test_an_optimizers_step_is_a_boundary_if_no_other_hook_is_there(attempt, has
 def test_two_threads_of_a_trainer_do_not_carry_out_the_same_request(asking):
     for _ in range(20):
         asking.ask("explode")
-    threads = [threading.Thread(target=asking.run.progress, args=(n,)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(asking.run.progress, range(8)))
     for number in range(1, 21):
         assert "knows no such request" in asking.reply(number)["error"]
     assert not find_requests(asking.path.parent, TAKEN)

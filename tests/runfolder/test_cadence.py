@@ -3,6 +3,7 @@
 import itertools
 import math
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
@@ -160,11 +161,8 @@ def test_all_ranks_save_at_the_same_step_whoever_is_ahead(tmp_path):
             barrier.wait()
 
     barrier = threading.Barrier(2)
-    ranks = [threading.Thread(target=loop, args=(rank,)) for rank in (1, 0)]
-    for one in ranks:
-        one.start()
-    for one in ranks:
-        one.join()
+    with ThreadPoolExecutor(2) as ranks:
+        list(ranks.map(loop, (1, 0)))
     assert due[0] == due[1]
     assert 12 <= len(due[0]) <= 14
 

@@ -18,15 +18,13 @@ from robust_train.folder.identity import (
     complete_job,
     read_identity,
     resume_from,
-    wait_until_readable,
 )
-from robust_train.model.errors import ConfigError
 
 
-def save(folder, step, *, job="ours", attempt=1, text="x"):
+def save(folder, step, *, job="ours", attempt=1):
     path = folder / f"step-{step:08d}.txt"
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    path.write_text("x")
     return record(folder, path, step, job, attempt)
 
 
@@ -53,8 +51,7 @@ def folder(tmp_path):
 
 
 def newest(folder):
-    found = newest_checkpoint(folder, "ours")
-    return None if found is None else found.path
+    return newest_checkpoint(folder, "ours").path
 
 
 def with_a_manifest_that_says(**values):
@@ -165,18 +162,6 @@ def test_one_without_a_manifest_does_not_count_where_batches_are_counted(folder)
     assert newest(folder) == path
 
 
-def test_a_folder_is_whole_with_all_of_its_files(folder):
-    saved = folder / "checkpoint-5"
-    saved.mkdir(parents=True)
-    for name in ("weights", "optimizer"):
-        (saved / name).write_text(name)
-    record(folder, saved, 5)
-    assert newest(folder) == saved
-    (saved / "weights").write_text("")
-    assert newest(folder) == saved, "its form does not tell"
-    assert save(folder, 4) == newest(folder)
-
-
 def test_checkpoints_elsewhere_have_manifests_of_their_own(folder, tmp_path):
     for number in (1, 2):
         path = tmp_path / f"epoch{number}" / "model.bin"
@@ -244,19 +229,6 @@ def test_a_reported_checkpoint_without_a_manifest_counts(tmp_path):
     reported = tmp_path / "elsewhere"
     reported.write_text("x")
     assert resume_from(tmp_path, job, reported) == reported
-
-
-def test_what_cannot_be_read_is_an_error_after_a_while_and_no_reason_to_begin_anew(folder):
-    manifest = manifest_of(save(folder, 5))
-    manifest.unlink()
-    manifest.mkdir()
-    paused = []
-    with pytest.raises(ConfigError) as refusal:
-        wait_until_readable(lambda: newest(folder), sleep=paused.append)
-    (line,) = str(refusal.value).splitlines()
-    assert f"{manifest}: cannot be read now (Is a directory)" in line
-    assert paused == sorted(paused)
-    assert 50 <= sum(paused) <= 70
 
 
 @needs_root

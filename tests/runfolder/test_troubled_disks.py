@@ -76,10 +76,15 @@ def test_whether_a_disk_has_room_again(disk, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("number", "kind"), [(errno.ESTALE, RunFolderUnavailable), (errno.EACCES, ConfigError)]
 )
-def test_what_may_pass_by_itself_is_no_mistake_of_the_configuration(number, kind):
+def test_what_cannot_be_read_is_an_error_after_a_while(number, kind):
     def read():
         raise OSError(number, os.strerror(number), "/runs/a")
 
+    paused = []
     with pytest.raises(ConfigError) as found:
-        wait_until_readable(read, sleep=lambda seconds: None)
-    assert type(found.value) is kind
+        wait_until_readable(read, sleep=paused.append)
+    assert type(found.value) is kind, "what may pass by itself is no mistake of the configuration"
+    (line,) = str(found.value).splitlines()
+    assert f"/runs/a: cannot be read now ({os.strerror(number)})" in line
+    assert paused == sorted(paused)
+    assert 50 <= sum(paused) <= 70
