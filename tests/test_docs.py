@@ -4,6 +4,7 @@ import ast
 import builtins
 import importlib
 import inspect
+import itertools
 import re
 import shlex
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+import proved
 import robust_train
 import warm
 from robust_train import current_run
@@ -106,11 +108,10 @@ def test_complete_examples_run(code, world):
     if "launch" in code:
         script = world.folder / "example.py"
         script.write_text(code)
-        ended = world.end(warm.start([str(script)], world.folder, world.environ))
-        assert ended.returncode == 0, ended.output
-        return
-    done = warm.preloaded(code, cwd=world.folder, environ=world.environ)
-    assert done.returncode == 0, done.stdout + done.stderr
+        world.end(warm.start([script], world.folder, world.environ), code=0)
+    else:
+        done = warm.preloaded(code, cwd=world.folder, environ=world.environ)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_examples_are_found():
@@ -122,10 +123,8 @@ def _target(module, name):
     """What a block imports from us; of an integration, whose library may be absent, its source."""
     if not module.startswith("robust_train.integrations"):
         return getattr(importlib.import_module(module), name)
-    tree = ast.parse((ROOT / "src" / f"{module.replace('.', '/')}.py").read_text())
-    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
-    names = [*tree.body, *(alias for node in imports for alias in node.names)]
-    return next(node for node in names if getattr(node, "name", None) == name)
+    nodes = ast.walk(ast.parse((ROOT / "src" / f"{module.replace('.', '/')}.py").read_text()))
+    return next(node for node in nodes if getattr(node, "name", None) == name)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
@@ -162,10 +161,8 @@ def _commands(page):
     for code in _blocks(page, "bash"):
         for line in code.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
-            while "&&" in words:
-                found.append(words[: words.index("&&")])
-                words = words[words.index("&&") + 1 :]
-            found += [words] if words else []
+            groups = itertools.groupby(words, "&&".__eq__)
+            found += [list(command) for is_between, command in groups if not is_between]
     return found
 
 
@@ -199,6 +196,18 @@ def test_every_command_parses(page):
                     overrides_of(arguments)
             case ["just", recipe, *_]:
                 assert recipe in recipes
+
+
+def test_the_table_of_what_is_recovered_where_says_what_tests_prove():
+    text = proved.PAGE.read_text()
+    assert proved.page(proved.proofs(), text) == text, "run: just proved"
+
+
+@pytest.mark.parametrize("wrong", ['"lightning", "one GPU", "refused", "x"', '"Lightning"'])
+def test_a_mark_of_what_is_proved_with_an_unknown_word_is_refused(tmp_path, wrong):
+    (tmp_path / "test_a.py").write_text(f"@pytest.mark.proves({wrong})\ndef test_a(): ...")
+    with pytest.raises(ValueError, match=r"test_a\.py:1: "):
+        proved.proofs(tmp_path)
 
 
 def test_readme_has_at_most_150_lines():

@@ -5,7 +5,6 @@ import importlib.util
 import os
 import re
 import sys
-import types
 from pathlib import Path
 from unittest import mock
 
@@ -37,13 +36,6 @@ def gpu_of(index=0, total=80 * GIB, free=None, used=0, **more):
 def shows(monkeypatch, *gpus):
     """Have the check read an inventory of these."""
     monkeypatch.setattr(gpu_check, "read_inventory", lambda processes=True: Inventory(gpus))
-
-
-def ends_with(code, output):
-    """What stands in for a command that the check starts."""
-    return lambda *command, **named: types.SimpleNamespace(
-        returncode=code, stdout=output, stderr=""
-    )
 
 
 def run(monkeypatch, *arguments):
@@ -92,17 +84,11 @@ def test_what_differs_or_was_not_seen_is_marked_and_decides_about_the_exit_code(
 
 
 def test_gpus_on_which_others_compute_are_left_alone(monkeypatch, capsys):
-    def gpu(index, free_gib, *pids):
-        return gpu_of(index, free=free_gib * GIB, processes=tuple(map(GpuProcess, pids)))
-
-    idle, own, others = gpu(2, 70), gpu(3, 60, os.getpid()), gpu(0, 79, 999_999)
-    shows(monkeypatch, others, gpu(1, 40), idle, own)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    assert gpu_check.choose_gpu() is None
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-2"
+    others, own = (gpu_of(n, processes=(GpuProcess(p),)) for n, p in enumerate([9, os.getpid()]))
     shows(monkeypatch, others, own)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert gpu_check.choose_gpu() is None, "a process of its own is no one else"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-1"
     shows(monkeypatch, others)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert run(monkeypatch) == 3
@@ -179,6 +165,11 @@ def test_a_step_of_each_kind_is_repeated_on_a_stand_in_for_the_gpu(h200, kind):
     assert [check for check in checks if not check.passed] == []
 
 
+def ends_with(code, output):
+    """What stands in for a command that the check starts."""
+    return mock.Mock(return_value=mock.Mock(returncode=code, stdout=output, stderr=""))
+
+
 RUN = (gpu_check.subprocess, "run")
 KERNEL = (torch.cuda, "_compile_kernel")
 LISTED = GpuInfo("GPU-0000", "H200", 0, "00", GIB, GIB, 0, processes=(GpuProcess(1, None),))
@@ -223,7 +214,7 @@ def test_a_step_that_was_not_compiled_was_not_checked(h200):
 
 def test_doctor_finds_libraries_that_the_image_lacks(h200, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/wheels")
-    with mock.patch.object(*RUN, side_effect=ends_with(0, "")) as started:
+    with mock.patch.object(*RUN, ends_with(0, "")) as started:
         list(gpu_check.probe_doctor())
     assert started.call_args.kwargs["env"]["PYTHONPATH"].endswith(":/wheels")
 
@@ -242,19 +233,12 @@ def test_a_job_that_is_checked_is_one_of_the_launchers(h200, monkeypatch):
     assert [check.mark for check in lost] == ["ok"] * 3
 
 
-def summary(*attempts):
-    rows = [
-        {"outcome": outcome, "action": action, "gpu_uuid": uuid, "message": "illegal address"}
-        for outcome, action, uuid in attempts
-    ]
-    for number, row in enumerate(rows):
-        row |= {"started": 20.0 * number, "seconds": 15.0, "failure": None}
-    return {"attempts": rows}
-
-
 def test_an_attempt_after_a_fault_has_to_be_on_the_same_gpu(h200, monkeypatch):
+    fault = {"outcome": "device_fault", "action": "retry", "gpu_uuid": "GPU-0000", "started": 0.0}
+    fault |= {"message": "illegal address", "seconds": 15.0, "failure": None}
     for uuid, passed in (("GPU-0000", True), ("GPU-1", False)):
-        done = summary(("device_fault", "retry", "GPU-0000"), ("completed", "none", uuid))
+        second = fault | {"outcome": "completed", "action": "none", "started": 20.0}
+        done = {"attempts": [fault, second | {"gpu_uuid": uuid}]}
         monkeypatch.setattr(gpu_check, "job", lambda *args, done=done: done)
         assert [check.passed for check in gpu_check.probe_fault()] == [True, passed, True]
 
@@ -403,11 +387,8 @@ def test_trainers_of_the_check_run_on_a_stand_in_for_the_gpu(h200, monkeypatch, 
     monkeypatch.setattr(trainers, "GIB", MIB)
     segments = [{"is_expandable": True, "segment_pool_id": (0, 0)}]
     (tmp_path / "go").touch()
-    batcher = gpu_check.MicroBatcher(64)
-    run = types.SimpleNamespace(
-        attempt=1, backward=batcher.backward, progress=lambda *args, **named: None
-    )
-    cfg = types.SimpleNamespace(device="cuda:0", training=types.SimpleNamespace(batch_size=64))
+    run = mock.Mock(attempt=1, backward=gpu_check.MicroBatcher(64).backward)
+    cfg = mock.Mock(**{"device": "cuda:0", "training.batch_size": 64})
     assert trainers.fills_eight_gib(cfg, run) == 32
     assert (tmp_path / "ready").exists()
     assert trainers.is_timed(cfg, run) == float((tmp_path / "timed").read_text())

@@ -62,15 +62,6 @@ def test_the_package_page_links_to_the_files_of_its_version(monkeypatch):
     assert absolute(page, "", "v1") == " b [e](https://e.org) [f](#f)"
 
 
-@pytest.fixture
-def installed(wheel, world):
-    """Where the wheel's content lies, and nothing else of ours."""
-    folder = world.folder / "installed"
-    zipfile.ZipFile(wheel).extractall(folder)
-    world.environ["PYTHONPATH"] = str(folder)
-    return folder
-
-
 WHERE = """
 import robust_train
 def is_it(cfg):
@@ -78,8 +69,10 @@ def is_it(cfg):
 """
 
 
-def test_another_hydra_project_builds_on_robust(installed, world):
-    project = world.folder / "project"
+def test_another_hydra_project_builds_on_robust(wheel, world):
+    installed, project = world.folder / "installed", world.folder / "project"
+    zipfile.ZipFile(wheel).extractall(installed)
+    world.environ["PYTHONPATH"] = str(installed)
     shutil.copytree(ROOT / "examples" / "own_project", project)
     (project / "where.py").write_text(WHERE)
     run_dir = f"hydra.run.dir={world.run_dir}"

@@ -1,4 +1,5 @@
-"""OOMHandler, retry_on_oom and adaptive_batch_training, with real allocations that fail."""
+"""OOMHandler, retry_on_oom and adaptive_batch_training, and what an inline attempt leaves behind,
+with real allocations that fail."""
 
 import functools
 import gc
@@ -11,8 +12,15 @@ import tenacity
 import torch
 
 import warm
-from robust_train import AttemptsExhausted, OOMHandler, adaptive_batch_training, retry_on_oom
+from robust_train import (
+    AttemptsExhausted,
+    OOMHandler,
+    adaptive_batch_training,
+    launch,
+    retry_on_oom,
+)
 from robust_train.memory.tensors import live_tensors
+from robust_train.model.errors import TrainerFailed
 
 
 def out_of_memory():
@@ -188,7 +196,6 @@ def test_memory_of_the_failed_try_is_described_where_it_is_still_held(caplog, ke
 
     adaptive_batch_training(train, initial_batch_size=64)
     HISTORY.clear()
-    assert ("more on cpu" in caplog.text) is keeps
     assert ("4.0 MiB more on cpu than before the first try" in caplog.text) is keeps
     assert ("the largest: 4.0 MiB float32 (64, 16384) on cpu" in caplog.text) is keeps
 
@@ -232,11 +239,11 @@ def test_every_attempt_is_listed_when_none_fits():
 
 
 async def coroutine(batch_size): ...
-async def async_generator(batch_size):
+def generator(batch_size):
     yield batch_size
 
 
-def generator(batch_size):
+async def async_generator(batch_size):
     yield batch_size
 
 
@@ -282,18 +289,15 @@ def test_a_failed_try_s_gradients_do_not_count_in_any_call():
     assert model.weight.grad is held, "a view into a bucket of DDP's stays one"
 
 
-def test_a_handler_goes_back_to_the_gradients_of_its_own_try():
-    model, x = torch.nn.Linear(3, 1), torch.randn(16, 3)
-    handler = OOMHandler(8, 1)
+@pytest.mark.parametrize("is_by_hand", [False, True])
+def test_a_handler_goes_back_to_the_gradients_of_its_own_try(is_by_hand):
+    model, x, handler = torch.nn.Linear(3, 1), torch.randn(16, 3), OOMHandler(8, 1)
     for _ in range(2):
-        handler.run(lambda batch_size: step_over(model, x, batch_size))
-    by_run = model.weight.grad.clone()
-    model.zero_grad()
-    handler = OOMHandler(8, 1)
-    for _ in range(2):
-        handler.start_try(model)
-        by_hand(handler, lambda: step_over(model, x, handler.batch_size))
-    torch.testing.assert_close(model.weight.grad, by_run)
+        if is_by_hand:
+            handler.start_try(model)
+            by_hand(handler, lambda: step_over(model, x, handler.batch_size))
+        else:
+            handler.run(lambda batch_size: step_over(model, x, batch_size))
     torch.testing.assert_close(model.weight.grad, 2 * x.sum(dim=0, keepdim=True))
 
 
@@ -372,3 +376,40 @@ def test_a_message_names_the_gpu_whose_memory_ran_out(caplog):
     """No launcher has chosen it, and it is not the CPU."""
     adaptive_batch_training(lambda batch_size: fits(batch_size, 4), 8, 1)
     assert "out of memory on the GPU: micro-batch 8 → 4" in caplog.text
+
+
+# --- an attempt in the launcher's own process ---
+
+INLINE = {"isolation": "none", "auto_device": False, "device": "cpu"}
+
+
+@pytest.mark.usefixtures("whole_heap")
+def test_an_inline_attempt_that_left_memory_behind_says_how_much(tmp_path, caplog):
+    def train(cfg):
+        outputs = torch.zeros(cfg.training.batch_size, 2**14)
+        if cfg.training.batch_size > 32:
+            HISTORY.append(outputs)
+            raise MemoryError
+        return "trained"
+
+    training = {"batch_size": 64, "num_workers": 0}
+    summary = launch(train, {**INLINE, "training": training}, run_dir=tmp_path)
+    HISTORY.clear()
+    assert summary.result == "trained"
+    assert "4.0 MiB float32 (64, 16384) on cpu" in caplog.text
+    events = [json.loads(line) for line in (tmp_path / "journal.jsonl").open()]
+    (held,) = (event for event in events if event["event"] == "memory_held")
+    assert "4.0 MiB more on cpu than before the first try" in held["description"]
+
+
+def test_a_fault_is_reported_where_the_device_answers_nothing_after_it(tmp_path, monkeypatch):
+    message = "CUDA error: an illegal memory access was encountered"
+
+    def fails(*arguments):
+        raise RuntimeError(message)
+
+    monkeypatch.setattr("robust_train.memory.clearing.StartingMemory.describe_rest", fails)
+    with pytest.raises(TrainerFailed, match="illegal memory access"):
+        launch(fails, INLINE, run_dir=tmp_path)
+    [attempt] = json.loads((tmp_path / "summary.json").read_text())["attempts"]
+    assert attempt["outcome"] == "device_fault"

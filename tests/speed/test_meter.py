@@ -117,18 +117,18 @@ def test_the_share_of_waiting_for_data(clock, explicit):
 def test_checkpoints_validation_and_ends_of_epochs_are_left_out(clock, tmp_path):
     run = Run(run_dir=tmp_path)
     run.micro_batch_plan = MicroBatchPlan(batch_size=4, gradient_accumulation_steps=2)
+    pauses = {
+        3: run.epoch_ended,
+        4: lambda step: run.checkpoint_saved(tmp_path / "x", step),
+        5: lambda step: run.forward(len, [1, 2]),
+    }
     for step in range(1, 31):
         clock.now += 0.1
         run.progress(step)
-        if step % 3 == 0:
-            clock.now += 30
-            run.epoch_ended(step)
-        elif step % 4 == 0:
-            clock.now += 30
-            run.checkpoint_saved(tmp_path / "x", step)
-        elif step % 5 == 0:
-            clock.now += 30
-            run.forward(len, [1, 2])
+        for each, pause in pauses.items():
+            if step % each == 0:
+                clock.now += 30
+                pause(step)
     speed = run.speed.speed()
     assert speed.seconds_per_step_p95 == pytest.approx(0.1, rel=0.01)
     assert speed.samples_per_second == pytest.approx(80, rel=0.01)
@@ -222,25 +222,22 @@ def looks_elsewhere(cfg):
 
 
 @pytest.mark.parametrize(
-    ("look", "samples"),
+    ("look", "rate"),
     [
         (looks_elsewhere, None),
-        (lambda cfg: cfg.training.batch_size, 64),
-        (lambda cfg: cfg["data"]["train_batch_size"], 64),
-        (lambda cfg: OmegaConf.to_container(cfg), 64),
-        (lambda cfg: copy.deepcopy(cfg).training.batch_size, 64),
+        (lambda cfg: cfg.training.batch_size, 32),
+        (lambda cfg: cfg["data"]["train_batch_size"], 32),
+        (lambda cfg: OmegaConf.to_container(cfg), 32),
+        (lambda cfg: copy.deepcopy(cfg).training.batch_size, 32),
     ],
 )
-def test_a_trainer_that_does_not_look_at_the_batch_size_has_no_samples(
-    clock, tmp_path, look, samples
-):
+def test_a_trainer_that_does_not_look_at_the_batch_size_has_no_samples(clock, tmp_path, look, rate):
     """``data.train_batch_size`` refers to it, and is resolved before."""
     run = called(tmp_path, look, {"train_batch_size": "${training.batch_size}"})
     for step in range(1, 4):
         run.progress(step)
         clock.now += 2.0
-    assert run.speed.speed().samples_per_second == (samples and samples / 2)
-    assert not run.has_read("num_workers") or "to_container" in look.__code__.co_names
+    assert run.speed.speed().samples_per_second == rate
 
 
 def called(folder, look, data):
