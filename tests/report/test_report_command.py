@@ -2,10 +2,11 @@
 
 import json
 import logging
+import re
 
 import pytest
 
-from journals import Journal, write_failed, write_recovered, write_sweep
+from journals import HOSTILE, Journal, write_failed, write_recovered, write_sweep
 from robust_train.cli.main import main
 from robust_train.report.html import write_report
 from robust_train.report.sources import read_sources
@@ -73,8 +74,10 @@ def test_hostile_texts_stay_texts(tmp_path):
     assert "Failed after" in page
     assert page.count("<script>") == 1, "our own"
     assert "<img" not in page
-    assert "<i>metric" not in page
     assert "&lt;b&gt;run &amp; co" in page
+    drawn = re.findall(r'<script type="application/json">(.*?)</script>', page)
+    names = [line["name"] for data in drawn for line in json.loads(data)["lines"]]
+    assert HOSTILE in names
 
 
 def test_a_sweep_has_a_page_of_all_jobs_with_links_to_theirs(tmp_path, capsys):

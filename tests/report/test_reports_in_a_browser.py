@@ -64,39 +64,42 @@ Math.min(...[...document.querySelectorAll("figure span, figure li")]
 
 
 @pytest.fixture
-def page_of(tmp_path):
-    def make(name):
+def shown(browser, tmp_path):
+    pages = []
+
+    def show(name, width=1280, **how):
         REPORTS[name](Journal(tmp_path))
         assert main(["report", str(tmp_path)]) == 0
-        return tmp_path / "report.html"
+        pages.append(browser.open(tmp_path / "report.html", width=width, **how))
+        return pages[-1]
 
-    return make
+    yield show
+    for page in pages:
+        page.close()
 
 
 @pytest.mark.parametrize("name", REPORTS)
 @pytest.mark.parametrize("device", WIDTHS)
-def test_a_browser_shows_the_report(browser, page_of, name, device):
-    page = browser.open(page_of(name), width=WIDTHS[device])
+def test_a_browser_shows_the_report(shown, name, device):
+    page = shown(name, WIDTHS[device])
     assert page.complaints == []
     assert page.requests == []
     assert page.evaluate("document.documentElement.scrollWidth") <= WIDTHS[device]
     assert page.evaluate(OVERLAPS) == []
     assert page.evaluate(SMALLEST_TEXT) > 9
-    shown = page.screenshot()
-    assert shown.width == WIDTHS[device]
-    assert len(shown.convert("RGB").getcolors(1 << 24)) > 50, "more than a blank page"
-    page.close()
+    picture = page.screenshot()
+    assert picture.width == WIDTHS[device]
+    assert len(picture.convert("RGB").getcolors(1 << 24)) > 50, "more than a blank page"
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_a_dark_room_gets_a_dark_page_and_white_paper(browser, page_of, dark):
-    page = browser.open(page_of("recovered"), width=1280, dark=dark)
+def test_a_dark_room_gets_a_dark_page_and_white_paper(shown, dark):
+    page = shown("recovered", dark=dark)
     pixels = page.screenshot().convert("L").resize((1, 1)).getpixel((0, 0))
     assert pixels < 60 if dark else pixels > 200
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
     ink = "getComputedStyle(document.documentElement).getPropertyValue('--ink')"
     assert page.evaluate(ink) == "#1c2127"
-    page.close()
 
 
 WHERE = """(() => { const plot = document.querySelector("figure.chart .u-over");
@@ -106,8 +109,8 @@ return [frame.left, frame.top, frame.width, frame.height]; })()"""
 READOUT = 'document.querySelector("#readout")'
 
 
-def test_the_pointer_reads_values_out(browser, page_of):
-    page = browser.open(page_of("long_run"), width=1280)
+def test_the_pointer_reads_values_out(shown):
+    page = shown("long_run")
     left, top, width, height = page.evaluate(WHERE)
     page.point_at(left + 0.7 * width, top + 0.4 * height)
     told = page.until(f"!{READOUT}.hidden && {READOUT}.textContent")
@@ -116,11 +119,10 @@ def test_the_pointer_reads_values_out(browser, page_of):
     page.point_at(1, 1)
     assert page.until(f"{READOUT}.hidden")
     assert page.complaints == []
-    page.close()
 
 
-def test_a_drag_zooms_in_and_a_double_click_out(browser, page_of):
-    page = browser.open(page_of("long_run"), width=1280)
+def test_a_drag_zooms_in_and_a_double_click_out(shown):
+    page = shown("long_run")
     left, top, width, height = page.evaluate(WHERE)
     marks = """[...document.querySelectorAll("figure.chart .mark")].filter(mark => !mark.hidden)"""
     before = page.evaluate(f"{marks}.length")
@@ -134,12 +136,10 @@ def test_a_drag_zooms_in_and_a_double_click_out(browser, page_of):
         page.press("mouseReleased", x, y, clicks)
     assert page.until(f"{marks}.length === {before}")
     assert page.complaints == []
-    page.close()
 
 
-def test_words_tables_and_marks_can_be_read_without_scripts(browser, page_of):
-    page = browser.open(page_of("recovered"), width=1280, script=False)
+def test_words_tables_and_marks_can_be_read_without_scripts(shown):
+    page = shown("recovered", script=False)
     text = page.evaluate("document.body.innerText")
     for words in ("Completed in", "half the micro-batch", "Timeline", "Loss over", "JavaScript"):
         assert words in text
-    page.close()

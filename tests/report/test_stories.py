@@ -54,32 +54,6 @@ def write_samples(journal, samples, torn=""):
     (journal.folder / "memory.jsonl").write_text(text + torn)
 
 
-@pytest.fixture
-def recovered(journal):
-    """Ran out of memory once."""
-    return write_recovered(journal)
-
-
-def test_time_is_cut_into_useful_lost_waiting_and_starting_up(recovered):
-    assert recovered.story.seconds == pytest.approx(
-        {"useful": 5 + 7, "lost": 3, "wait": 10 + 4, "startup": 1 + 2 + 2 + 1}
-        | {"stopped": 0, "wall": 35},
-    )
-    uses = [(span.use.value, span.attempt) for span in recovered.story.spans]
-    assert uses == [
-        *[("startup", None), ("wait", None), ("startup", 1), ("useful", 1), ("lost", 1)],
-        *[("wait", 2), ("startup", 2), ("useful", 2), ("startup", None)],
-    ]
-
-
-def test_advice_begins_with_what_held_and_gives_the_figures_of_the_run(recovered):
-    first, second = recovered.story.advice
-    assert first.overrides == "training.batch_size=32 training.gradient_accumulation_steps=2"
-    assert "cost 3.0 s" in first.finding
-    assert "(2.0 GiB requested, 1.0 GiB of 16.0 GiB free)" in second.finding
-    assert "training.batch_size" in second.steps[0]
-
-
 def test_speed_of_each_rank_is_shown_also_of_an_attempt_that_was_killed(begun):
     fast = Speed(400, 0.1, 0.2, 640.0, data_share=0.05)
     for rank, share in ((0, 0.01), (1, 0.3), (0, 0.05)):
@@ -176,8 +150,9 @@ def test_events_of_the_trainer_are_marked_under_their_own_name(begun):
     }
 
 
-def test_a_later_attempt_that_begins_further_back_undoes_an_earlier_one(recovered):
+def test_a_later_attempt_that_begins_further_back_undoes_an_earlier_one(journal):
     """The checkpoint of step 5 turns out to be damaged: the third attempt begins at step 2."""
+    recovered = write_recovered(journal)
     text = (recovered.folder / "journal.jsonl").read_text()
     lines = [line for line in text.splitlines() if "ended" not in line]
     (recovered.folder / "journal.jsonl").write_text("\n".join(lines) + "\n")

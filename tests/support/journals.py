@@ -34,6 +34,7 @@ OOM = {
     "action": "halve_batch",
     "reason": "out of memory: micro-batch 64 → 32",
 }
+HOSTILE = "</script><script>console.error('got in')</script><img src=x onerror=alert(1)>\u2028"
 FIGURES = {"requested_bytes": 2 * GIB, "free_bytes": GIB, "total_bytes": 16 * GIB}
 
 
@@ -55,7 +56,6 @@ class Journal:
             file.write(json.dumps(content) + "\n")
 
     def start(self, number: int, *, device: str = "cuda:0", size: int = 64) -> None:
-        """An attempt starts at once."""
         gpus = () if device == "cpu" else (gpu(int(device.removeprefix("cuda:")), 1),)
         spec = AttemptSpec(gpus, size, 64 // size)
         self(0, AttemptStarted(spec), number)
@@ -67,7 +67,6 @@ class Journal:
             self(1, Progress(step, metrics={"loss": 1 / step}), number)
 
     def end(self, number: int, outcome: str = "completed", seconds: float = 0, **more: Any) -> None:
-        """An attempt ends."""
         attempt, message = self.attempts[number], more.pop("message", None)
         evidence, figures = Evidence(**more.pop("evidence", {})), more
         if outcome != "completed":
@@ -80,7 +79,6 @@ class Journal:
 
     @property
     def story(self) -> Story:
-        """Return the report's story of it."""
         return story_of(read_sources(self.folder))
 
 
@@ -105,12 +103,11 @@ def write_recovered(journal: Journal) -> Journal:
 
 def write_failed(journal: Journal) -> Journal:
     """Fails with texts that would be scripts if they were let."""
-    nasty = "</script><script>console.error('got in')</script><img src=x onerror=alert(1)>"
     journal(0, STARTED)
     journal.start(1)
-    journal(1, Progress(1, metrics={"loss": float("nan"), "<i>metric</i>": 0.5}), 1)
-    journal.end(1, "bug", message=nasty, traceback=f"Traceback: {nasty}")
-    journal(0, JobEnded("failed", nasty))
+    journal(1, Progress(1, metrics={"loss": float("nan"), HOSTILE: 0.5}), 1)
+    journal.end(1, "bug", message=HOSTILE, traceback=f"Traceback: {HOSTILE}")
+    journal(0, JobEnded("failed", HOSTILE))
     return journal
 
 
