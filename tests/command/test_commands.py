@@ -33,19 +33,14 @@ def here(tmp_path, monkeypatch):
 # --- the table ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_a_function_and_help_of_80_columns(name):
-    command = COMMANDS[name]
-    assert callable(load(command.function))
-    assert max(map(len, parser_of(command).format_help().splitlines())) <= 80
-
-
-def test_help_lists_every_command_within_80_columns(here, capsys):
+def test_every_command_has_a_function_and_a_line_of_help_within_80_columns(capsys):
     assert main(["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     for name, command in COMMANDS.items():
         assert any(line.startswith(f"  {name} ") and command.help in line for line in lines)
+        assert callable(load(command.function))
+        assert max(map(len, parser_of(command).format_help().splitlines())) <= 80
     assert main([]) == 2
     capsys.readouterr()
     assert main(["memory", "--help"]) == 0
@@ -73,7 +68,6 @@ MISTAKES = [
     ("ps --al", 2, ["ps: unrecognized arguments: --al"]),
     # the program of `run`
     ("run", 2, ["no program to run", "--batch-size"]),
-    ("run no_such_program", 2, ["no_such_program", "PATH"]),
     ("run --batch-size 8 --", 2, ["no program to run"]),
     ("run 128 -- python3", 2, ["128", "PATH"]),
     ("run --batch-size 0 -- ls", 2, ["--batch-size", "0", "1 or more"]),

@@ -60,27 +60,6 @@ def test_a_new_project_trains_at_once_and_its_recipe_goes_on_from_its_checkpoint
     assert (attempt["start_step"], attempt["end_step"]) == (steps, steps + 20)
 
 
-UNGUARDED = """
-from robust_train import hydra_main, launch
-def train(cfg):
-    return 5
-@hydra_main()
-def main(cfg):
-    launch(train, cfg)
-main()
-"""
-
-
-def test_a_project_without_a_guard_runs_once(world):
-    """Its attempt imports it for the trainer, and must not begin another job there."""
-    (world.folder / "conf").mkdir()
-    (world.folder / "conf" / "config.yaml").write_text("defaults: [robust, _self_]\n")
-    (world.folder / "main.py").write_text(UNGUARDED)
-    _run(world, world.folder)
-    assert [summary["result"] for summary in _summaries(world.folder)] == [5]
-    assert len(list(world.folder.glob("outputs/*/*"))) == 1
-
-
 @pytest.mark.parametrize("folder", [ROOT, ROOT / "src" / "robust_train" / "project_template"])
 def test_recipes_keep_quotes_and_spaces(world, folder, just):
     words = ["training.lr=tag(log,interval(1e-5,1e-2))", "job_name='two  words'"]
@@ -121,9 +100,6 @@ def test_a_hydra_project_of_your_own_builds_on_robust(world, own_project):
     assert (attempt["ranks"], attempt["effective_batch_size"]) == (2, 60)
     (folder,) = own_project.glob("outputs/*/*")
     assert "_iris_small_" in folder.name
-
-
-OF_EPOCHS = "did you mean training.epochs? A key of your own takes a plus: +epochs=3"
 
 
 def test_mistakes_in_a_project_are_one_line_and_exit_code_2(world, own_project):
@@ -218,6 +194,11 @@ def test_a_hydra_project_needs_one_edit(world, foreign):
     assert "this fit is pytorch_lightning's own" in log
 
 
+NO_KEY = "the project's config has no key for it; refer to the one that its code reads: "
+SMALL_GPUS = "robust.min_num_gpus=2: must not be above robust.num_gpus=1"
+BOTH = "there are data.a.batch_size, data.b.batch_size; say which the training uses: "
+
+
 def test_mistakes_in_the_group_robust_are_one_line(world, foreign):
     for name, text in (
         ("data/both", "{a: {batch_size: 4}, b: {batch_size: 8}}"),
@@ -226,46 +207,25 @@ def test_mistakes_in_the_group_robust_are_one_line(world, foreign):
         ("trainer/bare", "{devices: 1}"),
     ):
         (foreign / f"configs/{name}.yaml").write_text(text)
-    for word, line in (
-        ("robust.num_gpu=2", "robust.num_gpu: no such key; did you mean robust.num_gpus?"),
-        ("robust.num_gpus=0", "robust.num_gpus=0: must be 1 or more"),
-        (
-            "robust.min_batch_size=90",
-            "robust.min_batch_size=90: must not be above data.batch_size=32",
-        ),
-        ("robust.min_num_gpus=2", "robust.min_num_gpus=2: must not be above robust.num_gpus=1"),
-        (
-            "robust.trainer.preload_module=[json]",
-            "robust.trainer.preload_module: no such key; did you mean "
-            "robust.trainer.preload_modules?",
-        ),
-        (
-            "data=bare robust.training.batch_size=8",
-            "robust.training.batch_size=8: the project's config has no key for it; refer to the "
-            "one that its code reads: 'robust.training.batch_size=${its.name}'",
-        ),
-        (
-            "data=no_workers robust.training.num_workers=3",
-            "robust.training.num_workers=3: the project's config has no key for it; refer to the "
-            "one that its code reads: 'robust.training.num_workers=${its.name}'",
-        ),
-        (
-            "trainer=bare robust.training.gradient_accumulation_steps=3",
-            "robust.training.gradient_accumulation_steps=3: the project's config has no key for "
-            "it; refer to the one that its code reads: "
-            "'robust.training.gradient_accumulation_steps=${its.name}'",
-        ),
-        (
-            "robust.training.batch_size=8",
-            "robust.training.batch_size=8: the project has data.batch_size=32; set that",
-        ),
-        (
-            "data=both",
-            "robust.training.batch_size: there are data.a.batch_size, data.b.batch_size; say "
-            "which the training uses: 'robust.training.batch_size=${data.a.batch_size}'",
-        ),
+    preload = "robust.trainer.preload_module"
+    size, fixed = "robust.training.batch_size", "must not be above data.batch_size=32"
+    lines = {
+        "robust.num_gpu=2": "robust.num_gpu: no such key; did you mean robust.num_gpus?",
+        "robust.num_gpus=0": "robust.num_gpus=0: must be 1 or more",
+        "robust.min_batch_size=90": f"robust.min_batch_size=90: {fixed}",
+        "robust.min_num_gpus=2": SMALL_GPUS,
+        f"{preload}=[json]": f"{preload}: no such key; did you mean {preload}s?",
+        f"{size}=8": f"{size}=8: the project has data.batch_size=32; set that",
+        "data=both": f"{size}: {BOTH}'{size}=${{data.a.batch_size}}'",
+    }
+    for option, key in (
+        ("data=bare", size),
+        ("data=no_workers", "robust.training.num_workers"),
+        ("trainer=bare", "robust.training.gradient_accumulation_steps"),
     ):
-        ended = _run(world, foreign, *word.split(), code=2)
+        lines[f"{option} {key}=3"] = f"{key}=3: {NO_KEY}'{key}=${{its.name}}'"
+    for words, line in lines.items():
+        ended = _run(world, foreign, *words.split(), code=2)
         assert ended.stderr.splitlines() == [line]
 
 
@@ -342,22 +302,3 @@ def test_no_hydra_config_of_ours_has_the_name_of_another_plugins():
     own = (ROOT / "configs/hydra").rglob("*.yaml")
     theirs = [path for path in own if not path.stem.startswith("robust_")]
     assert {path.parent.name for path in theirs} == {"pruner"}, "a group that no other has"
-
-
-@pytest.mark.slow
-def test_a_failed_job_of_a_project_has_the_exit_codes_too(world, own_project):
-    (own_project / "bad.py").write_text(
-        "from robust_train import UserError\n"
-        "def bug(cfg): return {}['key']\n"
-        "def user(cfg): raise UserError('mend it')\n"
-    )
-    full = {"HYDRA_FULL_ERROR": "1"}
-    for environ, word, code, last in (
-        ({}, "trainer._target_=bad.bug", 1, "KeyError: 'key'"),
-        ({}, "trainer._target_=bad.user", 1, "mend it"),
-        (full, "epochs=3", 2, f"epochs=3: no such key; {OF_EPOCHS}"),
-    ):
-        world.environ |= environ
-        ended = _run(world, own_project, word, code=code)
-        assert ended.stderr.splitlines()[-1] == last
-        assert "in run_job" not in ended.stderr, "launch is the last frame of ours"

@@ -9,14 +9,12 @@ from command_world import all_gone, argv, script
 from world import wait_until
 
 
-@pytest.mark.parametrize("is_stopped", [False, True])
-def test_a_script_that_saves_and_ends_when_asked_to_counts_as_interrupted(scripts, is_stopped):
+def test_a_script_that_saves_and_ends_when_asked_to_counts_as_interrupted(scripts):
     """One that stands still by SIGSTOP is continued to hear it."""
     ready, saved = scripts.folder / "ready", scripts.folder / "saved"
     process = scripts.start("--checkpoint", "save?", "--", *script("polite.py", ready, saved))
     pid = scripts.started_script(ready)
-    if is_stopped:
-        os.kill(pid, signal.SIGSTOP)
+    os.kill(pid, signal.SIGSTOP)
     process.send_signal(signal.SIGINT)
     ended = scripts.world.end(process).with_code(130)
     assert ended.summary["status"] == "interrupted"
@@ -58,29 +56,23 @@ def test_our_run_tells_a_python_script_to_stop(scripts):
     assert next(e for e in ended.journal if e["event"] == "checkpoint")["step"] == 7
 
 
-def _stubborn(scripts, *options):
+@pytest.mark.parametrize(("grace", "is_asked_twice"), [(0.5, False), (1000, True)])
+def test_who_ignores_sigterm_is_killed_after_the_grace_time_or_by_a_second_signal(
+    scripts, grace, is_asked_twice
+):
     pids = scripts.folder / "pids"
-    process = scripts.start(*options, "--", *script("stubborn.py", str(pids)))
+    words = ("--", *script("stubborn.py", str(pids)))
+    process = scripts.start(f"stop_grace_seconds={grace}", *words)
     wait_until(pids.with_suffix(".ready").exists, "all are at work")
-    return process, [int(pid) for pid in pids.read_text().split()]
-
-
-def test_who_ignores_sigterm_is_killed_after_the_grace_time(scripts):
-    process, pids = _stubborn(scripts, "stop_grace_seconds=0.5")
-    assert len(pids) == 5
-    process.terminate()
-    ended = scripts.world.end(process).with_code(143)
+    process.send_signal(signal.SIGINT)
+    if is_asked_twice:
+        wait_until(pids.with_suffix(".asked").exists, "the script got SIGTERM")
+        process.send_signal(signal.SIGINT)
+    ended = scripts.world.end(process, 130)
     assert ended.attempts[0]["outcome"] == "interrupted"
-    all_gone(pids)
-
-
-def test_a_second_signal_kills_at_once(scripts):
-    process, pids = _stubborn(scripts, "stop_grace_seconds=1000")
-    process.send_signal(signal.SIGINT)
-    wait_until((scripts.folder / "pids.asked").exists, "the script got SIGTERM")
-    process.send_signal(signal.SIGINT)
-    scripts.world.end(process).with_code(130)
-    all_gone(pids)
+    started = [int(pid) for pid in pids.read_text().split()]
+    assert len(started) == 5
+    all_gone(started)
 
 
 def test_what_a_script_leaves_running_when_it_completes_is_ended(scripts):

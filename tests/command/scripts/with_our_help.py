@@ -20,11 +20,5 @@ run.started(0)
 for step in (1, 2):
     run.progress(step)
 run.progress(3, loss=0.5)
-run.result(
-    {
-        "objective": 0.5,
-        "batch": run.batch_size,
-        "device": run.device,
-        "torch": "torch" in sys.modules,
-    }
-)
+has_torch = "torch" in sys.modules
+run.result({"objective": 0.5, "batch": run.batch_size, "device": run.device, "torch": has_torch})
