@@ -109,16 +109,6 @@ def works_until_told_in_every_third(cfg, run):
     return 100.0 + number if number == 2 else float(number)
 
 
-def waits_for_two_at_work(cfg, run):
-    """Jobs 0 and 1 wait for each other."""
-    number = _here(int(run.run_dir.name))
-    with _mark("ran").open("a") as file:
-        file.write(f"{number}\n")
-    if number < 2:
-        _wait_for(f"here-{1 - number}")
-    return float(number)
-
-
 def reports_its_rate(cfg, run):
     """40 steps; at each, the value is the step times the learning rate. Stops when told."""
     run.report(0.0, -1)  # of no step: untrained
@@ -141,6 +131,8 @@ def works_until_told_at_1(cfg, run):
     number = int(run.run_dir.name)
     if run.resume_checkpoint is not None:
         return 100.0 + number
+    with _mark("ran").open("a") as file:
+        file.write(f"{number}\n")
     if number < 2:
         _works(run, number, _mark("go-on").exists)
     return float(number)

@@ -7,12 +7,20 @@ import pytest
 
 from sweep_world import RECORDING
 
-LAUNCHERS = pytest.mark.parametrize(
-    "launcher", [pytest.param("basic", marks=pytest.mark.slow), "gpu_queue"]
+OTHERS = ("joblib", "submitit_local")
+
+
+@pytest.fixture(
+    params=["gpu_queue", *(pytest.param(one, marks=pytest.mark.slow) for one in ("basic", *OTHERS))]
 )
+def launcher(request, world):
+    if request.param in OTHERS:
+        package = f"hydra_plugins.hydra_{request.param.partition('_')[0]}_launcher"
+        pytest.importorskip(package, reason="the extra [sweep]")
+        world.alone = True
+    return request.param
 
 
-@LAUNCHERS
 def test_a_failed_job_is_nan_a_row_in_every_table_and_alone_run_again(sweeps, launcher):
     options = (RECORDING, f"hydra/launcher={launcher}")
     ended = sweeps.sweep("fails_at_2", "training.seed=1,2,3", *options, code=1)
@@ -71,7 +79,6 @@ def test_a_value_that_cannot_be_used_is_refused_before_the_first_job_starts(swee
 
 
 @pytest.mark.slow
-@LAUNCHERS
 def test_a_refused_job_says_so_once_and_the_exit_code_is_2(sweeps, launcher):
     both = ("training.batch_size=8,4", "min_batch_size=4,8")  # each is fine beside the first ones
     ended = sweeps.sweep("objective", *both, f"hydra/launcher={launcher}").with_code(2)

@@ -6,13 +6,12 @@ import signal
 import pytest
 
 from simulated_nvml import Gpu
-from sweep_world import RECORDING
 from world import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("alone")]
 
-JOBLIB = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
-SUBMITIT = ["hydra/launcher=submitit_local"]
+JOBLIB = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
+SUBMITIT = ("hydra/launcher=submitit_local",)
 RAY = ("num_gpus=2", "num_cpus=2", "include_dashboard=false")
 
 
@@ -21,17 +20,6 @@ def launcher(request):
     name = request.param[0].partition("=")[2].partition("_")[0]
     pytest.importorskip(f"hydra_plugins.hydra_{name}_launcher", reason="the extra [sweep]")
     return request.param
-
-
-def test_a_failure_is_nan_and_the_repeated_sweep_runs_only_what_failed(sweeps, launcher):
-    arguments = ("fails_at_2", "training.seed=1,2", RECORDING, *launcher)
-    ended = sweeps.sweep(*arguments).with_code(1)
-    assert sweeps.returned() == ["1.0", "nan"]
-    assert sweeps.column("status") == ["completed", "failed"]
-    assert "1 of 2 completed, 1 failed" in ended.stdout
-    ended = sweeps.sweep(*arguments).with_code(1)
-    assert sweeps.returned() == ["1.0", "nan"]
-    assert sweeps.column("reused") == [True, False]
 
 
 def test_jobs_run_side_by_side_each_on_a_gpu_in_one_sweep_folder(

@@ -3,60 +3,45 @@
 import pytest
 
 SWEPT = "training.seed=1,2"
+OURS = "hydra/launcher=gpu_queue"
 IN_A_FILE = "# @package _global_\ndefaults:\n  - override {}hydra/launcher: gpu_queue\n"
+IN_FRONT = "defaults:\n  - override hydra/launcher: gpu_queue\n  - robust\n"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "script", "words"),
+    ("word", "script", "words"),
     [
-        (["hydra/launcher=gpu_queue"], "train_robust.py", ["hydra/launcher=gpu_queue", "add -m"]),
-        (["hydra/launcher=gpu_queue"], "train.py", ["hydra/launcher=gpu_queue", "add -m"]),
-        ([SWEPT], "train_robust.py", [SWEPT, "-m"]),
+        (OURS, "train_robust.py", [OURS, "add -m"]),
+        (OURS, "train.py", [OURS, "add -m"]),
+        (SWEPT, "train_robust.py", [SWEPT, "-m"]),
     ],
 )
-def test_without_m(sweeps, arguments, script, words):
+def test_without_m(sweeps, word, script, words):
     trainer = "trainer._target_=sweep_trainers.objective"
-    sweeps.world.run(trainer, *arguments, script=script).was_refused(words)
+    sweeps.world.run(trainer, word, script=script).was_refused(words)
     assert sweeps.ran == []
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "more", "words"),
+    ("name", "content", "more", "words"),
     [
-        pytest.param(
-            *("experiment/one", IN_A_FILE.format("/"), ["+experiment=one,two"]),
-            ["gpu_queue", "put hydra/launcher=gpu_queue on the command line"],
-            marks=pytest.mark.slow,
-            id="that the sweep varies",
-        ),
-        pytest.param(
-            *("experiment/one", IN_A_FILE.format(""), ["+experiment=one", SWEPT]),
-            ["override /hydra/launcher: ", "experiment"],
-            id="with a relative path",
-        ),
-        pytest.param(
-            *("mine", "defaults:\n  - override hydra/launcher: gpu_queue\n  - robust\n"),
-            [SWEPT],
-            ["hydra/launcher: gpu_queue", "end of the defaults list"],
-            id="in front of other entries",
-        ),
-        pytest.param(
-            *("experiment/one", IN_A_FILE.format("/"), ["+experiment=one", SWEPT], []),
-            marks=pytest.mark.slow,
-            id="that is not varied, where it counts",
-        ),
+        ("experiment/one", IN_A_FILE.format(""), ["+experiment=one", SWEPT], ["override /hydra"]),
+        ("mine", IN_FRONT, [SWEPT], ["hydra/launcher: gpu_queue", "end of the defaults list"]),
+        ("experiment/one", IN_A_FILE.format("/"), ["+experiment=one,two"], [f"put {OURS} on the"]),
+        ("experiment/one", IN_A_FILE.format("/"), ["+experiment=one", SWEPT], []),
     ],
+    ids=["a relative path", "in front of others", "varied by the sweep", "where it counts"],
 )
-def test_in_a_file(sweeps, file, content, more, words):
+def test_in_a_file(sweeps, name, content, more, words):
     folder = sweeps.world.folder / "conf"
-    for name in {file, file.replace("one", "two")}:
-        path = folder / f"{name}.yaml"
+    for file in {name, name.replace("one", "two")}:
+        path = folder / f"{file}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
     arguments = sweeps.arguments("objective", n_jobs=None)
-    arguments.remove("hydra/launcher=gpu_queue")
-    name = "mine" if file == "mine" else "robust"
-    chosen = ("--config-dir", str(folder), "--config-name", name)
+    arguments.remove(OURS)
+    config = "mine" if name == "mine" else "robust"
+    chosen = ("--config-dir", str(folder), "--config-name", config)
     ended = sweeps.world.run(*chosen, *arguments, *more)
     if words:
         ended.was_refused(words)

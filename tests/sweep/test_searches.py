@@ -33,10 +33,6 @@ def _study(sweeps):
     return optuna.load_study(study_name="sweep", storage=storage).trials
 
 
-def _params(sweeps):
-    return [trial.params for trial in _study(sweeps)]
-
-
 @pytest.mark.parametrize(
     "sweeper", ["robust_optuna", pytest.param("robust_grid", marks=pytest.mark.slow)]
 )
@@ -105,26 +101,6 @@ def test_sweep_patience_stops_a_job_of_a_grid_that_is_behind(sweeps):
     summary = sweeps.summary(1)
     assert (summary["status"], Path(summary["checkpoint"]).name[:5]) == ("pruned", "step-")
     assert sweeps.jobs[1]["step"] < 40
-
-
-@pytest.mark.parametrize(
-    "sweeper", ["robust_optuna", pytest.param("basic", marks=pytest.mark.slow)]
-)
-def test_two_launchers_in_one_folder_share_the_jobs(sweeps, sweeper):
-    """The jobs of the first wait until the second has one."""
-    arguments = (
-        _arguments(sweeps, "waits_for_two_at_work", 4)
-        if sweeper == "robust_optuna"
-        else sweeps.arguments("waits_for_two_at_work", "training.lr=1,2,3,4", n_jobs=1)
-    )
-    first = sweeps.world.start(*arguments)
-    wait_until(lambda: (sweeps.place / "here-0").exists(), "a first job is at work")
-    second = sweeps.world.run(*arguments, code=0)
-    for ended in (sweeps.world.end(first, 0), second):
-        assert "4 of 4 completed" in ended.stdout
-    assert sorted(sweeps.ran) == ["0", "1", "2", "3"], "none twice"
-    assert sweeps.column("status") == ["completed"] * 4
-    assert sweeps.table["status"] == "ended"
 
 
 @pytest.mark.slow
@@ -251,14 +227,22 @@ def test_a_figure_whose_best_is_the_other_way_round_is_left_out(tmp_path, caplog
     assert ("is not looked at" in caplog.text) is bool(mode)
 
 
-@pytest.mark.slow
-def test_a_launcher_that_is_stopped_leaves_what_the_other_one_runs(sweeps):
+@pytest.mark.parametrize(
+    "sweeper", ["robust_optuna", pytest.param("basic", marks=pytest.mark.slow)]
+)
+def test_two_launchers_share_the_jobs_and_one_that_is_stopped_leaves_those_of_the_other(
+    sweeps, sweeper
+):
     """The other one takes the table over, and goes on with what was left."""
-    arguments = _arguments(sweeps, "works_until_told_at_1", 3)
+    arguments = (
+        _arguments(sweeps, "works_until_told_at_1", 3)
+        if sweeper == "robust_optuna"
+        else sweeps.arguments("works_until_told_at_1", "training.lr=1,2,3", n_jobs=1)
+    )
     first = sweeps.world.start(*arguments)
-    wait_until(lambda: (sweeps.place / "working-0").exists(), "the first trial is at work")
+    wait_until(lambda: sweeps.pid_at_work(0), "the first trial is at work")
     second = sweeps.world.start(*arguments)
-    wait_until(lambda: (sweeps.place / "working-1").exists(), "the second launcher has a trial")
+    wait_until(lambda: sweeps.pid_at_work(1), "the second launcher has a trial")
     first.send_signal(signal.SIGINT)
     stopped = sweeps.end(first).with_code(130)
     assert " running " in stopped.stdout
@@ -268,3 +252,4 @@ def test_a_launcher_that_is_stopped_leaves_what_the_other_one_runs(sweeps):
     assert sweeps.table["status"] == "ended"
     assert sweeps.column("status") == ["completed"] * 3
     assert sweeps.column("result") == [100.0, 1.0, 2.0]
+    assert sorted(sweeps.ran) == ["0", "1", "2"], "none twice but what was stopped"

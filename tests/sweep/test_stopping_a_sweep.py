@@ -1,4 +1,4 @@
-"""However a sweep ends: each job has its checkpoint, and nothing is left behind."""
+"""However a sweep ends: each job has its checkpoint, nothing is left behind, and it can go on."""
 
 import os
 import signal
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from robust_train.sweep.page import sweep_story_of
 from sweep_world import processes_mentioning
 from world import is_running, wait_until
 
@@ -13,8 +14,11 @@ from world import is_running, wait_until
 pytestmark = pytest.mark.usefixtures("alone")
 
 
-def both_at_work(sweeps):
-    return bool(sweeps.pid_at_work(1) and sweeps.pid_at_work(2))
+COMPLETES_1 = ("completes_1_and_works_at_2", "training.seed=1,2,3")
+
+
+def at_work(sweeps, *numbers):
+    wait_until(lambda: all(map(sweeps.pid_at_work, numbers)), "jobs are at work")
 
 
 def left_behind(sweeps):
@@ -22,22 +26,26 @@ def left_behind(sweeps):
     return processes_mentioning(str(sweeps.place))
 
 
-def test_a_signal_ends_every_job_with_a_checkpoint(sweeps):
-    process = sweeps.start("works_until_told", "training.seed=1,2,3", start_new_session=True)
-    wait_until(lambda: both_at_work(sweeps), "both jobs are at work")
+def test_a_signal_ends_every_job_with_a_checkpoint_and_the_same_command_goes_on(sweeps):
+    process = sweeps.start(*COMPLETES_1, start_new_session=True)
+    at_work(sweeps, 2, 3)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     ended = sweeps.end(process).with_code(130)
     assert "Traceback" not in ended.output
-    assert sweeps.column("status") == ["interrupted", "interrupted", "not_started"]
-    assert sweeps.column("exit_code") == [130, 130, None]
-    for number in (0, 1):
+    assert sweeps.column("status") == ["completed", "interrupted", "interrupted"]
+    assert sweeps.column("exit_code") == [0, 130, 130]
+    for number in (1, 2):
         assert sweeps.summary(number)["checkpoint"].endswith("when-told")
     assert left_behind(sweeps) == []
+    sweeps.sweep(*COMPLETES_1).with_code(0)
+    assert sweeps.ran == ["1"]
+    assert sweeps.column("result") == [1.5, "went on from when-told", "went on from when-told"]
+    assert sweeps.column("reused") == [True, False, False]
 
 
 def test_a_second_signal_kills(sweeps):
     process = sweeps.start("never_stops", "training.seed=1,2")
-    wait_until(lambda: both_at_work(sweeps), "both jobs are at work")
+    at_work(sweeps, 1, 2)
     process.send_signal(signal.SIGINT)
     trainers = [sweeps.pid_at_work(1), sweeps.pid_at_work(2)]
     while any(is_running(pid) for pid in trainers):
@@ -60,3 +68,19 @@ def pending(pid, signum):
         return False
     masks = [line.split() for line in status.splitlines() if line[:6] in ("SigPnd", "ShdPnd")]
     return any(int(mask, 16) >> (signum - 1) & 1 for _, mask in masks)
+
+
+def test_another_sweep_in_the_folder_of_a_live_one_is_refused(sweeps):
+    first = sweeps.start(*COMPLETES_1)
+    at_work(sweeps, 2, 3)
+    second = sweeps.sweep("objective", "training.seed=1,2")
+    in_use = f"folder {sweeps.folder} is in use by the job of "
+    second.was_refused([in_use, f", pid {first.pid}, since ", "hydra.sweep.dir="])
+    assert sweep_story_of(sweeps.folder).sentence.endswith(" It is still running.")
+    first.kill()
+    first.communicate()
+    # its jobs save a checkpoint and end; then the folder is free
+    sweeps.sweep(*COMPLETES_1).with_code(0)
+    assert sweeps.column("status") == ["completed"] * 3
+    stopped = sweeps.world.robust_train("stop", str(sweeps.folder), code=1)
+    assert "this sweep has ended" in stopped.stderr
