@@ -44,26 +44,16 @@ def trainer(name):
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of job.
-
-    Attributes:
-        arguments: those of its command.
-        batch_size: micro-batch of its first attempt.
-        like: the kind, without GPUs and ranks, that learns the same; by default itself.
-        needs: the package without which it is skipped.
-        on_gpus: it runs on simulated GPUs.
-        splits: it repeats a step in parts when memory runs out, and saves on request.
-        processes: how many there are from the innermost to the command.
-    """
+    """A kind of job."""
 
     name: str
-    arguments: tuple[str, ...]
-    batch_size: int = 8
-    like: str = ""
-    needs: str = ""
-    on_gpus: bool = False
-    splits: bool = True
-    processes: int = 2
+    arguments: tuple[str, ...]  # those of its command
+    batch_size: int = 8  # micro-batch of its first attempt
+    like: str = ""  # the kind, without GPUs and ranks, that learns the same; by default itself
+    needs: str = ""  # the package without which it is skipped
+    on_gpus: bool = False  # it runs on simulated GPUs
+    splits: bool = True  # it repeats a step in parts where memory runs out, and saves on request
+    processes: int = 2  # how many there are from the innermost to the command
 
     @property
     def words(self):
@@ -139,7 +129,6 @@ class Day:
         """Process ids from the trainer outwards to the command."""
 
     def newest(self):
-        """The newest checkpoint that was reported whole."""
         manifests = sorted((self.run_dir / "checkpoints").glob(f"*{SUFFIX}"))
         return manifests[-1] if manifests else None
 
@@ -182,7 +171,6 @@ class Day:
         return self.ended(asking, int(is_refused)).output
 
     def completes(self, *words):
-        """Run the same command to its end."""
         return self.ended(self.world.start(*self.words, *words), 0)
 
     def ended(self, process, code=None):
@@ -191,7 +179,6 @@ class Day:
         return Ended(process.returncode, stdout, stderr, self.run_dir).with_code(code)
 
     def journal(self, event):
-        """The journal's events of this name."""
         return [one for one in self.events() if one["event"] == event]
 
     def events(self):

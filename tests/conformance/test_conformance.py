@@ -138,11 +138,10 @@ def undisturbed(tmp_path_factory):
     "built-in trainer", ("one GPU", "several GPUs", "FSDP2"), ("in the step", "new attempt")
 )
 @pytest.mark.proves(
-    "functions (`run.backward`)", ("one GPU", "several GPUs"), ("in the step", "new attempt")
+    ("functions (`run.backward`)", "accelerate", "Lightning", "transformers"),
+    ("one GPU", "several GPUs"),
+    ("in the step", "new attempt"),
 )
-@pytest.mark.proves("accelerate", ("one GPU", "several GPUs"), ("in the step", "new attempt"))
-@pytest.mark.proves("Lightning", ("one GPU", "several GPUs"), ("in the step", "new attempt"))
-@pytest.mark.proves("transformers", ("one GPU", "several GPUs"), ("in the step", "new attempt"))
 @pytest.mark.proves("scripts", "one GPU", "new attempt")
 @pytest.mark.parametrize(
     ("kind", "event"),

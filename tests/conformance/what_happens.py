@@ -335,23 +335,15 @@ def bug(day):
 
 @dataclass(frozen=True)
 class Event:
-    """What happens to a job.
-
-    Attributes:
-        happens: lets it happen.
-        to: whether it can happen to a kind of job, and is not proved by another kind.
-        is_exact: the job ends with the same weights to the bit.
-        is_held: the job is started, and held once it has saved.
-        words: more arguments of the command.
-        disk: what the run folder is on.
-    """
+    """What happens to a job."""
 
     happens: Callable[[Day], None]
+    # whether it can happen to a kind of job, and is not proved by another kind
     to: Callable[[Kind], bool] = lambda kind: True
-    is_exact: bool = True
-    is_held: bool = True
-    words: tuple[str, ...] = ()
-    disk: Callable = contextlib.nullcontext
+    is_exact: bool = True  # the job ends with the same weights to the bit
+    is_held: bool = True  # the job is started, and held once it has saved
+    words: tuple[str, ...] = ()  # more arguments of the command
+    disk: Callable = contextlib.nullcontext  # what the run folder is on
 
 
 def is_launched_alone(kind):
