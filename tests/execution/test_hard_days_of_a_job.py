@@ -105,7 +105,7 @@ def test_how_an_attempt_ended_is_known_where_children_are_not_waited_for(world, 
 
 
 def test_a_request_to_stop_is_seen_while_libraries_are_imported(world):
-    process = start(world.with_libraries(), "trainer_of_a_slow_library.train")
+    process = start(world.with_libraries(), "takes_long_to_import.train")
     server = ready(world)
     wait_until((world.run_dir / "state.json").exists, "the run can be found")
     stop = [sys.executable, "-m", "robust_train.cli.main", "stop", str(world.run_dir)]
@@ -116,6 +116,6 @@ def test_a_request_to_stop_is_seen_while_libraries_are_imported(world):
 
 def test_libraries_read_the_environment_that_the_job_sets(world):
     sets = "+hydra.job.env_set.READ_AT_IMPORT=by the library"
-    trainer = "trainer._target_=trainer_of_libraries.train"
+    trainer = "trainer._target_=reads_the_environment.train"
     ended = world.with_libraries().run(trainer, sets, code=0)
     assert ended.summary["result"] == "by the library"

@@ -124,10 +124,10 @@ def test_when_time_is_up_the_cpu_is_taken_or_the_exit_code_is_75(world):
 
 @pytest.mark.usefixtures("two_gpus")
 def test_who_starts_cuda_at_import_sees_the_attempts_gpu(world):
-    ended = world.run("trainer._target_=trainer_that_starts_cuda.train", code=0)
+    ended = world.run("trainer._target_=libraries.starts_cuda.train", code=0)
     assert ended.summary["result"] == A
     # an interpreter in which a library has done so runs no attempt
-    of_a_library = "trainer._target_=trainer_with_cuda_library.train"
+    of_a_library = "trainer._target_=starts_cuda.train"
     preloads = "trainer.preload_modules=[starts_cuda]"
     ended = world.with_libraries().run(of_a_library, preloads, code=0)
     assert ended.summary["result"] == A

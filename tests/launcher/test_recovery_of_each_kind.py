@@ -28,9 +28,9 @@ class Script:
         world.environ |= {f"{one.upper()}_FILE": str(world.folder / one) for one in files}
         self.failures, self.attempts_file = world.folder / "failures", world.folder / "attempts"
 
-    def run(self, *lines, overrides=(), trainers="failing_trainers"):
+    def run(self, *lines, overrides=(), trainer="fails_by_script"):
         self.failures.write_text("\n".join(lines))
-        target = f"trainer._target_={trainers}.fails_by_script"
+        target = f"trainer._target_=failing_trainers.{trainer}"
         return self.world.run(target, "retry_pause_seconds=0.1", *overrides, code=0)
 
     @property
@@ -78,7 +78,7 @@ def test_fragmentation_gets_expandable_segments_and_a_driver_that_refuses_them_n
     script, failure, starts_with, action, then
 ):
     keys = ("memory.expandable_segments=false",) if starts_with == "False" else ()
-    ended = script.run(failure, overrides=keys, trainers="allocating_trainers")
+    ended = script.run(failure, overrides=keys, trainer="fails_by_script_beside_torch")
     assert actions(ended) == [action, "none"]
     allocator = (script.world.folder / "allocator").read_text().splitlines()
     assert allocator == [f"expandable_segments:{one}" for one in (starts_with, then)]

@@ -43,7 +43,6 @@ fs.writeFileSync(to, zlib.brotliDecompressSync(fs.readFileSync(from)));
 
 
 def find_browser() -> Path | None:
-    """The browser's program, None where there is none."""
     named = os.environ.get("ROBUST_TRAIN_BROWSER")
     if named:
         return Path(named)
@@ -153,8 +152,6 @@ class Browser:
 
 
 class Page:
-    """A page that is shown."""
-
     def __init__(self, browser: Browser, session: str, target: str) -> None:
         self._browser = browser
         self._session = session
@@ -217,7 +214,6 @@ class Page:
         self.call("Input.dispatchMouseEvent", type=what, x=x, y=y, button="left", clickCount=clicks)
 
     def close(self) -> None:
-        """Show it no longer."""
         self._browser.call("Target.closeTarget", targetId=self._target)
 
     def screenshot(self) -> Image.Image:

@@ -12,7 +12,6 @@ SCRIPTS = Path(__file__).parents[1] / "command" / "scripts"
 
 
 def script(name: str, *arguments: str) -> list[str]:
-    """The command line of one of ``tests/command/scripts``."""
     program = "sh" if name.endswith(".sh") else sys.executable
     return [program, str(SCRIPTS / name), *arguments]
 
@@ -41,7 +40,6 @@ class CommandWorld:
         return warm.start(words, self.folder, world.environ, alone=world.alone, **options)
 
     def run(self, *arguments, **options) -> Ended:
-        """``robust-train run``, to its end."""
         return self.world.end(self.start(*arguments, **options))
 
     def started_script(self, file: Path) -> int:
@@ -50,5 +48,4 @@ class CommandWorld:
 
 
 def all_gone(pids: list[int]) -> None:
-    """Wait until none of these processes runs any more."""
     wait_until(lambda: not any(map(is_running, pids)), "every process of the script is gone")

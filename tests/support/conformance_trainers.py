@@ -83,13 +83,11 @@ def _watch_forward_passes(meeting, most):
 
 
 def ends_with(run, weights) -> None:
-    """Write down the weights of a completed training."""
     if run.is_main:
         Path(os.environ["WEIGHTS_FILE"]).write_text(json.dumps(weights))
 
 
 def data(samples: int):
-    """Return so many samples, of one number each."""
     import torch
 
     return torch.arange(1.0, samples + 1)[:, None] / samples
@@ -130,7 +128,6 @@ def function(cfg, run):
 
 
 def vision(cfg, run):
-    """The built-in trainer."""
     import torch
 
     from robust_train.vision.trainer import train
@@ -166,7 +163,6 @@ def _line():
 
 
 def accelerate(cfg, run, samples=SAMPLES):
-    """A loop with accelerate."""
     import torch
     from accelerate import Accelerator
     from torch.utils.data import DataLoader, TensorDataset
@@ -192,7 +188,6 @@ def accelerate(cfg, run, samples=SAMPLES):
 
 
 def lightning(cfg, run, samples=SAMPLES, drop_last=False):
-    """Lightning's Trainer."""
     import lightning as lightning_
     import torch
     from torch.utils.data import DataLoader, TensorDataset

@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,13 +33,8 @@ def train(cfg: Any, run: Any) -> list[float]:
     lr = 0.01 if how == "constant lr" else cfg.training.lr
     kind = torch.optim.SGD if fault == "lr" else torch.optim.AdamW
     optimizer = kind(model.parameters(), lr=lr, fused=how == "fused")
-    start = 0
-    if run.resume_checkpoint is not None:
-        state = torch.load(run.resume_checkpoint, weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        start = state["step"]
-    run.started(start)
+    state = {"model": model, "optimizer": optimizer}
+    start = run.load(state)
 
     torch.use_deterministic_algorithms(how == "deterministic")
     flips = [FLIP] if fault == "flip" and run.attempt == 1 else []
@@ -76,23 +70,17 @@ def train(cfg: Any, run: Any) -> list[float]:
             raise
         if step % 5 == 0:
             path = run.checkpoint_dir / f"step-{step:03d}.pt"
-            content = {"model": model, "optimizer": optimizer, "step": step}
-            save_checkpoint(content, path)
-            if fault == "damage" and step == 25 and run.attempt == 1:
-                _damage(path)
+            save_checkpoint({**state, "step": step}, path)
+            is_damaged = fault == "damage" and step == 25 and run.attempt == 1
+            if is_damaged:
+                os.truncate(path, path.stat().st_size // 2)
             run.checkpoint_saved(path, step)
-            if fault == "damage" and step == 25 and run.attempt == 1:
+            if is_damaged:
                 os.kill(os.getpid(), signal.SIGKILL)
     return [value.item() for parameter in model.parameters() for value in parameter.flatten()]
 
 
-def _damage(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.seek(os.path.getsize(path) // 2)
-        file.truncate()
-
-
-def script(argv: list[str]) -> None:
+def script(argv):
     """Report a loss that is not finite where the learning rate on the command line is above 0.1."""
     import robust_train
 

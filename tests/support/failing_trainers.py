@@ -43,6 +43,15 @@ def fails_by_script(cfg, run):
     raise RuntimeError(message)
 
 
+def fails_by_script_beside_torch(cfg, run):
+    """The same; says which settings torch's allocator has."""
+    import torch
+
+    with Path(os.environ["ALLOCATOR_FILE"]).open("a") as file:
+        file.write(f"{torch._C._accelerator_getAllocatorSettings()}\n")
+    return fails_by_script(cfg, run)
+
+
 def fails_by_script_when_told(cfg, run):
     """The same, once the go file is there; the launcher sees memory change before it."""
     if run.attempt == 1:

@@ -17,7 +17,6 @@ OOM = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free."
 
 
 def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the samples of a step, whoever trains on which of them."""
     numbers = torch.Generator().manual_seed(step)
     inputs, targets = (torch.randn(SAMPLES, n, generator=numbers).double() for n in (8, 2))
     return inputs, targets

@@ -76,7 +76,6 @@ class Declared:
         return f"{self.key.meaning}{stop} {more}".rstrip()
 
     def row(self, meaning: str) -> str:
-        """A line of the page's table."""
         default = "—" if self.default == MISSING else f"`{_text(self.default)}`"
         default = f"`{self.key.follows}`" if self.key.follows else default
         return f"| `{self.name}` | {self.type_name} | {default} | {meaning} |"
@@ -106,7 +105,6 @@ def _text(value: object) -> str:
 
 
 def declared(cls: type, prefix: str = "", section: str = "") -> Iterator[Declared]:
-    """Yield the keys of a class."""
     hints = typing.get_type_hints(cls)
     for item in dataclasses.fields(cls):
         name, about = prefix + item.name, item.metadata

@@ -34,7 +34,6 @@ def checkpoints_within_a_limit(cfg, run):
 
 
 def _gradient(batch_size: int, is_on: bool) -> list[float]:
-    """Return the gradients of a deep net's scales."""
     scales = torch.linspace(0.5, 1.5, _BLOCKS * _LAYERS, requires_grad=True)
     x = torch.linspace(-1, 1, batch_size << 17).reshape(batch_size, -1)
 

@@ -20,14 +20,12 @@ def limit_growth(growth_bytes: int) -> None:
 
 
 def lift_limit() -> None:
-    """Let it grow again."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
 
 @contextlib.contextmanager
 def limited_growth(growth_bytes: int) -> Iterator[None]:
-    """Limit it for this block alone."""
     limit_growth(growth_bytes)
     try:
         yield

@@ -66,7 +66,6 @@ def table(found: Proofs) -> str:
 
 
 def page(found: Proofs, text: str) -> str:
-    """Return the page with the table in its place."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{table(found)}\n{END}{after}"

@@ -35,11 +35,9 @@ class SweepWorld:
         return [*common, "isolation=none", *ours, *more]
 
     def sweep(self, trainer: str, *more: str, n_jobs: int | None = 2, **options: Any) -> Ended:
-        """Run a sweep to its end."""
         return self.world.run(*self.arguments(trainer, *more, n_jobs=n_jobs), **options)
 
     def start(self, trainer, *more, n_jobs=2, **options) -> subprocess.Popen[str]:
-        """Start a sweep; the caller waits for it."""
         return self.world.start(*self.arguments(trainer, *more, n_jobs=n_jobs), **options)
 
     def end(self, process: subprocess.Popen[str]) -> Ended:
@@ -47,7 +45,6 @@ class SweepWorld:
 
     @property
     def table(self) -> dict[str, Any]:
-        """``sweep.json``."""
         return json.loads((self.folder / "sweep.json").read_text())
 
     @property
@@ -55,7 +52,6 @@ class SweepWorld:
         return self.table["jobs"]
 
     def column(self, name: str) -> list[Any]:
-        """One value of each job."""
         return [job[name] for job in self.jobs]
 
     def summary(self, number: int) -> dict[str, Any]:

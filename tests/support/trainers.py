@@ -276,7 +276,6 @@ def tells_its_memory(cfg, run):
 
 
 def fills_memory(cfg):
-    """Touches 20 MiB of memory for each sample of the batch."""
     return len(bytearray(b"x") * (cfg.training.batch_size * 20 * 1024**2))
 
 
@@ -298,7 +297,6 @@ LARGE_BYTES = 10_000_000
 
 
 def saves_when_stopped(cfg, run):
-    """Trains until it is stopped, then takes its time to save a checkpoint."""
     for step in steps(run):
         if step == 3:
             is_ready()

@@ -132,7 +132,6 @@ def start(argv, cwd, environ, kind=None, *, alone=False, **options) -> subproces
 
 
 def run(argv, environ, cwd=None, timeout=120, kind=None) -> subprocess.CompletedProcess[str]:
-    """Run ``python argv…`` to its end."""
     command = start(argv, cwd or Path.cwd(), environ, kind)
     stdout, stderr = command.communicate(timeout=timeout)
     return subprocess.CompletedProcess(list(argv), command.wait(), stdout, stderr)
@@ -148,7 +147,6 @@ def preloaded(program, *arguments, cwd=None, environ=None) -> subprocess.Complet
 
 
 def robust_train(*arguments, environ, cwd=None) -> subprocess.CompletedProcess[str]:
-    """Run ``robust-train arguments…`` to its end."""
     return run(("-m", "robust_train.cli.main", *arguments), environ, cwd)
 
 

@@ -37,7 +37,6 @@ class WatchedRun(Run):
 
     @property
     def saved_at(self) -> dict[int, Path]:
-        """Those that were reported, by their step."""
         return {one["step"]: Path(one["path"]) for one in self.of("checkpoint")}
 
     @property

@@ -43,7 +43,6 @@ def wait_until(condition: Callable[[], Any], what: str, timeout_seconds: float =
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False
@@ -156,11 +155,9 @@ class World:
         return shown
 
     def train(self, trainer: str, *arguments: str, **options: Any) -> Ended:
-        """Run one of :mod:`trainers` under the launcher."""
         return self.run(f"trainer._target_=trainers.{trainer}", *arguments, **options)
 
     def with_environ(self, more: Mapping[str, str]) -> World:
-        """The same world with more environment variables."""
         self.environ |= dict(more)
         return self
 

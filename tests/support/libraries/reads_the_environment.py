@@ -3,3 +3,7 @@
 import os
 
 VALUE = os.environ.get("READ_AT_IMPORT")
+
+
+def train(cfg):
+    return VALUE

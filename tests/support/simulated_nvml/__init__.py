@@ -39,7 +39,6 @@ def build_nvml(folder: Path, *options: str, source="nvml.c", name="libnvidia-ml.
 
 
 def build_libcuda(folder: Path, *options: str) -> Path:
-    """Compile the simulated ``libcuda.so.1`` into ``folder``."""
     return build_nvml(folder, *options, source="cuda.c", name="libcuda.so.1")
 
 
@@ -57,8 +56,6 @@ class Slice:
     free_mib: int | None = None
     name: str | None = None
     uuid: str | None = None
-    gi: int = 1
-    ci: int = 0
     compute: list[tuple[int, int | None]] = field(default_factory=list)
 
 
@@ -123,7 +120,6 @@ class Machine:
         }
 
     def uuid(self, index: int, piece: int | None = None) -> str:
-        """UUID of a GPU or of one of its slices."""
         gpu = self.gpus[index]
         if piece is None:
             return gpu.uuid or f"GPU-{index:08x}-aaaa-bbbb-cccc-{index:012x}"
@@ -205,8 +201,6 @@ class Machine:
                 "uuid": self.uuid(index, number),
                 "name": piece.name or f"{gpu.name} MIG",
                 "util": -1,
-                "gi": piece.gi,
-                "ci": piece.ci,
                 **_memory(piece.total_mib, piece.free_mib, 0, piece.compute),
             }
             values |= {f"mig.{number}.{key}": value for key, value in slice_values.items()}

@@ -48,7 +48,6 @@ class SharedDevice:
             self._happened.append(("takes", self.owner, uuid, mib))
 
     def release(self) -> None:
-        """Return what this process has."""
         with self._held() as held:
             for row in [row for row in held if row["pid"] == os.getpid()]:
                 held.remove(row)
@@ -67,7 +66,6 @@ class SharedDevice:
                     self._happened.append(("dies", row["owner"], row["uuid"], row["mib"]))
 
     def used(self) -> dict[str, int]:
-        """MiB taken by GPU."""
         with self._held() as held:
             uuids = {row["uuid"] for row in held}
             return {u: sum(row["mib"] for row in held if row["uuid"] == u) for u in uuids}

@@ -1,7 +1,7 @@
 /* A simulated libnvidia-ml.so.1: the symbols that nvidia-ml-py asks for, answered from a file.
  *
  * Keys, one a line: gpus N, driver TEXT, gpu.I.{uuid,name,pci,total,free,used,reserved,util,
- * compute_mode,mig,compute,graphics}, gpu.I.mig.J.{uuid,name,total,free,used,reserved,gi,ci,…},
+ * compute_mode,mig,compute,graphics}, gpu.I.mig.J.{uuid,name,total,free,used,reserved,…},
  * error.FUNCTION.{LABEL,all} CODE, hang.FUNCTION.LABEL 1. A label is "I", "I.mig.J" or "system".
  * A process list is "PID:BYTES PID:-", where - is the driver's "not available".
  */
@@ -116,15 +116,25 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, device_t *device) {
     return SUCCESS;
 }
 
-int nvmlDeviceGetUUID(device_t device, char *out, unsigned size) {
-    BEGIN("nvmlDeviceGetUUID")
-    return state_get(KEY("uuid"), out, size) ? SUCCESS : INVALID_ARGUMENT;
-}
+#define TEXT(function, name)                                                \
+    int function(device_t device, char *out, unsigned size) {               \
+        BEGIN(#function)                                                    \
+        return state_get(KEY(name), out, size) ? SUCCESS : NOT_SUPPORTED;   \
+    }
 
-int nvmlDeviceGetName(device_t device, char *out, unsigned size) {
-    BEGIN("nvmlDeviceGetName")
-    return state_get(KEY("name"), out, size) ? SUCCESS : NOT_SUPPORTED;
-}
+#define NUMBER(function, type, name)                                        \
+    int function(device_t device, type *out) {                              \
+        BEGIN(#function)                                                    \
+        long long value = state_number(KEY(name), -1);                      \
+        *out = (type)value;                                                 \
+        return value < 0 ? NOT_SUPPORTED : SUCCESS;                         \
+    }
+
+TEXT(nvmlDeviceGetUUID, "uuid")
+TEXT(nvmlDeviceGetName, "name")
+NUMBER(nvmlDeviceGetCurrentClocksThrottleReasons, unsigned long long, "throttle")
+NUMBER(nvmlDeviceGetComputeMode, unsigned, "compute_mode")
+NUMBER(nvmlDeviceGetRetiredPagesPendingStatus, int, "pages_pending")
 
 typedef struct {
     char bus_id_legacy[16];
@@ -174,18 +184,6 @@ int nvmlDeviceGetUtilizationRates(device_t device, unsigned *out) {
     return SUCCESS;
 }
 
-int nvmlDeviceGetCurrentClocksThrottleReasons(device_t device, unsigned long long *out) {
-    BEGIN("nvmlDeviceGetCurrentClocksThrottleReasons")
-    *out = (unsigned long long)state_number(KEY("throttle"), 0);
-    return SUCCESS;
-}
-
-int nvmlDeviceGetComputeMode(device_t device, unsigned *out) {
-    BEGIN("nvmlDeviceGetComputeMode")
-    *out = (unsigned)state_number(KEY("compute_mode"), 0);
-    return SUCCESS;
-}
-
 int nvmlDeviceGetMigMode(device_t device, unsigned *current, unsigned *pending) {
     BEGIN("nvmlDeviceGetMigMode")
     long long mode = state_number(KEY("mig"), -1);
@@ -206,18 +204,6 @@ int nvmlDeviceGetMigDeviceHandleByIndex(device_t device, unsigned index, device_
     snprintf(name, sizeof name, "mig.%u.uuid", index);
     if (!state_get(KEY(name), uuid, sizeof uuid)) return NOT_FOUND;
     *slice = device | (index + 1);
-    return SUCCESS;
-}
-
-int nvmlDeviceGetGpuInstanceId(device_t device, unsigned *id) {
-    BEGIN("nvmlDeviceGetGpuInstanceId")
-    *id = (unsigned)state_number(KEY("gi"), 0);
-    return SUCCESS;
-}
-
-int nvmlDeviceGetComputeInstanceId(device_t device, unsigned *id) {
-    BEGIN("nvmlDeviceGetComputeInstanceId")
-    *id = (unsigned)state_number(KEY("ci"), 0);
     return SUCCESS;
 }
 
@@ -250,14 +236,6 @@ int nvmlDeviceGetRemappedRows(device_t device, unsigned *correctable, unsigned *
     return SUCCESS;
 }
 
-int nvmlDeviceGetRetiredPagesPendingStatus(device_t device, int *pending) {
-    BEGIN("nvmlDeviceGetRetiredPagesPendingStatus")
-    long long value = state_number(KEY("pages_pending"), -1);
-    if (value < 0) return NOT_SUPPORTED;
-    *pending = (int)value;
-    return SUCCESS;
-}
-
 typedef struct {
     unsigned pid;
     unsigned long long used;
@@ -280,22 +258,13 @@ static int list_processes(const char *key, unsigned *count, process_info *out) {
     return found > room ? INSUFFICIENT_SIZE : SUCCESS;
 }
 
-int nvmlDeviceGetComputeRunningProcesses_v3(device_t device, unsigned *count, process_info *out) {
-    BEGIN("nvmlDeviceGetComputeRunningProcesses")
-    return list_processes(KEY("compute"), count, out);
-}
+#define PROCESSES(function, name, which)                                      \
+    int function(device_t device, unsigned *count, process_info *out) {     \
+        BEGIN(name)                                                         \
+        return list_processes(KEY(which), count, out);                        \
+    }
 
-int nvmlDeviceGetComputeRunningProcesses_v2(device_t device, unsigned *count, process_info *out) {
-    BEGIN("nvmlDeviceGetComputeRunningProcesses_v2")
-    return list_processes(KEY("compute"), count, out);
-}
-
-int nvmlDeviceGetGraphicsRunningProcesses_v3(device_t device, unsigned *count, process_info *out) {
-    BEGIN("nvmlDeviceGetGraphicsRunningProcesses")
-    return list_processes(KEY("graphics"), count, out);
-}
-
-int nvmlDeviceGetGraphicsRunningProcesses_v2(device_t device, unsigned *count, process_info *out) {
-    BEGIN("nvmlDeviceGetGraphicsRunningProcesses_v2")
-    return list_processes(KEY("graphics"), count, out);
-}
+PROCESSES(nvmlDeviceGetComputeRunningProcesses_v3, "nvmlDeviceGetComputeRunningProcesses", "compute")
+PROCESSES(nvmlDeviceGetComputeRunningProcesses_v2, "nvmlDeviceGetComputeRunningProcesses_v2", "compute")
+PROCESSES(nvmlDeviceGetGraphicsRunningProcesses_v3, "nvmlDeviceGetGraphicsRunningProcesses", "graphics")
+PROCESSES(nvmlDeviceGetGraphicsRunningProcesses_v2, "nvmlDeviceGetGraphicsRunningProcesses_v2", "graphics")

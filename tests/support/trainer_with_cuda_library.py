@@ -1,5 +1,0 @@
-import starts_cuda
-
-
-def train(cfg):
-    return starts_cuda.visible()
