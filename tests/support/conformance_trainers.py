@@ -98,7 +98,7 @@ def function(cfg, run):
     import torch
     import torch.distributed as dist
 
-    from robust_train import Interrupted
+    from robust_train import Interrupted, save_checkpoint
 
     meets(cfg, run)
     torch.manual_seed(0)
@@ -118,8 +118,9 @@ def function(cfg, run):
         optimizer.step()
         run.progress(step, total_steps=STEPS)
         is_due, stops = run.checkpoint_due, run.stop_requested
-        if is_due or stops:
-            run.save(state, step)
+        if run.is_main and (is_due or stops):
+            path = run.checkpoint_dir / f"step-{step:03d}.pt"
+            run.checkpoint_saved(save_checkpoint({**state, "step": step}, path), step)
         if stops:
             raise Interrupted
     if run.world_size > 1:
