@@ -42,16 +42,6 @@ def test_the_page_has_what_happened_and_what_was_tight_and_is_shown_to_people_an
     assert parts <= story.keys()
 
 
-def test_the_report_of_a_run_that_died_in_the_middle_of_a_line(run):
-    lines = (run / "journal.jsonl").read_text().splitlines()
-    (run / "journal.jsonl").write_text("\n".join(lines[:12]) + '\n{"time": 179526')
-    assert main(["report", str(run)]) == 0
-    page = (run / "report.html").read_text()
-    assert "its process was killed" in page
-    assert "The last checkpoint holds step 5" in page
-    assert "1 line damaged or of an unknown kind" in page
-
-
 def test_a_report_that_cannot_be_written_fails_the_command_but_costs_a_job_one_warning(
     run, capsys, caplog
 ):

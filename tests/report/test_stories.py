@@ -199,13 +199,15 @@ def test_a_folder_without_a_journal_has_a_report_too(tmp_path):
     assert "only summary.json is left" in story.sentence
 
 
-def test_a_line_separator_in_a_message_does_not_tear_its_line(begun):
+def test_a_line_separator_does_not_tear_its_line_and_one_that_is_torn_is_counted(begun):
     begun.end(1, "bug", message="one\u2028two")
     text = (begun.folder / "journal.jsonl").read_text()
     raw = text.replace("\\u2028", "\u2028")
     (begun.folder / "journal.jsonl").write_text(raw)
     assert begun.story.attempts[0].message == "one\u2028two"
     assert begun.story.gaps == ()
+    (begun.folder / "journal.jsonl").write_text(raw + '{"time": 179526')
+    assert "1 line damaged or of an unknown kind" in job_page(begun.story)
 
 
 SPEC = AttemptSpec((), 4, 2)

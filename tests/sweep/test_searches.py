@@ -39,12 +39,10 @@ def _study(sweeps):
 def test_a_job_starts_as_soon_as_another_ends(sweeps, sweeper):
     """The first job ends only after the third has: in batches of two it would wait for ever."""
     trainer = "first_waits_for_the_third"
-    grid = ("hydra/sweeper=robust_grid", "hydra.sweeper.n_jobs=2", "training.lr=1e-4,1e-3,1e-2")
-    arguments = (
-        _arguments(sweeps, trainer, 3, n_jobs=2)
-        if sweeper == "robust_optuna"
-        else sweeps.arguments(trainer, *grid, n_jobs=None)
-    )
+    arguments = _arguments(sweeps, trainer, 3, n_jobs=2)
+    if sweeper == "robust_grid":
+        grid = ("hydra/sweeper=robust_grid", "hydra.sweeper.n_jobs=2")
+        arguments = sweeps.arguments(trainer, *grid, "training.lr=1e-4,1e-3,1e-2", n_jobs=None)
     ended = sweeps.world.run(*arguments, code=0)
     assert sweeps.column("result") == [0.0, 1.0, 2.0]
     assert "Warning" not in ended.output
@@ -234,11 +232,9 @@ def test_two_launchers_share_the_jobs_and_one_that_is_stopped_leaves_those_of_th
     sweeps, sweeper
 ):
     """The other one takes the table over, and goes on with what was left."""
-    arguments = (
-        _arguments(sweeps, "works_until_told_at_1", 3)
-        if sweeper == "robust_optuna"
-        else sweeps.arguments("works_until_told_at_1", "training.lr=1,2,3", n_jobs=1)
-    )
+    arguments = _arguments(sweeps, "works_until_told_at_1", 3)
+    if sweeper == "basic":
+        arguments = sweeps.arguments("works_until_told_at_1", "training.lr=1,2,3", n_jobs=1)
     first = sweeps.world.start(*arguments)
     wait_until(lambda: sweeps.pid_at_work(0), "the first trial is at work")
     second = sweeps.world.start(*arguments)
