@@ -32,17 +32,14 @@ def test_a_job_without_overrides_is_handed_the_declared_defaults():
 
 def test_a_key_has_the_documented_type_in_the_code():
     """``auto`` is None, several types are one, and nothing can be changed."""
-    config = checked(
-        complete(
-            {
-                "training": {"batch_size": "32", "checkpoint_every_minutes": "auto"},
-                "stall_timeout_minutes": "2.5",
-                "memory": {"expandable_segments": None},
-                "notify": {"command": "notify-send 'a job'", "on": "failed"},
-                "own": {"key": 1},
-            }
-        )
-    )
+    given = {
+        "training": {"batch_size": "32", "checkpoint_every_minutes": "auto"},
+        "stall_timeout_minutes": "2.5",
+        "memory": {"expandable_segments": None},
+        "notify": {"command": "notify-send 'a job'", "on": "failed"},
+        "own": {"key": 1},
+    }
+    config = checked(complete(given))
     assert config.training.batch_size == 32
     assert config.training.checkpoint_every_minutes is config.memory.expandable_segments is None
     assert config.stall_timeout_seconds == 150

@@ -310,8 +310,6 @@ def test_a_tensor_in_another_process_is_shared_or_refused_for_its_segments(h200,
 
 
 def test_a_killed_process_s_memory_is_waited_for(h200, monkeypatch):
-    """The probe that holds most of a GPU in another process."""
-
     @contextlib.contextmanager
     def holding(gib, **environ):
         assert environ["PYTORCH_CUDA_ALLOC_CONF"].startswith("expandable_segments:")

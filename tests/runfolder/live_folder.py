@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -40,20 +39,14 @@ def open_folder(run_dir, name="a job", sweep=None):
 def another_launcher(run_dir):
     """A process that holds a run folder, ticks, and can be killed."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    process = subprocess.Popen(
-        [sys.executable, "-c", _HOLD, str(run_dir)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": f"{SUPPORT}:{ROOT / 'src'}:{Path(__file__).parent}"},
-    )
-    assert process.stdout.readline()
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGCONT)
-        process.kill()
-        process.communicate()
+    hold = [sys.executable, "-c", _HOLD, str(run_dir)]
+    environ = os.environ | {"PYTHONPATH": f"{SUPPORT}:{ROOT / 'src'}:{Path(__file__).parent}"}
+    with subprocess.Popen(hold, stdout=subprocess.PIPE, env=environ) as process:
+        assert process.stdout.readline()
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def change_json(path, **changes):

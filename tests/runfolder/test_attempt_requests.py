@@ -43,13 +43,14 @@ class Asking:
             wait_until(lambda: self.requests.waiting > waiting, "it waits for a boundary")
         return self._number
 
-    def has_replied(self, number=0):
-        return (self.path / f"{number or self._number:04}.answer").exists()
+    def has_replied(self):
+        return (self.path / f"{self._number:04}.answer").exists()
 
     def reply(self, number=0):
         """The answer to one request, by default the last."""
-        wait_until(lambda: self.has_replied(number), "it is answered")
-        return json.loads((self.path / f"{number or self._number:04}.answer").read_text())
+        answer = self.path / f"{number or self._number:04}.answer"
+        wait_until(answer.exists, "it is answered")
+        return json.loads(answer.read_text())
 
 
 @pytest.fixture

@@ -93,12 +93,10 @@ def test_when_checkpoints_are_saved(time, keys, known, cost, seconds, saves):
 def test_the_first_save_of_an_attempt_is_no_measure_where_the_job_knows_better(time):
     """It also allocates the memory of the copy."""
     clock = SaveClock(SavePlan(), cost=0.5, now=time)
-    costs = []
-    for seconds in (4.0, 2.0):
+    for seconds, cost in (4.0, 0.5), (2.0, 2.0):
         clock.begin(1)
         time.seconds += seconds
-        costs.append(clock.saved(1))
-    assert costs == [0.5, 2.0]
+        assert clock.saved(1) == cost
     assert clock.spent == 6.0
 
 

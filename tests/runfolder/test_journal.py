@@ -1,7 +1,6 @@
 """The journal on disks that fill, and over weeks."""
 
 import itertools
-import json
 import os
 import resource
 import signal
@@ -32,13 +31,7 @@ def path(tmp_path):
 
 def events(path):
     """All events that are whole."""
-    found = []
-    for line in path.read_bytes().split(b"\n"):
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return found
+    return [event for event in files.json_lines(path) if event is not None]
 
 
 @pytest.mark.parametrize("missing", [1, 20, 200])

@@ -113,16 +113,13 @@ def of_0_2(tmp_path):
 
 
 def test_an_unfinished_job_of_0_2_is_refused_in_a_line_and_nothing_is_changed(of_0_2):
-    def contents():
-        return {path: path.read_bytes() for path in of_0_2.rglob("*") if path.is_file()}
-
-    before = contents()
+    before = {path: path.read_bytes() for path in of_0_2.rglob("*") if path.is_file()}
     with pytest.raises(ConfigError) as refused:
         refuse_other_version(of_0_2, resume=True)
     (line,) = str(refused.value).splitlines()
     assert "another version of robust-train (state.json has schema 1, this version 2)" in line
     assert "resume=false" in line
-    assert contents() == before
+    assert {path: path.read_bytes() for path in of_0_2.rglob("*") if path.is_file()} == before
     assert read_state(of_0_2) is None
     assert read_summary(of_0_2).status == "failed"
 
