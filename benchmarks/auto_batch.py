@@ -54,8 +54,7 @@ def measure(
     torch.set_num_threads(1)
     with initialize_config_module("robust_train.configs", version_base="1.3"):
         cfg = compose("config", overrides=overrides)
-    built = build_model(cfg.model, Shape(num_classes=10, size=8, channels=3))
-    model = built.module
+    model, _ = build_model(cfg.model, Shape(num_classes=10, size=8, channels=3))
     set_train_mode(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     side = int(cfg.model.image_size)

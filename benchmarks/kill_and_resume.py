@@ -107,7 +107,7 @@ def job(
     rng = random.Random(seed)
     trainer = TrainerRef("kill_and_resume.tells_its_process")
     executor = ProcessExecutor(trainer, cfg, has_standby=True, job="0-killed")
-    executor.prepare()
+    executor.prepare(lambda: None)
     checkpoint: Path | None = None
     killed = number = 0
     while True:

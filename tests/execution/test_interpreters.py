@@ -1,5 +1,6 @@
 """Interpreters of a job: what they import and when, and that none outlives the job."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -93,8 +94,12 @@ def _start(world):
     process = world.start(*WORDS)
     wait_until(lambda: names.exists() and names.read_text().count("\n") == 2, "it trains")
     found = {name: int(pid) for name, pid in map(str.split, names.read_text().splitlines())}
-    children = psutil.Process(process.pid).children()
-    (reaper,) = (one.pid for one in children if one.name() == "job-reaper")
+    reaper = 0
+    for one in psutil.Process(process.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # one that it asked something
+            if one.name() == "job-reaper":
+                reaper = one.pid
+    assert reaper
     return process, {**found, "launcher": process.pid, "reaper": reaper}
 
 

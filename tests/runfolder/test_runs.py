@@ -129,6 +129,21 @@ def test_the_list_stays_short_and_forgets_folders_that_are_gone(tmp_path, monkey
     assert listed() == [folders[2], folders[3], folders[0]]
 
 
+def test_a_run_that_goes_on_is_listed_at_each_moment(tmp_path, monkeypatch):
+    monkeypatch.setenv("ROBUST_TRAIN_STATE_DIR", str(tmp_path / "list"))
+    folder, unlink, seen = tmp_path / "run", Path.unlink, []
+    folder.mkdir()
+    register(folder, "aaaaaa")
+
+    def looked_at(link, missing_ok=False):
+        unlink(link, missing_ok)
+        seen.append([one.resolve() for one in link.parent.iterdir()])
+
+    monkeypatch.setattr(Path, "unlink", looked_at)
+    register(folder, "bbbbbb")
+    assert seen == [[folder]]
+
+
 def test_a_list_that_cannot_be_written_costs_a_line(tmp_path, monkeypatch, caplog):
     caplog.set_level("INFO")
     monkeypatch.setenv("ROBUST_TRAIN_STATE_DIR", "/proc/nowhere")

@@ -200,9 +200,10 @@ def register(run_dir: Path, token: str) -> None:
             for name, to in links.items()
             if to != run_dir and not _is_gone(to)
         ]
+        # first, or a command that looks now would miss a run that goes on
+        (directory / f"{time.time_ns():020}-{token}").symlink_to(run_dir)
         for name in links.keys() - set(kept[-(MOST_LINKS - 1) :]):
             (directory / name).unlink(missing_ok=True)
-        (directory / f"{time.time_ns():020}-{token}").symlink_to(run_dir)
     except OSError as error:
         log.info(
             "%s cannot be used (%s): commands find this run by its folder only; set %s to "
