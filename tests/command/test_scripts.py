@@ -29,6 +29,19 @@ def run_program(scripts, code, *options, words=(), exit_code=0):
     return ended.with_code(exit_code)
 
 
+@pytest.mark.proves("scripts", "one GPU", "new attempt")
+def test_a_real_lack_of_memory_halves_the_batch_until_it_fits(scripts):
+    given = ("${training.batch_size}", "--accumulate", "${training.gradient_accumulation_steps}")
+    words = script("hungry.py", "--batch_size", *given)
+    ended = scripts.train(words, "training.batch_size=32").with_code(0)
+    outcomes = [(a["outcome"], a["batch_size"]) for a in ended.attempts]
+    assert outcomes == [("host_oom", 32), ("completed", 16)]
+    assert "trained 16 x 2" in ended.stdout
+    assert "trained 16 x 2" in (ended.run_dir / "attempt-2.log").read_text().splitlines()
+    assert "MemoryError" in (ended.run_dir / "attempt-1.log").read_text()
+    assert {a["effective_batch_size"] for a in ended.attempts} == {32}
+
+
 NO_ACCUMULATION = """
 import sys
 size, rate = int(sys.argv[1]), float(sys.argv[2])
