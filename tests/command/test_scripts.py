@@ -59,7 +59,7 @@ LINEAR = ("--scale-learning-rate", "linear")
     [
         ((), 0.4, "--keep-effective-batch"),
         (OF_FOUR, 0.4, NOT_GIVEN),
-        (LINEAR, 0.2, "rate is 0.2 instead of 0.4"),
+        pytest.param(LINEAR, 0.2, "rate is 0.2 instead of 0.4", marks=pytest.mark.slow),
     ],
     ids=["not scaled", "not given", "linear"],
 )

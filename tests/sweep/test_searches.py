@@ -225,9 +225,8 @@ def test_a_figure_whose_best_is_the_other_way_round_is_left_out(tmp_path, caplog
     assert ("is not looked at" in caplog.text) is bool(mode)
 
 
-@pytest.mark.parametrize(
-    "sweeper", ["robust_optuna", pytest.param("basic", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("sweeper", ["robust_optuna", "basic"])
 def test_two_launchers_share_the_jobs_and_one_that_is_stopped_leaves_those_of_the_other(
     sweeps, sweeper
 ):
