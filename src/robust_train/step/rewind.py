@@ -245,11 +245,10 @@ class _Buffer:
         Quantized weights are buffers too: a large one is copied once a step has changed it.
         """
         now = self.home.get(self.name)
+        version = version_of(now)
         if self.tensor is not None:
-            self.changes |= (
-                now is not self.tensor or version_of(now) != self.version
-            )
-        self.tensor, self.version = now, version_of(now)
+            self.changes |= now is not self.tensor or version != self.version
+        self.tensor, self.version = now, version
         # made by the first pass, or never changed in place
         if now is None or is_lazy(now) or now.is_inference():
             return None
