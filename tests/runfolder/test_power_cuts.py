@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from robust_train.attempt.checkpoints import CheckpointFolder
 from robust_train.attempt.run import Run
 from robust_train.folder.identity import begin_job
 from robust_train.folder.journal import Journal
@@ -96,7 +95,7 @@ def work(disk):
     journal.write(AttemptStarted(AttemptSpec((), 8, 1)), 1)
     run = Run(run_dir=run_dir, report=lambda event: journal.write(event, 1))
     assert run.saving.job == begun.job
-    folder = CheckpointFolder(run, keep=1)
+    folder = run.checkpoints(1)
     for step in range(1, STEPS + 1):
         journal.write(Progress(step), 1)
         folder.save({"step": step, "weights": torch.full((100,), float(step))}, step)

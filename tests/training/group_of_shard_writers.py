@@ -21,7 +21,7 @@ from torch import nn
 
 from forked_ranks import of_forks, outcomes
 from robust_train.attempt import checkpoints
-from robust_train.attempt.checkpoints import CheckpointFolder, named_map, read_newest
+from robust_train.attempt.checkpoints import named_map, read_newest
 from robust_train.attempt.run import Run
 from robust_train.folder.checkpoints import CheckpointError, newest_checkpoint, of_job
 from robust_train.model.errors import RankFailure
@@ -39,7 +39,7 @@ class Job:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.train(1)
         run = Run(run_dir=run_dir, rank=dist.get_rank(), world_size=2)
-        self.folder = CheckpointFolder(run, keep=keep, write_folder=folder_writer())
+        self.folder = run.checkpoints(keep, write_folder=folder_writer())
 
     def train(self, seed):
         torch.manual_seed(seed)
@@ -257,7 +257,7 @@ def shards_are_read_from_a_file_of_whole_tensors(run_dir):
     content = named_map(lambda name, tensor: _whole(tensor), content)
     path = run_dir / "checkpoints" / "step-00000001.pt"
     if dist.get_rank() == 0:
-        CheckpointFolder(Run(run_dir=run_dir), keep=1).save(content, 1)
+        Run(run_dir=run_dir).checkpoints(1).save(content, 1)
     dist.barrier()
     _, found = read_newest(path, share=shares(job.model, job.optimizer), gather=of_all_ranks)
     held = []

@@ -6,7 +6,7 @@ import torch
 from training_world import WatchedRun, config, train
 
 from robust_train.attempt import checkpoints
-from robust_train.attempt.checkpoints import CheckpointFolder, read_newest, together
+from robust_train.attempt.checkpoints import read_newest, together
 from robust_train.attempt.run import Run
 from robust_train.folder import identity
 from robust_train.folder.checkpoints import (
@@ -19,7 +19,7 @@ from robust_train.folder.checkpoints import (
 
 def folder_of(run_dir, keep=5):
     """Checkpoints of a run without a launcher."""
-    return CheckpointFolder(Run(run_dir=run_dir), keep=keep)
+    return Run(run_dir=run_dir).checkpoints(keep)
 
 
 def test_training_goes_on_where_no_checkpoint_can_be_written_and_says_so_at_the_end(
@@ -88,7 +88,7 @@ def test_files_of_a_framework_are_copied_at_once_and_seen_once_all_are_there(
 
 def test_what_is_written_in_the_background_is_the_state_of_its_step(tmp_path):
     run = Run(run_dir=tmp_path)
-    folder = CheckpointFolder(run, keep=1)
+    folder = run.checkpoints(1)
     weights = torch.zeros(1000)
     folder.save_from_copy({"weights": weights, "nested": [(weights,)]}, 1)
     weights += 1

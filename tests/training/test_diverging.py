@@ -205,14 +205,14 @@ def test_what_was_saved_after_it_diverged_is_not_resumed_from(tmp_path):
 
 
 def test_a_checkpoint_is_proven_by_a_hundred_steps(tmp_path):
-    guard = Run(run_dir=tmp_path).guard
-    saving = Saving(tmp_path, 1)
+    run = Run(run_dir=tmp_path)
+    guard, saving = run.guard, run.saving
     saving.job, guard.losses = "j", Losses(good_step=115)
     saved(saving.folder, (10, "finite"), (16, "finite"), (20, "finite"), (30, "finite"))
-    saving.rotate("step-*", 1, guard.proves)
+    saving.rotate("step-*", 1)
     assert [one.step for one in of_job(saving.folder, "j")] == [10, 30]
     guard.losses = Losses(good_step=130)
-    saving.rotate("step-*", 1, guard.proves)
+    saving.rotate("step-*", 1)
     assert [one.step for one in of_job(saving.folder, "j")] == [30]
 
 

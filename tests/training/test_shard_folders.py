@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import warm
-from robust_train.attempt.checkpoints import CheckpointFolder, read_newest
+from robust_train.attempt.checkpoints import read_newest
 from robust_train.attempt.run import Run
 from robust_train.folder.checkpoints import newest_checkpoint
 
@@ -42,7 +42,7 @@ def test_a_kill_before_the_folder_has_its_name_leaves_the_one_before(seen):
     assert first is None, "killed"
     assert second is not None
     run = Run(run_dir=seen["folder"])
-    folder = CheckpointFolder(run, keep=2)
+    folder = run.checkpoints(2)
     torn = folder.path / ".step-00000002.tmp"
     assert (torn / "values.pt").exists()
     newest = newest_checkpoint(folder.path, "")

@@ -8,8 +8,11 @@ import itertools
 import json
 import logging
 import math
+import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -47,6 +50,7 @@ OWED_SECONDS = 60.0
 _LARGEST_SHARE = 0.01
 _LARGEST_STATE = 100_000  # characters, of a loader
 _READS_BYTES_PER_SECOND = 300e6  # until it is measured
+_WRITER_NICE = 10
 
 
 def seconds_between_saves(
@@ -239,14 +243,20 @@ class Saving:
         self,
         run_dir: Path,
         attempt: int,
+        # returns whether the weights after a step are known to be good
+        proves: Callable[[int], bool] = lambda step: False,
     ) -> None:
+        # writes and removes checkpoints while training goes on
+        self.writer = ThreadPoolExecutor(
+            1, "checkpoint", _let_training_go_first
+        )
         self.batches = Batches()
         self.folder = run_dir / "checkpoints"  # where checkpoints belong
         identity = wait_until_readable(lambda: read_identity(run_dir))
         # identity of the job, the same for all of its attempts; empty without a launcher; None
         # where no one would resume and so no manifest is written
         self.job: str | None = "" if identity is None else identity.id
-        self._attempt = attempt
+        self._attempt, self._proves = attempt, proves
         self._job_started = (
             time.time() if identity is None else identity.started
         )
@@ -260,6 +270,11 @@ class Saving:
         self._unlisted: dict[Path, Manifest] = {}
         # how often to save; to be set from the config before the first save
         self.plan = SavePlan()
+
+    def start_writer(self) -> None:
+        """Start the writer's thread, before training takes the memory: where that is short,
+        ``Thread.start()`` may wait for ever (https://github.com/python/cpython/issues/140746)."""
+        self.writer.submit(int).result()
 
     @cached_property
     def clock(self) -> SaveClock:
@@ -339,19 +354,17 @@ class Saving:
         self.owed = reason
         self.clock.failed()
 
-    def rotate(
-        self,
-        pattern: str,
-        keep: int,
-        proves: Callable[[int], bool] = lambda step: False,
-    ) -> None:
+    def rotate(self, pattern: str, keep: int) -> None:
         """Remove all but the newest ``keep`` checkpoints whose names match ``pattern``, and the
-        last one that is known to be good: ``proves`` returns whether the weights after a step
-        are."""
+        last one that is known to be good."""
 
         def loss_of(one: Manifest) -> str:
             may_be = one.loss == "finite" and one.step is not None
-            return "proven" if may_be and proves(one.step or 0) else one.loss
+            return (
+                "proven"
+                if may_be and self._proves(one.step or 0)
+                else one.loss
+            )
 
         if self.job is not None:
             with _warned():
@@ -381,6 +394,16 @@ class Saving:
         with contextlib.suppress(OSError):
             return newest_checkpoint(self.folder, self.job)
         return None
+
+
+def _let_training_go_first() -> None:
+    """Lower the priority of this thread, which Linux has for each."""
+    with contextlib.suppress(OSError):
+        os.setpriority(
+            os.PRIO_PROCESS,
+            threading.get_native_id(),
+            _WRITER_NICE,
+        )
 
 
 @contextlib.contextmanager

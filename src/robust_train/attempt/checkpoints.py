@@ -20,11 +20,12 @@ from contextlib import nullcontext
 from errno import EINVAL, ENOENT, ENOSPC, ESTALE
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from robust_train.attempt.cadence import Saving
 from robust_train.compat import (
     keep_versions,
     load_shards,
@@ -53,9 +54,6 @@ from robust_train.model.failure import FailureKind
 from robust_train.readable import first_line
 from robust_train.step.ranks import of_all_ranks
 
-if TYPE_CHECKING:
-    from robust_train.attempt.run import Run
-
 log = logging.getLogger("robust_train")
 
 T = TypeVar("T")
@@ -80,17 +78,21 @@ class CheckpointFolder:
 
     def __init__(
         self,
-        run: Run,
+        saving: Saving,
+        # reports one that is whole: its path, its step, and where it is in the data
+        report: Callable[[Path, int, Position | None], None],
         *,
+        is_main: bool,
         keep: int,  # 0: who writes them removes old ones
         write_folder: Callable[[Content, Path], Path] | None = None,
         # of a checkpoint's size that ranks of this host make at the same time
         copies: int = 1,
         suffix: str = ".pt",
     ) -> None:
-        run.saving.rotates = keep > 0
-        self.path = run.checkpoint_dir
-        self._run = run
+        saving.rotates = keep > 0
+        self.path = saving.folder
+        self._saving, self._report = saving, report
+        self._is_main = is_main
         self._keep = keep
         self._write_folder = write_folder
         self._suffix = suffix
@@ -103,9 +105,9 @@ class CheckpointFolder:
         """Save and report a checkpoint, then remove the ones that are too many. Raises
         CheckpointError: it could not be written; the earlier ones are untouched."""
         self.report_written(wait=True)
-        at = self._run.position
+        at = self._saving.batches.position
         path = self._write(content, step)
-        self._report(path, step, at)
+        self._written(path, step, at)
         self.report_written(wait=True)
         return path
 
@@ -148,7 +150,7 @@ class CheckpointFolder:
             else:
                 owed.append(partial(save, *copied.values()))
 
-        at_once |= not self._run.is_main
+        at_once |= not self._is_main
         copying = nullcontext() if at_once else saving_files(later)
 
         def complete() -> Path:
@@ -161,10 +163,10 @@ class CheckpointFolder:
 
         with self._none_left(path), copying:
             together(write, of_all_ranks)
-        if self._run.is_main:
+        if self._is_main:
             self._goes_on(step, complete)
         else:
-            self._run.checkpoint_saved(path, step)
+            self._report(path, step, None)
 
     @contextlib.contextmanager
     def _none_left(self, path: Path) -> Iterator[None]:
@@ -177,16 +179,16 @@ class CheckpointFolder:
             why = first_line(error)
             # torch's writer of files does not say why
             is_of_system = isinstance(error, OSError)
-            if not is_of_system and why_full(self._run.run_dir, str(path)):
+            if not is_of_system and why_full(self.path.parent, str(path)):
                 why = os.strerror(ENOSPC)
-            if self._run.is_main:
+            if self._is_main:
                 shutil.rmtree(path, ignore_errors=True)
             raise CheckpointError(f"cannot write {path}: {why}") from None
 
     def _goes_on(self, step: int, write: Callable[[], Path]) -> None:
-        position = self._run.position
-        self._in_flight = self._run.writer.submit(write), step, position
-        self._run.saving.clock.copied()
+        position = self._saving.batches.position
+        self._in_flight = self._saving.writer.submit(write), step, position
+        self._saving.clock.copied()
 
     def report_written(self, *, wait: bool = False) -> None:
         """Report the checkpoint that was written meanwhile, if it is; ``wait`` until it is. Raises
@@ -196,7 +198,7 @@ class CheckpointFolder:
             self._in_flight = None
             self._room.shrink()
             path, step, position = one
-            self._report(path.result(), step, position)
+            self._written(path.result(), step, position)
         if wait and self._rotating is not None:
             self._rotating.result()
 
@@ -224,27 +226,23 @@ class CheckpointFolder:
         )
 
     def _checked(self, path: Path) -> Path:
-        if self._run.is_main:
-            damage = self._run.saving.damage_in(path)
+        if self._is_main:
+            damage = self._saving.damage_in(path)
             if damage:
                 raise CheckpointError(
                     f"checkpoint {path}: {damage}; it is not used"
                 )
         return path
 
-    def _report(self, path: Path, step: int, at: Position) -> None:
-        if not self._run.is_main:
+    def _written(self, path: Path, step: int, at: Position) -> None:
+        if not self._is_main:
             return
-        self._run.checkpoint_saved(path, step, at)
+        self._report(path, step, at)
         if self._keep:
             # to remove a large file takes its time, too
-            rotate = partial(
-                self._run.saving.rotate,
-                "step-*",
-                self._keep,
-                self._run.guard.proves,
+            self._rotating = self._saving.writer.submit(
+                self._saving.rotate, "step-*", self._keep
             )
-            self._rotating = self._run.writer.submit(rotate)
 
 
 class HostCopies:

@@ -10,20 +10,20 @@ import math
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from robust_train.config.schema import DivergenceConfig, RobustConfig
 from robust_train.files import plain
 from robust_train.model.errors import Spoiled
-from robust_train.model.events import StepDiffered, UpdateSkipped
-from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
+from robust_train.model.events import Event, StepDiffered, UpdateSkipped
+from robust_train.model.failure import FailureKind
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from robust_train.attempt.run import Run
     from robust_train.step.update import LateFigures
 
 log = logging.getLogger("robust_train")
@@ -116,11 +116,18 @@ class Guard:
         losses: what those reported so far show.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(
+        self,
+        send: Callable[[Event], None],
+        # returns the error of a kind and message, after a good step, seen at a bad one
+        spoiled: Callable[[FailureKind, str, int | None, int], Spoiled],
+        *,
+        is_main: bool,
+    ) -> None:
         self.divergence: DivergenceConfig | None = None
         self.losses = Losses()
-        self._run = run
-        self._good_since = time.time()  # about when the last one was reported
+        self.good_since = time.time()  # about when the last one was reported
+        self._send, self._spoiled, self._is_main = send, spoiled, is_main
         self._source = _COMPUTED
         self._late_losses: LateFigures | None = None
         self._late_updates: LateFigures | None = None
@@ -164,13 +171,13 @@ class Guard:
         """Take the loss with which a step was reported."""
         self._take(step, loss, _REPORTED)
 
-    def computed(self, loss: Tensor) -> None:
+    def computed(self, step: int, loss: Tensor) -> None:
         """Take the loss of a batch, which counts where the trainer reports none."""
         if self.divergence is not None:
             self._loss = loss if self._loss is None else self._loss + loss
             # `step` looks at it by itself
             if self._late_updates is None:
-                self._take(1 + self._run.steps_done, loss, _COMPUTED)
+                self._take(step, loss, _COMPUTED)
 
     def _take(
         self,
@@ -201,10 +208,11 @@ class Guard:
             return
         self.losses = self.losses.after(step, loss, plan)
         if not self.losses.bad:
-            self._good_since = time.time()
+            self.good_since = time.time()
         if why := self.losses.diverged(plan):
-            raise self._diverged(
-                why,
+            raise self._spoiled(
+                FailureKind.DIVERGED,
+                f"diverged: {why}",
                 self.losses.good_step,
                 step,
             )
@@ -213,6 +221,7 @@ class Guard:
 
     def step(
         self,
+        number: int,
         optimizer: Optimizer,
         scaler: Any,
         max_grad_norm: float | None,
@@ -229,7 +238,6 @@ class Guard:
             max_grad_norm,
             skips=self.divergence is not None,
         )
-        number = 1 + self._run.steps_done
         if done.is_bad is not None:
             if not done.waits:
                 self._count_update(number, bool(done.is_bad))
@@ -251,8 +259,8 @@ class Guard:
         if not self._skipped:
             self._skips_from = step
         self._skipped += 1
-        if self._run.is_main:
-            self._run.send(UpdateSkipped(step, self._skipped))
+        if self._is_main:
+            self._send(UpdateSkipped(step, self._skipped))
             text = "step %d: loss or gradient norm is not finite: the update is left out"
             log.warning(text, step)
         if (
@@ -261,12 +269,12 @@ class Guard:
         ):
             first = self._skips_from
             why = (
-                f"loss or gradient norm was not finite in {self._skipped} updates in a row from "
-                f"step {first} on{self.losses.last_good}"
+                "diverged: loss or gradient norm was not finite in "
+                f"{self._skipped} updates in a row from step {first} on{self.losses.last_good}"
             )
             # a trainer may count no step that was left out, though it was given its data
             last = first + self._skipped - 1
-            raise self._diverged(why, first - 1, last)
+            raise self._spoiled(FailureKind.DIVERGED, why, first - 1, last)
 
     # --- steps computed twice ---
 
@@ -287,7 +295,10 @@ class Guard:
             self._agreed_step = step - 1
             return
         if sys.modules["torch"].are_deterministic_algorithms_enabled():
-            raise self._corrupt(step)
+            last = self._agreed_step
+            agreed = "none" if last is None else f"step {last + 1}"
+            why = f"step {step}, computed twice, had two results; the last that agreed was {agreed}"
+            raise self._spoiled(FailureKind.DEVICE_FAULT, why, last, step)
         if not self._has_differed:
             log.warning(
                 "step %d, computed twice, had two results, which may be no fault: "
@@ -295,69 +306,7 @@ class Guard:
                 step,
             )
         self._has_differed = True
-        self._run.send(StepDiffered(step))
-
-    # --- what was spoiled ---
-
-    def _diverged(
-        self,
-        why: str,
-        good_step: int | None,
-        bad_step: int,
-    ) -> Spoiled:
-        begun = self._run.steps_before
-        if good_step is None or good_step <= begun:
-            # none was good in this attempt: so may be what it resumed from
-            good_step = begun - 1
-        return self._spoiled(
-            FailureKind.DIVERGED,
-            f"diverged: {why}",
-            Evidence(good_step=good_step, bad_step=bad_step),
-        )
-
-    def _corrupt(self, step: int) -> Spoiled:
-        last = self._agreed_step
-        agreed = "none" if last is None else f"step {last + 1}"
-        return self._spoiled(
-            FailureKind.DEVICE_FAULT,
-            f"step {step}, computed twice, had two results; the last that agreed was {agreed}",
-            Evidence(
-                clue=Clue.CORRUPT,
-                good_step=last or 0,
-                bad_step=step,
-            ),
-        )
-
-    def _spoiled(
-        self,
-        kind: FailureKind,
-        message: str,
-        found: Evidence,
-    ) -> Spoiled:
-        """Have no attempt resume from what was saved since the good step; return the error."""
-        run, bad = self._run, found.bad_step
-        run.finish_saving()
-        # each rank: that of any may be the one that counts
-        before = run.saving.spoiled(
-            found.good_step or 0,
-            self._good_since,
-            "corrupt" if found.clue == Clue.CORRUPT else "diverged",
-        )
-        last = "no checkpoint before it"
-        if before is not None:
-            step = "" if before.step is None else f" (step {before.step})"
-            last = f"the checkpoint before it is {before.path.name}{step}"
-            # from there its data was passed over already
-            if bad and run.passes_over and before.step == run.steps_before:
-                bad += max(run.skips_to - run.steps_before, 0)
-        evidence = replace(
-            found,
-            bad_step=bad,
-            has_checkpoint=before is not None,
-            passes_over=run.passes_over,
-            reads_lr=run.has_read("lr"),
-        )
-        return Spoiled(Failure(kind, f"{message}; {last}", evidence))
+        self._send(StepDiffered(step))
 
 
 def _late_figures() -> LateFigures:

@@ -5,10 +5,7 @@ The same class serves all kinds of attempts; they differ only in where reports g
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import threading
 import time
 from collections.abc import (
     Callable,
@@ -17,9 +14,7 @@ from collections.abc import (
     Mapping,
     MutableMapping,
 )
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -34,6 +29,7 @@ from robust_train.folder.trackers import TrackerNote
 from robust_train.host.votes import CHECKPOINT, STOP, Flags, OneRank
 from robust_train.memory.stats import describe_memory
 from robust_train.memory.stats import memory_in_use as memory_in_use
+from robust_train.model.errors import Spoiled
 from robust_train.model.events import (
     CheckpointFailed,
     CheckpointSaved,
@@ -49,7 +45,7 @@ from robust_train.model.events import (
     UserEvent,
     ValueReported,
 )
-from robust_train.model.failure import Failure
+from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -64,7 +60,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("robust_train")
 
 _PROGRESS_INTERVAL_SECONDS = 0.1
-_WRITER_NICE = 10
 
 T = TypeVar("T")
 
@@ -164,8 +159,12 @@ class Run:
         self.logs_memory = False
         self.has_read: Callable[[str], bool] = lambda key: True
         self.supports: Callable[[str], bool] = lambda feature: False
-        self.guard = Guard(self)
-        self.saving = Saving(run_dir, attempt)
+        self.guard = Guard(
+            lambda event: self.send(event),
+            self._spoiled,
+            is_main=self.is_main,
+        )
+        self.saving = Saving(run_dir, attempt, self.guard.proves)
         self.trackers = TrackerNote(
             run_dir, self.saving.job if rank == 0 else None
         )
@@ -186,17 +185,6 @@ class Run:
         self._checkpoint_answers: list[Answer] = []
         self._unsent: Progress | None = None
         self._next_progress = 0.0
-
-    @cached_property
-    def writer(self) -> ThreadPoolExecutor:
-        """The thread that writes and removes checkpoints while training goes on.
-
-        An attempt starts it before it trains. Where memory is short, ``Thread.start()`` may wait
-        for ever (https://github.com/python/cpython/issues/140746).
-        """
-        thread = ThreadPoolExecutor(1, "checkpoint", _let_training_go_first)
-        thread.submit(int).result()
-        return thread
 
     @property
     def is_main(self) -> bool:
@@ -381,7 +369,8 @@ class Run:
         )
         if options.get("training", True):
             self.guard.computed(
-                result[0] if isinstance(result, tuple) else result
+                1 + self.steps_done,
+                result[0] if isinstance(result, tuple) else result,
             )
         return result
 
@@ -414,6 +403,7 @@ class Run:
             Spoiled: more than ``divergence.max_skips`` updates in a row were left out.
         """
         return self.guard.step(
+            1 + self.steps_done,
             optimizer,
             scaler,
             max_grad_norm,
@@ -547,16 +537,20 @@ class Run:
         self,
         keep: int,
         suffix: str = ".pt",
+        **options: Any,
     ) -> CheckpointFolder:
-        """Return what writes and reports checkpoints; the newest ``keep`` stay; 0: who writes them
-        removes old ones. Call it within :meth:`try_to_save`."""
+        """Return what writes and reports checkpoints; for the arguments see there. Call it within
+        :meth:`try_to_save`."""
         from robust_train.attempt.checkpoints import CheckpointFolder
 
         if self._folder is None:
             self._folder = CheckpointFolder(
-                self,
+                self.saving,
+                self.checkpoint_saved,
+                is_main=self.is_main,
                 keep=keep,
                 suffix=suffix,
+                **options,
             )
         return self._folder
 
@@ -581,6 +575,43 @@ class Run:
         self.started(step)
         return step
 
+    def _spoiled(
+        self,
+        kind: FailureKind,
+        message: str,
+        good: int | None,
+        bad: int,
+    ) -> Spoiled:
+        """Have no attempt resume from what was saved since the good step; return the error."""
+        begun, is_corrupt = self.steps_before, kind is FailureKind.DEVICE_FAULT
+        if not is_corrupt and (good is None or good <= begun):
+            # none was good in this attempt: so may be what it resumed from
+            good = begun - 1
+        good = good or 0
+        self.finish_saving()
+        # each rank: that of any may be the one that counts
+        before = self.saving.spoiled(
+            good,
+            self.guard.good_since,
+            "corrupt" if is_corrupt else "diverged",
+        )
+        last = "no checkpoint before it"
+        if before is not None:
+            step = "" if before.step is None else f" (step {before.step})"
+            last = f"the checkpoint before it is {before.path.name}{step}"
+            # from there its data was passed over already
+            if self.passes_over and before.step == begun:
+                bad += max(self.skips_to - begun, 0)
+        evidence = Evidence(
+            clue=Clue.CORRUPT if is_corrupt else None,
+            good_step=good,
+            bad_step=bad,
+            has_checkpoint=before is not None,
+            passes_over=self.passes_over,
+            reads_lr=self.has_read("lr"),
+        )
+        return Spoiled(Failure(kind, f"{message}; {last}", evidence))
+
     def finish_saving(self, *, wait: bool = True) -> None:
         """Report the checkpoint that is written in the background; ``wait`` until it is."""
         if (folder := self._folder) is not None:
@@ -597,11 +628,6 @@ class Run:
                 )
             self.checkpoint_failed(str(error))
 
-    @property
-    def position(self) -> Position:
-        """Where :meth:`batches` is in the data."""
-        return self.saving.batches.position
-
     def checkpoint_saved(
         self,
         path: Path,
@@ -613,10 +639,10 @@ class Run:
         step = self.last_step if step is None else int(step)
         loss, spent = self.guard.losses.of_checkpoint(step), 0.0
         if self.is_main:
-            at = self.position if position is None else position
-            damage = (
-                self.saving.damage_in(Path(path)) if position is None else ""
-            )
+            damage, at = "", position
+            if at is None:
+                damage = self.saving.damage_in(Path(path))
+                at = self.saving.batches.position
             self.saving.saved(
                 Path(path),
                 step,
@@ -725,13 +751,3 @@ class Run:
         ``mode``: ``min`` or ``max``, what its framework takes for the best."""
         if not self._objective:
             self._objective, self._mode = figure, mode
-
-
-def _let_training_go_first() -> None:
-    """Lower the priority of this thread, which Linux has for each."""
-    with contextlib.suppress(OSError):
-        os.setpriority(
-            os.PRIO_PROCESS,
-            threading.get_native_id(),
-            _WRITER_NICE,
-        )

@@ -88,7 +88,7 @@ def run_attempt(
         flags=flags,
         has_live_status=request.has_live_status,
     )
-    _ = run.writer  # starts it
+    run.saving.start_writer()
     run.asked = request.asked
     run.skips_to = request.spec.skips_to
     if request.spec.searches:

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from robust_train.attempt.checkpoints import CheckpointFolder, read_newest
+from robust_train.attempt.checkpoints import read_newest
 from robust_train.attempt.run import Run
 from robust_train.failures import classify_failure
 from robust_train.folder.checkpoints import write_atomically
@@ -118,12 +118,9 @@ def train(cfg: DictConfig, run: Run) -> dict[str, float | str]:
             reporter,
             device,
         )
-        try:
-            training.resume()
-            training.fit()
-            result = training.finish()
-        finally:
-            training.wait_for_write()
+        training.resume()
+        training.fit()
+        result = training.finish()
     # not after a failure: it would wait for ranks that have gone
     if run.world_size > 1:
         dist.destroy_process_group()
@@ -172,9 +169,8 @@ class Training:
         self.position = EpochPosition()
         self.epoch_loss = LossAverage()
         run.passes_over = True
-        self.folder = CheckpointFolder(
-            run,
-            keep=training.keep_checkpoints,
+        self.folder = run.checkpoints(
+            training.keep_checkpoints,
             write_folder=sharding.folder_writer() if self.is_sharded else None,
             copies=run.world_size if self.is_sharded else 1,
         )
@@ -343,9 +339,8 @@ class Training:
                 )
             if run.checkpoint_due:
                 self._save(in_background=True)
-            self.run.try_to_save(self.folder.report_written)
         # validation may last
-        self.wait_for_write()
+        run.finish_saving()
 
     def _batches(
         self,
@@ -450,7 +445,7 @@ class Training:
         """Save a checkpoint."""
         step = self.position.step
         self.has_checkpoint = True
-        self.wait_for_write()
+        self.run.finish_saving()
         if self.run.is_main or self.is_sharded:
             save = (
                 self.folder.save_from_copy
@@ -458,10 +453,6 @@ class Training:
                 else self.folder.save
             )
             self.run.try_to_save(lambda: save(self._content(), step))
-
-    def wait_for_write(self) -> None:
-        """Wait for a checkpoint that is written in the background."""
-        self.run.try_to_save(lambda: self.folder.report_written(wait=True))
 
     def _content(self) -> dict[str, object]:
         """Return what to save, everything needed to resume as if nothing had happened: tensors
