@@ -66,3 +66,18 @@ def test_auto_never_changes_the_effective_batch(share, ranks, least):
     job = policy(training=training, min_batch_size=min(least, share), num_gpus=ranks)
     spec = first_decision(job, [GPU] * ranks).spec
     assert spec.effective_batch_size == share * ranks
+
+
+@pytest.mark.parametrize(
+    ("words", "is_split"),
+    [
+        ("{batch_size}", True),
+        ("{effective_batch_size} {gradient_accumulation_steps}", True),
+        ("{effective_batch_size}", False),
+    ],
+)
+def test_a_script_that_divides_the_effective_batch_by_the_accumulation_has_a_micro_batch(
+    words, is_split
+):
+    job = policy(trainer={"argv": ["./train.py", *words.split()]})
+    assert job.asked.has_batch == is_split

@@ -49,9 +49,13 @@ def values_used(cfg: DictConfig, config: RobustConfig) -> set[str]:
     words = " ".join((trainer.argv or ()) + trainer.resume_argv)
     written = str(OmegaConf.to_container(ours(cfg).trainer, resolve=False))
     keys = ("batch_size", "gradient_accumulation_steps")
-    return placeholders_in(words) | {
+    used = placeholders_in(words) | {
         key for key in keys if f"training.{key}}}" in written
     }
+    # a script that divides the effective batch by the accumulation has the micro-batch
+    if used >= {"effective_batch_size", "gradient_accumulation_steps"}:
+        used.add("batch_size")
+    return used
 
 
 def policy_settings(
