@@ -94,6 +94,7 @@ def _cells(
     values: Mapping[int, float],
 ) -> list[object]:
     wall = row.wall_seconds
+    result = values.get(row.job) if row.is_running else row.result
     return [
         row.job,
         f"{row.status.replace('_', ' ')}{' earlier' if row.reused else ''}",
@@ -101,7 +102,8 @@ def _cells(
         ",".join(row.devices),
         row.batch_size,
         of_all(row.step, row.total_steps),
-        short_result(values.get(row.job) if row.is_running else row.result),
+        # other launchers' jobs say in files of their own why they ended
+        short_result(row.reason if result is None else result),
         None if wall is None else f"{wall:.1f} s",
         overrides,
     ]
