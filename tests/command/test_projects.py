@@ -136,6 +136,8 @@ def foreign(world):
 
             @task_wrapper
             def train(cfg):
+                if cfg.fits == 0:
+                    raise robust_train.UserError("fits=0: nothing does")
                 if cfg.data.batch_size > cfg.fits:
                     size = cfg.data.batch_size
                     raise RuntimeError(f"CUDA out of memory. Tried to allocate {size}.00 MiB")
@@ -196,6 +198,8 @@ def test_a_hydra_project_needs_one_edit(world, foreign):
 
 NO_KEY = "the project's config has no key for it; refer to the one that its code reads: "
 SMALL_GPUS = "robust.min_num_gpus=2: must not be above robust.num_gpus=1"
+SEVERAL = "several values; add -m to sweep over them, or write a list: "
+UNSEEN = "a project's code does not see it; set the project's own key"
 BOTH = "there are data.a.batch_size, data.b.batch_size; say which the training uses: "
 
 
@@ -214,6 +218,9 @@ def test_mistakes_in_the_group_robust_are_one_line(world, foreign):
         "robust.num_gpus=0": "robust.num_gpus=0: must be 1 or more",
         "robust.min_batch_size=90": f"robust.min_batch_size=90: {fixed}",
         "robust.min_num_gpus=2": SMALL_GPUS,
+        "robust.num_gpus=1,2": f"robust.num_gpus=1,2: {SEVERAL}robust.num_gpus=[1,2]",
+        "robust.training.lr=0.1": f"robust.training.lr=0.1: {UNSEEN}",
+        "robust.seed=1": f"robust.seed=1: {UNSEEN}",
         f"{preload}=[json]": f"{preload}: no such key; did you mean {preload}s?",
         f"{size}=8": f"{size}=8: the project has data.batch_size=32; set that",
         "data=both": f"{size}: {BOTH}'{size}=${{data.a.batch_size}}'",
@@ -227,6 +234,14 @@ def test_mistakes_in_the_group_robust_are_one_line(world, foreign):
     for words, line in lines.items():
         ended = _run(world, foreign, *words.split(), code=2)
         assert ended.stderr.splitlines() == [line]
+    world.environ |= {"RANK": "1", "WORLD_SIZE": "2"}
+    ended = _run(world, foreign, "robust.detach=true", code=2)
+    assert ended.stderr.startswith("robust.detach=true: not as a rank of the engine that")
+
+
+def test_a_mistake_of_the_users_that_a_projects_main_names_is_its_line(world, foreign):
+    ended = _run(world, foreign, "fits=0", code=1)
+    assert ended.stderr == "failed: fits=0: nothing does\n"
 
 
 def test_what_a_projects_job_says_names_keys_as_its_user_writes_them(world, foreign):

@@ -207,7 +207,8 @@ def test_urls_leave_the_config_and_hydras_part_of_it():
     assert hide_urls(cfg)
     assert "open-sesame" not in OmegaConf.to_yaml(cfg)
     assert list(cfg.hydra.overrides.task) == ["seed=1"]
-    assert is_secret("+notify.urls=x")
+    words = ["+notify.urls=x", "++robust.notify.urls=x", "robust.notify={urls: x}"]
+    assert all(map(is_secret, words))
     assert not hide_urls(cfg)
 
 

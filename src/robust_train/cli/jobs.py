@@ -174,10 +174,8 @@ def print_failure(summary: Summary) -> None:
     is_shown, kind = os.path.sameopenfile(1, 2), last and last.kind
     if is_shown and last is not None and last.script is not None:
         return
-    traceback = (
-        last.traceback if last and kind not in MEMORY_FAILURES else None
-    )
-    if traceback is not None:
+    traceback = last.traceback if last and kind not in MEMORY_FAILURES else ""
+    if traceback:  # a mistake that the trainer has put into words has none
         print(traceback, file=sys.stderr, end="")
-    if not is_shown and (traceback is None or kind is not FailureKind.BUG):
+    if not is_shown and not (traceback and kind is FailureKind.BUG):
         print(f"{summary.status}: {summary.reason}", file=sys.stderr)

@@ -194,17 +194,17 @@ def _open(
         print(mistake, file=sys.stderr)
         return EXIT_BAD_CONFIG
     try:
-        # a project's config may lack the keys of its group
-        own = ["++" * one.startswith("robust.") + one for one in arguments]
-        sys.argv[1:] = [*own, *_for_guest(arguments, name)]
-        if not name:
-            sys.argv.append(_RECORD_SWEEPS)
+        sys.argv += _for_guest(arguments, name)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return EXIT_BAD_CONFIG
     if name:
         # names the log file; Hydra would name it after the module that defines the task
         os.environ.setdefault("HYDRA_MAIN_MODULE", name)
+    else:
+        # a project's config may lack the keys of its group
+        own = ["++" * one.startswith("robust.") + one for one in sys.argv[1:]]
+        sys.argv[1:] = [*own, _RECORD_SWEEPS]
     session.sets_exit_code = True
     session.check = jobs.check if name else None
     wants_traceback = os.environ.get(_FULL_ERROR) == "1"
@@ -236,7 +236,7 @@ def _open(
                 config_name,
                 arguments,
                 config_path,
-            ),
+            ).replace("++robust.", "robust."),
         )
         if explained is None and not wants_traceback:
             raise
@@ -308,7 +308,7 @@ def _for_guest(arguments: list[str], name: str) -> list[str]:
     guest = guest_rank(os.environ)
     if guest is None or name == "train":
         return []
-    for word in ("-m", "--multirun", "detach=true"):
+    for word in ("-m", "--multirun"):
         if word in arguments:
             raise ConfigError(
                 f"{word}: not as a rank of {guest.engine}; leave it out"

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterator, MutableMapping
 from dataclasses import fields, replace
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
@@ -26,6 +27,7 @@ from robust_train.config.schema import (
     ACCUMULATION,
     BATCH,
     GONE,
+    UNREAD_IN_PROJECTS,
     WORKERS,
     RobustConfig,
     TrainingConfig,
@@ -36,6 +38,7 @@ from robust_train.readable import meant
 
 T = TypeVar("T")
 
+_DEFAULTS = RobustConfig()
 _DEVICE = re.compile(r"auto|cpu|cuda|cuda:\d+|GPU-[0-9a-fA-F-]+|MIG-\S+")
 
 
@@ -289,6 +292,10 @@ def _mistakes(config: RobustConfig) -> Iterator[str]:
                     f"{key}={value}: the project's config has no key for it; refer to the one "
                     f"that its code reads: '{key}=${{its.name}}'"
                 )
+        for key in UNREAD_IN_PROJECTS:
+            value = attrgetter(key)(config)
+            if value != attrgetter(key)(_DEFAULTS):
+                yield f"{key}={value}: a project's code does not see it; set the project's own key"
     if config.min_batch_size > size:
         least = config.min_batch_size
         yield f"min_batch_size={least}: must not be above training.batch_size={size}"

@@ -40,6 +40,21 @@ BATCH = "training.batch_size"
 ACCUMULATION = "training.gradient_accumulation_steps"
 WORKERS = "training.num_workers"
 
+UNREAD_IN_PROJECTS = (
+    "seed",
+    "training.prefetch_factor",
+    "training.epochs",
+    "training.lr",
+    "training.weight_decay",
+    "training.warmup_fraction",
+    "training.label_smoothing",
+    "training.max_grad_norm",
+    "training.mixed_precision",
+    "training.gradient_checkpointing",
+    "training.sharding",
+)
+"""Keys for trainers that are given ours: a Hydra project's code sees only its own."""
+
 GONE = {
     "num_nodes": "start one rank per GPU with torchrun, srun, …; see docs/several-machines.md",
     "reuse_known_batch": (
@@ -58,6 +73,7 @@ class TrainingConfig:
         64,
         "micro-batch: samples in one forward and backward pass; `auto`: the largest that fits",
         accepts="integer or `auto`",
+        range=FROM_1,
         read=integer_or_auto,
     )
     gradient_accumulation_steps: int = key(
@@ -494,6 +510,7 @@ class RobustConfig(PlainConfig):
         "bounds everything on a device. Also retries of the same thing; a checkpoint of a later "
         "step renews both ([recovery](recovery.md))",
         range=FROM_0,
+        read=integer_or_auto,
         written=AUTO,
     )
     allow_gradient_checkpointing: bool = key(

@@ -79,9 +79,11 @@ class Declaration:
         given: Any,
     ) -> Any:
         """Return a key's value in the type of the code. Raises ConfigError: it is not accepted."""
+        if self.written == AUTO and given in (None, AUTO):
+            return None
         if self.read is not None:
-            return self.read(name, given)
-        if given is None or (self.written == AUTO and given == AUTO):
+            given = self.read(name, given)
+        if given is None:
             return None
         if self.choices and given not in self.choices:
             names = ", ".join(
@@ -92,8 +94,8 @@ class Declaration:
         if self.range is None:
             return given
         try:
-            number = float(given)
-        except (TypeError, ValueError):
+            number = float(str(given))  # neither a boolean nor a list
+        except ValueError:
             auto = f" or {AUTO}" if self.written == AUTO else ""
             raise ConfigError(
                 f"{name}={given}: must be a number{auto}"
@@ -103,9 +105,12 @@ class Declaration:
         return number if isinstance(given, str) else given
 
 
+_SECRET = re.compile(r"[+~]*(robust\.)?notify(\.urls)?=")
+
+
 def is_secret(word: str) -> bool:
     """Return whether a word of a command line may hold a URL with a password."""
-    return word.lstrip("+~").startswith(("notify.urls=", "notify="))
+    return _SECRET.match(word) is not None
 
 
 def key(
@@ -135,7 +140,7 @@ def open_group(cls: type) -> Any:
 
 
 def integer_or_auto(name: str, given: Any) -> int | None:
-    """Return an integer of at least 1, None if it is ``auto``."""
+    """Return an integer, None if it is ``auto``."""
     if isinstance(given, str):  # environment variables are text
         text = given.strip().lower()
         if text == AUTO:
@@ -143,8 +148,6 @@ def integer_or_auto(name: str, given: Any) -> int | None:
         given = int(text) if text.isdecimal() else given
     if isinstance(given, bool) or not isinstance(given, int):
         raise ConfigError(f"{name}={given}: must be an integer or auto")
-    if given < 1:
-        raise ConfigError(f"{name}={given}: must be 1 or more")
     return given
 
 

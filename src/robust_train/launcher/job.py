@@ -179,9 +179,9 @@ def run_job(
     shorten_lines()
     if theirs is not None:
         change_words(partial(as_typed, theirs=theirs))
-    guest = guest_rank(os.environ) if remedies else None
-    if guest is None:
-        with errors_as_typed(theirs):
+    with errors_as_typed(theirs):
+        guest = guest_rank(os.environ) if remedies else None
+        if guest is None:
             return Job(
                 trainer,
                 cfg,
@@ -189,9 +189,9 @@ def run_job(
                 remedies=remedies,
                 explain=explain,
             ).run()
-    from robust_train.launcher.guest import Rank
+        from robust_train.launcher.guest import Rank
 
-    rank = Rank(guest, trainer, cfg, run_dir)
+        rank = Rank(guest, trainer, cfg, run_dir)
 
     def run_first() -> Summary:
         return Job(

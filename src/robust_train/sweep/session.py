@@ -32,6 +32,7 @@ from robust_train.children.notifier import Notifier, notifications
 from robust_train.compat import returned_or_raised
 from robust_train.config.attempt import CODE
 from robust_train.config.checks import hide_urls, unchecked
+from robust_train.config.projects import as_typed, their_keys
 from robust_train.config.schema import RobustConfig
 from robust_train.files import plain, set_aside
 from robust_train.folder.hydra_state import OF_HYDRA, close_to_others
@@ -436,8 +437,14 @@ class SweepCallback(Callback):
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Check the job before anything is written to its run folder."""
         hide_urls(config)
-        guest = guest_rank(os.environ)
+        guest, detaches = (
+            guest_rank(os.environ),
+            detach.is_due(unchecked(config)),
+        )
         try:
+            if guest is not None and detaches:
+                problem = f"detach=true: not as a rank of {guest.engine}; leave it out"
+                raise ConfigError(as_typed(problem, their_keys(config)))
             # the other ranks find its lock
             if guest is None or guest.rank == 0:
                 wait_until_free(Path(str(config.hydra.run.dir)))
@@ -445,7 +452,7 @@ class SweepCallback(Callback):
                 session.check(config)
         except ConfigError as error:
             _end(error)
-        if detach.is_due(unchecked(config)):
+        if detaches:
             raise SystemExit(detach.start())
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
