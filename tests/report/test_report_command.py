@@ -3,6 +3,8 @@
 import json
 import logging
 import re
+import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +12,7 @@ from journals import HOSTILE, Journal, write_failed, write_recovered, write_swee
 from robust_train.cli.main import main
 from robust_train.report.html import write_report
 from robust_train.report.sources import read_sources
-from robust_train.sweep.record import SweepTable
+from robust_train.sweep.record import SweepJob, SweepTable
 
 
 @pytest.fixture
@@ -68,6 +70,29 @@ def test_hostile_texts_stay_texts(tmp_path):
     drawn = re.findall(r'<script type="application/json">(.*?)</script>', page)
     names = [line["name"] for data in drawn for line in json.loads(data)["lines"]]
     assert HOSTILE in names
+
+
+def test_hostile_texts_of_a_sweep_stay_texts(tmp_path):
+    folder = tmp_path / "<b>sweep & co"
+    folder.mkdir()
+    write_sweep(folder)
+    shutil.move(folder / "2", folder / "javascript:alert(1)")
+    over = f"model='{HOSTILE}'"
+    for number in (0, 1, 2, 3):
+        job = next(folder.glob("java*")) if number == 2 else folder / str(number)
+        own = (f"{over}{number % 2}", f"{HOSTILE}={number}")
+        row = SweepJob(number, own, "sweep-id", HOSTILE, 1, result=0.5, reason=HOSTILE)
+        replace(row, status="completed" if number < 2 else HOSTILE).write(job)
+    assert main(["report", str(folder)]) == 0
+    page = (folder / "report.html").read_text()
+    assert page.count("<script>") == 1, "our own"
+    assert "<img" not in page
+    assert "&lt;b&gt;sweep &amp; co" in page
+    assert 'href="javascript%3Aalert%281%29/report.html"' in page
+    drawn = re.findall(r'<script type="application/json">(.*?)</script>', page)
+    captions = re.findall("<h3>(.*?)</h3>", page)
+    assert len(drawn) == len(captions)
+    assert any("Value over &lt;/script&gt;" in caption for caption in captions)
 
 
 def test_a_sweep_has_a_page_of_all_jobs_with_links_to_theirs(tmp_path, capsys):

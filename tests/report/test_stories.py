@@ -165,6 +165,22 @@ def test_a_later_attempt_that_begins_further_back_undoes_an_earlier_one(journal)
     assert useful == pytest.approx({1: 2, 3: 2})
 
 
+def test_a_clock_that_is_set_back_reverses_no_story(journal):
+    """The records of attempts have the time as it was set."""
+    journal(0, STARTED)
+    journal.start(1)
+    journal.steps(1, 1, 5)
+    journal.end(1, "device_oom")
+    journal.at -= 1000
+    journal.start(2, size=32)
+    journal.end(2)
+    journal(1005, COMPLETED)
+    story = journal.story
+    assert [one.number for one in story.attempts] == [1, 2]
+    assert story.sentence.startswith("Completed in 10 s at the 2nd attempt, on cuda:0 with micro-")
+    assert story.seconds["lost"] == 5
+
+
 def test_memory_is_drawn_by_device_and_a_torn_sample_is_left_out(journal):
     journal(0, STARTED)
     journal.start(1, device="cuda:1")

@@ -178,10 +178,7 @@ def attempts_of(entries: Sequence[Entry]) -> tuple[TimedAttempt, ...]:
         if isinstance(entry.event, CheckpointSaved):
             saved[entry.event.path] = entry.event.step or 0
     found = [_attempt(number, group, saved) for number, group in own.items()]
-    known = [attempt for attempt in found if attempt is not None]
-    return tuple(
-        sorted(known, key=lambda attempt: (attempt.started, attempt.number))
-    )
+    return tuple(attempt for attempt in found if attempt is not None)
 
 
 def _attempt(
@@ -205,7 +202,11 @@ def _attempt(
                     start_step=saved.get(path or "", 0),
                 )
             case AttemptEnded():
-                attempt, ended = replace(event.record, number=number), time
+                # its record may have the time of a clock that was set back
+                own, ended = attempt or event.record, time
+                attempt = replace(
+                    event.record, number=number, started=own.started
+                )
             case DecidedAgain() if attempt is not None:
                 attempt = replace(
                     attempt,
