@@ -124,7 +124,7 @@ def moment(time: float) -> str:
 
 def shortened(text: str, longest: int) -> str:
     """Return ``text`` in one line of at most ``longest`` characters, which can be printed."""
-    text = " ".join(text.split()).encode(errors="replace").decode()
+    text = one_line(" ".join(text.split()))
     return text if len(text) <= longest else text[: longest - 1] + "…"
 
 

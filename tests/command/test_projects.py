@@ -310,6 +310,10 @@ def test_a_sweep_of_a_hydra_project_has_its_table_and_objectives(world, foreign)
     _run(world, foreign, "-m", "data.batch_size=16,8", "fits=20")
     sweep = json.loads((foreign / "out/sweep/sweep.json").read_text())
     assert [job["result"] for job in sweep["jobs"]] == [16, 8]
+    more = ("hydra/launcher=gpu_queue", "robust.sweep_fail_fast=true")
+    again = _run(world, foreign, "-m", "data.batch_size=16,8", "fits=20", *more)
+    assert again.output.count("is not run again (robust.sweep_resume=true)") == 2
+    assert keys_at_the_root(again.output) == []
 
 
 def test_no_hydra_config_of_ours_has_the_name_of_another_plugins():

@@ -105,6 +105,10 @@ def test_a_sweep_that_cannot_be_resumed_is_named_once_for_all_its_jobs(tmp_path,
     SweepTable("id", "gpu_queue").write(tmp_path / "sweep")
     (line,) = says("resume", "--all").err.splitlines()
     assert f" is not resumed: {tmp_path / 'sweep'}: sweep.json names no command" in line
+    command = "cd /there && python train.py hydra.sweep.dir=/there/sweep"
+    SweepTable("id", "gpu_queue", resume_command=command).write(tmp_path / "sweep")
+    (line,) = says("resume", "--all").err.splitlines()
+    assert f"{tmp_path / 'sweep'}: the sweep was begun in another folder" in line
 
 
 def test_of_many_runs_the_newest_are_shown(tmp_path, says, monkeypatch):

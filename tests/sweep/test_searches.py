@@ -6,14 +6,17 @@ import random
 import signal
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from robust_train.folder.journal import Journal
+from robust_train.model.errors import ConfigError
 from robust_train.model.events import ValueReported
+from robust_train.sweep.checks import SweeperSettings
 from robust_train.sweep.pruning import Reports
-from robust_train.sweep.record import SweepJob
+from robust_train.sweep.record import Claims, SweepJob, SweepTable
 from world import wait_until
 
 optuna = pytest.importorskip("optuna", "4", reason="the extra [sweep]")
@@ -90,7 +93,13 @@ def test_ten_kills_at_random_change_nothing(sweeps):
 
 
 def test_sweep_patience_stops_a_job_of_a_grid_that_is_behind(sweeps):
-    """The second reports a third of what the first did, at each step."""
+    """The second reports a third of what the first did, at each step. What another sweep has left
+    in the folder does not count."""
+    for number in ("1", "2"):
+        SweepJob(int(number), ("training.lr=9",), "another").write(sweeps.folder / number)
+        journal = Journal(sweeps.folder / number / "journal.jsonl")
+        for step in range(1, 41):
+            journal.write(ValueReported(9.0 * step, step))
     patience = ("training.lr=3,1", "sweep_patience=3")
     sweeps.sweep("reports_its_rate", *patience, n_jobs=1, code=0)
     assert sweeps.column("status") == ["completed", "pruned"]
@@ -145,11 +154,34 @@ def test_the_table_begins_with_the_best_and_names_the_seeds_that_failed(sweeps):
         (["hydra.sweeper.sampler._target_=optuna.Nothing"], "hydra.sweeper: optuna.Nothing: "),
         (["hydra.sweeper.direction=up"], "direction=up: must be maximize or minimize"),
         (["hydra/launcher=joblib"], "hydra/launcher=joblib: this sweeper runs its jobs itself"),
+        pytest.param(
+            ["+hydra.sweeper.study_name=x"],
+            "hydra.sweeper.study_name: no such key",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["+hydra.sweeper.pruner._target_=optuna.pruners.Nothing"],
+            "hydra.sweeper: optuna.pruners.Nothing: ",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_mistake_is_one_line(sweeps, given, line):
     sweeps.world.run(*_arguments(sweeps, "objective", 1, *given)).was_refused([line])
     assert not sweeps.ran
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"repeat": None}, "hydra.sweeper.repeat=None: must be 1 or more"),
+        ({"n_trials": "many"}, "hydra.sweeper.n_trials=many: must be 1 or more"),
+        ({"pruner": "median"}, "hydra.sweeper.pruner=median: write hydra/sweeper/pruner=median"),
+    ],
+)
+def test_a_setting_of_the_wrong_kind_is_one_line(given, line):
+    with pytest.raises(ConfigError, match=line):
+        SweeperSettings(**given)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +201,10 @@ def test_a_mistake_is_one_line(sweeps, given, line):
 def test_the_search_space_has_hydras_syntax(override, expected):
     from robust_train.sweep.search import distribution
 
-    assert str(distribution(OverridesParser.create().parse_override(override))) == expected
+    parse = OverridesParser.create().parse_override
+    assert str(distribution(parse(override))) == expected
+    with pytest.raises(ConfigError, match="an interval has two ends"):
+        distribution(parse("x=interval(1,inf)"))
 
 
 def test_a_pruner_stops_a_trial_with_a_checkpoint_and_the_search_has_a_best(sweeps):
@@ -192,6 +227,31 @@ def test_a_pruner_stops_a_trial_with_a_checkpoint_and_the_search_has_a_best(swee
     assert " starts" not in again.output
 
 
+def test_a_search_says_what_has_changed_in_its_folder_and_what_it_cannot_read(tmp_path, caplog):
+    from robust_train.sweep.search import Search
+
+    def begin(sweep, *fixed):
+        table = SimpleNamespace(table=SweepTable(sweep, "gpu_queue"))
+        queue = SimpleNamespace(folder=tmp_path, claims=Claims(tmp_path), sweep=table)
+        swept = {"x": OverridesParser.create().parse_override("x=interval(0,1)")}
+        return Search(queue, swept, list(fixed), [["seed=1"]], SweeperSettings(sampler={}))
+
+    search = begin("first", "a=1", "b=2")
+    search._sampler = lambda trial: optuna.samplers.RandomSampler(1)
+    number, overrides = search.next()
+    row = SweepJob(number, tuple(overrides), "first", "completed", 0, result=0.5, trial=0)
+    row.write(tmp_path / "0")
+    search.ended(row)
+    begin("second", "b=2", "a=1", "sweep_resume=true")
+    assert caplog.text == ""
+    begin("third", "a=3", "b=2")
+    assert "not all had the same overrides (a=1 a=3)" in caplog.text
+    with (tmp_path / "study.jsonl").open("a") as file:
+        file.write("garbage\n")
+    with pytest.raises(ConfigError, match=r"study.jsonl: JSON.* move the file away"):
+        begin("fourth", "a=1", "b=2")
+
+
 @pytest.mark.parametrize(
     ("own", "others", "behind"),
     [
@@ -204,9 +264,9 @@ def test_a_pruner_stops_a_trial_with_a_checkpoint_and_the_search_has_a_best(swee
         ([1, 1, 1], [], False),
     ],
 )
-def test_who_is_out_of_patience(tmp_path, own, others, behind):
+def test_who_is_out_of_patience(own, others, behind):
     for sign, mode in ((1, "max"), (-1, "min")):
-        reports = Reports(tmp_path, mode)
+        reports = Reports(mode)
         for job, values in enumerate([own, *others]):
             reports.values[job] = {at: sign * value for at, value in enumerate(values)}
         assert reports.is_behind(0, 3) is behind
@@ -216,11 +276,11 @@ def test_who_is_out_of_patience(tmp_path, own, others, behind):
     ("mode", "seen"), [("max", {1: 0.9, 3: 0.7}), ("min", {2: 0.8, 3: 0.7}), ("", None)]
 )
 def test_a_figure_whose_best_is_the_other_way_round_is_left_out(tmp_path, caplog, mode, seen):
-    SweepJob(4, ()).write(tmp_path)
     journal = Journal(tmp_path / "journal.jsonl")
     for values in ((0.9, 1, "max"), (0.8, 2, "min"), (0.7, 3)):
         journal.write(ValueReported(*values))
-    reports = Reports(tmp_path, mode)
+    reports = Reports(mode)
+    reports.begin(4, tmp_path)
     assert reports.values == {4: seen or {1: 0.9, 2: 0.8, 3: 0.7}}
     assert ("is not looked at" in caplog.text) is bool(mode)
 

@@ -1,5 +1,7 @@
 """What a sweep decides, as pure functions."""
 
+import logging
+import math
 import os
 import signal
 import subprocess
@@ -10,11 +12,15 @@ from unittest.mock import Mock
 import pytest
 from omegaconf import OmegaConf
 
+from robust_train.children.notifier import Notifier
 from robust_train.cli.main import main
 from robust_train.config.schema import RobustConfig
 from robust_train.files import set_aside
 from robust_train.folder.hydra_state import OF_HYDRA
+from robust_train.folder.lock import RunLock
+from robust_train.host.job_logging import ShortLines
 from robust_train.host.signals import SignalWatch, forwarded
+from robust_train.model.errors import ConfigError
 from robust_train.sweep import session
 from robust_train.sweep.gpu_queue import jobs_at_once, start_job
 from robust_train.sweep.record import (
@@ -23,9 +29,10 @@ from robust_train.sweep.record import (
     begun,
     exit_code_of,
     read_record,
+    read_table,
     row_of,
 )
-from robust_train.sweep.table import differing, screen_table, tally
+from robust_train.sweep.table import best_first, differing, point_table, screen_table, tally
 from simulated_nvml import Gpu
 from world import wait_until
 
@@ -48,6 +55,8 @@ PRUNED = replace(DONE, status="pruned")
         (RECORD, ["training.lr=1e-3"], "second", True, "afresh"),
         # the order does not matter, nor what only says how to resume
         (DONE, [SAME[1], "sweep_resume=true", SAME[0]], "second", True, "reused"),
+        (DONE, [*SAME, "robust.sweep_fail_fast=true"], "second", True, "reused"),
+        (RECORD, ["detach=true", *SAME, "gpu_wait_timeout_minutes=9"], "second", True, "resumed"),
         # put back into the queue by a scheduler: goes on although a new launch would not
         (RECORD, SAME, "first", False, "resumed"),
     ],
@@ -200,6 +209,72 @@ def test_the_live_table_has_the_jobs_that_run():
     rows = [SweepJob(n, (f"lr=0.{n}", "seed=1"), "", *end) for n, end in enumerate(ends)]
     _, line = screen_table(rows, {7: 0.5})
     assert line.split() == ["7", "running", "-", "-", "-", "-", "0.5", "-", "lr=0.7"]
+
+
+def test_what_an_error_or_an_override_holds_is_shown_and_not_obeyed_by_a_terminal():
+    hostile = "\x1b]8;;http://x\x07[/bold]\x1b[2J\r\n\x9b1m\u202e"
+    row = replace(DONE, overrides=(hostile,), devices=(hostile,), result=hostile, status=hostile)
+    record = logging.makeLogRecord({"name": "robust_train", "msg": f"{hostile}\nsecond line"})
+    shown = "\n".join([*screen_table([row]), *point_table([[row]]), ShortLines().format(record)])
+    assert "[/bold]\\x1b[2J" in shown
+    assert all(line.isprintable() for line in shown.split("\n"))
+    assert shown.endswith("\nsecond line")
+
+
+def test_a_result_that_is_no_number_has_no_rank():
+    known = {True: 1.0, "0.5": 0.5, 10**300: 1e300}
+    for result in (*known, 10**400, None, math.inf, "-inf", math.nan, [1], "good"):
+        row = replace(DONE, result=result)
+        value = None if isinstance(result, list) else known.get(result)
+        assert row.value == value, result
+        assert best_first(SweepTable("id", "basic", jobs=(row, replace(DONE, job=1)), repeat=2))
+
+
+def test_what_is_no_text_costs_no_table_and_a_sweep_that_starts_nothing_leaves_the_last_one(
+    tmp_path, capsys
+):
+    def ends(*rows, launch="second"):
+        table = SweepTable(launch, "basic")
+        table.write(tmp_path)
+        sweep = session.Sweep(
+            table, tmp_path, RunLock(tmp_path, "id"), Notifier(RobustConfig().notify)
+        )
+        sweep.known = dict(enumerate(rows))
+        code = sweep.show_and_write()
+        sweep.lock.release()
+        return code
+
+    waits = replace(RECORD, status="not_started")
+    assert ends(waits) == 0
+    assert read_table(tmp_path) is None, "nothing has begun"
+    name = os.fsdecode(b"latin-1 \xff")
+    failed = replace(RECORD, sweep="first", status="failed", exit_code=1, reason=name)
+    failed.write(tmp_path / "0")
+    assert ends(launch="first") == 1
+    assert "latin-1 ?" in (tmp_path / "sweep.csv").read_text()
+    assert (tmp_path / "report.html").exists()
+    assert "0 of 1 completed, 1 failed" in capsys.readouterr().out
+    assert ends(waits) == 0
+    assert read_table(tmp_path) is not None, "Ctrl-C at once: it can still be resumed"
+
+
+def test_a_launcher_that_has_no_table_yet_is_not_joined_by_that_of_an_earlier_launch(tmp_path):
+    lock = RunLock(tmp_path, "second")
+    SweepTable("first", "gpu_queue", overrides=("a=1",)).write(tmp_path)
+    with pytest.raises(ConfigError, match="is in use by"):
+        session._lock_or_join(tmp_path, ("a=1",))
+    SweepTable("second", "gpu_queue", overrides=("a=1",)).write(tmp_path)
+    assert session._lock_or_join(tmp_path, ("a=1",)) == ("second", None)
+    lock.release()
+
+
+def test_how_many_jobs_run_is_said_to_our_launcher_alone(tmp_path, capsys):
+    for launcher, code in (("joblib", 1), ("gpu_queue", 0)):
+        SweepTable("first", launcher).write(tmp_path)
+        lock = RunLock(tmp_path, "first")
+        assert main(["sweep", "max-jobs", str(tmp_path), "3"]) == code
+        lock.release()
+    assert "hydra/launcher=joblib decides itself" in capsys.readouterr().err
 
 
 def test_the_best_job_of_a_sweep_may_have_no_overrides(tmp_path, capsys):

@@ -11,6 +11,7 @@ from pathlib import Path
 from robust_train.children.detach import OUTPUT_FILE, past_logout
 from robust_train.cli.command import Answer, CommandFailed
 from robust_train.folder.lock import is_held
+from robust_train.folder.provenance import folder_override
 from robust_train.folder.run_list import DIED, KnownRun, choose_run, find_runs
 from robust_train.folder.state import STATE_FILE
 from robust_train.gpu.processes import user_name
@@ -104,6 +105,12 @@ def _of_sweep(folder: Path) -> str:
     if table.exit_code == 0:
         raise CommandFailed(
             f"{folder}: this sweep has completed: nothing is left to do"
+        )
+    here = folder_override("hydra.sweep.dir", folder.resolve())
+    if here not in shlex.split(table.resume_command):
+        raise CommandFailed(
+            f"{folder}: the sweep was begun in another folder, where its command would go on; "
+            f"repeat it yourself with hydra.sweep.dir={folder}"
         )
     return table.resume_command
 

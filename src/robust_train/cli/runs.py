@@ -421,9 +421,14 @@ def _sweep_at(path: str) -> tuple[Path, SweepTable]:
 
 def max_jobs(arguments: Namespace) -> Answer:
     """Change how many jobs of a sweep run at once."""
-    folder, _ = _sweep_at(arguments.path)
+    folder, table = _sweep_at(arguments.path)
     number = arguments.number
     try:
+        if table.launcher != "gpu_queue":
+            raise requests.Refused(
+                f"hydra/launcher={table.launcher} decides itself how many jobs run at once; "
+                "gpu_queue and our sweepers read this number"
+            )
         if is_held(folder) is False:
             raise requests.Refused("this sweep has ended")
         requests.request_max_jobs(folder, number)
@@ -437,8 +442,9 @@ def max_jobs(arguments: Namespace) -> Answer:
 def best(arguments: Namespace) -> Answer:
     """Return the best job of a sweep: its overrides, or where its checkpoint is."""
     folder, table = _sweep_at(arguments.path)
-    if not table.jobs:  # it runs
-        table = replace(table, jobs=tuple(read_rows(folder, table.sweep)))
+    # where they are now: it may have been moved, or still run
+    rows = read_rows(folder, table.sweep)
+    table = replace(table, jobs=tuple(rows) or table.jobs)
     first = next(iter(best_first(table)), [])
     known = [row for row in first if row.value is not None]
     if not known:

@@ -343,12 +343,17 @@ def _with_folder(
     cwd: str,
 ) -> str | None:
     """Return the command of this process with a folder for ``key``."""
+    kept = [word for word in command() if not word.startswith(f"{key}=")]
+    return _from([*kept, folder_override(key, folder)], cwd)
+
+
+def folder_override(key: str, folder: Path) -> str:
+    """Return the override that names a folder."""
     path = str(folder)
     # a bracket or comma has a meaning in an override
     if not _PLAIN.fullmatch(path):
         path = '"{}"'.format(path.replace('"', r"\""))
-    kept = [word for word in command() if not word.startswith(f"{key}=")]
-    return _from([*kept, f"{key}={path}"], cwd)
+    return f"{key}={path}"
 
 
 def _from(

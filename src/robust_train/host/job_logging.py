@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from robust_train.compat import format_of
 from robust_train.host.screen import log_handlers, never_blocking_output
+from robust_train.readable import one_line
 
 _HYDRAS_FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"
 _OF_SWEEPS = "[%(asctime)s][HYDRA] %(message)s"
@@ -84,7 +85,11 @@ class ShortLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         is_plain = record.levelno in (logging.INFO, logging.DEBUG)
         record.level = "" if is_plain else f"{record.levelname.lower()}: "
-        return super().format(record)
+        text = super().format(record)
+        if record.name.startswith("robust_train"):
+            # an error may hold what a terminal obeys
+            text = "\n".join(map(one_line, text.split("\n")))
+        return text
 
 
 def shorten_lines() -> None:

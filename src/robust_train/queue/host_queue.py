@@ -336,6 +336,7 @@ class HostQueue:
 
     def do_without(self, problem: QueueProblem) -> None:
         """Go on without the other jobs, after a warning."""
-        log.warning("%s; this job goes on without a reservation", problem)
+        # its keys are shown as the job's user types them
+        log.warning(f"{problem}; this job goes on without a reservation")
         self._directory = None
         self.release()

@@ -42,9 +42,16 @@ class SweeperSettings:
     def __post_init__(self) -> None:
         for name in ("n_trials", "repeat", "n_jobs"):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            is_unset = value is None and name == "n_jobs"
+            if not is_unset and (type(value) is not int or value < 1):
                 raise ConfigError(
                     f"hydra.sweeper.{name}={value}: must be 1 or more"
+                )
+        for name in ("sampler", "pruner"):
+            value = getattr(self, name)
+            if not isinstance(value, Mapping | None):
+                raise ConfigError(
+                    f"hydra.sweeper.{name}={value}: write hydra/sweeper/{name}={value}"
                 )
         if self.direction not in ("maximize", "minimize"):
             raise ConfigError(

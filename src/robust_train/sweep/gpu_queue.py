@@ -37,6 +37,7 @@ from omegaconf import DictConfig, open_dict
 from robust_train.children.interpreters import discard_early, start_early
 from robust_train.compat import returned_or_raised
 from robust_train.config.checks import unchecked
+from robust_train.config.projects import as_typed, their_keys
 from robust_train.config.refusals import REFUSALS, explain
 from robust_train.config.schema import RobustConfig
 from robust_train.folder.requests import (
@@ -46,7 +47,7 @@ from robust_train.folder.requests import (
 )
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.visible import visible_gpus
-from robust_train.host.job_logging import shorten_lines
+from robust_train.host.job_logging import change_words, shorten_lines
 from robust_train.host.linux import signal_at_parents_death
 from robust_train.host.signals import FORWARDED, SignalWatch, forwarded
 from robust_train.model.errors import ConfigError
@@ -59,6 +60,7 @@ from robust_train.sweep.record import (
     Claims,
     Status,
     SweepJob,
+    job_folders,
     read_record,
     read_row,
     row_of,
@@ -171,15 +173,22 @@ class GpuQueue:
             self._config.hydra.hydra_logging, self._config.hydra.verbose
         )
         shorten_lines()
+        change_words(partial(as_typed, theirs=their_keys(self._config)))
         discard_early()
         table = self.sweep.table
         prunes = jobs.prunes or self._settings.sweep_patience is not None
         self._jobs = jobs
-        self._reports = Reports(
-            self.folder, table.direction[:3] if prunes else ""
-        )
+        self._reports = Reports(table.direction[:3] if prunes else "")
         for number, overrides in jobs.listed.items():
             self.rows[number] = self._not_started(number, overrides)
+        for folder in job_folders(self.folder) if prunes else ():
+            if (found := read_record(folder)) is not None:
+                own = self.rows.get(found.job)
+                # the folder may hold jobs of other sweeps
+                if found.sweep == table.sweep or (
+                    own and own.varies_as(found)
+                ):
+                    self._reports.begin(found.job, folder)
         slots = jobs_at_once(
             self._settings,
             self._n_jobs,
@@ -257,12 +266,12 @@ class GpuQueue:
             config.hydra.job.num = number
         folder = _run_folder(config)
         job = prepare(config, folder)
+        self._reports.begin(number, folder)
         if not job.is_running:
             if job.status == Status.REFUSED:
                 log.error("job %d refused: %s", number, job.reason)
             self._ended(row_of(job, folder))
             return
-        self._reports.begin(number, folder)
         self._running[number] = start_job(
             partial(self._work, config),
             folder / LOG_FILE,

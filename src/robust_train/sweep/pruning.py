@@ -9,7 +9,6 @@ from pathlib import Path
 
 from robust_train.files import parse_json
 from robust_train.model.events import ValueReported, parse
-from robust_train.sweep.record import job_folders, read_record
 
 log = logging.getLogger("robust_train")
 
@@ -17,23 +16,20 @@ _JOURNAL = "journal.jsonl"
 
 
 class Reports:
-    """What the jobs of the sweep in ``folder`` have reported, as their journals have it.
+    """What the jobs of a sweep have reported, as their journals have it.
 
     ``mode`` (``min`` or ``max``): figures that no one has named, and whose best is the other way
     round, are left out; empty: none are.
     """
 
-    def __init__(self, folder: Path, mode: str = "") -> None:
+    def __init__(self, mode: str = "") -> None:
         self._mode, self._has_warned = mode, False
         # at each step, in order, by the job's number
         self.values: dict[int, dict[int, float]] = {}
         self._read: dict[int, int] = {}  # bytes of each job's journal
-        for each in job_folders(folder):
-            if (record := read_record(each)) is not None:
-                self.begin(record.job, each)
 
     def begin(self, job: int, folder: Path) -> None:
-        """Take what the folder of a job holds that is about to start: nothing of it is new."""
+        """Take what the folder of a job holds already: nothing of it is new."""
         self._read[job], self.values[job] = 0, {}
         self.new(job, folder)
 
@@ -78,7 +74,9 @@ class Reports:
     def last(self) -> dict[int, float]:
         """What each job has reported last."""
         return {
-            job: [*own.values()][-1] for job, own in self.values.items() if own
+            job: own[next(reversed(own))]
+            for job, own in self.values.items()
+            if own
         }
 
     def is_behind(self, job: int, patience: int) -> bool:

@@ -35,7 +35,11 @@ log = logging.getLogger("robust_train")
 JOB_FILE, SWEEP_FILE = "sweep_job.json", "sweep.json"
 CLAIMS_FILE, STUDY_FILE, STUDY = "claims", "study.jsonl", "sweep"
 INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-OF_THE_SWEEP = re.compile(r"\+{0,2}(sweep_resume|sweep_fail_fast|resume)=")
+# what says how jobs are run, and not what they compute
+OF_THE_SWEEP = re.compile(
+    r"\+{0,2}(robust\.)?(sweep_\w+|resume|detach|notify\.\w+|queue_priority|wait_for_gpu|"
+    r"gpu_wait_timeout_minutes|max_launches|max_retries|stall_timeout_minutes)="
+)
 
 
 class Status:
@@ -103,11 +107,20 @@ class SweepJob:
     @property
     def value(self) -> float | None:
         """The result of a job that completed as a search takes it; None if it is no number."""
-        with contextlib.suppress(TypeError, ValueError):
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
             value = float(self.result)
-            if self.has_completed and not math.isnan(value):
+            if self.has_completed and math.isfinite(value):
                 return value
         return None
+
+    def varies_as(self, other: SweepJob) -> bool:
+        """Return whether the overrides are those of the other, whatever their order, and how they
+        are resumed."""
+        one, two = (
+            sorted(one for one in job.overrides if not OF_THE_SWEEP.match(one))
+            for job in (self, other)
+        )
+        return one == two
 
     def refused(self, reason: str) -> SweepJob:
         """Return the job as one that must not run."""
@@ -150,13 +163,8 @@ def begun(
     """
     if earlier is None:
         return own, resume
-    # whatever the order, and how they are resumed
-    before, now = (
-        sorted(one for one in job.overrides if not OF_THE_SWEEP.match(one))
-        for job in (earlier, own)
-    )
     # resumed anyway: put back into the queue, or left by another launcher
-    stays = before == now and (resume or earlier.sweep == own.sweep)
+    stays = own.varies_as(earlier) and (resume or earlier.sweep == own.sweep)
     if not stays or not (earlier.has_completed or earlier.is_pruned):
         return own, stays
     mine = {n: getattr(own, n) for n in ("job", "overrides", "sweep", "trial")}

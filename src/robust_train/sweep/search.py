@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import pkgutil
 import time
@@ -35,11 +36,14 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from robust_train.compat import running_trial, suggest
+from robust_train.folder.provenance import public_command
 from robust_train.model.errors import EXIT_TRY_LATER, ConfigError
 from robust_train.model.events import ValueReported
+from robust_train.readable import named_line
 from robust_train.sweep.checks import SweeperSettings
 from robust_train.sweep.gpu_queue import GpuQueue, Jobs
 from robust_train.sweep.record import (
+    OF_THE_SWEEP,
     STUDY,
     STUDY_FILE,
     Status,
@@ -82,13 +86,19 @@ class Search(Jobs):
         self.prunes = pruner is not None and settings.repeat == 1
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         with self._alone():
-            self._study = optuna.create_study(
-                study_name=STUDY,
-                storage=storage_in(self._folder),
-                direction=StudyDirection[settings.direction.upper()],
-                pruner=pruner or NopPruner(),
-                load_if_exists=True,
-            )
+            try:
+                self._study = optuna.create_study(
+                    study_name=STUDY,
+                    storage=storage_in(self._folder),
+                    direction=StudyDirection[settings.direction.upper()],
+                    pruner=pruner or NopPruner(),
+                    load_if_exists=True,
+                )
+            except Exception as error:  # of any kind: a file that is damaged
+                raise ConfigError(
+                    f"{self._folder / STUDY_FILE}: {named_line(error)}; choose another "
+                    "hydra.sweep.dir, or move the file away to begin the search again"
+                ) from error
             begun = {
                 "repeat": settings.repeat,
                 "direction": settings.direction,
@@ -107,10 +117,24 @@ class Search(Jobs):
             one.number for one in self._trials() if one.state.is_finished()
         }
         sweep = queue.sweep.table.sweep
+        drawn = (*self._space, *(one.partition("=")[0] for one in seeds[0]))
+        changed = set[str]()
         for folder in job_folders(self._folder):
             row = read_row(folder)
             if row and row.trial in over and row.sweep != sweep:
                 replace(row, sweep=sweep, reused=True).write(folder)
+                changed |= {*fixed} ^ {
+                    one
+                    for one in row.overrides
+                    if one.partition("=")[0] not in drawn
+                }
+        changed = {one for one in changed if not OF_THE_SWEEP.match(one)}
+        if changed:
+            log.warning(
+                "the trials that are over count, though not all had the same overrides (%s); "
+                "another hydra.sweep.dir begins a new search",
+                " ".join(public_command(sorted(changed))),
+            )
 
     @property
     def is_over(self) -> bool:
@@ -225,12 +249,15 @@ class Search(Jobs):
     def _alone(self) -> Iterator[None]:
         """Let no other launcher read or write the study meanwhile."""
         with self._claims.alone():
-            with contextlib.suppress(FileNotFoundError):
-                path = self._folder / STUDY_FILE
-                content = path.read_bytes()
+            with (
+                contextlib.suppress(FileNotFoundError),
+                (self._folder / STUDY_FILE).open("r+b") as file,
+            ):
+                file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
                 # torn by a power cut or a kill
-                if not content.endswith(b"\n"):
-                    os.truncate(path, content.rfind(b"\n") + 1)
+                if file.read() != b"\n":
+                    file.seek(0)
+                    file.truncate(file.read().rfind(b"\n") + 1)
             yield
 
 
@@ -270,6 +297,8 @@ def distribution(override: Override) -> BaseDistribution:
         if isinstance(value, IntervalSweep):
             start: Any = value.start
             end: Any = value.end
+            if not math.isfinite(end - start):
+                raise ValueError("an interval has two ends")
             are_integers = isinstance(start, int) and isinstance(end, int)
             kind = IntDistribution if are_integers else FloatDistribution
             return kind(start, end, log=is_log)

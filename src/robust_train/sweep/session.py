@@ -19,6 +19,7 @@ import traceback
 import uuid
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -55,9 +56,11 @@ from robust_train.folder.requests import (
     sweep_stop_requested,
 )
 from robust_train.host.engine import guest_rank
+from robust_train.host.job_logging import change_words
 from robust_train.host.signals import SignalWatch
 from robust_train.model.errors import EXIT_FAILED, ConfigError
 from robust_train.readable import duration, named_line
+from robust_train.report.html import save
 from robust_train.sweep.checks import (
     check_jobs,
     launcher_of,
@@ -73,6 +76,7 @@ from robust_train.sweep.record import (
     SweepTable,
     begun,
     exit_code_of,
+    job_folders,
     others_work,
     read_row,
     read_rows,
@@ -129,7 +133,10 @@ class Sweep:
         rows, folder = self.rows(), self.folder
         is_shared = others_work(folder)
         if all(row.status == Status.NOT_STARTED for row in rows):
-            if self.lock is not None and not is_shared:
+            # one of an earlier launch has its command
+            if not (
+                is_shared or self.lock is None or any(job_folders(folder))
+            ):
                 with contextlib.suppress(OSError):
                     (folder / SWEEP_FILE).unlink()
             return 0
@@ -146,9 +153,7 @@ class Sweep:
         if self.take_over():
             try:
                 table.write(folder)
-                (folder / "sweep.csv").write_text(
-                    as_csv(rows), encoding="utf-8"
-                )
+                save(folder / "sweep.csv", as_csv(rows))
             except OSError as error:
                 log.warning(
                     "cannot write a table to %s: %s", folder, error.strerror
@@ -251,13 +256,14 @@ class HydraSession:
                 "its own inside the sweep's, as by hydra.sweep.subdir='${hydra.job.num}'"
             )
         folder = sweep_folder_of(config).resolve()
-        launcher, sweeper = launcher_of(config), config.hydra.sweeper
+        sweeper = config.hydra.sweeper
         given = map(str, config.hydra.overrides.task)
         overrides = tuple(
             public_command([o for o in given if not OF_THE_SWEEP.match(o)])
         )
         kind = str(sweeper.get("_target_")).rpartition(".")[2]
         is_ours = kind == "RobustSweeper"
+        launcher = "gpu_queue" if is_ours else launcher_of(config)
         # a second launcher of it gives its jobs the same numbers
         is_shared = is_ours or (
             kind == "BasicSweeper" and launcher == "gpu_queue"
@@ -347,11 +353,12 @@ def _lock_or_join(
     is_first_try = True
     while True:
         table, holder = read_table(folder), read_holder(folder)
-        is_same = table is not None and table.overrides == overrides
         if (
             table
             and holder
-            and is_same
+            and table.overrides == overrides
+            # else it has the lock, but no table yet: this is an earlier launch's
+            and table.sweep == holder.job
             and not holder.is_dead
             and is_held(folder)
         ):
@@ -475,6 +482,7 @@ class SweepCallback(Callback):
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Enter the job, in its own process, once its run folder is there."""
         restore_mask(os.environ)
+        change_words(partial(as_typed, theirs=their_keys(config)))
         folder = Path(str(config.hydra.runtime.output_dir))
         # of a project's file: Hydra has just written its value
         if hide_urls(config):

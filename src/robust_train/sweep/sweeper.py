@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -38,6 +39,9 @@ def sweep(
             "hydra.sweep.dir on each machine"
         )
     content: Any = OmegaConf.to_container(OmegaConf.create(dict(given)))
+    known = {one.name for one in fields(SweeperSettings)}
+    if unknown := sorted(content.keys() - known):
+        raise ConfigError(f"hydra.sweeper.{unknown[0]}: no such key")
     settings = SweeperSettings(**content)
     params = settings.params or {}
     lines = [f"{key}={value}" for key, value in params.items()]

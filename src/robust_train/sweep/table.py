@@ -79,10 +79,10 @@ def screen_table(
 
     ``values``: what jobs have reported last, by number; then only those that run are shown.
     """
-    pairs = zip(rows, differing(rows), strict=True)
+    same = common([row.overrides for row in rows])
     shown = [
-        _cells(row, own, values or {})
-        for row, own in pairs
+        _cells(row, without(row.overrides, same), values or {})
+        for row in rows
         if values is None or row.is_running
     ]
     return aligned(shown, COLUMNS)
