@@ -142,6 +142,14 @@ def test_a_job_comes_back_to_its_old_queue_position(host):
     assert early.queue.job_id == job_id
 
 
+def test_a_job_that_does_not_wait_takes_what_is_left_after_a_race_that_it_lost(host):
+    """Two were started at the same moment: each decides before it sees the other."""
+    late, early = (host.with_gpus(2).job(timeout_seconds=0.0) for _ in range(2))
+    reads = iter((late.read, lambda processes: [early.wait(), late.read(processes)][1]))
+    late.queue.read_machine = lambda processes: next(reads, late.read)(processes)
+    assert late.wait(lambda: None) == [1]
+
+
 def test_a_gpu_that_its_job_leaves_idle_for_an_hour_is_marked_until_it_computes(
     host, later, capsys
 ):

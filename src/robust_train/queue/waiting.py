@@ -129,8 +129,9 @@ class Waiting:
             has_moved = self._position != self._status.position
             if has_moved or now >= self._next_report:
                 self._report()
-            left = self._deadline - now
-            if left <= 0:
+            left = max(self._deadline - now, 0.0)
+            # one that has lost a race may find another GPU
+            if not left and self._next_read:
                 return NoGpu(self._why_in_vain())
             if now >= self._next_status:
                 self._next_status = now + _STATUS_SECONDS
@@ -139,7 +140,7 @@ class Waiting:
             next_read = self._next_read - max(now, self._settle_until)
             if next_read >= _CLOSING_SECONDS:
                 close_session()  # an open one would block a reset of the GPUs
-            self._sleep(min(self._pause_seconds, left))
+            self._sleep(min(self._pause_seconds, left or math.inf))
         return group
 
     def poll(self) -> Group:
