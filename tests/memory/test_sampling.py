@@ -5,8 +5,12 @@ import json
 import os
 import resource
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
+
+import pytest
 
 from robust_train import files
 from robust_train.attempt.sampler import SampleFile
@@ -64,6 +68,38 @@ def test_the_gpu_as_a_whole_is_sampled_under_nvmls_number(own_trainers, cuda_mac
     assert {s.gpu_total for s in samples} == {24000 * MIB}
     # torch has not started CUDA, and the sampler must not
     assert {s.allocated for s in samples} == {None}
+
+
+FORKS_AT_ONCE = """
+import os, sys, threading, time
+from pathlib import Path
+os.register_at_fork(before=lambda: time.sleep(2 * (threading.current_thread() is slow)))
+from robust_train.attempt.sampler import Sampler
+
+def fork():
+    if child := os.fork():
+        os.waitpid(child, 0)
+    else:
+        os._exit(0)
+
+slow, folder = threading.Thread(target=fork), Path(sys.argv[1])
+sampler = Sampler(folder, 1, "cpu", 0.001, lambda: 1, cost_share=1)
+sampler.start()
+slow.start()
+time.sleep(0.5)
+fork()
+slow.join()
+before = os.path.getsize(folder / "memory.jsonl")
+deadline = time.monotonic() + 30
+while os.path.getsize(folder / "memory.jsonl") == before and time.monotonic() < deadline:
+    time.sleep(0.01)
+sys.exit(os.path.getsize(folder / "memory.jsonl") == before)
+"""
+
+
+@pytest.mark.slow
+def test_samples_go_on_after_two_threads_have_forked_at_once(tmp_path):
+    subprocess.run([sys.executable, "-c", FORKS_AT_ONCE, tmp_path], check=True)
 
 
 def test_nvml_stays_open_for_a_minute_and_not_for_days(machine_with):

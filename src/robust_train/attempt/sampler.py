@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -64,27 +65,21 @@ class SampleFile:
         self._held.clear()
 
 
-@functools.lru_cache(maxsize=1)
-def _not_while_forking() -> threading.Lock:
+@functools.cache
+def _not_while_forking() -> Any:
     """Return a lock that is held during each sample and during each fork. A data-loader worker is a
     copy of this process at one moment, locks of NVML's library included; one that was taken by the
     sampler's thread would never be released there."""
-    lock = threading.Lock()
-    was_taken = False
-
-    def before() -> None:
-        nonlocal was_taken
-        # a driver that hangs must not hang the trainer
-        was_taken = lock.acquire(timeout=1.0)
+    lock = threading.RLock()
 
     def after() -> None:
-        nonlocal was_taken
-        if was_taken:
-            was_taken = False
+        # of several threads that fork, those that have it
+        with contextlib.suppress(RuntimeError):
             lock.release()
 
     os.register_at_fork(
-        before=before,
+        # a driver that hangs must not hang the trainer
+        before=lambda: lock.acquire(timeout=1.0),
         after_in_parent=after,
         after_in_child=after,
     )
