@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import resource
 import signal
 import socket
 from pathlib import Path
@@ -49,6 +50,14 @@ def test_an_import_that_goes_wrong_adds_no_words_of_its_own_and_is_left_to_the_a
     assert (one.returncode, one.is_usable) == (returncode, returncode is None)
     interpreters.pump.drain()
     assert interpreters.pump.tail == ""
+
+
+def test_a_limit_that_leaves_a_job_without_marks_is_told_once(interpreters, caplog):
+    pids = [interpreters.start().pid for _ in range(2)]
+    for pid in pids:
+        resource.prlimit(pid, 10, (5, 5))
+    interpreters.mark("1-ffffff")
+    assert [one.message[:17] for one in caplog.records] == ["ulimit -Hx is 5: "]
 
 
 def test_an_interpreter_is_of_no_use_once_the_environment_has_changed(interpreters, monkeypatch):

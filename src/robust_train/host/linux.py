@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
+import logging
 import os
 import resource
 import select
@@ -19,6 +21,8 @@ import psutil
 
 from robust_train.host.reaper import end_marked, mark_of
 from robust_train.readable import one_line
+
+log = logging.getLogger("robust_train")
 
 TICK_SECONDS = 0.5
 FOREVER_SECONDS = 1e6
@@ -151,10 +155,21 @@ def job_mark(job: str) -> int:
 
 def set_mark(pid: int, mark: int) -> None:
     """Mark a process and all that it will start."""
-    # it has ended, or the administrator has set a lower limit
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError):  # it has ended
         _, most = resource.prlimit(pid, _RLIMIT_LOCKS)
-        resource.prlimit(pid, _RLIMIT_LOCKS, (mark, most))
+        try:
+            resource.prlimit(pid, _RLIMIT_LOCKS, (mark, most))
+        except ValueError:
+            _warn_of_limit(most)
+
+
+@functools.cache
+def _warn_of_limit(most: int) -> None:
+    log.warning(
+        "ulimit -Hx is %d: processes that this job leaves behind are not known as its own, and not "
+        "ended; have the administrator allow 16777216 or more (locks in limits.conf)",
+        most,
+    )
 
 
 def marked_processes() -> dict[int, list[int]]:
