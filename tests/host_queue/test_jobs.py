@@ -169,8 +169,9 @@ def test_doctor_fails_where_no_gpu_or_no_queue_can_be_used(shared):
         return done.returncode
 
     assert code() == 1
-    host.machine.update(0, recovery=0)
-    assert code() == 0
+    host.machine.update(0, recovery=0, compute_mode=3, compute=[(1, 2000)])
+    assert code("GPU 0: busy: compute mode is exclusive_process and pid 1 owns it") == 0
+    host.machine.update(0, compute_mode=0, compute=[])
     hidden = host.machine.environment(CUDA_VISIBLE_DEVICES="")
     done = warm.robust_train("doctor", "--probe", "--json", environ=hidden)
     assert done.returncode == 1, done.stderr

@@ -250,6 +250,21 @@ def test_a_directory_that_a_user_made_is_named_once_and_doctor_says_how_to_give_
 
 
 @needs_root
+def test_a_directory_that_a_user_cannot_reach_is_not_told_as_an_empty_queue(tmp_path, monkeypatch):
+    monkeypatch.setenv("ROBUST_TRAIN_QUEUE_DIR", str(tmp_path / "queue"))
+    tmp_path.chmod(0o700)
+
+    def look():
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            assert (main(["queue"]), main(["gpus"])) == (2, 0)
+        assert "cannot be used (Permission denied); name another one" in said.getvalue()
+
+    assert main(["queue"]) == 0, "before it is made"
+    with as_another_user(look):
+        pass
+
+
+@needs_root
 def test_a_directory_as_tmpfiles_makes_it_is_used_by_all_users(base):
     """systemd makes the parents as root's own."""
     base.mkdir(mode=0o755)

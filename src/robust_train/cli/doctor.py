@@ -96,7 +96,7 @@ def doctor(arguments: Namespace) -> Answer:
     usable = []
     for gpu, row in zip(inventory.gpus, known["gpus"], strict=True):
         hidden = None if row["visible"] else f"hidden by {VARIABLE}"
-        row["why_not"] = gpu.unusable or hidden
+        row["why_not"] = (None if gpu.owned else gpu.unusable) or hidden
         row["why_no_room"] = _why_no_room(gpu, busy.get(gpu.uuid))
         row["faults"] = [asdict(one) for one in faults.get(gpu.uuid, ())]
         if row["why_not"] is None:
@@ -182,6 +182,8 @@ def _why_no_room(gpu: GpuInfo, job: str | None) -> str | None:
     """Return why a usable GPU has no room for a job now."""
     if job is not None:
         return f"busy: job {job} has it (robust-train queue)"
+    if gpu.owned:
+        return f"busy: {gpu.unusable}"
     if gpu.free_bytes < _DEFAULT_MB * MIB:
         return f"full: a job needs {_DEFAULT_MB} MiB by default (min_gpu_memory_mb)"
     return None

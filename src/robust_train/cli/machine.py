@@ -24,7 +24,11 @@ from robust_train.host.linux import named, processes_of
 from robust_train.model.events import Json
 from robust_train.model.gpu import GpuInfo, Inventory
 from robust_train.queue.plan import Plan, describe, who_goes_first, why_waiting
-from robust_train.queue.queue_dir import QueueProblem, directory_for
+from robust_train.queue.queue_dir import (
+    QueueProblem,
+    directory_for,
+    is_made,
+)
 from robust_train.queue.registry import QueuedJob, Registry
 from robust_train.readable import MIB, as_clock, mib, shortened
 
@@ -49,7 +53,7 @@ def gpus(arguments: Namespace) -> Answer:
     inventory, path = read_inventory(), directory_for(None, os.environ)
     jobs: Sequence[QueuedJob] = ()
     with contextlib.suppress(QueueProblem):
-        if path.exists():
+        if is_made(path):
             with contextlib.closing(Registry(path)) as registry:
                 inventory = replace(
                     inventory, gpus=registry.marked(inventory.gpus)
@@ -136,7 +140,7 @@ def queue(arguments: Namespace) -> Answer:
         f"no job holds or waits for a GPU (queue directory {path}); robust-train ps --live "
         "lists those on the CPU too"
     )
-    if not os.path.exists(path):
+    if not is_made(path):
         data: dict[str, Json] = {
             "directory": str(path),
             "jobs": [],

@@ -398,6 +398,15 @@ def directory_for(setting: str | None, environ: Mapping[str, str]) -> Path:
     return _TEMPORARY / _NAME
 
 
+def is_made(path: Path) -> bool:
+    """Return whether a queue directory is there; True also if this user cannot tell."""
+    try:
+        path.lstat()
+    except OSError as error:
+        return error.errno != errno.ENOENT
+    return True
+
+
 def tmpfiles_line(path: Path) -> str:
     """Return the line for tmpfiles.d(5) that makes the directory at each boot and gives it to root.
 
