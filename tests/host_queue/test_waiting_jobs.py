@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import warm
+from robust_train.cli import machine
 from robust_train.cli.main import main
 from robust_train.gpu.bounded import NoAnswer, ask
 from robust_train.gpu.visible import Visible
@@ -80,8 +81,8 @@ class Job:
 
     def wait(self, *events):
         """Wait while one thing after the other happens; return the numbers of its GPUs."""
-        happens = iter(events)
-        sleep = lambda seconds: next(happens)()  # noqa: E731
+        happens, self.pauses = iter(events), []
+        sleep = lambda seconds: [self.pauses.append(seconds), next(happens)()]  # noqa: E731
         return [g.index for g in wait_for_gpus(self.queue, self.request, self.said.append, sleep)]
 
     def end(self):
@@ -125,6 +126,36 @@ def test_two_jobs_that_want_every_gpu_go_one_after_the_other(host, capsys):
     assert taken in second.said[0].sentence()
     assert small.wait(second.end) == [0]
     assert small.said[0].position == 1, "it has moved up"
+
+
+def test_a_driver_that_takes_long_to_answer_lets_no_one_pass_who_waits_before(
+    host, later, capsys, monkeypatch
+):
+    """Where nothing keeps it awake it takes seconds for each GPU."""
+    first, running, behind = (host.job() for _ in range(3))
+    assert first.poll() == []
+    host.with_gpus(1)
+    later(UNSEEN_SECONDS + 1)
+    assert running.wait() == [0], "it passes"
+    assert first.poll() == []
+    slowly = lambda processes: [later(UNSEEN_SECONDS + 1), Job.read(behind, processes)][1]  # noqa: E731
+    running.queue.read_machine = behind.queue.read_machine = slowly
+    assert running.queue.open_gpus() == (), "first was there before"
+    assert first.poll() == []
+    running.end()
+    assert behind.poll() == []
+    monkeypatch.setattr(machine, "read_inventory", lambda processes: slowly(processes).inventory)
+    first.queue.requeue(first.request, ("GPU-0",))
+    assert "a GPU is free for it" in str(host.shown(capsys)[0]["reason"])
+
+
+def test_a_job_to_which_records_take_long_to_read_polls_often_enough_not_to_be_passed(host, later):
+    running, slow = (host.with_gpus(1).job() for _ in range(2))
+    running.wait()
+    others = slow.queue.others
+    slow.queue.others = lambda: [later(1.0), others()][1]
+    assert slow.wait(running.end) == [0]
+    assert max(slow.pauses) < UNSEEN_SECONDS / 2
 
 
 def test_a_job_comes_back_to_its_old_queue_position(host):

@@ -147,6 +147,7 @@ def queue(arguments: Namespace) -> Answer:
             "excluded": [],
         }
         return Answer(data, [nothing])
+    now = time.monotonic()  # of the records: to read the GPUs may take long
     with contextlib.closing(Registry(path)) as registry:
         found, excluded = registry.jobs(), registry.exclusions()
         limit = registry.gpu_limit()
@@ -157,7 +158,6 @@ def queue(arguments: Namespace) -> Answer:
             gpus = registry.marked(inventory.gpus)
             if not inventory.answered:
                 warnings.append(str(inventory.problem))
-    now = time.monotonic()
     plan = Plan(found, gpus, now, limit)
     jobs = [_job_as_json(job, found, gpus, plan, now) for job in found]
     jobs.sort(key=lambda job: job["position"] or 0)

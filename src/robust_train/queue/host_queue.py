@@ -209,6 +209,7 @@ class HostQueue:
         """Return the GPUs that the job could have now; its own memory counts as free."""
         if self._reservation is None:
             return self.read().gpus
+        now = time.monotonic()  # of the records: to read the GPUs may take long
         try:
             others, limit = self.others(), self.gpu_limit()
         except QueueProblem as problem:
@@ -220,7 +221,7 @@ class HostQueue:
             reserved_bytes=0,
             only=tuple(gpu.uuid for gpu in visible.gpus),
         )
-        return open_to(me, others, visible.machine, time.monotonic(), limit)
+        return open_to(me, others, visible.machine, now, limit)
 
     def who_waits(self) -> QueuedJob | None:
         """Return the job of a user with fewer GPUs that this job's are kept for, if there is one.
@@ -229,14 +230,14 @@ class HostQueue:
         """
         if self._reservation is None:
             return None
-        me = self._reservation.job
+        me, now = self._reservation.job, time.monotonic()
         with contextlib.suppress(QueueProblem):
             others, limit = self.others(), self.gpu_limit()
             # to read the GPUs costs the driver more
             if any(not one.gpus and one.owner != me.owner for one in others):
                 gpus = self.read().machine
                 close_session()
-                return waits_for(me, others, gpus, time.monotonic(), limit)
+                return waits_for(me, others, gpus, now, limit)
         return None
 
     def take(self, uuids: Sequence[str], need_bytes: int) -> bool:

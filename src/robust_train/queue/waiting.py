@@ -27,7 +27,7 @@ _SHORTEST_PAUSE_SECONDS, _POSITION_SECONDS, _LONGEST_PAUSE_SECONDS = (
     0.05,
     2.0,
 )
-# to read the records takes at most this fraction of the time
+# to read the records takes a tenth of the time, as long as the pauses allow it
 _LISTING_FACTOR = 10.0
 _SETTLE_SECONDS = 5.0
 _UNANSWERED_SECONDS = 1.0
@@ -163,20 +163,22 @@ class Waiting:
         is_due = started >= min(self._next_read, self._deadline)
         if is_due or started < self._settle_until:
             self._next_read = started + self._request.interval_seconds
-            group = self._decide(others)
+            group = self._decide(others, started)
         else:
             self._queue.requeue(self._request, self._me.only)
         self._pause_seconds = min(_STATUS_SECONDS, self._next_read - started)
         if self._queue.is_shared:
             behind = _POSITION_SECONDS * (self._position - 1)
-            pause = min(
-                _SHORTEST_PAUSE_SECONDS + behind, _LONGEST_PAUSE_SECONDS
+            pause = max(
+                _SHORTEST_PAUSE_SECONDS + behind,
+                _LISTING_FACTOR * cost_seconds,
             )
-            pause = max(pause, _LISTING_FACTOR * cost_seconds)
+            pause = min(pause, _LONGEST_PAUSE_SECONDS)
             self._pause_seconds = pause * random.uniform(0.5, 1.0)
         return group
 
-    def _decide(self, others: Sequence[QueuedJob]) -> Group:
+    def _decide(self, others: Sequence[QueuedJob], now: float) -> Group:
+        """Do it with the jobs as they were ``now``: to read the GPUs may take seconds."""
         visible = self._queue.read()
         usable = (
             gpu.uuid for gpu in visible.gpus if self._request.allows(gpu)
@@ -185,7 +187,7 @@ class Waiting:
         gpus = visible.machine
         self._me = me = self._queue.requeue(self._request, only)
         limit = self._queue.gpu_limit()
-        decided = Plan([*others, me], gpus, time.monotonic(), limit)
+        decided = Plan([*others, me], gpus, now, limit)
         if self._queue.is_shared:
             self._position = decided.order.index(me) + 1
         self._strangers_only = False
