@@ -209,7 +209,8 @@ class HostQueue:
         """Return the GPUs that the job could have now; its own memory counts as free."""
         if self._reservation is None:
             return self.read().gpus
-        now = time.monotonic()  # of the records: to read the GPUs may take long
+        # of the records: to read the GPUs may take long
+        now = time.monotonic()
         try:
             others, limit = self.others(), self.gpu_limit()
         except QueueProblem as problem:
