@@ -57,6 +57,22 @@ _ERROR = re.compile(r"\b((?:\w+\.)*\w+(?:Error|Exception|Timeout)):")
 # these say that a child failed; what failed in it was printed before
 _OF_A_CHILD = frozenset({"CalledProcessError", "ChildFailedError"})
 
+
+def _tracebacks_under(words: str) -> re.Pattern[str]:
+    """Return a pattern for Python's words with the traceback below them, whatever precedes each
+    line alike."""
+    one = r"\1Traceback \(.*\n(?:\1\s.*\n)*\1?(?:\S.*)?(?:\n|$)"
+    led = (
+        r"(?:\1[ \t]*\n\1(?:During handling|The above exc).*\n\1[ \t]*\n"
+        + one
+        + ")*"
+    )
+    return re.compile(rf"^(.*)(?:{words}).*\n{one}{led}", re.MULTILINE)
+
+
+# no reason to end: what an object's end or the interpreter's has met
+_IGNORED = _tracebacks_under(r"Exception ignored |Error in atexit\b")
+_IN_A_THREAD = _tracebacks_under("Exception in thread ")
 # glibc's and the compilers' words for a program that damaged its own memory
 _CORRUPTED = re.compile(
     r"double free|free\(\): |malloc\(\): |munmap_chunk\(\): |corrupted size|corrupted double-linked"
@@ -93,6 +109,7 @@ def classify_exit(
     ended = (
         f"ended by {name}" if name else f"ended with exit code {returncode}"
     )
+    output_tail = _in_order(output_tail)
     lines = output_tail.splitlines()[-_TAIL_LINES:]
     is_killed, is_crash = name == "SIGKILL", name == "SIGSEGV"
     # a segmentation fault is the process's own, whatever the kernel did to others
@@ -144,6 +161,14 @@ def classify_exit(
         f"{ended}: {last}" if last else ended,
         Evidence(clue=Clue.CRASHED if is_crash else None),
     )
+
+
+def _in_order(output: str) -> str:
+    """Return an output without errors that Python ignored, and with those of threads, which end no
+    process, before that of the main thread."""
+    output = _IGNORED.sub("", output)
+    threads = [found[0] for found in _IN_A_THREAD.finditer(output)]
+    return "\n".join([*threads, _IN_A_THREAD.sub("", output)])
 
 
 def by_oom_killer(failure: Failure) -> Failure:
