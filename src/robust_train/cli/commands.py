@@ -68,9 +68,8 @@ _STARTING = (
             option(
                 "--batch-size",
                 key="training.batch_size",
-                type=int,
                 metavar="N",
-                help="micro-batch size of the first attempt",
+                help="micro-batch size of the first attempt; auto: the largest that fits",
             ),
             option(
                 "--gradient-accumulation",

@@ -12,6 +12,7 @@ import signal
 import sys
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
 from importlib.metadata import version
 from typing import NoReturn
 
@@ -35,7 +36,8 @@ from robust_train.model.errors import (
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _HELP = {"-h", "--help"}
 _COLUMNS = 78
-_OVERRIDE = re.compile(r"[+~]{0,2}[\w./@]+=")
+# a name in capitals is a variable's
+_OVERRIDE = re.compile(r"(?![A-Z_\d]+=)[+~]{0,2}[\w./@]+=")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -163,9 +165,18 @@ class _Parser(argparse.ArgumentParser):
         name = self.prog.partition(" ")[2]
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown != message:
+            from robust_train.config.schema import RobustConfig
+
             word = unknown.split()[0].partition("=")[0]
-            options = list(self._option_string_actions)
-            if near := difflib.get_close_matches(word, options, n=1):
+            options = [*self._option_string_actions]
+            takes_keys = any(one.dest == "overrides" for one in self._actions)
+            keys = {
+                f"--{one.name.replace('_', '-')}": one.name
+                for one in fields(RobustConfig)
+            }
+            if takes_keys and word in keys:
+                message += f"; write {keys[word]}=…"
+            elif near := difflib.get_close_matches(word, options, n=1):
                 message += f"; did you mean {near[0]}?"
         raise CommandFailed(f"{name}: {message}", EXIT_BAD_CONFIG)
 

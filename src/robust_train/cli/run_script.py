@@ -88,6 +88,10 @@ def overrides_of(arguments: Namespace) -> list[str]:
     given = {
         key: own[name[2:].replace("-", "_")] for key, name in _OPTIONS.items()
     }
+    for key, name in _OPTIONS.items():
+        if given[key] is not None and _gives(arguments, key):
+            problem = f"{name} and {key}=… say the same; leave one out"
+            raise CommandFailed(problem, EXIT_BAD_CONFIG)
     given |= _batch_sizes(arguments)
     _check_learning_rate(arguments)
     overrides = ["trainer=command"]
@@ -130,7 +134,7 @@ def _check_learning_rate(arguments: Namespace) -> None:
         raise CommandFailed(problem, EXIT_BAD_CONFIG)
 
 
-def _batch_sizes(arguments: Namespace) -> dict[str, int | None]:
+def _batch_sizes(arguments: Namespace) -> dict[str, Json]:
     """Return the first and the smallest micro-batch size; None if a key gives it."""
     batch_size, least = arguments.batch_size, arguments.min_batch_size
     if batch_size is None and not _gives(arguments, "training.batch_size"):
@@ -142,8 +146,8 @@ def _batch_sizes(arguments: Namespace) -> dict[str, int | None]:
             raise CommandFailed(problem, EXIT_BAD_CONFIG)
         # the script has a batch size of its own, so a smaller one of ours would change nothing
         batch_size = least = 1
-    elif batch_size is not None and least is None:
-        least = min(4, batch_size)
+    elif least is None and (batch_size or "").isdecimal():
+        least = min(4, int(batch_size))
     return {"training.batch_size": batch_size, "min_batch_size": least}
 
 
@@ -157,14 +161,14 @@ def _texts(arguments: Namespace) -> dict[str, Json]:
         raise CommandFailed(problem, EXIT_BAD_CONFIG) from error
     texts = {
         "trainer.argv": list(map(literal, arguments.program)),
-        "trainer.resume_argv": list(map(literal, resume)),
-        "trainer.checkpoint_glob": literal(arguments.checkpoint or ""),
+        "trainer.resume_argv": list(map(literal, resume)) or None,
+        "trainer.checkpoint_glob": literal(arguments.checkpoint or "") or None,
         "job_name": literal(
             arguments.name or name_of_program(arguments.program)
         ),
         "device": arguments.device,
     }
-    return {key: value for key, value in texts.items() if value}
+    return {key: value for key, value in texts.items() if value is not None}
 
 
 def _run(

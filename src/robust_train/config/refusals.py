@@ -188,7 +188,12 @@ def _unknown_key(
         near = _nearest(name, everything, 0.75) or _nearest(
             key, everything, 0.75
         )
-        hint = f"did you mean {near}?" if near else "--cfg job lists all"
+        command = "robust-train train " if config_path == OURS else ""
+        hint = (
+            f"did you mean {near}?"
+            if near
+            else f"{command}--cfg job lists all"
+        )
     if typed in overrides and not typed.startswith("~"):
         own = f"a key of your own takes a plus: +{typed}"
         hint += f" A{own[1:]}" if hint.endswith("?") else f"; {own}"

@@ -470,8 +470,9 @@ def _refuse_missing(cwd: Path, argv: Sequence[str]) -> None:
                 f"its interpreter: {interpreter} {program}"
             )
     elif shutil.which(program, path=users_path(os.environ)) is None:
+        hint = f"; write env {program} PROGRAM" if "=" in program else ""
         raise ConfigError(
-            f"trainer.argv: {program!r} is not a program on PATH"
+            f"trainer.argv: {program!r} is not a program on PATH{hint}"
         )
     if _INTERPRETER.match(Path(program).name) and PROGRAM_FILE.search(script):
         path = cwd / os.path.expanduser(script)
