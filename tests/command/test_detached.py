@@ -3,7 +3,9 @@
 import contextlib
 import json
 import os
+import signal
 import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -60,6 +62,21 @@ def test_what_cannot_be_run_is_refused_in_the_foreground(tmp_path, capfd, monkey
     with pytest.raises(ConfigError, match="only a command goes on in the background"):
         launch(lambda cfg: None, {"detach": True, "device": "cpu"})
     assert find_runs() == []
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_what_ends_the_command_before_its_job_has_begun_ends_the_job(tmp_path, monkeypatch, signum):
+    file = tmp_path / "pid"
+    code = f"import os, time; open('{file}', 'w').write(str(os.getpid())); time.sleep(60)"
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-c", code])
+
+    def stop():
+        wait_until(lambda: file.exists() and file.read_text(), "it runs")
+        os.kill(os.getpid(), signum)
+
+    threading.Thread(target=stop).start()
+    assert detach.start() == 128 + signum
+    assert not psutil.pid_exists(int(file.read_text()))
 
 
 def test_where_a_logout_kills_the_job_gets_a_scope_or_its_user_a_line(tmp_path, monkeypatch):

@@ -6,11 +6,13 @@ import io
 import json
 import logging
 import os
+import pkgutil
 import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from omegaconf.errors import ConfigAttributeError
@@ -28,6 +30,7 @@ from robust_train import (
 from robust_train.attempt.loading import load
 from robust_train.config.trainers import TrainerRef
 from robust_train.folder.identity import read_identity
+from robust_train.folder.lock import is_held
 from robust_train.folder.state import read_state, read_summary
 from robust_train.host import search
 from robust_train.launcher import job as launcher
@@ -260,6 +263,43 @@ def test_however_often_ctrl_c_is_pressed_the_gpu_is_released_and_the_end_recorde
     assert {*done} == {"release", "write"}
     assert read_state(tmp_path).exit_code == 130
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted"
+
+
+@pytest.mark.parametrize("moment", ["begin_job", "open_requests"])
+def test_a_stop_before_the_first_attempt_is_recorded_and_leaves_nothing_held(
+    tmp_path, monkeypatch, moment
+):
+    """Also at a line after which something has to be released, or the other half written."""
+    act = pkgutil.resolve_name(path := f"robust_train.launcher.run_folder.{moment}")
+
+    def is_stopped_first(*given, **more):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return act(*given, **more)
+
+    monkeypatch.setattr(path, is_stopped_first)
+    with pytest.raises(JobInterrupted):
+        launch(lambda cfg: None, {"isolation": "none"}, run_dir=tmp_path)
+    assert (read_summary(tmp_path).status, read_summary(tmp_path).attempts) == ("interrupted", ())
+    assert read_state(tmp_path).exit_code == 143
+    assert not is_held(tmp_path)
+
+
+@pytest.mark.parametrize("isolation", ["process", "none"])
+def test_a_stop_reaches_a_job_whose_starter_has_blocked_the_signal(tmp_path, isolation):
+    launcher = os.getpid()
+
+    def train(cfg):
+        os.kill(launcher, signal.SIGTERM)
+        time.sleep(10)
+
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        with pytest.raises(JobInterrupted):
+            launch(train, {"isolation": isolation}, run_dir=tmp_path)
+        assert signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()), "as it was"
+    finally:
+        signal.sigtimedwait({signal.SIGTERM}, 0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def test_an_attempt_whose_end_is_being_explained_when_a_stop_comes_is_recorded(

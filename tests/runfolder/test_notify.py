@@ -4,6 +4,7 @@ import http.server
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -161,6 +162,14 @@ def test_a_signal_cuts_the_last_deliveries_short_and_the_job_stays_completed(tmp
     assert "ended by a signal" in caplog.text
 
 
+def test_a_delivery_has_a_time_limit_also_if_its_launcher_is_killed(tmp_path):
+    ask = f"import signal; open('{tmp_path}/left', 'w').write(str(signal.alarm(0)))"
+    notifier = Notifier(NotifyConfig((sys.executable, "-c", ask)))
+    notifier.send("failed", "text", {})
+    notifier.finish()
+    assert 0 < int((tmp_path / "left").read_text()) <= 60
+
+
 def test_any_text_can_be_told(told):
     command, read = told
     notifier = Notifier(NotifyConfig(command))
@@ -176,16 +185,21 @@ def test_urls_are_those_of_one_launch():
         assert notifications(checked(cfg).notify, environ).urls == tuple(urls)
 
 
-def test_a_launched_job_tells_and_leaves_no_url_behind(tmp_path, capfd, monkeypatch):
-    sent = []
-    monkeypatch.setattr(Notifier, "deliver", lambda self, *given: sent.append(given))
-    seen = {}
-    cfg = {"notify": {"command": "tell me", "urls": [URL]}, "device": "cpu", "isolation": "none"}
-    launch(lambda cfg: seen.update(cfg.notify) or 0.5, cfg, run_dir=tmp_path)
-    (_, _, command, content, _), (_, _, _, message, _) = sent
+def test_a_launched_job_tells_and_leaves_no_url_behind(tmp_path, capfd, monkeypatch, posted):
+    pytest.importorskip("apprise")
+    (url, bodies), sent, seen = posted, [], {}
+    cfg = {"notify": {"command": "tell me", "urls": [url]}, "device": "cpu", "isolation": "none"}
+    with monkeypatch.context() as patch:
+        patch.setattr(Notifier, "deliver", lambda self, *given: sent.append(given))
+        launch(lambda cfg: seen.update(cfg.notify) or 0.5, cfg, run_dir=tmp_path)
+    (_, _, command, content, _), to_url = sent
     assert command == ("tell", "me")
     assert (content["event"], content["result"]) == ("completed", 0.5)
-    assert message["urls"] == (URL,)
+    notifier = Notifier(NotifyConfig())
+    notifier.deliver(*to_url)
+    notifier.finish(60.0)
+    (body,) = map(json.loads, bodies)
+    assert (body["title"], body["message"]) == ("robust-train: completed", content["text"])
     assert seen["urls"] is None
     assert with_the_secret(tmp_path) == []
     shown = capfd.readouterr()

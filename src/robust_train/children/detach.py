@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from robust_train.gpu.bounded import printed_by
 from robust_train.gpu.processes import user_name
-from robust_train.host.signals import keep_ends_of_children
+from robust_train.host.signals import SignalWatch
 
 if TYPE_CHECKING:
     from robust_train.config.schema import RobustConfig
@@ -66,11 +66,19 @@ def is_due(config: RobustConfig) -> bool:
 
 
 def start() -> int:
-    """Run this process's command in the background; return its exit code, 0 once it has begun."""
-    keep_ends_of_children()
+    """Run this process's command in the background; return its exit code, 0 once it has begun.
+
+    What ends this process before that ends the job, but for a terminal that is closed."""
     prefix, note = past_logout()
     read_end, write_end = os.pipe()
-    with tempfile.TemporaryFile() as output:
+    passed_on: list[int] = []
+
+    def pass_on(signum: int) -> None:
+        if signum != signal.SIGHUP:
+            passed_on.append(signum)
+            process.send_signal(signum)
+
+    with tempfile.TemporaryFile() as output, SignalWatch() as signals:
         process = subprocess.Popen(
             prefix + [sys.executable] + sys.orig_argv[1:],
             stdin=subprocess.DEVNULL,
@@ -81,15 +89,14 @@ def start() -> int:
             start_new_session=True,
         )
         os.close(write_end)
-        try:
+        with signals.handed_to(pass_on):
+            if signals.received:  # just before
+                pass_on(signals.received)
             begun = os.read(read_end, _MOST_BYTES).decode(errors="replace")
-        except KeyboardInterrupt:
-            process.send_signal(signal.SIGINT)
-            begun = ""
-        if begun:
-            print(begun + note, flush=True)
-            return 0
-        code = process.wait()
+            if begun and not passed_on:
+                print(begun + note, flush=True)
+                return 0
+            code = process.wait()
         output.seek(0)
         print(
             output.read().decode(errors="replace"),

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -45,7 +46,7 @@ from robust_train.readable import duration, shortened
 log = logging.getLogger("robust_train")
 
 TEXT_VARIABLE = "ROBUST_TRAIN_NOTIFY_TEXT"
-_LIMIT_SECONDS = 30.0
+_LIMIT_SECONDS = 30
 LAST_CHANCE_SECONDS = 10.0
 _POLL_SECONDS = 0.05
 _AFTER_KILL_SECONDS = 1.0
@@ -274,6 +275,8 @@ class Notifier:
                     stderr=errors,
                     env=environ,
                     start_new_session=True,
+                    # where this process is killed: an alarm outlives it, and the exec
+                    preexec_fn=partial(signal.alarm, 2 * _LIMIT_SECONDS),
                 )
         except (OSError, ValueError) as error:
             self._log_failure(

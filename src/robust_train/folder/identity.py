@@ -109,9 +109,10 @@ def begin_job(
     *,
     resume: bool,
     max_launches: int = 0,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> Beginning:
     """Find out where a launch in ``run_dir`` begins, and write ``job.json``; ``resume``: go on with
-    the unfinished job of the folder, if there is one.
+    the unfinished job of the folder, if there is one. What ``sleep`` raises ends a wait for a disk.
 
     Raises:
         ConfigError: something of the folder cannot be read, also after a while, or a new job cannot
@@ -120,8 +121,8 @@ def begin_job(
     """
     folder = run_dir / "checkpoints"
     journal = run_dir / "journal.jsonl"
-    attempts = wait_until_readable(lambda: attempts_in(journal))
-    job = wait_until_readable(lambda: read_identity(run_dir))
+    attempts = wait_until_readable(lambda: attempts_in(journal), sleep=sleep)
+    job = wait_until_readable(lambda: read_identity(run_dir), sleep=sleep)
     if job is None or job.completed is not None or not resume:
         job = Identity(
             uuid.uuid4().hex,
@@ -136,7 +137,7 @@ def begin_job(
         _set_aside(folder)
         job = replace(job, cleared=True)
         _write(run_dir, job)
-    known = wait_until_readable(lambda: read_manifests(folder))
+    known = wait_until_readable(lambda: read_manifests(folder), sleep=sleep)
     _check_progress(
         run_dir,
         job,
@@ -147,7 +148,7 @@ def begin_job(
     return Beginning(
         job.id,
         most,
-        resume_from(run_dir, job.id),
+        resume_from(run_dir, job.id, sleep=sleep),
     )
 
 

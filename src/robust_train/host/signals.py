@@ -98,18 +98,18 @@ def _end_if_ours(
 
 
 class SignalWatch:
-    """While active, turns a signal into :class:`JobInterrupted`, or hands it to a handler. Nothing
-    is done outside the main thread, where Python allows no handlers."""
+    """While active, notes a signal, or hands it to a handler. Whoever waits asks for it by
+    :meth:`check`: an exception at any line would leave half done what that line does. Nothing is
+    done outside the main thread, where Python allows no handlers."""
 
     def __init__(self) -> None:
         # the first signal that came, 0 before
         self.received = 0
-        # training has completed, so a signal that comes now changes nothing
-        self.is_over = False
         # what runs is stopped, and the job goes on
         self.is_pausing = False
-        self._handler: Callable[[int], None] = self._interrupt
+        self._handler: Callable[[int], None] | None = None
         self._previous: dict[int, Any] = {}
+        self._blocked: set[int] = set()
         self._delivered = 0
         self._counts = [0, 0]  # of signals of its own, and forwarded
         self._ignores_children = False
@@ -128,9 +128,13 @@ class SignalWatch:
                 continue
             for one in (signum, forwarded):
                 self._previous[one] = signal.signal(one, self._on_signal)
+        # by whoever has started this process, which could never be stopped
+        mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._previous)
+        self._blocked = mask & self._previous.keys()
         return self
 
     def __exit__(self, *error: object) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._blocked)
         for signum, previous in self._previous.items():
             signal.signal(signum, previous)
         if self._ignores_children:
@@ -161,8 +165,8 @@ class SignalWatch:
 
     @contextlib.contextmanager
     def handed_to(self, handler: Callable[[int], None]) -> Iterator[int]:
-        """Have signals call ``handler(signum)`` within this block instead of what they do outside
-        of it. Yields a descriptor that becomes readable when a signal came."""
+        """Have signals call ``handler(signum)`` within this block. Yields a descriptor that
+        becomes readable when a signal came."""
         wakeup, theirs = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         before, self._handler = self._handler, handler
         # Python allows no handlers outside the main thread
@@ -190,6 +194,11 @@ class SignalWatch:
         if self.received in WARNING_SIGNALS and callable(previous):
             previous(self.received, None)
 
+    def check(self) -> None:
+        """Raise :class:`JobInterrupted` if a signal has come that no handler takes."""
+        if self._handler is None:
+            self.raise_if_received()
+
     def raise_if_received(self) -> None:
         """Raise :class:`JobInterrupted` if a signal has come."""
         if self.received:
@@ -215,8 +224,5 @@ class SignalWatch:
             self.is_pausing, self.received = False, signum
             return
         self.received = self.received or signum
-        self._handler(signum)
-
-    def _interrupt(self, signum: int) -> None:
-        if not self.is_over:
-            raise JobInterrupted(signum)
+        if self._handler is not None:
+            self._handler(signum)

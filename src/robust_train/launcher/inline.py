@@ -92,9 +92,16 @@ class InlineExecutor:
                 self._on_failure(request, event)
             on_event(event)
 
-        def stop(ask_trainer: Callable[[], None]) -> None:
-            log.info("stopping: waiting for the trainer's last checkpoint")
-            ask_trainer()
+        @contextlib.contextmanager
+        def stopping(ask_trainer: Callable[[], None]) -> Iterator[None]:
+            def stop(signum: int) -> None:
+                log.info("stopping: waiting for the trainer's last checkpoint")
+                ask_trainer()
+
+            with signals.handed_to(stop):
+                if signals.received:  # just before
+                    stop(signals.received)
+                yield
 
         if self._memory_at_first is None:
             self._memory_at_first = StartingMemory()
@@ -104,9 +111,7 @@ class InlineExecutor:
                 request,
                 self._trainer,
                 take,
-                stopping=lambda ask: signals.handed_to(
-                    lambda signum: stop(ask)
-                ),
+                stopping=stopping,
                 tick=tick,
                 process_ends=process_ends,
                 rank=self._rank,

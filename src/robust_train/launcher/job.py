@@ -92,7 +92,6 @@ from robust_train.model.events import (
     DecidedAgain,
     Event,
     Failed,
-    Finished,
     JobEnded,
     JobStarted,
     ScriptStarted,
@@ -287,9 +286,7 @@ class Job:
                     self._begin()
                     return self._train()
             except (Exception, JobInterrupted) as error:
-                # however often Ctrl-C is pressed: the end is recorded
-                with self.signals.handed_to(lambda signum: None):
-                    return self._end_with(limit_reached(error) or error)
+                return self._end_with(limit_reached(error) or error)
 
     def _end_with(self, error: BaseException) -> Summary:
         """Record the end of a job without a last decision; raise what its caller has to know."""
@@ -344,17 +341,15 @@ class Job:
             self.executor, self.devices = engine.executor, engine.devices
         try:
             group = self._acquire_device()
-            self.executor.prepare(self.folder.tick)
+            self.executor.prepare(self._tick)
             if engine is None:
                 first = first_decision(self.policy, group)
             else:
                 first = engine.first(self.beginning, self.policy, group)
             self._attempt_until_done(first)
         finally:
-            # however often Ctrl-C is pressed: the GPU is released
-            with self.signals.handed_to(lambda signum: None):
-                self.executor.close()
-                self.devices.queue.release()
+            self.executor.close()
+            self.devices.queue.release()
         if self.decision is None:
             return self._end("completed", None)
         self.signals.raise_if_received()
@@ -370,7 +365,9 @@ class Job:
                 function_of,
             )
 
-            function = function_of(self.trainer, self.trainer_ref)
+            # imports of the user's take as long as they like
+            with self.signals.handed_to(_interrupt):
+                function = function_of(self.trainer, self.trainer_ref)
             return InlineExecutor(lambda: function)
         return ProcessExecutor(
             self.trainer_ref,
@@ -409,6 +406,7 @@ class Job:
     def _next_attempt(self) -> Decision | None:
         """Run what was decided, once it can be had; return what is decided after it."""
         while True:
+            self.signals.check()
             self._wait_for_room()
             if not isinstance(self.decision, Retry):
                 return self.decision
@@ -653,8 +651,6 @@ class Job:
             case ScriptStarted():
                 # logged here, because what the attempt prints is evidence
                 log.info("running %s", shlex.join(event.argv))
-            case Finished() | Failed():
-                self.signals.is_over = isinstance(event, Finished)
             case Slow(text=text) if text:
                 log.warning("%s, for ten minutes by now", text)
             case Slow():
@@ -664,11 +660,13 @@ class Job:
         self.folder.record(event, self.folder.attempt.number)
 
     def sleep(self, seconds: float) -> None:
-        """Wait for a device or for time to pass; raise ConfigError if the trainer refuses."""
+        """Wait for a device or for time to pass; raise ConfigError if the trainer refuses, and
+        JobInterrupted if a signal came."""
         sleep_with_ticks(seconds, self._tick)
 
     def _tick_attempt(self) -> None:
         self.slow.poll()
+        self.signals.check()
         self.folder.tick()
         self.devices.queue.tick()
         # an attempt that saves nothing would begin at the same step each time
@@ -680,6 +678,7 @@ class Job:
                 self.signals.pause()
 
     def _tick(self) -> None:
+        self.signals.check()
         self.folder.tick()
         self.executor.poll()
 
@@ -741,3 +740,7 @@ class Job:
         if self.folder.state.resume_command is None:
             return resumed_by_hand(self.run_dir)
         return f"robust-train resume {self.folder.state.id}"
+
+
+def _interrupt(signum: int) -> None:
+    raise JobInterrupted(signum)

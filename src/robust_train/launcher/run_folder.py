@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from robust_train.folder.state import (
     read_state,
 )
 from robust_train.gpu.processes import user_name
+from robust_train.host.linux import sleep_with_ticks
 from robust_train.host.signals import SignalWatch
 from robust_train.model.attempt import Attempt, AttemptEnded
 from robust_train.model.errors import EXIT_BAD_CONFIG, RunFolderUnavailable
@@ -143,6 +145,7 @@ class RunFolder:
                 self._run_dir,
                 resume=self._config.resume,
                 max_launches=self._config.max_launches,
+                sleep=partial(sleep_with_ticks, tick=self._signals.check),
             )
         except RunFolderUnavailable:  # nothing could be written there
             self._lock.release()

@@ -209,6 +209,7 @@ class GpuQueue:
             )
             with self._signals.handed_to(self._received.append):
                 try:
+                    self._signals.raise_if_received()
                     goes_on = self._fill(slots)
                     # while the first jobs start: a later one is a fork
                     html.prepare()

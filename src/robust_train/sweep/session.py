@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import shutil
-import signal
 import socket
 import sys
 import time
@@ -68,7 +67,6 @@ from robust_train.sweep.checks import (
 )
 from robust_train.sweep.page import write_sweep_report
 from robust_train.sweep.record import (
-    INTERRUPTIONS,
     OF_THE_SWEEP,
     SWEEP_FILE,
     Status,
@@ -310,22 +308,18 @@ class HydraSession:
         sweep, self.sweep = self.sweep, None
         if sweep is not None and sweep.pid == os.getpid():
             signals = SignalWatch()
-            # one signal too many must not cost the table
+            # one signal too many must not cost the table; nor, once they are blocked again as an
+            # interrupted sweep leaves them, the exit code while the interpreter ends
             with (
                 signals,
                 signals.handed_to(lambda signum: sweep.notifier.hurry()),
             ):
-                mask = signal.pthread_sigmask(
-                    signal.SIG_UNBLOCK, INTERRUPTIONS
-                )
                 try:
                     self.note(sweep.show_and_write())
                 finally:
                     if sweep.lock is not None:
                         sweep.lock.release()
                 sweep.notifier.finish()
-                # nor the exit code, while the interpreter ends
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return self.exit_code
 
 
