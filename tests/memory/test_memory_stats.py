@@ -120,7 +120,7 @@ V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
 @pytest.mark.parametrize(
     ("above", "rooms"),
     [
-        (("600\n", "500\n", "anon 1\ninactive_file 100\n"), [(600, 200)]),
+        (("600\n", "500\n", "anon 1\ninactive_file 100\nactive_file 30\n"), [(600, 230)]),
         (("600\n", "700\n", ""), [(600, 0)]),
         (("max\n", "1\n", ""), []),
         ((f"{2**63 - 4096}\n", "1\n", ""), []),

@@ -124,27 +124,23 @@ def reset_peak(clear_refs: Path = Path("/proc/self/clear_refs")) -> bool:
 
 
 def cgroup_rooms(root: Path = Path("/")) -> list[tuple[int, int]]:
-    """Return limit and rest of it, for every cgroup above this process that has a limit. The
-    inactive page cache counts as usage there and gives way when memory is requested."""
+    """Return limit and rest of it, for every cgroup above this process that has a limit. The page
+    cache counts as usage there and gives way when memory is requested, however often it is read."""
     rooms = []
     for folder in memory_folders(root):
-        for limit_file, usage_file, cached in (
-            ("memory.max", "memory.current", "inactive_file"),
-            (
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-                "total_inactive_file",
-            ),
+        for limit_file, usage_file, prefix in (
+            ("memory.max", "memory.current", ""),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
         ):
             with contextlib.suppress(ValueError):  # no such file; "max"
                 limit = int(_read(folder / limit_file))
                 used = int(_read(folder / usage_file))
-                pages = re.search(
-                    rf"^{cached} (\d+)$",
+                cached = re.findall(
+                    rf"^{prefix}(?:in)?active_file (\d+)$",
                     _read(folder / "memory.stat"),
                     re.M,
                 )
-                used -= int(pages[1]) if pages else 0
+                used -= sum(map(int, cached))
                 if limit < _UNLIMITED:
                     rooms.append((limit, max(limit - used, 0)))
     return rooms
