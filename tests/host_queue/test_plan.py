@@ -322,6 +322,8 @@ LOST = gpu(B, unusable="the driver reports that it has to be reset (nvidia-smi -
         (job(2), [held(A)], [LOST, FULL, gpu(A)], f"GPU 0: {TAKEN}); GPU 2: 2000 of 4000 MiB"),
         (job(2), [], [LOST], "GPU 1: the driver reports that it has to be reset"),
         (job(2, 6000, count=2), [], [gpu(A), gpu(B, 2000)], ONE_OF_TWO),
+        (job(2), [], [gpu(A)], "another job took its GPU at the same moment"),
+        (job(2), [], [], "its driver shows none of its GPUs"),
         (job(2), [job(1, 30000)], [gpu(A, 20000)], "GPU 0: kept for job job1, which is ahead in"),
     ],
 )

@@ -421,9 +421,10 @@ def why_waiting(
     ]
     if job.count > 1:
         parts.insert(0, f"{available} of {job.count} GPUs available")
-    return shortened(
-        "; ".join(parts) or "its driver shows none of its GPUs", LONGEST
-    )
+    nothing = "its driver shows none of its GPUs"
+    if available:
+        nothing = "another job took its GPU at the same moment"
+    return shortened("; ".join(parts) or nothing, LONGEST)
 
 
 _NONE = 0, ""
