@@ -185,22 +185,29 @@ class Spacing:
         return True
 
 
-def read_small(path: Path, most_bytes: int) -> tuple[bytes, int]:
-    """Return content and owner of a file that anybody may have put there. Raises OSError: it cannot
-    be read. ELOOP for a symbolic link, EINVAL for what is not a regular file or has more than
-    ``most_bytes``."""
-    fd = os.open(
-        path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    )
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "not a regular file")
-        if status.st_size > most_bytes:
+def open_regular(path: Path | str, folder: int | None = None) -> int:
+    """Return a descriptor for reading a file that anybody may have put there, in an open ``folder``
+    if ``path`` is relative to one. Raises OSError: it cannot be read. ELOOP for a symbolic link,
+    EINVAL for what is not a regular file."""
+    # O_NONBLOCK: a FIFO must not block the open
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    fd = os.open(path, flags, dir_fd=folder)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise OSError(errno.EINVAL, "not a regular file")
+
+
+def read_small(
+    path: Path | str, most_bytes: int, folder: int | None = None
+) -> tuple[bytes, os.stat_result]:
+    """Return content and status of such a file. Raises OSError, as for one that cannot be read, for
+    more than ``most_bytes``."""
+    with open(open_regular(path, folder), "rb") as file:
+        data = file.read(most_bytes + 1)
+        if len(data) > most_bytes:
             raise OSError(errno.EINVAL, f"larger than {most_bytes} bytes")
-        return os.read(fd, most_bytes), status.st_uid
-    finally:
-        os.close(fd)
+        return data, os.fstat(file.fileno())
 
 
 def parse_json(data: bytes | str) -> Any:

@@ -113,9 +113,9 @@ def _read(path: Path) -> Request | None:
 
 def _read_own(path: Path) -> dict[str, Json]:
     """Return the JSON object in a file of this user's or root's; raise OSError or ValueError."""
-    data, owner = read_small(path, _MAX_BYTES)
-    if owner not in (os.geteuid(), 0):
-        raise PermissionError(1, f"it belongs to user {owner}")
+    data, status = read_small(path, _MAX_BYTES)
+    if status.st_uid not in (os.geteuid(), 0):
+        raise PermissionError(1, f"it belongs to user {status.st_uid}")
     found = parse_json(data)
     if not isinstance(found, dict):
         raise ValueError("no object")

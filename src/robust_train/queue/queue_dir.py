@@ -22,7 +22,7 @@ from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
 
-from robust_train.files import parse_json
+from robust_train.files import parse_json, read_small
 from robust_train.gpu.processes import user_name
 from robust_train.model.errors import EXIT_BAD_CONFIG, NotDone
 from robust_train.model.gpu import GpuInfo
@@ -170,16 +170,6 @@ class QueueDir:
                     kept.append(match)
         return kept
 
-    def open(self, name: str) -> int:
-        """Return a descriptor of a regular file, for reading. Raises OSError: there is none."""
-        # O_NONBLOCK: a FIFO planted under the name must not block the open
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-        fd = os.open(name, flags, dir_fd=self.fd)
-        if stat.S_ISREG(os.fstat(fd).st_mode):
-            return fd
-        os.close(fd)
-        raise OSError(errno.EINVAL, "not a regular file")
-
     @contextlib.contextmanager
     def creating(self, name: str) -> Iterator[int]:
         """Yield a descriptor of a new, private file; when the block is left, it has its name and
@@ -317,7 +307,7 @@ class QueueDir:
             TypeError,
             OverflowError,
         ):
-            data, status = self._read(file[0])
+            data, status = read_small(file[0], MOST_BYTES, self.fd)
             owner = status.st_uid
             about = {"uuid": file[1], "by": user_name(owner)}
             known = [
@@ -332,18 +322,10 @@ class QueueDir:
             ]
         return []
 
-    def _read(self, name: str) -> tuple[bytes, os.stat_result]:
-        """Return content and status of a small regular file. Raises OSError: there is none."""
-        with os.fdopen(self.open(name), "rb") as file:
-            data = file.read(MOST_BYTES + 1)
-            if len(data) > MOST_BYTES:
-                raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
-            return data, os.fstat(file.fileno())
-
     def _read_limit(self) -> int:
         """Return the limit in the file. Raises ValueError: the first mistake in it."""
         try:
-            data, status = self._read(f"../{LIMITS_FILE}")
+            data, status = read_small(self.base / LIMITS_FILE, MOST_BYTES)
         except OSError:
             raise ValueError(
                 f"it is not a regular file of at most {MOST_BYTES} bytes"

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from robust_train.files import parse_json
+from robust_train.files import open_regular, parse_json
 from robust_train.gpu.processes import own_pid_namespace, started_at
 from robust_train.host.linux import (
     is_locked,
@@ -231,7 +231,7 @@ class Registry(QueueDir):
         """Return a record's job if it lives; else remove what is left, if it is this user's."""
         name = record[0]
         try:
-            fd = self.open(name)
+            fd = open_regular(name, self.fd)
         except OSError as error:
             if error.errno in _OUT_OF_DESCRIPTORS:
                 raise
@@ -335,7 +335,7 @@ class Reservation:
         fd, self.fd = self.fd, -1
         os.close(fd)
         with contextlib.suppress(OSError):
-            again = self.registry.open(self._name)
+            again = open_regular(self._name, self.registry.fd)
             if not is_locked(again) and not self.job.lives_on():
                 self.registry.remove(self._name)
             os.close(again)
