@@ -525,6 +525,8 @@ def test_train_py_runs_a_script_once(scripts):
         (["trainer.argv=[ls,'{batchsize}']"], ["{batchsize}", "did you mean {batch_size}?"]),
         (["trainer.argv=[ls]", "trainer.cwd=/no/such"], ["trainer.cwd=/no/such", "no such folder"]),
         ([f"trainer.argv=[{SCRIPTS}/polite.py]"], ["is not an executable file: chmod +x"]),
+        (["trainer.argv=[polite.py]", f"trainer.cwd={SCRIPTS}"], ["write python polite.py"]),
+        ([f"trainer.argv=[{SCRIPTS}]"], ["scripts is a folder"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -534,6 +536,13 @@ def test_what_cannot_be_run_is_refused_in_one_line(overrides, words):
     line = explain(refused.value, "robust", overrides)
     assert "\n" not in line
     assert all(word in line for word in words)
+
+
+def test_a_script_whose_interpreter_is_not_there_is_refused(scripts):
+    program = scripts.folder / "mine"
+    program.write_text("#!/no/such/python\n")
+    program.chmod(0o700)
+    scripts.run("--", "./mine").was_refused(["PROGRAM: ./mine: ", "first line, #!…, name an inter"])
 
 
 @pytest.mark.parametrize("activated", [False, True], ids=["uvx", "activated"])

@@ -457,20 +457,24 @@ def _refuse_missing(cwd: Path, argv: Sequence[str]) -> None:
     """Refuse a program that is not there, or cannot be executed, and a script that an interpreter
     would not find."""
     program, script = argv[0], argv[1] if argv[1:] else ""
+    path = cwd / os.path.expanduser(program)
+    command = f"{'python' if path.suffix == '.py' else 'bash'} {program}"
     if "/" in program:
-        path = cwd / os.path.expanduser(program)
         if not path.exists():
             raise ConfigError(
                 f"trainer.argv: {program}: no such file in {cwd}"
             )
+        if path.is_dir():
+            raise ConfigError(f"trainer.argv: {program} is a folder")
         if shutil.which(path) is None:
-            interpreter = "python" if path.suffix == ".py" else "bash"
             raise ConfigError(
                 f"trainer.argv: {program} is not an executable file: chmod +x {program}, or name "
-                f"its interpreter: {interpreter} {program}"
+                f"its interpreter: {command}"
             )
     elif shutil.which(program, path=users_path(os.environ)) is None:
-        hint = f"; write env {program} PROGRAM" if "=" in program else ""
+        hint = f"; write {command}" if path.is_file() else ""
+        if "=" in program:
+            hint = f"; write env {program} PROGRAM"
         raise ConfigError(
             f"trainer.argv: {program!r} is not a program on PATH{hint}"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import math
 import os
@@ -62,7 +63,9 @@ class Program:
                 )
         except OSError as error:
             problem = error.strerror or error
-            hint = "; is its first line #!…?" if error.errno == 8 else ""
+            hint = ""
+            if error.errno in (errno.ENOENT, errno.ENOEXEC):
+                hint = "; does its first line, #!…, name an interpreter that is there?"
             raise ConfigError(
                 f"trainer.argv: {shlex.join(argv)}: {problem}{hint}"
             ) from error
