@@ -23,11 +23,23 @@ from robust_train.config.projects import (
     is_theirs,
     ours,
 )
-from robust_train.config.schema import PlainConfig, RobustConfig, TrainerConfig
+from robust_train.config.schema import (
+    PlainConfig,
+    RobustConfig,
+    TrainerConfig,
+    TrainingConfig,
+)
 from robust_train.config.trainers import folder_name
 from robust_train.config.values import Declaration
 from robust_train.model.errors import ConfigError
 from robust_train.readable import meant
+
+_FOLLOWING = {
+    item.name: f"${{oc.select:{item.metadata['key'].follows},{item.default}}}"
+    for item in fields(TrainingConfig)
+    if item.metadata["key"].follows
+}
+"""Keys of ``training`` whose default is the value of another key."""
 
 
 def open_root(schema: type) -> DictConfig:
@@ -117,8 +129,9 @@ def complete(cfg: Mapping[str, Any] | DictConfig) -> DictConfig:
 
 
 def _complete(cfg: Any, prefix: str = "") -> DictConfig:
+    following = {} if prefix else {"training": _FOLLOWING}
     try:
-        merged = OmegaConf.merge(open_root(RobustConfig), cfg)
+        merged = OmegaConf.merge(open_root(RobustConfig), following, cfg)
     except OmegaConfBaseException as error:
         raise _mistake(error, prefix) from None
     assert isinstance(merged, DictConfig)
