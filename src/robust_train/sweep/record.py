@@ -37,8 +37,9 @@ CLAIMS_FILE, STUDY_FILE, STUDY = "claims", "study.jsonl", "sweep"
 INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # what says how jobs are run, and not what they compute
 OF_THE_SWEEP = re.compile(
-    r"\+{0,2}(robust\.)?(sweep_\w+|resume|detach|notify\.\w+|queue_priority|wait_for_gpu|"
-    r"gpu_wait_timeout_minutes|max_launches|max_retries|stall_timeout_minutes)="
+    r"\+{0,2}(robust\.)?(sweep_(resume|fail_fast|patience)|resume|detach|notify\.\w+|"
+    r"queue_priority|wait_for_gpu|gpu_wait_timeout_minutes|max_launches|max_retries|"
+    r"stall_timeout_minutes)="
 )
 
 
