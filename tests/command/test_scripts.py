@@ -362,13 +362,22 @@ def test_what_a_script_leaves_behind_says_so(scripts):
 
 OVER_ITS_DEAD = """
 import subprocess, sys
-subprocess.run([sys.executable, "-c", 'raise MemoryError("no more")'])
+subprocess.run([sys.executable, "-c", sys.argv[1]])
 """
 
 
-def test_a_script_that_ends_with_0_over_its_dead_children_is_doubted(scripts):
-    ended = run_program(scripts, OVER_ITS_DEAD)
-    assert "exit code 0, but its output shows a failure: MemoryError: no more" in ended.stdout
+@pytest.mark.parametrize("failure", ["MemoryError: no more", "KeyError: 'lr'"])
+def test_a_script_that_ends_with_0_over_its_dead_children_is_doubted(scripts, failure):
+    name, _, message = failure.partition(": ")
+    code = f"raise {name}({message.strip(chr(39))!r})"
+    ended = run_program(scripts, OVER_ITS_DEAD, words=(code,))
+    assert f"exit code 0, but its output shows a failure: {failure}" in ended.stdout
+
+
+def test_what_a_shell_hides_is_said(scripts):
+    ended = scripts.run("--", "sh", "-c", "sleep 60 & echo | tee").with_code(0)
+    assert "(sleep) still ran, and it ends with the script" in ended.stdout
+    assert "exit code is that of tee" in ended.stdout
 
 
 def test_steps_of_an_attempt_that_resumed_begin_where_the_one_before_had_saved():

@@ -259,6 +259,12 @@ def _warnings(
             "reads robust_train.current_run().gradient_accumulation_steps it makes an optimizer "
             "step of each micro-batch: write {gradient_accumulation_steps} in the command"
         )
+    text = " ".join(arguments.program)
+    if re.search(r"\|&?\s*tee\b", text) and "pipefail" not in text:
+        yield (
+            "the script's exit code is that of tee, so its failures are not seen: write "
+            "bash -o pipefail -c in front, or leave tee out, since attempt-<n>.log has the output"
+        )
     if (
         arguments.checkpoint
         and not arguments.resume_argv

@@ -109,7 +109,7 @@ def classify_exit(
     ended = (
         f"ended by {name}" if name else f"ended with exit code {returncode}"
     )
-    output_tail = _in_order(output_tail)
+    output_tail = in_order(output_tail)
     lines = output_tail.splitlines()[-_TAIL_LINES:]
     is_killed, is_crash = name == "SIGKILL", name == "SIGSEGV"
     # a segmentation fault is the process's own, whatever the kernel did to others
@@ -163,7 +163,7 @@ def classify_exit(
     )
 
 
-def _in_order(output: str) -> str:
+def in_order(output: str) -> str:
     """Return an output without errors that Python ignored, and with those of threads, which end no
     process, before that of the main thread."""
     output = _IGNORED.sub("", output)

@@ -18,7 +18,7 @@ from typing import Any
 
 from robust_train.config.attempt import AttemptRequest
 from robust_train.failures import classify_exit
-from robust_train.failures.exits import by_oom_killer
+from robust_train.failures.exits import by_oom_killer, in_order
 from robust_train.failures.stack import (
     TRACEBACK,
     NativeStack,
@@ -174,11 +174,17 @@ def doubt_of(attempt: Attempt) -> str:
         attempt.script, ScriptEnded
     ):
         return ""
-    seen = classify_exit(1, without_escapes(attempt.exit.output))
-    if not seen.kind.is_memory and seen.kind is not FailureKind.WORKER_DEATH:
-        return ""
+    output = without_escapes(attempt.exit.output).rstrip()
+    seen = classify_exit(1, output)
     what = seen.message.removeprefix("ended with exit code 1: ")
-    return f"the script ended with exit code 0, but its output shows a failure: {what}"
+    is_last = TRACEBACK in output and output.endswith(what)
+    is_workers = seen.kind is FailureKind.WORKER_DEATH
+    if not (seen.kind.is_memory or is_workers or is_last):
+        return ""
+    return (
+        f"the script ended with exit code 0, but its output shows a failure: {what} (a pipeline "
+        "has the exit code of its last command, such as tee: bash -o pipefail)"
+    )
 
 
 def last_words(output: str, log_name: str) -> str:
@@ -186,7 +192,7 @@ def last_words(output: str, log_name: str) -> str:
     # of a line that was rewritten, as by a progress bar, what was there in the end
     lines = [
         line.rstrip("\r").rpartition("\r")[2]
-        for line in without_escapes(output).split("\n")
+        for line in in_order(without_escapes(output)).split("\n")
     ]
     lines = [line.rstrip() for line in lines if line.strip()]
     starts = [number for number, line in enumerate(lines) if TRACEBACK in line]

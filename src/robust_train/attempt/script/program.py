@@ -25,6 +25,7 @@ from robust_train.host.linux import (
     children,
     collect,
     kill_descendants,
+    named,
     signal_at_parents_death,
 )
 from robust_train.model.errors import ConfigError
@@ -51,6 +52,8 @@ class Program:
         self._stop_signal = stop_signal
         self._not_ours = {child.pid for child in children()}
         self._asked: set[int] = set()
+        program = Path(argv[0])
+        self._is_shell = program.name in _SHELLS or program.suffix == ".sh"
         try:
             with _own_input() as stdin:
                 self._process = subprocess.Popen(
@@ -100,6 +103,7 @@ class Program:
                         break
                     self._ask_to_stop(running)
                 elif self._process.returncode is not None:
+                    self._tell_of_background(running)
                     break
                 if self._process.returncode is not None:
                     time.sleep(_ORPHANS_SECONDS)  # what it has left ends, too
@@ -125,6 +129,18 @@ class Program:
         self._process.poll()
         found = {child.pid for child in children()} - self._not_ours
         return [pid for pid in found if pid == self.pid or collect(pid)]
+
+    def _tell_of_background(self, left: Sequence[int]) -> None:
+        """Warn of what a shell has started in the background, and not waited for."""
+        if not (left and self._is_shell and self._process.returncode == 0):
+            return
+        time.sleep(TICK_SECONDS)  # tee ends with its input
+        if left := self._running():
+            log.warning(
+                "the script ended while %s still ran, and it ends with the script: let the script "
+                "wait for it (without &, or with wait); --detach is for the background",
+                named(map(psutil.Process, left)),
+            )
 
     def _ask_to_stop(self, pids: Sequence[int]) -> None:
         """Send the stop signal, once to each; what was stopped by SIGSTOP would not get it."""
