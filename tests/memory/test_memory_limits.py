@@ -3,6 +3,7 @@
 import json
 import os
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -109,16 +110,21 @@ def test_a_limit_is_told_in_mib():
         (True, None, {}),
         (False, None, {"is_script": True}),
         (False, None, {"gpus": 2}),
-        (False, None, {"kernel": "Linux version 5.15.90.1-microsoft-standard-WSL2"}),
+        (False, None, {"kernel": "5.15.90.1-microsoft-standard-WSL2"}),
+        (False, None, {"kernel": "4.4.0-19041-Microsoft"}),
         (True, True, {"is_script": True, "gpus": 2, "kernel": "microsoft"}),
         (False, False, {}),
     ],
 )
-def test_expandable_segments_are_left_alone_where_they_may_fail(expected, setting, where):
-    kernel = {"kernel": "Linux version 6.8.0-45-generic"}
-    assert use_expandable_segments(setting, {}, **kernel | where) is expected
+def test_expandable_segments_are_left_alone_where_they_may_fail(
+    expected, setting, where, monkeypatch
+):
+    where = {"kernel": "6.8.0-45-generic", **where}
+    kernel = SimpleNamespace(release=where.pop("kernel"))
+    monkeypatch.setattr(os, "uname", lambda: kernel)
+    assert use_expandable_segments(setting, {}, **where) is expected
     exported = {VARIABLE: f"expandable_segments:{not expected}"}
-    assert use_expandable_segments(setting, exported, **kernel | where) is not expected
+    assert use_expandable_segments(setting, exported, **where) is not expected
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="this build of torch has no CUDA")

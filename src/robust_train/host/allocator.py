@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 
 VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
 """Read by every torch since 2.4. Torch 2.10 and later read it first, then ``PYTORCH_ALLOC_CONF``;
@@ -19,7 +19,6 @@ def use_expandable_segments(
     *,
     is_script: bool = False,
     gpus: int = 1,
-    kernel: str | None = None,
 ) -> bool:
     """Decide whether the allocator uses expandable segments from the start.
 
@@ -33,17 +32,12 @@ def use_expandable_segments(
         return exported
     if setting is not None:
         return setting
-    return not is_script and gpus == 1 and not is_wsl(kernel)
+    return not is_script and gpus == 1 and not is_wsl()
 
 
-def is_wsl(kernel: str | None = None) -> bool:
-    """Return whether the kernel, by default this machine's ``/proc/version``, is WSL's."""
-    if kernel is None:
-        try:
-            kernel = Path("/proc/version").read_text(errors="replace")
-        except OSError:
-            return False
-    return "microsoft" in kernel.lower()
+def is_wsl() -> bool:
+    """Return whether the kernel is WSL's."""
+    return "microsoft" in os.uname().release.lower()
 
 
 def allocator_settings(
