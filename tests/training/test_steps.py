@@ -229,6 +229,57 @@ def test_batch_statistics_and_other_buffers_count_each_sample_once(fails_in_step
     assert_same(train(fails=True), train(fails=False), rtol=0, atol=0)
 
 
+class Criterion(nn.Module):
+    """Has a state that each pass changes, weights, and what only some modules have as buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.Linear(3, 3)
+        self.register_buffer("center", torch.zeros(3))
+        self.register_buffer("graph", torch.eye(3).to_sparse())
+        self.register_buffer("seen", torch.zeros(0))
+        self.generator = torch.Generator().manual_seed(1)
+        self.scripted = torch.jit.script(nn.BatchNorm1d(3))
+
+    def forward(self, logits, y):
+        self.center = self.center * 0.9 + logits.detach().mean(0)
+        self.seen.resize_(len(self.seen) + 1).fill_(1)  # as an observer's
+        noise = torch.rand(3, generator=self.generator)
+        logits = self.scripted(logits @ self.graph) + noise - self.center
+        return cross_entropy(self.weights(logits), y)
+
+
+@pytest.mark.filterwarnings("ignore:.*jit.script")
+@pytest.mark.parametrize("holder", ["the function", "its owner"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_beside_the_named_model_what_else_the_function_uses_goes_back_to_the_steps_start(
+    holder, where
+):
+    def train(fails):
+        torch.manual_seed(0)
+        model, criterion = Network(where=where), Criterion()
+
+        class Trainer:
+            def loss_of(self, part):
+                mine = self.loss if holder == "its owner" else inner
+                return mine(model(part[0]), part[1])
+
+        trainer, batcher = Trainer(), MicroBatcher(12)
+        inner = trainer.loss = None
+        if holder == "its owner":
+            trainer.loss = criterion
+        else:
+            inner = criterion
+        for number in (1, 2):
+            if number == 2:
+                model.most, batcher = (6, batcher) if fails else (12, MicroBatcher(6))
+            batcher.backward(trainer.loss_of, data(), model)
+        kept = [one for one in criterion.buffers() if not one.is_sparse]
+        return [*gradients(model), *gradients(criterion), *kept]
+
+    assert_same(train(fails=True), train(fails=False), rtol=0, atol=0)
+
+
 class Quantized(Network):
     """Has a large buffer, as GPTQ's and AWQ's weights; ``writes`` changes it in a step."""
 
@@ -317,15 +368,17 @@ def test_layers_that_a_model_gets_later_go_back_to_the_steps_start_as_well():
 
 
 @pytest.mark.parametrize("step", ["backward", "forward"])
-@pytest.mark.parametrize("what", ["the batch", "weights", None])
+@pytest.mark.parametrize("what", ["the batch", "weights", "a copy of the weights", None])
 def test_a_line_warns_of_what_is_changed_in_place_where_it_is_repeated(step, what, caplog):
-    model = Network(most=6)
+    model, teacher = Network(most=6), Network()
 
     @torch.no_grad()
     def change(batch):
         batch["x"] = batch["x"].mul_(2) if what == "the batch" else batch["x"] * 2
         if what == "weights":
             model.last.weight.mul_(0.9)
+        elif what is not None and what != "the batch":
+            teacher.last.weight.data = teacher.last.weight.data * 0.9
 
     def loss_of(batch):
         change(batch)
@@ -333,9 +386,20 @@ def test_a_line_warns_of_what_is_changed_in_place_where_it_is_repeated(step, wha
 
     getattr(MicroBatcher(), step)(loss_of, {"x": data()[0]}, model)
     lines = [r.getMessage() for r in caplog.records if "in place" in r.getMessage()]
-    is_known = what == "the batch" or (what == "weights" and step == "backward")
+    is_known = what == "the batch" or (what is not None and step == "backward")
+    said = "the batch" if what == "the batch" else "weights"
     assert len(lines) == is_known
-    assert all(f"the function changes {what} in place, which happens again" in one for one in lines)
+    assert all(f"the function changes {said} in place, which happens again" in one for one in lines)
+
+
+def test_weights_that_a_pass_makes_before_it_runs_out_are_not_changed_ones(caplog):
+    model = nn.Sequential(nn.LazyLinear(6), Network(most=6))
+    MicroBatcher().backward(loss_with(model), data(), model)
+    assert "in place" not in caplog.text
+    whole = nn.Sequential(nn.Linear(6, 6), Network())
+    whole.load_state_dict(model.state_dict())
+    MicroBatcher().backward(loss_with(whole), data(), whole)
+    assert_same(gradients(model), gradients(whole))
 
 
 def test_buffers_that_no_step_can_change_or_that_the_first_one_makes_are_no_obstacle():

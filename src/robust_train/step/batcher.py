@@ -23,7 +23,6 @@ from robust_train.step.rewind import (
     PartStart,
     StepStart,
     Watch,
-    generators_of,
     models_of,
 )
 from robust_train.step.splitting import (
@@ -331,17 +330,16 @@ class MicroBatcher:
         size = self._training if training else self._other
         models = models_of(model, function)
         shared = SharedStep(models, function)
-        generators = generators_of(function, models)
         start = None
         if training or shared.is_sharded:
-            start = StepStart(self._watch, models, generators)
+            start = StepStart(self._watch, models, function)
         return Step[Any](
             size,
             start,
             shared,
             self._recorder,
             training=training,
-            part_start=partial(PartStart, models, generators),
+            part_start=partial(PartStart, models, function),
         )
 
     def _probe(

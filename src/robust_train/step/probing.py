@@ -34,7 +34,6 @@ from robust_train.step.rewind import (
     Models,
     StepStart,
     Watch,
-    generators_of,
     models_of,
 )
 
@@ -201,8 +200,8 @@ def find_batch_size(
         wanted = micro_batch_sizes(effective_batch_size, min_batch_size)
         sizes = tuple(size for size in wanted if size <= at_most) or (at_most,)
     models = models_of(model, try_batch)
-    start = StepStart(Watch(), models, generators_of(try_batch, models))
-    parameters = list(start.parameters())
+    start = StepStart(Watch(), models, try_batch)
+    parameters = start.parameters()
     state_bytes, step_bytes = (
         (0, 0) if model is None else optimizer_bytes(parameters)
     )
@@ -237,7 +236,7 @@ def find_in_step(
 
     That is with several processes or devices, or too small a batch.
     """
-    parameters = list(start.parameters())
+    parameters = start.parameters()
     devices = {tensor.device for tensor in parameters} or {device_of(())}
     sizes = search.sizes(samples)
     why = None if sizes else f"the first batch has {samples} samples only"

@@ -14,6 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter, is_
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from robust_train.compat import (
     copy_at_once,
+    modules_below,
     steps_in_backward,
     tensors_of,
     version_of,
@@ -37,7 +39,7 @@ Models = nn.Module | Iterable[nn.Module] | None
 
 _MOST_VALUES = 5000
 # to an attribute it may be two, by __dict__
-_MOST_STEPS, _STEPS_TO_GENERATORS = 5, 3
+_MOST_STEPS, _STEPS_TO_OTHERS = 5, 3
 _MOST_ITEMS = 200  # longer lists hold samples; of dictionaries, keys count
 _PLAIN = (str, bytes, int, float, type(sys), type)
 # bytes of a buffer that is copied in each step: kernels write BatchNorm's statistics around the
@@ -102,19 +104,22 @@ class GeneratorStates:
     ``own`` are generators that the user has made: of torch, NumPy or Python."""
 
     def __init__(self, own: Iterable[Any] = ()) -> None:
-        self._own = list(map(_state_and_setter, own))
-        self._states = capture_rng()
-        self._cuda: list[torch.Tensor] = []
+        self._states: list[tuple[Any, Callable[[Any], object]]] = [
+            *map(_state_and_setter, own),
+            (torch.get_rng_state(), torch.set_rng_state),
+            (random.getstate(), random.setstate),
+        ]
+        if (numpy := sys.modules.get("numpy")) is not None:
+            state = numpy.random.get_state()
+            self._states.append((state, numpy.random.set_state))
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            self._cuda = torch.cuda.get_rng_state_all()
+            all_gpus = torch.cuda.get_rng_state_all()
+            self._states.append((all_gpus, torch.cuda.set_rng_state_all))
 
     def restore(self) -> None:
         """Set the generators back."""
-        for state, set_state in self._own:
+        for state, set_state in self._states:
             set_state(state)
-        restore_rng(self._states)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
 
 
 def _state_and_setter(generator: Any) -> tuple[Any, Callable[[Any], object]]:
@@ -126,12 +131,13 @@ def _state_and_setter(generator: Any) -> tuple[Any, Callable[[Any], object]]:
     return generator.get_state(), generator.set_state
 
 
-def _is_generator(value: Any) -> bool:
-    kinds = torch.Generator | random.Random
+def _generators_in(values: Sequence[Any]) -> list[Any]:
+    kinds: tuple[type, ...] = (torch.Generator, random.Random)
     if (numpy := sys.modules.get("numpy")) is not None:
-        kinds |= numpy.random.Generator | numpy.random.RandomState
-    # the system's has no state
-    return isinstance(value, kinds) and type(value) is not random.SystemRandom
+        kinds += (numpy.random.Generator, numpy.random.RandomState)
+    found = {one for one in set(map(type, values)) if issubclass(one, kinds)}
+    found.discard(random.SystemRandom)  # the system's has no state
+    return list({one for one in values if type(one) in found})
 
 
 # --- what learns ---
@@ -155,12 +161,31 @@ def modules_of(function: Any) -> list[nn.Module]:
     ]
 
 
-def generators_of(function: Any, models: Iterable[nn.Module]) -> list[Any]:
-    """Return the user's generators among the variables of a function or attributes of its owner,
-    and among the attributes of models."""
-    held = list(_reached(function, most_steps=_STEPS_TO_GENERATORS))
-    held += [value for model in models for value in vars(model).values()]
-    return list({v for v in held if _is_generator(v)})
+def taking_part(
+    models: Iterable[nn.Module], function: Any
+) -> tuple[list[nn.Module], list[Any]]:
+    """Return the modules whose state a step may change, and the user's generators.
+
+    Beside ``models`` these are those among the variables of the function or attributes of its
+    owner, as a criterion with buffers or the other half of a GAN; with all that is in them.
+    """
+    held = list(_reached(function, most_steps=_STEPS_TO_OTHERS))
+    others = (one for one in held if isinstance(one, nn.Module))
+    modules = modules_below([*models, *others])
+    kinds = set(map(type, modules))
+    # torch's own hold none
+    own = {one for one in kinds if not one.__module__.startswith("torch.nn.")}
+    for module in modules:
+        if type(module) in own:
+            held += vars(module).values()
+    return modules, _generators_in(held)
+
+
+def parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Return the parameters of modules that are there: the first pass makes those of lazy ones."""
+    homes = (own for own, _ in map(tensors_of, modules))
+    found = (one for own in homes for one in own.values())
+    return [one for one in found if one is not None and not is_lazy(one)]
 
 
 def _reached(function: Any, most_steps: int = _MOST_STEPS) -> Iterator[Any]:
@@ -228,96 +253,118 @@ def why_not_again(model: nn.Module) -> str | None:
 # --- a step ---
 
 
-@dataclass(eq=False)
-class _Buffer:
-    """One buffer by its place, since a module may put another tensor there, and its last copy."""
+_SHAPE = attrgetter("shape")
 
-    home: dict[str, Tensor | None]
-    name: str
-    tensor: Tensor | None = None
-    version: int = -1
-    values: Tensor | None = None
-    changes: bool = False  # a step has changed it
 
-    def look(self) -> Tensor | None:
-        """Look at it at a step's start; return what is to be copied.
+class _Buffers:
+    """Buffers by their places, since a module may put another tensor there, and copies of those
+    that may change, whose memory the next step uses again.
 
-        Quantized weights are buffers too: a large one is copied once a step has changed it.
-        """
-        now = self.home.get(self.name)
-        version = version_of(now)
-        if self.tensor is not None:
-            self.changes |= now is not self.tensor or version != self.version
-        self.tensor, self.version = now, version
-        # made by the first pass, or never changed in place
-        if now is None or is_lazy(now) or now.is_inference():
-            return None
-        is_copied = self.changes or now.nbytes <= _ALWAYS_COPIED
-        return now if is_copied else None
+    Quantized weights are buffers too: a large one is copied once a step has changed it.
+    """
+
+    def __init__(self) -> None:
+        # what is where
+        self._homes: list[tuple[dict[str, Tensor | None], Any]] = []
+        self._now: list[Tensor | None] = []
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # by tensor
+        self._shapes: list[torch.Size] = []  # of the tensors that are copied
+        # targets and sources of one device and number format: a list of mixed ones would take
+        # torch's slow path, a kernel for each
+        self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
+        self._others: list[Tensor] = []  # that are not copied
+        self._versions: list[tuple[int, int]] = []  # theirs
+        self._changing: set[int] = set()  # of them, in a step before
+
+    def keep(self, modules: Iterable[nn.Module]) -> None:
+        """Take what modules have now as the values to go back to."""
+        homes = (home for _, home in map(tensors_of, modules) if home)
+        self._homes = [(home, dict(home)) for home in homes]
+        now = [one for _, found in self._homes for one in found.values()]
+        copied = itertools.chain.from_iterable(
+            sources for _, sources in self._groups
+        )
+        if (
+            len(now) != len(self._now)
+            or not all(map(is_, now, self._now))
+            or self.is_lost
+            or list(map(_SHAPE, copied)) != self._shapes
+        ):
+            self._arrange(now)
+        with torch.no_grad():
+            for targets, sources in self._groups:
+                copy_at_once(torch, targets, sources)
+
+    def _arrange(self, now: list[Tensor | None]) -> None:
+        versions = versions_of(self._others)
+        both = zip(self._others, self._versions, versions, strict=True)
+        self._changing |= {id(one) for one, at, now_at in both if at != now_at}
+        before, self._now, self._copies = self._copies, now, {}
+        groups: defaultdict[Any, tuple[list[Tensor], list[Tensor]]]
+        groups, self._others = defaultdict(lambda: ([], [])), []
+        for one in now:
+            if one is None or id(one) in self._copies:
+                continue
+            # made by the first pass, or never changed in place
+            is_kept = not (is_lazy(one) or one.is_inference())
+            is_small = not one.is_sparse and one.nbytes <= _ALWAYS_COPIED
+            if not (is_kept and (is_small or id(one) in self._changing)):
+                self._others.append(one)
+                continue
+            _, copy = before.get(id(one), (one, None))
+            if copy is None or _layout(copy) != _layout(one):
+                copy = torch.empty_like(one)
+            self._copies[id(one)] = one, copy
+            targets, sources = groups[one.device, one.dtype]
+            targets.append(copy)
+            sources.append(one)
+        self._groups = list(groups.values())
+        self._shapes = [
+            one.shape for _, found in self._groups for one in found
+        ]
+        self._versions = versions_of(self._others)
 
     @property
     def is_lost(self) -> bool:
-        """Whether this step has written to it, and there is no copy."""
-        return self.values is None and version_of(self.tensor) != self.version
+        """Whether one was written to of which there is no copy."""
+        return versions_of(self._others) != self._versions
 
-
-def _keep(buffers: Iterable[_Buffer]) -> None:
-    """Copy what may change, into the last copy's memory if there is one."""
-    pairs: list[tuple[Tensor, Tensor]] = []
-    for buffer in buffers:
-        now, old = buffer.look(), buffer.values
-        if (
-            now is not None
-            and old is not None
-            and _layout(old) == _layout(now)
-        ):
-            pairs.append((old, now))
-        else:
-            buffer.values = None if now is None else now.detach().clone()
-    _copy_all(pairs)
-
-
-def _restore(buffers: Iterable[_Buffer]) -> None:
-    """Put the tensors and values of the step's start back."""
-    kept = ((one.tensor, one.values) for one in buffers)
-    _copy_all((t, v) for t, v in kept if t is not None and v is not None)
-    for buffer in buffers:
-        buffer.home[buffer.name] = buffer.tensor
-        buffer.version = version_of(buffer.tensor)
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put the tensors and values of the start back."""
+        for copies, tensors in self._groups:
+            for tensor, copy in zip(tensors, copies, strict=True):
+                if tensor.shape != copy.shape:  # an observer's grow
+                    tensor.resize_(copy.shape)
+            copy_at_once(torch, tensors, copies)
+        for home, found in self._homes:
+            for name, one in found.items():
+                home[name] = one
 
 
 class PartStart:
     """The state at the start of a part that stands for itself, as in validation: the generators,
-    and the buffers of models in training mode, as where BatchNorm's statistics are collected."""
+    and the buffers of modules in training mode, as where BatchNorm's statistics are collected."""
 
     def __init__(
-        self,
-        models: Iterable[nn.Module] = (),
-        generators: Iterable[Any] = (),
+        self, models: Iterable[nn.Module] = (), function: Any = None
     ) -> None:
+        modules, generators = taking_part(models, function)
         self._generators = GeneratorStates(generators)
-        watch = Watch()
-        self._buffers = [
-            buffer
-            for model in models
-            if model.training
-            for buffer in watch.of(model)[1]
-        ]
-        _keep(self._buffers)
+        self._buffers = _Buffers()
+        self._buffers.keep(one for one in modules if one.training)
 
     def restore(self) -> None:
         """Go back to it."""
-        _restore(self._buffers)
+        self._buffers.restore()
         self._generators.restore()
 
 
 class Watch:
-    """Remembers which buffers of modules change, without keeping the modules alive."""
+    """Remembers from step to step what is known of models, without keeping them alive."""
 
     def __init__(self) -> None:
-        self._known = weakref.WeakKeyDictionary[
-            nn.Module, dict[str, _Buffer]
-        ]()
+        self._buffers = weakref.WeakKeyDictionary[nn.Module, _Buffers]()
         self._checked = weakref.WeakSet[nn.Module]()
 
     def check(self, model: nn.Module) -> None:
@@ -331,20 +378,10 @@ class Watch:
             )
         self._checked.add(model)
 
-    def of(self, model: nn.Module) -> tuple[list[Tensor], list[_Buffer]]:
-        """Return the parameters and buffers that ``model`` has now."""
-        parameters: list[Tensor] = []
-        buffers: list[_Buffer] = []
-        for module in model.modules():
-            own, home = tensors_of(module)
-            parameters += [one for one in own.values() if one is not None]
-            if home:
-                known = self._known.setdefault(module, {})
-                for name in home:
-                    if name not in known:
-                        known[name] = _Buffer(home, name)
-                    buffers.append(known[name])
-        return parameters, buffers
+    def buffers_with(self, models: Sequence[nn.Module]) -> _Buffers:
+        """Return those of the last step that began with these models."""
+        new = _Buffers()
+        return self._buffers.setdefault(models[0], new) if models else new
 
 
 class StepStart:
@@ -352,34 +389,34 @@ class StepStart:
 
     Gradients that are there already (of earlier batches) are laid aside, so that those of the step
     can be dropped; :meth:`end` adds them again. Without ``keeps_gradients`` they stay, for a
-    framework that drops them itself once the step has begun.
+    framework that drops them itself once the step has begun. ``function`` may use other modules
+    beside ``models``, which learn.
     """
 
     def __init__(
         self,
         watch: Watch,
         models: Sequence[nn.Module],
-        generators: Iterable[Any] = (),
+        function: Any = None,
         *,
         keeps_gradients: bool = True,
     ) -> None:
         self.models = models
-        # each once, by identity, with its version
-        self._known: dict[Tensor, int] = {}
-        self._buffers: list[_Buffer] = []
         for model in models:
-            parameters, buffers = watch.of(model)
             watch.check(model)
-            versions = versions_of(parameters)
-            self._known.update(zip(parameters, versions, strict=True))
-            self._buffers += buffers
+        self._modules, generators = taking_part(models, function)
+        parameters = parameters_of(self._modules)
+        # each once
+        self._known = dict(zip(map(id, parameters), parameters, strict=True))
+        self._versions = versions_of(list(self._known.values()))
         self.is_open = True
         self._keeps_gradients = keeps_gradients
         self._aside: list[tuple[Tensor, Tensor]] = []
         self._generators = GeneratorStates(generators)
-        _keep(self._buffers)
+        self._buffers = watch.buffers_with(models)
+        self._buffers.keep(self._modules)
         # last: from here on end() has to be called
-        self._lay_aside(self._known)
+        self._lay_aside(self._known.values())
 
     def _lay_aside(self, parameters: Iterable[Tensor]) -> None:
         for parameter in parameters if self._keeps_gradients else ():
@@ -389,21 +426,27 @@ class StepStart:
 
     def notice(self, loss: Tensor) -> None:
         """Take the parameters of ``loss``, whose gradients it is going to change, as the step's."""
-        new = [leaf for leaf in leaves_of(loss) if leaf not in self._known]
-        self._known |= {one: version_of(one) for one in new}
+        new = [one for one in leaves_of(loss) if id(one) not in self._known]
+        self._known.update(zip(map(id, new), new, strict=True))
+        self._versions += versions_of(new)
         self._lay_aside(new)
 
-    def parameters(self) -> Iterator[Tensor]:
-        """Yield what the step is known to train."""
-        return iter(self._known)
+    def parameters(self) -> list[Tensor]:
+        """Return what the step trains, each once."""
+        found = (one for model in self.models for one in model.parameters())
+        return list(dict.fromkeys(found))
 
     def gradient_bits(self) -> list[int]:
         """Return a sum over the bits of each gradient of the step, which shows whether one differs.
 
         Sums of integers do not depend on their order, so the same bits have the same sum.
         """
-        found = [one.grad for one in self.parameters() if one.grad is not None]
-        return [int(bits_of(one).sum(dtype=torch.int64)) for one in found]
+        gradients = (one.grad for one in self._known.values())
+        return [
+            int(bits_of(one).sum(dtype=torch.int64))
+            for one in gradients
+            if one is not None
+        ]
 
     def make_gradients(self) -> None:
         """Give every parameter a gradient of zeros, as in all parts of a step but the first."""
@@ -414,24 +457,20 @@ class StepStart:
     @property
     def has_changed_weights(self) -> bool:
         """Whether the step has changed weights, of which there is no copy."""
-        return versions_of(list(self._known)) != list(self._known.values())
+        return versions_of(list(self._known.values())) != self._versions
 
     @property
     def is_lost(self) -> bool:
         """Whether the step has changed what there is no copy of, so that nobody can go back."""
-        return any(buffer.is_lost for buffer in self._buffers)
+        return self._buffers.is_lost
 
     def rewind(self) -> None:
         """Drop the step's gradients; give buffers and generators their values of the start."""
         # looked up again: the pass may have made parameters, whose gradients would count twice
-        made = (
-            parameter
-            for model in self.models
-            for parameter in model.parameters()
-        )
-        for parameter in itertools.chain(made, self.parameters()):
+        now = parameters_of(modules_below(self._modules))
+        for parameter in (*now, *self._known.values()):
             parameter.grad = None
-        _restore(self._buffers)
+        self._buffers.restore()
         self._generators.restore()
 
     def end(self) -> None:
@@ -449,21 +488,6 @@ class StepStart:
                 elif new is not None:
                     parameter.grad = before + new
         self._aside = []
-
-
-@torch.no_grad()
-def _copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copy each second one, of the same layout, into the first: one kernel for all of a device and
-    number format. A list of mixed formats would take torch's slow path, a kernel for each."""
-    groups: defaultdict[Any, list[tuple[Tensor, Tensor]]] = defaultdict(list)
-    for pair in pairs:
-        groups[pair[0].device, pair[0].dtype].append(pair)
-    for group in groups.values():
-        copy_at_once(
-            torch,
-            [target for target, _ in group],
-            [source for _, source in group],
-        )
 
 
 def bits_of(tensor: Tensor) -> Tensor:
