@@ -103,7 +103,7 @@ def test_a_metric_that_a_gpu_lacks_is_none_and_the_gpu_is_kept(machine_with):
 def test_a_sick_gpu_is_skipped_with_its_reason_and_the_others_are_kept(machine_with):
     memory = "nvmlDeviceGetMemoryInfo"
     faults = (
-        ("nvmlDeviceGetHandleByIndex", GPU_IS_LOST, "GPU is lost"),
+        ("nvmlDeviceGetHandleByIndex", GPU_IS_LOST, "GPU is lost: reboot the host ("),
         ("nvmlDeviceGetUUID", UNKNOWN, "Unknown Error"),
         (memory, NO_PERMISSION, "Insufficient Permissions"),
         (memory, 77, "simulated error 77"),
@@ -371,7 +371,7 @@ def test_skipped_and_hidden_gpus_are_listed_with_the_reason(machine_with):
     _, first, second, third = done.stdout.splitlines()
     assert "hidden" not in first
     assert "hidden by CUDA_VISIBLE_DEVICES; compute mode is prohibited" in second
-    assert third == "GPU 2 skipped: GPU is lost"
+    assert third.startswith("GPU 2 skipped: GPU is lost: reboot")
     assert "warning: CUDA_VISIBLE_DEVICES=" in done.stderr
     assert "'GPU-x'" in done.stderr
     done = run(machine, "--json", CUDA_VISIBLE_DEVICES="")
@@ -381,7 +381,8 @@ def test_skipped_and_hidden_gpus_are_listed_with_the_reason(machine_with):
     (process,) = told["gpus"][1]["processes"]
     known = {"pid": 2**30, "used_bytes": 9 * MIB, "computes": True}
     assert process == {**known, "command": None, "user": None}
-    assert told["skipped"] == [{"index": 2, "reason": "GPU is lost", "uuid": None}]
+    (skipped,) = told["skipped"]
+    assert (skipped["index"], skipped["uuid"]) == (2, None)
     assert told["driver_version"] == "570.86.15"
 
 

@@ -71,6 +71,7 @@ _NOT_LOADED = (
     "the NVIDIA kernel module is not loaded: modprobe nvidia, or reinstall the driver; "
     "inside a container, start it with GPU access, e.g. --gpus all"
 )
+_LOST = ": reboot the host (NVRM and Xid lines in dmesg have more)"
 
 
 def read_inventory(*, processes: bool = True) -> Inventory:
@@ -218,7 +219,9 @@ class NvmlSession:
                 # a handle of a GPU that was lost can crash the driver's library
                 lost = self._known.pop(index, None)
                 uuid = None if lost is None else lost.uuid
-                skipped.append(SkippedGpu(index, str(error), uuid))
+                is_lost = isinstance(error, self.nvml.NVMLError_GpuIsLost)
+                reason = f"{error}{_LOST * is_lost}"
+                skipped.append(SkippedGpu(index, reason, uuid))
         # the sort is stable: the slices of a GPU stay in NVML's order
         gpus.sort(key=lambda gpu: gpu.pci_bus_id)
         is_complete = not skipped and not any(gpu.parent_uuid for gpu in gpus)
