@@ -74,8 +74,9 @@ def processes_of(day):
 
 def is_completed_by_the_same_command(day):
     """From its newest whole checkpoint, unless it is complete."""
-    summary = day.run_dir / "summary.json"
-    if summary.exists() and json.loads(summary.read_text())["status"] == "completed":
+    file = day.run_dir / "summary.json"
+    summary = json.loads(file.read_text()) if file.exists() else {"status": "killed"}
+    if summary["status"] == "completed":
         return
     newest = day.newest()
     assert newest is not None
@@ -83,6 +84,9 @@ def is_completed_by_the_same_command(day):
     last = day.journal("attempt_started")[-1]
     # a later one may have been whole before it was reported
     assert last["resume_checkpoint"] >= str(newest).removesuffix(SUFFIX)
+    if summary["status"] == "interrupted" and day.kind.splits:
+        began, done = day.journal("training_started")[-1], summary["attempts"][-1]["end_step"]
+        assert began["step"] == done, "no step is repeated, none is lost"
 
 
 def has_one_story(day):

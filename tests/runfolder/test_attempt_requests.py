@@ -35,12 +35,12 @@ class Asking:
         """Make a request and wait until it is taken."""
         self._number += 1
         path = self.path / f"{self._number:04}.json"
-        waiting = self.requests.waiting
+        waiting = len(self.requests.waiting)
         with replacing(path) as temporary:
             temporary.write_text(json.dumps({"verb": verb, "options": options}))
         wait_until(lambda: not path.exists(), "it is taken")
         if verb != "figures":
-            wait_until(lambda: self.requests.waiting > waiting, "it waits for a boundary")
+            wait_until(lambda: len(self.requests.waiting) > waiting, "it waits for a boundary")
         return self._number
 
     def has_replied(self):

@@ -49,7 +49,9 @@ class Job:
 
     def content(self, step):
         model, optimizer = self.model.state_dict(), self.optimizer.state_dict()
-        return {"step": step, "model": model, "optimizer": optimizer, "nested": [(step,)]}
+        own = {"step": step, "model": model, "optimizer": optimizer, "nested": [(step,)]}
+        # shards with one name, of a net that has an average and of one that is called so
+        return own | {"net": {"ema.a": model["0.weight"]}, "net.ema": {"a": model["2.weight"]}}
 
     def read(self, path):
         share = shares(self.model, self.optimizer)
@@ -101,6 +103,10 @@ def each_rank_writes_its_shards_while_training_goes_on(run_dir):
     assert sums(own) == before
     assert alone is None or sums(alone[1]) == before
     assert own["nested"] == [(1,)]
+    first, last = (_whole(own["model"][name]) for name in ("0.weight", "2.weight"))
+    for found in (own, own if alone is None else alone[1]):
+        assert torch.equal(found["net"]["ema.a"], first)
+        assert torch.equal(found["net.ema"]["a"], last)
     assert own["model"]["0.weight"].to_local().shape[0] == 1500
     shards = {"__0_0.distcp", "__1_0.distcp"}
     assert {one.name for one in path.iterdir()} == {".metadata", "index.pt", "values.pt", *shards}

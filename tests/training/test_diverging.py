@@ -183,7 +183,7 @@ def saved(folder, *checkpoints):
 )
 def test_rotation_keeps_the_last_checkpoint_that_is_known_to_be_good(tmp_path, losses, left):
     saved(tmp_path, *enumerate(losses.split(), start=1))
-    rotate(tmp_path, "j", "step-*", keep=2)
+    rotate(tmp_path, "j", keep=2)
     assert [one.step for one in of_job(tmp_path, "j")] == left
 
 
@@ -209,10 +209,10 @@ def test_a_checkpoint_is_proven_by_a_hundred_steps(tmp_path):
     guard, saving = run.guard, run.saving
     saving.job, guard.losses = "j", Losses(good_step=115)
     saved(saving.folder, (10, "finite"), (16, "finite"), (20, "finite"), (30, "finite"))
-    saving.rotate("step-*", 1)
+    saving.rotate(1)
     assert [one.step for one in of_job(saving.folder, "j")] == [10, 30]
     guard.losses = Losses(good_step=130)
-    saving.rotate("step-*", 1)
+    saving.rotate(1)
     assert [one.step for one in of_job(saving.folder, "j")] == [30]
 
 

@@ -146,6 +146,20 @@ def test_a_loop_that_has_no_intact_checkpoint_begins_again_and_says_so(run, capl
     assert caplog.messages[-1] == "no checkpoint is intact: training starts from the beginning"
 
 
+def test_what_could_not_be_read_again_is_refused_when_it_is_saved(run):
+    later = saved_at(run, 4, best=numpy.float64(0.5), rates=[{"lr": numpy.float32(0.25)}])
+    state = {"best": 0, "rates": 0}
+    assert (later.load(state), state) == (4, {"best": 0.5, "rates": [{"lr": 0.25}]})
+    with pytest.raises(UserError, match=r"run\.save: 'rng' holds an object"):
+        run.save({"rng": numpy.random.get_state()}, 5)
+
+
+def test_no_job_begins_again_beside_a_whole_checkpoint_that_it_cannot_use(run):
+    later = saved_at(run, 4, some=1)
+    with pytest.raises(UserError, match="is whole, but it has no 'more'"):
+        later.load({"some": 0, "more": 0})
+
+
 def test_data_with_which_training_diverged_is_passed_over(tmp_path, run):
     run.saving.job = "j"
     for batch in run.batches(range(10)):

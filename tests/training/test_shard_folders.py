@@ -42,11 +42,10 @@ def test_a_kill_before_the_folder_has_its_name_leaves_the_one_before(seen):
     assert first is None, "killed"
     assert second is not None
     run = Run(run_dir=seen["folder"])
-    folder = run.checkpoints(2)
-    torn = folder.path / ".step-00000002.tmp"
+    torn = run.checkpoint_dir / ".step-00000002.tmp"
     assert (torn / "values.pt").exists()
-    newest = newest_checkpoint(folder.path, "")
+    newest = newest_checkpoint(run.checkpoint_dir, "")
     found = read_newest(newest.path)
     assert found[1]["step"] == 1
-    folder.remove_leftovers(None)
+    run.checkpoints(2).remove_leftovers(None)
     assert not torn.exists()

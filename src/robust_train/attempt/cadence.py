@@ -289,7 +289,7 @@ class Saving:
                 (one.seconds for one in reversed(known) if one.seconds), 0.0
             ),
             failures=self._attempt - 1,
-            job_seconds=max(time.time() - self._job_started, 0.0),
+            job_seconds=time.time() - self._job_started,
         )
 
     def saved(
@@ -354,9 +354,8 @@ class Saving:
         self.owed = reason
         self.clock.failed()
 
-    def rotate(self, pattern: str, keep: int) -> None:
-        """Remove all but the newest ``keep`` checkpoints whose names match ``pattern``, and the
-        last one that is known to be good."""
+    def rotate(self, keep: int) -> None:
+        """Remove all but the newest ``keep`` checkpoints and the last that is known to be good."""
 
         def loss_of(one: Manifest) -> str:
             may_be = one.loss == "finite" and one.step is not None
@@ -370,12 +369,10 @@ class Saving:
             with _warned():
                 mark(self.folder, self.job, loss_of)
             # an older one makes room for the manifest of the newest
-            keep = max(keep - len(self._unlisted), 1)
             rotate(
                 self.folder,
                 self.job,
-                pattern,
-                keep,
+                max(keep - len(self._unlisted), 1),
             )
             self._list()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import logging
 import os
 import shutil
@@ -20,6 +21,7 @@ from contextlib import nullcontext
 from errno import EINVAL, ENOENT, ENOSPC, ESTALE
 from functools import partial
 from pathlib import Path
+from pickle import PickleError, UnpicklingError
 from typing import Any, TypeVar
 
 import torch
@@ -30,7 +32,6 @@ from robust_train.compat import (
     keep_versions,
     load_shards,
     saving_files,
-    tree_leaves,
     tree_map_with_path,
 )
 from robust_train.failures import classify_failure
@@ -41,6 +42,7 @@ from robust_train.folder.checkpoints import (
     Content,
     Position,
     damage_in,
+    is_readable,
     read_manifests,
     size_of,
     sync_all,
@@ -61,7 +63,7 @@ T = TypeVar("T")
 LARGEST_COPY = 0.5
 """Of the memory that is available without it."""
 
-Share = Callable[[str, Tensor], Tensor]
+Share = Callable[[str, Tensor], Any]
 """What a rank keeps of a tensor in a checkpoint, by name."""
 
 # in a folder of shards: all else, and where which shard is
@@ -178,8 +180,9 @@ class CheckpointFolder:
                 raise
             why = first_line(error)
             # torch's writer of files does not say why
-            is_of_system = isinstance(error, OSError)
-            if not is_of_system and why_full(self.path.parent, str(path)):
+            if not isinstance(error, OSError) and why_full(
+                self.path.parent, str(path)
+            ):
                 why = os.strerror(ENOSPC)
             if self._is_main:
                 shutil.rmtree(path, ignore_errors=True)
@@ -241,7 +244,7 @@ class CheckpointFolder:
         if self._keep:
             # to remove a large file takes its time, too
             self._rotating = self._saving.writer.submit(
-                self._saving.rotate, "step-*", self._keep
+                self._saving.rotate, self._keep
             )
 
 
@@ -259,20 +262,16 @@ class HostCopies:
         tensors: dict[str, Tensor] = {}
 
         def note(name: str, tensor: Tensor) -> Tensor:
-            # "net" has "ema.weight", and "net.ema" has "weight"
-            while name in tensors:
-                name += "'"
             tensors[name] = tensor.detach()
             return tensor
 
         named_map(note, content)
-        known = {
-            name: (one.shape, one.dtype) for name, one in self._buffers.items()
-        }
+        kept = self._buffers
         new = {
             name: one
             for name, one in tensors.items()
-            if known.get(name) != (one.shape, one.dtype)
+            if name not in kept
+            or (kept[name].shape, kept[name].dtype) != (one.shape, one.dtype)
         }
         if not self._has_room(sum(map(_bytes_of, new.values()))):
             return None
@@ -334,19 +333,37 @@ def _bytes_of(tensor: Tensor) -> int:
 
 
 def contents_of(state: Mapping[str, Any], step: int) -> Content:
-    """Return what to save of ``state``: of what has a state dict, that. Raises UserError: a part is
-    sharded over the ranks."""
-    content = {
-        name: part.state_dict() if hasattr(part, "state_dict") else part
-        for name, part in state.items()
-    }
-    for leaf in tree_leaves(content):
-        if hasattr(leaf, "to_local"):
+    """Return what to save of ``state``: of what has a state dict, that; numpy's numbers as
+    Python's. Raises UserError: a part is sharded over the ranks, or could not be read again."""
+
+    def checked(_: str, tensor: Tensor) -> Tensor:
+        if hasattr(tensor, "to_local"):
             raise UserError(
                 "run.save: holds sharded tensors; save them with torch.distributed.checkpoint, "
                 "then call run.checkpoint_saved"
             )
-    return {**content, STEP: step}
+        return tensor
+
+    content: Content = {}
+    for name, part in state.items():
+        own = part.state_dict() if hasattr(part, "state_dict") else part
+        one = named_map(checked, {name: own}, _as_number)
+        content |= one
+        file = io.BytesIO()
+        try:
+            torch.save(named_map(lambda *_: 0, one), file)
+            torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+        except PickleError:
+            raise UserError(
+                f"run.save: {name!r} holds an object that torch.load(weights_only=True) refuses: "
+                "it could not be resumed from; save tensors, numbers, text, lists, dictionaries"
+            ) from None
+    return content | {STEP: step}
+
+
+def _as_number(value: Any) -> Any:
+    is_number = getattr(value, "ndim", None) == 0 and hasattr(value, "item")
+    return value.item() if is_number else value
 
 
 def restore(state: MutableMapping[str, Any], content: Content) -> int:
@@ -395,15 +412,18 @@ def named_map(
     content: Content,
     change_other: Callable[[Any], Any] = lambda value: value,
 ) -> Content:
-    """Return ``content`` with each tensor changed; ``model.head.weight`` is a name."""
+    """Return ``content`` with each tensor changed; ``model.head.weight`` is a name, each of one."""
+    names = set[str]()
 
     def changed(keys: Sequence[Any], leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return change_other(leaf)
         name = ".".join(str(getattr(key, "key", key)) for key in keys)
-        return (
-            change(name, leaf)
-            if isinstance(leaf, Tensor)
-            else change_other(leaf)
-        )
+        # "net" has "ema.weight", and "net.ema" has "weight"
+        while name in names:
+            name += "'"
+        names.add(name)
+        return change(name, leaf)
 
     new = dict(tree_map_with_path(changed, content))
     for name, part in content.items():
@@ -426,18 +446,25 @@ def read_newest(
     that, what they are to fill. ``gather`` returns the values of all ranks that read together.
 
     Raises:
+        UserError: all that are whole are of another trainer or torch: to begin again would remove
+            them.
         ConfigError: a file cannot be read now, also after a while.
         MemoryError, RuntimeError: there is no memory to read it, whatever the file is like.
     """
     known = wait_until_readable(lambda: read_manifests(path.parent))
     wanted = next((one for one in known if one.path == path.absolute()), None)
     if wanted is not None:
-        own = (one for one in known if one.job == wanted.job)
-        known = [one for one in own if one.order < wanted.order]
+        known = [
+            one
+            for one in known
+            if one.job == wanted.job and one.order < wanted.order
+        ]
     folder = path.parent.absolute()
-    older = [one for one in known if one.path.parent == folder]
-    older.sort(key=lambda one: one.order, reverse=True)
-    names = [one.path.name for one in older if one.loss not in USELESS]
+    names = [
+        one.path.name
+        for one in sorted(known, key=lambda one: one.order, reverse=True)
+        if one.path.parent == folder and one.loss not in USELESS
+    ]
 
     def compare() -> None:
         here = wait_until_readable(lambda: path.exists() and size_of(path))
@@ -447,6 +474,7 @@ def read_newest(
 
     # a network disk shows a new file to some hosts later
     wait_until_readable(compare)
+    refusal = ""
     for name in gather([path.name, *names])[0]:
         # which may be another one on another node
         candidate = path.parent / name
@@ -467,12 +495,23 @@ def read_newest(
                 candidate,
                 fault,
             )
+            if isinstance(fault, _Refused):
+                refusal = refusal or f"{candidate} is whole, but {fault}"
+    if refusal:
+        raise UserError(
+            f"checkpoint {refusal}; go on with the state and the torch that have saved it, or "
+            "begin again with resume=false, which sets it aside"
+        )
     log.warning("no checkpoint is intact: training starts from the beginning")
     return None
 
 
 class _Unusable(Exception):
     """What is wrong with a checkpoint file."""
+
+
+class _Refused(_Unusable):
+    """Why a whole one is not read."""
 
 
 def _read(
@@ -506,12 +545,12 @@ def _read(
             mmap=bool(share),
         )
         if not isinstance(content, dict):
-            raise _Unusable(
+            raise _Refused(
                 f"it holds a {type(content).__name__} and is not a checkpoint"
             )
         missing = sorted(set(required) - content.keys())
         if missing:
-            raise _Unusable(
+            raise _Refused(
                 f"it has no {missing[0]!r} and is not a checkpoint of this trainer"
             )
         content = named_map(kept, content)
@@ -526,4 +565,7 @@ def _read(
         is_away = isinstance(error, OSError) and error.errno not in of_the_file
         if is_away or classify_failure(error).kind.is_memory:
             raise
-        raise _Unusable(first_line(error)) from None
+        is_whole = isinstance(error, UnpicklingError) and is_readable(path)
+        raise (_Refused if is_whole else _Unusable)(
+            first_line(error)
+        ) from None

@@ -37,7 +37,7 @@ _SPIKES = 10
 _SIGMA = 1.4826
 
 # whose figure a loss is; a later one of these counts in place of those before it
-_COMPUTED, _REPORTED, _GIVEN = range(3)
+_COMPUTED, REPORTED, _GIVEN = range(3)
 
 
 @dataclass(frozen=True)
@@ -154,38 +154,22 @@ class Guard:
 
     # --- losses ---
 
-    def take(
-        self,
-        step: int,
-        loss: Any,
-    ) -> None:
-        """Take the loss of a step, for who reports it with a later one: what :meth:`reported` is
-        given from here on is not looked at."""
-        self._take(step, loss, _GIVEN)
-
-    def reported(
-        self,
-        step: int,
-        loss: Any,
-    ) -> None:
-        """Take the loss with which a step was reported."""
-        self._take(step, loss, _REPORTED)
-
     def computed(self, step: int, loss: Tensor) -> None:
-        """Take the loss of a batch, which counts where the trainer reports none."""
+        """Take the loss of a batch."""
         if self.divergence is not None:
             self._loss = loss if self._loss is None else self._loss + loss
             # `step` looks at it by itself
             if self._late_updates is None:
-                self._take(step, loss, _COMPUTED)
+                self.take(step, loss, _COMPUTED)
 
-    def _take(
+    def take(
         self,
         step: int,
         loss: Any,
-        source: int,
+        source: int = _GIVEN,
     ) -> None:
-        """Take a loss; a tensor's is read a step later, where nothing waits for it."""
+        """Take the loss of a step; a tensor's is read a step later, where nothing waits for it. One
+        that is computed counts where none is reported, and neither does once one was given."""
         if self.divergence is None or source < self._source:
             return
         self._source = source

@@ -378,10 +378,6 @@ def set_up(rank: int, request: AttemptRequest) -> Any:
         # the same lines of every rank would hide what differs
         for handler in logging.getLogger().handlers:
             handler.addFilter(lambda record: _mark(rank, record))
-    with contextlib.suppress(OSError):  # a full disk, perhaps
-        faulthandler.register(
-            signals.DUMP_STACKS, file=request.stacks_file.open("a")
-        )
     if request.spec.gpus:
         # for trainers that say just "cuda"
         when_cuda_starts(torch, lambda: torch.cuda.set_device(rank))

@@ -76,7 +76,7 @@ class CacheChecks:
 
     def __init__(
         self,
-        every: int,
+        every: int,  # 0: never
         threshold: float,
     ) -> None:
         self._every = every
@@ -86,7 +86,7 @@ class CacheChecks:
     def empties(self, unused_share: Callable[[], float]) -> bool:
         """Return whether to empty the cache on this occasion; only a check calls the function."""
         self._left -= 1
-        if self._left > 0:
+        if self._left > 0 or not self._every:
             return False
         unused = unused_share()
         empties = unused > 0 and unused >= self._threshold
@@ -115,19 +115,12 @@ class AttemptMemory(MemoryKeeper):
         self._shrinks = config.shrink_before_oom
         self._index = device_index(config.device)
         self._settings = memory = config.memory
-        kinds = (
-            (
-                "step",
-                memory.empty_cache_frequency,
-                memory.empty_cache_threshold,
-            ),
-            ("save", int(memory.clear_after_save), 0.0),
-            ("epoch", int(memory.clear_after_epoch), 0.0),
-        )
         self._checks = {
-            reason: CacheChecks(every, threshold)
-            for reason, every, threshold in kinds
-            if every
+            "step": CacheChecks(
+                memory.empty_cache_frequency, memory.empty_cache_threshold
+            ),
+            "save": CacheChecks(int(memory.clear_after_save), 0.0),
+            "epoch": CacheChecks(int(memory.clear_after_epoch), 0.0),
         }
         self._next_log = 0
         self._has_written_oom = False
@@ -197,10 +190,7 @@ class AttemptMemory(MemoryKeeper):
 
     def occasion(self, reason: str) -> None:
         """Empty the CUDA cache after a step, save or epoch, if that is due and pays."""
-        checks = self._checks.get(reason)
-        if checks is not None and checks.empties(
-            lambda: self._cached().unused_share
-        ):
+        if self._checks[reason].empties(lambda: self._cached().unused_share):
             self._clear(reason, thorough=False)
 
     def ran_out(

@@ -61,7 +61,7 @@ class AttemptRequests:
     ) -> None:
         self._run = run
         self._tick = tick
-        self._waiting: list[_Pending] = []
+        self.waiting: list[_Pending] = []  # for a step boundary
         self._is_busy = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(
@@ -70,11 +70,6 @@ class AttemptRequests:
             daemon=True,
         )
         self._stop_watching: Callable[[], None] | None = None
-
-    @property
-    def waiting(self) -> int:
-        """How many requests wait for a step boundary."""
-        return len(self._waiting)
 
     def __enter__(self) -> AttemptRequests:
         if self._run.is_main:
@@ -101,7 +96,7 @@ class AttemptRequests:
                 if request.verb in _READ_ONLY:
                     self._carry_out(_Pending(request))
                     continue
-                self._waiting.append(_Pending(request))
+                self.waiting.append(_Pending(request))
                 if self._stop_watching is None:
                     self._stop_watching = compat.watch_optimizer_steps(
                         lambda: self._at_boundary("optimizer")
@@ -110,13 +105,13 @@ class AttemptRequests:
 
     def _at_boundary(self, boundary: str) -> None:
         """Carry out what can be. Called by whoever runs the trainer's loop, between two steps."""
-        if not self._waiting or not self._is_busy.acquire(blocking=False):
+        if not self.waiting or not self._is_busy.acquire(blocking=False):
             return  # another thread of the trainer is at it
         try:
-            for waiting in list(self._waiting):
+            for waiting in list(self.waiting):
                 waiting.seen[boundary] += 1
                 if self._carry_out(waiting):
-                    self._waiting.remove(waiting)
+                    self.waiting.remove(waiting)
         finally:
             self._is_busy.release()
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from robust_train.attempt.cadence import Saving
-from robust_train.attempt.guard import Guard
+from robust_train.attempt.guard import REPORTED, Guard
 from robust_train.attempt.speed import SpeedMeter
 from robust_train.config.placeholders import MicroBatchPlan as MicroBatchPlan
 from robust_train.config.placeholders import SavePlan
@@ -282,7 +282,7 @@ class Run:
         self.at_boundary("progress")
         self.finish_saving(wait=False)
         if (loss := scalars.get("loss")) is not None:
-            self.guard.reported(step, loss)
+            self.guard.take(step, loss, REPORTED)
         total = None if total_steps is None else int(total_steps)
         self._unsent = Progress(step, total, scalars)
         now = time.monotonic()

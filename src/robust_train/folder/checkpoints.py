@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fnmatch
 import json
 import logging
 import math
@@ -174,7 +173,7 @@ def damage_in(path: Path, *, reads: bool) -> str:
     """Return what is wrong with a checkpoint, empty if nothing is known to be. With ``reads``, all
     that has checksums of its own is read and compared with them. Raises OSError."""
     for file in _files_of(path):
-        if _file_by_form(file, if_empty=None) is False:
+        if _file_by_form(file) is False:
             return f"{file.name} is torn"
         if reads and (bad := _bad_part(file)):
             return bad
@@ -360,18 +359,17 @@ def why_full(run_dir: Path, message: str) -> str:
 def rotate(
     folder: Path,
     job: str,
-    pattern: str,
     keep: int,
 ) -> None:
-    """Remove all but the newest ``keep`` whole checkpoints of ``job`` that are named like
-    ``pattern``. What was written last stays, and so does everything without a manifest of it; and
-    the newest that is proven to be good, or until there is one, the oldest that may be."""
+    """Remove all but the newest ``keep`` whole checkpoints of ``job`` that we have named. What was
+    written last stays, and so does everything without a manifest of it; and the newest that is
+    proven to be good, or until there is one, the oldest that may be."""
     try:
         own = [
             manifest
             for manifest in of_job(folder, job)
             if manifest.path.parent == folder.absolute()
-            and fnmatch.fnmatch(manifest.path.name, pattern)
+            and manifest.path.name.startswith("step-")
         ]
         whole = [
             one
@@ -448,10 +446,7 @@ def _read(file: Path) -> Manifest | None:
 
 def sync_all(path: Path) -> None:
     """Have a file or folder, all in it and its name survive a power cut."""
-    for root, _, names in os.walk(path):
-        for name in [*names, ""]:
-            sync(Path(root, name))
-    for item in (path, path.parent):
+    for item in (path, *path.rglob("*"), path.parent):
         sync(item)
     with contextlib.suppress(PermissionError):  # somewhere else on the disk
         sync(path.parent.parent)
@@ -503,11 +498,11 @@ def whole_by_form(path: Path) -> bool | None:
     torn. A folder is whole if everything in it is. Raises OSError: it cannot be read.
     """
     if not path.is_dir():
-        return _file_by_form(path, if_empty=False)
+        return bool(path.stat().st_size) and _file_by_form(path)
     files = files_in(path)
     if not files or any(file.name.endswith(UNFINISHED) for file in files):
         return False
-    answers = {_file_by_form(file, if_empty=None) for file in files}
+    answers = {_file_by_form(file) for file in files}
     return False if False in answers else None if None in answers else True
 
 
@@ -531,10 +526,8 @@ def _is_zip(path: Path) -> bool:
         return False
 
 
-def _file_by_form(path: Path, *, if_empty: bool | None) -> bool | None:
+def _file_by_form(path: Path) -> bool | None:
     size = path.stat().st_size
-    if size == 0:
-        return if_empty
     with path.open("rb") as file:
         start = file.read(8)
         if start.startswith(b"PK\x03\x04"):

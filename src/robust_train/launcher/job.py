@@ -192,16 +192,16 @@ def run_job(
 
         rank = Rank(guest, trainer, cfg, run_dir)
 
-    def run_first() -> Summary:
-        return Job(
-            trainer,
-            rank.cfg,
-            rank.run_dir,
-            explain=explain,
-            engine=rank,
-        ).run()
+        def run_first() -> Summary:
+            return Job(
+                trainer,
+                rank.cfg,
+                rank.run_dir,
+                explain=explain,
+                engine=rank,
+            ).run()
 
-    return rank.run(run_first, explain)
+        return rank.run(run_first, explain)
 
 
 class Job:
@@ -282,15 +282,15 @@ class Job:
         """
         with self.live, self.signals, self.folder:
             try:
-                with errors_as_typed(self.config.theirs):
-                    self._begin()
-                    return self._train()
+                self._begin()
+                return self._train()
             except (Exception, JobInterrupted) as error:
                 return self._end_with(limit_reached(error) or error)
 
     def _end_with(self, error: BaseException) -> Summary:
         """Record the end of a job without a last decision; raise what its caller has to know."""
-        is_stop, reason = isinstance(error, JobInterrupted), str(error)
+        is_stop = isinstance(error, JobInterrupted)
+        reason = as_typed(str(error), self.config.theirs)
         if is_stop and self.folder.pruned:
             return self._end("pruned", self.folder.pruned)
         if isinstance(error, NoDevice):

@@ -234,7 +234,7 @@ class Training:
         """Resume from the last intact checkpoint, if there is one."""
         run = self.run
         if run.is_main:
-            self.folder.remove_leftovers(self.run.resume_checkpoint)
+            self.folder.remove_leftovers(run.resume_checkpoint)
         if run.resume_checkpoint is not None:
             found = read_newest(
                 run.resume_checkpoint,
