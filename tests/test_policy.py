@@ -176,8 +176,16 @@ def test_fewer_gpus_keep_the_effective_batch_and_no_larger_micro_batch(
         assert settings.config.min_num_gpus <= count < ranks
         fewer = on_gpus(settings, (), Retry(spec, "wait", ""), spec.gpus[:count]).spec
         assert (fewer.ranks, len(fewer.gpus)) == (count, count)
-        assert fewer.effective_batch_size == settings.asked.effective_batch_size
-        assert settings.min_batch_size <= fewer.batch_size <= batch_size
+        again = [fewer] + [
+            on_gpus(settings, (), Retry(fewer, "wait", ""), spec.gpus[:left]).spec
+            for left in settings.fewer_ranks(count)
+        ]
+        for one in again:
+            assert one.effective_batch_size == settings.asked.effective_batch_size
+            assert settings.min_batch_size <= one.batch_size <= batch_size
+    config = replace(settings.config, preserve_effective_batch_size=True)
+    asked = replace(settings.asked, accumulates=False)
+    assert replace(settings, config=config, asked=asked).fewer_ranks(ranks) == ()
 
 
 def test_a_group_that_has_lost_one_before_waits_for_as_many_as_it_has():

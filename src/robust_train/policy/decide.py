@@ -26,7 +26,6 @@ from robust_train.policy.context import FailureContext, Offers
 from robust_train.policy.remedies import Rule
 from robust_train.policy.sizes import (
     PolicySettings,
-    largest_up_to,
     size_to_begin_with,
 )
 
@@ -148,7 +147,8 @@ def on_gpus(
     spec = replace(retry.spec, gpus=gpus)
     if len(gpus) != spec.ranks:
         fewer = settings.for_ranks(len(gpus))
-        spec = fewer.resized(spec, largest_up_to(fewer, spec.batch_size))
+        # the largest that divides its share, no larger than the one before
+        spec = fewer.resized(spec, fewer.next_smaller(2 * spec.batch_size))
         spec = replace(spec, ranks=len(gpus))
     spec, _ = size_to_begin_with(settings, history, spec)
     return replace(retry, spec=spec)

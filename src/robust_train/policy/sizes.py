@@ -141,14 +141,16 @@ class PolicySettings:
 
         Each divides the effective batch size, where that is to be preserved.
         """
-        total, least = (
-            self.asked.effective_batch_size,
-            self.config.min_num_gpus,
+        total = self.asked.effective_batch_size
+        least = self.config.min_num_gpus or ranks
+        may_change = (
+            not self.accumulates
+            and self.config.preserve_effective_batch_size is not True
         )
         return tuple(
             fewer
-            for fewer in range(ranks - 1, (least or ranks) - 1, -1)
-            if not self.accumulates
+            for fewer in range(ranks - 1, least - 1, -1)
+            if may_change
             or self.for_ranks(fewer).asked.effective_batch_size == total
         )
 
