@@ -5,9 +5,11 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 from hydra import compose, initialize_config_module
@@ -141,6 +143,20 @@ def test_a_failed_delivery_is_one_line(command, problem, caplog):
     assert record.getMessage().startswith(f"notification (failed) not delivered by {command[0]}: ")
     assert problem in record.getMessage()
     assert notifier.has_failed
+
+
+def test_a_delivery_that_cannot_begin_or_be_ended_costs_a_line_and_not_the_job(monkeypatch, caplog):
+    """No room for its files; a program of another user's, as by sudo."""
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", "/nowhere")
+        Notifier(NotifyConfig(("true",))).send("failed", "text", {})
+    notifier = Notifier(NotifyConfig(("sleep", "2")))
+    notifier.send("failed", "text", {})
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "killpg", mock.Mock(side_effect=PermissionError))
+        notifier.finish(0.0)
+    problems = [record.getMessage().partition(": ")[2] for record in caplog.records]
+    assert problems == ["No such file or directory", "it took too long"]
 
 
 def test_a_signal_cuts_the_last_deliveries_short_and_the_job_stays_completed(tmp_path, caplog):

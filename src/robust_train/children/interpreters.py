@@ -128,9 +128,10 @@ class Interpreter:
                 raise ConfigError(event.refusal)
 
     def signal(self, signum: int) -> None:
-        """Send it a signal; it may have ended."""
+        """Send it a signal; it may have ended, and been collected by a handler of the program's."""
         if self.is_running:
-            os.kill(self.pid, signum)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signum)
 
     def _send(
         self,

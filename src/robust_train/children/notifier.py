@@ -263,8 +263,9 @@ class Notifier:
         environ = {**os.environ, **more}
         environ.pop(URLS_VARIABLE, None)
         name = f"({event}) not delivered by {what}"
-        errors = tempfile.TemporaryFile()  # noqa: SIM115, closed with the delivery
         try:
+            # closed with the delivery
+            errors = tempfile.TemporaryFile()  # noqa: SIM115
             with tempfile.TemporaryFile() as stdin:
                 stdin.write(json.dumps(given, default=str).encode())
                 stdin.seek(0)
@@ -333,8 +334,9 @@ class _Delivery:
         process = self.process
         with self.errors as errors:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                with contextlib.suppress(subprocess.TimeoutExpired):
+                # of another user's program, as of sudo's, we may not
+                with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                    os.killpg(process.pid, signal.SIGKILL)
                     process.wait(_AFTER_KILL_SECONDS)
                 return (
                     "it took too long" if self.until else "ended by a signal"
