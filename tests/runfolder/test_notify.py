@@ -191,7 +191,7 @@ def test_any_text_can_be_told(told):
     notifier = Notifier(NotifyConfig(command))
     notifier.send("failed", "a\0b\x1bc\ud800", {"reason": "\0\ud800"})
     notifier.finish()
-    assert [line for _, line in read()] == ["a?b?c?"]
+    assert [line for _, line in read()] == [r"a\x00b\x1bc\ud800"]
 
 
 def test_urls_are_those_of_one_launch():

@@ -16,7 +16,7 @@ OF_A_GPU = """
 import json, os, subprocess, sys
 from robust_train.gpu import processes
 from robust_train.gpu.inventory import read_inventory
-from robust_train.launcher.slow_watch import _on_gpus
+from robust_train.launcher.slow_watch import SlowWatch, _on_gpus
 processes.sees_host_pids = lambda: True
 print(json.dumps(_on_gpus(read_inventory().gpus)))
 """
@@ -28,6 +28,8 @@ own = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], s
 print(own.pid, flush=True)
 while not (inventory := read_inventory()).gpus[0].processes:
     time.sleep(0.02)
+watch = SlowWatch(inventory.gpus[:1], print)
+watch.poll()
 print(json.dumps(_on_gpus(inventory.gpus[:1])))
 own.kill()
 """
@@ -94,6 +96,7 @@ def test_a_neighbour_on_the_same_gpu_is_named_where_the_jobs_own_processes_are_k
     machine.update(0, compute=[(own, 900), (neighbour, 900)])
     found, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
+    assert "the trainer computes on GPU 1, which is not reserved for it" in errors
     user = getpass.getuser()
     text = f"process {neighbour} of {user} computes on GPU 0 too"
     assert json.loads(found.splitlines()[-1]) == {f"process {neighbour}": text}

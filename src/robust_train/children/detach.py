@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from robust_train.gpu.bounded import printed_by
 from robust_train.gpu.processes import user_name
+from robust_train.host.screen import flush_output
 from robust_train.host.signals import SignalWatch
 
 if TYPE_CHECKING:
@@ -71,11 +72,9 @@ def start() -> int:
     What ends this process before that ends the job, but for a terminal that is closed."""
     prefix, note = past_logout()
     read_end, write_end = os.pipe()
-    passed_on: list[int] = []
 
     def pass_on(signum: int) -> None:
         if signum != signal.SIGHUP:
-            passed_on.append(signum)
             process.send_signal(signum)
 
     with tempfile.TemporaryFile() as output, SignalWatch() as signals:
@@ -93,7 +92,7 @@ def start() -> int:
             if signals.received:  # just before
                 pass_on(signals.received)
             begun = os.read(read_end, _MOST_BYTES).decode(errors="replace")
-            if begun and not passed_on:
+            if begun and signals.received in (0, signal.SIGHUP):
                 print(begun + note, flush=True)
                 return 0
             code = process.wait()
@@ -116,9 +115,7 @@ def has_begun(folder: Path, text: str) -> None:
     pipe, _pipe = _pipe, None
     if pipe is None:
         return
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
+    flush_output()
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     try:
         output = os.open(folder / OUTPUT_FILE, flags, 0o666)

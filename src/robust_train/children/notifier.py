@@ -27,7 +27,7 @@ from typing import IO
 
 from robust_train.config.schema import NotifyConfig
 from robust_train.config.values import URLS_VARIABLE
-from robust_train.files import printable, strict_json
+from robust_train.files import strict_json
 from robust_train.folder.hydra_state import sweep_folder
 from robust_train.folder.state import RunState, read_summary
 from robust_train.model.attempt import Attempt, AttemptEnded
@@ -221,19 +221,18 @@ class Notifier:
         """Begin to deliver a notification, if its event is asked for."""
         if event not in self._settings.on and event != "test":
             return
-        text = printable(shortened(text, 1000))
+        text = shortened(text, 1000)
         content = strict_json(
             {"event": event, "text": text, "time": time.time(), **about}
         )
         command, urls = self._settings.command, self._settings.urls
         if command:
-            variables = {TEXT_VARIABLE: text}
             self.deliver(
                 event,
                 command[0],
                 command,
                 content,
-                variables,
+                {TEXT_VARIABLE: text},
             )
         if urls:
             program = (sys.executable, "-m", __name__)
@@ -242,13 +241,12 @@ class Notifier:
                 "title": f"robust-train: {event}",
                 "body": text,
             }
-            variables = {"PYTHONSAFEPATH": "1"}
             self.deliver(
                 event,
                 "notify.urls",
                 program,
                 message,
-                variables,
+                {"PYTHONSAFEPATH": "1"},
             )
 
     def deliver(

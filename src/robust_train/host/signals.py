@@ -141,8 +141,8 @@ class SignalWatch:
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
     def deliver(self, signum: int) -> None:
-        """Act as if the signal had come, from any thread; ignored if one has come already."""
-        if self._previous and not self.received:
+        """Act as if the signal had come, from any thread."""
+        if self._previous:
             self._delivered = signum
             # any watched signal wakes the main thread; under submitit ``signum`` may not be one
             signal.pthread_kill(
@@ -164,24 +164,13 @@ class SignalWatch:
         return was_pausing
 
     @contextlib.contextmanager
-    def handed_to(self, handler: Callable[[int], None]) -> Iterator[int]:
-        """Have signals call ``handler(signum)`` within this block. Yields a descriptor that
-        becomes readable when a signal came."""
-        wakeup, theirs = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    def handed_to(self, handler: Callable[[int], None]) -> Iterator[None]:
+        """Have signals call ``handler(signum)`` within this block."""
         before, self._handler = self._handler, handler
-        # Python allows no handlers outside the main thread
-        is_main = threading.current_thread() is threading.main_thread()
-        old = -1
-        if is_main:
-            old = signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
         try:
-            yield wakeup
+            yield
         finally:
-            if is_main:
-                signal.set_wakeup_fd(old)
             self._handler = before
-            os.close(wakeup)
-            os.close(theirs)
 
     def watches(self, signum: int) -> bool:
         """Return whether that signal stops the job."""

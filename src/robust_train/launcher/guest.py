@@ -60,7 +60,7 @@ from robust_train.model.events import Event, Failed, MalformedEvent, parse
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 from robust_train.model.gpu import Group
 from robust_train.model.json import from_json
-from robust_train.model.spec import AttemptSpec, Decision, Retry
+from robust_train.model.spec import AttemptSpec, Retry
 from robust_train.policy.context import Offers
 from robust_train.policy.decide import decide, first_attempt
 from robust_train.policy.sizes import PolicySettings, size_to_begin_with
@@ -217,8 +217,9 @@ class Rank:
                 "goes on after a stop of all ranks",
             )
         attempts = tuple(one.attempt for one in history if not one.was_stopped)
-        decision: Decision | None = decide(policy, attempts, Offers(spec.gpus))
+        decision = decide(policy, attempts, Offers(spec.gpus))
         while isinstance(decision, Retry) and decision.room is not None:
+            assert decision.otherwise is not None
             decision = decision.otherwise  # no GPU is waited for
         if isinstance(decision, Retry):
             return replace(
@@ -226,14 +227,9 @@ class Rank:
             )
         is_bug = last.attempt.kind is FailureKind.BUG
         if self.guest.restarts and not (is_bug and last.code_has_changed()):
-            why = (
-                "every remedy has failed"
-                if decision is None
-                else decision.reason
-            )
             raise ConfigError(
-                f"{why}; nothing is started, because {self.guest.engine} has restarted the ranks "
-                "by itself and what failed is unchanged"
+                f"{decision.reason}; nothing is started, because {self.guest.engine} has restarted "
+                "the ranks by itself and what failed is unchanged"
             )
         return None
 

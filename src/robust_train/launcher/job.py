@@ -366,7 +366,9 @@ class Job:
             )
 
             # imports of the user's take as long as they like
-            with self.signals.handed_to(_interrupt):
+            with self.signals.handed_to(
+                lambda _: self.signals.raise_if_received()
+            ):
                 function = function_of(self.trainer, self.trainer_ref)
             return InlineExecutor(lambda: function)
         return ProcessExecutor(
@@ -697,9 +699,7 @@ class Job:
         summary = Summary(
             status=status,
             reason=reason,
-            result=last.result
-            if last is not None and status == "completed"
-            else None,
+            result=None if last is None else last.result,
             run_dir=self.run_dir,
             wall_seconds=time.monotonic() - self._started,
             earlier_seconds=self.folder.state.earlier_seconds,
@@ -740,7 +740,3 @@ class Job:
         if self.folder.state.resume_command is None:
             return resumed_by_hand(self.run_dir)
         return f"robust-train resume {self.folder.state.id}"
-
-
-def _interrupt(signum: int) -> None:
-    raise JobInterrupted(signum)

@@ -72,7 +72,6 @@ _SIGNAL_SECONDS = 0.5
 _LONGEST_BETWEEN_LOOKS = 60.0
 _HEAD_BYTES, _HEAD_SHOWN = 1 << 16, 300
 _CUDA_WARNING = re.compile(r"UserWarning: CUDA initialization: (.*)")
-_LOOK_SHARE = 0.02  # of the time, which looks at the process tree may take
 # of the memory that programs can still get, within the cgroup
 _STANDBY_SHARE = 0.05
 
@@ -315,10 +314,10 @@ class RunningAttempt:
         does not stop in time, when it stalls, and when its process does not end after its report.
         """
         try:
-            with signals.handed_to(self._on_signal) as wakeup:
+            with signals.handed_to(self._on_signal):
                 signals.raise_if_received()
                 self._begin(hold)
-                while not self._poll(wakeup):
+                while not self._poll():
                     show_waiting()
                     tick()
                 return self._end(signals)
@@ -340,14 +339,12 @@ class RunningAttempt:
                     begin = Begin(self._request, rank, port)
                     one.begin(begin, own + list(hold))
 
-    def _poll(self, wakeup: int) -> bool:
+    def _poll(self) -> bool:
         """Wait for something to happen and handle it; return whether the attempt is over."""
         interpreters, own = self._interpreters, self._processes
         running = [one.channel.fileno() for one in own if one.is_running]
         seconds = min(max(self._kill_at - time.monotonic(), 0.0), TICK_SECONDS)
-        readable([wakeup] + interpreters.pump.descriptors + running, seconds)
-        with contextlib.suppress(BlockingIOError):
-            os.read(wakeup, 4096)
+        readable(interpreters.pump.descriptors + running, seconds)
         while self._unannounced:
             log.info("%s", self._stopping(self._unannounced.pop()))
         now = time.monotonic()
@@ -420,9 +417,8 @@ class RunningAttempt:
         if found.count:
             self._workers = found
         self._looked = now
-        cost, age = time.monotonic() - now, now - self._began
-        pause = min(max(age, TICK_SECONDS), _LONGEST_BETWEEN_LOOKS)
-        self._look_at = now + max(pause, cost / _LOOK_SHARE)
+        pause = max(now - self._began, TICK_SECONDS)
+        self._look_at = now + min(pause, _LONGEST_BETWEEN_LOOKS)
 
     def _warn_of_cuda(self) -> None:
         """Warn if torch has warned that CUDA does not start: many programs then take the CPU."""

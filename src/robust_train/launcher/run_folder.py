@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -400,5 +399,4 @@ class RunFolder:
         self.pruned = str(request.options.get("pruned", self.pruned))
         self._change(state="stopping")
         request.answer({"answer": answer})
-        # to the main thread: sent to another one, it would not wake a sleeping job
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+        signals.deliver(signal.SIGTERM)

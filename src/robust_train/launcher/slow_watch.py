@@ -1,4 +1,5 @@
-"""Whether an attempt is slow while it trains, and why, as far as that is measured.
+"""Whether an attempt is slow while it trains, and why, as far as that is measured; and whether it
+computes where it should.
 
 The rule is pure: :func:`hindrances`. A cause that costs more than a fifth of the time for ten
 minutes is named once, until it is over.
@@ -6,24 +7,25 @@ minutes is named once, until it is over.
 
 from __future__ import annotations
 
-import os
+import logging
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
-import psutil
-
 from robust_train.gpu.inventory import close_session, read_inventory
-from robust_train.gpu.processes import list_cuda_processes
+from robust_train.gpu.processes import CudaProcess, list_cuda_processes
+from robust_train.host.linux import children
 from robust_train.model.events import (
     Event,
     MicroBatchChanged,
     Slow,
     SpeedMeasured,
 )
-from robust_train.model.gpu import Group
+from robust_train.model.gpu import Group, Inventory
 from robust_train.model.spec import Speed, slowest_rank
 from robust_train.readable import number, percent
+
+log = logging.getLogger("robust_train")
 
 MUCH = 0.2
 LONG_SECONDS = 600.0
@@ -72,6 +74,7 @@ class SlowWatch:
         self._measured_at = self._next_poll = now()
         self._since: dict[str, float] = {}
         self._sent = ""
+        self._is_seen = not gpus  # where it computes
 
     def on_event(self, event: Event) -> None:
         """Take an event of the attempt."""
@@ -91,6 +94,8 @@ class SlowWatch:
         if now < self._next_poll:
             return
         self._next_poll = now + _POLL_SECONDS
+        if not self._is_seen:
+            self._warn_if_elsewhere()
         speeds = list(self._speed.values())
         longest = max(
             (3 * one.seconds_per_step for one in speeds), default=0.0
@@ -98,7 +103,7 @@ class SlowWatch:
         if now - self._measured_at > max(2 * _POLL_SECONDS, longest):
             speeds = []  # a validation, perhaps: nothing is measured
         is_slow = lost_share(speeds, self._best) > MUCH
-        on_gpu = _on_gpus(self._gpus) if is_slow else {}
+        on_gpu = _on_gpus(self._gpus) if is_slow and self._gpus else {}
         found = hindrances(speeds, self._best, on_gpu)
         self._since = {what: self._since.get(what, now) for what in found}
         long = [
@@ -111,30 +116,44 @@ class SlowWatch:
             self._sent = worst.what
             self._on_event(replace(worst, share=round(worst.share, 3)))
 
+    def _warn_if_elsewhere(self) -> None:
+        inventory, own, _ = _computing()
+        on = {index for process in own for index in process.gpus}
+        self._is_seen = bool(on)
+        here = {gpu.uuid for gpu in self._gpus}
+        on -= {gpu.index for gpu in inventory.gpus if gpu.uuid in here}
+        if on:
+            log.warning(
+                "the trainer computes on GPU %s, which is not reserved for it: it sets "
+                "CUDA_VISIBLE_DEVICES itself, and should use the GPU that it is given",
+                ", ".join(map(str, sorted(on))),
+            )
+
 
 def _on_gpus(gpus: Group) -> dict[str, str]:
     """Return what hinders these GPUs now: heat or power, or processes that are not the job's."""
     uuids = {gpu.uuid for gpu in gpus}
-    if not uuids:
-        return {}
-    inventory = read_inventory()
-    close_session()  # an open one blocks a reset of any GPU
+    inventory, own, others = _computing()
     here = {gpu.index: gpu for gpu in inventory.gpus if gpu.uuid in uuids}
     found = {
         f"GPU {index}": f"GPU {index} is throttled ({gpu.throttled})"
         for index, gpu in here.items()
         if gpu.throttled
     }
-    own = {
-        child.pid
-        for child in psutil.Process(os.getpid()).children(recursive=True)
-    }
-    listed, _ = list_cuda_processes(inventory)
-    if not own & {process.pid for process in listed}:
-        return found  # which numbers are the job's is not known
-    for process in listed:
+    # without own ones, which numbers are the job's is not known
+    for process in others if own else ():
         shared = [index for index in process.gpus if index in here]
-        if shared and process.pid not in own:
+        if shared:
             who = f"process {process.pid} of {process.user} computes on GPU {shared[0]} too"
             found[f"process {process.pid}"] = who
     return found
+
+
+def _computing() -> tuple[Inventory, list[CudaProcess], list[CudaProcess]]:
+    """Return the GPUs, and who computes on them: this job's processes, and others."""
+    inventory = read_inventory()
+    close_session()  # an open one blocks a reset of any GPU
+    pids = {child.pid for child in children(recursive=True)}
+    listed, _ = list_cuda_processes(inventory)
+    own = [process for process in listed if process.pid in pids]
+    return inventory, own, [one for one in listed if one not in own]

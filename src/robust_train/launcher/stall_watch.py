@@ -287,16 +287,10 @@ def dump_stacks(
                 pid = interpreter.pid
                 status = _status(psutil.Process(pid))
                 print(f"rank {rank} (process {pid}, {status})", file=file)
-            size = os.fstat(file.fileno()).st_size
             interpreter.signal(DUMP_STACKS)
-            # one after the other; a stopped one writes nothing
+            # one after the other, each below its heading; a stopped one writes nothing
             if request.ranks > 1:
-                until = time.monotonic() + _OF_A_RANK_SECONDS
-                while size == os.fstat(file.fileno()).st_size:
-                    if time.monotonic() >= until:
-                        break
-                    time.sleep(_OF_A_RANK_SECONDS / 10)
-                time.sleep(_OF_A_RANK_SECONDS / 10)
+                time.sleep(_OF_A_RANK_SECONDS)
     return _NCCL_DUMP_SECONDS if has_nccl else _OWN_STACKS_SECONDS
 
 

@@ -50,7 +50,7 @@ REMEDIES: dict[FailureKind, tuple[Rule, ...]] = {
     ),
     FailureKind.WORKER_DEATH: (
         remedies.fewer_workers,
-        remedies.killed_worker_again,
+        remedies.killed_again,
         remedies.less_for_workers,
         remedies.again_after_progress,
     ),

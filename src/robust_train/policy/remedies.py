@@ -124,13 +124,6 @@ def _workers_are_fixed(context: FailureContext) -> bool:
     )
 
 
-def killed_worker_again(context: FailureContext) -> Retry | None:
-    """Retry the same where someone, and not the kernel, killed a data-loader worker."""
-    if context.evidence.library == "kernel":
-        return None
-    return killed_again(context)
-
-
 def less_for_workers(context: FailureContext) -> Retry | None:
     """Halve the micro-batch where memory was what a data-loader worker died of."""
     is_memory = context.evidence.clue in (Clue.KILLED, Clue.SHARED_MEMORY)
@@ -354,7 +347,8 @@ def same_again(context: FailureContext) -> Retry | None:
 
 
 def killed_again(context: FailureContext) -> Retry | None:
-    """Retry from the last checkpoint: someone killed the process without a request."""
+    """Retry from the last checkpoint: someone, and not the kernel, killed the process or a
+    data-loader worker without a request."""
     if context.evidence.clue != Clue.KILLED or not context.has_retries:
         return None
     where = device_name(context.last.gpus)
