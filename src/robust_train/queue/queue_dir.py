@@ -381,7 +381,7 @@ def directory_for(setting: str | None, environ: Mapping[str, str]) -> Path:
 
 
 def is_made(path: Path) -> bool:
-    """Return whether a queue directory is there; True also if this user cannot tell."""
+    """Return whether a queue directory is there; True also if this user may not look."""
     try:
         path.lstat()
     except OSError as error:
