@@ -182,8 +182,8 @@ def doubt_of(attempt: Attempt) -> str:
     if not (seen.kind.is_memory or is_workers or is_last):
         return ""
     return (
-        f"the script ended with exit code 0, but its output shows a failure: {what} (a pipeline "
-        "has the exit code of its last command, such as tee: bash -o pipefail)"
+        f"the script ended with exit code 0, but its output shows a failure: {what} (a shell has "
+        "the exit code of its last command, such as tee: set -eo pipefail)"
     )
 
 
