@@ -371,7 +371,10 @@ def test_a_script_that_ends_with_0_over_its_dead_children_is_doubted(scripts, fa
     name, _, message = failure.partition(": ")
     code = f"raise {name}({message.strip(chr(39))!r})"
     ended = run_program(scripts, OVER_ITS_DEAD, words=(code,))
-    assert f"exit code 0, but its output shows a failure: {failure}" in ended.stdout
+    doubt = f"exit code 0, but its output shows a failure: {failure}"
+    assert doubt in ended.stdout
+    assert doubt in ended.summary["reason"]
+    assert doubt in (ended.run_dir / "report.html").read_text().replace("&#39;", "'")
 
 
 def test_what_a_shell_hides_is_said(scripts):

@@ -91,10 +91,8 @@ def sentence(
     reason = shortened(state.reason or "", 300)
     match event:
         case "completed":
-            shown = (
-                "" if result is None else f": {shortened(str(result), 200)}"
-            )
-            return f"{job} completed in {spent}{shown}"
+            found = reason if result is None else shortened(str(result), 200)
+            return f"{job} completed in {spent}{found and ': '}{found}"
         case "cpu":
             return f"{job} trains on the CPU now, which may take far longer"
         case "waiting":

@@ -226,7 +226,8 @@ class Summary:
     # `completed`, `failed`, `no_device`, `interrupted` or `pruned`
     status: str
     run_dir: Path = Path()  # the run folder
-    reason: str | None = None  # one sentence for any status but `completed`
+    # one sentence; of `completed` only if that is in doubt
+    reason: str | None = None
     result: Any = None  # what the trainer returned, in JSON's types
     # from the launcher's start of the job to its end
     wall_seconds: float | None = None

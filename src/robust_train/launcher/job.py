@@ -351,7 +351,9 @@ class Job:
             self.executor.close()
             self.devices.queue.release()
         if self.decision is None:
-            return self._end("completed", None)
+            if doubt := doubt_of(self.attempts[-1]):
+                log.warning("%s", doubt)
+            return self._end("completed", doubt or None)
         self.signals.raise_if_received()
         if self.attempts[-1].cuda_cannot_work and engine is None:
             raise ConfigError(self.decision.reason)
@@ -567,8 +569,6 @@ class Job:
         attempt = concluded(attempt, self.decision)
         self.attempts.append(attempt)
         narration.log_end(attempt, self.decision)
-        if doubt := doubt_of(attempt):
-            log.warning("%s", doubt)
         if len(self.attempts) == 1 and isinstance(self.decision, Retry):
             self._log_unmatched()
         self.folder.decided(attempt, self.decision)

@@ -125,9 +125,7 @@ def _ending(story: Story) -> str:
     if status == "completed" and last is not None:
         which = "" if len(attempts) == 1 else f" at the {nth} attempt"
         batch = batch_in_words(last)
-        return (
-            f"Completed in {took}{which}, on {last.spec.where} with {batch}."
-        )
+        return f"Completed in {took}{which}, on {last.spec.where} with {batch}{why}."
     if status in ("interrupted", "pruned"):
         what = "pruned" if status == "pruned" else "stopped"
         return f"Was {what} after {took}{_at(last)}{why}.{_saved(attempts)}"
