@@ -21,7 +21,7 @@ import robust_train
 import warm
 from robust_train import current_run
 from robust_train.cli.main import find, parse
-from robust_train.cli.run_script import overrides_of
+from robust_train.cli.run_script import values_of
 from robust_train.config.checks import checked
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -190,7 +190,7 @@ def test_every_command_parses(page):
                 command, rest = find(rest[: rest.index(">")] if ">" in rest else rest)
                 arguments = parse(command, rest)
                 if command.name == "run":
-                    overrides_of(arguments)
+                    values_of(arguments)
             case ["just", recipe, *_]:
                 assert recipe in recipes
 

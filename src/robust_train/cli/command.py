@@ -10,9 +10,10 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED, NotDone
+from robust_train.model.errors import EXIT_BAD_CONFIG, NotDone
 from robust_train.readable import aligned, cell_text
 
 if TYPE_CHECKING:
@@ -37,17 +38,8 @@ def option(
     return Option(names, settings, key)
 
 
-def flag(
-    *names: str,
-    key: str = "",
-    help: str,
-) -> Option:
-    """Describe an option without a value."""
-    return Option(
-        names,
-        {"action": "store_true", "help": help},
-        key,
-    )
+flag = partial(option, action="store_true")
+"""Describe an option without a value."""
 
 
 @dataclass(frozen=True)
@@ -95,12 +87,12 @@ def load(reference: str) -> Any:
 
 
 def confirmed(question: str, arguments: argparse.Namespace) -> bool:
-    """Return whether the user, or ``--yes``, agrees. Raises CommandFailed without a terminal."""
+    """Return whether the user, or ``--yes``, agrees. Raises NotDone without a terminal."""
     if arguments.yes:
         return True
     if arguments.json or not sys.stdin.isatty():
         problem = "not a terminal: pass --yes, or --dry-run to only list them"
-        raise CommandFailed(problem, EXIT_BAD_CONFIG)
+        raise WrongUsage(problem)
     try:
         return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:
@@ -108,16 +100,10 @@ def confirmed(question: str, arguments: argparse.Namespace) -> bool:
         return False
 
 
-class CommandFailed(NotDone):
-    """The command was not carried out, and ends with this exit code."""
+class WrongUsage(NotDone):
+    """The command line, or what it names, cannot be used."""
 
-    def __init__(
-        self,
-        message: str,
-        exit_code: int = EXIT_FAILED,
-    ) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
+    exit_code = EXIT_BAD_CONFIG
 
 
 @dataclass(frozen=True)

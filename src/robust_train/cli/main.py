@@ -16,7 +16,7 @@ from dataclasses import fields
 from importlib.metadata import version
 from typing import NoReturn
 
-from robust_train.cli.command import Answer, Command, CommandFailed, load
+from robust_train.cli.command import Answer, Command, WrongUsage, load
 from robust_train.cli.commands import (
     COMMANDS,
     GONE,
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = _run(words)
         sys.stdout.flush()
-    except CommandFailed as error:
+    except NotDone as error:
         print(f"robust-train {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
@@ -113,7 +113,7 @@ def _run(words: list[str]) -> int:
 def find(words: Sequence[str]) -> tuple[Command, list[str]]:
     """Return the command that a command line begins with, and the other words.
 
-    Raises CommandFailed if there is no such command; it names the one that was probably meant.
+    Raises NotDone if there is no such command; it names the one that was probably meant.
     """
     for length in (2, 1):
         if (command := COMMANDS.get(" ".join(words[:length]))) is not None:
@@ -129,7 +129,7 @@ def find(words: Sequence[str]) -> tuple[Command, list[str]]:
         problem = f"{first}: {what}: {', '.join(members)}"
     else:
         problem = f"{first}: no such command; {_meant(first)}"
-    raise CommandFailed(problem, EXIT_BAD_CONFIG)
+    raise WrongUsage(problem)
 
 
 def _todays(words: list[str]) -> list[str]:
@@ -178,7 +178,7 @@ class _Parser(argparse.ArgumentParser):
                 message += f"; write {keys[word]}=…"
             elif near := difflib.get_close_matches(word, options, n=1):
                 message += f"; did you mean {near[0]}?"
-        raise CommandFailed(f"{name}: {message}", EXIT_BAD_CONFIG)
+        raise WrongUsage(f"{name}: {message}")
 
 
 def parser_of(command: Command) -> argparse.ArgumentParser:

@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 
 import psutil
 
-from robust_train.cli.command import Answer, CommandFailed, Table, confirmed
+from robust_train.cli.command import Answer, Table, WrongUsage, confirmed
 from robust_train.cli.machine import gpus
 from robust_train.folder.live import ask
 from robust_train.folder.run_list import KnownRun, NothingAlive, choose_run
@@ -29,7 +29,7 @@ from robust_train.gpu.processes import (
 )
 from robust_train.host import allocator
 from robust_train.host.memory import read_host_memory
-from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED, NotDone
+from robust_train.model.errors import EXIT_FAILED, NotDone
 from robust_train.model.events import Json
 from robust_train.readable import MIB
 
@@ -77,7 +77,7 @@ def request(arguments: Namespace) -> Answer:
         answer = ask(run, f"memory_{action}", **options)
     except NothingAlive as error:
         instead = _WITHOUT_A_RUN[action].format(**options)
-        raise CommandFailed(f"{error}; {instead}") from error
+        raise NotDone(f"{error}; {instead}") from error
     return Answer({"run": run.id, **answer}, _described(run, answer))
 
 
@@ -104,7 +104,7 @@ def cleanup(arguments: Namespace) -> Answer:
     """Have a live run release what it does not use, then show the machine's memory."""
     if arguments.stats_only and arguments.force:
         problem = "--force: not allowed with argument --stats-only"
-        raise CommandFailed(problem, EXIT_BAD_CONFIG)
+        raise WrongUsage(problem)
     if arguments.stats_only:
         return info(arguments)
     try:
@@ -168,9 +168,7 @@ def kill(arguments: Namespace) -> Answer:
     """List the caller's CUDA processes, ask, and end them."""
     inventory = read_inventory()
     if inventory.problem is not None:
-        raise CommandFailed(
-            f"CUDA processes cannot be listed: {inventory.problem}"
-        )
+        raise NotDone(f"CUDA processes cannot be listed: {inventory.problem}")
     me = psutil.Process()
     targets, refusals = choose(
         list_cuda_processes(inventory),

@@ -9,13 +9,13 @@ from argparse import Namespace
 from pathlib import Path
 
 from robust_train.children.detach import OUTPUT_FILE, past_logout
-from robust_train.cli.command import Answer, CommandFailed
+from robust_train.cli.command import Answer
 from robust_train.folder.lock import is_held
 from robust_train.folder.provenance import folder_override
 from robust_train.folder.run_list import DIED, KnownRun, choose_run, find_runs
 from robust_train.folder.state import STATE_FILE
 from robust_train.gpu.processes import user_name
-from robust_train.model.errors import EXIT_TRY_LATER
+from robust_train.model.errors import EXIT_TRY_LATER, NotDone
 from robust_train.sweep.record import SWEEP_FILE, read_table
 
 UNIT = """
@@ -40,7 +40,7 @@ def resume(arguments: Namespace) -> Answer:
     """Become the command that resumes what is meant, or start all of them in the background."""
     if arguments.all:
         if arguments.which:
-            raise CommandFailed(f"--all or {arguments.which}, not both")
+            raise NotDone(f"--all or {arguments.which}, not both")
         return _resume_all()
     which = arguments.which
     if which and os.path.isfile(Path(which) / SWEEP_FILE):
@@ -56,24 +56,24 @@ def resume(arguments: Namespace) -> Answer:
 def _unfinished() -> KnownRun:
     ended = [run for run in find_runs() if run.is_unfinished]
     if not ended:
-        raise CommandFailed("no job of yours has ended before it was complete")
+        raise NotDone("no job of yours has ended before it was complete")
     return ended[-1]
 
 
 def _of_job(run: KnownRun) -> str:
     """Return the command that resumes a job; that of its sweep if it is a part of one."""
     if run.alive:
-        raise CommandFailed(
+        raise NotDone(
             f"{run.id} is alive: robust-train attach {run.id} shows it"
         )
     if not run.is_unfinished:
-        raise CommandFailed(f"{run.id} has completed: nothing is left to do")
+        raise NotDone(f"{run.id} has completed: nothing is left to do")
     for folder in run.run_dir.parents:
         if (folder / SWEEP_FILE).is_file():
             return _of_sweep(folder)
     _refuse_anothers(run.run_dir / STATE_FILE)
     if run.state is None or run.state.resume_command is None:
-        raise CommandFailed(
+        raise NotDone(
             f"{run.id} has no command to repeat: it was a call of launch(), its ranks were started "
             "by torchrun or the like, or the command held a secret or a line break, which is not "
             f"kept; repeat it yourself with the run folder {run.run_dir}"
@@ -85,7 +85,7 @@ def _refuse_anothers(file: Path) -> None:
     """Refuse to run the command in a file of another user's, which may be any command."""
     if file.exists() and (owner := file.stat().st_uid) != os.geteuid():
         who = user_name(owner)
-        raise CommandFailed(
+        raise NotDone(
             f"{file.parent}: {who} began this, and resuming runs a command of the folder: "
             f"only {who} can"
         )
@@ -96,19 +96,19 @@ def _of_sweep(folder: Path) -> str:
     _refuse_anothers(folder / SWEEP_FILE)
     table = read_table(folder)
     if is_held(folder):
-        raise CommandFailed(f"{folder}: this sweep is alive")
+        raise NotDone(f"{folder}: this sweep is alive")
     if table is None or table.resume_command is None:
-        raise CommandFailed(
+        raise NotDone(
             f"{folder}: {SWEEP_FILE} names no command, for example because it held a secret; "
             f"repeat it yourself with hydra.sweep.dir={folder}"
         )
     if table.exit_code == 0:
-        raise CommandFailed(
+        raise NotDone(
             f"{folder}: this sweep has completed: nothing is left to do"
         )
     here = folder_override("hydra.sweep.dir", folder.resolve())
     if here not in shlex.split(table.resume_command):
-        raise CommandFailed(
+        raise NotDone(
             f"{folder}: the sweep was begun in another folder, where its command would go on; "
             f"repeat it yourself with hydra.sweep.dir={folder}"
         )
@@ -125,7 +125,7 @@ def _resume_all() -> Answer:
             continue
         try:
             commands.setdefault(_of_job(run), run)
-        except CommandFailed as problem:
+        except NotDone as problem:
             problems.setdefault(str(problem), run)
     resumed = []
     for command, run in commands.items():

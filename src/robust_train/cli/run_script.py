@@ -8,25 +8,24 @@ import shlex
 import sys
 import textwrap
 from argparse import Namespace
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from robust_train.cli.command import CommandFailed
+from robust_train.cli.command import WrongUsage
 from robust_train.cli.commands import COMMANDS
 from robust_train.config.placeholders import (
     PLACEHOLDERS,
     literal,
     placeholders_in,
 )
-from robust_train.config.trainers import name_of_program
-from robust_train.model.errors import EXIT_BAD_CONFIG
 from robust_train.model.events import Json
 
 if TYPE_CHECKING:
     from robust_train.config.schema import RobustConfig
 
 log = logging.getLogger("robust_train")
+BATCH = "training.batch_size"
 
 _INDENTED = textwrap.TextWrapper(
     78,
@@ -44,61 +43,73 @@ exit codes: 0 completed, 1 the script failed, 2 wrong usage or configuration,
 """
 
 
+_OPTIONS = {
+    one.key: one.names[0] for one in COMMANDS["run"].options if one.key
+} | {"trainer.argv": "PROGRAM"}
+"""The options by the keys that they give."""
+
+
 def run(arguments: Namespace) -> int:
     """Run the script to its end; return the exit code of the job."""
     if not arguments.program:
-        raise CommandFailed(
+        raise WrongUsage(
             "no program to run; write it after the options: robust-train run --batch-size 128 "
-            "python train.py --batch_size {batch_size}",
-            EXIT_BAD_CONFIG,
+            "python train.py --batch_size {batch_size}"
         )
-    overrides = overrides_of(arguments)
-    texts = _texts(arguments)
+    values = values_of(arguments)
     from robust_train.children.interpreters import discard_early, start_early
     from robust_train.host.job_logging import logged_to_screen
 
     start_early()
     try:
         with logged_to_screen():
-            return _run(arguments, overrides, texts)
+            return _run(arguments, values)
     finally:
         discard_early()
 
 
-_OPTIONS = {
-    one.key: one.names[0] for one in COMMANDS["run"].options if one.key
-}
-"""The options by the keys that they give."""
+def values_of(arguments: Namespace) -> dict[str, Json]:
+    """Return what options and program give, by key, beside the overrides.
 
-_TEXTS = {
-    "device",
-    "job_name",
-    "trainer.checkpoint_glob",
-    "trainer.resume_argv",
-}
-"""Keys whose values go into the config unchanged, past the grammar of overrides."""
-
-
-def overrides_of(arguments: Namespace) -> list[str]:
-    """Return the command line as overrides of ``configs/robust.yaml``, without texts.
-
-    Raises CommandFailed if it does not describe a job.
+    Raises NotDone if they do not describe a job.
     """
-    own = vars(arguments)
-    given = {
-        key: own[name[2:].replace("-", "_")] for key, name in _OPTIONS.items()
+    values: dict[str, Json] = {}
+    for full_key, name in _OPTIONS.items():
+        key, _, of_flag = full_key.partition("=")
+        given = vars(arguments)[name.strip("-").lower().replace("-", "_")]
+        if not given and (key, given) != ("device", ""):
+            continue
+        if _gives(arguments, key):
+            raise WrongUsage(f"{name} and {key}=… say the same; leave one out")
+        values[key] = of_flag == "true" if of_flag else given
+    if "trainer.resume_argv" in values:
+        try:
+            words = shlex.split(arguments.resume_argv)
+        except ValueError as error:
+            problem = f"--resume-argv {arguments.resume_argv!r}: {error}"
+            raise WrongUsage(problem) from error
+        values["trainer.resume_argv"] = words
+    used = {
+        name for word in arguments.program for name in placeholders_in(word)
     }
-    for key, name in _OPTIONS.items():
-        if given[key] is not None and _gives(arguments, key):
-            problem = f"{name} and {key}=… say the same; leave one out"
-            raise CommandFailed(problem, EXIT_BAD_CONFIG)
-    given |= _batch_sizes(arguments)
-    _check_learning_rate(arguments)
-    overrides = ["trainer=command"]
-    for key, value in given.items():
-        if key not in _TEXTS and value is not None and value is not False:
-            overrides.append(key if value is True else f"{key}={value}")
-    return overrides + list(arguments.overrides)
+    is_used, rate = "learning_rate" in used, "training.lr"
+    if is_used and not (rate in values or _gives(arguments, rate)):
+        raise WrongUsage(
+            "{learning_rate} is used but not given; add --learning-rate LR"
+        )
+    if "trainer.scale_learning_rate" in values and not is_used:
+        raise WrongUsage(
+            "--scale-learning-rate: reaches the script by {learning_rate} only, which its command "
+            "lacks; add --learning-rate LR and, as in train.py, --lr {learning_rate}"
+        )
+    values |= _batch_sizes(arguments, used)
+    return {key: _without_interpolations(one) for key, one in values.items()}
+
+
+def _without_interpolations(value: Json) -> Json:
+    if isinstance(value, list):
+        return [literal(word) for word in value]
+    return literal(value) if isinstance(value, str) else value
 
 
 def _gives(arguments: Namespace, key: str) -> bool:
@@ -108,73 +119,28 @@ def _gives(arguments: Namespace, key: str) -> bool:
     )
 
 
-def _used(arguments: Namespace) -> set[str]:
-    """Return the placeholders in the program's command line."""
-    return {
-        name for word in arguments.program for name in placeholders_in(word)
-    }
-
-
-def _check_learning_rate(arguments: Namespace) -> None:
-    is_used = "learning_rate" in _used(arguments)
-    is_given = arguments.learning_rate is not None or _gives(
-        arguments, "training.lr"
-    )
-    problem = ""
-    if is_used and not is_given:
-        problem = (
-            "{learning_rate} is used but not given; add --learning-rate LR"
-        )
-    if arguments.scale_learning_rate is not None and not is_used:
-        problem = (
-            "--scale-learning-rate: reaches the script by {learning_rate} only, which its command "
-            "lacks; add --learning-rate LR and, as in train.py, --lr {learning_rate}"
-        )
-    if problem:
-        raise CommandFailed(problem, EXIT_BAD_CONFIG)
-
-
-def _batch_sizes(arguments: Namespace) -> dict[str, Json]:
-    """Return the first and the smallest micro-batch size; None if a key gives it."""
-    batch_size, least = arguments.batch_size, arguments.min_batch_size
-    if batch_size is None and not _gives(arguments, "training.batch_size"):
+def _batch_sizes(
+    arguments: Namespace, used: Collection[str]
+) -> dict[str, Json]:
+    """Return the sizes that follow from those that are given."""
+    size, least = arguments.batch_size, arguments.min_batch_size
+    if size is None and not _gives(arguments, BATCH):
         sizes = {"batch_size", "effective_batch_size", "min_batch_size"}
-        if _used(arguments) & sizes or least is not None:
-            problem = (
+        if sizes.intersection(used) or least is not None:
+            raise WrongUsage(
                 "the batch size is used but not given; add --batch-size N"
             )
-            raise CommandFailed(problem, EXIT_BAD_CONFIG)
         # the script has a batch size of its own, so a smaller one of ours would change nothing
-        batch_size = least = 1
-    elif least is None and (batch_size or "").isdecimal():
-        least = min(4, int(batch_size))
-    return {"training.batch_size": batch_size, "min_batch_size": least}
-
-
-def _texts(arguments: Namespace) -> dict[str, Json]:
-    """Return the values of the config that are texts. Raises CommandFailed if the quotes of the
-    resume arguments do not match."""
-    try:
-        resume = shlex.split(arguments.resume_argv or "")
-    except ValueError as error:
-        problem = f"--resume-argv {arguments.resume_argv!r}: {error}"
-        raise CommandFailed(problem, EXIT_BAD_CONFIG) from error
-    texts = {
-        "trainer.argv": list(map(literal, arguments.program)),
-        "trainer.resume_argv": list(map(literal, resume)) or None,
-        "trainer.checkpoint_glob": literal(arguments.checkpoint or "") or None,
-        "job_name": literal(
-            arguments.name or name_of_program(arguments.program)
-        ),
-        "device": arguments.device,
-    }
-    return {key: value for key, value in texts.items() if value is not None}
+        return {BATCH: 1, "min_batch_size": 1}
+    if least is not None or _gives(arguments, "min_batch_size"):
+        return {}
+    is_number = (size or "").isdecimal()
+    return {"min_batch_size": min(4, int(size))} if is_number else {}
 
 
 def _run(
     arguments: Namespace,
-    overrides: Sequence[str],
-    texts: dict[str, Json],
+    values: dict[str, Json],
 ) -> int:
     from omegaconf import OmegaConf
 
@@ -187,10 +153,10 @@ def _run(
     from robust_train.launcher.job import Job
     from robust_train.model.errors import JobInterrupted
 
-    job = None
+    job, overrides = None, ["trainer=command", *arguments.overrides]
     try:
         cfg = refusals.composed(overrides)
-        for key, value in texts.items():
+        for key, value in values.items():
             OmegaConf.update(cfg, key, value)
         hide_urls(cfg)
         config = checked(cfg)
@@ -223,7 +189,7 @@ def _run(
 
 def _in_options(line: str, arguments: Namespace) -> str:
     """Return a refusal with options in place of the keys that were not written."""
-    for key, option in {**_OPTIONS, "trainer.argv": "PROGRAM"}.items():
+    for key, option in _OPTIONS.items():
         if not _gives(arguments, key):
             line = re.sub(
                 rf"(?<![\w.{{-]){re.escape(key)}(?=[=:])",
@@ -239,13 +205,9 @@ def _warnings(
     used: Collection[str],
 ) -> Iterator[str]:
     """Yield what the command line asks for and the script does not get."""
-    by_key = _gives(arguments, "training.batch_size")
+    by_key = _gives(arguments, BATCH)
     if (arguments.batch_size or by_key) and "batch_size" not in used:
-        option = (
-            "training.batch_size"
-            if by_key
-            else f"--batch-size {arguments.batch_size}"
-        )
+        option = BATCH if by_key else f"--batch-size {arguments.batch_size}"
         yield (
             f"{option} is not in the script's command, so unless the script reads "
             "robust_train.current_run().batch_size its batch is its own and is not halved: write "

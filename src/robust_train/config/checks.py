@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Collection, Iterator, MutableMapping
 from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from robust_train.config.projects import (
     GROUP,
-    as_typed,
+    errors_as_typed,
     ours,
     their_keys,
 )
@@ -53,7 +53,7 @@ def checked(cfg: DictConfig) -> RobustConfig:
         raise _missing(prefix + missing[0])
     config = read(RobustConfig, own, prefix)
     objective = config.objective or cfg.get("optimized_metric")
-    try:
+    with errors_as_typed(theirs):
         config = replace(
             _with_batch(config),
             objective=objective,
@@ -61,8 +61,6 @@ def checked(cfg: DictConfig) -> RobustConfig:
         )
         for mistake in _mistakes(config):
             raise ConfigError(mistake)
-    except ConfigError as error:
-        raise ConfigError(as_typed(str(error), theirs)) from None
     return config
 
 
@@ -188,21 +186,22 @@ def _refuse_near_misses(cfg: DictConfig, prefix: str) -> None:
             cutoff=0.85,
         )
         if close or prefix:
-            raise _unknown(name, known, prefix)
+            raise unknown(name, known, prefix)
     for item in fields(RobustConfig) if prefix else ():
         group = item.metadata.get("open")
         if group is None or item.name not in cfg:
             continue
         own = {one.name for one in fields(group)} | {"preload_modules"}
         for name in sorted({str(key) for key in cfg[item.name]} - own):
-            raise _unknown(name, own, f"{prefix}{item.name}.")
+            raise unknown(name, own, f"{prefix}{item.name}.")
 
 
-def _unknown(
+def unknown(
     name: str,
-    known: set[str],
+    known: Collection[str],
     prefix: str,
 ) -> ConfigError:
+    """Return the refusal of a key that is none of those that are known."""
     hint = meant(name, known, prefix)
     return ConfigError(f"{prefix}{name}: no such key; {hint}")
 

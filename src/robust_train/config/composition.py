@@ -16,7 +16,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from robust_train.compat import register_resolver, replace_node, typed_nodes
-from robust_train.config.checks import gone
+from robust_train.config.checks import gone, unknown
 from robust_train.config.projects import (
     GROUP,
     defaults_for_theirs,
@@ -32,8 +32,8 @@ from robust_train.config.schema import (
 from robust_train.config.trainers import folder_name
 from robust_train.config.values import Declaration
 from robust_train.model.errors import ConfigError
-from robust_train.readable import meant
 
+_GROUPS: dict[str, Any] = {"model": {}, "dataset": {}, "trainer": {}}
 _FOLLOWING = {
     item.name: f"${{oc.select:{item.metadata['key'].follows},{item.default}}}"
     for item in fields(TrainingConfig)
@@ -129,15 +129,12 @@ def complete(cfg: Mapping[str, Any] | DictConfig) -> DictConfig:
 
 
 def _complete(cfg: Any, prefix: str = "") -> DictConfig:
-    following = {} if prefix else {"training": _FOLLOWING}
+    base = _GROUPS if prefix else _GROUPS | {"training": _FOLLOWING}
     try:
-        merged = OmegaConf.merge(open_root(RobustConfig), following, cfg)
+        merged = OmegaConf.merge(open_root(RobustConfig), base, cfg)
     except OmegaConfBaseException as error:
         raise _mistake(error, prefix) from None
     assert isinstance(merged, DictConfig)
-    for group in ("model", "dataset", "trainer"):
-        if OmegaConf.is_missing(merged, group):
-            merged[group] = {}
     return merged
 
 
@@ -158,9 +155,9 @@ def _mistake(error: OmegaConfBaseException, prefix: str) -> ConfigError:
     known = [item.name for item in fields(kind)] if is_dataclass(kind) else []
     if not (isinstance(error, ConfigKeyError) and known):
         return ConfigError(str(error).splitlines()[0] + f" (key {full_key})")
-    hint = meant(name, known, f"{parent}.")
-    return ConfigError(
-        gone(str(error.full_key)) or f"{full_key}: no such key; {hint}"
+    answer = gone(str(error.full_key))
+    return (
+        ConfigError(answer) if answer else unknown(name, known, f"{parent}.")
     )
 
 
