@@ -166,8 +166,8 @@ def set_mark(pid: int, mark: int) -> None:
 @functools.cache
 def _warn_of_limit(most: int) -> None:
     log.warning(
-        "ulimit -Hx is %d: processes that this job leaves behind are not known as its own, and not "
-        "ended; have the administrator allow 16777216 or more (locks in limits.conf)",
+        "ulimit -Hx is %d: should this job be killed, what it leaves behind is not known as its "
+        "own, and not ended; have the administrator allow 16777216 or more (locks in limits.conf)",
         most,
     )
 
