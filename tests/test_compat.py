@@ -484,8 +484,26 @@ def test_private_names_of_lightning_are_there(tmp_path):
     assert not trainer._data_connector._requires_distributed_sampler(None)
     two = lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp_spawn", **quiet)
     assert compat.starts_ranks_itself(two)
+    finder = lightning.callbacks.LearningRateFinder()
+    trainer.callbacks.append(finder)
+    assert not compat.searches(trainer)
+    finder._early_exit = True
+    assert compat.searches(trainer)
+    trainer.callbacks.remove(finder)
+    trainer.fit_loop.restarting = True
+    compat.step_schedulers(trainer)
+    assert not trainer.fit_loop.restarting
     trainer.fit(Model(), torch.utils.data.DataLoader(torch.ones(2, 1)))
     assert seen == [(True, 2.0), (False, 3.0)]
+
+
+def test_accelerate_makes_a_scheduler_its_own():
+    accelerate = pytest.importorskip("accelerate", reason="the extra [accelerate]")
+    accelerator = accelerate.Accelerator(cpu=True)
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], 0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    prepared = accelerator.prepare(optimizer, schedule)
+    assert compat.prepared_schedulers(accelerator) == [prepared[1]]
 
 
 def test_a_trial_of_optuna_that_runs_can_be_gone_on_with():

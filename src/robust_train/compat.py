@@ -600,6 +600,21 @@ def starts_ranks_itself(trainer: Any) -> bool:
     return trainer.world_size > 1 and start_method != "popen"
 
 
+def step_schedulers(trainer: Any) -> None:
+    """Let a Lightning ``Trainer`` step ReduceLROnPlateau at the end of a resumed epoch, too."""
+    trainer.fit_loop._restarting = False
+
+
+def searches(trainer: Any) -> bool:
+    """Return whether a Lightning ``Trainer`` is one of a ``Tuner``, which leaves ``fit`` early."""
+    return any(getattr(one, "_early_exit", False) for one in trainer.callbacks)
+
+
+def prepared_schedulers(accelerator: Any) -> list[Any]:
+    """Return what ``Accelerator.prepare`` has made of learning-rate schedulers."""
+    return list(accelerator._schedulers)
+
+
 def load_shards(
     folder: Path,
     index: Path,

@@ -8,9 +8,11 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import warm
+from forked_ranks import of_ranks
 from framework_config import framework_config
 from robust_train.attempt.run import MicroBatchPlan
 from robust_train.config.checks import unchecked
+from robust_train.host.votes import Votes
 from robust_train.model.errors import UserError
 from watched_run import WatchedRun
 
@@ -46,11 +48,11 @@ def test_ranks_whose_model_accelerate_shards_end_with_the_weights_of_one_process
     assert "go on with num_gpus=2 or more" in seen["alone"][0]["error"]
 
 
-def _train(folder, cfg, **options):
+def _train(folder, cfg, run=None, **options):
     from robust_train.integrations.accelerate import RobustLoop, effective_batch_size
 
     torch.manual_seed(0)
-    run = WatchedRun(folder)
+    run = run or WatchedRun(folder)
     run.micro_batch_plan = MicroBatchPlan.of(unchecked(cfg))
     accelerator = accelerate.Accelerator(cpu=True, **options)
     data = TensorDataset(torch.arange(22.0)[:, None] / 22)
@@ -67,6 +69,44 @@ def _train(folder, cfg, **options):
             optimizer.step()
             optimizer.zero_grad()
     return accelerator.unwrap_model(model).weight.detach(), run
+
+
+def test_a_second_loop_of_a_job_is_refused_in_one_line(tmp_path):
+    _, run = _train(tmp_path, framework_config(8))
+    with pytest.raises(UserError, match="a second fit or loop in one job"):
+        _train(tmp_path, framework_config(8), run)
+
+
+def test_a_prepared_schedule_goes_on_by_one_step_whatever_the_ranks(tmp_path):
+    """accelerate makes one for each rank, whose batches are its steps otherwise."""
+
+    def rates(rank):
+        from robust_train.integrations.accelerate import RobustLoop
+
+        cfg = framework_config(4, checkpoint_every_steps=None)
+        cfg.num_gpus = 2
+        run = WatchedRun(tmp_path, rank=rank, world_size=2, flags=votes)
+        run.micro_batch_plan = MicroBatchPlan.of(unchecked(cfg))
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = accelerate.Accelerator(cpu=True)
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        loader = DataLoader(TensorDataset(torch.arange(16.0)[:, None]), 8)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        prepared = accelerator.prepare(model, optimizer, loader, schedule)
+        model, optimizer, loader, schedule = prepared
+        loop = RobustLoop(accelerator, model, loader, cfg=cfg, run=run)
+        found = []
+        for _ in loop.epochs(1):
+            for batch in loop.batches():
+                loop.backward(lambda part: model(part[0]).mean(), batch)
+                optimizer.step()
+                schedule.step()
+                found += schedule.get_last_lr()
+        return found
+
+    votes = Votes(2)
+    assert of_ranks(2, rates) == [[0.5, 0.25]] * 2
 
 
 def test_autocast_reaches_the_parts_of_a_step(tmp_path, request):

@@ -1,7 +1,9 @@
 """Lightning's Trainer as an attempt."""
 
 import functools
+import importlib
 import logging
+import sys
 
 import pytest
 import torch
@@ -168,6 +170,125 @@ def test_a_trainer_that_forks_its_ranks_keeps_lightnings_own_fit(tmp_path, caplo
         trainer.fit(model, _loader(4))
     assert "Trainer: starts 2 processes of its own; this fit is Lightning's own" in caplog.text
     assert model.layer.weight.item() != before, "trained in its processes"
+
+
+def test_of_a_program_s_fits_the_first_that_trains_is_ours(tmp_path, caplog):
+    """Not a tuner's; a later one is Lightning's own, and its checkpoints are not the job's."""
+    from robust_train.integrations.lightning import adopted_fit
+
+    class HasItsData(_Line):
+        lr = 0.1
+        train_dataloader = staticmethod(lambda: _loader(8))
+
+    run, model = WatchedRun(tmp_path), HasItsData()
+    trainer = _trainer(tmp_path, enable_checkpointing=True)
+    with adopted_fit(framework_config(8), run):
+        lightning.pytorch.tuner.Tuner(trainer).lr_find(model, num_training=2)
+        assert not run.saved_at
+        trainer.fit(model)
+        assert max(run.saved_at) == 3
+        assert "Lightning's own" not in caplog.text
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(model, _loader(8))
+    assert trainer.global_step == 6
+    assert max(run.saved_at) == 3
+    assert "only one fit of a job" in caplog.text
+
+
+def test_a_second_fit_of_a_job_is_refused_in_one_line(tmp_path):
+    _, _, run = _fit(tmp_path, framework_config(8))
+    with pytest.raises(UserError, match="a second fit or loop in one job"):
+        _fit(tmp_path, framework_config(8), run=run)
+
+
+def test_the_best_checkpoint_of_earlier_attempts_is_known(tmp_path):
+    """Though the logger's folder, in which it lies by default, is another one in each attempt."""
+    best, saved = [], None
+    for epochs in (1, 2):
+        kept = lightning.pytorch.callbacks.ModelCheckpoint(monitor="current_epoch")
+        trainer = _trainer(
+            tmp_path,
+            max_epochs=epochs,
+            callbacks=[kept],
+            enable_checkpointing=True,
+            logger=lightning.pytorch.loggers.CSVLogger(tmp_path),
+        )
+        model = _Line()
+        model.on_train_epoch_end = lambda model=model: model.log(
+            "current_epoch", float(model.current_epoch)
+        )
+        _, _, run = _fit(tmp_path, framework_config(8), None, trainer, saved, model)
+        saved = run.saved_at[3 * epochs]
+        best.append(kept.best_model_path)
+    assert "version_0" in best[0]
+    assert best[1] == best[0]
+
+
+@pytest.mark.slow
+def test_lightning_by_its_other_name_is_adopted_too(tmp_path):
+    """It is a package of its own, with classes of its own."""
+
+    def seen(_):
+        for name in list(sys.modules):
+            if name.startswith(("lightning.", "robust_train.integrations.")):
+                del sys.modules[name]
+        other = importlib.import_module("pytorch_lightning")
+        adopted_fit = importlib.import_module("robust_train.integrations.lightning").adopted_fit
+
+        class Line(other.LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.layer, self.seen = torch.nn.Linear(1, 1), []
+
+            training_step = _Line.training_step
+            configure_optimizers = _Line.configure_optimizers
+
+        seen, saved = [], None
+        for size in (8, 4):
+            model, run = Line(), WatchedRun(tmp_path, resume=saved)
+            run.micro_batch_plan = MicroBatchPlan(size)
+            with adopted_fit(framework_config(size, 8 // size), run):
+                where = {"accelerator": "cpu", "devices": 1, "max_epochs": 1}
+                other.Trainer(**where, **QUIET, default_root_dir=tmp_path).fit(model, _loader(size))
+            saved = saved or run.saved_at[1]
+            seen.append(model.seen)
+        return seen
+
+    ((whole, rest),) = of_forks(1, seen)
+    assert len(whole) == 22
+    assert rest == whole[8:]
+
+
+class _LowersItsRate(_Line):
+    """By a figure of its validation, which also ends the training: it is the same in all epochs."""
+
+    def validation_step(self, batch):
+        self.log("same", 1.0)
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "same"}}
+
+
+def test_what_follows_a_validation_is_done_in_an_epoch_that_is_resumed_too(tmp_path):
+    """Rates are lowered, and what is to end early does: from a step within an epoch, from the end
+    of one, and from the last."""
+
+    def trained(resume=None):
+        stopping = lightning.pytorch.callbacks.EarlyStopping("same", patience=2)
+        trainer = _trainer(tmp_path, max_epochs=9, callbacks=[stopping], num_sanity_val_steps=0)
+        job = {"trainer": trainer, "model": _LowersItsRate(), "val_dataloaders": _loader(8)}
+        model, found, run = _fit(tmp_path, framework_config(8), resume=resume, **job)
+        return trainer.optimizers[0].param_groups[0]["lr"], trainer.global_step, found, model, run
+
+    *whole, model, run = trained()
+    assert whole[:2] == [0.025, 9]
+    for step in (5, 6, 9):
+        *rest, its, _ = trained(run.saved_at[step])
+        assert torch.equal(its.layer.weight, model.layer.weight), step
+        assert rest[1:] == whole[1:], step
+        assert rest[0] == whole[0] or step == 9
 
 
 def _trains_with_its_data_s_batch(cfg, run):

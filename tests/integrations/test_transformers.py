@@ -32,7 +32,16 @@ class _Line(torch.nn.Module):
         return {"loss": errors.sum() / (num_items_in_batch or len(x))}
 
 
-def _fit(folder, cfg, resume=None, run=None, callbacks=None, label=1.0, **more):
+def _fit(
+    folder,
+    cfg,
+    resume=None,
+    run=None,
+    callbacks=None,
+    label=1.0,
+    kind=transformers.Trainer,
+    **more,
+):
     from robust_train.integrations.transformers import fit, training_arguments
 
     torch.manual_seed(0)
@@ -49,7 +58,7 @@ def _fit(folder, cfg, resume=None, run=None, callbacks=None, label=1.0, **more):
     samples = [{"x": [i / 22], "labels": [label]} for i in range(22)]
     model = _Line()
     data = {"train_dataset": samples, "eval_dataset": samples}
-    trainer = transformers.Trainer(model, arguments, callbacks=callbacks, **data)
+    trainer = kind(model, arguments, callbacks=callbacks, **data)
     result = fit(trainer, cfg=cfg, run=run)
     return model, result, run
 
@@ -74,6 +83,35 @@ def test_a_logged_loss_that_stays_not_finite_ends_the_attempt(tmp_path):
     run.guard.divergence = DivergenceConfig(patience=3)
     with pytest.raises(Spoiled, match="the loss is nan since step 1"):
         _fit(tmp_path, framework_config(8), run=run, label=float("nan"))
+
+
+class _OwnSampler(transformers.Trainer):
+    def _get_train_sampler(self, *_):
+        return torch.utils.data.WeightedRandomSampler([1.0, 2.0] * 11, 22)
+
+
+class _OwnLoader(transformers.Trainer):
+    def get_train_dataloader(self):
+        size = self.args.train_batch_size
+        return torch.utils.data.DataLoader(
+            self.train_dataset, size, shuffle=True, collate_fn=self.data_collator
+        )
+
+
+@pytest.mark.parametrize("kind", [_OwnSampler, _OwnLoader])
+def test_a_later_epoch_goes_on_with_the_samples_that_are_left(tmp_path, kind):
+    """Also where they are drawn from torch's own generator, which the epochs before have used."""
+    how = {"kind": kind}
+    whole, _, run = _fit(tmp_path / "whole", framework_config(8), **how)
+    rest, _, _ = _fit(tmp_path / "rest", framework_config(8), run.saved_at[4], **how)
+    assert rest.seen == whole.seen[22 + 8 :]
+    assert torch.equal(rest.layer.weight, whole.layer.weight)
+
+
+def test_a_second_fit_of_a_job_is_refused_in_one_line(tmp_path):
+    _, _, run = _fit(tmp_path, framework_config(8))
+    with pytest.raises(UserError, match="a second fit or loop in one job"):
+        _fit(tmp_path, framework_config(8), run=run)
 
 
 def test_a_job_whose_last_step_is_done_makes_no_further_step(tmp_path):

@@ -107,6 +107,7 @@ class Run:
         skips_to: the data up to this optimizer step are to be passed over: training has diverged
             there.
         passes_over: whether the trainer heeds that.
+        is_steered: a framework's trainer goes on from its checkpoints.
         is_cooperative: the trainer has read :attr:`stop_requested`.
         looks_for_checkpoint_requests: it has read :attr:`checkpoint_requested`.
         was_told_to_stop: it has seen that it is to stop.
@@ -150,7 +151,7 @@ class Run:
         self.keeps_batch = ""
         self.their_keys: Mapping[str, str] | None = None
         self.skips_to = 0
-        self.passes_over = False
+        self.passes_over = self.is_steered = False
         self.is_cooperative = self.looks_for_checkpoint_requests = False
         self.was_told_to_stop = False
         self.at_boundary: Callable[[str], None] = lambda boundary: None

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
-import logging
 from collections.abc import Callable
 from typing import Any
 
 from robust_train.attempt.run import Run
-from robust_train.config.projects import has_lightning, ours, without_ours
-
-log = logging.getLogger("robust_train")
+from robust_train.config.projects import lightning_of, ours, without_ours
 
 
 def call_task(
@@ -22,15 +20,11 @@ def call_task(
     """Return what a project's ``main`` returns in an attempt; Lightning's ``fit`` is ours then."""
     own, cfg = ours(cfg), without_ours(cfg)
     adopted: Any = contextlib.nullcontext()
-    if has_lightning(cfg):
+    if name := lightning_of(cfg):
+        importlib.import_module(name)  # by which of its names ours will use it
         from robust_train.integrations.lightning import adopted_fit
 
         adopted = adopted_fit(own, run)
-    elif has_lightning(cfg, "pytorch_lightning"):
-        log.warning(
-            "this fit is pytorch_lightning's own, without checkpoints of ours and recovery in the "
-            "step: with lightning.pytorch in place of pytorch_lightning it has both"
-        )
     with adopted:
         if "run" in inspect.signature(task).parameters:
             return task(cfg, run=run)

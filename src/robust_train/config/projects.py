@@ -139,13 +139,17 @@ def _check_batch(
         )
 
 
-def has_lightning(cfg: DictConfig, package: str = "lightning") -> bool:
-    """Return whether a project's config makes objects of Lightning, whose ``fit`` is ours then."""
+def lightning_of(cfg: DictConfig) -> str | None:
+    """Return the package of Lightning that a project's config makes objects of, whose ``fit`` is
+    ours then; None if it makes none."""
     content: Any = OmegaConf.to_container(without_ours(cfg), resolve=False)
-    return any(
-        path.endswith("_target_") and str(value).startswith(f"{package}.")
+    made = {
+        str(value).partition(".")[0]
         for path, value in _leaves(content, "")
-    )
+        if path.endswith("_target_")
+    }
+    names = ("lightning", "pytorch_lightning")
+    return next((name for name in names if name in made), None)
 
 
 def write_to_theirs(cfg: DictConfig, chosen: dict[str, Any]) -> None:
@@ -167,7 +171,7 @@ def their_keys(cfg: DictConfig) -> dict[str, str] | None:
         for name in _NAMES
         if (path := _path(cfg, name)) is not None
     }
-    if has_lightning(cfg):  # our fit accumulates
+    if lightning_of(cfg):  # our fit accumulates
         found.setdefault(ACCUMULATION, f"{GROUP}.{ACCUMULATION}")
     return found
 

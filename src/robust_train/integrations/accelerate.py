@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig
 
 from robust_train.attempt.run import Run
+from robust_train.compat import prepared_schedulers
 from robust_train.integrations.sample_order import StepShares, take_over
 from robust_train.integrations.steering import (
     Steps,
@@ -107,6 +108,10 @@ class RobustLoop:
                 max(self.run.skips_to - self.step, 0) * self._effective
             )
             self.samples = min(self.samples + passes_over, self._order.samples)
+        if self.run.world_size > 1:
+            # a batch is a step, so accelerate is not to make one more for each rank
+            for scheduler in prepared_schedulers(self.accelerator):
+                scheduler.split_batches = True
         self._total = count * -(-self._order.samples // self._effective)
         self.run.started(self.step)
         self.run.record_memory("training begins")

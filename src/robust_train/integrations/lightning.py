@@ -13,9 +13,9 @@ import contextlib
 import inspect
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -33,8 +33,8 @@ from robust_train.integrations.lightning_callback import (
 )
 from robust_train.integrations.lightning_step import recover_in_steps
 from robust_train.integrations.steering import (
-    framework,
     keep_batch,
+    lightning,
     machines,
     result_of,
 )
@@ -42,8 +42,8 @@ from robust_train.model.errors import Interrupted, UserError
 from robust_train.model.events import BatchTaken
 from robust_train.model.spec import AttemptSpec
 
-_pytorch = framework("lightning.pytorch")
-_callbacks = framework("lightning.pytorch.callbacks")
+_pytorch = lightning()
+_callbacks = lightning(".callbacks")
 
 log = logging.getLogger("robust_train.integrations")
 
@@ -91,7 +91,7 @@ def fit(
             attribute or hyperparameter ``accumulate_grad_batches``, which is set here.
         data: a ``LightningDataModule``, whose ``batch_size`` (attribute or hyperparameter) is set
             here; if ``training.batch_size`` is not given, its own value is the job's. Or a
-            ``DataLoader`` made with ``cfg.training.batch_size``.
+            ``DataLoader`` made with ``cfg.training.batch_size``. None: the model has the loaders.
         cfg, run: the trainer function's.
         metric: the logged value that is returned; None: a dictionary of all of them.
         options: further arguments of ``trainer.fit``, such as ``val_dataloaders``.
@@ -100,7 +100,7 @@ def fit(
         UserError: trainer, model or data cannot keep the effective batch.
         Interrupted: a stop was requested; a checkpoint was saved.
     """
-    _fit(trainer, model, data, cfg=cfg, run=run, **options)
+    _fit(trainer.fit, trainer, model, data, cfg=cfg, run=run, **options)
     return _result(
         trainer,
         model,
@@ -111,6 +111,7 @@ def fit(
 
 
 def _fit(
+    own: Callable[..., None],
     trainer: Any,
     model: Any,
     data: Any,
@@ -119,6 +120,7 @@ def _fit(
     run: Run,
     **options: Any,
 ) -> None:
+    has_data, data = data is not None, model if data is None else data
     cfg = _with_batch_of(data, cfg, run)
     _check(trainer, cfg, run)
     if run.world_size == 1:
@@ -142,9 +144,10 @@ def _fit(
         callback,
     )
     path = run.resume_checkpoint
-    is_module = hasattr(data, "train_dataloader")
-    options["datamodule" if is_module else "train_dataloaders"] = data
-    if "weights_only" in inspect.signature(trainer.fit).parameters:
+    if has_data:
+        is_module = hasattr(data, "train_dataloader")
+        options["datamodule" if is_module else "train_dataloaders"] = data
+    if "weights_only" in inspect.signature(own).parameters:
         # the job's own file, whose hyperparameters may be modules and functions
         options.setdefault("weights_only", False)
     try:
@@ -156,7 +159,13 @@ def _fit(
             )
             if path is not None:
                 options["ckpt_path"] = str(path)
-            trainer.fit(model, **options)
+                # it would search again; what it has found is in the checkpoint
+                trainer.callbacks = [
+                    one
+                    for one in trainer.callbacks
+                    if type(one) is not _callbacks.LearningRateFinder
+                ]
+            own(model, **options)
     except Stopped as stopped:
         raise Interrupted(str(stopped)) from None
     except SystemExit:
@@ -168,6 +177,7 @@ def _fit(
         raise
     finally:
         run.finish_saving()
+        callback.leave(trainer)
 
 
 @contextlib.contextmanager
@@ -184,25 +194,33 @@ def adopted_fit(cfg: DictConfig, run: Run) -> Iterator[None]:
         datamodule: Any = None,
         **options: Any,
     ) -> None:
-        _pytorch.Trainer.fit = own
         options["val_dataloaders"] = val_dataloaders
         data = train_dataloaders if datamodule is None else datamodule
         reason = _counts_micro_batches(trainer)
-        if run.world_size == 1 and compat.starts_ranks_itself(trainer):
+        if run.is_steered:
+            reason = "only one fit of a job goes on from its checkpoints"
+            _accumulate(
+                trainer, model, cfg.training.gradient_accumulation_steps, run
+            )
+        elif run.world_size == 1 and compat.starts_ranks_itself(trainer):
             reason = (
                 f"Trainer: starts {trainer.world_size} processes of its own"
             )
-        else:
+        elif not compat.searches(trainer):
             with errors_as_typed(run.their_keys):
                 if reason is None:
-                    _fit(trainer, model, data, cfg=cfg, run=run, **options)
+                    fit = partial(own, trainer)
+                    _fit(
+                        fit, trainer, model, data, cfg=cfg, run=run, **options
+                    )
                     return
                 _check_ranks(trainer, run)
-        log.warning(
-            "%s; this fit is Lightning's own, without checkpoints of ours",
-            reason,
-        )
-        keep_batch(run, reason)
+        if reason is not None:
+            log.warning(
+                "%s; this fit is Lightning's own, without checkpoints of ours",
+                reason,
+            )
+            keep_batch(run, reason)
         options |= {
             "train_dataloaders": train_dataloaders,
             "datamodule": datamodule,
@@ -281,6 +299,11 @@ def _sets_batch(cfg: DictConfig, asked: AttemptSpec) -> bool:
 
 
 def _check_ranks(trainer: Any, run: Run) -> None:
+    if not isinstance(trainer, _pytorch.Trainer):
+        raise UserError(
+            f"Trainer: is {type(trainer).__module__.partition('.')[0]}'s, but {_pytorch.__name__} "
+            "was imported first: use one of the two, which are the same library"
+        )
     if trainer.world_size != run.world_size:
         raise UserError(
             f"Trainer: uses {trainer.world_size} devices, but this attempt has {run.world_size}: "
@@ -394,9 +417,10 @@ def _result(
     validation: Any,
 ) -> Any:
     found = logged(trainer)
+    source = type(model if data is None else data)
     inherited = _pytorch.LightningDataModule.val_dataloader
     can_validate = validation is not None or (
-        getattr(type(data), "val_dataloader", inherited) is not inherited
+        getattr(source, "val_dataloader", inherited) is not inherited
     )
     is_there = bool(found) if metric is None else metric in found
     if not is_there and trainer.enable_validation and can_validate:

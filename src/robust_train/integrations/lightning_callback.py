@@ -13,15 +13,17 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig
 
 from robust_train.attempt.run import Run
+from robust_train.compat import step_schedulers
 from robust_train.integrations.sample_order import (
     SampleOrder,
     StepShares,
     take_over,
 )
-from robust_train.integrations.steering import Steps, framework
+from robust_train.integrations.steering import Steps, lightning
 from robust_train.model.errors import UserError
 from robust_train.step.ranks import of_all_ranks
 from robust_train.step.rewind import capture_rng, restore_rng
@@ -29,8 +31,9 @@ from robust_train.step.rewind import capture_rng, restore_rng
 log = logging.getLogger("robust_train.integrations")
 
 _SUFFIX = ".ckpt"
-_Checkpoint: Any = framework("lightning.pytorch.callbacks").Checkpoint
-_plugins = framework("lightning.pytorch.plugins.io")
+_Checkpoint: Any = lightning(".callbacks").Checkpoint
+_WeightAveraging: Any = lightning(".callbacks").StochasticWeightAveraging
+_plugins = lightning(".plugins.io")
 
 
 class Stopped(Exception):
@@ -62,6 +65,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         self._restored: Any = None
         self._saved_step: int | None = None
         self._is_saving = False
+        self._is_validated = True  # or is not to be
         # samples of the step in progress, by their place in the epoch
         self._step = range(0)
         self.done = 0  # micro-batches of it that are done
@@ -99,6 +103,9 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         return {
             "position": asdict(self.position),
             "rng": capture_rng(self._device),
+            "ends": self._trainer.should_stop,
+            "figures": logged(self._trainer),
+            "is_validated": self._is_validated,
         }
 
     def on_load_checkpoint(
@@ -114,6 +121,12 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
                 f"checkpoint {trainer.ckpt_path}: was not written under robust_train; start in "
                 "another run folder, or load its weights in the model"
             )
+        for one in trainer.callbacks:
+            # a ModelCheckpoint forgets its best ones where its folder has another name, as the one
+            # that a logger makes for each attempt
+            state = checkpoint["callbacks"].get(one.state_key, {})
+            if "dirpath" in state:
+                state["dirpath"] = one.dirpath
         self._restored = restored
         self.position = LightningPosition(**restored["position"])
         checkpoint["loops"]["fit_loop"] = loops_at(
@@ -133,6 +146,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         """Watch every checkpoint that is written, by whichever callback."""
         if stage != "fit":
             return
+        self._trainer = trainer
         self._device = trainer.strategy.root_device
         self._sigterm = signal.getsignal(signal.SIGTERM)
         writer = trainer.strategy.checkpoint_io
@@ -168,6 +182,13 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
 
         writer.save_checkpoint = save_checkpoint
 
+    def leave(self, trainer: Any) -> None:
+        """Take no part in what the trainer does after this fit."""
+        trainer.callbacks = [
+            one for one in trainer.callbacks if one is not self
+        ]
+        vars(trainer.strategy.checkpoint_io).pop("save_checkpoint", None)
+
     def on_sanity_check_start(self, *_: Any) -> None:
         """Take SIGTERM back from Lightning, whose handler ends the run within a step."""
         is_main_thread = threading.current_thread() is threading.main_thread()
@@ -175,7 +196,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
             signal.signal(signal.SIGTERM, self._sigterm)
 
     def on_train_start(self, trainer: Any, *_: Any) -> None:
-        """Restore random numbers and counters."""
+        """Restore random numbers and counters, and what came after an epoch's last checkpoint."""
         self.on_sanity_check_start()
         batches = getattr(trainer.train_dataloader, "batch_sampler", None)
         if (
@@ -188,6 +209,19 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
             )
         if self._restored is not None:
             restore_rng(self._restored["rng"], self._device)
+            trainer.should_stop = self._restored["ends"]
+            for name, value in self._restored["figures"].items():
+                trainer.callback_metrics[name] = torch.tensor(value)
+            is_whole = self.position.samples == self.position.epoch_samples
+            if is_whole and self._restored["is_validated"]:
+                self._lower_rates(trainer)
+            elif not self.position.is_between_epochs and any(
+                isinstance(one, _WeightAveraging) for one in trainer.callbacks
+            ):
+                log.warning(
+                    "StochasticWeightAveraging: Lightning restores it when the next epoch begins; "
+                    "the rest of this one has the learning rate without it"
+                )
             self._restored = None
         self._begin_step(
             0 if self.position.is_between_epochs else self.position.samples
@@ -198,6 +232,17 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         for one in trainer.callbacks:
             if getattr(one, "monitor", None) is not None:
                 self.run.monitors(one.monitor, getattr(one, "mode", "min"))
+
+    def _lower_rates(self, trainer: Any) -> None:
+        """Make the epoch's step of ReduceLROnPlateau, which comes after the last checkpoint."""
+        for one in trainer.lr_scheduler_configs:
+            figure = trainer.callback_metrics.get(one.monitor)
+            is_due = (self.position.epoch + 1) % one.frequency == 0
+            is_of_epochs = one.reduce_on_plateau and one.interval == "epoch"
+            if is_of_epochs and is_due and figure is not None:
+                trainer.lightning_module.lr_scheduler_step(
+                    one.scheduler, figure
+                )
 
     def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
         """Begin an epoch; not called if one is resumed in the middle."""
@@ -279,6 +324,11 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
     def on_validation_start(self, *_: Any) -> None:
         """Leave validation out of the time of the steps."""
         self.run.speed.pause()
+        self._is_validated = False
+
+    def on_validation_epoch_end(self, *_: Any) -> None:
+        """Know its figures, also in the checkpoint of a callback that is called next."""
+        self._is_validated = True
 
     def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
         """Stop during validation if requested; what it has computed is not kept."""
@@ -299,6 +349,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         pl_module: Any,
     ) -> None:
         """Save, unless another callback of the trainer has just done it."""
+        step_schedulers(trainer)
         step, saved = trainer.global_step, self._saved()
         if not step and not pl_module.automatic_optimization:
             raise UserError(

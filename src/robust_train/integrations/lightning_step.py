@@ -22,14 +22,14 @@ from robust_train.attempt.run import Run
 from robust_train.compat import LATEST, accumulates_now, logged_by
 from robust_train.integrations.metric_objects import MetricObjects
 from robust_train.integrations.sample_order import SampleOrder
-from robust_train.integrations.steering import InStep, OpenStep, framework
+from robust_train.integrations.steering import InStep, OpenStep, lightning
 from robust_train.step.splitting import Part
 
 log = logging.getLogger("robust_train.integrations")
 
-_automatic: Any = framework("lightning.pytorch.loops.optimization.automatic")
-_strategies: Any = framework("lightning.pytorch.strategies")
-_LightningModule: Any = framework("lightning.pytorch").LightningModule
+_automatic: Any = lightning(".loops.optimization.automatic")
+_strategies: Any = lightning(".strategies")
+_LightningModule: Any = lightning().LightningModule
 _AutomaticOptimization: Any = _automatic._AutomaticOptimization
 
 
@@ -90,16 +90,14 @@ def _keep_evaluation_batches(
         return
     process = trainer.strategy.process_dataloader
 
-    text = (
-        "Lightning: evaluates in batches of %d, as in the job's first attempt"
-    )
-    say = functools.cache(partial(log.info, text, asked))
-    if not can_split:
-        text = (
+    @functools.cache
+    def warn() -> None:
+        log.warning(
             "Lightning: evaluates in batches of %d, no longer %d: limit_val_batches=2 and the like "
-            "are less data, and figures of batches may differ from those of earlier attempts"
+            "are less data, and figures of batches may differ from those of earlier attempts",
+            own,
+            asked,
         )
-        say = functools.cache(partial(log.warning, text, own, asked))
 
     def process_dataloader(loader: Any) -> Any:
         batches: Any = getattr(loader, "batch_sampler", None)
@@ -107,9 +105,10 @@ def _keep_evaluation_batches(
             batches.sampler, SampleOrder
         )
         if is_of_evaluation and batches.batch_size == own:
-            say()
             if can_split:
                 batches.batch_size = asked
+            else:
+                warn()
         return process(loader)
 
     trainer.strategy.process_dataloader = process_dataloader
@@ -430,10 +429,7 @@ def why_not(trainer: Any, model: Any) -> str | None:
         _strategies.DDPStrategy,
     ):
         return f"{type(strategy).__name__} runs the model"
-    name = "optimizer_zero_grad"
-    if getattr(type(model), name, None) not in (
-        None,
-        getattr(_LightningModule, name),
-    ):
+    inherited = _LightningModule.optimizer_zero_grad
+    if getattr(type(model), "optimizer_zero_grad", inherited) is not inherited:
         return f"{type(model).__name__}.optimizer_zero_grad decides about gradients"
     return None

@@ -16,20 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric  # Lightning needs it
 
 from robust_train.compat import METRIC_NOTES, tree_leaves, tree_map_with_path
-from robust_train.config.trainers import require
 from robust_train.readable import MIB
 from robust_train.step.splitting import joined
 
 log = logging.getLogger("robust_train.integrations")
 
-# Lightning needs it
-_Metric: Any = require(
-    "torchmetrics",
-    "robust_train.integrations.lightning",
-    extra="lightning",
-).Metric
 
 _MOST_BYTES = 64 * MIB
 """Of what the parts of a batch give, kept until the last one; more stays as the parts left it."""
@@ -142,9 +136,7 @@ class MetricObjects:
     def _metrics(self) -> list[Any]:
         model = self._model()
         if self._found is None and model is not None:
-            self._found = [
-                m for m in model.modules() if isinstance(m, _Metric)
-            ]
+            self._found = [m for m in model.modules() if isinstance(m, Metric)]
         return self._found or []
 
     def _noting(

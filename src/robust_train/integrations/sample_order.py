@@ -192,6 +192,27 @@ class SampleOrder(Sampler[Any]):
             before.restore()
 
 
+def _batches_of(loader: Any) -> Any:
+    """Return what makes the batches of ``loader`` of a sampler's indices, None if nothing does."""
+    batches = getattr(loader, "batch_sampler", None)
+    # accelerate's, where there are ranks
+    if type(batches).__name__ == "BatchSamplerShard":
+        batches = batches.batch_sampler
+    return batches if type(batches) is BatchSampler else None
+
+
+def order_of_epochs(loader: Any, seed: int) -> SampleOrder | None:
+    """Let an epoch's samples depend on seed and epoch, where a framework goes on at a batch of it.
+
+    Returns None if there is no sampler that draws them.
+    """
+    batches = _batches_of(loader)
+    if batches is None or not hasattr(batches.sampler, "__len__"):
+        return None
+    batches.sampler = SampleOrder(batches.sampler, seed=seed)
+    return batches.sampler  # type: ignore[no-any-return]
+
+
 def take_over(
     loader: Any,
     *,
@@ -213,12 +234,9 @@ def take_over(
             f"{name}: is a {type(loader).__name__}; only a torch DataLoader can resume where an "
             "earlier attempt stopped"
         )
-    batches: Any = loader.batch_sampler
-    # accelerate's, where there are ranks
-    if type(batches).__name__ == "BatchSamplerShard":
-        batches = batches.batch_sampler
-    sampler: Any = getattr(batches, "sampler", None)
-    if type(batches) is not BatchSampler or not hasattr(sampler, "__len__"):
+    batches = _batches_of(loader)
+    sampler = getattr(batches, "sampler", None)
+    if batches is None or not hasattr(sampler, "__len__"):
         raise UserError(
             f"{name}: needs a map-style data set and batches made by batch_size=…; a batch "
             "sampler of its own or an iterable data set cannot be resumed at a sample"

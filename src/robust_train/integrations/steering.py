@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -37,6 +38,14 @@ def framework(module: str) -> Any:
     """Return a module of the framework that an integration of its name needs."""
     name = module.partition(".")[0]
     return require(module, f"robust_train.integrations.{name}", extra=name)
+
+
+def lightning(module: str = "") -> Any:
+    """Return a module of Lightning, by the one of its two names that the program has imported."""
+    name = "lightning.pytorch"
+    if name not in sys.modules and "pytorch_lightning" in sys.modules:
+        name = "pytorch_lightning"
+    return framework(f"{name}{module}")
 
 
 def effective_batch_size(cfg: DictConfig) -> int:
@@ -78,6 +87,13 @@ class Steps:
         cfg: DictConfig,
         run: Run,
     ) -> None:
+        if run.is_steered:
+            raise UserError(
+                "a second fit or loop in one job, which the next attempt would begin with the "
+                "checkpoint of the first: make each a job of its own (-m fold=0,1,2), or leave the "
+                "other to the framework (trainer.fit, trainer.train)"
+            )
+        run.is_steered = True
         run.saving.plan = SavePlan.of(unchecked(cfg))
         self._run = run
         self._every = max(cfg.training.log_every_steps, 1)

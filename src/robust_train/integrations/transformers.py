@@ -23,6 +23,10 @@ from robust_train.attempt.run import Run
 from robust_train.compat import save_trainer, saving_through
 from robust_train.config.trainers import require
 from robust_train.folder.checkpoints import is_whole
+from robust_train.integrations.sample_order import (
+    SampleOrder,
+    order_of_epochs,
+)
 from robust_train.integrations.steering import (
     Steps,
     framework,
@@ -179,6 +183,7 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
         self._cfg = cfg
         self._steps = Steps(cfg, run)
         self._loss: Any = None  # of the step in progress
+        self._order: SampleOrder | None = None
 
     def on_train_begin(
         self,
@@ -187,10 +192,10 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
         control: Any,
         **others: Any,
     ) -> None:
-        """Check that batches have this attempt's size, whatever the checkpoint has."""
-        batches = getattr(
-            others.get("train_dataloader"), "batch_sampler", None
-        )
+        """Check that batches have this attempt's size, whatever the checkpoint has, and order them
+        by seed and epoch: a sampler may draw from torch's generator, which dropout shares."""
+        loader = others["train_dataloader"]
+        batches = getattr(loader, "batch_sampler", None)
         size = getattr(batches, "batch_size", None)
         if size is not None and size != self._cfg.training.batch_size:
             raise UserError(
@@ -198,14 +203,28 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
                 f"{self._cfg.training.batch_size}; a get_train_dataloader of your own has to "
                 "take it from args.train_batch_size"
             )
+        self._order = order_of_epochs(loader, args.seed)
+        if batches is None and state.global_step:
+            log.warning(
+                "Trainer: goes on in an iterable data set as if in its first pass, and with other "
+                "samples where torch's generator shuffles them; one with a length is exact"
+            )
         self.run.started(state.global_step)
         self.run.record_memory("training begins")
         name = args.metric_for_best_model or "loss"
         name = name if name.startswith("eval_") else f"eval_{name}"
         self.run.monitors(name, "max" if args.greater_is_better else "min")
 
-    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+    def on_epoch_begin(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        **others: Any,
+    ) -> None:
         """Take the time: the epoch's first batches are read from here on."""
+        if self._order is not None:
+            self._order.begin(int(state.epoch))
         self.run.speed.begin()
         self.run.speed.wait_begins()
 
