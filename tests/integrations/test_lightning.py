@@ -259,6 +259,19 @@ def test_lightning_by_its_other_name_is_adopted_too(tmp_path):
     assert rest == whole[8:]
 
 
+def test_a_checkpoint_of_the_trainer_s_own_after_a_step_is_one_to_go_on_from(tmp_path):
+    cfg = framework_config(8, epochs=2, checkpoint_every_steps=None)
+    own = lightning.pytorch.callbacks.ModelCheckpoint(
+        dirpath=tmp_path / "own", every_n_train_steps=1, save_top_k=-1
+    )
+    trainer = _trainer(tmp_path, max_epochs=2, enable_checkpointing=True, callbacks=[own])
+    whole, _, run = _fit(tmp_path, cfg, trainer=trainer)
+    for step in (1, 3, 4):
+        rest, _, _ = _fit(tmp_path / f"from-{step}", cfg, resume=run.saved_at[step])
+        assert rest.seen == whole.seen[22 * (step // 3) + 8 * (step % 3) :], step
+        assert torch.equal(rest.layer.weight, whole.layer.weight)
+
+
 class _LowersItsRate(_Line):
     """By a figure of its validation, which also ends the training: it is the same in all epochs."""
 

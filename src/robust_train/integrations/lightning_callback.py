@@ -100,8 +100,12 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, object]:
         """Return what Lightning saves in the checkpoint."""
+        position = self.position
+        # of a callback that is called before this one
+        if self._trainer.global_step != position.step:
+            position = self._after_batch()
         return {
-            "position": asdict(self.position),
+            "position": asdict(position),
             "rng": capture_rng(self._device),
             "ends": self._trainer.should_stop,
             "figures": logged(self._trainer),
@@ -281,30 +285,28 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         *_: Any,
     ) -> None:
         """Count an optimizer step, save if it is time, stop if requested."""
+        before, after = self.position, self._after_batch()
         self.done += 1
-        seen = min(
-            self._step.start + self.done * self.shares.at_once, self._step.stop
-        )
-        if seen == self._step.stop:
-            self._begin_step(seen)
-        if trainer.global_step != self.position.step:
-            self._after_step(trainer, outputs, seen)
-        elif seen == self.position.epoch_samples:
-            # manual optimization keeps its gradients
-            self.position = replace(self.position, samples=seen)
+        if after.samples == self._step.stop:
+            self._begin_step(after.samples)
+        is_step = after.step != before.step
+        # manual optimization keeps its gradients
+        if is_step or after.samples == after.epoch_samples:
+            self.position = after
+        if is_step:
+            self._after_step(trainer, outputs)
         self.run.speed.wait_begins()
 
-    def _after_step(
-        self,
-        trainer: Any,
-        outputs: Any,
-        seen: int,
-    ) -> None:
-        self.position = replace(
+    def _after_batch(self) -> LightningPosition:
+        """Return the position once the batch in progress is done."""
+        seen = self._step.start + (self.done + 1) * self.shares.at_once
+        return replace(
             self.position,
-            samples=seen,
-            step=trainer.global_step,
+            samples=min(seen, self._step.stop),
+            step=self._trainer.global_step,
         )
+
+    def _after_step(self, trainer: Any, outputs: Any) -> None:
         total: Any = trainer.estimated_stepping_batches
         if (
             total == float("inf")
@@ -318,22 +320,20 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         self._steps.done(trainer.global_step, total, loss)
         self._stop_if_requested(trainer)
         # at the end of an epoch once validation has logged its figures
-        if seen < self.position.epoch_samples and self.run.checkpoint_due:
+        is_within = self.position.samples < self.position.epoch_samples
+        if is_within and self.run.checkpoint_due:
             self.save(trainer)
 
     def on_validation_start(self, *_: Any) -> None:
         """Leave validation out of the time of the steps."""
         self.run.speed.pause()
-        self._is_validated = False
-
-    def on_validation_epoch_end(self, *_: Any) -> None:
-        """Know its figures, also in the checkpoint of a callback that is called next."""
-        self._is_validated = True
 
     def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
         """Stop during validation if requested; what it has computed is not kept."""
         if not trainer.sanity_checking and trainer.state.fn == "fit":
+            self._is_validated = False
             self._stop_if_requested(trainer)
+            self._is_validated = True
 
     def on_validation_end(self, trainer: Any, *_: Any) -> None:
         """Record the figures in the journal."""

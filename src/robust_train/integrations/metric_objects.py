@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import itertools
 import logging
 from collections.abc import Callable, Iterator
@@ -16,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric  # Lightning needs it
 
 from robust_train.compat import METRIC_NOTES, tree_leaves, tree_map_with_path
 from robust_train.readable import MIB
@@ -24,6 +24,8 @@ from robust_train.step.splitting import joined
 
 log = logging.getLogger("robust_train.integrations")
 
+# Lightning needs it
+_Metric: Any = importlib.import_module("torchmetrics").Metric
 
 _MOST_BYTES = 64 * MIB
 """Of what the parts of a batch give, kept until the last one; more stays as the parts left it."""
@@ -136,7 +138,9 @@ class MetricObjects:
     def _metrics(self) -> list[Any]:
         model = self._model()
         if self._found is None and model is not None:
-            self._found = [m for m in model.modules() if isinstance(m, Metric)]
+            self._found = [
+                m for m in model.modules() if isinstance(m, _Metric)
+            ]
         return self._found or []
 
     def _noting(

@@ -194,7 +194,7 @@ class SampleOrder(Sampler[Any]):
 
 def _batches_of(loader: Any) -> Any:
     """Return what makes the batches of ``loader`` of a sampler's indices, None if nothing does."""
-    batches = getattr(loader, "batch_sampler", None)
+    batches: Any = getattr(loader, "batch_sampler", None)
     # accelerate's, where there are ranks
     if type(batches).__name__ == "BatchSamplerShard":
         batches = batches.batch_sampler
@@ -235,7 +235,7 @@ def take_over(
             "earlier attempt stopped"
         )
     batches = _batches_of(loader)
-    sampler = getattr(batches, "sampler", None)
+    sampler: Any = getattr(batches, "sampler", None)
     if batches is None or not hasattr(sampler, "__len__"):
         raise UserError(
             f"{name}: needs a map-style data set and batches made by batch_size=…; a batch "
