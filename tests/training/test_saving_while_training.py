@@ -93,7 +93,7 @@ class Loader:
         return {"at": self.at, "extra": self.extra}
 
     def load_state_dict(self, state):
-        self.at = state["at"]
+        self.at, self.extra = state.values()
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -130,6 +130,30 @@ def test_a_pass_goes_on_after_the_batch_of_the_checkpoint(run, loader):
     assert (later.load(state), state) == (4, {"some": 1})
     assert list(later.batches(loader())) == [5, 6]
     assert list(later.batches(loader())) == [1, 2, 3, 4, 5, 6]
+
+
+def test_smaller_batches_of_the_next_attempt_go_on_after_the_samples_that_were_seen(run):
+    def loader(size):
+        return torch.utils.data.DataLoader(range(24), batch_size=size)
+
+    for number, _ in enumerate(run.batches(loader(8)), 1):
+        later = saved_at(run, number) if number == 2 else None
+        if later:
+            break
+    later.load({})
+    assert [batch.tolist() for batch in later.batches(loader(4))] == [
+        [16, 17, 18, 19],
+        [20, 21, 22, 23],
+    ]
+
+
+def test_a_rank_goes_on_with_its_own_data_and_not_with_those_of_the_first(tmp_path):
+    first, second = (Run(run_dir=tmp_path, rank=rank, world_size=2) for rank in (0, 1))
+    next(first.batches(Loader("of the first")))
+    second.resume_checkpoint = saved_at(first, 1).resume_checkpoint
+    loader = Loader("of the second")
+    assert list(second.batches(loader)) == [2, 3, 4, 5, 6]
+    assert loader.extra == "of the second"
 
 
 def test_after_a_whole_pass_of_a_stream_the_next_one_is_whole(run):

@@ -11,12 +11,12 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from robust_train.config.placeholders import SavePlan
 from robust_train.folder.checkpoints import (
@@ -37,8 +37,6 @@ from robust_train.folder.checkpoints import (
 from robust_train.folder.identity import read_identity, wait_until_readable
 
 log = logging.getLogger("robust_train")
-
-T = TypeVar("T")
 
 SHORTEST_SECONDS, LONGEST_SECONDS = 10.0, 300.0
 LEAST_SECONDS = 1.0
@@ -191,45 +189,49 @@ class Batches:
     ) -> None:
         """Begin the next pass where the checkpoint ``path`` of a step is in the data; those up to
         step ``skips_to``, with which training diverged, are passed over."""
-        known = read_manifests(path.parent)
-        found = (one.position for one in known if one.path == path.absolute())
+        found = (
+            one.position
+            for one in read_manifests(path.parent)
+            if one.path == path.absolute()
+        )
         at, more = next(found, START), skips_to - step
         if step and more > 0 and (batches := round(more * at.batches / step)):
             log.info(
                 "training diverged here: passing over %d batches", batches
             )
-            at = Position(at.batches + batches, at.in_pass + batches)
+            at = Position(at.batches + batches, at.in_pass + batches, at.size)
         self._resumed = at
 
-    def over(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yield a pass over a loader; of the first one what is left."""
+    def over(self, loader: Any, *, is_alone: bool) -> Iterator[Any]:
+        """Yield a pass over a loader; of the first one what is left. A state is of one rank's data,
+        so several ranks count."""
         at, self._resumed = self._resumed, START
         given = max(at.batches, self._at.batches)
-        has_state = hasattr(loader, "state_dict") and hasattr(
-            loader, "load_state_dict"
-        )
+        has_state = is_alone and hasattr(loader, "load_state_dict")
         self._loader = loader if has_state else None
-        done = skips = at.in_pass
+        size = getattr(loader, "batch_size", 0)
+        size = max(size, 1) if isinstance(size, int) else 1
+        # after running out of memory batches may be smaller
+        done = skips = at.in_pass * at.size // size
         if at.loader is not None and has_state:
-            restorable: Any = loader
-            restorable.load_state_dict(at.loader)
+            loader.load_state_dict(at.loader)
             skips = 0
         elif skips:
             # a loader of torch's has a length only if its data set has one
             with contextlib.suppress(TypeError):
-                sized: Any = loader
-                done = skips = skips % max(len(sized), 1)
-        self._at = Position(given, done)
+                done = skips = skips % max(len(loader), 1)
+        self._at = Position(given, done, size)
         for batch in itertools.islice(loader, skips, None):
-            self._at = Position(self._at.batches + 1, self._at.in_pass + 1)
+            given, done = given + 1, done + 1
+            self._at = Position(given, done, size)
             yield batch
-        self._at = Position(self._at.batches)
+        self._at = Position(given)
 
 
 def _state_of(loader: Any) -> Any:
     """Return a loader's state where it is plain and small, None otherwise: then it is counted."""
-    with contextlib.suppress(TypeError, ValueError):
-        state = None if loader is None else loader.state_dict()
+    with contextlib.suppress(AttributeError, TypeError, ValueError):
+        state = loader.state_dict()
         text = json.dumps(state)
         if len(text) < _LARGEST_STATE and json.loads(text) == state:
             return state
@@ -322,9 +324,10 @@ class Saving:
             try:
                 record_checkpoint(self.folder, manifest)
             except OSError as error:
-                why = error.strerror or error
                 log.warning(
-                    "no manifest of the checkpoint %s yet: %s", path, why
+                    "no manifest of the checkpoint %s yet: %s",
+                    path,
+                    error.strerror or error,
                 )
                 if path.exists():
                     return

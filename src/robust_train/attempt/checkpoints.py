@@ -107,9 +107,8 @@ class CheckpointFolder:
         """Save and report a checkpoint, then remove the ones that are too many. Raises
         CheckpointError: it could not be written; the earlier ones are untouched."""
         self.report_written(wait=True)
-        at = self._saving.batches.position
         path = self._write(content, step)
-        self._written(path, step, at)
+        self._written(path, step, self._saving.batches.position)
         self.report_written(wait=True)
         return path
 
@@ -189,8 +188,11 @@ class CheckpointFolder:
             raise CheckpointError(f"cannot write {path}: {why}") from None
 
     def _goes_on(self, step: int, write: Callable[[], Path]) -> None:
-        position = self._saving.batches.position
-        self._in_flight = self._saving.writer.submit(write), step, position
+        self._in_flight = (
+            self._saving.writer.submit(write),
+            step,
+            self._saving.batches.position,
+        )
         self._saving.clock.copied()
 
     def report_written(self, *, wait: bool = False) -> None:
@@ -229,12 +231,10 @@ class CheckpointFolder:
         )
 
     def _checked(self, path: Path) -> Path:
-        if self._is_main:
-            damage = self._saving.damage_in(path)
-            if damage:
-                raise CheckpointError(
-                    f"checkpoint {path}: {damage}; it is not used"
-                )
+        if self._is_main and (damage := self._saving.damage_in(path)):
+            raise CheckpointError(
+                f"checkpoint {path}: {damage}; it is not used"
+            )
         return path
 
     def _written(self, path: Path, step: int, at: Position) -> None:
@@ -362,8 +362,7 @@ def contents_of(state: Mapping[str, Any], step: int) -> Content:
 
 
 def _as_number(value: Any) -> Any:
-    is_number = getattr(value, "ndim", None) == 0 and hasattr(value, "item")
-    return value.item() if is_number else value
+    return value.item() if getattr(value, "ndim", 1) == 0 else value
 
 
 def restore(state: MutableMapping[str, Any], content: Content) -> int:

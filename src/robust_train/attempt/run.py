@@ -462,7 +462,9 @@ class Run:
                 self.skips_to,
             )
         self._has_resumed = True
-        yield from self.saving.batches.over(loader)
+        yield from self.saving.batches.over(
+            loader, is_alone=self.world_size == 1
+        )
 
     @property
     def splits_batches(self) -> bool:
@@ -510,9 +512,8 @@ class Run:
         from robust_train.attempt.checkpoints import contents_of
 
         if self.is_main:
-            content = contents_of(state, int(step))
             self.save_content(
-                content,
+                contents_of(state, int(step)),
                 int(step),
                 keep=self._keeps,
             )
@@ -660,13 +661,12 @@ class Run:
                 self.checkpoint_failed(damage)
                 return
             spent = round(self.saving.clock.spent, 3)
-        is_guarded = self.saving.rotates and loss != "unknown"
         self.send(
             CheckpointSaved(
                 str(path),
                 step,
                 loss,
-                is_guarded,
+                self.saving.rotates and loss != "unknown",
                 spent,
             )
         )

@@ -53,6 +53,7 @@ class Position:
 
     batches: int = 0  # given since the job began, 0 if it is not used
     in_pass: int = 0  # of these, in the present pass over the loader
+    size: int = 1  # samples in each of them, 1 if the loader does not say
     loader: Json = None  # the state dict of a loader that has one
 
 
