@@ -10,6 +10,7 @@ from pathlib import Path
 from robust_train.config.schema import RobustConfig
 from robust_train.host.signals import SignalWatch
 from robust_train.launcher.run_folder import RunFolder
+from robust_train.model.errors import JobInterrupted
 from world import ROOT, SUPPORT
 
 _HOLD = """
@@ -26,10 +27,11 @@ with open_folder(Path(sys.argv[1])) as folder:
 
 @contextlib.contextmanager
 def open_folder(run_dir, name="a job", sweep=None):
-    """A run folder that this process holds."""
+    """A run folder that this process holds, until a signal comes."""
     run_dir.mkdir(parents=True, exist_ok=True)
     with (
         SignalWatch() as signals,
+        signals.handed_to(_interrupt),
         RunFolder(run_dir, name, signals, RobustConfig(), sweep_folder=sweep) as folder,
     ):
         yield folder
@@ -47,6 +49,10 @@ def another_launcher(run_dir):
             yield process
         finally:
             process.kill()
+
+
+def _interrupt(signum):
+    raise JobInterrupted(signum)
 
 
 def change_json(path, **changes):

@@ -234,10 +234,10 @@ def test_a_search_says_what_has_changed_in_its_folder_and_what_it_cannot_read(tm
         table = SimpleNamespace(table=SweepTable(sweep, "gpu_queue"))
         queue = SimpleNamespace(folder=tmp_path, claims=Claims(tmp_path), sweep=table)
         swept = {"x": OverridesParser.create().parse_override("x=interval(0,1)")}
-        return Search(queue, swept, list(fixed), [["seed=1"]], SweeperSettings(sampler={}))
+        sampler = {"_target_": "optuna.samplers.RandomSampler", "seed": 1}
+        return Search(queue, swept, list(fixed), [["seed=1"]], SweeperSettings(sampler=sampler))
 
     search = begin("first", "a=1", "b=2")
-    search._sampler = lambda trial: optuna.samplers.RandomSampler(1)
     number, overrides = search.next()
     row = SweepJob(number, tuple(overrides), "first", "completed", 0, result=0.5, trial=0)
     row.write(tmp_path / "0")

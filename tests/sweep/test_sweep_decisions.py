@@ -262,9 +262,9 @@ def test_a_launcher_that_has_no_table_yet_is_not_joined_by_that_of_an_earlier_la
     lock = RunLock(tmp_path, "second")
     SweepTable("first", "gpu_queue", overrides=("a=1",)).write(tmp_path)
     with pytest.raises(ConfigError, match="is in use by"):
-        session._lock_or_join(tmp_path, ("a=1",))
+        session.lock_or_join(tmp_path, ("a=1",))
     SweepTable("second", "gpu_queue", overrides=("a=1",)).write(tmp_path)
-    assert session._lock_or_join(tmp_path, ("a=1",)) == ("second", None)
+    assert session.lock_or_join(tmp_path, ("a=1",)) == ("second", None)
     lock.release()
 
 

@@ -271,7 +271,7 @@ class HydraSession:
             close_to_others(
                 folder, group_reads=unchecked(config).group_reads_runs
             )
-            id_, lock = _lock_or_join(folder, overrides if is_shared else None)
+            id_, lock = lock_or_join(folder, overrides if is_shared else None)
             cwd = str(config.hydra.runtime.cwd)
             table = SweepTable(
                 id_,
@@ -337,7 +337,7 @@ def repeat_of(config: DictConfig) -> int:
     return int(config.hydra.sweeper.get("repeat") or 1)
 
 
-def _lock_or_join(
+def lock_or_join(
     folder: Path,
     overrides: tuple[str, ...] | None,
 ) -> tuple[str, RunLock | None]:
