@@ -305,7 +305,10 @@ def test_a_projects_config_may_be_dataclasses_of_its_script(world):
 
 @pytest.mark.slow
 def test_a_sweep_of_a_hydra_project_has_its_table_and_objectives(world, foreign):
-    _run(world, foreign, "-m", "data.batch_size=16,8", "fits=20")
+    more = ("robust.sweep_patience=3",)
+    first = _run(world, foreign, "-m", "data.batch_size=16,8", "fits=20", *more)
+    line = "robust.sweep_patience=3: hydra/launcher=basic runs each job to its end"
+    assert line in first.output
     sweep = json.loads((foreign / "out/sweep/sweep.json").read_text())
     assert [job["result"] for job in sweep["jobs"]] == [16, 8]
     more = ("hydra/launcher=gpu_queue", "robust.sweep_fail_fast=true")

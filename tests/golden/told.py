@@ -12,7 +12,7 @@ def told(story: Story) -> dict[str, Any]:
         "status": story.status,
         "sentence": story.sentence,
         "seconds": {use: round(seconds, 2) for use, seconds in story.seconds.items()},
-        "spans": [f"{s.use.value} {s.seconds:.2f} {s.attempt}" for s in story.spans],
+        "spans": [f"{s.use} {s.seconds:.2f} {s.attempt}" for s in story.spans],
         "attempts": [
             {
                 "number": a.number,

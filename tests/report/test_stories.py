@@ -161,7 +161,7 @@ def test_a_later_attempt_that_begins_further_back_undoes_an_earlier_one(journal)
     recovered.steps(3, 3, 4)
     recovered.end(3, end_step=4)
     story = recovered.story
-    useful = {s.attempt: s.seconds for s in story.spans if s.use.value == "useful"}
+    useful = {s.attempt: s.seconds for s in story.spans if s.use == "useful"}
     assert useful == pytest.approx({1: 2, 3: 2})
 
 

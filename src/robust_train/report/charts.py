@@ -14,7 +14,7 @@ from typing import Literal
 
 from robust_train.folder.memory_samples import Sample
 from robust_train.readable import duration, memory, number, shortened
-from robust_train.report.facts import Curve, DeviceMemory, Mark, Story, Use
+from robust_train.report.facts import Curve, DeviceMemory, Mark, Story
 
 Point = tuple[float, float]
 # an entry of a legend: a class of the style sheet and its meaning
@@ -98,7 +98,7 @@ class Clock:
 
     def __init__(self, story: Story) -> None:
         self._start = story.spans[0].start if story.spans else 0.0
-        self._stops = [span for span in story.spans if span.use is Use.STOPPED]
+        self._stops = [span for span in story.spans if span.use == "stopped"]
         end = story.spans[-1].end if story.spans else self._start
         self.seconds = max(self(end), 1e-3)
 

@@ -7,8 +7,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 from robust_train.files import strict_json
 from robust_train.folder.memory_samples import Sample
@@ -23,25 +22,18 @@ _LONGEST_FIELDS = 120
 SCHEMA = 1
 
 
-class Use(str, Enum):
-    """A use of a stretch of a job's time; ``docs/report.md`` has the definitions."""
+Use = Literal["useful", "lost", "wait", "startup", "stopped"]
 
-    USEFUL = "useful"
-    LOST = "lost"
-    WAIT = "wait"
-    STARTUP = "startup"
+USES: dict[Use, str] = {
+    "useful": "useful",
+    "lost": "lost",
+    "wait": "waiting",
+    "startup": "starting up",
     # between two launches in the same run folder; not part of the wall time
-    STOPPED = "stopped"
-
-
-USES = {
-    Use.USEFUL: "useful",
-    Use.LOST: "lost",
-    Use.WAIT: "waiting",
-    Use.STARTUP: "starting up",
-    Use.STOPPED: "stopped",
+    "stopped": "stopped",
 }
-"""The uses of time for people."""
+"""What a stretch of a job's time is used for, and that in words; ``docs/report.md`` has the
+definitions."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +162,7 @@ def spans_of(
         own = [
             a for a in attempts if bisect_right(starts, a.started) == number
         ]
-        away = Span(Use.STOPPED, now, launch.start)
+        away = Span("stopped", now, launch.start)
         for span in (away, *_of_launch(launch, own, kept)):
             # in a damaged journal, two attempts may overlap
             if span.end > max(span.start, now):
@@ -188,16 +180,14 @@ def seconds_of(
     return math.fsum(
         span.seconds
         for span in spans
-        if use is span.use and attempt in (None, span.attempt)
+        if use == span.use and attempt in (None, span.attempt)
     )
 
 
 def totals(spans: Sequence[Span]) -> dict[str, float]:
     """Return the seconds of each use by its name, and their sum without stops as ``wall``."""
-    seconds = {use.value: seconds_of(spans, use) for use in Use}
-    wall = math.fsum(
-        span.seconds for span in spans if span.use is not Use.STOPPED
-    )
+    seconds: dict[str, float] = {use: seconds_of(spans, use) for use in USES}
+    wall = math.fsum(span.seconds for span in spans if span.use != "stopped")
     return {**seconds, "wall": wall}
 
 
@@ -207,21 +197,21 @@ def goodput_of(
     """Return the parts of the wall time, in seconds, that add up to it; ``docs/report.md`` has
     the definitions."""
     parts = {
-        "useful": seconds_of(spans, Use.USEFUL),
-        "repeated": seconds_of(spans, Use.LOST),
+        "useful": seconds_of(spans, "useful"),
+        "repeated": seconds_of(spans, "lost"),
         "skipped": 0.0,
-        "waiting": seconds_of(spans, Use.WAIT),
-        "starting": seconds_of(spans, Use.STARTUP),
+        "waiting": seconds_of(spans, "wait"),
+        "starting": seconds_of(spans, "startup"),
         "saving": 0.0,
         "stalled": 0.0,
     }
     for one in attempts:
-        useful = seconds_of(spans, Use.USEFUL, one.number)
+        useful = seconds_of(spans, "useful", one.number)
         saving = min(one.saving_seconds, useful)
         a_step = one.speed[0].seconds_per_step if one.speed else 0.0
         skipped = min(one.skipped_updates * a_step, useful - saving)
         stalled = min(
-            one.stalled_seconds, seconds_of(spans, Use.LOST, one.number)
+            one.stalled_seconds, seconds_of(spans, "lost", one.number)
         )
         parts["saving"] += saving
         parts["skipped"] += skipped
@@ -260,14 +250,15 @@ def _of_launch(
     attempts: Sequence[TimedAttempt],
     kept: Mapping[int, float],
 ) -> Iterator[Span]:
-    now, before = launch.start, Use.STARTUP
+    now = launch.start
+    before: Use = "startup"
     if launch.device_acquired is not None:
         began = max(launch.device_acquired - launch.device_wait_seconds, now)
-        yield Span(Use.STARTUP, now, began)
-        yield Span(Use.WAIT, began, launch.device_acquired)
+        yield Span("startup", now, began)
+        yield Span("wait", began, launch.device_acquired)
         now = launch.device_acquired
     elif not attempts:
-        before = Use.WAIT
+        before = "wait"
     for attempt in attempts:
         yield Span(
             before,
@@ -276,9 +267,9 @@ def _of_launch(
             attempt.number,
         )
         yield from _of_attempt(attempt, kept[attempt.number])
-        now, before = attempt.ended, Use.WAIT
+        now, before = attempt.ended, "wait"
     if attempts and not attempts[-1].is_retried:
-        before = Use.STARTUP
+        before = "startup"
     yield Span(before, now, launch.end)
 
 
@@ -290,9 +281,9 @@ def _of_attempt(attempt: TimedAttempt, kept: float) -> Iterator[Span]:
         began, until = started if began is None else began, ended
     if began is None or until is None:
         began = until = started
-    yield Span(Use.STARTUP, started, began, number)
-    yield Span(Use.USEFUL, began, until, number)
-    yield Span(Use.LOST, until, ended, number)
+    yield Span("startup", started, began, number)
+    yield Span("useful", began, until, number)
+    yield Span("lost", until, ended, number)
 
 
 def _kept_until(attempt: TimedAttempt, kept: float) -> float | None:

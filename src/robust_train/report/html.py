@@ -17,7 +17,7 @@ from robust_train.files import replacing, strict_json
 from robust_train.folder.state import objective_of
 from robust_train.model.json import finite
 from robust_train.report import charts, wording
-from robust_train.report.facts import USES, Story, Use
+from robust_train.report.facts import USES, Story
 from robust_train.report.sources import Sources
 from robust_train.report.story import story_of
 
@@ -164,9 +164,9 @@ def shares(
     """Return (style, text, seconds, share) of each use of the wall time."""
     wall = seconds.get("wall", 0.0)
     return [
-        (use.value, text, seconds[use.value], seconds[use.value] / wall)
+        (use, text, seconds[use], seconds[use] / wall)
         for use, text in USES.items()
-        if wall > 0 and use is not Use.STOPPED and seconds[use.value] > 0
+        if wall > 0 and use != "stopped" and seconds[use] > 0
     ]
 
 

@@ -24,7 +24,6 @@ from robust_train.report.facts import (
     Advice,
     DeviceMemory,
     Story,
-    Use,
     seconds_of,
 )
 from robust_train.report.sources import TimedAttempt
@@ -258,7 +257,7 @@ def _what_worked(story: Story) -> Iterator[Advice]:
     ]
     if failed and last.batch_size is not None:
         lost = sum(
-            seconds_of(story.spans, Use.LOST, one.number) for one in failed
+            seconds_of(story.spans, "lost", one.number) for one in failed
         )
         sizes = ", ".join(dict.fromkeys(str(one.batch_size) for one in failed))
         yield Advice(

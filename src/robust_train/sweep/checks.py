@@ -8,6 +8,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
@@ -19,7 +20,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from robust_train.config.checks import checked, unchecked
 from robust_train.config.composition import complete
+from robust_train.config.projects import as_typed, their_keys
 from robust_train.config.refusals import REFUSALS, explain
+from robust_train.host.job_logging import change_words
 from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED, ConfigError
 
 _MOST_JOBS, MOST_SECONDS = 50, 5.0
@@ -42,17 +45,15 @@ class SweeperSettings:
     def __post_init__(self) -> None:
         for name in ("n_trials", "repeat", "n_jobs"):
             value = getattr(self, name)
-            is_unset = value is None and name == "n_jobs"
-            if not is_unset and (type(value) is not int or value < 1):
+            if value is not None and value < 1:
                 raise ConfigError(
                     f"hydra.sweeper.{name}={value}: must be 1 or more"
                 )
-        for name in ("sampler", "pruner"):
-            value = getattr(self, name)
-            if not isinstance(value, Mapping | None):
-                raise ConfigError(
-                    f"hydra.sweeper.{name}={value}: write hydra/sweeper/{name}={value}"
-                )
+        if self.pruner is not None and self.repeat != 1:
+            # one repetition says too little of the point
+            raise ConfigError(
+                f"hydra.sweeper.repeat={self.repeat}: a pruner needs repeat=1"
+            )
         if self.direction not in ("maximize", "minimize"):
             raise ConfigError(
                 f"hydra.sweeper.direction={self.direction}: must be maximize or minimize"
@@ -120,13 +121,12 @@ def _problem_of(
         raise ConfigError(explain(error, "robust", overrides)) from error
     if check is None and not unchecked(cfg).detach:
         return None  # a project's main may complete it
-    before = HydraConfig.instance().cfg
-    try:
+    with open_dict(cfg):
+        cfg.hydra.job.num = 0
+        cfg.hydra.job.id = "0"
+        cfg.hydra.runtime.output_dir = "."
+    with hydra_knows(cfg):
         with open_dict(cfg):
-            cfg.hydra.job.num = 0
-            cfg.hydra.job.id = "0"
-            cfg.hydra.runtime.output_dir = "."
-            HydraConfig.instance().set_config(cfg)
             del cfg["hydra"]
         cfg = complete(cfg)
         try:
@@ -135,9 +135,25 @@ def _problem_of(
                 check(cfg)
         except ConfigError as error:
             return error
-    finally:
-        HydraConfig.instance().cfg = before
     return None
+
+
+def name_keys_as_typed(config: DictConfig) -> None:
+    """Have log lines of ours name keys as the user of a project writes them."""
+    if (theirs := their_keys(config)) is not None:
+        change_words(partial(as_typed, theirs=theirs))
+
+
+@contextlib.contextmanager
+def hydra_knows(config: DictConfig) -> Iterator[None]:
+    """Have ``${hydra:…}`` resolved in a config."""
+    instance = HydraConfig.instance()
+    before = instance.cfg
+    try:
+        instance.set_config(config)
+        yield
+    finally:
+        instance.cfg = before
 
 
 def launcher_of(config: DictConfig) -> str:

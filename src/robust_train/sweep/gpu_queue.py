@@ -22,7 +22,6 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from types import FrameType
 
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import (
     JobReturn,
     JobStatus,
@@ -37,7 +36,6 @@ from omegaconf import DictConfig, open_dict
 from robust_train.children.interpreters import discard_early, start_early
 from robust_train.compat import returned_or_raised
 from robust_train.config.checks import unchecked
-from robust_train.config.projects import as_typed, their_keys
 from robust_train.config.refusals import REFUSALS, explain
 from robust_train.config.schema import RobustConfig
 from robust_train.folder.requests import (
@@ -47,13 +45,14 @@ from robust_train.folder.requests import (
 )
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.visible import visible_gpus
-from robust_train.host.job_logging import change_words, shorten_lines
+from robust_train.host.job_logging import shorten_lines
 from robust_train.host.linux import signal_at_parents_death
 from robust_train.host.signals import FORWARDED, SignalWatch, forwarded
 from robust_train.model.errors import ConfigError
 from robust_train.model.events import ValueReported
 from robust_train.report import html
 from robust_train.report.status import LiveLines
+from robust_train.sweep.checks import hydra_knows, name_keys_as_typed
 from robust_train.sweep.pruning import Reports
 from robust_train.sweep.record import (
     INTERRUPTIONS,
@@ -61,11 +60,17 @@ from robust_train.sweep.record import (
     Status,
     SweepJob,
     job_folders,
+    of_jobs,
     read_record,
     read_row,
     row_of,
 )
-from robust_train.sweep.session import fail_fast, prepare, session
+from robust_train.sweep.session import (
+    fail_fast,
+    prepare,
+    session,
+    sweep_folder_of,
+)
 from robust_train.sweep.table import screen_table, tally, without
 
 log = logging.getLogger("robust_train")
@@ -173,7 +178,7 @@ class GpuQueue:
             self._config.hydra.hydra_logging, self._config.hydra.verbose
         )
         shorten_lines()
-        change_words(partial(as_typed, theirs=their_keys(self._config)))
+        name_keys_as_typed(self._config)
         discard_early()
         table = self.sweep.table
         prunes = jobs.prunes or self._settings.sweep_patience is not None
@@ -279,7 +284,7 @@ class GpuQueue:
             self._signals.__exit__,
         )
         self.rows[number] = replace(job, status="starting")
-        own = without(job.overrides, self.sweep.table.overrides)
+        own = without(of_jobs(job.overrides), self.sweep.table.overrides)
         log.info("job %d starts: %s", number, own)
 
     def _work(self, config: DictConfig) -> int:
@@ -468,16 +473,9 @@ def _receive(signum: int, frame: FrameType | None) -> None:
 
 def _run_folder(config: DictConfig) -> Path:
     """Return the run folder that Hydra will make for a job."""
-    before = HydraConfig.instance().cfg
-    try:
-        # ``${hydra:…}`` is resolved there
-        HydraConfig.instance().set_config(config)
-        place = config.hydra.sweep
-        return Path(
-            os.path.abspath(os.path.join(place.dir, str(place.subdir)))
-        )
-    finally:
-        HydraConfig.instance().cfg = before
+    with hydra_knows(config):
+        folder = sweep_folder_of(config) / str(config.hydra.sweep.subdir)
+        return Path(os.path.abspath(folder))
 
 
 def jobs_at_once(

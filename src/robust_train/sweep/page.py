@@ -32,7 +32,7 @@ from robust_train.sweep.record import (
     read_table,
     storage_in,
 )
-from robust_train.sweep.table import best_first, differing, tally
+from robust_train.sweep.table import best_first, common, tally, without
 
 SCHEMA = 1
 _MOST_PARAMETERS = 8
@@ -123,14 +123,14 @@ def sweep_page(sweep: SweepStory) -> str:
         curves = [tuple(own.items())] if own else []
         values.append((label, curves, job.row.is_pruned))
         losses.append((label, _losses(job.story), job.row.is_pruned))
-    texts = differing([job.row for job in sweep.jobs])
+    same = common([job.row.overrides for job in sweep.jobs])
     return render(
         "sweep.html.j2",
         title=sweep.name,
         sweep=sweep,
         rows=[
-            (job, own, _href(sweep, job))
-            for job, own in zip(sweep.jobs, texts, strict=True)
+            (job, without(job.row.overrides, same), _href(sweep, job))
+            for job in sweep.jobs
         ],
         hours=_hours(sweep.jobs),
         values=curves_of_jobs("Value", values)

@@ -13,7 +13,7 @@ import math
 import os
 import re
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,12 +35,16 @@ log = logging.getLogger("robust_train")
 JOB_FILE, SWEEP_FILE = "sweep_job.json", "sweep.json"
 CLAIMS_FILE, STUDY_FILE, STUDY = "claims", "study.jsonl", "sweep"
 INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# what says how jobs are run, and not what they compute
-OF_THE_SWEEP = re.compile(
+_OF_THE_SWEEP = re.compile(
     r"\+{0,2}(robust\.)?(sweep_(resume|fail_fast|patience)|resume|detach|notify\.\w+|"
     r"queue_priority|wait_for_gpu|gpu_wait_timeout_minutes|max_launches|max_retries|"
     r"stall_timeout_minutes)="
 )
+
+
+def of_jobs(overrides: Iterable[str]) -> list[str]:
+    """Return the overrides that say what jobs compute, and not only how they are run."""
+    return [one for one in overrides if not _OF_THE_SWEEP.match(one)]
 
 
 class Status:
@@ -117,11 +121,8 @@ class SweepJob:
     def varies_as(self, other: SweepJob) -> bool:
         """Return whether the overrides are those of the other, whatever their order, and how they
         are resumed."""
-        one, two = (
-            sorted(one for one in job.overrides if not OF_THE_SWEEP.match(one))
-            for job in (self, other)
-        )
-        return one == two
+        own, others = map(of_jobs, (self.overrides, other.overrides))
+        return sorted(own) == sorted(others)
 
     def refused(self, reason: str) -> SweepJob:
         """Return the job as one that must not run."""

@@ -43,12 +43,12 @@ from robust_train.readable import named_line
 from robust_train.sweep.checks import SweeperSettings
 from robust_train.sweep.gpu_queue import GpuQueue, Jobs
 from robust_train.sweep.record import (
-    OF_THE_SWEEP,
     STUDY,
     STUDY_FILE,
     Status,
     SweepJob,
     job_folders,
+    of_jobs,
     read_row,
     storage_in,
 )
@@ -82,8 +82,7 @@ class Search(Jobs):
         self._rows: dict[int, list[SweepJob]] = {}
         self._is_over, self._next_try = False, 0.0
         pruner = _made(settings.pruner)
-        # one repetition says too little of the point
-        self.prunes = pruner is not None and settings.repeat == 1
+        self.prunes = pruner is not None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         with self._alone():
             try:
@@ -128,12 +127,11 @@ class Search(Jobs):
                     for one in row.overrides
                     if one.partition("=")[0] not in drawn
                 }
-        changed = {one for one in changed if not OF_THE_SWEEP.match(one)}
-        if changed:
+        if others := public_command(of_jobs(sorted(changed))):
             log.warning(
                 "the trials that are over count, though not all had the same overrides (%s); "
                 "another hydra.sweep.dir begins a new search",
-                " ".join(public_command(sorted(changed))),
+                " ".join(others),
             )
 
     @property

@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import shlex
 import shutil
 import socket
 import sys
@@ -18,7 +19,6 @@ import traceback
 import uuid
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -55,19 +55,18 @@ from robust_train.folder.requests import (
     sweep_stop_requested,
 )
 from robust_train.host.engine import guest_rank
-from robust_train.host.job_logging import change_words
 from robust_train.host.signals import SignalWatch
 from robust_train.model.errors import EXIT_FAILED, ConfigError
-from robust_train.readable import duration, named_line
+from robust_train.readable import duration, named_line, one_line
 from robust_train.report.html import save
 from robust_train.sweep.checks import (
     check_jobs,
     launcher_of,
     misplaced_launcher,
+    name_keys_as_typed,
 )
 from robust_train.sweep.page import write_sweep_report
 from robust_train.sweep.record import (
-    OF_THE_SWEEP,
     SWEEP_FILE,
     Status,
     SweepJob,
@@ -75,6 +74,7 @@ from robust_train.sweep.record import (
     begun,
     exit_code_of,
     job_folders,
+    of_jobs,
     others_work,
     read_row,
     read_rows,
@@ -165,13 +165,13 @@ class Sweep:
             lines += point_table(points)
         lines += [ended, f"sweep folder: {folder}"]
         if code:
-            how = f"robust-train resume {folder}"
+            how = f"robust-train resume {shlex.quote(str(folder))}"
             if table.resume_command is None:
                 how = repeated_with(f"hydra.sweep.dir={folder}")
             lines.append(f"to go on: {how}")
         # not through logging: after an interruption that may still write into a job's log file
         with contextlib.suppress(OSError, ValueError):
-            print("\n".join(lines), flush=True)
+            print("\n".join(map(one_line, lines)), flush=True)
         return code
 
     def _notify(self, table: SweepTable, ended: str) -> None:
@@ -191,11 +191,8 @@ class Sweep:
                 "host": host,
                 # not its overrides, which may hold a secret
                 "jobs": [
-                    {
-                        name: getattr(row, name)
-                        for name in ("job", "status", "result")
-                    }
-                    for row in table.jobs
+                    {"job": r.job, "status": r.status, "result": r.result}
+                    for r in table.jobs
                 ],
             },
         )
@@ -256,9 +253,7 @@ class HydraSession:
         folder = sweep_folder_of(config).resolve()
         sweeper = config.hydra.sweeper
         given = map(str, config.hydra.overrides.task)
-        overrides = tuple(
-            public_command([o for o in given if not OF_THE_SWEEP.match(o)])
-        )
+        overrides = tuple(public_command(of_jobs(given)))
         kind = str(sweeper.get("_target_")).rpartition(".")[2]
         is_ours = kind == "RobustSweeper"
         launcher = "gpu_queue" if is_ours else launcher_of(config)
@@ -292,6 +287,13 @@ class HydraSession:
             raise ConfigError(
                 f"sweep folder {folder}: {error.strerror}"
             ) from error
+        if launcher != "gpu_queue" and (
+            patience := unchecked(config).sweep_patience
+        ):
+            log.warning(
+                f"sweep_patience={patience}: hydra/launcher={launcher} runs each job to its end; "
+                "gpu_queue and our sweepers stop those that are behind"
+            )
         os.environ[SWEEP_VARIABLE] = id_
         remember_mask(os.environ)
         notifier = Notifier(
@@ -459,6 +461,7 @@ class SweepCallback(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Begin the sweep, before the launcher is made."""
         hide_urls(config)
+        name_keys_as_typed(config)
         self._launcher = launcher_of(config)
         try:
             if not detach.is_detached:
@@ -476,7 +479,7 @@ class SweepCallback(Callback):
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Enter the job, in its own process, once its run folder is there."""
         restore_mask(os.environ)
-        change_words(partial(as_typed, theirs=their_keys(config)))
+        name_keys_as_typed(config)
         folder = Path(str(config.hydra.runtime.output_dir))
         # of a project's file: Hydra has just written its value
         if hide_urls(config):

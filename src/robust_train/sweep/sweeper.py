@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -14,6 +13,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from robust_train.model.errors import ConfigError
+from robust_train.model.json import MalformedEvent, from_json
 from robust_train.sweep.checks import SweeperSettings, launcher_of
 from robust_train.sweep.gpu_queue import GpuQueue, Jobs
 
@@ -39,10 +39,13 @@ def sweep(
             "hydra.sweep.dir on each machine"
         )
     content: Any = OmegaConf.to_container(OmegaConf.create(dict(given)))
-    known = {one.name for one in fields(SweeperSettings)}
-    if unknown := sorted(content.keys() - known):
+    if unknown := sorted(content.keys() - vars(SweeperSettings()).keys()):
         raise ConfigError(f"hydra.sweeper.{unknown[0]}: no such key")
-    settings = SweeperSettings(**content)
+    try:
+        settings = from_json(SweeperSettings, content)
+    except MalformedEvent as error:
+        problem = str(error).replace("SweeperSettings", "hydra.sweeper")
+        raise ConfigError(problem) from error
     params = settings.params or {}
     lines = [f"{key}={value}" for key, value in params.items()]
     lines += arguments  # comes last, and counts

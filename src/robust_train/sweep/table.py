@@ -118,12 +118,6 @@ def common(overrides: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def differing(rows: Sequence[SweepJob]) -> list[str]:
-    """Return each job's overrides without those that all have; a single job keeps its own."""
-    same = common([row.overrides for row in rows])
-    return [without(row.overrides, same) for row in rows]
-
-
 def without(overrides: Sequence[str], others: Sequence[str]) -> str:
     """Return the overrides that are not among the others, without secrets, as one text."""
     return " ".join(
