@@ -270,7 +270,9 @@ class GpuQueue:
         with open_dict(config):
             config.hydra.job.id = str(number)
             config.hydra.job.num = number
-        folder = _run_folder(config)
+        with hydra_knows(config):
+            at = sweep_folder_of(config) / str(config.hydra.sweep.subdir)
+        folder = Path(os.path.abspath(at))
         job = prepare(config, folder)
         self._reports.begin(number, folder)
         if not job.is_running:
@@ -469,13 +471,6 @@ def start_job(
 def _receive(signum: int, frame: FrameType | None) -> None:
     """Act as the forwarded signal does, while no job watches them."""
     os.kill(os.getpid(), FORWARDED[signum])
-
-
-def _run_folder(config: DictConfig) -> Path:
-    """Return the run folder that Hydra will make for a job."""
-    with hydra_knows(config):
-        folder = sweep_folder_of(config) / str(config.hydra.sweep.subdir)
-        return Path(os.path.abspath(folder))
 
 
 def jobs_at_once(

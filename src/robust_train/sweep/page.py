@@ -129,7 +129,16 @@ def sweep_page(sweep: SweepStory) -> str:
         title=sweep.name,
         sweep=sweep,
         rows=[
-            (job, without(job.row.overrides, same), _href(sweep, job))
+            (
+                job,
+                without(job.row.overrides, same),
+                # relative: both pages can be moved together
+                os.path.join(
+                    os.path.relpath(job.row.path, sweep.folder), FILE_NAME
+                )
+                if job.story
+                else "",
+            )
             for job in sweep.jobs
         ],
         hours=_hours(sweep.jobs),
@@ -201,13 +210,3 @@ def _over_parameters(
         note = f"Importance {percent(shares[key])}." if key in shares else ""
         charts.append(value_over(f"Value over {key}", varied[key], note))
     return charts
-
-
-def _href(sweep: SweepStory, job: JobStory) -> str:
-    """Return the job's own page, if it has one, relative to the sweep's: both can be moved
-    together."""
-    if job.story is None:
-        return ""
-    return os.path.join(
-        os.path.relpath(job.story.folder, sweep.folder), FILE_NAME
-    )
