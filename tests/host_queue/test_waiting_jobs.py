@@ -181,6 +181,18 @@ def test_a_job_that_does_not_wait_takes_what_is_left_after_a_race_that_it_lost(h
     assert late.wait(lambda: None) == [1]
 
 
+def test_a_job_that_lost_a_race_waits_as_long_as_before(host, later, capsys):
+    late, early = host.job(), host.job()
+    assert late.poll() == []
+    later(100)
+    host.with_gpus(1)
+    reads = iter([lambda processes: [early.wait(), late.read(processes)][1]])
+    late.queue.read_machine = lambda processes: next(reads, late.read)(processes)
+    assert late.poll() == []
+    waiting = [job for job in host.shown(capsys) if job["state"] == "waiting"]
+    assert waiting[0]["seconds_in_state"] >= 100
+
+
 def test_a_gpu_that_its_job_leaves_idle_for_an_hour_is_marked_until_it_computes(
     host, later, capsys
 ):

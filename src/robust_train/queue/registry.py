@@ -316,7 +316,8 @@ class Reservation:
         """
         if self.fd < 0:
             return
-        if job.state != self.job.state:
+        # one that is as it was before a race that it lost has its own
+        if job.state != self.job.state and job.since == self.job.since:
             job = replace(job, since=time.monotonic())
         if os.fstat(self.fd).st_nlink == 0:
             # someone has removed it. An attempt that runs has the old descriptor alone, so only
