@@ -120,8 +120,6 @@ class Notifier:
 
     def poll(self, state: RunState) -> None:
         """Notify of what is new in a job's state, and check the deliveries under way."""
-        if not (self._settings.command or self._settings.urls):
-            return
         with self._lock:
             event = self._news(state)
             if event and self._last_news != (event, state.since):

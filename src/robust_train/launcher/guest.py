@@ -547,8 +547,7 @@ def _code() -> dict[str, float]:
     last."""
     main = getattr(sys.modules["__main__"], "__file__", None) or ""
     files = [main] + [path for _, path in own_modules()]
-    changed = {path: _changed_at(path) for path in files}
-    return {path: at for path, at in changed.items() if at}
+    return {path: at for path in files if (at := _changed_at(path))}
 
 
 def _changed_at(path: str) -> float:

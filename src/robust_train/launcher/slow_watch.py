@@ -21,7 +21,7 @@ from robust_train.model.events import (
     Slow,
     SpeedMeasured,
 )
-from robust_train.model.gpu import Group, Inventory
+from robust_train.model.gpu import GpuInfo, Group
 from robust_train.model.spec import Speed, slowest_rank
 from robust_train.readable import number, percent
 
@@ -117,24 +117,20 @@ class SlowWatch:
             self._on_event(replace(worst, share=round(worst.share, 3)))
 
     def _warn_if_elsewhere(self) -> None:
-        inventory, own, _ = _computing()
+        here, own, _ = _computing(self._gpus)
+        self._is_seen = bool(own)
         on = {index for process in own for index in process.gpus}
-        self._is_seen = bool(on)
-        here = {gpu.uuid for gpu in self._gpus}
-        on -= {gpu.index for gpu in inventory.gpus if gpu.uuid in here}
-        if on:
+        if elsewhere := sorted(on - here.keys()):
             log.warning(
                 "the trainer computes on GPU %s, which is not reserved for it: it sets "
                 "CUDA_VISIBLE_DEVICES itself, and should use the GPU that it is given",
-                ", ".join(map(str, sorted(on))),
+                ", ".join(map(str, elsewhere)),
             )
 
 
 def _on_gpus(gpus: Group) -> dict[str, str]:
     """Return what hinders these GPUs now: heat or power, or processes that are not the job's."""
-    uuids = {gpu.uuid for gpu in gpus}
-    inventory, own, others = _computing()
-    here = {gpu.index: gpu for gpu in inventory.gpus if gpu.uuid in uuids}
+    here, own, others = _computing(gpus)
     found = {
         f"GPU {index}": f"GPU {index} is throttled ({gpu.throttled})"
         for index, gpu in here.items()
@@ -149,11 +145,15 @@ def _on_gpus(gpus: Group) -> dict[str, str]:
     return found
 
 
-def _computing() -> tuple[Inventory, list[CudaProcess], list[CudaProcess]]:
-    """Return the GPUs, and who computes on them: this job's processes, and others."""
+def _computing(
+    gpus: Group,
+) -> tuple[dict[int, GpuInfo], list[CudaProcess], list[CudaProcess]]:
+    """Return these GPUs as they are now, and the processes on any: this job's, and others."""
     inventory = read_inventory()
     close_session()  # an open one blocks a reset of any GPU
+    uuids = {gpu.uuid for gpu in gpus}
+    here = {gpu.index: gpu for gpu in inventory.gpus if gpu.uuid in uuids}
     pids = {child.pid for child in children(recursive=True)}
     listed, _ = list_cuda_processes(inventory)
     own = [process for process in listed if process.pid in pids]
-    return inventory, own, [one for one in listed if one not in own]
+    return here, own, [one for one in listed if one not in own]
