@@ -67,7 +67,7 @@ def _tracebacks_under(words: str) -> re.Pattern[str]:
         + one
         + ")*"
     )
-    return re.compile(rf"^(.*)(?:{words}).*\n{one}{led}", re.MULTILINE)
+    return re.compile(rf"^(.{{0,99}})(?:{words}).*\n{one}{led}", re.MULTILINE)
 
 
 # no reason to end: what an object's end or the interpreter's has met

@@ -164,15 +164,11 @@ def _send(pid: int, signum: signal.Signals) -> None:
 
 
 def _run_by_shells(processes: Sequence[psutil.Process]) -> Iterator[int]:
-    """Yield the processes whose parent is a shell among these: a terminal asks them as well."""
-    shells = set()
+    """Yield the processes whose parent is a shell: a terminal asks them as well."""
     for process in processes:
         with contextlib.suppress(psutil.Error):
-            if process.name() in _SHELLS:
-                shells.add(process.pid)
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            if process.ppid() in shells:
+            parent = process.parent()
+            if parent is not None and parent.name() in _SHELLS:
                 yield process.pid
 
 
