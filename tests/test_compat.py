@@ -441,6 +441,13 @@ def test_private_names_of_transformers_are_there(tmp_path):
     shutil.rmtree(tmp_path / "checkpoint-0")
     writes.pop()()
     assert (tmp_path / "checkpoint-0" / "trainer_state.json").exists()
+    (weight, _), best = plain.model.parameters(), str(tmp_path / "checkpoint-0")
+    before = weight.item()
+    for known, expected in ((None, 0), (best, before)):
+        weight.data.zero_()
+        plain.state.best_model_checkpoint = known
+        compat.load_best(plain)
+        assert weight.item() == expected
     owed = {}
 
     def take(save, content, path):

@@ -558,6 +558,12 @@ def save_trainer(trainer: Any) -> None:
     trainer._save_checkpoint(trainer.model, trial=None)
 
 
+def load_best(trainer: Any) -> None:
+    """Have a transformers ``Trainer`` load the weights of its best checkpoint, if it knows one."""
+    if trainer.state.best_model_checkpoint is not None:
+        trainer._load_best_model()
+
+
 def saving_through(
     trainer: Any, around: Callable[[Callable[[], None]], None]
 ) -> None:

@@ -123,6 +123,28 @@ def test_a_job_whose_last_step_is_done_makes_no_further_step(tmp_path):
     assert again["eval_loss"] == pytest.approx(result["eval_loss"])
 
 
+@pytest.mark.parametrize("ends", ["early", "by max_steps"])
+def test_a_job_that_has_ended_within_an_epoch_has_its_best_weights_again(tmp_path, ends):
+    how = {
+        **dict.fromkeys(("eval_strategy", "save_strategy"), "steps"),
+        **dict.fromkeys(("eval_steps", "save_steps"), 1),
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": True,  # those of step 1
+        "max_steps": 4 if ends == "by max_steps" else -1,
+    }
+
+    def fitted(name, resume=None):
+        ending = [transformers.EarlyStoppingCallback(3)] if ends == "early" else []
+        return _fit(tmp_path / name, framework_config(8), resume, callbacks=ending, **how)
+
+    whole, _, run = fitted("whole")
+    assert max(run.saved_at) == 4
+    rest, _, _ = fitted("rest", run.saved_at[4])
+    assert not rest.seen
+    assert torch.equal(rest.layer.weight, whole.layer.weight)
+
+
 @pytest.mark.parametrize(
     ("option", "said"),
     [

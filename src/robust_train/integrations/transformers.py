@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 
 from robust_train.attempt.checkpoints import together
 from robust_train.attempt.run import Run
-from robust_train.compat import save_trainer, saving_through
+from robust_train.compat import load_best, save_trainer, saving_through
 from robust_train.config.trainers import require
 from robust_train.folder.checkpoints import is_whole
 from robust_train.integrations.sample_order import (
@@ -147,6 +147,8 @@ def fit(
             )
         except _AlreadyDone:
             log.info("training was complete already")
+            if trainer.args.load_best_model_at_end:
+                load_best(trainer)
         return _result(trainer, metric)
     except _StoppedInEvaluation:
         run.finish_saving()
@@ -184,6 +186,7 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
         self._steps = Steps(cfg, run)
         self._loss: Any = None  # of the step in progress
         self._order: SampleOrder | None = None
+        self._has_ended = False  # a callback had ended the training
 
     def on_train_begin(
         self,
@@ -204,6 +207,8 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
                 "take it from args.train_batch_size"
             )
         self._order = order_of_epochs(loader, args.seed)
+        then = state.stateful_callbacks.get("TrainerControl", {})
+        self._has_ended = then.get("args", {}).get("should_training_stop")
         if batches is None and state.global_step:
             log.warning(
                 "Trainer: goes on in an iterable data set as if in its first pass, and with other "
@@ -235,10 +240,10 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
         control: Any,
         **others: Any,
     ) -> None:
-        """Refuse a step after the last, which comes if ``max_steps`` ends within an epoch."""
+        """Refuse a step after the last, which comes if that is within an epoch."""
         self.run.speed.wait_ends()
         self._loss = None
-        if state.global_step >= state.max_steps:
+        if self._has_ended or state.global_step >= state.max_steps:
             raise _AlreadyDone
 
     def computed(self, loss: Any) -> None:
