@@ -197,6 +197,13 @@ def test_a_reset_inside_of_a_block_loses_nothing_of_it(caplog):
     assert "no CUDA in this process" in caplog.text
 
 
+def test_a_sandbox_whose_proc_knows_no_peak_gives_what_it_has(monkeypatch):
+    monkeypatch.setattr(host, "own_memory", lambda: {"VmRSS": 5})
+    with memory.GPUMemoryContext(device="cpu") as block:
+        pass
+    assert (block.before, block.peak, block.after) == (5, 5, 5)
+
+
 def test_a_kernel_that_cannot_reset_gives_at_least_what_is_certain(monkeypatch, caplog, tmp_path):
     assert not host.reset_peak(tmp_path / "missing" / "clear_refs")
     take(4 * BIG)

@@ -405,7 +405,7 @@ def _now_and_peak(device: Any) -> tuple[str, int, int]:
     gpu = cuda.started_gpu(device)
     if gpu is None:
         own = host.own_memory()
-        return "cpu", own["VmRSS"], own["VmHWM"]
+        return "cpu", own.get("VmRSS", 0), own.get("VmHWM", 0)
     torch, index = gpu
     now = torch.cuda.memory_allocated(index)
     return f"cuda:{index}", now, torch.cuda.max_memory_allocated(index)
