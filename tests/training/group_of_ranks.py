@@ -84,7 +84,7 @@ def train(batcher, net, rank=0, ranks=RANKS, *, own=False):
             loss = mse_loss(model(inputs), wanted)
             if own and rank == 0:
                 loss = loss + net.only_of_first.sum()
-            return loss, sizes[-1]
+            return loss.reshape(1), sizes[-1]
 
         optimizer.zero_grad()
         loss, kept = batcher.backward(loss_of, (x[mine], y[mine]), model)

@@ -34,6 +34,7 @@ def batch_of(numbers):
     texts = [str(number) for number in numbers]
     return {
         "plain": (tensor, array, texts, [[number] * 2 for number in numbers]),
+        "sparse": tensor.unsqueeze(1).to_sparse(),
         "wide": tensor.unsqueeze(1).expand(len(numbers), 3),
         "nested": UserDict(pair=Pair({"x": tensor}, (texts, array))),
         "several": [tensor, texts],
@@ -84,6 +85,8 @@ def test_an_encoding_of_transformers_keeps_its_type():
 def test_a_batch_whose_samples_cannot_be_counted_is_refused_with_the_way_out():
     with pytest.raises(TypeError, match="length=… and split=…"):
         length_of(object())
+    with pytest.raises(TypeError, match=r"a PackedSequence: give length=… and split=…"):
+        length_of((torch.nn.utils.rnn.pack_sequence([torch.ones(4, 2)]), torch.zeros(4)))
     with pytest.raises(ValueError, match=r"batch\['mask'\] has 1"):
         length_of({"x": torch.zeros(4, 2), "mask": torch.zeros(1, 2)})
 

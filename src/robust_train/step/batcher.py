@@ -378,7 +378,7 @@ def _loss_and_more(result: Any) -> tuple[Tensor, list[Any]]:
     if isinstance(result, tuple) and len(result) == 2:
         loss, more = result[0], [result[1]]
     if isinstance(loss, Tensor) and loss.numel() == 1:
-        return loss, more
+        return loss.reshape(()), more
     shape = (
         f" of shape {tuple(result.shape)}"
         if isinstance(result, Tensor)

@@ -262,9 +262,10 @@ class SharedStep:
             return
         if not ran_out and self._group.foreign() > self._foreign:
             raise UserError(
-                "run.backward: a collective of your own (torch.distributed) runs inside the "
-                "function, where a rank that runs out of memory would leave the others waiting; "
-                f"call it after run.backward, {WITHOUT}"
+                "run.backward: a collective of your own (torch.distributed), or of a model in "
+                "DistributedDataParallel that is not named, runs inside the function, where a rank "
+                "that runs out of memory would leave the others waiting; call it after "
+                f"run.backward, name the model as in [model, other], {WITHOUT}"
             )
         if self._roots:
             self._group.ledger.end_part(ran_out=ran_out)

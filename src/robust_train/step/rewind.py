@@ -267,7 +267,6 @@ class _Buffers:
         # what is where
         self._homes: list[tuple[dict[str, Tensor | None], Any]] = []
         self._now: list[Tensor | None] = []
-        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # by tensor
         self._shapes: list[torch.Size] = []  # of the tensors that are copied
         # targets and sources of one device and number format: a list of mixed ones would take
         # torch's slow path, a kernel for each
@@ -299,11 +298,13 @@ class _Buffers:
         versions = versions_of(self._others)
         both = zip(self._others, self._versions, versions, strict=True)
         self._changing |= {id(one) for one, at, now_at in both if at != now_at}
-        before, self._now, self._copies = self._copies, now, {}
+        pairs = (zip(*group, strict=True) for group in self._groups)
+        copies = {id(t): copy for copy, t in itertools.chain(*pairs)}
+        self._now = now
         groups: defaultdict[Any, tuple[list[Tensor], list[Tensor]]]
         groups, self._others = defaultdict(lambda: ([], [])), []
         for one in now:
-            if one is None or id(one) in self._copies:
+            if one is None:
                 continue
             # made by the first pass, or never changed in place
             is_kept = not (is_lazy(one) or one.is_inference())
@@ -311,10 +312,9 @@ class _Buffers:
             if not (is_kept and (is_small or id(one) in self._changing)):
                 self._others.append(one)
                 continue
-            _, copy = before.get(id(one), (one, None))
+            copy = copies.get(id(one))
             if copy is None or _layout(copy) != _layout(one):
                 copy = torch.empty_like(one)
-            self._copies[id(one)] = one, copy
             targets, sources = groups[one.device, one.dtype]
             targets.append(copy)
             sources.append(one)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from robust_train.compat import version_of
 from robust_train.config.placeholders import MicroBatchPlan
@@ -71,6 +72,11 @@ def length_of(batch: Any, *, is_strict: bool = False) -> int:
     lengths: list[tuple[str, int]] = []
 
     def note(item: Any, name: str) -> Any:
+        if isinstance(item, PackedSequence):  # its first dimension is time
+            raise TypeError(
+                "cannot count the samples of a PackedSequence: give length=… and split=…, or pack "
+                "in the function"
+            )
         if _has_samples(item):
             lengths.append((name, len(item)))
         elif is_strict and (_is_array(item) or type(item) in (int, float)):
@@ -107,9 +113,11 @@ def part_of(
     """
 
     def cut(item: Any, name: str) -> Any:
-        if _has_samples(item):
-            return item[start:stop]
-        return WALKED
+        if not _has_samples(item):
+            return WALKED
+        if getattr(item, "is_sparse", False):  # torch slices dense ones only
+            return item.narrow_copy(0, start, stop - start)
+        return item[start:stop]
 
     return rebuilt(batch, cut)
 
