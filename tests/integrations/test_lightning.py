@@ -178,21 +178,25 @@ def test_of_a_program_s_fits_the_first_that_trains_is_ours(tmp_path, caplog):
 
     class HasItsData(_Line):
         lr = 0.1
-        train_dataloader = staticmethod(lambda: _loader(8))
+        train_dataloader = staticmethod(lambda: _loader(4))
 
     run, model = WatchedRun(tmp_path), HasItsData()
     trainer = _trainer(tmp_path, enable_checkpointing=True)
-    with adopted_fit(framework_config(8), run):
+    with adopted_fit(framework_config(4, 2), run):
         lightning.pytorch.tuner.Tuner(trainer).lr_find(model, num_training=2)
         assert not run.saved_at
         trainer.fit(model)
         assert max(run.saved_at) == 3
         assert "Lightning's own" not in caplog.text
         trainer.fit_loop.max_epochs = 2
-        trainer.fit(model, _loader(8))
-    assert trainer.global_step == 6
-    assert max(run.saved_at) == 3
-    assert "only one fit of a job" in caplog.text
+        trainer.fit(model, _loader(4))
+        assert "only one fit of a job" in caplog.text
+        assert (trainer.global_step, max(run.saved_at)) == (6, 3)
+        for given, accumulates in ((1, 2), (3, 3)):
+            other = _trainer(tmp_path / "other", accumulate_grad_batches=given)
+            other.fit(_Line(), _loader(4))
+            assert other.accumulate_grad_batches == accumulates
+    assert not run.keeps_batch
 
 
 def test_a_second_fit_of_a_job_is_refused_in_one_line(tmp_path):

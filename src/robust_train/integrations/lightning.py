@@ -198,10 +198,13 @@ def adopted_fit(cfg: DictConfig, run: Run) -> Iterator[None]:
         data = train_dataloaders if datamodule is None else datamodule
         reason = _counts_micro_batches(trainer)
         if run.is_steered:
-            reason = "only one fit of a job goes on from its checkpoints"
-            _accumulate(
-                trainer, model, cfg.training.gradient_accumulation_steps, run
+            log.warning(
+                "only one fit of a job goes on from its checkpoints; this fit is Lightning's own, "
+                "and begins again in each attempt"
             )
+            if trainer.accumulate_grad_batches == 1:
+                steps = cfg.training.gradient_accumulation_steps
+                _accumulate(trainer, model, steps, run)
         elif run.world_size == 1 and compat.starts_ranks_itself(trainer):
             reason = (
                 f"Trainer: starts {trainer.world_size} processes of its own"
