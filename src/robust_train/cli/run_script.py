@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import shlex
@@ -84,11 +85,11 @@ def values_of(arguments: Namespace) -> dict[str, Json]:
         values[key] = of_flag == "true" if of_flag else given
     if "trainer.resume_argv" in values:
         try:
-            words = shlex.split(arguments.resume_argv)
+            resume = shlex.split(arguments.resume_argv)
         except ValueError as error:
             problem = f"--resume-argv {arguments.resume_argv!r}: {error}"
             raise WrongUsage(problem) from error
-        values["trainer.resume_argv"] = words
+        values["trainer.resume_argv"] = resume
     used = {
         name for word in arguments.program for name in placeholders_in(word)
     }
@@ -103,13 +104,9 @@ def values_of(arguments: Namespace) -> dict[str, Json]:
             "lacks; add --learning-rate LR and, as in train.py, --lr {learning_rate}"
         )
     values |= _batch_sizes(arguments, used)
-    return {key: _without_interpolations(one) for key, one in values.items()}
-
-
-def _without_interpolations(value: Json) -> Json:
-    if isinstance(value, list):
-        return [literal(word) for word in value]
-    return literal(value) if isinstance(value, str) else value
+    # all words at once, those in lists too
+    words: dict[str, Json] = json.loads(literal(json.dumps(values)))
+    return words
 
 
 def _gives(arguments: Namespace, key: str) -> bool:

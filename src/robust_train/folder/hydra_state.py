@@ -62,7 +62,10 @@ def run_folder(
             path = _new_folder(name)
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        problem = f"run folder {path or error.filename}: cannot be made: {error.strerror}"
+        problem = (
+            f"run folder {path or error.filename}: cannot be made: {error.strerror}; "
+            "choose another one, with --run-dir or run_dir of launch()"
+        )
         raise unusable_folder(problem, error) from error
     close_to_others(path, group_reads=group_reads)
     return path.resolve()
