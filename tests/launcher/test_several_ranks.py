@@ -114,7 +114,7 @@ def test_a_library_that_was_imported_before_there_was_a_rank_knows_it():
     assert of_forks(2, rank_of_lightning) == [0, 1]
 
 
-def test_ranks_on_gpus_divide_the_cores_among_them_and_each_has_its_gpu(tmp_path, monkeypatch):
+def test_ranks_on_gpus_divide_the_cores_among_them_and_each_has_its_gpu(monkeypatch):
     def set_up(count):
         os.environ.pop("OMP_NUM_THREADS", None)
         actions = []
@@ -122,9 +122,8 @@ def test_ranks_on_gpus_divide_the_cores_among_them_and_each_has_its_gpu(tmp_path
             interpreter, "when_cuda_starts", lambda torch, action: actions.append(action)
         )
         monkeypatch.setattr(torch.cuda, "set_device", actions.append)
-        stacks = tmp_path / "stacks"
         spec = SimpleNamespace(gpus=("GPU-a",))
-        request = SimpleNamespace(spec=spec, ranks=count, stacks_file=stacks)
+        request = SimpleNamespace(spec=spec, ranks=count)
         interpreter.set_up(count - 1, request)
         actions[0]()
         return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], actions[1]

@@ -87,7 +87,7 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_it_used(
     newest.write_bytes(newest.read_bytes()[:-500])
     again, result = resumed(job(), run)
     assert again.of("training_started")[0]["step"] == goes_on_at
-    assert f"{newest} is damaged" in caplog.text
+    assert f"{newest} cannot be used" in caplog.text
     assert said in caplog.text
     assert difference(whole.weights, trained_weights(result)) == 0
 

@@ -490,7 +490,7 @@ def read_newest(
             )
         except _Unusable as fault:
             log.warning(
-                "the checkpoint %s is damaged (%s); trying the one before it",
+                "checkpoint %s cannot be used (%s); trying the one before it",
                 candidate,
                 fault,
             )
