@@ -78,15 +78,9 @@ def versions_of(tensors: Sequence[Any]) -> list[tuple[int, int]]:
         places = map(sys.modules["torch"].Tensor.data_ptr, tensors)
         found = map(attrgetter("_version"), tensors)
         return list(zip(found, places, strict=True))
+    # of sparse and inference tensors, and of what a lazy module makes in its first pass
     except (RuntimeError, ValueError):
-        return [(version_of(one), _address_of(one)) for one in tensors]
-
-
-def _address_of(tensor: Any) -> int:
-    try:
-        return int(tensor.data_ptr())
-    except (RuntimeError, ValueError):
-        return -1
+        return [(version_of(one), 0) for one in tensors]
 
 
 def skips_on_device(optimizer: Any) -> bool:

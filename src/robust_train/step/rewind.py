@@ -253,7 +253,8 @@ def why_not_again(model: nn.Module) -> str | None:
 # --- a step ---
 
 
-_SHAPE = attrgetter("shape")
+# ``.data = …`` may change them
+_FORM = attrgetter("shape", "dtype")
 
 
 class _Buffers:
@@ -267,7 +268,7 @@ class _Buffers:
         # what is where
         self._homes: list[tuple[dict[str, Tensor | None], Any]] = []
         self._now: list[Tensor | None] = []
-        self._shapes: list[torch.Size] = []  # of the tensors that are copied
+        self._forms: list[Any] = []  # of the tensors that are copied
         # targets and sources of one device and number format: a list of mixed ones would take
         # torch's slow path, a kernel for each
         self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
@@ -287,7 +288,7 @@ class _Buffers:
             len(now) != len(self._now)
             or not all(map(is_, now, self._now))
             or self.is_lost
-            or list(map(_SHAPE, copied)) != self._shapes
+            or list(map(_FORM, copied)) != self._forms
         ):
             self._arrange(now)
         with torch.no_grad():
@@ -313,15 +314,13 @@ class _Buffers:
                 self._others.append(one)
                 continue
             copy = copies.get(id(one))
-            if copy is None or _layout(copy) != _layout(one):
+            if copy is None or _FORM(copy) != _FORM(one):
                 copy = torch.empty_like(one)
             targets, sources = groups[one.device, one.dtype]
             targets.append(copy)
             sources.append(one)
         self._groups = list(groups.values())
-        self._shapes = [
-            one.shape for _, found in self._groups for one in found
-        ]
+        self._forms = [_FORM(t) for _, found in self._groups for t in found]
         self._versions = versions_of(self._others)
 
     @property
@@ -498,10 +497,6 @@ def bits_of(tensor: Tensor) -> Tensor:
     of_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     real = torch.view_as_real(values) if values.is_complex() else values
     return real.contiguous().view(of_size[real.element_size()])
-
-
-def _layout(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    return tensor.shape, tensor.dtype, tensor.device
 
 
 # --- a call ---
