@@ -47,6 +47,13 @@ class Meeting:
             raise MemoryError
 
 
+def wait_for_one(folder: Path) -> None:
+    """Wait for a checkpoint: a busy machine is slow to record it."""
+    until = time.monotonic() + 5.0
+    while not any(folder.glob(f"*{SUFFIX}")) and time.monotonic() < until:
+        time.sleep(0.02)
+
+
 def meets(cfg, run) -> None:
     """Let this run's steps be watched, and meet trouble on the last rank."""
     is_fresh = run.attempt == 1 and run.resume_checkpoint is None
@@ -57,7 +64,10 @@ def meets(cfg, run) -> None:
     def then(step, **more):
         is_passed_on = progress(step, **more)
         if run.world_size > 1:
-            run.finish_saving()  # else the last rank's last step may come before it sees one
+            run.finish_saving()
+            # that of rank 0 may be written beside the last rank's last step
+            if meeting.what and step == cfg.training.checkpoint_every_steps + 1:
+                wait_for_one(run.checkpoint_dir)
         meeting.after_step(has_saved=any(run.checkpoint_dir.glob(f"*{SUFFIX}")))
         return is_passed_on
 
@@ -251,9 +261,8 @@ def script() -> None:
             path = folder / f"step-{step:03d}.json"
             path.with_suffix(".partial").write_text(json.dumps([weights, step]) + "\n")
             path.with_suffix(".partial").replace(path)
-        until = time.monotonic() + (5.0 if step == 2 else 0.0)  # a busy machine is slow to see it
-        while not any(folder.glob(f"*{SUFFIX}")) and time.monotonic() < until:
-            time.sleep(0.02)
+        if step == 2:
+            wait_for_one(folder)
         meeting.after_step(has_saved=any(folder.glob(f"*{SUFFIX}")))
     Path(os.environ["WEIGHTS_FILE"]).write_text(json.dumps([weights]))
 
