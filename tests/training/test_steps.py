@@ -280,6 +280,16 @@ def test_beside_the_named_model_what_else_the_function_uses_goes_back_to_the_ste
     assert_same(train(fails=True), train(fails=False), rtol=0, atol=0)
 
 
+def test_a_buffer_goes_back_in_the_number_format_that_it_has_now():
+    model, batcher = Network(), MicroBatcher(12)
+    model.register_buffer("scale", torch.ones(1))
+    step(batcher, model)
+    model.scale.data = torch.ones(1, dtype=torch.float64) / 3
+    model.most = 6
+    step(batcher, model)
+    assert model.scale.item() == 1 / 3
+
+
 class Quantized(Network):
     """Has a large buffer, as GPTQ's and AWQ's weights; ``writes`` changes it in a step."""
 
