@@ -97,10 +97,9 @@ def fewer_workers(context: FailureContext) -> Retry | None:
         return None
     if evidence.clue in (Clue.IMPORT, Clue.MODEL):
         return None
-    workers, prefetch = (
-        last.num_workers // 2,
-        max(last.prefetch_factor // 2, 1),
-    )
+    workers, prefetch = last.num_workers // 2, last.prefetch_factor
+    if context.config.theirs is None:  # a project has no key for it
+        prefetch = max(prefetch // 2, 1)
     workers = workers if context.config.is_built_in else max(workers, 1)
     if workers >= last.num_workers:
         return None
