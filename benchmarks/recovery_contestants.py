@@ -151,10 +151,10 @@ def attempt(cfg: Any, run: Any) -> str:
 
 
 def _train_from_checkpoint(job: Job, training: Any, run: Any) -> Network:
-    from robust_train.attempt.checkpoints import CheckpointFolder, read_newest
+    from robust_train.attempt.checkpoints import read_newest
 
     network, optimizer = build(job)
-    folder = CheckpointFolder(run, keep=2)
+    folder = run.checkpoints(keep=2)
     step = 0
     found = (
         None if run.resume_checkpoint is None else read_newest(run.resume_checkpoint)
