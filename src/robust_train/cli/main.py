@@ -168,7 +168,7 @@ class _Parser(argparse.ArgumentParser):
             from robust_train.config.schema import RobustConfig
 
             word = unknown.split()[0].partition("=")[0]
-            options = [*self._option_string_actions]
+            options = list(self._option_string_actions)
             takes_keys = any(one.dest == "overrides" for one in self._actions)
             keys = {
                 f"--{one.name.replace('_', '-')}": one.name

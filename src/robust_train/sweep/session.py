@@ -440,10 +440,8 @@ class SweepCallback(Callback):
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Check the job before anything is written to its run folder."""
         hide_urls(config)
-        guest, detaches = (
-            guest_rank(os.environ),
-            detach.is_due(unchecked(config)),
-        )
+        guest = guest_rank(os.environ)
+        detaches = detach.is_due(unchecked(config))
         try:
             if guest is not None and detaches:
                 problem = f"detach=true: not as a rank of {guest.engine}; leave it out"
