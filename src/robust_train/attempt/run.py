@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from robust_train.attempt.cadence import Saving
+from robust_train.attempt.data_position import Attempt
 from robust_train.attempt.guard import REPORTED, Guard
 from robust_train.attempt.speed import SpeedMeter
 from robust_train.config.placeholders import MicroBatchPlan as MicroBatchPlan
@@ -446,9 +447,10 @@ class Run:
 
         for batch in run.batches(loader): ...
 
-        Checkpoints keep the position: the first pass of an attempt goes on after the last batch, by
-        the loader's own ``load_state_dict``, else by passing over those before it. Their order has
-        to be the same again, as by a generator that is seeded with the epoch.
+        Checkpoints keep the position: the first pass of an attempt goes on after the last sample,
+        by the loader's own ``load_state_dict``, else by passing over those before it, whatever the
+        size of batches is by then. The order of samples has to be the same again, as by a generator
+        that is seeded with the epoch; where that is uncertain, a warning comes first.
         """
         return self.speed.waits(self._pass_over(loader))
 
@@ -462,9 +464,17 @@ class Run:
                 self.skips_to,
             )
         self._has_resumed = True
-        yield from self.saving.batches.over(
-            loader, is_alone=self.world_size == 1
+        plan = self.micro_batch_plan
+        attempt = Attempt(
+            batch_size=plan.batch_size or 0,
+            effective=plan.samples or 0,
+            reads_batch_size=(
+                self.has_read("batch_size") or bool(self.their_keys)
+            ),
+            rank=self.rank,
+            ranks=self.world_size,
         )
+        yield from self.saving.batches.over(loader, attempt)
 
     @property
     def splits_batches(self) -> bool:
