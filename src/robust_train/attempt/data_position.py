@@ -173,7 +173,7 @@ class Passed:
     samples: int | None = (
         0  # in them; None: those of the last batch cannot be counted
     )
-    first: int | None = None  # samples in the first batch
+    largest: int | None = None  # samples in the largest batch
     ends_in: Any = None  # the next batch, if the last samples are in it
 
 
@@ -183,38 +183,42 @@ def pass_over(
     count: Callable[[Any], int | None],
 ) -> Passed:
     """Take ``samples`` samples off ``batches``, or all that there are."""
-    first, number, done = None, 0, 0
+    largest: int | None = None
+    number = done = 0
     while done < samples:
         batch = next(batches, _END)
         if batch is _END:
             break
         size = count(batch)
-        first = first or size
         if size is None:
-            return Passed(number + 1, None, first)
+            return Passed(number + 1, None)
+        largest = max(size, largest or 0)
         if done + size > samples:
             return Passed(
                 number,
                 done,
-                first,
+                largest,
                 batch,
             )
         number += 1
         done += size
-    return Passed(number, done, first)
+    return Passed(number, done, largest)
 
 
 class Batches:
     """Counts the batches that a trainer is given, and the samples in them."""
 
-    def __init__(self) -> None:
+    def __init__(self, resumed: Position = START) -> None:
         self._at = START
-        self._resumed = START
+        self._resumed = resumed
         self._loader: Any = None
 
     @property
     def position(self) -> Position:
         """Where it is now: the batch given last counts."""
+        # saved again before an attempt has taken its first batch
+        if self._resumed != START:
+            return self._resumed
         return replace(self._at, loader=_state_of(self._loader))
 
     def resume(
@@ -276,14 +280,17 @@ class Batches:
         """Count a batch that is handed out now."""
         at = self._at
         samples = None
-        if at.samples is not None and size is not None:
-            samples = at.samples + size
+        largest = at.size
+        if size is not None:
+            largest = max(size, at.size or 0)
+            if at.samples is not None:
+                samples = at.samples + size
         self._at = replace(
             at,
             batches=at.batches + 1,
             in_pass=at.in_pass + 1,
             samples=samples,
-            size=at.size or size,
+            size=largest,
         )
 
     def _rest(
@@ -366,7 +373,7 @@ class Batches:
             self._at,
             in_pass=passed.batches,
             samples=passed.samples,
-            size=passed.first,
+            size=passed.largest,
         )
         _warn_of_samples(
             before,

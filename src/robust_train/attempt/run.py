@@ -456,14 +456,7 @@ class Run:
 
     def _pass_over(self, loader: Iterable[T]) -> Iterator[T]:
         self.passes_over = True
-        # with the first batch: by now the trainer has reported where it begins
-        if self.resume_checkpoint is not None and not self._has_resumed:
-            self.saving.batches.resume(
-                self.resume_checkpoint,
-                self.steps_before,
-                self.skips_to,
-            )
-        self._has_resumed = True
+        self._find_position()
         plan = self.micro_batch_plan
         attempt = Attempt(
             batch_size=plan.batch_size or 0,
@@ -475,6 +468,17 @@ class Run:
             ranks=self.world_size,
         )
         yield from self.saving.batches.over(loader, attempt)
+
+    def _find_position(self) -> None:
+        """Find where an earlier attempt was in the data, with the first batch or checkpoint: by
+        then the trainer has reported where it begins."""
+        if self.resume_checkpoint is not None and not self._has_resumed:
+            self.saving.batches.resume(
+                self.resume_checkpoint,
+                self.steps_before,
+                self.skips_to,
+            )
+        self._has_resumed = True
 
     @property
     def splits_batches(self) -> bool:
@@ -539,6 +543,7 @@ class Run:
         """Save a dictionary of values and tensors, as a framework has gathered it, as above."""
         self.saving.clock.begin(step)
         self.speed.pause()
+        self._find_position()
         is_first = self._folder is None
         folder = self.checkpoints(keep, suffix)
         if is_first:
@@ -653,6 +658,7 @@ class Run:
         if self.is_main:
             damage, at = "", position
             if at is None:
+                self._find_position()
                 damage = self.saving.damage_in(Path(path))
                 at = self.saving.batches.position
             self.saving.saved(

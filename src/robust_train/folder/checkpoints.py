@@ -54,7 +54,7 @@ class Position:
     batches: int = 0  # given since the job began, 0 if it is not used
     in_pass: int = 0  # of these, in the present pass over the loader
     samples: int | None = None  # in those of the pass, None if not counted
-    size: int | None = None  # samples in the first of them
+    size: int | None = None  # samples in the largest of them
     # samples that they were to have: the loader's batch size, else the config's; 0 if neither
     asked: int = 0
     workers: int = 1  # of a stream that take turns
