@@ -146,18 +146,35 @@ UNCERTAIN = {
     "a generator": lambda n: (part for part in torch.arange(SAMPLES).split(n)),
     "its own state": Counting,
 }
-SIZES = [(8, 4), (8, 3), (4, 8), (8, 16)]
+SIZES = [(8, 4), (8, 3), (4, 8), (8, 16), (10, 16)]
 
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("make", [*EXACT.values(), *UNCERTAIN.values()], ids=[*EXACT, *UNCERTAIN])
 def test_each_sample_is_seen_once_in_batches_of_another_size(tmp_path, caplog, make, sizes):
-    seen, rest = resumed(tmp_path, make, sizes=sizes, taken=3)
+    taken = 4 if sizes[0] == 10 else 3
+    seen, rest = resumed(tmp_path, make, sizes=sizes, taken=taken)
     assert sorted(seen + rest) == list(range(SAMPLES))
     is_certain = make in EXACT.values()
     assert len(caplog.messages) == (not is_certain), caplog.messages
     if not is_certain:
         assert f"{sizes[1]} samples in a batch and {sizes[0]} before" in caplog.text
+
+
+class Endless(DataLoader):
+    """Begins again after each pass, with workers that stay."""
+
+    def __iter__(self):
+        return itertools.chain.from_iterable(DataLoader.__iter__(self) for _ in range(3))
+
+
+def test_a_loader_without_an_end_goes_on_in_the_pass_that_it_was_in(tmp_path, caplog):
+    def make(size):
+        return Endless(range(SAMPLES), batch_size=size)
+
+    seen, rest = resumed(tmp_path, make, sizes=(8, 4), taken=8)
+    assert seen + rest[: SAMPLES - 16] == [*range(SAMPLES), *range(SAMPLES)]
+    assert not caplog.messages
 
 
 @pytest.mark.slow
@@ -370,7 +387,7 @@ def test_samples_of_a_batch_are_counted_where_it_shows_them():
     assert count_samples({"x": torch.ones(5, 2), "ids": list(range(5))}) == 5
     assert count_samples((torch.ones(5, 2), torch.ones(4))) is None
     assert count_samples(7) is None
-    assert without_first(torch.ones(2), 1, {3}) is None
+    assert without_first(torch.ones(2), 1, range(3, 4)) is None
 
 
 def test_a_loader_is_examined_without_drawing_from_it():

@@ -9,7 +9,7 @@ import json
 import logging
 import sys
 import zlib
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -57,13 +57,14 @@ class Source:
     order: int | None = None
     remedy: str = ""  # how the order becomes the same in all attempts
 
-    def sizes_after(self, samples: int) -> Container[int]:
-        """Return the sizes that the batch after so many samples of a pass may have."""
+    def count(self, batch: Any, samples: int | None) -> int | None:
+        """Return the samples in a batch that comes after ``samples`` of them, None if unknown."""
         if self.size is None:
-            return range(1, sys.maxsize)
-        if self.total is None:
-            return range(1, self.size + 1)
-        return {min(self.size, self.total - samples)}
+            return count_samples(batch)
+        if self.total and samples is not None:
+            # the last batch may have fewer; some loaders begin again after it
+            return min(self.size, self.total - samples % self.total)
+        return self.size
 
 
 def examine(loader: Any) -> Source:
@@ -93,7 +94,8 @@ def examine(loader: Any) -> Source:
             workers=workers,
             unsure=f"loaded by {workers} in turn" if workers > 1 else None,
         )
-    sampler = getattr(batches, "sampler", loader.sampler)
+    is_by_batch_size = loader.batch_size is not None
+    sampler = loader.sampler if is_by_batch_size else batches.sampler
     package = type(sampler).__module__.partition(".")[0]
     drops_last = getattr(batches, "drop_last", False)
     if package not in _ORDERLY:
@@ -149,10 +151,10 @@ def count_samples(batch: Any) -> int | None:
 def without_first(
     batch: Any,
     samples: int,
-    sizes: Container[int],
+    sizes: range,
 ) -> Any:
-    """Return a batch without its first samples, None if it cannot be cut or has none of ``sizes``,
-    as where something else is counted."""
+    """Return a batch without its first samples, None if it cannot be cut, or if it has none of the
+    ``sizes``: then something else is counted."""
     if "torch" not in sys.modules:
         return None
     from robust_train.step.splitting import length_of, part_of
@@ -160,7 +162,8 @@ def without_first(
     with contextlib.suppress(TypeError, ValueError):
         length = length_of(batch)
         rest = part_of(batch, samples, length)
-        if length in sizes and length_of(rest) == length - samples:
+        is_cut = length_of(rest) == length - samples
+        if is_cut and length in sizes:
             return rest
     return None
 
@@ -180,16 +183,17 @@ class Passed:
 def pass_over(
     batches: Iterator[Any],
     samples: int,
-    count: Callable[[Any], int | None],
+    count: Callable[[Any, int], int | None],
 ) -> Passed:
-    """Take ``samples`` samples off ``batches``, or all that there are."""
+    """Take ``samples`` samples off ``batches``, or all that there are. ``count`` is given a batch
+    and the samples before it."""
     largest: int | None = None
     number = done = 0
     while done < samples:
         batch = next(batches, _END)
         if batch is _END:
             break
-        size = count(batch)
+        size = count(batch, done)
         if size is None:
             return Passed(number + 1, None)
         largest = max(size, largest or 0)
@@ -272,7 +276,7 @@ class Batches:
             before,
             attempt,
         ):
-            self._give(source.size or count_samples(batch))
+            self._give(source.count(batch, self._at.samples))
             yield batch
         self._at = Position(self._at.batches)
 
@@ -325,12 +329,10 @@ class Batches:
                 batches %= max(len(loader), 1)
             self._begin_after(before, batches)
             return itertools.islice(loader, batches, None)
-        if not _is_left(before, source):
-            return iter(loader)
         return self._after_samples(
             loader,
             source,
-            before,
+            replace(before, samples=_seen_of_pass(before, source)),
             attempt,
         )
 
@@ -358,11 +360,11 @@ class Batches:
         """Return what follows the samples that an earlier attempt has seen. The batch of which it
         has seen a part is cut."""
         wanted = before.samples or 0
-        batches = iter(loader)
+        batches: Iterator[Any] = iter(loader)
         passed = pass_over(
             batches,
             wanted,
-            lambda batch: source.size or count_samples(batch),
+            source.count,
         )
         if passed.samples is None:
             _warn_of_counted_batches(before, self._at, attempt)
@@ -384,10 +386,13 @@ class Batches:
         if passed.ends_in is None:
             return batches
         seen = wanted - passed.samples
+        most = source.count(passed.ends_in, passed.samples) or 0
+        # a stream does not say that a batch is its last, which may have fewer
+        least = most if source.total else 1
         rest = without_first(
             passed.ends_in,
             seen,
-            source.sizes_after(passed.samples),
+            range(least, most + 1),
         )
         if rest is None:
             _warn(
@@ -410,12 +415,14 @@ def _draws_alike(before: Position, now: Position) -> bool:
     )
 
 
-def _is_left(before: Position, source: Source) -> bool:
-    """Return whether an earlier attempt has left samples of a pass."""
-    if source.total is None:
-        return True
-    left = source.total - (before.samples or 0)
-    return left > 0 and not (source.drops_last and left < (before.size or 0))
+def _seen_of_pass(before: Position, source: Source) -> int:
+    """Return the samples that were seen of a pass that is not done, 0 if it is."""
+    samples = before.samples or 0
+    if not source.total:
+        return samples
+    seen = samples % source.total
+    is_done = source.total - seen < (before.size or 0)
+    return 0 if source.drops_last and is_done else seen
 
 
 def _warn_of_another_order(
