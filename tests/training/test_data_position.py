@@ -331,6 +331,12 @@ def test_after_a_whole_pass_the_next_one_is_whole(tmp_path, sizes, drops):
     assert rest[:16] == list(range(16))
 
 
+def test_a_whole_pass_over_a_loader_of_ones_own_is_followed_by_another(tmp_path, caplog):
+    _, rest = resumed(tmp_path, UNCERTAIN["a list"], sizes=(8, 4), taken=6)
+    assert rest == list(range(SAMPLES))
+    assert not caplog.messages
+
+
 def test_a_third_attempt_goes_on_in_the_middle_of_an_accumulation(tmp_path):
     """Batches of 8, then of 4 of which an odd number was done, then of 8 again."""
     path, seen = None, []

@@ -371,6 +371,12 @@ class Batches:
             self._begin_after(before, before.in_pass)
             more = max(before.in_pass - passed.batches, 0)
             return itertools.islice(batches, more, None)
+        batch = passed.ends_in
+        if batch is None:
+            batch = next(batches, _END)
+        # the pass was done; what is its own iterator has no other
+        if batch is _END:
+            return iter(()) if batches is loader else iter(loader)
         self._at = replace(
             self._at,
             in_pass=passed.batches,
@@ -383,24 +389,24 @@ class Batches:
             source,
             attempt,
         )
-        if passed.ends_in is None:
-            return batches
         seen = wanted - passed.samples
-        most = source.count(passed.ends_in, passed.samples) or 0
+        if not seen:
+            return itertools.chain([batch], batches)
+        most = source.count(batch, passed.samples) or 0
         # a stream does not say that a batch is its last, which may have fewer
         least = most if source.total else 1
         rest = without_first(
-            passed.ends_in,
+            batch,
             seen,
             range(least, most + 1),
         )
         if rest is None:
             _warn(
                 attempt,
-                f"a batch ({type(passed.ends_in).__name__}) cannot be cut, so its first {seen} "
-                "samples are seen again",
+                f"a batch ({type(batch).__name__}) cannot be cut, so its first {seen} samples are "
+                "seen again",
             )
-            rest = passed.ends_in
+            rest = batch
         elif source.size is None:
             self._at = replace(self._at, samples=wanted)
         return itertools.chain([rest], batches)
