@@ -263,19 +263,28 @@ def test_batches_that_cannot_be_counted_are_passed_over_and_the_samples_named(tm
     assert "samples 12 to 23 of this pass (from 0) are seen again" in said
 
 
-def test_batches_that_count_something_else_than_samples_are_warned_of(tmp_path, caplog):
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ((8, 4), "samples 12 to 23 of this pass (from 0) are seen again"),
+        ((8, 16), "samples 24 to 47 of this pass (from 0) are left out"),
+    ],
+)
+def test_batches_that_count_something_else_than_samples_are_warned_of(
+    tmp_path, caplog, sizes, said
+):
     def make(size):
-        return [part.unsqueeze(0) for part in torch.arange(SAMPLES).split(size)]
+        return [part.unsqueeze(0) for part in torch.arange(SAMPLES - 1).split(size)]
 
-    run = of_size(tmp_path, 1, 8)
-    next(iter(run.batches(make(8))))
+    run = of_size(tmp_path, 1, sizes[0])
+    assert len(list(itertools.islice(run.batches(make(sizes[0])), 3))) == 3
     run.save({}, 1)
     run.finish_saving()
-    later = of_size(tmp_path, 2, 4)
+    later = of_size(tmp_path, 2, sizes[1])
     later.resume_checkpoint = run.checkpoint_dir / "step-00000001.pt"
     later.load({})
-    next(iter(later.batches(make(4))))
-    assert "samples 4 to 7 of this pass (from 0) are seen again" in caplog.text
+    next(iter(later.batches(make(sizes[1]))))
+    assert said in caplog.text
 
 
 def test_whole_effective_batches_are_the_same_in_each_attempt(tmp_path, caplog):

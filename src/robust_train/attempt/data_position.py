@@ -374,21 +374,27 @@ class Batches:
         batch = passed.ends_in
         if batch is None:
             batch = next(batches, _END)
-        # the pass was done; what is its own iterator has no other
-        if batch is _END:
-            return iter(()) if batches is loader else iter(loader)
-        self._at = replace(
+        after = replace(
             self._at,
             in_pass=passed.batches,
             samples=passed.samples,
             size=passed.largest,
         )
-        _warn_of_samples(
-            before,
-            self._at,
-            source,
-            attempt,
-        )
+        if _is_unchanged(before, after) and source.size is None:
+            # or they are of the size that was asked for, and something else was counted
+            if attempt.effective != after.size:
+                _warn_of_counted_batches(before, after, attempt)
+        elif batch is not _END:
+            _warn_of_samples(
+                before,
+                after,
+                source,
+                attempt,
+            )
+        # the pass was done; what is its own iterator has no other
+        if batch is _END:
+            return iter(()) if batches is loader else iter(loader)
+        self._at = after
         seen = wanted - passed.samples
         if not seen:
             return itertools.chain([batch], batches)
@@ -447,6 +453,15 @@ def _warn_of_another_order(
         )
 
 
+def _is_unchanged(before: Position, now: Position) -> bool:
+    """Return whether as many batches with as many samples were passed over as had been seen."""
+    return (before.in_pass, before.samples, before.size) == (
+        now.in_pass,
+        now.samples,
+        now.size,
+    )
+
+
 def _warn_of_samples(
     before: Position,
     now: Position,
@@ -454,27 +469,18 @@ def _warn_of_samples(
     attempt: Attempt,
 ) -> None:
     """Warn if the samples that were passed over need not be those that were seen."""
-    is_unchanged = (now.in_pass, now.samples, now.size) == (
-        before.in_pass,
-        before.samples,
-        before.size,
-    )
-    if not is_unchanged or source.size is not None:
-        maker = source.unsure
-        if before.ranks != now.ranks:
-            maker = maker or "divided among the ranks"
-        elif before.workers != now.workers:
-            maker = maker or "loaded by one worker"
-        if maker is not None:
-            _warn(
-                attempt,
-                f"{_changed(before, now)}, so the first {before.samples} samples of this pass are "
-                f"passed over; if the order of samples ({maker}) depends on that, up to "
-                f"{before.samples} are seen again and as many left out",
-            )
-    elif attempt.effective != now.size:
-        # they may be batches of what was asked for, counted by something else
-        _warn_of_counted_batches(before, now, attempt)
+    maker = source.unsure
+    if maker is None and before.ranks != now.ranks:
+        maker = "divided among the ranks"
+    if maker is None and before.workers != now.workers:
+        maker = "loaded by one worker"
+    if maker is not None:
+        _warn(
+            attempt,
+            f"{_changed(before, now)}, so the first {before.samples} samples of this pass are "
+            f"passed over; if the order of samples ({maker}) depends on that, up to "
+            f"{before.samples} are seen again and as many left out",
+        )
 
 
 def _changed(before: Position, now: Position) -> str:
