@@ -20,12 +20,18 @@ from typing import TYPE_CHECKING, Any
 
 from robust_train.files import read_object, write_json
 from robust_train.folder.lock import is_held
-from robust_train.folder.state import EXIT_CODES, read_state, read_summary
+from robust_train.folder.state import (
+    EXIT_CODES,
+    lacked_by_json,
+    read_state,
+    read_summary,
+    with_lacked_by_json,
+)
 from robust_train.host.linux import is_locked, lock, unlock
 from robust_train.model.attempt import Attempt
 from robust_train.model.errors import EXIT_BAD_CONFIG
 from robust_train.model.events import SCHEMA, Json, MalformedEvent, from_json
-from robust_train.readable import signal_name
+from robust_train.readable import shortened, signal_name
 
 if TYPE_CHECKING:
     from optuna.storages import JournalStorage
@@ -79,7 +85,8 @@ class SweepJob:
     wall_seconds: float | None = None
     wait_seconds: float | None = None  # of those, waiting for a GPU
     reused: bool = False  # completed in an earlier launch of the sweep
-    reason: str | None = None  # one sentence for any end but `completed`
+    # one sentence for any end but `completed`; of that only if it is in doubt
+    reason: str | None = None
     folder: str | None = None  # None: not started
     # the number of what was tried, which `repeat` jobs share
     trial: int | None = None
@@ -118,6 +125,17 @@ class SweepJob:
                 return value
         return None
 
+    @property
+    def why(self) -> str | None:
+        """Its reason, or why the result of a job that completed has no rank."""
+        if self.reason or not self.has_completed or self.value is not None:
+            return self.reason
+        result = self.result
+        what = "not a number"
+        if isinstance(result, (int, float)) and not math.isnan(result):
+            what = "not finite"
+        return f"its result is {what}: {shortened(repr(result), 100)}"
+
     def varies_as(self, other: SweepJob) -> bool:
         """Return whether the overrides are those of the other, whatever their order, and how they
         are resumed."""
@@ -137,19 +155,29 @@ class SweepJob:
         """Write it into its run folder, whole or not at all; a full disk costs a warning."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            write_json(
-                folder / JOB_FILE, {"schema": 2, **vars(self)}, indent=2
-            )
+            content = {
+                "schema": 2,
+                **vars(self),
+                **lacked_by_json(self.result),
+            }
+            write_json(folder / JOB_FILE, content, indent=2)
         except OSError as error:
             log.warning("cannot write to %s: %s", folder, error.strerror)
 
-    def as_json(self) -> dict[str, Json]:
+    def as_row(self) -> dict[str, Json]:
         """Return the row without the sweep's id, which the table has."""
-        return {
-            name: value
-            for name, value in vars(self).items()
-            if name != "sweep"
-        }
+        row = {**vars(self), "reason": self.why}
+        del row["sweep"]
+        return row
+
+    def as_json(self) -> dict[str, Json]:
+        """Return the row for ``sweep.json``."""
+        return self.as_row() | lacked_by_json(self.result)
+
+    @classmethod
+    def parse(cls, content: Any) -> SweepJob:
+        """Return the job of a file's content; raise MalformedEvent if it is none."""
+        return from_json(cls, with_lacked_by_json(content))
 
 
 def begun(
@@ -176,7 +204,7 @@ def begun(
 def read_record(folder: Path) -> SweepJob | None:
     """Return the record in a run folder; None if there is none that can be read."""
     with contextlib.suppress(MalformedEvent):
-        return from_json(SweepJob, read_object(folder / JOB_FILE))
+        return SweepJob.parse(read_object(folder / JOB_FILE))
     return None
 
 

@@ -86,6 +86,7 @@ from robust_train.sweep.table import (
     point_table,
     screen_table,
     tally,
+    unranked,
 )
 
 log = logging.getLogger("robust_train")
@@ -163,7 +164,7 @@ class Sweep:
         lines += screen_table([row for rows in points for row in rows])
         if table.repeat > 1:
             lines += point_table(points)
-        lines += [ended, f"sweep folder: {folder}"]
+        lines += [*unranked(rows), ended, f"sweep folder: {folder}"]
         if code:
             how = f"robust-train resume {shlex.quote(str(folder))}"
             if table.resume_command is None:
