@@ -303,6 +303,33 @@ def test_a_projects_config_may_be_dataclasses_of_its_script(world):
     assert "did you mean optimizer.lr?" in ended.stderr or "accepted" in ended.stderr
 
 
+OF_THE_LAUNCHER = """
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+import robust_train
+
+ConfigStore.instance().store(name="mine", node={"net": {"kind": "${kind_of:cnn}"}})
+
+@robust_train.hydra_main(version_base=None, config_path=None, config_name="mine")
+def main(cfg):
+    return cfg.net.kind
+
+if __name__ == "__main__":
+    OmegaConf.register_new_resolver("kind_of", lambda name: object())
+    main()
+"""
+
+
+def test_a_resolver_that_only_the_launcher_has_is_one_line(world):
+    """Its value is no text, so it is asked again in the attempt."""
+    (world.folder / "main.py").write_text(OF_THE_LAUNCHER)
+    ended = _run(world, world.folder, "robust.num_gpus=1", code=1)
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("failed: net.kind: no resolver 'kind_of' in the attempt, ")
+    assert "__main__" in line
+    assert "Traceback" not in ended.output
+
+
 @pytest.mark.slow
 def test_a_sweep_of_a_hydra_project_has_its_table_and_objectives(world, foreign):
     more = ("robust.sweep_patience=3",)
