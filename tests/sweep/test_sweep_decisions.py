@@ -30,8 +30,10 @@ from robust_train.sweep.record import (
     SweepTable,
     begun,
     exit_code_of,
+    link_outside,
     read_record,
     read_row,
+    read_rows,
     read_table,
     row_of,
 )
@@ -273,6 +275,22 @@ def test_a_result_keeps_its_value_and_says_why_it_has_no_rank(tmp_path, result, 
     lines = [f"without a rank: job 0: {why}"] if why else []
     assert unranked([row, other]) == lines
     assert best_first(SweepTable("id", "basic", jobs=(row, other)))[-1] == [row] if why else True
+
+
+def test_a_job_outside_of_its_sweeps_folder_is_found_by_a_link(tmp_path, caplog):
+    sweep = tmp_path / "sweep"
+    places = [sweep / "0", tmp_path / "elsewhere/1", sweep / "../2"]
+    for number, place in enumerate(places):
+        replace(RECORD, job=number).write(place)
+        link_outside(place, number, sweep)
+        link_outside(place, number, sweep)
+    assert sorted(os.listdir(sweep)) == ["0", "job-1", "job-2"]
+    rows = read_rows(sweep, RECORD.sweep)
+    assert {row.job: row.path for row in rows} == {
+        number: place.resolve() for number, place in enumerate(places)
+    }
+    link_outside(places[1], 1, tmp_path / "gone")
+    assert "job 1 is missing in the sweep's table" in caplog.text
 
 
 def test_jobs_without_results_are_not_told_that_they_have_no_rank():

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from robust_train.files import read_object, write_json
+from robust_train.files import read_object, replacing, write_json
 from robust_train.folder.lock import is_held
 from robust_train.folder.state import (
     EXIT_CODES,
@@ -40,6 +40,7 @@ log = logging.getLogger("robust_train")
 
 JOB_FILE, SWEEP_FILE = "sweep_job.json", "sweep.json"
 CLAIMS_FILE, STUDY_FILE, STUDY = "claims", "study.jsonl", "sweep"
+_LINK = "job-"  # and its number, of one that lies elsewhere
 INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _OF_THE_SWEEP = re.compile(
     r"\+{0,2}(robust\.)?(sweep_(resume|fail_fast|patience)|resume|detach|notify\.\w+|"
@@ -296,8 +297,36 @@ def exit_code_of(rows: Sequence[SweepJob]) -> int:
     return next((row.exit_code for row in failed if row.exit_code), 0)
 
 
+def link_outside(
+    folder: Path,
+    job: int,
+    sweep_folder: Path,
+) -> None:
+    """Leave a link in a sweep's folder to a job's run folder that lies elsewhere.
+
+    ``hydra.sweep.subdir`` may lead out of the folder, in which the jobs are looked for.
+    """
+    if folder.resolve().is_relative_to(sweep_folder.resolve()):
+        return
+    try:
+        with replacing(sweep_folder / f"{_LINK}{job}") as link:
+            link.symlink_to(folder.resolve(), target_is_directory=True)
+    except OSError as error:
+        log.warning(
+            "job %d is missing in the sweep's table: no link to %s in %s: %s",
+            job,
+            folder,
+            sweep_folder,
+            error.strerror,
+        )
+
+
 def job_folders(sweep_folder: Path) -> Iterator[Path]:
-    """Yield every run folder of a sweep; ``hydra.sweep.subdir`` may have several levels."""
+    """Yield every run folder of a sweep; ``hydra.sweep.subdir`` may have several levels, and lead
+    out of it."""
+    for link in sorted(sweep_folder.glob(f"{_LINK}*")):
+        if link.is_symlink() and (link / JOB_FILE).exists():
+            yield link.resolve()
     for folder, names, files in os.walk(sweep_folder):
         if ".hydra" in names or JOB_FILE in files:
             names.clear()  # no job lies inside another
