@@ -33,6 +33,7 @@ def project(text):
         ("data: {bsz: 8, train: {batch_size: '${..bsz}'}}, map: {batch_size: 1000}", "data.bsz"),
         ("eval: {batch_size: 8}, train: {batch_size: '${eval.batch_size}'}", "train.batch_size"),
         ("train: {batch_size: '${oc.decode:${n}}'}, n: '4'", "train.batch_size"),
+        ("data: {bs: 8}, log: {batch_size: '${oc.decode:${n}}'}, n: '4'", "data.bs"),
         ("batch_size: '${x}', x: '${batch_size}'", None),
         ("batch_size: '???'", None),
         # the batch of all devices beside that of one

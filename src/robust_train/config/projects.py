@@ -304,21 +304,25 @@ def _paths(cfg: DictConfig, name: str) -> list[str]:
     """Return a project's keys of this meaning; of several those of training, and never those of
     evaluation. Keys that refer to one number are that number's key."""
     content: Any = OmegaConf.to_container(without_ours(cfg), resolve=False)
-    leaves = [
+    leaves = list(_leaves(content, ""))
+    values = {leaf.path: leaf.value for leaf in leaves}
+    candidates = [
         leaf
-        for leaf in _leaves(content, "")
+        for leaf in leaves
         if any(leaf.name in names for names in _NAMES[name])
         and not leaf.is_for(_OF_EVALUATION)
     ]
-    of_training: dict[str, bool] = {}
-    for leaf in _without_others(leaves, _NAMES[name]):
-        path = _number_behind(cfg, leaf)
-        if path is not None:
-            is_of_training = leaf.is_for(_OF_TRAINING)
-            of_training[path] = of_training.get(path, False) or is_of_training
-    return [path for path in of_training if of_training[path]] or [
-        *of_training
-    ]
+    # A computed value counts only where there is no number.
+    ranks: dict[str, tuple[bool, bool]] = {}
+    for leaf in _without_others(candidates, _NAMES[name]):
+        path = _end_of_references(leaf.path, values)
+        if _is_integer(cfg, path):
+            of_training = leaf.is_for(_OF_TRAINING)
+            is_number = type(values.get(path)) is int
+            rank = of_training, is_number
+            ranks[path] = max(rank, ranks.get(path, rank))
+    best = max(ranks.values(), default=None)
+    return [path for path, rank in ranks.items() if rank == best]
 
 
 @dataclass(frozen=True)
@@ -369,21 +373,24 @@ def _without_others(
     return certain or kept
 
 
-def _number_behind(cfg: DictConfig, leaf: _Leaf) -> str | None:
-    """Return the key of the whole number that a key is, or refers to; None if it is no number.
-    A key of evaluation is not followed, and a value that is computed is the key's own."""
-    seen = [leaf.path]
-    value = leaf.value
-    while isinstance(value, str) and (match := _REFERENCE.fullmatch(value)):
-        path = _from_the_root(match[1], seen[-1])
-        if path in seen or _Leaf(path, None).is_for(_OF_EVALUATION):
-            break
-        seen.append(path)
-        value = _unresolved(cfg, path)
-    with contextlib.suppress(OmegaConfBaseException):
-        if type(OmegaConf.select(cfg, seen[-1])) is int:
+def _end_of_references(path: str, values: Mapping[str, Any]) -> str:
+    """Return the key that a key refers to, perhaps through others; itself if it refers to none. A
+    key of evaluation is not followed."""
+    seen = [path]
+    while True:
+        reference = _REFERENCE.fullmatch(str(values.get(seen[-1])))
+        if reference is None:
             return seen[-1]
-    return None
+        following = _from_the_root(reference[1], seen[-1])
+        if following in seen or _Leaf(following, None).is_for(_OF_EVALUATION):
+            return seen[-1]
+        seen.append(following)
+
+
+def _is_integer(cfg: DictConfig, path: str) -> bool:
+    with contextlib.suppress(OmegaConfBaseException):
+        return type(OmegaConf.select(cfg, path)) is int
+    return False
 
 
 def _from_the_root(reference: str, path: str) -> str:
@@ -394,17 +401,6 @@ def _from_the_root(reference: str, path: str) -> str:
         return reference
     above = re.findall(r"[^.[\]]+", path)[:-levels]
     return ".".join([*above, name])
-
-
-def _unresolved(cfg: DictConfig, path: str) -> Any:
-    """Return the value of a key as it is written; None if there is none."""
-    parent, _, name = path.rpartition(".")
-    with contextlib.suppress(OmegaConfBaseException):
-        node: Any = OmegaConf.select(cfg, parent) if parent else cfg
-        if isinstance(node, DictConfig) and name in node:
-            return OmegaConf.to_container(node, resolve=False)[name]  # type: ignore[index,call-overload]
-        return OmegaConf.select(cfg, path)
-    return None
 
 
 def _leaves(

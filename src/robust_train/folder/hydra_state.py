@@ -188,16 +188,15 @@ def composed_files(config: DictConfig | None = None) -> list[Path]:
 
     ``config``: the job's, with the part ``hydra``; by default that of the job that Hydra runs.
     """
-    config, instance = (
-        config or HydraConfig.instance().cfg,
-        GlobalHydra.instance(),
-    )
-    if config is None or not instance.is_initialized():
+    instance = GlobalHydra.instance()
+    whole: Any = HydraConfig.instance().cfg if config is None else config
+    if whole is None or not instance.is_initialized():
         return []
     files: list[Path] = []
     # A list of files is never worth a job.
     with contextlib.suppress(Exception):
-        loader, hydra = instance.config_loader(), config.hydra
+        loader = instance.config_loader()
+        hydra = whole.hydra
         sources = loader.get_search_path().get_path()
         folders = [_folder_of(str(source.path)) for source in sources]
         if not any(folders):  # the list takes a while
