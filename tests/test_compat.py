@@ -4,6 +4,7 @@ import ast
 import contextlib
 import inspect
 import logging
+import multiprocessing
 import operator
 import re
 import shutil
@@ -383,6 +384,15 @@ def test_a_resolver_is_registered_without_a_warning(recwarn):
         assert OmegaConf.create({"x": "${a_number_of_ours:}"}).x == value
     OmegaConf.clear_resolver("a_number_of_ours")
     assert not list(recwarn)
+
+
+def test_no_process_is_spawned_while_the_script_of_another_one_is_imported():
+    assert not compat.is_importing_main()
+    with compat.importing_main():
+        assert compat.is_importing_main()
+        with pytest.raises(RuntimeError, match="bootstrapping phase"):
+            multiprocessing.get_context("spawn").Process(target=print).start()
+    assert not compat.is_importing_main()
 
 
 def test_nodes_keep_their_types_and_a_replaced_one_takes_any_value():

@@ -13,6 +13,7 @@ import importlib.util
 import inspect
 import io
 import logging
+import multiprocessing.process
 import os
 import re
 import sys
@@ -299,6 +300,25 @@ def for_hydra(version_base: str | None) -> dict[str, Any]:
         rf"hydra.utils.instantiate\(\) resolved {targets}",
     )
     return {}
+
+
+def is_importing_main() -> bool:
+    """Return whether this process is importing the script that another one runs, as its guard
+    expects: a spawned process of :mod:`multiprocessing`, or within :func:`importing_main`."""
+    process = multiprocessing.process.current_process()
+    return getattr(process, "_inheriting", False)
+
+
+@contextlib.contextmanager
+def importing_main() -> Iterator[None]:
+    """Mark the import of the script of another process as :mod:`multiprocessing` does, which
+    refuses to start a process then: it would import the script as well, without end."""
+    process: Any = multiprocessing.process.current_process()
+    process._inheriting = True
+    try:
+        yield
+    finally:
+        del process._inheriting
 
 
 def register_resolver(
