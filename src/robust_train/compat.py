@@ -341,6 +341,50 @@ def register_resolver(
     )
 
 
+@contextlib.contextmanager
+def resolvers_replaced(
+    evaluate: Callable[[str, str, tuple[str, ...], Callable[[], Any]], Any],
+) -> Iterator[None]:
+    """Have ``evaluate(key, name, arguments, resolve)`` called within the block where a resolver is
+    evaluated that someone has registered. One that is given the config looks at more than its
+    arguments, as OmegaConf's own do: these are left alone."""
+    from omegaconf import OmegaConf
+    from omegaconf.basecontainer import BaseContainer
+
+    registered = BaseContainer._resolvers
+
+    def replaced(name: str, resolver: Any) -> Any:
+        def wrapper(
+            config: Any, parent: Any, node: Any, values: Any, words: Any
+        ) -> Any:
+            def resolve() -> Any:
+                # OmegaConf's cache knows an argument by its text, whatever it refers to
+                if any("${" in word for word in words):
+                    OmegaConf.get_cache(config)[name].pop(words, None)
+                return resolver(config, parent, node, values, words)
+
+            key = str(node._get_full_key(None))
+            return evaluate(key, name, tuple(map(str, values)), resolve)
+
+        return wrapper
+
+    BaseContainer._resolvers = {
+        name: resolver
+        if name.startswith("oc.") or _is_given_the_config(resolver)
+        else replaced(name, resolver)
+        for name, resolver in registered.items()
+    }
+    try:
+        yield
+    finally:
+        BaseContainer._resolvers = registered
+
+
+def _is_given_the_config(resolver: Callable[..., Any]) -> bool:
+    known = inspect.getclosurevars(resolver).nonlocals
+    return any(known.get(f"pass_{one}") for one in ("parent", "node", "root"))
+
+
 def typed_nodes(config: Any) -> dict[str, object]:
     """Return a structured config's own nodes, which keep their types in another config."""
     return {name: config._get_node(name) for name in config}
