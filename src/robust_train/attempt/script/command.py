@@ -31,6 +31,7 @@ from robust_train.config.placeholders import (
     AUTO,
     EVENTS_VARIABLE,
     ScriptValues,
+    decimal,
     near_miss_in,
     placeholders_in,
 )
@@ -308,7 +309,7 @@ def _values(config: RobustConfig, run: Run) -> ScriptValues:
         gradient_accumulation_steps=training.gradient_accumulation_steps,
         effective_batch_size=training.effective_batch_size
         or training.batch_size,
-        learning_rate=f"{training.lr:.12g}",
+        learning_rate=decimal(training.lr),
         num_gpus=config.num_gpus,
         min_batch_size=config.min_batch_size,
         num_workers=training.num_workers,
@@ -316,7 +317,7 @@ def _values(config: RobustConfig, run: Run) -> ScriptValues:
         attempt=run.attempt,
         checkpoint="",
         run_dir=str(run.run_dir),
-        checkpoint_every_minutes=AUTO if minutes is None else str(minutes),
+        checkpoint_every_minutes=AUTO if minutes is None else decimal(minutes),
         checkpoint_every_steps=training.checkpoint_every_steps or 0,
         keep_checkpoints=training.keep_checkpoints,
         gradient_checkpointing=str(training.gradient_checkpointing).lower(),
