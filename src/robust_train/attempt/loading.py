@@ -99,9 +99,9 @@ def _load_main(ref: TrainerRef, main: MainModule) -> None:
     del sys.modules[MAIN_MODULE]
     # there is one where it comes from a copy
     copied = importlib.util.find_spec(MAIN_MODULE)
-    loader = copied and copied.loader
-    if loader is None:
-        loader = SourceFileLoader(MAIN_MODULE, main.file)
+    loader: Any = SourceFileLoader(MAIN_MODULE, main.file)
+    if copied is not None:
+        loader = copied.loader
     sys.modules["__main__"] = sys.modules[MAIN_MODULE] = module
     try:
         _name_main(module, main)
@@ -124,8 +124,9 @@ def _name_main(module: ModuleType, main: MainModule) -> None:
     """Set by what :mod:`multiprocessing` finds the script, and the script finds its package."""
     module.__file__ = main.file
     if main.name:
-        module.__spec__ = spec = importlib.util.find_spec(main.name)
-        module.__package__ = spec and spec.parent
+        module.__spec__ = importlib.util.find_spec(main.name)
+        if module.__spec__ is not None:
+            module.__package__ = module.__spec__.parent
 
 
 def _rename_definitions(owner: ModuleType | type) -> None:

@@ -234,8 +234,9 @@ def _without_copied(function: Callable[..., Any]) -> Callable[..., Any]:
         )
     copied = getattr(function, "__signature__", None)
     wrapped = getattr(function, "__wrapped__", None)
-    is_copied = copied and copied is getattr(wrapped, "__signature__", None)
-    if not (is_copied and isinstance(function, FunctionType)):
+    if copied is not getattr(wrapped, "__signature__", None):
+        return function
+    if copied is None or not isinstance(function, FunctionType):
         return function
     bare = FunctionType(
         function.__code__,
@@ -251,10 +252,12 @@ def _wrapped_by(function: Callable[..., Any]) -> Callable[..., Any] | None:
     """Return what a callable wraps, bound to the same object and arguments; None if nothing."""
     if isinstance(function, partial):
         inner = _wrapped_by(function.func)
-        return inner and partial(inner, *function.args, **function.keywords)
+        if inner is None:
+            return None
+        return partial(inner, *function.args, **function.keywords)
     if isinstance(function, MethodType):
         inner = _wrapped_by(function.__func__)
-        return inner and MethodType(inner, function.__self__)
+        return None if inner is None else MethodType(inner, function.__self__)
     wrapped: Callable[..., Any] | None = getattr(function, "__wrapped__", None)
     call = getattr(type(function), "__call__", None)  # noqa: B004
     if wrapped is None and isinstance(call, FunctionType):
