@@ -158,7 +158,7 @@ def call_trainer(
     config: RobustConfig,
     run: Run,
 ) -> Any:
-    """Return what the trainer returns, which is told of its config and of ``run``."""
+    """Call the trainer with its config, and with ``run`` if it takes that; return its result."""
     run.memory_keeper = keeper = AttemptMemory(run, config)
     run.configure(config)
     run.has_read = note_reads(cfg, config.training.batch_size)
