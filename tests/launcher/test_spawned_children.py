@@ -65,7 +65,7 @@ def run(program, words, cwd, *, code=0):
     path = cwd / "with a space" / "train.py"
     path.parent.mkdir()
     (path.parent / "__init__.py").touch()
-    (path.parent / "names.py").write_text("NAME = 1")
+    (path.parent / "names.py").write_text(NAMES)
     path.write_text(program)
     ended = subprocess.run(
         [sys.executable, *(str(path) if word == "train.py" else word for word in words)],
@@ -122,6 +122,29 @@ def test_spawned_data_loader_workers_find_the_data_set(tmp_path):
     said = run(LOADS, ["train.py"], tmp_path)
     assert "spawn [6.0, 22.0]" in said
     assert "forkserver [6.0, 22.0]" in said
+
+
+HAS_TYPES = """
+from dataclasses import dataclass
+from omegaconf import OmegaConf
+from robust_train import launch
+
+@dataclass
+class Options:
+    rate: float = 0.5
+
+if __name__ == "__main__":
+    options = OmegaConf.structured(Options)
+    launch("names.train", OmegaConf.merge({"device": "cpu"}, {"options": options}))
+"""
+NAMES = """
+NAME = 1
+def train(cfg): print("rate", cfg.options.rate)
+"""
+
+
+def test_a_config_has_types_of_the_script_whichever_module_trains(tmp_path):
+    assert "rate 0.5" in run(HAS_TYPES, ["train.py"], tmp_path)
 
 
 UNGUARDED = """

@@ -109,7 +109,7 @@ def _load_main(ref: TrainerRef, main: MainModule) -> None:
         with importing_main():
             loader.exec_module(module)
     except LaunchReached as reached:
-        if reached.trainer != ref.path:
+        if reached.trainer != ref.path.replace(MAIN_MODULE, "__main__", 1):
             raise ConfigError(
                 "launch() is called a second time wherever the script is imported, also by "
                 'its own attempts; put both calls under: if __name__ == "__main__":'

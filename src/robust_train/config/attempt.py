@@ -11,7 +11,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from robust_train.config.projects import ours, resolved, write_to_theirs
 from robust_train.config.schema import RobustConfig, TrainingConfig
-from robust_train.config.trainers import TrainerRef
+from robust_train.config.trainers import MainModule, TrainerRef
 from robust_train.model.errors import ConfigError
 from robust_train.model.spec import AttemptSpec
 
@@ -161,7 +161,11 @@ class AttemptRequest:
 
     def __getstate__(self) -> dict[str, object]:
         """Return what is carried to the attempt."""
-        return {**vars(self), "cfg": pickle.dumps(self.cfg)}
+        cfg, trainer = pickle.dumps(self.cfg), self.trainer
+        # a type that the script defines, or its name as a ``_target_``
+        if b"__main__" in cfg and trainer.main is None:
+            trainer = replace(trainer, main=MainModule.of_this_process())
+        return {**vars(self), "cfg": cfg, "trainer": trainer}
 
     def trainer_cfg(self) -> DictConfig:
         """Return the config for the trainer, which has been imported."""

@@ -136,13 +136,11 @@ class LaunchReached(BaseException):
         self.trainer = trainer  # its dotted path
 
 
-def end_import_at_launch(trainer: object) -> None:
+def end_import_at_launch(trainer: Trainer | None) -> None:
     """End the import of a script without a guard where it calls ``launch``: in its own attempt, and
     in processes that :mod:`multiprocessing` starts."""
     if is_importing_main():
-        raise LaunchReached(
-            f"{MAIN_MODULE}.{getattr(trainer, '__qualname__', '')}"
-        )
+        raise LaunchReached("" if trainer is None else name_of(trainer))
 
 
 def _is_found(
