@@ -68,8 +68,9 @@ class Resolvers:
             for (key, name, arguments), value in self._known.items()
             if _may_be_written(f"{key}:{name}:{','.join(arguments)}", value)
         ]
-        with contextlib.suppress(OSError):
-            write_json(run_dir / FILE, {"job": job, "values": values})
+        if values:
+            with contextlib.suppress(OSError):
+                write_json(run_dir / FILE, {"job": job, "values": values})
 
 
 def _may_be_written(about: str, value: Any) -> bool:
