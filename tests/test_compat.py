@@ -4,6 +4,7 @@ import ast
 import contextlib
 import inspect
 import logging
+import multiprocessing
 import operator
 import re
 import shutil
@@ -383,6 +384,42 @@ def test_a_resolver_is_registered_without_a_warning(recwarn):
         assert OmegaConf.create({"x": "${a_number_of_ours:}"}).x == value
     OmegaConf.clear_resolver("a_number_of_ours")
     assert not list(recwarn)
+
+
+def test_resolvers_are_replaced_but_those_that_look_at_the_config():
+    calls = []
+
+    def evaluate(key, name, arguments, resolve):
+        calls.append((key, name, arguments))
+        return resolve()
+
+    OmegaConf.register_new_resolver("sum_of", lambda *numbers: sum(numbers), use_cache=True)
+    OmegaConf.register_new_resolver("near", lambda _parent_: _parent_.a)
+    config = OmegaConf.create({"in": {"a": 1, "b": "${sum_of:${.a},2}", "c": "${near:}"}})
+    config["in"]["d"] = "${oc.select:in.a}"
+    with compat.resolvers_replaced(evaluate):
+        assert OmegaConf.to_container(config, resolve=True)["in"] == {
+            "a": 1,
+            "b": 3,
+            "c": 1,
+            "d": 1,
+        }
+        config["in"].a = 5
+        assert config["in"].b == 7, "the cache knows an argument by its text alone"
+    assert calls == [("in.b", "sum_of", ("1", "2")), ("in.b", "sum_of", ("5", "2"))]
+    assert config["in"].b == 7
+    assert len(calls) == 2
+    OmegaConf.clear_resolver("sum_of")
+    OmegaConf.clear_resolver("near")
+
+
+def test_no_process_is_spawned_while_the_script_of_another_one_is_imported():
+    assert not compat.is_importing_main()
+    with compat.importing_main():
+        assert compat.is_importing_main()
+        with pytest.raises(RuntimeError, match="bootstrapping phase"):
+            multiprocessing.get_context("spawn").Process(target=print).start()
+    assert not compat.is_importing_main()
 
 
 def test_nodes_keep_their_types_and_a_replaced_one_takes_any_value():

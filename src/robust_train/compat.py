@@ -13,6 +13,7 @@ import importlib.util
 import inspect
 import io
 import logging
+import multiprocessing.process
 import os
 import re
 import sys
@@ -301,6 +302,25 @@ def for_hydra(version_base: str | None) -> dict[str, Any]:
     return {}
 
 
+def is_importing_main() -> bool:
+    """Return whether this process is importing the script that another one runs, as its guard
+    expects: a spawned process of :mod:`multiprocessing`, or within :func:`importing_main`."""
+    process = multiprocessing.process.current_process()
+    return getattr(process, "_inheriting", False)
+
+
+@contextlib.contextmanager
+def importing_main() -> Iterator[None]:
+    """Mark the import of the script of another process as :mod:`multiprocessing` does, which
+    refuses to start a process then: it would import the script as well, without end."""
+    process: Any = multiprocessing.process.current_process()
+    process._inheriting = True
+    try:
+        yield
+    finally:
+        del process._inheriting
+
+
 def register_resolver(
     name: str,
     resolver: Callable[..., Any],
@@ -319,6 +339,50 @@ def register_resolver(
         use_cache=use_cache,
         replace=True,
     )
+
+
+@contextlib.contextmanager
+def resolvers_replaced(
+    evaluate: Callable[[str, str, tuple[str, ...], Callable[[], Any]], Any],
+) -> Iterator[None]:
+    """Have ``evaluate(key, name, arguments, resolve)`` called within the block where a resolver is
+    evaluated that someone has registered. One that is given the config looks at more than its
+    arguments, as OmegaConf's own do: these are left alone."""
+    from omegaconf import OmegaConf
+    from omegaconf.basecontainer import BaseContainer
+
+    registered = BaseContainer._resolvers
+
+    def replaced(name: str, resolver: Any) -> Any:
+        def wrapper(
+            config: Any, parent: Any, node: Any, values: Any, words: Any
+        ) -> Any:
+            def resolve() -> Any:
+                # OmegaConf's cache knows an argument by its text, whatever it refers to
+                if any("${" in word for word in words):
+                    OmegaConf.get_cache(config)[name].pop(words, None)
+                return resolver(config, parent, node, values, words)
+
+            key = str(node._get_full_key(None))
+            return evaluate(key, name, tuple(map(str, values)), resolve)
+
+        return wrapper
+
+    BaseContainer._resolvers = {
+        name: resolver
+        if name.startswith("oc.") or _is_given_the_config(resolver)
+        else replaced(name, resolver)
+        for name, resolver in registered.items()
+    }
+    try:
+        yield
+    finally:
+        BaseContainer._resolvers = registered
+
+
+def _is_given_the_config(resolver: Callable[..., Any]) -> bool:
+    known = inspect.getclosurevars(resolver).nonlocals
+    return any(known.get(f"pass_{one}") for one in ("parent", "node", "root"))
 
 
 def typed_nodes(config: Any) -> dict[str, object]:

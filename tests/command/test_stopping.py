@@ -34,7 +34,11 @@ def under_train_py(scripts, words):
     return scripts.world.start("trainer=command", argv(*words), script="train.py")
 
 
-@pytest.mark.parametrize("start", [behind_a_shell, under_train_py])
+def behind_a_fork_of_a_shell(scripts, words):
+    return scripts.start("--", "sh", "-c", f"(true; {' '.join(words)}; echo never); echo never")
+
+
+@pytest.mark.parametrize("start", [behind_a_shell, behind_a_fork_of_a_shell, under_train_py])
 def test_a_program_with_another_before_it_is_asked_to_stop_as_well(scripts, start):
     ready, saved = scripts.folder / "ready", scripts.folder / "saved"
     process = start(scripts, script("polite.py", str(ready), str(saved)))
@@ -44,6 +48,18 @@ def test_a_program_with_another_before_it_is_asked_to_stop_as_well(scripts, star
     assert saved.read_text() == "saved"
     assert "never" not in ended.stdout.splitlines()
     all_gone([pid])
+
+
+def test_forks_of_a_script_end_without_its_stop_signal(scripts):
+    ready, saved = scripts.folder / "ready", scripts.folder / "saved"
+    words = script("forks.py", ready, saved)
+    process = scripts.start("--stop-signal", "USR1", "--", *words)
+    pid = scripts.started_script(ready)
+    fork = int(ready.with_suffix(".fork").read_text())
+    process.terminate()
+    scripts.world.end(process).with_code(143)
+    assert saved.read_text().split() == [str(pid)], "the fork has its handler, and not its work"
+    all_gone([pid, fork])
 
 
 def test_our_run_tells_a_python_script_to_stop(scripts):

@@ -2,15 +2,18 @@
 
 import json
 import os
+import re
 import resource
 import struct
 import tempfile
 import tracemalloc
 import zipfile
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +27,8 @@ from robust_train.attempt.script.messages import (
     appending_to,
     parse,
 )
-from robust_train.config.placeholders import ScriptValues, literal, placeholders_in
+from robust_train.attempt.script.rendezvous import rendezvous_environment
+from robust_train.config.placeholders import ScriptValues, decimal, literal, placeholders_in
 from robust_train.config.schema import RobustConfig
 from robust_train.folder.checkpoints import is_whole
 from robust_train.host.linux import release_blocks
@@ -89,6 +93,51 @@ def test_any_line_is_refused_or_has_what_the_launcher_reads(line):
 @pytest.mark.parametrize("name", ["attempt_started", "finished", "self"])
 def test_an_event_of_the_scripts_own_may_have_any_name(name):
     assert parse(json.dumps({"event": name, "a": 1, "time": 2})) == UserEvent(name, {"a": 1})
+
+
+@given(st.floats(min_value=0, max_value=1e9) | st.integers(0, 10**9))
+@example(5e-05)
+@example(0.1 * 3)
+def test_every_reader_of_a_number_reads_the_same(number):
+    text = decimal(number)
+    assert re.fullmatch(r"\d+(\.\d+)?", text), "bc knows no exponent"
+    read = {float(text), json.loads(text), yaml.safe_load(text), float(Decimal(text))}
+    assert len(read) == 1
+    assert read.pop() == pytest.approx(number, rel=1e-14, abs=0)
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(5e-05, "0.00005"), (0.1 * 3, "0.3"), (1.0, "1"), (1 / 3, repr(1 / 3))]
+)
+def test_a_number_is_written_as_people_write_it(number, text):
+    assert decimal(number) == text
+
+
+@pytest.mark.parametrize(
+    ("command", "environ", "is_set"),
+    [
+        ("torchrun --nproc-per-node 2 train.py --master-of-arts 1", {}, True),
+        ("python -m torch.distributed.run train.py", {"MASTER": "me"}, True),
+        ("torchrun --nnodes=1 train.py", {}, True),
+        ("torchrun --nnodes 1:1 train.py", {}, True),
+        ("torchrun --nnodes 1:4 train.py", {}, False),
+        ("torchrun --nnodes=2 train.py", {}, False),
+        ("torchrun --standalone train.py", {}, False),
+        ("torchrun --rdzv_endpoint=host:1 train.py", {}, False),
+        ("torchrun --master-port 29501 train.py", {}, False),
+        ("accelerate launch --main_process_port 0 train.py", {}, False),
+        ("bash -c MASTER_PORT=29501 torchrun train.py", {}, False),
+        ("torchrun train.py", {"MASTER_PORT": "29501"}, False),
+        ("torchrun train.py", {"PET_RDZV_ENDPOINT": "host:1"}, False),
+        ("torchrun train.py", {"PET_NPROC_PER_NODE": "2"}, True),
+        ("bash train.sh", {}, False),
+    ],
+)
+def test_torchrun_chooses_a_free_port_unless_it_was_given_an_address(command, environ, is_set):
+    found = rendezvous_environment(command.split(), environ, 1)
+    assert found == ({"PET_STANDALONE": "1"} if is_set else {})
+    found = rendezvous_environment(["bash", "train.sh"], environ, 2)
+    assert bool(found) == (environ.keys() <= {"MASTER", "PET_NPROC_PER_NODE"})
 
 
 def test_what_a_sweep_optimises_is_reported_also_by_the_figures_that_objective_names(tmp_path):

@@ -164,6 +164,16 @@ def test_more_free_than_requested_is_our_own_limit(message, is_ours):
         ("Error while creating shared memory segment /dev/shm/nccl-a (size 9)", Clue.SHARED_MEMORY),
         ("504 Server Error: Gateway Time-out for url: https://huggingface.co", Clue.DOWNLOAD),
         ("Connection reset by peer", None),
+        (
+            "The server socket has failed to bind to [::]:29500 (errno: 98 - "
+            "Address already in use).",
+            Clue.PORT,
+        ),
+        (
+            "Tried to launch distributed communication on port 29500, but another process is "
+            "utilizing it. Please specify a different port",
+            Clue.PORT,
+        ),
     ],
 )
 def test_the_words_tell_what_else_there_is_to_know(message, clue):

@@ -60,4 +60,4 @@ def test_code_first_runs_the_code_of_the_first_attempt_where_data_stays(project)
     assert "ran 2 1 1 parts" in said, "also of a file that was removed"
     assert "changed since" not in said
     copies = {path.name for path in (project / "run/code-as-it-was").glob("*.py")}
-    assert copies == {"parts.model.py", "parts.late.py", "__robust_main__.py"}
+    assert copies == {"parts.model.py", "parts.late.py", "__mp_main__.py"}

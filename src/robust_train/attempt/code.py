@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 
 from robust_train.config.attempt import AttemptRequest, CodePlan
-from robust_train.config.trainers import PROGRAM_FILE
+from robust_train.config.trainers import MAIN_MODULE, PROGRAM_FILE
 from robust_train.files import LineFile, json_lines, replacing
 from robust_train.model.json import from_json
 
@@ -202,8 +202,9 @@ def own_modules() -> list[tuple[str, str]]:
         spec = getattr(module, "__spec__", None)
         path = str(getattr(module, "__file__", None) or "")
         if (
-            getattr(spec, "name", None) == name
-            and not isinstance(getattr(spec, "loader", None), _Loader)
+            # a script has none, and a module that runs by ``python -m`` has its own
+            name in (MAIN_MODULE, getattr(spec, "name", None))
+            and not isinstance(getattr(module, "__loader__", None), _Loader)
             and path.endswith(".py")
             and name.partition(".")[0] not in _OURS
             and not {"site-packages", "dist-packages"} & set(Path(path).parts)

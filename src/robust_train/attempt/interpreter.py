@@ -35,6 +35,7 @@ from robust_train.config.attempt import (
     for_rank,
 )
 from robust_train.config.projects import as_typed
+from robust_train.config.trainers import MAIN_MODULE
 from robust_train.failures.shortage import no_room_to_import
 from robust_train.gpu.cuda_order import started_driver
 from robust_train.host import linux, signals
@@ -75,7 +76,8 @@ def main() -> NoReturn:
     if os.getppid() != starter:
         os._exit(1)
     # a trainer that is pickled by value finds its names there; and no library imports us again
-    sys.modules["__main__"] = types.ModuleType("__main__")
+    empty = types.ModuleType("__main__")
+    sys.modules["__main__"] = sys.modules[MAIN_MODULE] = empty
     os.set_inheritable(descriptor, False)
     channel = socket.socket(fileno=descriptor)
     send = EventSender(channel)

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import importlib.util
+import inspect
 import pickle
 import sys
 import traceback
-from collections.abc import Callable
-from types import ModuleType
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.machinery import SourceFileLoader
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, ClassVar
 
 from omegaconf import AnyNode, Container, DictConfig
 
-from robust_train.config.trainers import MAIN_MODULE, LaunchReached, TrainerRef
+from robust_train.compat import importing_main
+from robust_train.config.trainers import (
+    MAIN_MODULE,
+    VARIADIC,
+    LaunchReached,
+    MainModule,
+    TrainerRef,
+    own_signature,
+    signature_of,
+)
 from robust_train.failures.shortage import no_room_to_import
 from robust_train.model.errors import ConfigError, UserError
 from robust_train.readable import meant, named_line
@@ -36,8 +49,8 @@ def load(ref: TrainerRef) -> Trainer:
     line that gives the reason."""
     if ref.pickled:
         return _unpickled(ref, ref.pickled)
-    if ref.main_file and MAIN_MODULE not in sys.modules:
-        _load_main(ref, ref.main_file)
+    if ref.main is not None:
+        _load_main(ref, ref.main)
     found, names = _import_module(ref)
     for name in names:
         if not hasattr(found, name):
@@ -79,38 +92,104 @@ def _import_module(ref: TrainerRef) -> tuple[Any, list[str]]:
     raise ref.no_module()
 
 
-def _load_main(ref: TrainerRef, path: str) -> None:
-    """Import a script under another name than ``__main__``, so that its guard holds."""
+def _load_main(ref: TrainerRef, main: MainModule) -> None:
+    """Import a script as ``__main__``, but under another name until it is imported, so that its
+    guard holds: as a spawned process of :mod:`multiprocessing` does."""
+    module = ModuleType(MAIN_MODULE)
+    del sys.modules[MAIN_MODULE]
     # there is one where it comes from a copy
-    spec = importlib.util.find_spec(MAIN_MODULE)
-    spec = spec or importlib.util.spec_from_file_location(MAIN_MODULE, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"trainer: cannot import the script {path}")
-    module: ModuleType = importlib.util.module_from_spec(spec)
-    sys.modules[MAIN_MODULE] = module
+    copied = importlib.util.find_spec(MAIN_MODULE)
+    loader: Any = SourceFileLoader(MAIN_MODULE, main.file)
+    if copied is not None:
+        loader = copied.loader
+    sys.modules["__main__"] = sys.modules[MAIN_MODULE] = module
     try:
-        spec.loader.exec_module(module)
+        _name_main(module, main)
+        module.__loader__ = loader
+        with importing_main():
+            loader.exec_module(module)
     except LaunchReached as reached:
-        if reached.args[0] != ref.path:
+        if reached.trainer != ref.path.replace(MAIN_MODULE, "__main__", 1):
             raise ConfigError(
                 "launch() is called a second time wherever the script is imported, also by "
                 'its own attempts; put both calls under: if __name__ == "__main__":'
             ) from None
     except Exception as error:
         raise _failed_import(ref, error) from error
+    module.__name__ = "__main__"
+    _rename_definitions(module)
+
+
+def _name_main(module: ModuleType, main: MainModule) -> None:
+    """Set by what :mod:`multiprocessing` finds the script, and the script finds its package."""
+    module.__file__ = main.file
+    if main.name:
+        module.__spec__ = importlib.util.find_spec(main.name)
+        if module.__spec__ is not None:
+            module.__package__ = module.__spec__.parent
+
+
+def _rename_definitions(owner: ModuleType | type) -> None:
+    """Have functions and classes of a script belong to ``__main__``, as where it runs by itself.
+
+    A library that finds them under another name takes them for those of a package: it pickles them
+    by name for a process that cannot import them, and caches results by the name alone.
+    """
+    for value in list(vars(owner).values()):
+        # of a static method or a class method the function
+        defined = getattr(value, "__func__", value)
+        is_definition = isinstance(defined, (FunctionType, type))
+        if is_definition and defined.__module__ == MAIN_MODULE:
+            with contextlib.suppress(Exception):  # a metaclass may refuse
+                defined.__module__ = "__main__"
+            if isinstance(defined, type):
+                _rename_definitions(defined)
 
 
 def _unpickled(ref: TrainerRef, pickled: bytes) -> Trainer:
     """Build the trainer; names that it uses are put into ``__main__``, as in the program."""
+    module = sys.modules["__main__"]
     try:
+        if ref.main is not None:
+            _name_main(module, ref.main)
         trainer: Trainer = pickle.loads(pickled)
     except Exception as error:
         raise _failed_import(ref, error) from error
-    main = vars(sys.modules["__main__"])
-    for name, value in getattr(trainer, "__globals__", {}).items():
-        # an object is pickled by the name of its class
-        main.setdefault(name, value)
+    for names in _names_used_by(trainer):
+        for name, value in names.items():
+            # an object is pickled by the name of its class
+            vars(module).setdefault(name, value)
     return trainer
+
+
+def _names_used_by(trainer: object) -> Iterator[dict[str, Any]]:
+    """Yield what the parts of a callable know of ``__main__``: a partial, a method, an object that
+    can be called, and what a decorator has wrapped consist of other callables."""
+    parts: list[Any] = [trainer]
+    seen = set[int]()
+    for part in parts:
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part, FunctionType):
+            if part.__globals__.get("__name__") == "__main__":
+                yield part.__globals__
+            for cell in part.__closure__ or ():
+                with contextlib.suppress(ValueError):  # an empty one
+                    parts.append(cell.cell_contents)
+        elif isinstance(part, MethodType):
+            parts += [part.__func__, part.__self__]
+        elif isinstance(part, partial):
+            parts += [part.func, *part.args, *part.keywords.values()]
+        else:
+            kind = part if isinstance(part, type) else type(part)
+            if kind.__module__ == "__main__":
+                yield {kind.__qualname__: kind}
+            parts += filter(_is_function, vars(kind).values())
+
+
+def _is_function(value: object) -> bool:
+    return isinstance(value, FunctionType)
 
 
 def _failed_import(ref: TrainerRef, error: Exception) -> ConfigError:
@@ -132,6 +211,41 @@ def _failed_import(ref: TrainerRef, error: Exception) -> ConfigError:
     )
     problem = no_room or named_line(error)
     return ref.refused(f"cannot be imported: {problem} ({where}){extra}")
+
+
+def call_with_run(
+    function: Callable[..., Any],
+    cfg: Any,
+    run: object,
+) -> Any:
+    """Return ``function(cfg)``, or ``function(cfg, run)`` if it takes a second argument.
+
+    A second parameter counts if it is called ``run`` or has no default value.
+    """
+    try:
+        signatures = [own_signature(function), signature_of(function)]
+    except (TypeError, ValueError):
+        return function(cfg)
+    wanted = signatures[-1]
+    named = wanted.parameters.get("run")
+    is_named = named is not None and named.kind not in VARIADIC
+    if is_named and all(_takes(one, cfg, run=run) for one in signatures):
+        return function(cfg, run=run)
+    if all(_takes(one, cfg, run) for one in signatures):
+        is_second = wanted.bind(cfg, run).arguments.get("run") is run
+        if is_second or not _takes(wanted, cfg):
+            return function(cfg, run)
+    return function(cfg)
+
+
+def _takes(
+    signature: inspect.Signature, *arguments: object, **named: object
+) -> bool:
+    try:
+        signature.bind(*arguments, **named)
+    except TypeError:
+        return False
+    return True
 
 
 def support_of(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import inspect
 import logging
 import multiprocessing.util
 import os
@@ -32,6 +31,7 @@ from robust_train.attempt.loading import (
     CHECKPOINTING,
     WORKERS,
     Trainer,
+    call_with_run,
     note_reads,
     support_of,
 )
@@ -166,26 +166,13 @@ def call_trainer(
     config: RobustConfig,
     run: Run,
 ) -> Any:
-    """Return ``trainer(cfg)``, or ``trainer(cfg, run)`` if it takes a second parameter.
-
-    A second parameter counts if it is called ``run`` or has no default value.
-    """
+    """Call the trainer with its config, and with ``run`` if it takes that; return its result."""
     run.memory_keeper = keeper = AttemptMemory(run, config)
     run.configure(config)
     run.has_read = note_reads(cfg, config.training.batch_size)
     run.supports = support_of(trainer, run.has_read)
     with keeper:
-        try:
-            signature = inspect.signature(trainer)
-        except (TypeError, ValueError):
-            return trainer(cfg)
-        if "run" in signature.parameters:
-            return trainer(cfg, run=run)
-        try:
-            signature.bind(cfg)
-        except TypeError:  # a second one has no default
-            return trainer(cfg, run)
-        return trainer(cfg)
+        return call_with_run(trainer, cfg, run)
 
 
 def _failure_of(error: BaseException, run: Run) -> Failure:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import inspect
 from collections.abc import Callable
 from typing import Any
 
+from robust_train.attempt.loading import call_with_run
 from robust_train.attempt.run import Run
 from robust_train.config.projects import lightning_of, ours, without_ours
 
@@ -26,6 +26,4 @@ def call_task(
 
         adopted = adopted_fit(own, run)
     with adopted:
-        if "run" in inspect.signature(task).parameters:
-            return task(cfg, run=run)
-        return task(cfg)
+        return call_with_run(task, cfg, run)

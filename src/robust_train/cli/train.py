@@ -95,7 +95,7 @@ def hydra_main(
 
         @functools.wraps(task)
         def main(cfg: Any = None, run: Any = None) -> Any:
-            from robust_train.config.trainers import MAIN_MODULE
+            from robust_train.compat import is_importing_main
 
             if run is not None:
                 from robust_train.cli.adopted import call_task
@@ -103,7 +103,7 @@ def hydra_main(
                 return call_task(task, cfg, run)
             if cfg is not None:  # called by the project's own code
                 return task(cfg)
-            if task.__module__ == MAIN_MODULE:
+            if is_importing_main():
                 # a script without a guard, imported by its own attempt
                 return None
             _prepare_process()
@@ -115,11 +115,6 @@ def hydra_main(
             )
             return sys.exit(code) if code else None
 
-        # the launcher gives `run` to whoever has such a parameter
-        names = inspect.signature(
-            main, follow_wrapped=False
-        ).parameters.values()
-        main.__signature__ = inspect.Signature(list(names))  # type: ignore[attr-defined]
         return main
 
     return decorate

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import pickle
-import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from robust_train.config.projects import ours, resolved, write_to_theirs
 from robust_train.config.schema import RobustConfig, TrainingConfig
-from robust_train.config.trainers import MAIN_MODULE, TrainerRef
+from robust_train.config.trainers import MainModule, TrainerRef
 from robust_train.model.errors import ConfigError
 from robust_train.model.spec import AttemptSpec
 
@@ -134,15 +132,6 @@ class CodePlan:
     runs_first: bool = False  # it runs the recorded code, where there is any
 
 
-class _OfTrainer(pickle.Unpickler):
-    """Finds what a script's own module holds, which an attempt imports under another name."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "__main__" and MAIN_MODULE in sys.modules:
-            module = MAIN_MODULE
-        return super().find_class(module, name)
-
-
 @dataclass(frozen=True)
 class AttemptRequest:
     """One attempt, ready to be carried to another process."""
@@ -172,12 +161,16 @@ class AttemptRequest:
 
     def __getstate__(self) -> dict[str, object]:
         """Return what is carried to the attempt."""
-        return {**vars(self), "cfg": pickle.dumps(self.cfg)}
+        cfg, trainer = pickle.dumps(self.cfg), self.trainer
+        # a type that the script defines, or its name as a ``_target_``
+        if b"__main__" in cfg and trainer.main is None:
+            trainer = replace(trainer, main=MainModule.of_this_process())
+        return {**vars(self), "cfg": cfg, "trainer": trainer}
 
     def trainer_cfg(self) -> DictConfig:
         """Return the config for the trainer, which has been imported."""
         if isinstance(self.cfg, bytes):
-            cfg: DictConfig = _OfTrainer(io.BytesIO(self.cfg)).load()
+            cfg: DictConfig = pickle.loads(self.cfg)
         else:
             cfg = self.cfg
         own = ours(cfg)

@@ -120,7 +120,10 @@ def complete(cfg: Mapping[str, Any] | DictConfig) -> DictConfig:
     given: Any = cfg
     whole = given if isinstance(given, DictConfig) else OmegaConf.create(given)
     if not is_theirs(whole):
-        return _complete(whole)
+        completed = _complete(whole)
+        # the folder of the job may have the time that they say, and the caller may have read them
+        OmegaConf.copy_cache(whole, completed)
+        return completed
     whole = whole.copy()
     with read_write(whole), open_dict(whole):
         whole[GROUP] = OmegaConf.merge(defaults_for_theirs(whole), ours(whole))

@@ -4,9 +4,11 @@ its batch and when it saves. Imports no library, for scripts import it too."""
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
+from decimal import Decimal
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -66,6 +68,15 @@ class ScriptValues:
             PREFIX + name.upper(): str(value)
             for name, value in asdict(self).items()
         }
+
+
+def decimal(number: float) -> str:
+    """Return a number without an exponent, which YAML takes for text without a dot and ``bc`` not
+    at all; rounding errors of its computation are left out."""
+    shortest = f"{number:.12g}"
+    if not math.isclose(float(shortest), number, rel_tol=1e-14):
+        shortest = repr(number)
+    return format(Decimal(shortest), "f")
 
 
 PLACEHOLDERS = tuple(field.name for field in fields(ScriptValues))

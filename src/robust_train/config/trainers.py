@@ -10,20 +10,44 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.machinery import PathFinder
 from operator import attrgetter
 from pathlib import Path
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
+from robust_train.compat import is_importing_main
 from robust_train.model.errors import ConfigError
 from robust_train.readable import first_line
 
 if TYPE_CHECKING:
     from robust_train.config.schema import RobustConfig
 
-MAIN_MODULE = "__robust_main__"
+MAIN_MODULE = "__mp_main__"
+"""What a script is called while another process imports it, so that its guard holds: the name that
+:mod:`multiprocessing` gives it, whose own processes find there what an attempt sends them."""
 
 PROGRAM_FILE = re.compile(r"\w\.(?:py|sh|bash|pl|R|r|jl|rb|js|lua|m)$")
+
+
+@dataclass(frozen=True)
+class MainModule:
+    """The script that this process runs, as another process finds it."""
+
+    file: str
+    name: str = ""  # of its module, if it runs as ``python -m package.module``
+
+    @classmethod
+    def of_this_process(cls) -> MainModule | None:
+        """Return the script; None in a notebook, a REPL, or a script from standard input."""
+        main = sys.modules["__main__"]
+        file = getattr(main, "__file__", None)
+        if file is None or not os.path.isfile(file):
+            return None
+        name = getattr(getattr(main, "__spec__", None), "name", "")
+        # a folder or an archive that Python runs has no module of that name
+        return cls(os.path.abspath(file), "" if name == "__main__" else name)
 
 
 @dataclass(frozen=True)
@@ -31,8 +55,8 @@ class TrainerRef:
     """A trainer by name, or by value where its name leads nowhere, as in a notebook."""
 
     path: str  # dotted path of the callable, `package.module.function`
-    # the script to load first where the callable was defined in `__main__`
-    main_file: str = ""
+    # the script that defines the callable, if it was defined in `__main__`
+    main: MainModule | None = None
     # the callable itself, with what it uses
     pickled: bytes = field(default=b"", repr=False)
 
@@ -62,13 +86,15 @@ class TrainerRef:
             str(getattr(trainer, key, ""))
             for key in ("__module__", "__qualname__")
         )
+        main = MainModule.of_this_process()
         if _is_found(trainer, module, name):
-            if module != "__main__":
+            if module not in ("__main__", MAIN_MODULE):
                 return cls(f"{module}.{name}")
-            if name.isidentifier() and (file := _script_of(trainer)):
-                return cls(f"{MAIN_MODULE}.{name}", file)
+            if name.isidentifier() and main and _defines(main, trainer):
+                return cls(f"{MAIN_MODULE}.{name}", main)
         return cls(
             f"__main__.{name or type(trainer).__name__}",
+            main,
             pickled=_by_value(trainer),
         )
 
@@ -102,13 +128,19 @@ class LaunchReached(BaseException):
     """A script without a guard has come to its own ``launch``: all that the trainer uses is there.
     Derived from BaseException, so that the script's ``except Exception`` does not swallow it."""
 
-
-def end_import_at_launch(trainer: object) -> None:
-    """End the import of a script without a guard, in its own attempt, where it calls ``launch``."""
-    if getattr(trainer, "__module__", None) == MAIN_MODULE:
-        raise LaunchReached(
-            f"{MAIN_MODULE}.{getattr(trainer, '__qualname__', '')}"
+    def __init__(self, trainer: str) -> None:
+        super().__init__(
+            "launch() is called wherever the script is imported, also by processes that it starts; "
+            'put the call under: if __name__ == "__main__":'
         )
+        self.trainer = trainer  # its dotted path
+
+
+def end_import_at_launch(trainer: Trainer | None) -> None:
+    """End the import of a script without a guard where it calls ``launch``: in its own attempt, and
+    in processes that :mod:`multiprocessing` starts."""
+    if is_importing_main():
+        raise LaunchReached("" if trainer is None else name_of(trainer))
 
 
 def _is_found(
@@ -138,19 +170,13 @@ def _is_module(name: str) -> bool:
         return PathFinder.find_spec(name) is not None
 
 
-def _script_of(trainer: Callable[..., Any]) -> str:
-    """Return the script that defines the trainer; empty in a notebook, a REPL, standard input."""
-    file = getattr(sys.modules["__main__"], "__file__", None)
-    if file is None or not os.path.isfile(file):
-        return ""
-    # beside a script that runs with ``python -i``, functions may come from the prompt
+def _defines(main: MainModule, trainer: Callable[..., Any]) -> bool:
+    """Return whether the script defines the trainer: with ``python -i`` the prompt may do so."""
     try:
         source = inspect.getfile(inspect.unwrap(trainer))
     except TypeError:
-        source = file
-    if os.path.realpath(source) != os.path.realpath(file):
-        return ""
-    return str(Path(file).resolve())
+        return True
+    return os.path.realpath(source) == os.path.realpath(main.file)
 
 
 def _by_value(trainer: Callable[..., Any]) -> bytes:
@@ -167,6 +193,74 @@ def _by_value(trainer: Callable[..., Any]) -> bytes:
 
 
 Trainer = str | Callable[..., Any]
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the arguments that a callable takes: its own, also if :func:`functools.wraps` names
+    another function, unless it passes on what it gets; then those of the function that it wraps.
+
+    Raises:
+        TypeError, ValueError: it has no signature, as some that are written in C.
+    """
+    signature = own_signature(function)
+    kinds = {one.kind for one in signature.parameters.values()}
+    wrapped = _wrapped_by(function)
+    if wrapped is None or kinds.isdisjoint(VARIADIC):
+        return signature
+    return signature_of(wrapped)
+
+
+VARIADIC = (
+    inspect.Parameter.VAR_POSITIONAL,
+    inspect.Parameter.VAR_KEYWORD,
+)
+
+
+def own_signature(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the arguments with which a callable itself can be called; for errors see above."""
+    return inspect.signature(_without_copied(function), follow_wrapped=False)
+
+
+def _without_copied(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a callable without a ``__signature__`` that ``functools.wraps`` has copied."""
+    if isinstance(function, partial):
+        inner = _without_copied(function.func)
+        return partial(inner, *function.args, **function.keywords)
+    if isinstance(function, MethodType):
+        return MethodType(
+            _without_copied(function.__func__), function.__self__
+        )
+    copied = getattr(function, "__signature__", None)
+    wrapped = getattr(function, "__wrapped__", None)
+    if copied is not getattr(wrapped, "__signature__", None):
+        return function
+    if copied is None or not isinstance(function, FunctionType):
+        return function
+    bare = FunctionType(
+        function.__code__,
+        {},
+        argdefs=function.__defaults__,
+        closure=function.__closure__,
+    )
+    bare.__kwdefaults__ = function.__kwdefaults__
+    return bare
+
+
+def _wrapped_by(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return what a callable wraps, bound to the same object and arguments; None if nothing."""
+    if isinstance(function, partial):
+        inner = _wrapped_by(function.func)
+        if inner is None:
+            return None
+        return partial(inner, *function.args, **function.keywords)
+    if isinstance(function, MethodType):
+        inner = _wrapped_by(function.__func__)
+        return None if inner is None else MethodType(inner, function.__self__)
+    wrapped: Callable[..., Any] | None = getattr(function, "__wrapped__", None)
+    call = getattr(type(function), "__call__", None)  # noqa: B004
+    if wrapped is None and isinstance(call, FunctionType):
+        return _wrapped_by(MethodType(call, function))
+    return wrapped
 
 
 def target_of(config: RobustConfig) -> str:
@@ -186,7 +280,9 @@ def name_of(trainer: Trainer) -> str:
     module, name = (
         getattr(trainer, key, "") for key in ("__module__", "__qualname__")
     )
-    return f"{module}.{name}" if name else f"__main__.{type(trainer).__name__}"
+    if module == MAIN_MODULE or not name:
+        module = "__main__"
+    return f"{module}.{name or type(trainer).__name__}"
 
 
 def job_name_of(config: RobustConfig, trainer: Trainer) -> str:

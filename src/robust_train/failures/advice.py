@@ -174,6 +174,11 @@ _BY_CLUE: dict[FailureKind, dict[str, tuple[str, ...]]] = {
             "ask the server less often: "
             "download the files before the job, log less often, or log in",
         ),
+        Clue.PORT: (
+            "another process has the port: give each job one of its own with MASTER_PORT, or let a "
+            "free one be chosen: torchrun --standalone, accelerate launch --main_process_port 0",
+            "if no job has it, see who does: ss -ltnp",
+        ),
         Clue.DOWNLOAD: (
             "try again: the server did not answer in time",
             "download the files before the job, and run it with HF_HUB_OFFLINE=1",

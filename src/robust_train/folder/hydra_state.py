@@ -38,7 +38,8 @@ OF_HYDRA = re.compile(r"\.hydra|(?!attempt-\d+\.).*\.log")
 _CHANGES = re.compile(r"\$\{(now|robust_pid)\b|\$\{hydra[.:]job\.(id|num)\b")
 """Interpolations that differ between commands, and so between ranks or restarts."""
 _BEFORE_ATTEMPTS = re.compile(
-    rf"{OF_HYDRA.pattern}|requests|lock|(job|state|summary)\.json|journal\.jsonl|report\.html"
+    rf"{OF_HYDRA.pattern}|requests|lock|(job|resolved|state|summary)\.json|journal\.jsonl|"
+    r"report\.html"
 )
 
 
@@ -51,15 +52,9 @@ def run_folder(
     """Make and return the run folder: the one given, Hydra's, that of ``$ROBUST_TRAIN_RUN_DIR`` for
     one call, or a new one for a job's name. Raises ConfigError: it cannot be made,
     RunFolderUnavailable: now."""
-    # in a script that we run the variable names the folder of that job
-    is_free = EVENTS_VARIABLE not in os.environ
-    path: Path | None = None
-    if run_dir is not None:
-        path = Path(run_dir)
-    elif HydraConfig.initialized():
-        path = Path(HydraConfig.get().runtime.output_dir)
-    elif is_free and (given := os.environ.pop(RUN_DIR_VARIABLE, "")):
-        path = Path(given)
+    path = chosen_folder(run_dir)
+    if run_dir is None and path == _folder_in_environment():
+        os.environ.pop(RUN_DIR_VARIABLE, None)
     try:
         if path is None:
             path = _new_folder(name)
@@ -72,6 +67,22 @@ def run_folder(
         raise unusable_folder(problem, error) from error
     close_to_others(path, group_reads=group_reads)
     return path.resolve()
+
+
+def chosen_folder(run_dir: str | Path | None) -> Path | None:
+    """Return the run folder that the user or Hydra has chosen, None for a new one."""
+    if run_dir is not None:
+        return Path(run_dir)
+    if HydraConfig.initialized():
+        return Path(HydraConfig.get().runtime.output_dir)
+    return _folder_in_environment()
+
+
+def _folder_in_environment() -> Path | None:
+    # in a script that we run the variable names the folder of that job
+    given = os.environ.get(RUN_DIR_VARIABLE)
+    is_free = EVENTS_VARIABLE not in os.environ
+    return Path(given) if given and is_free else None
 
 
 def _new_folder(name: str) -> Path:

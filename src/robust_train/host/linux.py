@@ -27,6 +27,7 @@ log = logging.getLogger("robust_train")
 TICK_SECONDS = 0.5
 FOREVER_SECONDS = 1e6
 
+_PF_FORKNOEXEC = 0x40
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PUNCH_HOLE_AND_KEEP_SIZE = 3
@@ -98,6 +99,16 @@ def collect(pid: int) -> bool:
         return os.waitpid(pid, os.WNOHANG)[0] == 0
     except ChildProcessError:
         return False
+
+
+def is_fork(pid: int) -> bool:
+    """Return whether a process still runs the program of the one that has forked it, whose signal
+    handlers it has; not one that runs a program of its own, or has ended."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        status = Path(f"/proc/{pid}/stat").read_bytes()
+        flags = int(status.rpartition(b")")[2].split()[6])
+        return bool(flags & _PF_FORKNOEXEC)
+    return False
 
 
 def kill_descendants(

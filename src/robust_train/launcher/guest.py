@@ -38,6 +38,7 @@ from robust_train.config.trainers import (
 from robust_train.files import json_lines, read_object, write_json
 from robust_train.folder.hydra_state import changes_each_time, run_folder
 from robust_train.folder.identity import Beginning
+from robust_train.folder.resolvers import resolvers_of
 from robust_train.folder.state import Summary
 from robust_train.host.engine import TORCHRUN, GuestRank
 from robust_train.host.linux import (
@@ -245,14 +246,16 @@ class Rank:
             )
             number, checkpoint = int(start["number"]), start["checkpoint"]
             attempt = Attempt(number, spec, resumed_from=checkpoint)
-            request = request_for(
-                attempt,
-                self._own_cfg,
-                self._config,
-                self._trainer_ref,
-                Path(start["run_dir"]),
-                PolicySettings.of(self._config).asked,
-            )
+            run_dir = Path(start["run_dir"])
+            with resolvers_of(run_dir).kept():  # those of rank 0
+                request = request_for(
+                    attempt,
+                    self._own_cfg,
+                    self._config,
+                    self._trainer_ref,
+                    run_dir,
+                    PolicySettings.of(self._config).asked,
+                )
 
             def take(event: Event) -> None:
                 nonlocal attempt

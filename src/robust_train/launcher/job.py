@@ -29,6 +29,7 @@ from robust_train.config.composition import complete
 from robust_train.config.projects import (
     as_typed,
     errors_as_typed,
+    ours,
     resolved,
     their_keys,
 )
@@ -45,6 +46,7 @@ from robust_train.failures.shortage import with_shortage
 from robust_train.folder.checkpoints import spoil, why_full
 from robust_train.folder.hydra_state import (
     about_job,
+    chosen_folder,
     composed_files,
     owns_terminal,
     run_folder,
@@ -61,6 +63,7 @@ from robust_train.folder.provenance import (
     resume_command,
     resumed_by_hand,
 )
+from robust_train.folder.resolvers import resolvers_of
 from robust_train.folder.state import Summary
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.processes import user_name
@@ -234,7 +237,12 @@ class Job:
         # for this job alone: a program may call launch() again
         environ = dict(os.environ)
         hide_urls(cfg, environ)
-        self.config = config = checked(cfg)
+        is_resumed = ours(cfg).get("resume") is not False
+        folder = chosen_folder(run_dir) if is_resumed else None
+        self.resolvers = resolvers_of(folder)
+        with self.resolvers.kept():
+            self.config = config = checked(cfg)
+            self.resolved_cfg = resolved(cfg)
         if engine is not None:
             self.config = config = replace(config, isolation="none")
         if detach.is_due(config) and sweep_folder() is None:
@@ -312,6 +320,7 @@ class Job:
     def _begin(self) -> None:
         """Record that the unfinished job goes on, or a new one begins."""
         self.beginning = beginning = self.folder.beginning
+        self.resolvers.save(self.run_dir, beginning.job)
         self.checkpoint = beginning.checkpoint
         self.folder.record(
             JobStarted(
@@ -383,7 +392,7 @@ class Job:
             return InlineExecutor(lambda: function)
         return ProcessExecutor(
             self.trainer_ref,
-            resolved(self.cfg),
+            self.resolved_cfg,
             ranks=1 if self.config.is_script else self.config.num_gpus,
             has_standby=sweep_folder() is None,
             job=self.folder.token,
@@ -543,17 +552,18 @@ class Job:
             start_step=steps.get(resumed_from) or 0,  # 0 if unknown
         )
         self.folder.attempt_starts(attempt)
-        return request_for(
-            attempt,
-            self.cfg,
-            self.config,
-            self.trainer_ref,
-            self.run_dir,
-            self.policy.asked,
-            job=job,
-            longest_pause=self.folder.state.longest_pause or 0.0,
-            is_first=not self.attempts,
-        )
+        with self.resolvers.kept():
+            return request_for(
+                attempt,
+                self.cfg,
+                self.config,
+                self.trainer_ref,
+                self.run_dir,
+                self.policy.asked,
+                job=job,
+                longest_pause=self.folder.state.longest_pause or 0.0,
+                is_first=not self.attempts,
+            )
 
     def _conclude(self, attempt: Attempt) -> None:
         """Decide what comes after an attempt that has ended, and record both."""

@@ -120,6 +120,7 @@ class Clue:
     SEGMENTS = "segments"  # Only with expandable segments
     CRASHED = "crashed"  # A segmentation fault of the trainer's own
     DOWNLOAD = "download"  # Data or weights could not be fetched
+    PORT = "port"  # Another process has the port
     # SIGKILL, from neither the launcher nor the kernel's OOM killer
     KILLED = "killed"
     # torch.load takes weights only, and the file holds more

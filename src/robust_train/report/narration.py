@@ -31,7 +31,11 @@ from robust_train.report.wording import (
 log = logging.getLogger("robust_train")
 
 _LONGEST_REASON = 600
-_CLUES = {Clue.USER_ERROR: "user error", Clue.STALLED: "hang"}
+_CLUES = {
+    Clue.USER_ERROR: "user error",
+    Clue.STALLED: "hang",
+    Clue.PORT: "port taken",
+}
 _ENDING_OF_A_PROCESS = re.compile(r"ended (?:with|by) ([^:]+)")
 
 

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
+from robust_train.config.trainers import signature_of
 from robust_train.failures import classify_failure
 from robust_train.failures.shortage import do_without_onednn
 from robust_train.memory.clearing import StartingMemory, release_memory
@@ -184,7 +185,7 @@ class OOMHandler:
             AttemptsExhausted: it does not fit at ``min_batch_size`` either.
         """
         _must_be_plain(train_fn, "OOMHandler.run")
-        parameters = inspect.signature(train_fn).parameters
+        parameters = signature_of(train_fn).parameters
         is_named = self._batch_argument in parameters
 
         def call() -> T:
@@ -286,7 +287,7 @@ def retry_on_oom(
 
     def decorate(function: Callable[..., T]) -> Callable[..., T]:
         _must_be_plain(function, "retry_on_oom")
-        signature = inspect.signature(function)
+        signature = signature_of(function)
         if batch_argument not in signature.parameters:
             raise TypeError(
                 f"retry_on_oom: {_name_of(function)} has no parameter {batch_argument!r}; name the "

@@ -26,11 +26,13 @@ from robust_train.attempt.loading import WORKERS
 from robust_train.attempt.run import MemoryKeeper, Run
 from robust_train.attempt.script.messages import LineReader, Result, parse
 from robust_train.attempt.script.program import Program
+from robust_train.attempt.script.rendezvous import rendezvous_environment
 from robust_train.config.checks import read
 from robust_train.config.placeholders import (
     AUTO,
     EVENTS_VARIABLE,
     ScriptValues,
+    decimal,
     near_miss_in,
     placeholders_in,
 )
@@ -141,6 +143,7 @@ def train(cfg: DictConfig, run: Run) -> Json:
         # or what a Python script prints would be seen when a buffer is full, and lost at a kill
         "PYTHONUNBUFFERED": "1",
         **shared_machine_environment(os.environ),
+        **rendezvous_environment(argv, os.environ, _most_ranks(config, run)),
         "PATH": users_path(os.environ),
         **values.environment(),
         EVENTS_VARIABLE: str(attempt.events),
@@ -170,6 +173,13 @@ def train(cfg: DictConfig, run: Run) -> Json:
     # what comes next in this folder starts afresh
     (run.run_dir / _BEFORE).unlink(missing_ok=True)
     return attempt.result
+
+
+def _most_ranks(config: RobustConfig, run: Run) -> int:
+    """Return in how many processes the script may train: a command that does not name
+    ``{num_gpus}`` starts as many on the CPU."""
+    asked = 1 if run.asked is None else run.asked.ranks
+    return max(config.num_gpus, asked)
 
 
 def _asks_for(name: str, config: RobustConfig) -> bool:
@@ -308,7 +318,7 @@ def _values(config: RobustConfig, run: Run) -> ScriptValues:
         gradient_accumulation_steps=training.gradient_accumulation_steps,
         effective_batch_size=training.effective_batch_size
         or training.batch_size,
-        learning_rate=f"{training.lr:.12g}",
+        learning_rate=decimal(training.lr),
         num_gpus=config.num_gpus,
         min_batch_size=config.min_batch_size,
         num_workers=training.num_workers,
@@ -316,7 +326,7 @@ def _values(config: RobustConfig, run: Run) -> ScriptValues:
         attempt=run.attempt,
         checkpoint="",
         run_dir=str(run.run_dir),
-        checkpoint_every_minutes=AUTO if minutes is None else str(minutes),
+        checkpoint_every_minutes=AUTO if minutes is None else decimal(minutes),
         checkpoint_every_steps=training.checkpoint_every_steps or 0,
         keep_checkpoints=training.keep_checkpoints,
         gradient_checkpointing=str(training.gradient_checkpointing).lower(),

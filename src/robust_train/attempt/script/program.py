@@ -24,6 +24,7 @@ from robust_train.host.linux import (
     become_subreaper,
     children,
     collect,
+    is_fork,
     kill_descendants,
     named,
     signal_at_parents_death,
@@ -88,9 +89,10 @@ class Program:
         subprocess has it. Calls ``on_tick`` about twice a second.
 
         If ``run.stop_requested``, the stop signal goes to the script, and when that has ended to
-        the processes it leaves behind (a shell does not wait for what it runs). What still lives
+        the programs it leaves behind (a shell does not wait for what it runs). What still lives
         after ``stop_grace_seconds`` is killed. Data-loader workers get none: their own parent ends
-        them.
+        them. Forks of a program that has ended are killed without it: they have its signal
+        handlers, and would save a checkpoint of their own.
         """
         kill_at = math.inf
         try:
@@ -101,7 +103,14 @@ class Program:
                     kill_at = min(kill_at, now + stop_grace_seconds)
                     if not running or now >= kill_at:
                         break
-                    self._ask_to_stop(running)
+                    forks = set(filter(is_fork, running))
+                    self._ask_to_stop(
+                        [one for one in running if one not in forks]
+                    )
+                    # what a shell has forked may run a program, which is asked next
+                    if self._process.returncode is not None:
+                        for pid in forks:
+                            _send(pid, signal.SIGKILL)
                 elif self._process.returncode is not None:
                     self._tell_of_background(running)
                     break

@@ -1,0 +1,36 @@
+"""Where the ranks that a script starts find each other.
+
+torchrun's own default is port 29500, where two jobs of one machine meet. ``--standalone`` has it
+choose a free port, and so does the variable that it reads in place of that option.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+_TORCHRUN = re.compile(r"\btorchrun\b|torch\.distributed\.(?:run|launch)\b")
+_ADDRESS = re.compile(
+    r"--(?:standalone\b|rdzv[-_]|master[-_](?:addr|port)|main[-_]process[-_]|(?:node|machine)[-_]rank)"
+    r"|--(?:nnodes|num[-_]machines)[ =](?!1(?::1)?(?!\S))"
+    r"|\b(?:MASTER_|PET_)\w+="
+)
+_VARIABLES = re.compile(
+    r"MASTER_(?:ADDR|PORT)|PET_(?:STANDALONE|NNODES|(?:RDZV|MASTER|NODE)_\w+)"
+)
+
+
+def rendezvous_environment(
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    num_gpus: int,
+) -> dict[str, str]:
+    """Return the variables by which torchrun chooses a free port; none if the script is not to
+    start several ranks, or if the user has said where they meet."""
+    words = " ".join(argv)
+    has_ranks = num_gpus > 1 or _TORCHRUN.search(words) is not None
+    if not has_ranks or _ADDRESS.search(words) is not None:
+        return {}
+    if any(map(_VARIABLES.fullmatch, environ)):
+        return {}
+    return {"PET_STANDALONE": "1"}

@@ -1,0 +1,101 @@
+"""What the resolvers of a job's config have returned, so that all its attempts see the same values.
+
+A resolver such as Hydra's ``now``, or one of the user's that draws a name, returns another value in
+each copy of a config, and there is a copy for each attempt. So each is evaluated once a job, and
+again where its arguments have changed, as those that depend on the batch. ``resolved.json`` has the
+values for a later launch of the job, whose checkpoints may lie in a folder that such a value names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import Container
+
+from robust_train.compat import resolvers_replaced
+from robust_train.files import read_object, write_json
+from robust_train.folder.identity import read_identity
+from robust_train.folder.provenance import public_command
+from robust_train.model.errors import ConfigError
+
+FILE = "resolved.json"
+_PLAIN = (str, int, float, bool)
+_LONGEST_VALUE = 1000
+
+Call = tuple[str, str, tuple[str, ...]]
+"""The key whose value has an interpolation, the name of its resolver, and the arguments."""
+
+
+class Resolvers:
+    """Evaluates the resolvers of one job's config, each once; ``known`` are earlier values."""
+
+    def __init__(self, known: Mapping[Call, Any] | None = None) -> None:
+        self._known: dict[Call, Any] = dict(known or {})
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Have what is resolved within this block be what it was the first time."""
+        with resolvers_replaced(self._evaluate):
+            yield
+
+    def _evaluate(
+        self,
+        key: str,
+        name: str,
+        arguments: tuple[str, ...],
+        resolve: Callable[[], Any],
+    ) -> Any:
+        call = key, name, arguments
+        if call not in self._known:
+            self._known[call] = resolve()
+        value = self._known[call]
+        # each copy of the config is the parent of its own
+        return copy.deepcopy(value) if isinstance(value, Container) else value
+
+    def save(self, run_dir: Path, job: str) -> None:
+        """Write the values for later launches; secrets are left out, a full disk costs the file."""
+        values = [
+            {
+                "key": key,
+                "resolver": name,
+                "arguments": list(arguments),
+                "value": value,
+            }
+            for (key, name, arguments), value in self._known.items()
+            if _may_be_written(f"{key}:{name}:{','.join(arguments)}", value)
+        ]
+        if values:
+            with contextlib.suppress(OSError):
+                write_json(run_dir / FILE, {"job": job, "values": values})
+
+
+def _may_be_written(about: str, value: Any) -> bool:
+    if not isinstance(value, _PLAIN) or len(str(value)) > _LONGEST_VALUE:
+        return False
+    word = f"{about}={value}"
+    return public_command([word]) == [word]
+
+
+def resolvers_of(run_dir: Path | None) -> Resolvers:
+    """Return the resolvers of the unfinished job of a run folder, of a new job if it has none."""
+    # what is wrong with the folder is said when the job begins there
+    with contextlib.suppress(OSError, ConfigError):
+        job = None if run_dir is None else read_identity(run_dir)
+        if run_dir is not None and job is not None and job.completed is None:
+            return Resolvers(_values_in(run_dir, job.id))
+    return Resolvers()
+
+
+def _values_in(run_dir: Path, job: str) -> dict[Call, Any]:
+    content = read_object(run_dir / FILE)
+    found: dict[Call, Any] = {}
+    with contextlib.suppress(KeyError, TypeError):
+        if content["job"] == job:
+            for one in content["values"]:
+                call = one["key"], one["resolver"], tuple(one["arguments"])
+                found[call] = one["value"]
+    return found
