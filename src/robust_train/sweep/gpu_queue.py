@@ -130,8 +130,9 @@ class GpuQueue:
     ) -> None:
         if session.sweep is None:
             raise ConfigError(
-                "hydra/launcher=gpu_queue: this config has nothing of robust-train: build it on "
-                "defaults: [robust], or use robust_train.hydra_main"
+                "hydra/launcher=gpu_queue: this config has nothing of robust-train: use "
+                "robust_train.hydra_main, or build it on defaults: [robust], with "
+                "hydra.searchpath: [pkg://robust_train.configs]"
             )
         self._context, self._task_function = context, task_function
         self._config, self._n_jobs = config, n_jobs

@@ -54,6 +54,7 @@ from robust_train.folder.requests import (
     request_sweep_stop,
     sweep_stop_requested,
 )
+from robust_train.folder.state import note_ended_earlier
 from robust_train.host.engine import guest_rank
 from robust_train.host.signals import SignalWatch
 from robust_train.model.errors import EXIT_FAILED, ConfigError
@@ -490,6 +491,9 @@ class SweepCallback(Callback):
             session.job = SweepJob(0, ()).refused(problem)
         elif config.hydra.mode == RunMode.MULTIRUN:
             session.job = prepare(config, folder)
+            # a `main` that calls `launch` itself is called by Hydra in any case
+            is_over = session.job.has_completed or session.job.is_pruned
+            note_ended_earlier(folder if is_over else None)
 
     def on_job_end(
         self,
@@ -498,6 +502,7 @@ class SweepCallback(Callback):
         **kwargs: Any,
     ) -> None:
         """Record the end of the job's function, unless it was interrupted."""
+        note_ended_earlier(None)
         if session.job is None:
             return
         end = returned_or_raised(job_return)
