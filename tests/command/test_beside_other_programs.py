@@ -10,12 +10,15 @@ import pytest
 from world import ROOT
 
 PROGRAMS = '''
-import io, os, sys, warnings
+import os, sys, warnings
 from dataclasses import dataclass, field
 if os.environ.get("WITHOUT"):
-    for name in ("searchpath", "gpu_queue"):
-        sys.modules[f"hydra_plugins.robust_train_{name}"] = None
-warnings.simplefilter("error")
+    import hydra_plugins
+    hydra_plugins.__path__ = [
+        folder for folder in hydra_plugins.__path__
+        if not os.path.isdir(f"{folder}/robust_train_searchpath")
+    ]
+warnings.simplefilter("always")
 import hydra
 from hydra import compose, initialize
 from hydra.core.config_store import ConfigStore

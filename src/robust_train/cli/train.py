@@ -199,7 +199,7 @@ def _open(
         print(mistake, file=sys.stderr)
         return EXIT_BAD_CONFIG
     try:
-        sys.argv += _for_guest(arguments, name)
+        more = _for_guest(arguments, name)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return EXIT_BAD_CONFIG
@@ -208,8 +208,10 @@ def _open(
         os.environ.setdefault("HYDRA_MAIN_MODULE", name)
     else:
         # a project's config may lack the keys of its group
-        own = ["++" * one.startswith("robust.") + one for one in sys.argv[1:]]
-        sys.argv[1:] = [*own, _RECORD_SWEEPS]
+        own = ["++" * one.startswith("robust.") + one for one in arguments]
+        sys.argv[1:] = own
+        more.append(_RECORD_SWEEPS)
+    sys.argv[1:] = compat.with_overrides(sys.argv[1:], more)
     session.sets_exit_code = True
     session.check = jobs.check if name else None
     wants_traceback = os.environ.get(_FULL_ERROR) == "1"

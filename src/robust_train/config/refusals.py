@@ -45,6 +45,10 @@ _ANSWERS = {
         "{0}: cannot choose hydra/{1} with a relative path; write 'override /hydra/{1}: …' under "
         "'# @package _global_', or put hydra/{1}=… on the command line"
     ),
+    r"In '([^']+)': [^\n]*override '/?(model|dataset|trainer)\b": (
+        "{0}: 'override /{1}: …' finds no group {1} before it, and robust brings none: leave the "
+        "line out, or write '{1}: …' for a group of your own"
+    ),
     r"In (\S+): Override '(hydra/\w+) : (\w+)' is defined before": (
         "{0}: 'override {1}: {2}' comes too early; overrides belong at the end of the defaults list"
     ),
