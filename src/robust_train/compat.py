@@ -247,10 +247,10 @@ def with_overrides(
     from hydra._internal.utils import get_args_parser
 
     own = get_args_parser().parse_known_args(list(arguments))[0].overrides
-    # in front, a value of an option could be the same word
-    place = len(arguments)
+    place = 0
     if own:
-        place -= arguments[::-1].index(own[-1])
+        # from behind: the value of an option in front of them may be the same word
+        place = len(arguments) - arguments[::-1].index(own[-1])
     return [*arguments[:place], *overrides, *arguments[place:]]
 
 

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 
 import pytest
 
@@ -22,6 +23,7 @@ warnings.simplefilter("always")
 import hydra
 from hydra import compose, initialize
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import MISSING, OmegaConf
 
@@ -75,6 +77,14 @@ for line in ("", "model=", "data", "rob", "schema/"):
 with initialize(version_base="1.3", config_path="conf"):
     print(OmegaConf.to_yaml(compose("main", return_hydra_config=True).hydra.runtime))
 assert not [name for name in sys.modules if name.partition(".")[0] == "robust_train"]
+
+# a program that asks
+with initialize(version_base="1.3", config_path="conf"):
+    asks = compose("asks")
+    print("asks:", asks.model, asks.training.batch_size, asks.num_gpus, sorted(asks)[-2:])
+    options = GlobalHydra.instance().config_loader().get_group_options
+    print("options:", options("model", config_name="asks"))
+run("conf", "asks", "--info", "defaults-tree")
 '''
 TIME = re.compile(r"\d{4}-\d\d-\d\d[ _/]\d\d[:-]\d\d[:-]\d\d(,\d+)?")
 
@@ -84,13 +94,17 @@ def project(tmp_path):
     files = {
         "main.py": PROGRAMS,
         "conf/main.yaml": "defaults: [model: mine, _self_]\nlr: 1\n",
+        "conf/asks.yaml": """
+            defaults: [robust, {model: mine}, _self_]
+            hydra: {searchpath: [pkg://robust_train.configs]}
+        """,
         "conf/lora.yaml": "defaults: [model: lora]\n",
         "conf/model/mine.yaml": "width: 1\n",
         "conf/model/other.yaml": "depth: 2\n",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(textwrap.dedent(text))
     return tmp_path
 
 
@@ -120,3 +134,5 @@ def test_they_compose_what_they_do_without_it(project):
     printed, errors = alone
     assert printed.count("  name: my own cnn") > 1
     assert "Could not find 'model/lora'" in "".join(errors)
+    assert "asks: {'width': 1} 64 1 ['training', 'wait_for_gpu']" in printed
+    assert "options: ['cnn', 'mine', 'other']" in printed
