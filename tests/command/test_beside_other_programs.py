@@ -10,7 +10,7 @@ import pytest
 
 from world import ROOT
 
-PROGRAMS = '''
+PROGRAMS = """
 import os, sys, warnings
 from dataclasses import dataclass, field
 if os.environ.get("WITHOUT"):
@@ -85,7 +85,7 @@ with initialize(version_base="1.3", config_path="conf"):
     options = GlobalHydra.instance().config_loader().get_group_options
     print("options:", options("model", config_name="asks"))
 run("conf", "asks", "--info", "defaults-tree")
-'''
+"""
 TIME = re.compile(r"\d{4}-\d\d-\d\d[ _/]\d\d[:-]\d\d[:-]\d\d(,\d+)?")
 
 

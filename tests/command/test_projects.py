@@ -386,16 +386,19 @@ def test_groups_of_a_project_on_robust_are_its_own(world, decorator):
     """In a sweep over all of them, which trains each of them once."""
     module, _, name = decorator.partition(".")
     script = ON_ROBUST.replace("import DECORATOR", f"from {module} import {name}")
-    searchpath = "hydra: {searchpath: [pkg://robust_train.configs]}"
     files = {
         "main.py": script,
-        "conf/config.yaml": f"defaults: [robust, {{model: a}}, _self_]\nisolation: none\n{searchpath}",
+        "conf/config.yaml": """
+            defaults: [robust, {model: a}, _self_]
+            isolation: none
+            hydra: {searchpath: [pkg://robust_train.configs]}
+        """,
         "conf/model/a.yaml": "{depth: 2, weights: [1]}",
         "conf/model/b.yaml": "{depth: 3}",
     }
     for path, text in files.items():
         (world.folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (world.folder / path).write_text(text)
+        (world.folder / path).write_text(textwrap.dedent(text))
     words = ("-m", "model=glob(*)", "hydra.sweep.dir=sweep")
     for _ in range(2):
         _run(world, world.folder, *words)

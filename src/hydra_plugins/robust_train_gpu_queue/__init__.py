@@ -88,8 +88,8 @@ class RobustSweeper(Sweeper):
         sweep(*self._arguments, arguments)
 
 
-# Slurm by way of submitit: a job that is preempted, or whose time is up, is queued again and goes on
-# from its checkpoint. Needs the extra [slurm].
+# Slurm by way of submitit: a job that is preempted, or whose time is up, is queued again and goes
+# on from its checkpoint. Needs the extra [slurm].
 ROBUST_SLURM = {
     "defaults": ["submitit_slurm", "_self_"],
     "gpus_per_node": "${oc.select:robust.num_gpus,${oc.select:num_gpus,1}}",

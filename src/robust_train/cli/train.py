@@ -130,9 +130,7 @@ def hydra_main(
     return decorate
 
 
-def _absolute(
-    config_path: str | None, task: Callable[..., Any]
-) -> str | None:
+def _absolute(config_path: str | None, task: Callable[..., Any]) -> str | None:
     if config_path is None or config_path.startswith("pkg://"):
         return config_path
     return str(Path(inspect.getfile(task)).resolve().parent / config_path)
@@ -401,8 +399,7 @@ def groups() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for group in ("model", "dataset", "trainer"):
         files = [
-            one.name
-            for one in resources.files(f"{package}.{group}").iterdir()
+            one.name for one in resources.files(f"{package}.{group}").iterdir()
         ]
         names = [
             name.removesuffix(".yaml")

@@ -147,6 +147,20 @@ def explain(
     return " ".join(line.strip() for line in lines[:3] if line.strip())
 
 
+def explain_job(
+    error: BaseException,
+    config: DictConfig,
+    overrides: Sequence[str],
+) -> str:
+    """Return that line about a job of a sweep, whose ``config`` says where its keys are from."""
+    path: str | None = None
+    for source in config.hydra.runtime.config_sources:
+        if source.provider == "main":
+            is_folder = source.schema == "file"
+            path = source.path if is_folder else f"pkg://{source.path}"
+    return explain(error, config.hydra.job.config_name, overrides, path)
+
+
 def _unknown_option(
     group: str,
     option: str,

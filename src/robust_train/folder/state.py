@@ -325,7 +325,7 @@ def note_ended_earlier(folder: Path | None) -> None:
 
 
 def summary_of_earlier_launch() -> Summary | None:
-    """Return the summary of the job that :func:`note_ended_earlier` has noted, None if it has not."""
+    """Return the summary of the job of :func:`note_ended_earlier`; None if there is none."""
     return read_summary(_ended_earlier[0]) if _ended_earlier else None
 
 

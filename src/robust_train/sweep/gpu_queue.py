@@ -36,7 +36,7 @@ from omegaconf import DictConfig, open_dict
 from robust_train.children.interpreters import discard_early, start_early
 from robust_train.compat import returned_or_raised
 from robust_train.config.checks import unchecked
-from robust_train.config.refusals import REFUSALS, explain
+from robust_train.config.refusals import REFUSALS, explain_job
 from robust_train.config.schema import RobustConfig
 from robust_train.folder.requests import (
     request_pruning,
@@ -264,7 +264,7 @@ class GpuQueue:
             config = loader.load_sweep_config(self._config, list(overrides))
         except REFUSALS as error:
             # a file was edited since the sweep was checked, or there were too many values to check
-            reason = explain(error, "robust", overrides)
+            reason = explain_job(error, self._config, overrides)
             log.error("job %d refused: %s", number, reason)
             self._ended(self._not_started(number, overrides).refused(reason))
             return
