@@ -4,14 +4,17 @@ import json
 import shutil
 import sys
 import textwrap
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
+from omegaconf import OmegaConf
 
 import warm
 from attempts import keys_at_the_root
+from robust_train import launch
 from world import ROOT
 
 
@@ -363,6 +366,26 @@ def test_a_job_needs_no_file(world, names, words, keys):
     assert [job["status"] for job in sweep["jobs"]] == ["completed"] * 2
 
 
+@pytest.mark.slow
+def test_types_of_a_script_reach_the_attempts_of_a_launcher_of_hydras(world):
+    """joblib, submitit and Ray carry them by value to a process that has no such module."""
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="the extra [sweep]")
+    (world.folder / "main.py").write_text(OF_DATACLASSES)
+    words = ("-m", "optimizer.lr=1,2", "hydra/launcher=joblib", "hydra.sweep.dir=sweep")
+    _run(world, world.folder, *words)
+    sweep = json.loads((world.folder / "sweep/sweep.json").read_text())
+    assert sorted(job["result"] for job in sweep["jobs"]) == [8, 16]
+
+
+def test_a_config_may_have_types_that_no_module_has(tmp_path):
+    @dataclass
+    class Local:
+        width: int = 3
+
+    cfg = OmegaConf.create({"mine": OmegaConf.structured(Local)})
+    assert launch(lambda cfg: cfg.mine.width, cfg, run_dir=tmp_path).result == 3
+
+
 ON_ROBUST = """
 import DECORATOR as decorator
 from robust_train import launch
@@ -381,7 +404,10 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("decorator", ["robust_train.hydra_main", "hydra.main"])
+@pytest.mark.parametrize(
+    "decorator",
+    [pytest.param("robust_train.hydra_main", marks=pytest.mark.slow), "hydra.main"],
+)
 def test_groups_of_a_project_on_robust_are_its_own(world, decorator):
     """In a sweep over all of them, which trains each of them once."""
     module, _, name = decorator.partition(".")

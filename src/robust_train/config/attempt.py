@@ -143,6 +143,16 @@ class _OfTrainer(pickle.Unpickler):
         return super().find_class(module, name)
 
 
+def _pickled(cfg: DictConfig | bytes) -> bytes:
+    try:
+        return pickle.dumps(cfg)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        # joblib, submitit and Ray have carried the types of a script to this process by value
+        import cloudpickle
+
+        return bytes(cloudpickle.dumps(cfg))
+
+
 @dataclass(frozen=True)
 class AttemptRequest:
     """One attempt, ready to be carried to another process."""
@@ -172,7 +182,7 @@ class AttemptRequest:
 
     def __getstate__(self) -> dict[str, object]:
         """Return what is carried to the attempt."""
-        return {**vars(self), "cfg": pickle.dumps(self.cfg)}
+        return {**vars(self), "cfg": _pickled(self.cfg)}
 
     def trainer_cfg(self) -> DictConfig:
         """Return the config for the trainer, which has been imported."""
