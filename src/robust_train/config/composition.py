@@ -159,8 +159,8 @@ def _mistake(error: OmegaConfBaseException, prefix: str) -> ConfigError:
     )
 
 
-# Registered at import, because the processes of Hydra's launchers build no search path. The first is
-# cached like Hydra's ``now``: jobs that run in other processes belong to the same sweep folder.
+# Registered at import, because the processes of Hydra's launchers build no search path. The first
+# is cached like Hydra's ``now``: jobs that run in other processes belong to the same sweep folder.
 register_resolver(
     "robust_pid",
     os.getpid,
