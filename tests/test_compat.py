@@ -266,6 +266,20 @@ def test_hydras_parser_names_what_it_does_not_know():
     assert compat.unknown_to_hydra(given) == ["--modle=lora"]
 
 
+@pytest.mark.parametrize(
+    ("given", "whole"),
+    [
+        (["a=1", "--cfg", "job"], ["a=1", "c=3", "--cfg", "job"]),
+        (["-m", "a=1", "b=2"], ["-m", "a=1", "b=2", "c=3"]),
+        (["--config-name", "a", "a", "-m"], ["--config-name", "a", "a", "c=3", "-m"]),
+        (["--info"], ["c=3", "--info"]),
+        ([], ["c=3"]),
+    ],
+)
+def test_more_overrides_stand_where_the_others_are(given, whole):
+    assert compat.with_overrides(given, ["c=3"]) == whole
+
+
 def test_the_allocators_history_is_called_as_torch_has_it():
     seen = []
     fake = mock.Mock(**{"_C._cuda_isHistoryEnabled.return_value": True})

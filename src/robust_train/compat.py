@@ -240,6 +240,21 @@ def unknown_to_hydra(arguments: Sequence[str]) -> list[str]:
     return list(get_args_parser().parse_known_args(list(arguments))[1])
 
 
+def with_overrides(
+    arguments: Sequence[str], overrides: Sequence[str]
+) -> list[str]:
+    """Return a command line with more overrides: where its own are, for Hydra takes them in one
+    place only."""
+    from hydra._internal.utils import get_args_parser
+
+    own = get_args_parser().parse_known_args(list(arguments))[0].overrides
+    place = 0
+    if own:
+        # from behind: the value of an option in front of them may be the same word
+        place = len(arguments) - arguments[::-1].index(own[-1])
+    return [*arguments[:place], *overrides, *arguments[place:]]
+
+
 def returned_or_raised(job: Any) -> Any:
     """Return what a job of Hydra's returned or raised; its property raises the latter."""
     return job._return_value

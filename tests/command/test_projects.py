@@ -4,12 +4,17 @@ import json
 import shutil
 import sys
 import textwrap
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from omegaconf import OmegaConf
 
 import warm
 from attempts import keys_at_the_root
+from robust_train import launch
 from world import ROOT
 
 
@@ -384,8 +389,143 @@ def test_a_sweep_of_a_hydra_project_has_its_table_and_objectives(world, foreign)
     assert keys_at_the_root(again.output) == []
 
 
+OF_THE_STORE = """
+from dataclasses import dataclass
+from hydra.core.config_store import ConfigStore
+from robust_train import hydra_main
+
+@dataclass
+class Config:
+    batch_size: int = 16
+    lr: float = 0.1
+
+ConfigStore.instance().store(name="config", node=Config)
+ConfigStore.instance().store(group="model", name="cnn", node={"depth": 2})
+
+@hydra_main(NAMES)
+def main(cfg):
+    with open("ran", "a") as file:
+        print(*sorted(cfg), file=file)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("names", "words", "keys"),
+    [
+        ('config_path=None, config_name="config"', ["lr=1,2"], "batch_size lr"),
+        ("", ["+seed=1,2", "+model=cnn"], "model seed"),
+    ],
+    ids=["a node of the store", "no config at all"],
+)
+def test_a_job_needs_no_file(world, names, words, keys):
+    """Its keys are the program's own, and a sweep that is repeated runs nothing again."""
+    (world.folder / "main.py").write_text(OF_THE_STORE.replace("NAMES", names))
+    words = [*words, "robust.isolation=none", "hydra.sweep.dir=sweep", "-m"]
+    first = _run(world, world.folder, *words)
+    assert "attempt 1" in first.output
+    again = _run(world, world.folder, *words)
+    assert again.output.count("is not run again") == 2
+    assert (world.folder / "ran").read_text().splitlines() == [keys] * 2
+    sweep = json.loads((world.folder / "sweep/sweep.json").read_text())
+    assert [job["status"] for job in sweep["jobs"]] == ["completed"] * 2
+
+
+@pytest.mark.slow
+def test_types_of_a_script_reach_the_attempts_of_a_launcher_of_hydras(world):
+    """joblib, submitit and Ray carry them by value to a process that has no such module."""
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="the extra [sweep]")
+    (world.folder / "main.py").write_text(OF_DATACLASSES)
+    words = ("-m", "optimizer.lr=1,2", "hydra/launcher=joblib", "hydra.sweep.dir=sweep")
+    _run(world, world.folder, *words)
+    sweep = json.loads((world.folder / "sweep/sweep.json").read_text())
+    assert sorted(job["result"] for job in sweep["jobs"]) == [8, 16]
+
+
+def test_a_config_may_have_types_that_no_module_has(tmp_path):
+    @dataclass
+    class Local:
+        width: int = 3
+
+    cfg = OmegaConf.create({"mine": OmegaConf.structured(Local)})
+    assert launch(lambda cfg: cfg.mine.width, cfg, run_dir=tmp_path).result == 3
+
+
+ON_ROBUST = """
+import DECORATOR as decorator
+from robust_train import launch
+
+def train(cfg):
+    with open("ran", "a") as file:
+        print("trained", cfg.model.depth, file=file)
+    return cfg.model.depth
+
+@decorator(version_base="1.3", config_path="conf", config_name="config")
+def main(cfg):
+    return launch(train, cfg).objective
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize(
+    "decorator",
+    [pytest.param("robust_train.hydra_main", marks=pytest.mark.slow), "hydra.main"],
+)
+def test_groups_of_a_project_on_robust_are_its_own(world, decorator):
+    """In a sweep over all of them, which trains each of them once."""
+    module, _, name = decorator.partition(".")
+    script = ON_ROBUST.replace("import DECORATOR", f"from {module} import {name}")
+    files = {
+        "main.py": script,
+        "conf/config.yaml": """
+            defaults: [robust, {model: a}, _self_]
+            isolation: none
+            hydra: {searchpath: [pkg://robust_train.configs]}
+        """,
+        "conf/model/a.yaml": "{depth: 2, weights: [1]}",
+        "conf/model/b.yaml": "{depth: 3}",
+    }
+    for path, text in files.items():
+        (world.folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (world.folder / path).write_text(textwrap.dedent(text))
+    words = ("-m", "model=glob(*)", "hydra.sweep.dir=sweep")
+    for _ in range(2):
+        _run(world, world.folder, *words)
+    assert (world.folder / "ran").read_text().splitlines() == ["trained 2", "trained 3"]
+    sweep = json.loads((world.folder / "sweep/sweep.json").read_text())
+    assert [job["result"] for job in sweep["jobs"]] == [2, 3]
+
+
+def test_options_of_hydras_may_follow_a_projects_overrides(world, own_project):
+    shown = _run(world, own_project, "training.lr=1", "--cfg", "job", "--package", "training.lr")
+    assert shown.stdout.strip() == "1.0"
+
+
+def test_a_group_that_robust_does_not_bring_is_named(world, own_project):
+    config = own_project / "conf" / "config.yaml"
+    config.write_text("defaults: [robust, override /dataset: none, _self_]\n")
+    ended = _run(world, own_project, code=2)
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("config: 'override /dataset: …' finds no group dataset before it")
+
+
 def test_no_hydra_config_of_ours_has_the_name_of_another_plugins():
-    """A project finds ours too: one named as the published Optuna sweeper's would be merged."""
-    own = (ROOT / "configs/hydra").rglob("*.yaml")
-    theirs = [path for path in own if not path.stem.startswith("robust_")]
-    assert {path.parent.name for path in theirs} == {"pruner"}, "a group that no other has"
+    """All programs of the environment have it: that of another plugin would be merged with it."""
+
+    def stored(group):
+        for node in group.values():
+            yield from stored(node) if isinstance(node, dict) else [node]
+
+    Plugins.instance()  # imports them
+    ours = [
+        (node.group, node.name.removesuffix(".yaml"))
+        for node in stored(ConfigStore.instance().repo["hydra"])
+        if node.provider == "robust_train"
+    ]
+    of_groups = {"launcher", "sweeper", "sweeper/sampler", "sweeper/pruner"}
+    assert {group for group, _ in ours} == {f"hydra/{one}" for one in of_groups}
+    assert [name for _, name in ours if not name.startswith("robust_")] == ["gpu_queue"]

@@ -25,11 +25,11 @@ WIDTH = 100
 YAML = {
     "configs/robust_base.yaml": schema.PlainConfig,
     "configs/robust.yaml": schema.RobustConfig,
-    "configs/model/cnn.yaml": keys.CnnConfig,
-    "configs/model/linear_probe.yaml": keys.LinearProbeConfig,
-    "configs/model/lora.yaml": keys.LoraModelConfig,
-    "configs/model/full_finetune.yaml": keys.FullFinetuneConfig,
-    "configs/dataset/image_folder.yaml": keys.ImageFolderConfig,
+    "configs/robust/model/cnn.yaml": keys.CnnConfig,
+    "configs/robust/model/linear_probe.yaml": keys.LinearProbeConfig,
+    "configs/robust/model/lora.yaml": keys.LoraModelConfig,
+    "configs/robust/model/full_finetune.yaml": keys.FullFinetuneConfig,
+    "configs/robust/dataset/image_folder.yaml": keys.ImageFolderConfig,
 }
 MODELS = {"": keys.BackboneConfig, **keys.MODELS}
 GROUPS = {

@@ -49,7 +49,9 @@ if __name__ == "__main__":
 def test_a_project_with_a_main_function_of_its_own_can_use_it(sweeps):
     project = sweeps.world.folder / "project"
     (project / "conf").mkdir(parents=True)
-    (project / "conf" / "config.yaml").write_text("defaults: [robust, _self_]\nisolation: none\n")
+    searchpath = "hydra: {searchpath: [pkg://robust_train.configs]}"
+    text = f"defaults: [robust, _self_]\nisolation: none\n{searchpath}\n"
+    (project / "conf" / "config.yaml").write_text(text)
     (project / "main.py").write_text(OF_ITS_OWN)
     folder = f"hydra.sweep.dir={sweeps.folder}"
     arguments = ("-m", "training.seed=1,2,3", "hydra/launcher=gpu_queue", folder)

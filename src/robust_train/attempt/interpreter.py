@@ -81,6 +81,7 @@ def main() -> NoReturn:
     os.set_inheritable(descriptor, False)
     channel = socket.socket(fileno=descriptor)
     send = EventSender(channel)
+    prepared = Prepared()
     while True:
         readable([channel.fileno()], FOREVER_SECONDS)
         data, descriptors = b"", list[int]()
@@ -93,9 +94,16 @@ def main() -> NoReturn:
             os._exit(0)  # the launcher is gone or needs no attempt
         with os.fdopen(descriptors[0], "rb") as file:
             file.seek(0)
-            message = pickle.load(file)
+            try:
+                message = pickle.load(file)
+            except MemoryError:
+                if not prepared.refusal:
+                    raise
+                # the launcher knows by now that a limit leaves no room
+                os._exit(1)
         if isinstance(message, Preparation):
-            send(_prepare(message, channel))
+            prepared = _prepare(message, channel)
+            send(prepared)
         elif isinstance(message, Begin):
             _be_attempt(
                 message,

@@ -54,7 +54,9 @@ def project_job(
 ) -> Any:
     """Run a job of a Hydra project: its ``main``, which calls ``launch`` where the config builds on
     ``robust``; any other ``main`` is itself the trainer."""
-    if builds_on_ours(cfg):
+    # that of a sweep which has ended before: `_job` returns how
+    is_over = session.job is not None and not session.job.is_running
+    if builds_on_ours(cfg) and not is_over:
         try:
             return task(cfg)
         except Exception as error:

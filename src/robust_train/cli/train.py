@@ -19,12 +19,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NoReturn
 
+from robust_train.config.search_path import OF_COMMANDS, OURS, asking_for
 from robust_train.host.engine import guest_rank
 from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED, ConfigError
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
-_PACKAGE = "robust_train.configs"
-_CONFIGS = f"pkg://{_PACKAGE}"
 # a project's own config need not name our callback
 _RECORD_SWEEPS = "++hydra.callbacks.robust_sweep._target_=robust_train.sweep.session.SweepCallback"
 
@@ -41,7 +40,10 @@ def open_robust() -> NoReturn:
     _prepare_process()
     from robust_train.host.screen import never_blocking_output
 
-    with never_blocking_output():  # ends quietly after ``| head``
+    with (
+        never_blocking_output(),  # ends quietly after ``| head``
+        asking_for(OF_COMMANDS, OURS),
+    ):
         _answer("train_robust")
         _start_early(sys.argv[1:])
         from robust_train.cli import jobs
@@ -65,12 +67,14 @@ def open_plain() -> NoReturn:
     os.environ.update(shared_machine_environment(os.environ))
     from robust_train.cli import jobs
 
-    sys.exit(_open(jobs.plain_job, "config", name="train"))
+    with asking_for(OF_COMMANDS, OURS):
+        code = _open(jobs.plain_job, "config", name="train")
+    sys.exit(code)
 
 
 def hydra_main(
-    config_path: str | None = "conf",
-    config_name: str = "config",
+    config_path: str | None = None,
+    config_name: str | None = None,
     version_base: str | None = "1.3",
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate a project's ``main(cfg)``, in place of ``hydra.main``.
@@ -82,7 +86,7 @@ def hydra_main(
     Args:
         config_path: folder of the configs, relative to the file that defines ``main``; None: they
             are in Hydra's ConfigStore.
-        config_name: the primary config.
+        config_name: the primary config; None: there is none, keys are added on the command line.
         version_base: as for ``hydra.main``.
     """
 
@@ -107,12 +111,13 @@ def hydra_main(
                 # a script without a guard, imported by its own attempt
                 return None
             _prepare_process()
-            code = _open(
-                job,
-                config_name,
-                config_path=_absolute(config_path, task),
-                version_base=version_base,
-            )
+            with asking_for(OURS):
+                code = _open(
+                    job,
+                    config_name,
+                    config_path=_absolute(config_path, task),
+                    version_base=version_base,
+                )
             return sys.exit(code) if code else None
 
         return main
@@ -120,10 +125,8 @@ def hydra_main(
     return decorate
 
 
-def _absolute(config_path: str | None, task: Callable[..., Any]) -> str:
-    if config_path is None:
-        return "pkg://hydra.conf"  # which every config finds anyway
-    if config_path.startswith("pkg://"):
+def _absolute(config_path: str | None, task: Callable[..., Any]) -> str | None:
+    if config_path is None or config_path.startswith("pkg://"):
         return config_path
     return str(Path(inspect.getfile(task)).resolve().parent / config_path)
 
@@ -155,9 +158,9 @@ def _prepare_process() -> None:
 
 def _open(
     task: Callable[[Any], Any],
-    config_name: str,
+    config_name: str | None,
     *,
-    config_path: str = _CONFIGS,
+    config_path: str | None = OURS,
     version_base: str | None = "1.3",
     name: str = "",
 ) -> int:
@@ -189,7 +192,7 @@ def _open(
         print(mistake, file=sys.stderr)
         return EXIT_BAD_CONFIG
     try:
-        sys.argv += _for_guest(arguments, name)
+        more = _for_guest(arguments, name)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return EXIT_BAD_CONFIG
@@ -198,8 +201,10 @@ def _open(
         os.environ.setdefault("HYDRA_MAIN_MODULE", name)
     else:
         # a project's config may lack the keys of its group
-        own = ["++" * one.startswith("robust.") + one for one in sys.argv[1:]]
-        sys.argv[1:] = [*own, _RECORD_SWEEPS]
+        own = ["++" * one.startswith("robust.") + one for one in arguments]
+        sys.argv[1:] = own
+        more.append(_RECORD_SWEEPS)
+    sys.argv[1:] = compat.with_overrides(sys.argv[1:], more)
     session.sets_exit_code = True
     session.check = jobs.check if name else None
     wants_traceback = os.environ.get(_FULL_ERROR) == "1"
@@ -385,11 +390,11 @@ def help_text(name: str) -> str:
 
 def groups() -> dict[str, list[str]]:
     """Return the choices of each config group that people choose from."""
+    package = OF_COMMANDS.removeprefix("pkg://")
     found: dict[str, list[str]] = {}
     for group in ("model", "dataset", "trainer"):
         files = [
-            one.name
-            for one in resources.files(f"{_PACKAGE}.{group}").iterdir()
+            one.name for one in resources.files(f"{package}.{group}").iterdir()
         ]
         names = [
             name.removesuffix(".yaml")

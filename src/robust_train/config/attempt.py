@@ -132,6 +132,16 @@ class CodePlan:
     runs_first: bool = False  # it runs the recorded code, where there is any
 
 
+def _pickled(cfg: DictConfig | bytes) -> bytes:
+    try:
+        return pickle.dumps(cfg)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        # joblib, submitit and Ray have carried the types of a script to this process by value
+        import cloudpickle
+
+        return bytes(cloudpickle.dumps(cfg))
+
+
 @dataclass(frozen=True)
 class AttemptRequest:
     """One attempt, ready to be carried to another process."""
@@ -161,7 +171,7 @@ class AttemptRequest:
 
     def __getstate__(self) -> dict[str, object]:
         """Return what is carried to the attempt."""
-        cfg, trainer = pickle.dumps(self.cfg), self.trainer
+        cfg, trainer = _pickled(self.cfg), self.trainer
         # a type that the script defines, or its name as a ``_target_``
         if b"__main__" in cfg and trainer.main is None:
             trainer = replace(trainer, main=MainModule.of_this_process())

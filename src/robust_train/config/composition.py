@@ -1,7 +1,7 @@
 """The keys as Hydra and OmegaConf know them: typed nodes in an open root.
 
-Importing this module puts the schemas into Hydra's ConfigStore; the YAML files under ``configs/``
-build on them by name. The root stays open for a user's own keys; every key of ours is typed.
+The YAML files under ``configs/`` build on them by name, so they are in Hydra's ConfigStore as soon
+as those files are read. The root stays open for a user's own keys; every key of ours is typed.
 """
 
 from __future__ import annotations
@@ -79,23 +79,21 @@ def group_node(schema: type) -> DictConfig:
 
 
 def register() -> None:
-    """Put the schemas into Hydra's ConfigStore, unless it has them."""
-    store = ConfigStore.instance()
-    if "robust_schema.yaml" not in store.repo:
-        for name, schema in (("plain", PlainConfig), ("robust", RobustConfig)):
-            store.store(
-                name=f"{name}_schema",
-                node=open_root(schema),
-                provider="robust_train",
-            )
-        store_group("trainer", "command", TrainerConfig)
-    # cached like Hydra's ``now``: jobs that run in other processes belong to the same sweep folder
-    register_resolver(
-        "robust_pid",
-        os.getpid,
-        use_cache=True,
-    )
-    register_resolver("robust_job", folder_name)
+    """Put the schemas into Hydra's ConfigStore. ``model``, ``dataset`` and ``trainer`` are left out
+    of the root: without an option of ours there, these names are a project's own."""
+    for name, schema in (
+        ("robust_base_schema", PlainConfig),
+        ("robust_schema", RobustConfig),
+    ):
+        root = open_root(schema)
+        for group in _GROUPS:
+            del root[group]
+        ConfigStore.instance().store(
+            name=name,
+            node=root,
+            provider="robust_train",
+        )
+    store_group("trainer", "command", TrainerConfig)
 
 
 def store_group(
@@ -106,7 +104,7 @@ def store_group(
     """Put the keys of a group's option into Hydra's ConfigStore."""
     node = group_node(schema)
     ConfigStore.instance().store(
-        group=f"schema/{group}",
+        group=f"robust/schema/{group}",
         name=option,
         node=node,
         provider="robust_train",
@@ -164,4 +162,11 @@ def _mistake(error: OmegaConfBaseException, prefix: str) -> ConfigError:
     )
 
 
-register()
+# Registered at import, because the processes of Hydra's launchers build no search path. The first
+# is cached like Hydra's ``now``: jobs that run in other processes belong to the same sweep folder.
+register_resolver(
+    "robust_pid",
+    os.getpid,
+    use_cache=True,
+)
+register_resolver("robust_job", folder_name)

@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from robust_train.compat import for_hydra, unknown_to_hydra
 from robust_train.config.checks import gone
+from robust_train.config.search_path import OURS
 from robust_train.model.errors import (
     EXIT_BAD_CONFIG,
     ConfigError,
@@ -27,7 +28,6 @@ from robust_train.model.errors import (
 )
 from robust_train.readable import meant
 
-OURS = "pkg://robust_train.configs"
 REFUSALS = (
     ConfigError,
     HydraException,
@@ -44,6 +44,10 @@ _ANSWERS = {
     r"In '?([^':\n]+)'?: Could not override '[^']+/hydra/(launcher|sweeper)@?[^']*'": (
         "{0}: cannot choose hydra/{1} with a relative path; write 'override /hydra/{1}: …' under "
         "'# @package _global_', or put hydra/{1}=… on the command line"
+    ),
+    r"In '([^']+)': [^\n]*override '/?(model|dataset|trainer)\b": (
+        "{0}: 'override /{1}: …' finds no group {1} before it, and robust brings none: leave the "
+        "line out, or write '{1}: …' for a group of your own"
     ),
     r"In (\S+): Override '(hydra/\w+) : (\w+)' is defined before": (
         "{0}: 'override {1}: {2}' comes too early; overrides belong at the end of the defaults list"
@@ -93,9 +97,9 @@ def _of_the_system(error: BaseException) -> BaseException:
 
 def explain(
     error: BaseException,
-    config_name: str,
+    config_name: str | None,
     arguments: Sequence[str],
-    config_path: str = OURS,
+    config_path: str | None = OURS,
 ) -> str:
     """Return one line for the user about one of :data:`REFUSALS`. ``config_name`` is this command's
     primary config; ``arguments`` is its command line."""
@@ -143,6 +147,20 @@ def explain(
     return " ".join(line.strip() for line in lines[:3] if line.strip())
 
 
+def explain_job(
+    error: BaseException,
+    config: DictConfig,
+    overrides: Sequence[str],
+) -> str:
+    """Return that line about a job of a sweep, whose ``config`` says where its keys are from."""
+    path: str | None = None
+    for source in config.hydra.runtime.config_sources:
+        if source.provider == "main":
+            is_folder = source.schema == "file"
+            path = source.path if is_folder else f"pkg://{source.path}"
+    return explain(error, config.hydra.job.config_name, overrides, path)
+
+
 def _unknown_option(
     group: str,
     option: str,
@@ -163,8 +181,8 @@ def _unknown_option(
 def _unknown_key(
     key: str,
     overrides: Sequence[str],
-    config_path: str,
-    config_name: str,
+    config_path: str | None,
+    config_name: str | None,
 ) -> str:
     if answer := gone(key):
         return answer
@@ -220,14 +238,16 @@ def _nearest(
 
 def composed(
     overrides: Sequence[str],
-    config_path: str = OURS,
-    config_name: str = "robust",
+    config_path: str | None = OURS,
+    config_name: str | None = "robust",
 ) -> DictConfig:
-    """Return a config with overrides, by default that of ``train_robust.py``."""
+    """Return a config with overrides, by default that of ``train_robust.py``. ``config_path``: its
+    folder; None: it is in Hydra's ConfigStore."""
     running = GlobalHydra.instance().hydra  # the sweep that is being checked
     GlobalHydra.instance().clear()
-    module = config_path.removeprefix("pkg://")
-    is_module = module != config_path
+    folder = config_path or "pkg://hydra.conf"
+    module = folder.removeprefix("pkg://")
+    is_module = module != folder
     start = initialize_config_module if is_module else initialize_config_dir
     try:
         with start(module, **for_hydra("1.3")):
@@ -238,8 +258,8 @@ def composed(
 
 def explain_option(
     arguments: Sequence[str],
-    config_name: str,
-    config_path: str = OURS,
+    config_name: str | None,
+    config_path: str | None = OURS,
 ) -> str | None:
     """Return one line about an option that Hydra does not have, or an override that it would not
     find; None if there is none."""
@@ -269,8 +289,8 @@ def explain_option(
 
 def all_keys(
     overrides: Sequence[str],
-    config_path: str = OURS,
-    config_name: str = "robust",
+    config_path: str | None = OURS,
+    config_name: str | None = "robust",
 ) -> list[str]:
     """Return the keys of the root and of all groups, ``training.lr`` before ``model.lr``; none if
     the config cannot be composed."""

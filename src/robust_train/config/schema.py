@@ -376,7 +376,7 @@ class OpenConfig:
 
 @dataclass(frozen=True)
 class PlainConfig:
-    """The root of ``configs/config.yaml``, which serves ``train.py``."""
+    """The root of ``configs/robust/config.yaml``, which serves ``train.py``."""
 
     model: OpenConfig = open_group(OpenConfig)
     dataset: OpenConfig = open_group(OpenConfig)

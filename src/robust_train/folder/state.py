@@ -317,6 +317,20 @@ class Summary:
             log.warning("cannot write %s: %s", path, error.strerror)
 
 
+_ended_earlier: list[Path] = []
+
+
+def note_ended_earlier(folder: Path | None) -> None:
+    """Note the run folder of a sweep's job that an earlier launch has ended, for what Hydra calls
+    all the same; None: the job is to run."""
+    _ended_earlier[:] = [] if folder is None else [folder]
+
+
+def summary_of_earlier_launch() -> Summary | None:
+    """Return the summary of the job of :func:`note_ended_earlier`; None if there is none."""
+    return read_summary(_ended_earlier[0]) if _ended_earlier else None
+
+
 def read_summary(folder: Path) -> Summary | None:
     """Return the summary in a run folder, None if there is none that can be read.
 

@@ -64,7 +64,7 @@ from robust_train.folder.provenance import (
     resumed_by_hand,
 )
 from robust_train.folder.resolvers import resolvers_of
-from robust_train.folder.state import Summary
+from robust_train.folder.state import Summary, summary_of_earlier_launch
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.processes import user_name
 from robust_train.host.engine import guest_rank
@@ -165,7 +165,9 @@ def launch(
     end_import_at_launch(trainer)
     with logged_to_screen():
         try:
-            summary = run_job(trainer, complete(cfg or {}), run_dir)
+            summary = summary_of_earlier_launch()
+            if summary is None or run_dir is not None:
+                summary = run_job(trainer, complete(cfg or {}), run_dir)
         except (ConfigError, KeyboardInterrupt) as error:
             end_without_traceback_if_uncaught()
             # without our own frames

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from robust_train.config.checks import checked, unchecked
 from robust_train.config.composition import complete
 from robust_train.config.projects import as_typed, their_keys
-from robust_train.config.refusals import REFUSALS, explain
+from robust_train.config.refusals import REFUSALS, explain_job
 from robust_train.host.job_logging import change_words
 from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED, ConfigError
 
@@ -118,7 +118,7 @@ def _problem_of(
         loader = GlobalHydra.instance().config_loader()
         cfg = loader.load_sweep_config(config, overrides)
     except REFUSALS as error:
-        raise ConfigError(explain(error, "robust", overrides)) from error
+        raise ConfigError(explain_job(error, config, overrides)) from error
     if check is None and not unchecked(cfg).detach:
         return None  # a project's main may complete it
     with open_dict(cfg):

@@ -36,7 +36,7 @@ from omegaconf import DictConfig, open_dict
 from robust_train.children.interpreters import discard_early, start_early
 from robust_train.compat import returned_or_raised
 from robust_train.config.checks import unchecked
-from robust_train.config.refusals import REFUSALS, explain
+from robust_train.config.refusals import REFUSALS, explain_job
 from robust_train.config.schema import RobustConfig
 from robust_train.folder.requests import (
     request_pruning,
@@ -130,8 +130,9 @@ class GpuQueue:
     ) -> None:
         if session.sweep is None:
             raise ConfigError(
-                "hydra/launcher=gpu_queue: this config has nothing of robust-train: build it on "
-                "defaults: [robust], or use robust_train.hydra_main"
+                "hydra/launcher=gpu_queue: this config has nothing of robust-train: use "
+                "robust_train.hydra_main, or build it on defaults: [robust], with "
+                "hydra.searchpath: [pkg://robust_train.configs]"
             )
         self._context, self._task_function = context, task_function
         self._config, self._n_jobs = config, n_jobs
@@ -263,7 +264,7 @@ class GpuQueue:
             config = loader.load_sweep_config(self._config, list(overrides))
         except REFUSALS as error:
             # a file was edited since the sweep was checked, or there were too many values to check
-            reason = explain(error, "robust", overrides)
+            reason = explain_job(error, self._config, overrides)
             log.error("job %d refused: %s", number, reason)
             self._ended(self._not_started(number, overrides).refused(reason))
             return

@@ -61,6 +61,7 @@ from robust_train.folder.requests import (
     request_sweep_stop,
     sweep_stop_requested,
 )
+from robust_train.folder.state import note_ended_earlier
 from robust_train.host.engine import guest_rank
 from robust_train.host.signals import SignalWatch
 from robust_train.model.errors import EXIT_FAILED, ConfigError
@@ -508,6 +509,9 @@ class SweepCallback(Callback):
             with contextlib.suppress(OSError):  # it was removed
                 self._working_directory = os.getcwd()
             session.job = prepare(config, folder)
+            # a `main` that calls `launch` itself is called by Hydra in any case
+            is_over = session.job.has_completed or session.job.is_pruned
+            note_ended_earlier(folder if is_over else None)
 
     def on_job_end(
         self,
@@ -521,6 +525,7 @@ class SweepCallback(Callback):
             # are relative to it, would leave the sweep's.
             with contextlib.suppress(OSError):
                 os.chdir(self._working_directory)
+        note_ended_earlier(None)
         if session.job is None:
             return
         end = returned_or_raised(job_return)

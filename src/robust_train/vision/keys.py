@@ -1,7 +1,8 @@
 """The keys of ``model`` and ``dataset`` for the built-in trainer, and their check.
 
 As in :mod:`robust_train.config.schema`, each is declared here once: ``just keys`` writes
-``configs/model/``, ``configs/dataset/image_folder.yaml`` and their tables on the page of keys.
+``configs/robust/model/``, ``configs/robust/dataset/image_folder.yaml`` and their tables on the page
+of keys.
 """
 
 from __future__ import annotations
