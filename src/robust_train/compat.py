@@ -680,3 +680,16 @@ def load_shards(
             )
         except api.CheckpointException as failure:
             raise next(iter(failure.failures.values()))[0] from None
+
+
+def runs_eagerly(torch: Any) -> AbstractContextManager[object]:
+    """Return a context in which compiled modules run as they were written, without compiling.
+
+    ``torch.compiler.set_stance`` came with torch 2.6; an older torch compiles.
+    """
+    set_stance = getattr(torch.compiler, "set_stance", None)
+    return (
+        contextlib.nullcontext()
+        if set_stance is None
+        else set_stance("force_eager")
+    )

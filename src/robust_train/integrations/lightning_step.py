@@ -216,11 +216,21 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
             with self._logs.part(part) as logged:
                 return closure.closure(), logged
 
+        def loss_of(data: Any) -> Tensor:
+            inputs = type(kwargs)(kwargs, batch=data)
+            with self._logs.unheard():
+                loss = self._training_step(inputs).closure_loss
+            if loss is None:
+                raise ValueError("training_step returned no loss")
+            return loss
+
         is_last = not accumulates_now(trainer)
         found = self._step.run_batch(
             batch,
             body,
             is_last=is_last,
+            loss_of=loss_of,
+            function=trainer.lightning_module.training_step,
         )
         self._logs.log(found)
         if is_last:
@@ -344,6 +354,19 @@ class _Logs:
                 del results.log
         if part.is_last and not part.is_whole:
             self.objects.batch_ends()
+
+    @contextlib.contextmanager
+    def unheard(self) -> Iterator[None]:
+        """Log nothing within the block, as for a pass that only checks something."""
+        results = logged_by(self._trainer)
+        if results is None:
+            yield
+            return
+        results.log = lambda *args, **options: None
+        try:
+            yield
+        finally:
+            del results.log
 
     def log(self, found: _Found) -> None:
         """Log the values of a batch's parts, each once."""

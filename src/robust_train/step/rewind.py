@@ -5,6 +5,7 @@ Here are also the generators' states in a checkpoint, and what a function trains
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import random
@@ -45,6 +46,8 @@ _PLAIN = (str, bytes, int, float, type(sys), type)
 # bytes of a buffer that is copied in each step: kernels write BatchNorm's statistics around the
 # version counter, and a frozen layer may be trained later
 _ALWAYS_COPIED = MIB
+# bytes of a buffer or of all frozen weights that are copied for a check, which is made once
+_MOST_COPIED = 1024 * MIB
 
 
 # --- random generators ---
@@ -264,7 +267,8 @@ class _Buffers:
     Quantized weights are buffers too: a large one is copied once a step has changed it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int = _ALWAYS_COPIED) -> None:
+        self._most_bytes = most_bytes  # of a buffer that is always copied
         # what is where
         self._homes: list[tuple[dict[str, Tensor | None], Any]] = []
         self._now: list[Tensor | None] = []
@@ -309,7 +313,7 @@ class _Buffers:
                 continue
             # made by the first pass, or never changed in place
             is_kept = not (is_lazy(one) or one.is_inference())
-            is_small = not one.is_sparse and one.nbytes <= _ALWAYS_COPIED
+            is_small = not one.is_sparse and one.nbytes <= self._most_bytes
             if not (is_kept and (is_small or id(one) in self._changing)):
                 self._others.append(one)
                 continue
@@ -359,6 +363,99 @@ class PartStart:
         self._generators.restore()
 
 
+class PassState:
+    """All that a pass may change besides gradients, to go back to any number of times."""
+
+    def __init__(
+        self, models: Iterable[nn.Module], function: Any = None
+    ) -> None:
+        self.modules, self.generators = taking_part(models, function)
+        self._states = GeneratorStates(self.generators)
+        self._buffers = _Buffers(most_bytes=_MOST_COPIED)
+        self._buffers.keep(self.modules)
+        self._frozen = _frozen_in(self.modules)
+        self._versions = versions_of([tensor for tensor, _ in self._frozen])
+        self._variables = _Variables(function)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Go back to the state at the beginning."""
+        self._buffers.restore()
+        self._states.restore()
+        self._variables.restore()
+        versions = versions_of([tensor for tensor, _ in self._frozen])
+        if versions == self._versions:
+            return
+        for (tensor, copy), now, before in zip(
+            self._frozen, versions, self._versions, strict=True
+        ):
+            if now != before:
+                tensor.copy_(copy)
+        self._versions = versions_of([tensor for tensor, _ in self._frozen])
+
+
+def _frozen_in(modules: Iterable[nn.Module]) -> list[tuple[Tensor, Tensor]]:
+    """Return weights that no gradient reaches, with copies: a moving average changes in passes.
+
+    Larger ones than a moving average of a usual network are a base model, which stays as it is.
+    """
+    frozen = [one for one in parameters_of(modules) if not one.requires_grad]
+    if sum(one.nbytes for one in frozen) > _MOST_COPIED:
+        return []
+    return [(one, one.detach().clone()) for one in frozen]
+
+
+class _Variables:
+    """Plain variables and containers that a function names, as counters and lists of losses are, to
+    go back to: those that it closes over, global ones, and its owner's attributes. Containers are
+    kept one level deep."""
+
+    def __init__(self, function: Any) -> None:
+        self._places: list[tuple[Callable[[Any], None], Any]] = []
+        self._contents: list[tuple[Any, Any]] = []
+        owner = getattr(function, "__self__", None)
+        plain = getattr(function, "__func__", function)
+        if owner is not None and not isinstance(owner, (nn.Module, type)):
+            for name, value in getattr(owner, "__dict__", {}).items():
+                self._take(value, partial(setattr, owner, name))
+        if not isinstance(plain, FunctionType):
+            return
+        for cell in plain.__closure__ or ():
+            with contextlib.suppress(ValueError):  # It may have no value yet.
+                self._take(
+                    cell.cell_contents, partial(setattr, cell, "cell_contents")
+                )
+        variables = plain.__globals__
+        for name in _names_in(plain.__code__):
+            if name in variables:
+                self._take(
+                    variables[name], partial(variables.__setitem__, name)
+                )
+
+    def _take(self, value: Any, put_back: Callable[[Any], None]) -> None:
+        if value is None or isinstance(value, (bool, int, float, str)):
+            self._places.append((put_back, value))
+        elif type(value) in _CONTAINERS and len(value) <= _MOST_ITEMS:
+            self._contents.append((value, value.copy()))
+
+    def restore(self) -> None:
+        """Give the variables and containers what they had."""
+        for put_back, value in self._places:
+            put_back(value)
+        for container, content in self._contents:
+            if isinstance(container, list):
+                container[:] = content
+                continue
+            container.clear()
+            if isinstance(container, deque):
+                container.extend(content)
+            else:
+                container.update(content)
+
+
+_CONTAINERS = (list, dict, set, deque)
+
+
 class Watch:
     """Remembers from step to step what is known of models, without keeping them alive."""
 
@@ -403,8 +500,8 @@ class StepStart:
         self.models = models
         for model in models:
             watch.check(model)
-        self._modules, generators = taking_part(models, function)
-        parameters = parameters_of(self._modules)
+        self.modules, generators = taking_part(models, function)
+        parameters = parameters_of(self.modules)
         # each once
         self._known = dict(zip(map(id, parameters), parameters, strict=True))
         self._versions = versions_of(list(self._known.values()))
@@ -413,7 +510,7 @@ class StepStart:
         self._aside: list[tuple[Tensor, Tensor]] = []
         self._generators = GeneratorStates(generators)
         self._buffers = watch.buffers_with(models)
-        self._buffers.keep(self._modules)
+        self._buffers.keep(self.modules)
         # last: from here on end() has to be called
         self._lay_aside(self._known.values())
 
@@ -466,7 +563,7 @@ class StepStart:
     def rewind(self) -> None:
         """Drop the step's gradients; give buffers and generators their values of the start."""
         # looked up again: the pass may have made parameters, whose gradients would count twice
-        now = parameters_of(modules_below(self._modules))
+        now = parameters_of(modules_below(self.modules))
         for parameter in (*now, *self._known.values()):
             parameter.grad = None
         self._buffers.restore()
