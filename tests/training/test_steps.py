@@ -465,7 +465,7 @@ def test_a_size_that_somebody_wished_for_is_not_outgrown_and_outlives_a_checkpoi
     assert [(e.before, e.after, e.reason) for e in events] == [(12, 6, "wished")]
     batcher = MicroBatcher(64)
     step(batcher, model, data(5))
-    assert batcher.shrink("of what is really in use") == (5, 2)
+    assert batcher.shrink("of what is really in use") == (5, 3)
     assert MicroBatcher().shrink("nothing was split yet") is None
     assert MicroBatcher(4, min_batch_size=4).shrink("as small as may be") is None
 

@@ -425,6 +425,11 @@ class _Variables:
                 self._take(
                     cell.cell_contents, partial(setattr, cell, "cell_contents")
                 )
+        for value in (
+            *(plain.__defaults__ or ()),
+            *(plain.__kwdefaults__ or {}).values(),
+        ):
+            self._take(value, _ignore)
         variables = plain.__globals__
         for name in _names_in(plain.__code__):
             if name in variables:
@@ -454,6 +459,10 @@ class _Variables:
 
 
 _CONTAINERS = (list, dict, set, deque)
+
+
+def _ignore(value: Any) -> None:
+    """Put nothing back: no one can rebind a default."""
 
 
 class Watch:

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from robust_train.compat import runs_eagerly
 from robust_train.failures import classify_failure
 from robust_train.memory.clearing import clear_frames, return_memory
+from robust_train.model.failure import FailureKind
 from robust_train.readable import first_line
 from robust_train.step.rewind import GeneratorStates, PassState
 from robust_train.step.sharded import RanOutElsewhere
@@ -277,11 +278,13 @@ class Checker:
         try:
             with warnings.catch_warnings(), runs_eagerly(torch):
                 warnings.simplefilter("ignore")
-                return self._check_what_fits()
+                check = self._check_what_fits()
         except PassFailed:
-            return SplitCheck(Kept.UNKNOWN, described(self._error), self._size)
-        finally:
-            self._state.restore()
+            seen = described(self._error)
+            check = SplitCheck(Kept.UNKNOWN, seen, self._size)
+        # After any other error the step goes back to its start.
+        self._state.restore()
+        return check
 
     def _check_what_fits(self) -> SplitCheck:
         """Check a part, and a smaller one if memory runs out."""
@@ -426,11 +429,9 @@ class Checker:
             with self._around(), torch.set_grad_enabled(self._needs_gradients):
                 value = float(self._loss_of(data).detach())
         except Exception as error:
-            is_memory = (
-                isinstance(error, RanOutElsewhere)
-                or classify_failure(error).kind.is_memory
-            )
-            trouble = _Trouble.RAN_OUT if is_memory else _Trouble.FAILED
+            trouble = _trouble_of(error)
+            if trouble is _Trouble.NONE:
+                raise
             clear_frames(error)
             self._error = error.with_traceback(None)
         # Ranks that make these passes together leave them together.
@@ -452,6 +453,15 @@ class Checker:
         finally:
             for module in trained:
                 module.training = True
+
+
+def _trouble_of(error: Exception) -> _Trouble:
+    """Return what an error says of a pass; a fault of the device or of a peer says nothing."""
+    kind = classify_failure(error).kind
+    if isinstance(error, RanOutElsewhere) or kind.is_memory:
+        return _Trouble.RAN_OUT
+    is_of_program = kind in (FailureKind.BUG, FailureKind.UNKNOWN)
+    return _Trouble.FAILED if is_of_program else _Trouble.NONE
 
 
 _RESTLESS = (_BatchNorm, _DropoutNd, nn.RNNBase, nn.MultiheadAttention)
