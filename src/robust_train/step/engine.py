@@ -493,6 +493,8 @@ class Step(Generic[T]):
         )
         check = checker.check()
         self._shared.reset()
+        if self.repeats:  # memory is short
+            return_memory(workspaces=True)
         return check
 
     def _end_as_shortage(

@@ -258,11 +258,14 @@ class SharedStep:
         ledger.begin_part(self._roots, training=False, has_weight=True)
         try:
             yield
-        except RanOutElsewhere:
+        except RanOutElsewhere as error:
+            clear_frames(error)
+            self.reset()
             raise
         except Exception as error:
             clear_frames(error)
             ledger.end_part(ran_out=True)
+            self.reset()
             raise
         else:
             ledger.end_part(ran_out=False)

@@ -55,8 +55,8 @@ _DRAWS = 16
 """How often a loss that draws random numbers is computed, to tell its noise from a difference."""
 
 _STANDARD_ERRORS = 5.0
-"""The mean of that many differences is noise up to this many of its standard errors: chance is above
-them about once in 6,000 losses."""
+"""The mean of that many differences is noise up to this many of its standard errors, which chance
+exceeds about once in 6,000 losses."""
 
 
 class Kept(Enum):
@@ -105,7 +105,7 @@ NOTHING_TO_SEE = "its part has no loss"
 
 ADVICE = (
     "If it is a mean over tokens, masks or weights, give count=…; if the first dimension is not "
-    "samples, give split=… and length=…; a loss that compares the samples of a batch cannot be split"
+    "samples, give split=… and length=…; a loss that compares samples of a batch cannot be split"
 )
 
 
@@ -186,7 +186,8 @@ def mean_of(draws: Sequence[Losses]) -> Losses:
 def in_words(losses: Losses, samples: int) -> str:
     """Return the figures as a person compares them."""
     first, second = losses.halves
-    text = f"a part of {samples} has loss {losses.whole:.6g}, its halves {first:.6g} and {second:.6g}"
+    whole = f"a part of {samples} has loss {losses.whole:.6g}"
+    text = f"{whole}, its halves {first:.6g} and {second:.6g}"
     if max(losses.weights) - min(losses.weights) > 1e-9:
         listed = " and ".join(f"{weight:.3g}" for weight in losses.weights)
         text = f"{text} with weights {listed}"
@@ -444,7 +445,7 @@ class Checker:
 
     @contextlib.contextmanager
     def _in_mode(self, mode: _Mode) -> Iterator[None]:
-        """Set the modules' flags alone: ``train()`` may be a method of the user's that does more."""
+        """Set the modules' flags alone: a ``train()`` of the user's own may do more."""
         trained = [module for module in self._state.modules if module.training]
         for module in trained:
             module.training = mode is _Mode.CALM and not is_restless(module)

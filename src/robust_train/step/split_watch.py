@@ -79,7 +79,7 @@ class SplitWatch:
 
 
 def kind_of_step(parts: Parts, function: Any) -> object:
-    """Return what tells kinds of steps apart: the structure of the batch, and the code that runs."""
+    """Return what tells kinds of steps apart: the batch's structure and the code that runs."""
     functions = (function, parts.count, parts.split)
     return (structure_of(parts.batch), *map(code_of, functions))
 
