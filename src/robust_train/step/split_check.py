@@ -52,7 +52,7 @@ _SMALLEST_LOSS = 1e-3
 """Losses below are compared as if they were this large: they may be differences of larger terms."""
 
 _DRAWS = 16
-"""How often a loss that draws random numbers is computed, to tell its noise from a difference."""
+"""How often a loss that draws random numbers is computed, to separate its noise from a difference."""
 
 _STANDARD_ERRORS = 5.0
 """The mean of that many differences is noise up to this many of its standard errors, which chance
@@ -376,7 +376,7 @@ class Checker:
         return SplitCheck(Kept.NO if differs else Kept.YES, text, self._size)
 
     def _compare(self, mode: _Mode) -> _Outcome:
-        """Return what one comparison shows; a second one tells noise from a difference."""
+        """Return what one comparison shows; a second one separates noise from a difference."""
         outcome = _Outcome(self._agree(self._first_outcome(mode)))
         if outcome is _Outcome.FAILED and not self._needs_gradients:
             # A gradient penalty needs them, and cannot be computed without.

@@ -79,7 +79,7 @@ class SplitWatch:
 
 
 def kind_of_step(parts: Parts, function: Any) -> object:
-    """Return what tells kinds of steps apart: the batch's structure and the code that runs."""
+    """Return the kind of a step: the structure of its batch and the code that runs."""
     functions = (function, parts.count, parts.split)
     return (structure_of(parts.batch), *map(code_of, functions))
 
@@ -91,7 +91,7 @@ def structure_of(batch: Any) -> tuple[object, ...]:
     def note(item: Any, name: str) -> Any:
         dimensions = getattr(item, "ndim", None)
         kind = getattr(item, "dtype", None)
-        # Names of list items would tell batches of different lengths apart.
+        # Names of list items would make a kind of each length.
         place = name if dimensions is not None else ""
         found.append((place, type(item), kind, dimensions))
         is_list_of_samples = isinstance(item, list) and dimensions is None
