@@ -133,6 +133,15 @@ def test_in_a_project_every_message_names_keys_as_its_user_writes_them(data):
         assert [found for text in texts for found in keys_at_the_root(text.replace(said, ""))] == []
 
 
+def test_a_project_whose_batch_is_not_known_is_shown_how_to_name_it():
+    config = replace(policy(8, allow_cpu_fallback=True).config, theirs={})
+    settings = type(policy()).of(config)
+    attempt = failed(first_attempt(settings, ()), FailureKind.HOST_OOM)
+    decision = decided(settings, (attempt,))
+    assert "robust.training.batch_size='${its.name}'" in decision.reason
+    assert "the command has no" not in decision.reason
+
+
 @given(jobs(), machines, st.lists(st.sampled_from(sorted(MEMORY_FAILURES)), min_size=1, max_size=6))
 def test_what_memory_did_not_suffice_for_is_never_tried_twice(settings, gpus, kinds):
     tried = [first_attempt(settings, gpus[:1])]

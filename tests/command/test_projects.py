@@ -303,6 +303,73 @@ def test_a_projects_config_may_be_dataclasses_of_its_script(world):
     assert "did you mean optimizer.lr?" in ended.stderr or "accepted" in ended.stderr
 
 
+OF_THE_LAUNCHER = """
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+import robust_train
+
+ConfigStore.instance().store(name="mine", node={"net": {"kind": "${kind_of:cnn}"}})
+
+@robust_train.hydra_main(version_base=None, config_path=None, config_name="mine")
+def main(cfg):
+    return cfg.net.kind
+
+if __name__ == "__main__":
+    OmegaConf.register_new_resolver("kind_of", lambda name: object())
+    main()
+"""
+
+
+def test_a_resolver_that_only_the_launcher_has_is_one_line(world):
+    """Its value is no text, so it is asked again in the attempt."""
+    (world.folder / "main.py").write_text(OF_THE_LAUNCHER)
+    ended = _run(world, world.folder, "robust.num_gpus=1", code=1)
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("failed: net.kind: no resolver 'kind_of' in the attempt, ")
+    assert "__main__" in line
+    assert "Traceback" not in ended.output
+
+
+GOES_ELSEWHERE = """
+import os
+from pathlib import Path
+import robust_train
+
+@robust_train.hydra_main(version_base="1.3", config_path="conf")
+def main(cfg, run):
+    elsewhere = Path(__file__).parent / "elsewhere"
+    elsewhere.mkdir(exist_ok=True)
+    os.chdir(elsewhere)
+    if cfg.x == 2 and run.resume_checkpoint is None:
+        Path("two.ckpt").write_text("a checkpoint")
+        run.checkpoint_saved("two.ckpt", step=1)
+        raise ValueError("not at once")
+    return float("nan") if cfg.x == 1 else cfg.x
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_jobs_in_one_process_stay_in_their_sweep_and_say_what_has_changed(world):
+    """A job that leaves the working directory does not take the next ones with it."""
+    (world.folder / "conf").mkdir()
+    for name, text in (("config", "{defaults: [_self_, mine], x: 1}"), ("mine", "lr: 1")):
+        (world.folder / f"conf/{name}.yaml").write_text(text)
+    (world.folder / "main.py").write_text(GOES_ELSEWHERE)
+    words = ("-m", "x=1,2,3", "hydra.sweep.dir=sweep", "robust.isolation=none")
+    first = _run(world, world.folder, *words, code=1)
+    assert "without a rank: job 0: its result is not a number: nan" in first.output
+    sweep = json.loads((world.folder / "sweep/sweep.json").read_text())
+    assert [job["status"] for job in sweep["jobs"]] == ["completed", "failed", "completed"]
+    assert sweep["jobs"][0]["not_finite"] == "nan"
+    (world.folder / "conf/mine.yaml").write_text("lr: 2")
+    again = _run(world, world.folder, *words, code=0)
+    assert again.output.count("its config has changed since: conf/mine.yaml") == 2
+    changed = "this launch runs today's config; changed since the last launch: conf/mine.yaml"
+    assert again.output.count(changed) == 1
+
+
 @pytest.mark.slow
 def test_a_sweep_of_a_hydra_project_has_its_table_and_objectives(world, foreign):
     more = ("robust.sweep_patience=3",)

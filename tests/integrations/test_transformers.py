@@ -108,6 +108,35 @@ def test_a_later_epoch_goes_on_with_the_samples_that_are_left(tmp_path, kind):
     assert torch.equal(rest.layer.weight, whole.layer.weight)
 
 
+class _Buckets:
+    """Makes the batches of a data set of 22 samples."""
+
+    def __init__(self, size):
+        self.parts = torch.arange(22).split(size)
+
+    def __iter__(self):
+        return iter([part.tolist() for part in self.parts])
+
+    def __len__(self):
+        return len(self.parts)
+
+
+class _OwnBuckets(transformers.Trainer):
+    def get_train_dataloader(self):
+        return torch.utils.data.DataLoader(
+            self.train_dataset,
+            batch_sampler=_Buckets(self.args.train_batch_size),
+            collate_fn=self.data_collator,
+        )
+
+
+def test_batches_of_ones_own_are_warned_of_before_they_go_on(tmp_path, caplog):
+    _, _, run = _fit(tmp_path / "whole", framework_config(8), kind=_OwnBuckets)
+    assert "of the _Buckets" not in caplog.text
+    _fit(tmp_path / "rest", framework_config(4, 2), run.saved_at[4], kind=_OwnBuckets)
+    assert "Trainer: passes over as many batches of the _Buckets" in caplog.text
+
+
 def test_a_second_fit_of_a_job_is_refused_in_one_line(tmp_path):
     _, _, run = _fit(tmp_path, framework_config(8))
     with pytest.raises(UserError, match="a second fit or loop in one job"):

@@ -62,6 +62,10 @@ def fails_at_2(cfg):
     return float(cfg.training.seed)
 
 
+def diverges_at_2(cfg):
+    return float("nan") if cfg.training.seed == 2 else float(cfg.training.seed)
+
+
 def fails_at_2_while_others_work(cfg, run):
     """2 fails once all are there; the others go on until they are told to stop."""
     number = _here(cfg.training.seed)

@@ -113,13 +113,20 @@ def test_sweep_patience_stops_a_job_of_a_grid_that_is_behind(sweeps):
 
 
 @pytest.mark.slow
-def test_a_failed_trial_says_why_and_the_search_goes_on(sweeps):
+@pytest.mark.parametrize(
+    ("trainer", "code", "why"),
+    [
+        ("fails_at_2", 1, "two is not for me"),
+        ("diverges_at_2", 0, "its result is not a number: nan"),
+    ],
+)
+def test_a_failed_trial_says_why_and_the_search_goes_on(sweeps, trainer, code, why):
     drawn = ("training.seed=range(1,3)", "hydra.sweeper.sampler.seed=3")
-    sweeps.world.run(*_arguments(sweeps, "fails_at_2", 4, *drawn, n_jobs=2), code=1)
+    sweeps.world.run(*_arguments(sweeps, trainer, 4, *drawn, n_jobs=2), code=code)
     trials = _study(sweeps)
     assert {trial.state.name for trial in trials} == {"COMPLETE", "FAIL"}
     failed = next(trial for trial in trials if trial.state.name == "FAIL")
-    assert "two is not for me" in failed.user_attrs["reason"]
+    assert why in failed.user_attrs["reason"]
 
 
 @pytest.mark.slow

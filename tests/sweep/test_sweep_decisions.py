@@ -1,5 +1,6 @@
 """What a sweep decides, as pure functions."""
 
+import csv
 import logging
 import math
 import os
@@ -15,9 +16,10 @@ from omegaconf import OmegaConf
 from robust_train.children.notifier import Notifier
 from robust_train.cli.main import main
 from robust_train.config.schema import RobustConfig
-from robust_train.files import set_aside
+from robust_train.files import parse_json, set_aside
 from robust_train.folder.hydra_state import OF_HYDRA
 from robust_train.folder.lock import RunLock
+from robust_train.folder.state import Summary, lacked_by_json, with_lacked_by_json
 from robust_train.host.job_logging import ShortLines
 from robust_train.host.signals import SignalWatch, forwarded
 from robust_train.model.errors import ConfigError
@@ -28,11 +30,21 @@ from robust_train.sweep.record import (
     SweepTable,
     begun,
     exit_code_of,
+    link_outside,
     read_record,
+    read_row,
+    read_rows,
     read_table,
     row_of,
 )
-from robust_train.sweep.table import best_first, point_table, screen_table, tally
+from robust_train.sweep.table import (
+    as_csv,
+    best_first,
+    point_table,
+    screen_table,
+    tally,
+    unranked,
+)
 from simulated_nvml import Gpu
 from world import wait_until
 
@@ -229,6 +241,66 @@ def test_a_result_that_is_no_number_has_no_rank():
         value = None if isinstance(result, list) else known.get(result)
         assert row.value == value, result
         assert best_first(SweepTable("id", "basic", jobs=(row, replace(DONE, job=1)), repeat=2))
+
+
+@pytest.mark.parametrize(
+    ("result", "cell", "why"),
+    [
+        (0.5, "0.5", None),
+        (True, "true", None),
+        (math.nan, "nan", "not a number: nan"),
+        (-math.inf, "-inf", "not finite: -inf"),
+        (None, "", "not a number: None"),
+        ("nan", "nan", "not a number: 'nan'"),
+        ([1, 2], "[1, 2]", "not a number: [1, 2]"),
+    ],
+)
+def test_a_result_keeps_its_value_and_says_why_it_has_no_rank(tmp_path, result, cell, why):
+    """Read again, in strict JSON, in the CSV, and below the table."""
+    why = why and f"its result is {why}"
+    summary = Summary("completed", tmp_path / "0", result=result, attempts=())
+    RECORD.write(summary.run_dir)
+    summary.write()
+    row = read_row(summary.run_dir)
+    assert (repr(row.result), row.why) == (repr(result), why)
+    row.write(tmp_path / "1")
+    assert repr(read_record(tmp_path / "1").result) == repr(result)
+    SweepTable("first", "basic", jobs=(row,)).write(tmp_path)
+    text = (tmp_path / "sweep.json").read_text()
+    parse_json(text)  # refuses NaN
+    assert repr(read_table(tmp_path).jobs[0].result) == repr(result)
+    (line,) = csv.DictReader(as_csv([row]).splitlines())
+    assert (line["result"], line["reason"]) == (cell, why or "")
+    other = replace(DONE, job=1)
+    lines = [f"without a rank: job 0: {why}"] if why else []
+    assert unranked([row, other]) == lines
+    assert best_first(SweepTable("id", "basic", jobs=(row, other)))[-1] == [row] if why else True
+
+
+def test_a_job_outside_of_its_sweeps_folder_is_found_by_a_link(tmp_path, caplog):
+    sweep = tmp_path / "sweep"
+    places = [sweep / "0", tmp_path / "elsewhere/1", sweep / "../2"]
+    for number, place in enumerate(places):
+        replace(RECORD, job=number).write(place)
+        link_outside(place, number, sweep)
+        link_outside(place, number, sweep)
+    assert sorted(os.listdir(sweep)) == ["0", "job-1", "job-2"]
+    rows = read_rows(sweep, RECORD.sweep)
+    assert {row.job: row.path for row in rows} == {
+        number: place.resolve() for number, place in enumerate(places)
+    }
+    link_outside(places[1], 1, tmp_path / "gone")
+    assert "job 1 is missing in the sweep's table" in caplog.text
+
+
+def test_jobs_without_results_are_not_told_that_they_have_no_rank():
+    assert unranked([replace(DONE, result=None)] * 2) == []
+    metrics = {"loss": math.nan, "objective": math.inf}
+    assert with_lacked_by_json({"result": {"objective": None}, **lacked_by_json(math.inf)}) == {
+        "not_finite": "inf",
+        "result": {"objective": math.inf},
+    }
+    assert Summary("completed", result=metrics).as_json()["not_finite"] == "inf"
 
 
 def test_what_is_no_text_costs_no_table_and_a_sweep_that_starts_nothing_leaves_the_last_one(

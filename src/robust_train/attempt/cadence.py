@@ -1,11 +1,8 @@
-"""When to save a checkpoint: often where that is cheap, more often where a job fails often; and
-where training is in its data, counted in batches, so that it goes on with the very next one."""
+"""When to save a checkpoint: often where that is cheap, more often where a job fails often."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import json
 import logging
 import math
 import os
@@ -13,11 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
+from robust_train.attempt.data_position import Batches
 from robust_train.config.placeholders import SavePlan
 from robust_train.folder.checkpoints import (
     START,
@@ -28,7 +24,6 @@ from robust_train.folder.checkpoints import (
     mark,
     newest_checkpoint,
     of_job,
-    read_manifests,
     record_checkpoint,
     rotate,
     size_of,
@@ -46,7 +41,6 @@ _FIRST_COSTS = 6.0
 OWED_SECONDS = 60.0
 """Until a checkpoint that could not be written is tried again."""
 _LARGEST_SHARE = 0.01
-_LARGEST_STATE = 100_000  # characters, of a loader
 _READS_BYTES_PER_SECOND = 300e6  # until it is measured
 _WRITER_NICE = 10
 
@@ -166,76 +160,6 @@ class SaveClock:
     def _mark(self, step: int | None) -> None:
         self._saved_at = self._now()
         self._saved_step = self._calls if step is None else step
-
-
-class Batches:
-    """Counts the batches that a trainer is given."""
-
-    def __init__(self) -> None:
-        self._at = START
-        self._resumed = START
-        self._loader: Any = None
-
-    @property
-    def position(self) -> Position:
-        """Where it is now: the batch given last counts."""
-        return replace(self._at, loader=_state_of(self._loader))
-
-    def resume(
-        self,
-        path: Path,
-        step: int,
-        skips_to: int,
-    ) -> None:
-        """Begin the next pass where the checkpoint ``path`` of a step is in the data; those up to
-        step ``skips_to``, with which training diverged, are passed over."""
-        found = (
-            one.position
-            for one in read_manifests(path.parent)
-            if one.path == path.absolute()
-        )
-        at, more = next(found, START), skips_to - step
-        if step and more > 0 and (batches := round(more * at.batches / step)):
-            log.info(
-                "training diverged here: passing over %d batches", batches
-            )
-            at = Position(at.batches + batches, at.in_pass + batches, at.size)
-        self._resumed = at
-
-    def over(self, loader: Any, *, is_alone: bool) -> Iterator[Any]:
-        """Yield a pass over a loader; of the first one what is left. A state is of one rank's data,
-        so several ranks count."""
-        at, self._resumed = self._resumed, START
-        given = max(at.batches, self._at.batches)
-        has_state = is_alone and hasattr(loader, "load_state_dict")
-        self._loader = loader if has_state else None
-        size = getattr(loader, "batch_size", 0)
-        size = max(size, 1) if isinstance(size, int) else 1
-        # after running out of memory batches may be smaller
-        done = skips = at.in_pass * at.size // size
-        if at.loader is not None and has_state:
-            loader.load_state_dict(at.loader)
-            skips = 0
-        elif skips:
-            # a loader of torch's has a length only if its data set has one
-            with contextlib.suppress(TypeError):
-                done = skips = skips % max(len(loader), 1)
-        self._at = Position(given, done, size)
-        for batch in itertools.islice(loader, skips, None):
-            given, done = given + 1, done + 1
-            self._at = Position(given, done, size)
-            yield batch
-        self._at = Position(given)
-
-
-def _state_of(loader: Any) -> Any:
-    """Return a loader's state where it is plain and small, None otherwise: then it is counted."""
-    with contextlib.suppress(AttributeError, TypeError, ValueError):
-        state = loader.state_dict()
-        text = json.dumps(state)
-        if len(text) < _LARGEST_STATE and json.loads(text) == state:
-            return state
-    return None
 
 
 class Saving:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from robust_train.attempt.cadence import Saving
+from robust_train.attempt.data_position import Attempt
 from robust_train.attempt.guard import REPORTED, Guard
 from robust_train.attempt.speed import SpeedMeter
 from robust_train.config.placeholders import MicroBatchPlan as MicroBatchPlan
@@ -454,15 +455,31 @@ class Run:
 
         for batch in run.batches(loader): ...
 
-        Checkpoints keep the position: the first pass of an attempt goes on after the last batch, by
-        the loader's own ``load_state_dict``, else by passing over those before it. Their order has
-        to be the same again, as by a generator that is seeded with the epoch.
+        Checkpoints keep the position: the first pass of an attempt goes on after the last sample,
+        by the loader's own ``load_state_dict``, else by passing over those before it, whatever the
+        size of batches is by then. The order of samples has to be the same again, as by a generator
+        that is seeded with the epoch; where that is uncertain, a warning comes first.
         """
         return self.speed.waits(self._pass_over(loader))
 
     def _pass_over(self, loader: Iterable[T]) -> Iterator[T]:
         self.passes_over = True
-        # with the first batch: by now the trainer has reported where it begins
+        self._find_position()
+        plan = self.micro_batch_plan
+        attempt = Attempt(
+            batch_size=plan.batch_size or 0,
+            effective=plan.samples or 0,
+            reads_batch_size=(
+                self.has_read("batch_size") or bool(self.their_keys)
+            ),
+            rank=self.rank,
+            ranks=self.world_size,
+        )
+        yield from self.saving.batches.over(loader, attempt)
+
+    def _find_position(self) -> None:
+        """Find where an earlier attempt was in the data, with the first batch or checkpoint: by
+        then the trainer has reported where it begins."""
         if self.resume_checkpoint is not None and not self._has_resumed:
             self.saving.batches.resume(
                 self.resume_checkpoint,
@@ -470,9 +487,6 @@ class Run:
                 self.skips_to,
             )
         self._has_resumed = True
-        yield from self.saving.batches.over(
-            loader, is_alone=self.world_size == 1
-        )
 
     @property
     def splits_batches(self) -> bool:
@@ -559,6 +573,7 @@ class Run:
         """Save a dictionary of values and tensors, as a framework has gathered it, as above."""
         self.saving.clock.begin(step)
         self.speed.pause()
+        self._find_position()
         is_first = self._folder is None
         folder = self.checkpoints(keep, suffix)
         if is_first:
@@ -673,6 +688,7 @@ class Run:
         if self.is_main:
             damage, at = "", position
             if at is None:
+                self._find_position()
                 damage = self.saving.damage_in(Path(path))
                 at = self.saving.batches.position
             self.saving.saved(

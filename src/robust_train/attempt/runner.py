@@ -9,6 +9,7 @@ import logging
 import multiprocessing.util
 import os
 import pickle
+import re
 import signal
 import threading
 import time
@@ -21,7 +22,11 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from omegaconf import DictConfig
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    OmegaConfBaseException,
+)
 
 from robust_train.attempt.loading import (
     CHECKPOINTING,
@@ -61,6 +66,7 @@ Stopping = Callable[[Callable[[], None]], AbstractContextManager[Any]]
 _LARGEST_ERROR_BYTES = 20_000
 _WORKER_REPRIEVE_SECONDS = 5.0
 _WAKES_MAIN_THREAD = signal.SIGURG
+_NO_RESOLVER = re.compile(r"Unsupported interpolation type (\w[\w.]*)")
 _shields: list[Callable[[object], None]] = []
 
 
@@ -125,7 +131,9 @@ def run_attempt(
                 ending = Finished()
             else:
                 error = raised
-                ending = _failed(_failure_of(raised, run), raised)
+                if not request.config.runs_inline:
+                    error = _lacks_resolver(raised) or raised
+                ending = _failed(_failure_of(error, run), error)
         if run.was_told_to_stop and isinstance(ending, Finished):
             why = "it was asked to stop, and did"
             ending = Failed(Failure(FailureKind.INTERRUPTED, why))
@@ -202,6 +210,26 @@ def _failure_of(error: BaseException, run: Run) -> Failure:
             failure, evidence=replace(failure.evidence, no_workers=True)
         )
     return failure
+
+
+def _lacks_resolver(raised: BaseException) -> UserError | None:
+    """Return one line about a resolver that this process lacks; None if it is another error. The
+    frames of OmegaConf say nothing of the reason: the script has registered it for the launcher
+    alone."""
+    error: BaseException | None = raised
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        found = _NO_RESOLVER.search(str(error))
+        if isinstance(error, OmegaConfBaseException) and found is not None:
+            key = f"{error.full_key}: " if error.full_key else ""
+            return UserError(
+                f"{key}no resolver {found[1]!r} in the attempt, a process of its own that imports "
+                "the script: register it beside the imports, not under "
+                'if __name__ == "__main__":'
+            )
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _missing_key(error: ConfigKeyError | ConfigAttributeError) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
@@ -32,19 +32,43 @@ from robust_train.model.errors import ConfigError, NoDevice, UserError
 
 GROUP = "robust"
 
-_NAMES = {
+_NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
     "batch_size": (
-        "batch_size",
-        "train_batch_size",
-        "per_device_train_batch_size",
+        (
+            "micro_batch_size",
+            "train_micro_batch_size",
+            "train_micro_batch_size_per_gpu",
+            "micro_batch_size_per_gpu",
+            "per_device_train_batch_size",
+            "per_device_batch_size",
+            "per_gpu_train_batch_size",
+            "batch_size_per_gpu",
+            "batch_size_per_device",
+            "samples_per_gpu",
+        ),
+        ("batch_size", "train_batch_size", "batchsize", "bsz", "bs"),
+        ("batch",),
     ),
-    "num_workers": ("num_workers",),
+    "num_workers": (("num_workers",),),
     "gradient_accumulation_steps": (
-        "accumulate_grad_batches",
-        "gradient_accumulation_steps",
+        ("accumulate_grad_batches", "gradient_accumulation_steps"),
     ),
 }
-"""What projects call the keys under ``training`` that each attempt chooses."""
+"""What projects call the keys under ``training`` that each attempt chooses, in lower case.
+
+Beside a name of an earlier group, one of a later group is something else: ``train_batch_size`` next
+to ``train_micro_batch_size_per_gpu`` is the batch of all devices. ``batch`` is also used for other
+things, so it counts only where a config has no other.
+"""
+
+_OF_EVALUATION = re.compile(
+    r"(eval|valid)[a-z]*|predict(ion|ions|ing)?|infer(ence)?|generat(e|ion)|"
+    r"(val|dev|test)(s|ing|set|data|loader|dataset|dataloader)?"
+)
+_OF_TRAINING = re.compile(r"train[a-z]*")
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+_LABELS = ("name", "split", "subset", "stage", "phase", "mode")
+"""Keys by which the items of a list say what they are for."""
 
 _IN_WORDS = {
     BATCH: "batch size",
@@ -53,7 +77,7 @@ _IN_WORDS = {
 }
 """What they are called where a project's config has no such key."""
 
-_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+_REFERENCE = re.compile(r"\$\{([^\s${}:,]+)\}")
 
 
 def builds_on_ours(cfg: DictConfig) -> bool:
@@ -144,9 +168,9 @@ def lightning_of(cfg: DictConfig) -> str | None:
     ours then; None if it makes none."""
     content: Any = OmegaConf.to_container(without_ours(cfg), resolve=False)
     made = {
-        str(value).partition(".")[0]
-        for path, value in _leaves(content, "")
-        if path.endswith("_target_")
+        str(leaf.value).partition(".")[0]
+        for leaf in _leaves(content, "")
+        if leaf.path.endswith("_target_")
     }
     names = ("lightning", "pytorch_lightning")
     return next((name for name in names if name in made), None)
@@ -277,21 +301,126 @@ def _given(cfg: DictConfig) -> dict[str, Any]:
 
 
 def _paths(cfg: DictConfig, name: str) -> list[str]:
-    """Return a project's keys of this meaning; of several those with ``train`` in their path."""
+    """Return a project's keys of this meaning; of several those of training, and never those of
+    evaluation. Keys that refer to one number are that number's key."""
     content: Any = OmegaConf.to_container(without_ours(cfg), resolve=False)
-    found = [
-        path
-        for path, value in _leaves(content, "")
-        if path.rpartition(".")[2] in _NAMES[name] and type(value) is int
+    leaves = list(_leaves(content, ""))
+    values = {leaf.path: leaf.value for leaf in leaves}
+    candidates = [
+        leaf
+        for leaf in leaves
+        if any(leaf.name in names for names in _NAMES[name])
+        and not leaf.is_for(_OF_EVALUATION)
     ]
-    return [path for path in found if "train" in path] or found
+    # A computed value counts only where there is no number.
+    ranks: dict[str, tuple[bool, bool]] = {}
+    for leaf in _without_others(candidates, _NAMES[name]):
+        path = _end_of_references(leaf.path, values)
+        if _is_integer(cfg, path):
+            of_training = leaf.is_for(_OF_TRAINING)
+            is_number = type(values.get(path)) is int
+            rank = of_training, is_number
+            ranks[path] = max(rank, ranks.get(path, rank))
+    best = max(ranks.values(), default=None)
+    return [path for path, rank in ranks.items() if rank == best]
 
 
-def _leaves(content: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in content.items():
-        if key == "hydra" and not prefix:
-            continue
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+@dataclass(frozen=True)
+class _Leaf:
+    """A value of a config that is no group and no list."""
+
+    path: str
+    value: Any  # unresolved
+    # of the list item that it is in, what the item says of itself
+    labels: tuple[str, ...] = ()
+
+    @property
+    def parent(self) -> str:
+        return self.path.rpartition(".")[0]
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(".")[2].lower()
+
+    def is_for(self, purpose: re.Pattern[str]) -> bool:
+        """Return whether a part of the path, or a label, has a word of this purpose. A part with
+        ``train`` in it is of training, whatever else it says."""
+        for part in (*self.path.split("."), *self.labels):
+            words = [word.lower() for word in _WORD.findall(part)]
+            is_of_training = any(map(_OF_TRAINING.fullmatch, words))
+            if is_of_training and purpose is not _OF_TRAINING:
+                continue
+            if any(map(purpose.fullmatch, words)):
+                return True
+        return False
+
+
+def _without_others(
+    leaves: list[_Leaf],
+    groups: tuple[tuple[str, ...], ...],
+) -> list[_Leaf]:
+    """Return the keys that are not something else because of a key with a better name."""
+    first, *others = groups
+    of_devices = {leaf.parent for leaf in leaves if leaf.name in first}
+    kept = [
+        leaf
+        for leaf in leaves
+        if leaf.name in first or leaf.parent not in of_devices
+    ]
+    if len(others) < 2:
+        return kept
+    certain = [leaf for leaf in kept if leaf.name not in others[-1]]
+    return certain or kept
+
+
+def _end_of_references(path: str, values: Mapping[str, Any]) -> str:
+    """Return the key that a key refers to, perhaps through others; itself if it refers to none. A
+    key of evaluation is not followed."""
+    seen = [path]
+    while True:
+        reference = _REFERENCE.fullmatch(str(values.get(seen[-1])))
+        if reference is None:
+            return seen[-1]
+        following = _from_the_root(reference[1], seen[-1])
+        if following in seen or _Leaf(following, None).is_for(_OF_EVALUATION):
+            return seen[-1]
+        seen.append(following)
+
+
+def _is_integer(cfg: DictConfig, path: str) -> bool:
+    with contextlib.suppress(OmegaConfBaseException):
+        return type(OmegaConf.select(cfg, path)) is int
+    return False
+
+
+def _from_the_root(reference: str, path: str) -> str:
+    """Return the key that a reference at ``path`` means, which may begin with dots."""
+    name = reference.lstrip(".")
+    levels = len(reference) - len(name)
+    if not levels:
+        return reference
+    above = re.findall(r"[^.[\]]+", path)[:-levels]
+    return ".".join([*above, name])
+
+
+def _leaves(
+    content: Any,
+    path: str,
+    labels: tuple[str, ...] = (),
+) -> Iterator[_Leaf]:
+    """Yield the values of a config below a path, those in lists as well."""
+    if isinstance(content, list):
+        for number, item in enumerate(content):
+            own = item if isinstance(item, dict) else {}
+            said = [
+                own[key] for key in _LABELS if isinstance(own.get(key), str)
+            ]
+            yield from _leaves(item, f"{path}[{number}]", (*labels, *said))
+    elif isinstance(content, dict):
+        for key, value in content.items():
+            if path or key != "hydra":
+                yield from _leaves(
+                    value, f"{path}.{key}" if path else f"{key}", labels
+                )
+    else:
+        yield _Leaf(path, content, labels)

@@ -53,7 +53,13 @@ class Position:
 
     batches: int = 0  # given since the job began, 0 if it is not used
     in_pass: int = 0  # of these, in the present pass over the loader
-    size: int = 1  # samples in each of them, 1 if the loader does not say
+    samples: int | None = None  # in those of the pass, None if not counted
+    size: int | None = None  # samples in the largest of them
+    # samples that they were to have: the loader's batch size, else the config's; 0 if neither
+    asked: int = 0
+    workers: int = 1  # of a stream that take turns
+    ranks: int = 1
+    order: int | None = None  # a checksum of what shuffled the pass
     loader: Json = None  # the state dict of a loader that has one
 
 

@@ -12,9 +12,11 @@ import shutil
 import stat
 import sys
 import time
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
@@ -29,6 +31,7 @@ from robust_train.model.errors import unusable_folder
 log = logging.getLogger("robust_train")
 
 _LONGEST_COMMAND = 2000
+_LIBRARIES = ("hydra", "hydra_plugins", "robust_train")
 _NOBODY = 65534  # a user of another namespace, or root of another host
 OF_HYDRA = re.compile(r"\.hydra|(?!attempt-\d+\.).*\.log")
 """What Hydra has in a run folder before anything of ours."""
@@ -177,6 +180,47 @@ def owns_terminal(config: RobustConfig) -> bool:
     return str(HydraConfig.get().launcher.get("_target_")).endswith(
         ".BasicLauncher"
     )
+
+
+def composed_files(config: DictConfig | None = None) -> list[Path]:
+    """Return the files of which Hydra has composed a job's config: those of the project, not those
+    of libraries. Empty outside of Hydra.
+
+    ``config``: the job's, with the part ``hydra``; by default that of the job that Hydra runs.
+    """
+    instance = GlobalHydra.instance()
+    whole: Any = HydraConfig.instance().cfg if config is None else config
+    if whole is None or not instance.is_initialized():
+        return []
+    files: list[Path] = []
+    # A list of files is never worth a job.
+    with contextlib.suppress(Exception):
+        loader = instance.config_loader()
+        hydra = whole.hydra
+        sources = loader.get_search_path().get_path()
+        folders = [_folder_of(str(source.path)) for source in sources]
+        if not any(folders):  # the list takes a while
+            return []
+        entries = loader.compute_defaults_list(
+            config_name=hydra.job.config_name,
+            overrides=[*hydra.overrides.hydra, *hydra.overrides.task],
+            run_mode=hydra.mode or RunMode.RUN,
+        ).defaults
+        for name in dict.fromkeys(entry.config_path for entry in entries):
+            paths = [folder / f"{name}.yaml" for folder in folders if folder]
+            files += [path for path in paths if path.is_file()][:1]
+    return files
+
+
+def _folder_of(source: str) -> Path | None:
+    """Return the folder of an entry of Hydra's search path; None if it is a library's."""
+    kind, separator, place = source.partition("://")
+    if not separator:
+        return Path(source)
+    if kind == "pkg" and place.partition(".")[0] not in _LIBRARIES:
+        folder = resources.files(place)
+        return folder if isinstance(folder, Path) else None
+    return Path(place) if kind == "file" else None
 
 
 def hydra_config() -> DictConfig | None:

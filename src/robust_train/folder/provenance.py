@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import importlib.metadata
 import logging
 import os
@@ -28,7 +29,7 @@ from hydra.types import RunMode
 from robust_train.compat import torch_cuda_version
 from robust_train.config.placeholders import RUN_DIR_VARIABLE
 from robust_train.config.values import is_secret
-from robust_train.files import read_object, write_json
+from robust_train.files import read_object, read_small, write_json
 from robust_train.gpu.bounded import printed_by
 from robust_train.model.events import Json
 from robust_train.model.gpu import Group
@@ -36,6 +37,8 @@ from robust_train.model.gpu import Group
 log = logging.getLogger("robust_train")
 
 FILE = "environment.json"
+_CONFIG_FILE = re.compile(r"\.(ya?ml|json|toml|ini|cfg)$")
+_LARGEST_CONFIG_FILE = 1 << 20
 _MOST_CHANGED_FILES = 1000
 GIT_SECONDS = 5.0
 _LAST_CHANCE_SECONDS = 2.0
@@ -165,6 +168,39 @@ def in_words(content: Mapping[str, Json]) -> dict[str, str]:
     }
 
 
+def config_digests(
+    composed: Sequence[Path],
+    command: Sequence[str] = (),
+) -> dict[str, Json]:
+    """Return the digests of a job's config files: those it was composed of, and those that its
+    command names."""
+    named = [Path(word.rpartition("=")[2]) for word in command]
+    named = [path for path in named if _CONFIG_FILE.search(path.name)]
+    digests: dict[str, Json] = {}
+    for path in (*composed, *named):
+        # what is large, or no file, is data
+        with contextlib.suppress(OSError, ValueError):
+            data, _ = read_small(path.resolve(), _LARGEST_CONFIG_FILE)
+            digests[str(path.resolve())] = hashlib.sha256(data).hexdigest()
+    return digests
+
+
+def changed_files(
+    before: Mapping[str, Json],
+    digests: Mapping[str, Json],
+) -> list[str]:
+    """Return the config files that were others in ``before``, the content of ``environment.json``
+    of an earlier launch."""
+    known = before.get("config_files")
+    if not isinstance(known, dict):
+        return []
+    return [
+        os.path.relpath(path)
+        for path, digest in digests.items()
+        if known.get(path, digest) != digest
+    ]
+
+
 class Provenance:
     """Writes the file of one launch in the background."""
 
@@ -172,9 +208,11 @@ class Provenance:
         self,
         run_dir: Path,
         gpus: Group,
+        config_files: Mapping[str, Json],
     ) -> None:
         self._run_dir = run_dir
         self._gpus = gpus
+        self._config_files = config_files
         self._short: dict[str, Json] | None = None
         self._thread = threading.Thread(
             target=self._write,
@@ -211,6 +249,7 @@ class Provenance:
                 ],
                 "variables": public_variables(os.environ),
                 "packages": packages,
+                "config_files": dict(self._config_files),
             }
             content |= _code(cwd)
             short = {name: content[name] for name in _SHORT}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -300,6 +301,7 @@ class Summary:
         for name in ("wall_seconds", "wait_seconds"):
             known[name] = known[name] and round(known[name], 3)
         known["checkpoint"] = self.checkpoint and str(self.checkpoint)
+        known |= lacked_by_json(self.objective)
         content: dict[str, Json] = strict_json({"schema": SCHEMA, **known})
         return content
 
@@ -328,6 +330,7 @@ def read_summary(folder: Path) -> Summary | None:
         attempts = (
             content.pop("attempts", ()) if isinstance(content, dict) else ()
         )
+        content = with_lacked_by_json(content)
         summary = replace(from_json(Summary, content), run_dir=folder)
     except (OSError, ValueError, RecursionError):
         return None
@@ -344,3 +347,24 @@ def objective_of(result: Any) -> Any:
     return (
         result.get("objective", result) if isinstance(result, dict) else result
     )
+
+
+_LACKED = "not_finite"
+
+
+def lacked_by_json(objective: Any) -> dict[str, Json]:
+    """Return the entry of a file that keeps an objective which JSON lacks: NaN or an infinity."""
+    if isinstance(objective, float) and not math.isfinite(objective):
+        return {_LACKED: str(float(objective))}
+    return {}
+
+
+def with_lacked_by_json(content: Any) -> Any:
+    """Return the content of a file with such an objective back in its result."""
+    if not isinstance(content, dict) or content.get(_LACKED) is None:
+        return content
+    objective = float(content[_LACKED])
+    result = content.get("result")
+    if isinstance(result, dict):
+        return {**content, "result": {**result, "objective": objective}}
+    return {**content, "result": objective}

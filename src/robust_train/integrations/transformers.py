@@ -214,6 +214,13 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
                 "Trainer: goes on in an iterable data set as if in its first pass, and with other "
                 "samples where torch's generator shuffles them; one with a length is exact"
             )
+        elif self._order is None and state.global_step:
+            log.warning(
+                "Trainer: passes over as many batches of the %s as the steps before had; if it "
+                "makes others for another batch size, or shuffles by torch's generator, some "
+                "samples are seen again and as many left out",
+                type(batches).__name__,
+            )
         self.run.started(state.global_step)
         self.run.record_memory("training begins")
         name = args.metric_for_best_model or "loss"

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import shlex
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -44,6 +45,7 @@ from robust_train.failures.shortage import with_shortage
 from robust_train.folder.checkpoints import spoil, why_full
 from robust_train.folder.hydra_state import (
     about_job,
+    composed_files,
     owns_terminal,
     run_folder,
     sweep_folder,
@@ -54,7 +56,11 @@ from robust_train.folder.identity import (
     resume_from,
 )
 from robust_train.folder.memory_samples import attempt_stability
-from robust_train.folder.provenance import resume_command, resumed_by_hand
+from robust_train.folder.provenance import (
+    config_digests,
+    resume_command,
+    resumed_by_hand,
+)
 from robust_train.folder.state import Summary
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.processes import user_name
@@ -322,6 +328,8 @@ class Job:
                 "this run folder holds an unfinished job: resuming from %s",
                 self.checkpoint,
             )
+        words = self.config.trainer.argv or sys.argv[1:]
+        self.folder.note_config(config_digests(composed_files(), words))
 
     def _train(self) -> Summary:
         engine = self._engine

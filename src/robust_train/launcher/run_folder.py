@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,11 @@ from robust_train.folder.checkpoints import is_read_only, pass_over_damaged
 from robust_train.folder.identity import begin_job, count_launch
 from robust_train.folder.journal import Journal
 from robust_train.folder.lock import RunLock
-from robust_train.folder.provenance import Provenance
+from robust_train.folder.provenance import (
+    Provenance,
+    changed_files,
+    read_environment,
+)
 from robust_train.folder.requests import (
     LAUNCHERS_VERB,
     NEW,
@@ -89,6 +93,7 @@ class RunFolder:
         self._show = show
         self._notifier = Notifier(config.notify)
         self._provenance: Provenance | None = None
+        self._config_files: Mapping[str, Json] = {}
         job_id, now = f"0-{self.token}", time.time()
         self._config = config
         self._lock = RunLock(run_dir, job_id)
@@ -227,13 +232,24 @@ class RunFolder:
         self._change(state="waiting", waiting=waiting)
         self._detach()
 
+    def note_config(self, digests: Mapping[str, Json]) -> None:
+        """Note the digests of the job's config files, and warn of those that have changed since the
+        launch that this one resumes."""
+        self._config_files = digests
+        changed = changed_files(read_environment(self._run_dir), digests)
+        if changed and self.beginning.checkpoint is not None:
+            log.warning(
+                "this launch runs today's config; changed since the last launch: %s",
+                ", ".join(changed),
+            )
+
     def acquired(
         self,
         gpus: Group,
         wait_seconds: float,
     ) -> None:
         """Record that the job has a device, after a wait, and the trainer is being imported."""
-        self._provenance = Provenance(self._run_dir, gpus)
+        self._provenance = Provenance(self._run_dir, gpus, self._config_files)
         self._change(state="starting", waiting=None)
         self.record(
             DeviceAcquired(

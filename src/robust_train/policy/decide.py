@@ -288,7 +288,11 @@ def _why_give_up(context: FailureContext) -> str:
     if context.has_smaller and context.settings.refuses(context.smaller):
         hint += "; a smaller micro-batch would change the effective batch size, which is kept"
     if not can_halve:
-        hint += "; the batch was not halved: the command has no {batch_size}"
+        is_project = context.config.theirs is not None
+        why = (
+            _HAS_NO_BATCH if is_project else "the command has no {batch_size}"
+        )
+        hint += f"; the batch was not halved: {why}"
     if (
         can_halve
         and context.config.max_retries is not None
@@ -301,6 +305,12 @@ def _why_give_up(context: FailureContext) -> str:
     if context.keeps_batch:
         hint += f"; the batch was not split: {context.keeps_batch}"
     return f"out of memory on every device that may be used: {listed}{hint}"
+
+
+_HAS_NO_BATCH = (
+    "the project's config has no key that is known as the batch size of training; name it: "
+    "robust.training.batch_size='${its.name}'"
+)
 
 
 def cannot_work(failure: Failure) -> str:

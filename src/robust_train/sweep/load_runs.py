@@ -75,7 +75,7 @@ def _row(folder: Path) -> dict[str, Json] | None:
         "wait_seconds",
         "attempts",
     )
-    content = summary.as_json()
+    content = {**summary.as_json(), "result": summary.result}
     return {
         "run_dir": str(folder),
         "name": folder.name

@@ -32,7 +32,13 @@ from robust_train.sweep.record import (
     read_table,
     storage_in,
 )
-from robust_train.sweep.table import best_first, common, tally, without
+from robust_train.sweep.table import (
+    best_first,
+    common,
+    has_results,
+    tally,
+    without,
+)
 
 SCHEMA = 1
 _MOST_PARAMETERS = 8
@@ -74,7 +80,8 @@ class SweepStory:
         """Return the story in JSON's types, schema first."""
         content = {"schema": SCHEMA, "name": self.name, **vars(self)}
         jobs = [
-            {"row": vars(job.row), "story": job.story} for job in self.jobs
+            {"row": {**vars(job.row), **job.row.as_json()}, "story": job.story}
+            for job in self.jobs
         ]
         return strict_json(as_json(content | {"jobs": jobs}))
 
@@ -128,6 +135,7 @@ def sweep_page(sweep: SweepStory) -> str:
         "sweep.html.j2",
         title=sweep.name,
         sweep=sweep,
+        has_results=has_results([job.row for job in sweep.jobs]),
         rows=[
             (
                 job,

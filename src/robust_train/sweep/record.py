@@ -18,14 +18,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from robust_train.files import read_object, write_json
+from robust_train.files import read_object, replacing, write_json
 from robust_train.folder.lock import is_held
-from robust_train.folder.state import EXIT_CODES, read_state, read_summary
+from robust_train.folder.state import (
+    EXIT_CODES,
+    lacked_by_json,
+    read_state,
+    read_summary,
+    with_lacked_by_json,
+)
 from robust_train.host.linux import is_locked, lock, unlock
 from robust_train.model.attempt import Attempt
 from robust_train.model.errors import EXIT_BAD_CONFIG
 from robust_train.model.events import SCHEMA, Json, MalformedEvent, from_json
-from robust_train.readable import signal_name
+from robust_train.readable import shortened, signal_name
 
 if TYPE_CHECKING:
     from optuna.storages import JournalStorage
@@ -34,6 +40,7 @@ log = logging.getLogger("robust_train")
 
 JOB_FILE, SWEEP_FILE = "sweep_job.json", "sweep.json"
 CLAIMS_FILE, STUDY_FILE, STUDY = "claims", "study.jsonl", "sweep"
+_LINK = "job-"  # and its number, of one that lies elsewhere
 INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _OF_THE_SWEEP = re.compile(
     r"\+{0,2}(robust\.)?(sweep_(resume|fail_fast|patience)|resume|detach|notify\.\w+|"
@@ -79,7 +86,8 @@ class SweepJob:
     wall_seconds: float | None = None
     wait_seconds: float | None = None  # of those, waiting for a GPU
     reused: bool = False  # completed in an earlier launch of the sweep
-    reason: str | None = None  # one sentence for any end but `completed`
+    # one sentence for any end but `completed`; of that only if it is in doubt
+    reason: str | None = None
     folder: str | None = None  # None: not started
     # the number of what was tried, which `repeat` jobs share
     trial: int | None = None
@@ -118,6 +126,17 @@ class SweepJob:
                 return value
         return None
 
+    @property
+    def why(self) -> str | None:
+        """Its reason, or why the result of a job that completed has no rank."""
+        if self.reason or not self.has_completed or self.value is not None:
+            return self.reason
+        result = self.result
+        what = "not a number"
+        if isinstance(result, (int, float)) and not math.isnan(result):
+            what = "not finite"
+        return f"its result is {what}: {shortened(repr(result), 100)}"
+
     def varies_as(self, other: SweepJob) -> bool:
         """Return whether the overrides are those of the other, whatever their order, and how they
         are resumed."""
@@ -137,19 +156,29 @@ class SweepJob:
         """Write it into its run folder, whole or not at all; a full disk costs a warning."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            write_json(
-                folder / JOB_FILE, {"schema": 2, **vars(self)}, indent=2
-            )
+            content = {
+                "schema": 2,
+                **vars(self),
+                **lacked_by_json(self.result),
+            }
+            write_json(folder / JOB_FILE, content, indent=2)
         except OSError as error:
             log.warning("cannot write to %s: %s", folder, error.strerror)
 
-    def as_json(self) -> dict[str, Json]:
+    def as_row(self) -> dict[str, Json]:
         """Return the row without the sweep's id, which the table has."""
-        return {
-            name: value
-            for name, value in vars(self).items()
-            if name != "sweep"
-        }
+        row = {**vars(self), "reason": self.why}
+        del row["sweep"]
+        return row
+
+    def as_json(self) -> dict[str, Json]:
+        """Return the row for ``sweep.json``."""
+        return self.as_row() | lacked_by_json(self.result)
+
+    @classmethod
+    def parse(cls, content: Any) -> SweepJob:
+        """Return the job of a file's content; raise MalformedEvent if it is none."""
+        return from_json(cls, with_lacked_by_json(content))
 
 
 def begun(
@@ -176,7 +205,7 @@ def begun(
 def read_record(folder: Path) -> SweepJob | None:
     """Return the record in a run folder; None if there is none that can be read."""
     with contextlib.suppress(MalformedEvent):
-        return from_json(SweepJob, read_object(folder / JOB_FILE))
+        return SweepJob.parse(read_object(folder / JOB_FILE))
     return None
 
 
@@ -268,8 +297,36 @@ def exit_code_of(rows: Sequence[SweepJob]) -> int:
     return next((row.exit_code for row in failed if row.exit_code), 0)
 
 
+def link_outside(
+    folder: Path,
+    job: int,
+    sweep_folder: Path,
+) -> None:
+    """Leave a link in a sweep's folder to a job's run folder that lies elsewhere.
+
+    ``hydra.sweep.subdir`` may lead out of the folder, in which the jobs are looked for.
+    """
+    if folder.resolve().is_relative_to(sweep_folder.resolve()):
+        return
+    try:
+        with replacing(sweep_folder / f"{_LINK}{job}") as link:
+            link.symlink_to(folder.resolve(), target_is_directory=True)
+    except OSError as error:
+        log.warning(
+            "job %d is missing in the sweep's table: no link to %s in %s: %s",
+            job,
+            folder,
+            sweep_folder,
+            error.strerror,
+        )
+
+
 def job_folders(sweep_folder: Path) -> Iterator[Path]:
-    """Yield every run folder of a sweep; ``hydra.sweep.subdir`` may have several levels."""
+    """Yield every run folder of a sweep; ``hydra.sweep.subdir`` may have several levels, and lead
+    out of it."""
+    for link in sorted(sweep_folder.glob(f"{_LINK}*")):
+        if link.is_symlink() and (link / JOB_FILE).exists():
+            yield link.resolve()
     for folder, names, files in os.walk(sweep_folder):
         if ".hydra" in names or JOB_FILE in files:
             names.clear()  # no job lies inside another

@@ -230,10 +230,10 @@ class Search(Jobs):
         elif values and len(values) == sum(row.has_completed for row in rows):
             self._study.tell(trial, fmean(values))
         else:
-            reason = "; ".join(row.reason for row in rows if row.reason)
-            if not reason:
-                results = ", ".join(str(row.result) for row in rows)
-                reason = f"its result is not a number: {results}"
+            reason = "; ".join(
+                dict.fromkeys(row.why for row in rows if row.why)
+            )
+            if all(row.has_completed for row in rows):
                 log.warning(
                     "trial %d counts as failed: %s", trial.number, reason
                 )

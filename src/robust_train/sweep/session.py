@@ -35,7 +35,11 @@ from robust_train.config.checks import hide_urls, unchecked
 from robust_train.config.projects import as_typed, their_keys
 from robust_train.config.schema import RobustConfig
 from robust_train.files import plain, set_aside
-from robust_train.folder.hydra_state import OF_HYDRA, close_to_others
+from robust_train.folder.hydra_state import (
+    OF_HYDRA,
+    close_to_others,
+    composed_files,
+)
 from robust_train.folder.lock import (
     RunLock,
     is_held,
@@ -44,7 +48,10 @@ from robust_train.folder.lock import (
     wait_until_free,
 )
 from robust_train.folder.provenance import (
+    changed_files,
+    config_digests,
     public_command,
+    read_environment,
     repeated_with,
     sweep_resume_command,
 )
@@ -74,6 +81,7 @@ from robust_train.sweep.record import (
     begun,
     exit_code_of,
     job_folders,
+    link_outside,
     of_jobs,
     others_work,
     read_row,
@@ -86,6 +94,7 @@ from robust_train.sweep.table import (
     point_table,
     screen_table,
     tally,
+    unranked,
 )
 
 log = logging.getLogger("robust_train")
@@ -163,7 +172,7 @@ class Sweep:
         lines += screen_table([row for rows in points for row in rows])
         if table.repeat > 1:
             lines += point_table(points)
-        lines += [ended, f"sweep folder: {folder}"]
+        lines += [*unranked(rows), ended, f"sweep folder: {folder}"]
         if code:
             how = f"robust-train resume {shlex.quote(str(folder))}"
             if table.resume_command is None:
@@ -390,11 +399,15 @@ def prepare(config: DictConfig, folder: Path) -> SweepJob:
         own, read_row(folder), resume=unchecked(config).sweep_resume
     )
     if not job.is_running:
-        log.info(
+        digests = config_digests(composed_files(config))
+        changed = ", ".join(changed_files(read_environment(folder), digests))
+        log.log(
+            logging.WARNING if changed else logging.INFO,
             "job %s %s in an earlier launch of this sweep and is not run again "
-            "(sweep_resume=true)",
+            "(sweep_resume=true)%s",
             job.job,
             job.status,
+            f"; its config has changed since: {changed}" if changed else "",
         )
     else:
         try:
@@ -413,6 +426,7 @@ def prepare(config: DictConfig, folder: Path) -> SweepJob:
             job = replace(job, status=Status.NOT_STARTED, reason=reason)
             log.info("job %d is not started: %s", job.job, reason)
     job.write(folder)
+    link_outside(folder, job.job, sweep_folder_of(config))
     return job
 
 
@@ -436,6 +450,8 @@ class SweepCallback(Callback):
 
     def __init__(self) -> None:
         self._launcher = ""  # known where the sweep begins
+        # of this process, when it began a job of a sweep
+        self._working_directory: str | None = None
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Check the job before anything is written to its run folder."""
@@ -489,6 +505,8 @@ class SweepCallback(Callback):
         if problem := misplaced_launcher(config, self._launcher):
             session.job = SweepJob(0, ()).refused(problem)
         elif config.hydra.mode == RunMode.MULTIRUN:
+            with contextlib.suppress(OSError):  # it was removed
+                self._working_directory = os.getcwd()
             session.job = prepare(config, folder)
 
     def on_job_end(
@@ -498,6 +516,11 @@ class SweepCallback(Callback):
         **kwargs: Any,
     ) -> None:
         """Record the end of the job's function, unless it was interrupted."""
+        if self._working_directory is not None:
+            # A job in this process may have changed it, and the folders of the next jobs, which
+            # are relative to it, would leave the sweep's.
+            with contextlib.suppress(OSError):
+                os.chdir(self._working_directory)
         if session.job is None:
             return
         end = returned_or_raised(job_return)

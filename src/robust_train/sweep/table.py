@@ -133,15 +133,33 @@ def tally(rows: Sequence[SweepJob]) -> str:
     return f"{done} of {len(rows)} completed{others}"
 
 
+def unranked(rows: Sequence[SweepJob]) -> list[str]:
+    """Return a line for each reason why jobs that completed have no rank; none of jobs that return
+    nothing at all, which nobody wants to rank."""
+    if not has_results(rows):
+        return []
+    jobs: dict[str, list[str]] = {}
+    for row in rows:
+        if row.has_completed and row.value is None:
+            jobs.setdefault(str(row.why), []).append(str(row.job))
+    return [
+        f"without a rank: job{'s' * (len(numbers) > 1)} {', '.join(numbers)}: {why}"
+        for why, numbers in jobs.items()
+    ]
+
+
+def has_results(rows: Sequence[SweepJob]) -> bool:
+    """Return whether any job has returned something."""
+    return any(row.result is not None for row in rows)
+
+
 def as_csv(rows: Sequence[SweepJob]) -> str:
     """Return the content of ``sweep.csv``: a line of names, then one line a job."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, rows[0].as_json(), lineterminator="\n")
+    writer = csv.DictWriter(text, rows[0].as_row(), lineterminator="\n")
     writer.writeheader()
     for row in rows:
-        writer.writerow(
-            {k: _cell(value) for k, value in row.as_json().items()}
-        )
+        writer.writerow({k: _cell(value) for k, value in row.as_row().items()})
     return text.getvalue()
 
 
