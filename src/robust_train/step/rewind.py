@@ -1,4 +1,4 @@
-"""Going back to where a step began: gradients, buffers, random generators.
+"""Going back to where a step began: gradients, buffers, attributes, random generators.
 
 Here are also the generators' states in a checkpoint, and what a function trains.
 """
@@ -6,15 +6,13 @@ Here are also the generators' states in a checkpoint, and what a function trains
 from __future__ import annotations
 
 import gc
-import itertools
 import random
 import sys
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter, is_
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -23,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from robust_train.compat import (
-    copy_at_once,
     modules_below,
     steps_in_backward,
     tensors_of,
@@ -32,7 +29,8 @@ from robust_train.compat import (
 )
 from robust_train.memory.tensors import leaves_of
 from robust_train.model.errors import UserError
-from robust_train.readable import MIB
+from robust_train.step.attributes import Attributes
+from robust_train.step.copies import Copies
 
 Models = nn.Module | Iterable[nn.Module] | None
 """What learns in a step; None: the modules that the function of the step closes over."""
@@ -42,9 +40,6 @@ _MOST_VALUES = 5000
 _MOST_STEPS, _STEPS_TO_OTHERS = 5, 3
 _MOST_ITEMS = 200  # longer lists hold samples; of dictionaries, keys count
 _PLAIN = (str, bytes, int, float, type(sys), type)
-# bytes of a buffer that is copied in each step: kernels write BatchNorm's statistics around the
-# version counter, and a frozen layer may be trained later
-_ALWAYS_COPIED = MIB
 
 
 # --- random generators ---
@@ -253,13 +248,20 @@ def why_not_again(model: nn.Module) -> str | None:
 # --- a step ---
 
 
-# ``.data = …`` may change them
-_FORM = attrgetter("shape", "dtype")
+def with_modules_inside(
+    attributes: Attributes, modules: list[nn.Module]
+) -> list[nn.Module]:
+    """Keep the attributes of ``modules``; return these and what lists and dictionaries of theirs
+    hold, as metrics, or a teacher that is hidden from ``parameters()``."""
+    inside = attributes.keep(modules)
+    while not set(map(id, inside)).issubset(map(id, modules)):
+        modules = modules_below([*modules, *inside])
+        inside = attributes.keep(modules)
+    return modules
 
 
 class _Buffers:
-    """Buffers by their places, since a module may put another tensor there, and copies of those
-    that may change, whose memory the next step uses again.
+    """Buffers by their places, since a module may put another tensor there, and their values.
 
     Quantized weights are buffers too: a large one is copied once a step has changed it.
     """
@@ -267,75 +269,23 @@ class _Buffers:
     def __init__(self) -> None:
         # what is where
         self._homes: list[tuple[dict[str, Tensor | None], Any]] = []
-        self._now: list[Tensor | None] = []
-        self._forms: list[Any] = []  # of the tensors that are copied
-        # targets and sources of one device and number format: a list of mixed ones would take
-        # torch's slow path, a kernel for each
-        self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
-        self._others: list[Tensor] = []  # that are not copied
-        self._versions: list[tuple[int, int]] = []  # theirs
-        self._changing: set[int] = set()  # of them, in a step before
+        self._copies = Copies()
 
     def keep(self, modules: Iterable[nn.Module]) -> None:
         """Take what modules have now as the values to go back to."""
         homes = (home for _, home in map(tensors_of, modules) if home)
         self._homes = [(home, dict(home)) for home in homes]
         now = [one for _, found in self._homes for one in found.values()]
-        copied = itertools.chain.from_iterable(
-            sources for _, sources in self._groups
-        )
-        if (
-            len(now) != len(self._now)
-            or not all(map(is_, now, self._now))
-            or self.is_lost
-            or list(map(_FORM, copied)) != self._forms
-        ):
-            self._arrange(now)
-        with torch.no_grad():
-            for targets, sources in self._groups:
-                copy_at_once(torch, targets, sources)
-
-    def _arrange(self, now: list[Tensor | None]) -> None:
-        versions = versions_of(self._others)
-        both = zip(self._others, self._versions, versions, strict=True)
-        self._changing |= {id(one) for one, at, now_at in both if at != now_at}
-        pairs = (zip(*group, strict=True) for group in self._groups)
-        copies = {id(t): copy for copy, t in itertools.chain(*pairs)}
-        self._now = now
-        groups: defaultdict[Any, tuple[list[Tensor], list[Tensor]]]
-        groups, self._others = defaultdict(lambda: ([], [])), []
-        for one in now:
-            if one is None:
-                continue
-            # made by the first pass, or never changed in place
-            is_kept = not (is_lazy(one) or one.is_inference())
-            is_small = not one.is_sparse and one.nbytes <= _ALWAYS_COPIED
-            if not (is_kept and (is_small or id(one) in self._changing)):
-                self._others.append(one)
-                continue
-            copy = copies.get(id(one))
-            if copy is None or _FORM(copy) != _FORM(one):
-                copy = torch.empty_like(one)
-            targets, sources = groups[one.device, one.dtype]
-            targets.append(copy)
-            sources.append(one)
-        self._groups = list(groups.values())
-        self._forms = [_FORM(t) for _, found in self._groups for t in found]
-        self._versions = versions_of(self._others)
+        self._copies.take(now)
 
     @property
     def is_lost(self) -> bool:
         """Whether one was written to of which there is no copy."""
-        return versions_of(self._others) != self._versions
+        return self._copies.is_lost
 
-    @torch.no_grad()
     def restore(self) -> None:
         """Put the tensors and values of the start back."""
-        for copies, tensors in self._groups:
-            for tensor, copy in zip(tensors, copies, strict=True):
-                if tensor.shape != copy.shape:  # an observer's grow
-                    tensor.resize_(copy.shape)
-            copy_at_once(torch, tensors, copies)
+        self._copies.restore()
         for home, found in self._homes:
             for name, one in found.items():
                 home[name] = one
@@ -343,20 +293,42 @@ class _Buffers:
 
 class PartStart:
     """The state at the start of a part that stands for itself, as in validation: the generators,
-    and the buffers of modules in training mode, as where BatchNorm's statistics are collected."""
+    the attributes of modules, and the buffers of those in training mode, as where BatchNorm's
+    statistics are collected. With ``every_buffer`` those of all modules.
+    """
 
     def __init__(
-        self, models: Iterable[nn.Module] = (), function: Any = None
+        self,
+        models: Iterable[nn.Module] = (),
+        function: Any = None,
+        *,
+        every_buffer: bool = False,
     ) -> None:
         modules, generators = taking_part(models, function)
         self._generators = GeneratorStates(generators)
+        self._attributes = Attributes()
+        modules = with_modules_inside(self._attributes, modules)
         self._buffers = _Buffers()
-        self._buffers.keep(one for one in modules if one.training)
+        self._buffers.keep(
+            one for one in modules if every_buffer or one.training
+        )
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a large buffer was written to, of which there is no copy."""
+        return self._buffers.is_lost
 
     def restore(self) -> None:
         """Go back to it."""
+        self._attributes.restore()
         self._buffers.restore()
         self._generators.restore()
+
+
+def remember(models: Iterable[nn.Module], function: Any) -> PartStart:
+    """Return the state before an evaluation of ``function`` that must leave nothing behind: random
+    generators, buffers and attributes. Call ``restore()`` of it afterwards, also after an error."""
+    return PartStart(models, function, every_buffer=True)
 
 
 class Watch:
@@ -364,6 +336,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._buffers = weakref.WeakKeyDictionary[nn.Module, _Buffers]()
+        self._attributes = weakref.WeakKeyDictionary[nn.Module, Attributes]()
         self._checked = weakref.WeakSet[nn.Module]()
 
     def check(self, model: nn.Module) -> None:
@@ -381,6 +354,11 @@ class Watch:
         """Return those of the last step that began with these models."""
         new = _Buffers()
         return self._buffers.setdefault(models[0], new) if models else new
+
+    def attributes_with(self, models: Sequence[nn.Module]) -> Attributes:
+        """Return those of the last step that began with these models."""
+        new = Attributes()
+        return self._attributes.setdefault(models[0], new) if models else new
 
 
 class StepStart:
@@ -403,7 +381,9 @@ class StepStart:
         self.models = models
         for model in models:
             watch.check(model)
-        self._modules, generators = taking_part(models, function)
+        modules, generators = taking_part(models, function)
+        self._attributes = watch.attributes_with(models)
+        self._modules = with_modules_inside(self._attributes, modules)
         parameters = parameters_of(self._modules)
         # each once
         self._known = dict(zip(map(id, parameters), parameters, strict=True))
@@ -464,11 +444,12 @@ class StepStart:
         return self._buffers.is_lost
 
     def rewind(self) -> None:
-        """Drop the step's gradients; give buffers and generators their values of the start."""
+        """Drop the step's gradients; put buffers, attributes and generators of the start back."""
         # looked up again: the pass may have made parameters, whose gradients would count twice
         now = parameters_of(modules_below(self._modules))
         for parameter in (*now, *self._known.values()):
             parameter.grad = None
+        self._attributes.restore()
         self._buffers.restore()
         self._generators.restore()
 
@@ -487,6 +468,7 @@ class StepStart:
                 elif new is not None:
                     parameter.grad = before + new
         self._aside = []
+        self._attributes.drop()
 
 
 def bits_of(tensor: Tensor) -> Tensor:

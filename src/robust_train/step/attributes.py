@@ -1,0 +1,429 @@
+"""Plain attributes of modules, which a pass that is repeated must not leave changed.
+
+Numbers, text, None, tensors that are no buffers, and lists, deques, dictionaries, sets and small
+arrays of these: counters, hidden states, queues and their pointers, the states of torchmetrics
+objects. Other objects are not looked at.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Collection, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass
+from enum import Enum
+from operator import is_
+from types import BuiltinFunctionType, FunctionType, MethodType, NoneType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from robust_train.compat import versions_of
+from robust_train.readable import MIB
+from robust_train.step.copies import ALWAYS_COPIED, Copies, is_small
+
+log = logging.getLogger("robust_train")
+
+_PLAIN = frozenset(
+    (int, float, bool, complex, str, bytes, NoneType, range, slice)
+) | {
+    *(torch.dtype, torch.device, torch.Size),
+    *(type, FunctionType, BuiltinFunctionType, MethodType),
+}
+_CONTAINERS = frozenset(
+    (list, deque, set, dict, OrderedDict, defaultdict, Counter)
+)
+# Of a longer container only growth can be undone.
+_MOST_PLAIN, _MOST_OTHERS = 1000, 200
+# Lists of tensors that grow, as a metric's, are not written to in place.
+_MOST_COPIED = 32
+_MOST_LEVELS = 4
+# A tensor above this may be the largest of a pass, so that the step before must not keep it.
+_MOST_HELD = 16 * MIB
+
+# Attributes that belong to nn.Module: parameters, buffers, modules, hooks, the training flag.
+_OF_MODULES = frozenset(vars(nn.Module()))
+# These keep their attributes in step with other ranks, streams or compiled code.
+_WRAPPERS = (
+    "torch.nn.parallel",
+    "torch._dynamo",
+    "torch.distributed.fsdp.fully_sharded",
+    "torch.distributed.fsdp._common",
+)
+
+
+class _CannotPutBack(Exception):
+    """A value of the step's start does not exist any longer."""
+
+
+class _Unseen:
+    """Stands for an object that is not looked at."""
+
+
+_UNSEEN = _Unseen()
+
+
+@dataclass(frozen=True)
+class _HeldTensor:
+    original: weakref.ref[Tensor]
+    # The same memory without the graph of an earlier step; None: it is too large to be kept alive.
+    values: Tensor | None
+    version: tuple[int, int]
+    is_copied: bool
+
+
+@dataclass(frozen=True)
+class _HeldContainer:
+    # None: it may hold the graph of an earlier step, which has to end when the next one drops it.
+    original: Any
+    empty: Any
+    items: Any
+
+
+@dataclass(frozen=True)
+class _HeldTuple:
+    kind: type[tuple[Any, ...]]
+    items: list[Any]
+
+
+@dataclass(frozen=True)
+class _LongContainer:
+    identity: int
+    length: int
+    ends: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class _HeldArray:
+    original: Any
+    values: Any
+
+
+class Attributes:
+    """The attributes that modules have at a moment to go back to."""
+
+    def __init__(self) -> None:
+        # Places in the list of modules, which are not kept alive between steps. Torch's own
+        # modules hold nothing but plain values, unless somebody gives them more.
+        self._seen: tuple[list[int], list[type]] = ([], [])
+        self._simple: list[int] = []
+        self._sizes: list[int] = []
+        # Of each other module the types of its values, and the names of those that are not plain.
+        self._others: list[tuple[int, list[Any]]] = []
+        self._before: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._copies = Copies()
+        self._small: list[Tensor | None] = []
+        self._versions: list[tuple[int, int]] = []
+        self._inside: list[nn.Module] = []
+        self._has_passing = False
+        self._named: set[str] = set()
+
+    def keep(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
+        """Take what ``modules`` have now as the values to go back to.
+
+        Return the modules that are in lists and dictionaries of theirs.
+        """
+        self._small, self._inside = [], []
+        self._arrange(modules)
+        simple = [modules[place] for place in self._simple]
+        values = map(dict.copy, map(vars, simple))
+        self._before = list(zip(simple, values, strict=True))
+        for place, plan in self._others:
+            values_of_one = self._values_of(modules[place], plan)
+            self._before.append((modules[place], values_of_one))
+        self._copies.take(self._small)
+        self._versions = versions_of(self._small)
+        return self._inside
+
+    def drop(self) -> None:
+        """Hold nothing any longer."""
+        self._before, self._inside, self._small = [], [], []
+
+    def restore(self) -> None:
+        """Put the values back; name what cannot be, once."""
+        now = versions_of(self._small)
+        both = zip(self._small, self._versions, now, strict=True)
+        self._copies.restore({id(t) for t, at, now_at in both if at != now_at})
+        for module, before in self._before:
+            for name in self._put_back(module, before):
+                if name not in self._named:
+                    self._named.add(name)
+                    log.warning(
+                        "%s was changed by a pass that is undone, as after running out of memory, "
+                        "and cannot be put back",
+                        name,
+                    )
+
+    # --- looking ---
+
+    def _arrange(self, modules: Sequence[nn.Module]) -> None:
+        """Sort modules by what has to be looked at in each step, if they are others than before."""
+        seen = list(map(id, modules)), list(map(type, modules))
+        if seen == self._seen and self._sizes == self._sizes_of(modules):
+            return
+        self._seen, self._simple, self._others = seen, [], []
+        for place, module in enumerate(modules):
+            kind = type(module)
+            if _is_left_alone(kind):
+                continue
+            if _is_torchs(kind) and not _names_to_hold(module):
+                self._simple.append(place)
+            else:
+                self._others.append((place, [None, ()]))
+        self._sizes = self._sizes_of(modules)
+
+    def _sizes_of(self, modules: Sequence[nn.Module]) -> list[int]:
+        return [len(vars(modules[place])) for place in self._simple]
+
+    def _values_of(self, module: nn.Module, plan: list[Any]) -> dict[str, Any]:
+        home = vars(module)
+        kinds = tuple(map(type, home.values()))
+        if kinds != plan[0]:
+            plan[:] = kinds, _names_to_hold(module)
+        before = home.copy()
+        for name in plan[1]:
+            if name in home:
+                before[name] = self._hold(home[name])
+        return before
+
+    def _hold(self, value: Any, most_copied: int = 1, level: int = 0) -> Any:
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        if kind is Tensor or kind is nn.Parameter:
+            return self._hold_tensor(value, is_copied=most_copied > 0)
+        if isinstance(value, nn.Module):
+            self._inside.append(value)
+            return value
+        if level < _MOST_LEVELS and kind in _CONTAINERS:
+            return self._hold_container(value, level)
+        if level < _MOST_LEVELS and isinstance(value, tuple):
+            if len(value) > _MOST_OTHERS or _PLAIN.issuperset(
+                map(type, value)
+            ):
+                return value
+            return _HeldTuple(kind, self._hold_all(value, level))
+        if _is_array(value):
+            return _HeldArray(value, value.copy())
+        return value if _is_plain(value) else _UNSEEN
+
+    def _hold_tensor(self, tensor: Tensor, *, is_copied: bool) -> Any:
+        if tensor.is_leaf and tensor.requires_grad:
+            return tensor
+        is_large = tensor.is_sparse or tensor.nbytes > _MOST_HELD
+        values = None if is_large else tensor
+        if values is not None and tensor.grad_fn is not None:
+            values = tensor.detach()
+        self._has_passing |= values is not tensor
+        is_copied &= values is not None and is_small(tensor)
+        is_copied &= not tensor.is_inference()
+        if is_copied:
+            self._small.append(values)
+        (version,) = versions_of([tensor])
+        return _HeldTensor(weakref.ref(tensor), values, version, is_copied)
+
+    def _hold_container(self, value: Any, level: int) -> Any:
+        length = len(value)
+        found = value.values() if isinstance(value, dict) else value
+        if length <= _MOST_PLAIN and _PLAIN.issuperset(map(type, found)):
+            return _HeldContainer(value, None, copy(value))
+        if length > _MOST_OTHERS:
+            return _LongContainer(id(value), length, _ends_of(value, length))
+        outer, self._has_passing = self._has_passing, False
+        items: Any = self._hold_all(found, level)
+        if isinstance(value, dict):
+            items = dict(zip(value, items, strict=True))
+        original, empty = value, None
+        if self._has_passing:
+            original, empty = None, copy(value)
+            empty.clear()
+        self._has_passing |= outer
+        return _HeldContainer(original, empty, items)
+
+    def _hold_all(self, values: Collection[Any], level: int) -> list[Any]:
+        most_copied = len(values) <= _MOST_COPIED
+        held = (self._hold(one, most_copied, level + 1) for one in values)
+        return [
+            one if kept is _UNSEEN else kept
+            for one, kept in zip(values, held, strict=True)
+        ]
+
+    # --- going back ---
+
+    def _put_back(
+        self, module: nn.Module, before: dict[str, Any]
+    ) -> Iterator[str]:
+        """Put attributes back; yield the names of those where it is not possible."""
+        home, kind = vars(module), type(module)
+        for name in home.keys() - before.keys():
+            if _is_looked_at(kind, name):
+                del home[name]
+        for name, held in before.items():
+            if held is _UNSEEN or not _is_looked_at(kind, name):
+                continue
+            # the pass has made a parameter, a buffer or a module of it
+            if name not in home and any(
+                name in made
+                for made in (
+                    module._parameters,
+                    module._buffers,
+                    module._modules,
+                )
+            ):
+                continue
+            is_whole = True
+            try:
+                value, is_whole = _value_of(held, home.get(name))
+                if name not in home or home[name] is not value:
+                    home[name] = value
+            # also where a type of tuple cannot be made of its items
+            except Exception:
+                is_whole = False
+            if not is_whole:
+                yield f"{kind.__name__}.{name}"
+
+
+def _value_of(held: Any, now: Any = None) -> tuple[Any, bool]:
+    """Return what was held, and whether all of it is as it was; ``now`` is in its place."""
+    if isinstance(held, _HeldTensor):
+        tensor = held.original()
+        if tensor is None:
+            tensor = held.values
+        if tensor is None:
+            raise _CannotPutBack
+        return tensor, held.is_copied or versions_of([tensor]) == [
+            held.version
+        ]
+    if isinstance(held, _HeldTuple):
+        items, is_whole = _values_of(held.items)
+        make = getattr(held.kind, "_make", held.kind)
+        return make(items), is_whole
+    if isinstance(held, _HeldArray):
+        if held.original.tobytes() != held.values.tobytes():
+            held.original[...] = held.values
+        return held.original, True
+    if isinstance(held, _LongContainer):
+        _cut_back(held, now)
+        return now, True
+    if not isinstance(held, _HeldContainer):
+        return held, True
+    target, items, is_whole = held.original, held.items, True
+    if target is None:
+        target = now if type(now) is type(held.empty) else held.empty
+    if isinstance(target, dict):
+        values, is_whole = _values_of(items.values())
+        _fill(target, dict(zip(items, values, strict=True)))
+    else:
+        if not isinstance(items, set):
+            items, is_whole = _values_of(items)
+        _fill(target, items)
+    return target, is_whole
+
+
+def _values_of(items: Collection[Any]) -> tuple[list[Any], bool]:
+    pairs = list(map(_value_of, items))
+    return [value for value, _ in pairs], all(whole for _, whole in pairs)
+
+
+def _fill(target: Any, items: Any) -> None:
+    """Give a container these items, if it has others."""
+    if len(target) == len(items) and all(map(is_, target, items)):
+        if not isinstance(target, dict):
+            return
+        if all(map(is_, target.values(), items.values())):
+            return
+    target.clear()
+    add = target.extend if isinstance(target, (list, deque)) else target.update
+    add(items)
+
+
+def _ends_of(value: Any, length: int) -> tuple[int, int]:
+    """Return which are the first and the last of so many items of a container."""
+    if isinstance(value, (set, dict)):
+        return 0, 0
+    return id(value[0]), id(value[length - 1])
+
+
+def _cut_back(held: _LongContainer, now: Any) -> None:
+    """Take off what was added to a long container."""
+    is_same = type(now) in _CONTAINERS and id(now) == held.identity
+    if not is_same or len(now) < held.length:
+        raise _CannotPutBack
+    if _ends_of(now, held.length) != held.ends:
+        raise _CannotPutBack
+    if isinstance(now, set) and len(now) > held.length:
+        raise _CannotPutBack
+    while len(now) > held.length:
+        if isinstance(now, dict):
+            now.popitem()
+        else:
+            now.pop()
+
+
+def _names_to_hold(module: nn.Module) -> list[str]:
+    """Return the names of attributes that are more than a plain value."""
+    kind = type(module)
+    return [
+        name
+        for name, value in vars(module).items()
+        if type(value) not in _PLAIN
+        and _is_looked_at(kind, name)
+        and not (type(value) is tuple and _PLAIN.issuperset(map(type, value)))
+    ]
+
+
+def _is_looked_at(kind: type, name: str) -> bool:
+    """Return whether an attribute is a user's, not of nn.Module or of torch's own modules."""
+    return name not in _OF_MODULES and not (
+        name.startswith("_") and _is_torchs(kind)
+    )
+
+
+@functools.cache
+def _is_torchs(kind: type) -> bool:
+    # fully_shard gives a user's module a class of its own
+    names = (one.__module__ for one in kind.__mro__)
+    name = next(n for n in names if not n.startswith("torch.distributed."))
+    return name.partition(".")[0] == "torch"
+
+
+@functools.cache
+def _is_left_alone(kind: type) -> bool:
+    """Return whether a module's attributes are a framework's, which knows better; a lazy module has
+    others after its first pass, as its weights, which stay."""
+    return issubclass(kind, LazyModuleMixin) or any(
+        one.__module__.startswith(_WRAPPERS) for one in kind.__mro__
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is a number or a name of a kind of its own."""
+    numpy = sys.modules.get("numpy")
+    kinds: tuple[type, ...] = (
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        frozenset,
+        Enum,
+    )
+    return isinstance(
+        value, kinds if numpy is None else (*kinds, numpy.generic)
+    )
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return (
+        numpy is not None
+        and type(value) is numpy.ndarray
+        and value.nbytes <= ALWAYS_COPIED
+        and not value.dtype.hasobject
+    )
