@@ -160,12 +160,11 @@ class _Measured(Net):
         x, y = batch
         found = self.layers(x)
         loss = functional.mse_loss(found, y)
-        for name in ("loss", "worst"):
-            metric = getattr(self, f"{stage}_{name}")
-            metric(loss)
-            self.log(f"{stage}_{name}", metric, on_step=stage == "train", on_epoch=True)
+        losses = functional.mse_loss(found, y, reduction="none").mean(1)
         for name, given in (
-            ("samples", (len(x),)),
+            ("loss", (loss, len(x))),
+            ("worst", (losses,)),
+            ("samples", (float(len(x)),)),
             ("right", (found.flatten(), (y > 0.5).int().flatten())),
         ):
             metric = getattr(self, f"{stage}_{name}")

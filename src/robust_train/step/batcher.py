@@ -277,6 +277,7 @@ class MicroBatcher:
     def open_evaluation(
         self,
         kind: Callable[..., S],
+        model: nn.Module,
         shared: SharedStep,
     ) -> S:
         """Begin a batch of a framework's validation."""
@@ -287,6 +288,7 @@ class MicroBatcher:
             shared,
             self._recorder,
             training=False,
+            part_start=partial(PartStart, [model]),
         )
 
     def shrink(self, reason: str) -> tuple[int, int] | None:
