@@ -170,7 +170,7 @@ class _Measured(Net):
             metric = getattr(self, f"{stage}_{name}")
             metric(*given)
             self.log(f"{stage}_{name}", metric, on_step=True, on_epoch=True)
-        getattr(self, f"{stage}_auroc").update(found[:, 0], (y[:, 0] > 0.5).int())
+        getattr(self, f"{stage}_auroc").update(found[:, 0].sigmoid(), (y[:, 0] > 0.5).int())
         self.log(f"{stage}_auroc", getattr(self, f"{stage}_auroc"), on_epoch=True, on_step=False)
         both = getattr(self, f"{stage}_both")
         both(found, y) if stage == "train" else both.update(found, y)

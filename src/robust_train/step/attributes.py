@@ -108,7 +108,9 @@ class _HeldArray:
 class Attributes:
     """The attributes that modules have at a moment to go back to."""
 
-    def __init__(self) -> None:
+    def __init__(self, named: set[str] | None = None) -> None:
+        # Of which a line has said that they cannot be put back.
+        self._named = set() if named is None else named
         # Places in the list of modules, which are not kept alive between steps. Torch's own
         # modules hold nothing but plain values, unless somebody gives them more.
         self._seen: tuple[list[int], list[type]] = ([], [])
@@ -122,7 +124,6 @@ class Attributes:
         self._versions: list[tuple[int, int]] = []
         self._inside: list[nn.Module] = []
         self._has_passing = False
-        self._named: set[str] = set()
 
     def keep(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
         """Take what ``modules`` have now as the values to go back to.

@@ -204,6 +204,8 @@ class Step(Generic[T]):
         """
         if self.start is None:
             return self._run_each(parts, body)
+        if self._batches:
+            self.start.begin_batch()
         self._batches.append((parts, body))
         self._agrees = is_last
         with self.undone_after_an_error(), self._shared.without_collectives():
@@ -353,7 +355,9 @@ class Step(Generic[T]):
     def _pass(self, batches: list[tuple[Parts, Body[T]]]) -> Results[T] | None:
         """Run batches; return the results of the last one, None if memory ran out."""
         results: Results[T] = []
-        for parts, body in batches:
+        for number, (parts, body) in enumerate(batches):
+            if number and self.start is not None:
+                self.start.enter_batch(number)
             results = []
             used = self._size.for_batch(parts.samples)
             for part in self._parts_of(parts, used):

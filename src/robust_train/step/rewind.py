@@ -336,7 +336,10 @@ class Watch:
 
     def __init__(self) -> None:
         self._buffers = weakref.WeakKeyDictionary[nn.Module, _Buffers]()
-        self._attributes = weakref.WeakKeyDictionary[nn.Module, Attributes]()
+        self._attributes = weakref.WeakKeyDictionary[
+            nn.Module, list[Attributes]
+        ]()
+        self._named: set[str] = set()
         self._checked = weakref.WeakSet[nn.Module]()
 
     def check(self, model: nn.Module) -> None:
@@ -355,10 +358,16 @@ class Watch:
         new = _Buffers()
         return self._buffers.setdefault(models[0], new) if models else new
 
-    def attributes_with(self, models: Sequence[nn.Module]) -> Attributes:
-        """Return those of the last step that began with these models."""
-        new = Attributes()
-        return self._attributes.setdefault(models[0], new) if models else new
+    def attributes_with(
+        self, models: Sequence[nn.Module], batch: int = 0
+    ) -> Attributes:
+        """Return those of this batch of the last step that began with these models."""
+        if not models:
+            return Attributes(self._named)
+        kept = self._attributes.setdefault(models[0], [])
+        if len(kept) <= batch:
+            kept.append(Attributes(self._named))
+        return kept[batch]
 
 
 class StepStart:
@@ -382,8 +391,9 @@ class StepStart:
         for model in models:
             watch.check(model)
         modules, generators = taking_part(models, function)
-        self._attributes = watch.attributes_with(models)
-        self._modules = with_modules_inside(self._attributes, modules)
+        self._watch = watch
+        self._attributes = [watch.attributes_with(models)]
+        self._modules = with_modules_inside(self._attributes[0], modules)
         parameters = parameters_of(self._modules)
         # each once
         self._known = dict(zip(map(id, parameters), parameters, strict=True))
@@ -449,9 +459,21 @@ class StepStart:
         now = parameters_of(modules_below(self._modules))
         for parameter in (*now, *self._known.values()):
             parameter.grad = None
-        self._attributes.restore()
+        self.enter_batch(0)
         self._buffers.restore()
         self._generators.restore()
+
+    def begin_batch(self) -> None:
+        """Take the attributes at the start of the step's next batch: since the one before, hooks of
+        a framework may have changed some, which do not run again."""
+        number = len(self._attributes)
+        attributes = self._watch.attributes_with(self.models, number)
+        attributes.keep(self._modules)
+        self._attributes.append(attributes)
+
+    def enter_batch(self, number: int) -> None:
+        """Put back the attributes that there were at the start of a batch of the step."""
+        self._attributes[number].restore()
 
     def end(self) -> None:
         """Add the gradients that were laid aside; a second call does nothing."""
@@ -468,7 +490,8 @@ class StepStart:
                 elif new is not None:
                     parameter.grad = before + new
         self._aside = []
-        self._attributes.drop()
+        for attributes in self._attributes:
+            attributes.drop()
 
 
 def bits_of(tensor: Tensor) -> Tensor:
