@@ -44,6 +44,8 @@ _MOST_PLAIN, _MOST_OTHERS = 1000, 200
 # Lists of tensors that grow, as a metric's, are not written to in place.
 _MOST_COPIED = 32
 _MOST_LEVELS = 4
+# After so many all attributes are looked at again.
+_MOST_STEPS = 50
 # A tensor above this may be the largest of a pass, so that the step before must not keep it.
 _MOST_HELD = 16 * MIB
 
@@ -105,20 +107,89 @@ class _HeldArray:
     values: Any
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """What of modules has to be looked at in each step; of the others a copy of the dictionary
+    suffices. Modules are known by their places in the list, since none is kept alive."""
+
+    seen: tuple[list[int], list[int]] = (
+        [],
+        [],
+    )  # which they are, and how much they have
+    # The names of attributes that are more than a plain value.
+    names: tuple[tuple[int, list[str]], ...] = ()
+    # Those that are None, and may be a tensor or a list in a later step.
+    empty: tuple[tuple[int, list[str]], ...] = ()
+    left_alone: tuple[int, ...] = ()
+    lazy: tuple[int, ...] = ()
+
+    @classmethod
+    def of(
+        cls, modules: Sequence[nn.Module], homes: Sequence[dict[str, Any]]
+    ) -> _Plan:
+        """Look at all attributes of modules."""
+        names, empty, left_alone, lazy = [], [], [], []
+        for place, (module, home) in enumerate(
+            zip(modules, homes, strict=True)
+        ):
+            kind = type(module)
+            if _is_left_alone(kind):
+                left_alone.append(place)
+                if issubclass(kind, LazyModuleMixin):
+                    lazy.append(place)
+                continue
+            if own := _names_to_hold(kind, home):
+                names.append((place, own))
+            none = [] if _is_torchs(kind) else _names_of_none(kind, home)
+            if none:
+                empty.append((place, none))
+        return cls(
+            _seen(modules, homes),
+            tuple(names),
+            tuple(empty),
+            tuple(left_alone),
+            tuple(lazy),
+        )
+
+    def is_of(
+        self, modules: Sequence[nn.Module], homes: Sequence[dict[str, Any]]
+    ) -> bool:
+        """Return whether it holds for modules as they are now."""
+        return (
+            _seen(modules, homes) == self.seen
+            and not any(
+                homes[place].get(name) is not None
+                for place, names in self.empty
+                for name in names
+            )
+            and all(
+                name in homes[place]
+                for place, names in self.names
+                for name in names
+            )
+            and all(
+                isinstance(modules[place], LazyModuleMixin)
+                for place in self.lazy
+            )
+        )
+
+
+def _seen(
+    modules: Sequence[nn.Module], homes: Sequence[dict[str, Any]]
+) -> tuple[list[int], list[int]]:
+    return list(map(id, modules)), list(map(len, homes))
+
+
 class Attributes:
     """The attributes that modules have at a moment to go back to."""
 
     def __init__(self, named: set[str] | None = None) -> None:
         # Of which a line has said that they cannot be put back.
         self._named = set() if named is None else named
-        # Places in the list of modules, which are not kept alive between steps. Torch's own
-        # modules hold nothing but plain values, unless somebody gives them more.
-        self._seen: tuple[list[int], list[type]] = ([], [])
-        self._simple: list[int] = []
-        self._sizes: list[int] = []
-        # Of each other module the types of its values, and the names of those that are not plain.
-        self._others: list[tuple[int, list[Any]]] = []
-        self._before: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._plan = _Plan()
+        self._age = 0
+        self._modules: list[nn.Module] = []
+        self._before: list[dict[str, Any]] = []
         self._copies = Copies()
         self._small: list[Tensor | None] = []
         self._versions: list[tuple[int, int]] = []
@@ -131,28 +202,36 @@ class Attributes:
         Return the modules that are in lists and dictionaries of theirs.
         """
         self._small, self._inside = [], []
-        self._arrange(modules)
-        simple = [modules[place] for place in self._simple]
-        values = map(dict.copy, map(vars, simple))
-        self._before = list(zip(simple, values, strict=True))
-        for place, plan in self._others:
-            values_of_one = self._values_of(modules[place], plan)
-            self._before.append((modules[place], values_of_one))
+        homes = list(map(vars, modules))
+        self._age += 1
+        if self._age > _MOST_STEPS or not self._plan.is_of(modules, homes):
+            self._plan, self._age = _Plan.of(modules, homes), 0
+        self._modules, self._before = (
+            list(modules),
+            list(map(dict.copy, homes)),
+        )
+        for place, names in self._plan.names:
+            home, before = homes[place], self._before[place]
+            for name in names:
+                before[name] = self._hold(home[name])
+        for place in self._plan.left_alone:
+            self._before[place] = {}
         self._copies.take(self._small)
         self._versions = versions_of(self._small)
         return self._inside
 
     def drop(self) -> None:
         """Hold nothing any longer."""
-        self._before, self._inside, self._small = [], [], []
+        self._modules, self._before = [], []
+        self._inside, self._small = [], []
 
     def restore(self) -> None:
         """Put the values back; name what cannot be, once."""
         now = versions_of(self._small)
         both = zip(self._small, self._versions, now, strict=True)
         self._copies.restore({id(t) for t, at, now_at in both if at != now_at})
-        for module, before in self._before:
-            for name in self._put_back(module, before):
+        for module, before in zip(self._modules, self._before, strict=True):
+            for name in _put_back(module, before) if before else ():
                 if name not in self._named:
                     self._named.add(name)
                     log.warning(
@@ -160,38 +239,6 @@ class Attributes:
                         "and cannot be put back",
                         name,
                     )
-
-    # --- looking ---
-
-    def _arrange(self, modules: Sequence[nn.Module]) -> None:
-        """Sort modules by what has to be looked at in each step, if they are others than before."""
-        seen = list(map(id, modules)), list(map(type, modules))
-        if seen == self._seen and self._sizes == self._sizes_of(modules):
-            return
-        self._seen, self._simple, self._others = seen, [], []
-        for place, module in enumerate(modules):
-            kind = type(module)
-            if _is_left_alone(kind):
-                continue
-            if _is_torchs(kind) and not _names_to_hold(module):
-                self._simple.append(place)
-            else:
-                self._others.append((place, [None, ()]))
-        self._sizes = self._sizes_of(modules)
-
-    def _sizes_of(self, modules: Sequence[nn.Module]) -> list[int]:
-        return [len(vars(modules[place])) for place in self._simple]
-
-    def _values_of(self, module: nn.Module, plan: list[Any]) -> dict[str, Any]:
-        home = vars(module)
-        kinds = tuple(map(type, home.values()))
-        if kinds != plan[0]:
-            plan[:] = kinds, _names_to_hold(module)
-        before = home.copy()
-        for name in plan[1]:
-            if name in home:
-                before[name] = self._hold(home[name])
-        return before
 
     def _hold(self, value: Any, most_copied: int = 1, level: int = 0) -> Any:
         kind = type(value)
@@ -255,39 +302,40 @@ class Attributes:
             for one, kept in zip(values, held, strict=True)
         ]
 
-    # --- going back ---
 
-    def _put_back(
-        self, module: nn.Module, before: dict[str, Any]
-    ) -> Iterator[str]:
-        """Put attributes back; yield the names of those where it is not possible."""
-        home, kind = vars(module), type(module)
-        for name in home.keys() - before.keys():
-            if _is_looked_at(kind, name):
-                del home[name]
-        for name, held in before.items():
-            if held is _UNSEEN or not _is_looked_at(kind, name):
-                continue
-            # the pass has made a parameter, a buffer or a module of it
-            if name not in home and any(
-                name in made
-                for made in (
-                    module._parameters,
-                    module._buffers,
-                    module._modules,
-                )
-            ):
-                continue
-            is_whole = True
-            try:
-                value, is_whole = _value_of(held, home.get(name))
-                if name not in home or home[name] is not value:
-                    home[name] = value
-            # also where a type of tuple cannot be made of its items
-            except Exception:
-                is_whole = False
-            if not is_whole:
-                yield f"{kind.__name__}.{name}"
+# --- going back ---
+
+
+def _put_back(module: nn.Module, before: dict[str, Any]) -> Iterator[str]:
+    """Put attributes back; yield the names of those where it is not possible."""
+    home, kind = vars(module), type(module)
+    for name in home.keys() - before.keys():
+        if _is_looked_at(kind, name):
+            del home[name]
+    for name, held in before.items():
+        is_left = held is _UNSEEN or (name in home and home[name] is held)
+        if is_left or not _is_looked_at(kind, name):
+            continue
+        # the pass has made a parameter, a buffer or a module of it
+        if name not in home and any(
+            name in made
+            for made in (
+                module._parameters,
+                module._buffers,
+                module._modules,
+            )
+        ):
+            continue
+        is_whole = True
+        try:
+            value, is_whole = _value_of(held, home.get(name))
+            if name not in home or home[name] is not value:
+                home[name] = value
+        # also where a type of tuple cannot be made of its items
+        except Exception:
+            is_whole = False
+        if not is_whole:
+            yield f"{kind.__name__}.{name}"
 
 
 def _value_of(held: Any, now: Any = None) -> tuple[Any, bool]:
@@ -367,15 +415,22 @@ def _cut_back(held: _LongContainer, now: Any) -> None:
             now.pop()
 
 
-def _names_to_hold(module: nn.Module) -> list[str]:
+def _names_to_hold(kind: type, home: dict[str, Any]) -> list[str]:
     """Return the names of attributes that are more than a plain value."""
-    kind = type(module)
     return [
         name
-        for name, value in vars(module).items()
+        for name, value in home.items()
         if type(value) not in _PLAIN
         and _is_looked_at(kind, name)
         and not (type(value) is tuple and _PLAIN.issuperset(map(type, value)))
+    ]
+
+
+def _names_of_none(kind: type, home: dict[str, Any]) -> list[str]:
+    return [
+        name
+        for name, value in home.items()
+        if value is None and _is_looked_at(kind, name)
     ]
 
 
@@ -387,7 +442,7 @@ def _is_looked_at(kind: type, name: str) -> bool:
 
 
 @functools.cache
-def _is_torchs(kind: type) -> bool:
+def _is_torchs(kind: Any) -> bool:
     # fully_shard gives a user's module a class of its own
     names = (one.__module__ for one in kind.__mro__)
     name = next(n for n in names if not n.startswith("torch.distributed."))
@@ -395,7 +450,7 @@ def _is_torchs(kind: type) -> bool:
 
 
 @functools.cache
-def _is_left_alone(kind: type) -> bool:
+def _is_left_alone(kind: Any) -> bool:
     """Return whether a module's attributes are a framework's, which knows better; a lazy module has
     others after its first pass, as its weights, which stay."""
     return issubclass(kind, LazyModuleMixin) or any(

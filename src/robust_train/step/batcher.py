@@ -288,7 +288,7 @@ class MicroBatcher:
             shared,
             self._recorder,
             training=False,
-            part_start=partial(PartStart, [model]),
+            part_start=partial(PartStart, [model], watch=self._watch),
         )
 
     def shrink(self, reason: str) -> tuple[int, int] | None:
@@ -341,7 +341,7 @@ class MicroBatcher:
             shared,
             self._recorder,
             training=training,
-            part_start=partial(PartStart, models, function),
+            part_start=partial(PartStart, models, function, watch=self._watch),
         )
 
     def _probe(

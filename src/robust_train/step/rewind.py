@@ -291,6 +291,10 @@ class _Buffers:
                 home[name] = one
 
 
+# a validation may begin in the middle of a step
+_OF_A_PART = -1
+
+
 class PartStart:
     """The state at the start of a part that stands for itself, as in validation: the generators,
     the attributes of modules, and the buffers of those in training mode, as where BatchNorm's
@@ -302,11 +306,15 @@ class PartStart:
         models: Iterable[nn.Module] = (),
         function: Any = None,
         *,
+        watch: Watch | None = None,
         every_buffer: bool = False,
     ) -> None:
+        models = list(models)
         modules, generators = taking_part(models, function)
         self._generators = GeneratorStates(generators)
         self._attributes = Attributes()
+        if watch is not None:
+            self._attributes = watch.attributes_with(models, _OF_A_PART)
         modules = with_modules_inside(self._attributes, modules)
         self._buffers = _Buffers()
         self._buffers.keep(
@@ -337,7 +345,7 @@ class Watch:
     def __init__(self) -> None:
         self._buffers = weakref.WeakKeyDictionary[nn.Module, _Buffers]()
         self._attributes = weakref.WeakKeyDictionary[
-            nn.Module, list[Attributes]
+            nn.Module, dict[int, Attributes]
         ]()
         self._named: set[str] = set()
         self._checked = weakref.WeakSet[nn.Module]()
@@ -364,9 +372,9 @@ class Watch:
         """Return those of this batch of the last step that began with these models."""
         if not models:
             return Attributes(self._named)
-        kept = self._attributes.setdefault(models[0], [])
-        if len(kept) <= batch:
-            kept.append(Attributes(self._named))
+        kept = self._attributes.setdefault(models[0], {})
+        if batch not in kept:
+            kept[batch] = Attributes(self._named)
         return kept[batch]
 
 
