@@ -36,6 +36,9 @@ _PLAIN = frozenset(
     *(torch.dtype, torch.device, torch.Size),
     *(type, FunctionType, BuiltinFunctionType, MethodType),
 }
+_numpy: Any = sys.modules.get("numpy")  # torch does without it, too
+_ARRAYS = () if _numpy is None else (_numpy.ndarray,)
+_SCALARS = () if _numpy is None else (_numpy.generic,)
 _CONTAINERS = frozenset(
     (list, deque, set, dict, OrderedDict, defaultdict, Counter)
 )
@@ -58,6 +61,10 @@ _WRAPPERS = (
     "torch.distributed.fsdp.fully_sharded",
     "torch.distributed.fsdp._common",
 )
+
+
+# Kinds of values that hold others. Of other objects, as a model's config, nothing is put back.
+_HOLDING = (Tensor, nn.Module, tuple, *_CONTAINERS, *_ARRAYS)
 
 
 class _CannotPutBack(Exception):
@@ -178,6 +185,9 @@ def _seen(
     modules: Sequence[nn.Module], homes: Sequence[dict[str, Any]]
 ) -> tuple[list[int], list[int]]:
     return list(map(id, modules)), list(map(len, homes))
+
+
+_HELD = (_HeldTensor, _HeldContainer, _HeldTuple, _LongContainer, _HeldArray)
 
 
 class Attributes:
@@ -313,8 +323,8 @@ def _put_back(module: nn.Module, before: dict[str, Any]) -> Iterator[str]:
         if _is_looked_at(kind, name):
             del home[name]
     for name, held in before.items():
-        is_left = held is _UNSEEN or (name in home and home[name] is held)
-        if is_left or not _is_looked_at(kind, name):
+        is_same = name in home and home[name] is held
+        if is_same or not (_is_put_back(held) and _is_looked_at(kind, name)):
             continue
         # the pass has made a parameter, a buffer or a module of it
         if name not in home and any(
@@ -422,6 +432,7 @@ def _names_to_hold(kind: type, home: dict[str, Any]) -> list[str]:
         for name, value in home.items()
         if type(value) not in _PLAIN
         and _is_looked_at(kind, name)
+        and isinstance(value, _HOLDING)
         and not (type(value) is tuple and _PLAIN.issuperset(map(type, value)))
     ]
 
@@ -458,28 +469,23 @@ def _is_left_alone(kind: Any) -> bool:
     )
 
 
+def _is_put_back(held: Any) -> bool:
+    if type(held) in _PLAIN or isinstance(
+        held, (*_HELD, nn.Module, nn.Parameter)
+    ):
+        return True
+    return _is_plain(held) or type(held) is tuple
+
+
 def _is_plain(value: Any) -> bool:
     """Return whether a value is a number or a name of a kind of its own."""
-    numpy = sys.modules.get("numpy")
-    kinds: tuple[type, ...] = (
-        int,
-        float,
-        complex,
-        str,
-        bytes,
-        frozenset,
-        Enum,
-    )
-    return isinstance(
-        value, kinds if numpy is None else (*kinds, numpy.generic)
-    )
+    kinds = (int, float, complex, str, bytes, frozenset, Enum, *_SCALARS)
+    return isinstance(value, kinds)
 
 
 def _is_array(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
     return (
-        numpy is not None
-        and type(value) is numpy.ndarray
+        type(value) in _ARRAYS
         and value.nbytes <= ALWAYS_COPIED
         and not value.dtype.hasobject
     )

@@ -254,7 +254,7 @@ def with_modules_inside(
     """Keep the attributes of ``modules``; return these and what lists and dictionaries of theirs
     hold, as metrics, or a teacher that is hidden from ``parameters()``."""
     inside = attributes.keep(modules)
-    while not set(map(id, inside)).issubset(map(id, modules)):
+    while inside and not set(map(id, inside)).issubset(map(id, modules)):
         modules = modules_below([*modules, *inside])
         inside = attributes.keep(modules)
     return modules
