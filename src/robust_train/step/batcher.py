@@ -134,13 +134,12 @@ class MicroBatcher:
 
             loss = batcher.backward(loss_of, batch, model)
 
-        If memory runs out in it, the step starts over with smaller parts; gradients, buffers and
-        random generators are as if no error had been.
+        If memory runs out in it, the step starts over with smaller parts; gradients, buffers, plain
+        attributes of modules and random generators are as if no error had been.
 
         Args:
-            loss_of: returns the mean loss of its part, or a tuple of that and anything else. Its
-                variables are all that it may leave behind: what it stores elsewhere stays there
-                after a failed pass.
+            loss_of: returns the mean loss of its part, or a tuple of that and anything else. What it
+                stores outside of modules stays there after a failed pass.
             batch: tensors, arrays or lists in any nesting of tuples, mappings and dataclasses, all
                 with one sample per index of their first dimension.
             model: what learns: a module or several. None: the modules that ``loss_of`` closes over.
