@@ -139,7 +139,7 @@ class _Plan:
         for place, (module, home) in enumerate(
             zip(modules, homes, strict=True)
         ):
-            kind = type(module)
+            kind: Any = type(module)
             if _is_left_alone(kind):
                 left_alone.append(place)
                 if issubclass(kind, LazyModuleMixin):
@@ -425,7 +425,7 @@ def _cut_back(held: _LongContainer, now: Any) -> None:
             now.pop()
 
 
-def _names_to_hold(kind: type, home: dict[str, Any]) -> list[str]:
+def _names_to_hold(kind: Any, home: dict[str, Any]) -> list[str]:
     """Return the names of attributes that are more than a plain value."""
     return [
         name
@@ -437,7 +437,7 @@ def _names_to_hold(kind: type, home: dict[str, Any]) -> list[str]:
     ]
 
 
-def _names_of_none(kind: type, home: dict[str, Any]) -> list[str]:
+def _names_of_none(kind: Any, home: dict[str, Any]) -> list[str]:
     return [
         name
         for name, value in home.items()
@@ -445,7 +445,7 @@ def _names_of_none(kind: type, home: dict[str, Any]) -> list[str]:
     ]
 
 
-def _is_looked_at(kind: type, name: str) -> bool:
+def _is_looked_at(kind: Any, name: str) -> bool:
     """Return whether an attribute is a user's, not of nn.Module or of torch's own modules."""
     return name not in _OF_MODULES and not (
         name.startswith("_") and _is_torchs(kind)
@@ -457,7 +457,7 @@ def _is_torchs(kind: Any) -> bool:
     # fully_shard gives a user's module a class of its own
     names = (one.__module__ for one in kind.__mro__)
     name = next(n for n in names if not n.startswith("torch.distributed."))
-    return name.partition(".")[0] == "torch"
+    return bool(name.partition(".")[0] == "torch")
 
 
 @functools.cache
@@ -484,8 +484,6 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_array(value: Any) -> bool:
-    return (
-        type(value) in _ARRAYS
-        and value.nbytes <= ALWAYS_COPIED
-        and not value.dtype.hasobject
-    )
+    if type(value) not in _ARRAYS:
+        return False
+    return not value.dtype.hasobject and bool(value.nbytes <= ALWAYS_COPIED)

@@ -138,8 +138,8 @@ class MicroBatcher:
         attributes of modules and random generators are as if no error had been.
 
         Args:
-            loss_of: returns the mean loss of its part, or a tuple of that and anything else. What it
-                stores outside of modules stays there after a failed pass.
+            loss_of: returns the mean loss of its part, or a tuple of that and anything else. What
+                it stores outside of modules stays there after a failed pass.
             batch: tensors, arrays or lists in any nesting of tuples, mappings and dataclasses, all
                 with one sample per index of their first dimension.
             model: what learns: a module or several. None: the modules that ``loss_of`` closes over.
