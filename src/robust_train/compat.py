@@ -574,10 +574,6 @@ LATEST = "_forward_cache"
 """What a torchmetrics object, or a value that Lightning logs, was last."""
 
 
-METRIC_NOTES = ("_update_count", "_computed", LATEST)
-"""What a torchmetrics object keeps beside its state."""
-
-
 def logged_by(trainer: Any) -> Any:
     """Return the values that a Lightning ``Trainer`` has logged in this epoch; None if none can."""
     return trainer._results

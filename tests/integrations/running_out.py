@@ -7,6 +7,7 @@ from torch import nn
 
 from framework_config import framework_config
 from memory_limit import limited_growth
+from noted import Noted
 from robust_train.attempt.run import MicroBatchPlan
 from robust_train.config.checks import unchecked
 from robust_train.failures import classify_failure
@@ -56,7 +57,7 @@ class Fuse(nn.Module):
         super().__init__()
         self.where, self.at, self.fits, self.is_for_training = where, at, fits, training
         self.packed = packed
-        self.sizes: list[int] = []
+        self.sizes: list[int] = Noted()
 
     def forward(self, x):
         if self.training is not self.is_for_training:

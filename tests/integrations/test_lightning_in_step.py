@@ -160,18 +160,17 @@ class _Measured(Net):
         x, y = batch
         found = self.layers(x)
         loss = functional.mse_loss(found, y)
-        for name in ("loss", "worst"):
-            metric = getattr(self, f"{stage}_{name}")
-            metric(loss)
-            self.log(f"{stage}_{name}", metric, on_step=stage == "train", on_epoch=True)
+        losses = functional.mse_loss(found, y, reduction="none").mean(1)
         for name, given in (
-            ("samples", (len(x),)),
+            ("loss", (loss, len(x))),
+            ("worst", (losses,)),
+            ("samples", (float(len(x)),)),
             ("right", (found.flatten(), (y > 0.5).int().flatten())),
         ):
             metric = getattr(self, f"{stage}_{name}")
             metric(*given)
             self.log(f"{stage}_{name}", metric, on_step=True, on_epoch=True)
-        getattr(self, f"{stage}_auroc").update(found[:, 0], (y[:, 0] > 0.5).int())
+        getattr(self, f"{stage}_auroc").update(found[:, 0].sigmoid(), (y[:, 0] > 0.5).int())
         self.log(f"{stage}_auroc", getattr(self, f"{stage}_auroc"), on_epoch=True, on_step=False)
         both = getattr(self, f"{stage}_both")
         both(found, y) if stage == "train" else both.update(found, y)

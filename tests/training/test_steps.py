@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from noted import Noted
 from robust_train.attempt.run import MicroBatchPlan, Run
 from robust_train.memory.tensors import live_tensors
 from robust_train.model.errors import ConfigError, UserError
@@ -55,7 +56,7 @@ class Network(nn.Module):
         self.norm = nn.BatchNorm1d(16) if norm else nn.Identity()
         self.dropout = nn.Dropout(dropout)
         self.last = nn.Linear(16, 3)
-        self.sizes = []
+        self.sizes = Noted()
 
     def forward(self, x):
         self.sizes.append(len(x))

@@ -314,7 +314,7 @@ class InStep:
             whole = Part(batch, 1.0)
             return [(body(whole), whole)]
         kind = partial(OpenStep, say=self.say)
-        step = self._batcher.open_evaluation(kind, shared)
+        step = self._batcher.open_evaluation(kind, model, shared)
         return step.run_batch(batch, body)
 
     def joined(self, found: Sequence[tuple[Any, Part]]) -> Any:

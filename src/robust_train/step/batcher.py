@@ -146,15 +146,15 @@ class MicroBatcher:
 
             loss = batcher.backward(loss_of, batch, model)
 
-        If memory runs out in it, the step starts over with smaller parts; gradients, buffers and
-        random generators are as if no error had been. Before a batch is split for the first time,
-        the loss of a part is compared with those of its halves: if they do not add up, as those of
-        a contrastive loss do not, a warning says so, or an error if that was asked for.
+        If memory runs out in it, the step starts over with smaller parts; gradients, buffers, plain
+        attributes of modules and random generators are as if no error had been. Before a batch is
+        split for the first time, the loss of a part is compared with those of its halves: if they
+        do not add up, as those of a contrastive loss do not, a warning says so, or an error if that
+        was asked for.
 
         Args:
-            loss_of: returns the mean loss of its part, or a tuple of that and anything else. Its
-                variables are all that it may leave behind: what it stores elsewhere stays there
-                after a failed pass.
+            loss_of: returns the mean loss of its part, or a tuple of that and anything else. What
+                it stores outside of modules stays there after a failed pass.
             batch: tensors, arrays or lists in any nesting of tuples, mappings and dataclasses, all
                 with one sample per index of their first dimension.
             model: what learns: a module or several. None: the modules that ``loss_of`` closes over.
@@ -301,6 +301,7 @@ class MicroBatcher:
     def open_evaluation(
         self,
         kind: Callable[..., S],
+        model: nn.Module,
         shared: SharedStep,
     ) -> S:
         """Begin a batch of a framework's validation."""
@@ -311,6 +312,7 @@ class MicroBatcher:
             shared,
             self._recorder,
             training=False,
+            part_start=partial(PartStart, [model], watch=self._watch),
         )
 
     def shrink(self, reason: str) -> tuple[int, int] | None:
@@ -363,7 +365,7 @@ class MicroBatcher:
             shared,
             self._recorder,
             training=training,
-            part_start=partial(PartStart, models, function),
+            part_start=partial(PartStart, models, function, watch=self._watch),
         )
 
     def _probe(

@@ -252,6 +252,8 @@ class Step(Generic[T]):
         """
         if self.start is None:
             return self._run_each(batch)
+        if self._batches:
+            self.start.begin_batch()
         self._batches.append(batch)
         self._agrees = is_last
         with self.undone_after_an_error(), self._shared.without_collectives():
@@ -403,7 +405,9 @@ class Step(Generic[T]):
     def _pass(self, batches: list[Batch[T]]) -> Results[T] | None:
         """Run batches; return the results of the last one, None if memory ran out."""
         results: Results[T] = []
-        for batch in batches:
+        for number, batch in enumerate(batches):
+            if number and self.start is not None:
+                self.start.enter_batch(number)
             results = []
             used = self._size.for_batch(batch.parts.samples)
             for part in self._parts_of(batch, used):

@@ -1,4 +1,4 @@
-"""Going back to where a step began: gradients, buffers, random generators.
+"""Going back to where a step began: gradients, buffers, attributes, random generators.
 
 Here are also the generators' states in a checkpoint, and what a function trains.
 """
@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import random
 import sys
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter, is_
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -24,7 +22,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from robust_train.compat import (
-    copy_at_once,
     modules_below,
     steps_in_backward,
     tensors_of,
@@ -34,6 +31,8 @@ from robust_train.compat import (
 from robust_train.memory.tensors import leaves_of
 from robust_train.model.errors import UserError
 from robust_train.readable import MIB
+from robust_train.step.attributes import Attributes
+from robust_train.step.copies import ALWAYS_COPIED, Copies
 
 Models = nn.Module | Iterable[nn.Module] | None
 """What learns in a step; None: the modules that the function of the step closes over."""
@@ -43,9 +42,6 @@ _MOST_VALUES = 5000
 _MOST_STEPS, _STEPS_TO_OTHERS = 5, 3
 _MOST_ITEMS = 200  # longer lists hold samples; of dictionaries, keys count
 _PLAIN = (str, bytes, int, float, type(sys), type)
-# bytes of a buffer that is copied in each step: kernels write BatchNorm's statistics around the
-# version counter, and a frozen layer may be trained later
-_ALWAYS_COPIED = MIB
 # bytes of a buffer or of all frozen weights that are copied for a check, which is made once
 _MOST_COPIED = 1024 * MIB
 
@@ -256,109 +252,78 @@ def why_not_again(model: nn.Module) -> str | None:
 # --- a step ---
 
 
-# ``.data = …`` may change them
-_FORM = attrgetter("shape", "dtype")
+def with_modules_inside(
+    attributes: Attributes, modules: list[nn.Module]
+) -> list[nn.Module]:
+    """Keep the attributes of ``modules``; return these and what lists and dictionaries of theirs
+    hold, as metrics, or a teacher that is hidden from ``parameters()``."""
+    inside = attributes.keep(modules)
+    while inside and not set(map(id, inside)).issubset(map(id, modules)):
+        modules = modules_below([*modules, *inside])
+        inside = attributes.keep(modules)
+    return modules
 
 
 class _Buffers:
-    """Buffers by their places, since a module may put another tensor there, and copies of those
-    that may change, whose memory the next step uses again.
+    """Buffers by their places, since a module may put another tensor there, and their values.
 
     Quantized weights are buffers too: a large one is copied once a step has changed it.
     """
 
-    def __init__(self, most_bytes: int = _ALWAYS_COPIED) -> None:
-        self._most_bytes = most_bytes  # of a buffer that is always copied
+    def __init__(self, most_bytes: int = ALWAYS_COPIED) -> None:
         # what is where
         self._homes: list[tuple[dict[str, Tensor | None], Any]] = []
-        self._now: list[Tensor | None] = []
-        self._forms: list[Any] = []  # of the tensors that are copied
-        # targets and sources of one device and number format: a list of mixed ones would take
-        # torch's slow path, a kernel for each
-        self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
-        self._others: list[Tensor] = []  # that are not copied
-        self._versions: list[tuple[int, int]] = []  # theirs
-        self._changing: set[int] = set()  # of them, in a step before
+        self._copies = Copies(most_bytes)
 
     def keep(self, modules: Iterable[nn.Module]) -> None:
         """Take what modules have now as the values to go back to."""
         homes = (home for _, home in map(tensors_of, modules) if home)
         self._homes = [(home, dict(home)) for home in homes]
         now = [one for _, found in self._homes for one in found.values()]
-        copied = itertools.chain.from_iterable(
-            sources for _, sources in self._groups
-        )
-        if (
-            len(now) != len(self._now)
-            or not all(map(is_, now, self._now))
-            or self.is_lost
-            or list(map(_FORM, copied)) != self._forms
-        ):
-            self._arrange(now)
-        with torch.no_grad():
-            for targets, sources in self._groups:
-                copy_at_once(torch, targets, sources)
-
-    def _arrange(self, now: list[Tensor | None]) -> None:
-        versions = versions_of(self._others)
-        both = zip(self._others, self._versions, versions, strict=True)
-        self._changing |= {id(one) for one, at, now_at in both if at != now_at}
-        pairs = (zip(*group, strict=True) for group in self._groups)
-        copies = {id(t): copy for copy, t in itertools.chain(*pairs)}
-        self._now = now
-        groups: defaultdict[Any, tuple[list[Tensor], list[Tensor]]]
-        groups, self._others = defaultdict(lambda: ([], [])), []
-        for one in now:
-            if one is None:
-                continue
-            # made by the first pass, or never changed in place
-            is_kept = not (is_lazy(one) or one.is_inference())
-            is_small = not one.is_sparse and one.nbytes <= self._most_bytes
-            if not (is_kept and (is_small or id(one) in self._changing)):
-                self._others.append(one)
-                continue
-            copy = copies.get(id(one))
-            if copy is None or _FORM(copy) != _FORM(one):
-                copy = torch.empty_like(one)
-            targets, sources = groups[one.device, one.dtype]
-            targets.append(copy)
-            sources.append(one)
-        self._groups = list(groups.values())
-        self._forms = [_FORM(t) for _, found in self._groups for t in found]
-        self._versions = versions_of(self._others)
+        self._copies.take(now)
 
     @property
     def is_lost(self) -> bool:
         """Whether one was written to of which there is no copy."""
-        return versions_of(self._others) != self._versions
+        return self._copies.is_lost
 
-    @torch.no_grad()
     def restore(self) -> None:
         """Put the tensors and values of the start back."""
-        for copies, tensors in self._groups:
-            for tensor, copy in zip(tensors, copies, strict=True):
-                if tensor.shape != copy.shape:  # an observer's grow
-                    tensor.resize_(copy.shape)
-            copy_at_once(torch, tensors, copies)
+        self._copies.restore()
         for home, found in self._homes:
             for name, one in found.items():
                 home[name] = one
 
 
+# a validation may begin in the middle of a step
+_OF_A_PART = -1
+
+
 class PartStart:
     """The state at the start of a part that stands for itself, as in validation: the generators,
-    and the buffers of modules in training mode, as where BatchNorm's statistics are collected."""
+    the attributes of modules, and the buffers of those in training mode, as where BatchNorm's
+    statistics are collected."""
 
     def __init__(
-        self, models: Iterable[nn.Module] = (), function: Any = None
+        self,
+        models: Iterable[nn.Module] = (),
+        function: Any = None,
+        *,
+        watch: Watch | None = None,
     ) -> None:
+        models = list(models)
         modules, generators = taking_part(models, function)
         self._generators = GeneratorStates(generators)
+        self._attributes = Attributes()
+        if watch is not None:
+            self._attributes = watch.attributes_with(models, _OF_A_PART)
+        modules = with_modules_inside(self._attributes, modules)
         self._buffers = _Buffers()
         self._buffers.keep(one for one in modules if one.training)
 
     def restore(self) -> None:
         """Go back to it."""
+        self._attributes.restore()
         self._buffers.restore()
         self._generators.restore()
 
@@ -369,7 +334,9 @@ class PassState:
     def __init__(
         self, models: Iterable[nn.Module], function: Any = None
     ) -> None:
-        self.modules, self.generators = taking_part(models, function)
+        modules, self.generators = taking_part(models, function)
+        self._attributes = Attributes()
+        self.modules = with_modules_inside(self._attributes, modules)
         self._states = GeneratorStates(self.generators)
         self._buffers = _Buffers(most_bytes=_MOST_COPIED)
         self._buffers.keep(self.modules)
@@ -380,6 +347,7 @@ class PassState:
     @torch.no_grad()
     def restore(self) -> None:
         """Go back to the state at the beginning."""
+        self._attributes.restore()
         self._buffers.restore()
         self._states.restore()
         self._variables.restore()
@@ -470,6 +438,10 @@ class Watch:
 
     def __init__(self) -> None:
         self._buffers = weakref.WeakKeyDictionary[nn.Module, _Buffers]()
+        self._attributes = weakref.WeakKeyDictionary[
+            nn.Module, dict[int, Attributes]
+        ]()
+        self._named: set[str] = set()
         self._checked = weakref.WeakSet[nn.Module]()
 
     def check(self, model: nn.Module) -> None:
@@ -487,6 +459,17 @@ class Watch:
         """Return those of the last step that began with these models."""
         new = _Buffers()
         return self._buffers.setdefault(models[0], new) if models else new
+
+    def attributes_with(
+        self, models: Sequence[nn.Module], batch: int = 0
+    ) -> Attributes:
+        """Return those of this batch of the last step that began with these models."""
+        if not models:
+            return Attributes(self._named)
+        kept = self._attributes.setdefault(models[0], {})
+        if batch not in kept:
+            kept[batch] = Attributes(self._named)
+        return kept[batch]
 
 
 class StepStart:
@@ -509,7 +492,10 @@ class StepStart:
         self.models = models
         for model in models:
             watch.check(model)
-        self.modules, generators = taking_part(models, function)
+        modules, generators = taking_part(models, function)
+        self._watch = watch
+        self._attributes = [watch.attributes_with(models)]
+        self.modules = with_modules_inside(self._attributes[0], modules)
         parameters = parameters_of(self.modules)
         # each once
         self._known = dict(zip(map(id, parameters), parameters, strict=True))
@@ -570,13 +556,26 @@ class StepStart:
         return self._buffers.is_lost
 
     def rewind(self) -> None:
-        """Drop the step's gradients; give buffers and generators their values of the start."""
+        """Drop the step's gradients; put buffers, attributes and generators of the start back."""
         # looked up again: the pass may have made parameters, whose gradients would count twice
         now = parameters_of(modules_below(self.modules))
         for parameter in (*now, *self._known.values()):
             parameter.grad = None
+        self.enter_batch(0)
         self._buffers.restore()
         self._generators.restore()
+
+    def begin_batch(self) -> None:
+        """Take the attributes at the start of the step's next batch: since the one before, hooks of
+        a framework may have changed some, which do not run again."""
+        number = len(self._attributes)
+        attributes = self._watch.attributes_with(self.models, number)
+        attributes.keep(self.modules)
+        self._attributes.append(attributes)
+
+    def enter_batch(self, number: int) -> None:
+        """Put back the attributes that there were at the start of a batch of the step."""
+        self._attributes[number].restore()
 
     def end(self) -> None:
         """Add the gradients that were laid aside; a second call does nothing."""
@@ -593,6 +592,8 @@ class StepStart:
                 elif new is not None:
                     parameter.grad = before + new
         self._aside = []
+        for attributes in self._attributes:
+            attributes.drop()
 
 
 def bits_of(tensor: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ _SMALLEST_LOSS = 1e-3
 """Losses below are compared as if they were this large: they may be differences of larger terms."""
 
 _DRAWS = 16
-"""How often a loss that draws random numbers is computed, to separate its noise from a difference."""
+"""How often a loss that draws random numbers is computed, to see how much is noise."""
 
 _STANDARD_ERRORS = 5.0
 """The mean of that many differences is noise up to this many of its standard errors, which chance
