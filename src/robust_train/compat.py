@@ -653,10 +653,6 @@ LATEST = "_forward_cache"
 """What a torchmetrics object, or a value that Lightning logs, was last."""
 
 
-METRIC_NOTES = ("_update_count", "_computed", LATEST)
-"""What a torchmetrics object keeps beside its state."""
-
-
 def logged_by(trainer: Any) -> Any:
     """Return the values that a Lightning ``Trainer`` has logged in this epoch; None if none can."""
     return trainer._results
@@ -759,3 +755,16 @@ def load_shards(
             )
         except api.CheckpointException as failure:
             raise next(iter(failure.failures.values()))[0] from None
+
+
+def runs_eagerly(torch: Any) -> AbstractContextManager[object]:
+    """Return a context in which compiled modules run as they were written, without compiling.
+
+    ``torch.compiler.set_stance`` came with torch 2.6; an older torch compiles.
+    """
+    set_stance = getattr(torch.compiler, "set_stance", None)
+    return (
+        contextlib.nullcontext()
+        if set_stance is None
+        else set_stance("force_eager")
+    )

@@ -15,6 +15,7 @@ import torch
 
 import warm
 from command_world import CommandWorld
+from noted import Noted
 from robust_train import MicroBatcher, OOMHandler, classify_failure, launch
 from robust_train.failures.shortage import with_shortage
 from robust_train.model.attempt import Attempt, Exit
@@ -47,7 +48,7 @@ class Fails(torch.nn.Linear):
     def __init__(self, most, first=None):
         super().__init__(4, 1)
         self.most, self.first = most, first
-        self.sizes = []
+        self.sizes = Noted()
 
     def forward(self, x):
         self.sizes.append(len(x))

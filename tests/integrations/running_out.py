@@ -7,6 +7,7 @@ from torch import nn
 
 from framework_config import framework_config
 from memory_limit import limited_growth
+from noted import Noted
 from robust_train.attempt.run import MicroBatchPlan
 from robust_train.config.checks import unchecked
 from robust_train.failures import classify_failure
@@ -56,7 +57,7 @@ class Fuse(nn.Module):
         super().__init__()
         self.where, self.at, self.fits, self.is_for_training = where, at, fits, training
         self.packed = packed
-        self.sizes: list[int] = []
+        self.sizes: list[int] = Noted()
 
     def forward(self, x):
         if self.training is not self.is_for_training:
@@ -67,6 +68,13 @@ class Fuse(nn.Module):
         if is_limited and self.where == "forward":
             allocate(samples, self.fits)
         return _Fuse.apply(x, self.fits if is_limited and self.where == "backward" else None)
+
+    def of_a_split_check(self, samples):
+        """The passes that check a split: a part and its halves, without a backward pass."""
+        if self.where == "backward":
+            return [samples, samples // 2, samples // 2]
+        part = self.fits
+        return [samples, part, part // 2, part // 2]
 
 
 class Fitted:

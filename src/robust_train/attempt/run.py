@@ -5,6 +5,7 @@ The same class serves all kinds of attempts; they differ only in where reports g
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import (
@@ -23,7 +24,7 @@ from robust_train.attempt.data_position import Attempt
 from robust_train.attempt.guard import REPORTED, Guard
 from robust_train.attempt.speed import SpeedMeter
 from robust_train.config.placeholders import MicroBatchPlan as MicroBatchPlan
-from robust_train.config.placeholders import SavePlan
+from robust_train.config.placeholders import SavePlan, SplitRule
 from robust_train.files import plain
 from robust_train.folder.checkpoints import CheckpointError, Content, Position
 from robust_train.folder.trackers import TrackerNote
@@ -42,6 +43,7 @@ from robust_train.model.events import (
     MicroBatchExhausted,
     Progress,
     SpeedMeasured,
+    SplitChecked,
     TrainingStarted,
     UserEvent,
     ValueReported,
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
     from robust_train.policy.sizes import BatchSearch
     from robust_train.step.batcher import MicroBatcher
     from robust_train.step.rewind import Models
+    from robust_train.step.split_check import SplitCheck
 
 log = logging.getLogger("robust_train")
 
@@ -178,6 +181,7 @@ class Run:
         self._objective = ""
         self._mode: str | None = None
         self.micro_batch_plan = MicroBatchPlan()
+        self.split_rule = SplitRule()
         self._micro_batcher: MicroBatcher | None = None
         self._folder: CheckpointFolder | None = None  # of `save`
         self._keeps = 2
@@ -322,6 +326,7 @@ class Run:
             # torch comes with it, and the launcher does without
             from robust_train.step.batcher import MicroBatcher
             from robust_train.step.engine import Recorder
+            from robust_train.step.split_watch import SplitWatch
 
             recorder = Recorder(
                 lambda: 1 + self.steps_done,
@@ -329,6 +334,9 @@ class Run:
                 self.memory_keeper.ran_out,
                 self.speed,
                 self.guard,
+                SplitWatch(
+                    self.split_rule, self._on_split_checked, self._muted
+                ),
             )
             self._micro_batcher = MicroBatcher(
                 **asdict(self.micro_batch_plan),
@@ -493,6 +501,28 @@ class Run:
     def steps_done(self) -> int:
         """Optimizer steps that are done, those of earlier attempts included."""
         return self.steps_before if self.last_step is None else self.last_step
+
+    def _on_split_checked(
+        self, step: int, check: SplitCheck, ends_attempt: bool
+    ) -> None:
+        kept = check.kept.value
+        self.send(
+            SplitChecked(
+                step, kept, check.message, check.samples, ends_attempt
+            )
+        )
+
+    @contextlib.contextmanager
+    def _muted(self) -> Iterator[None]:
+        """Send nothing that a trainer's function reports within the block."""
+        send = self.send
+        unsent = self._unsent
+        self.send = lambda event: None
+        try:
+            yield
+        finally:
+            self.send = send
+            self._unsent = unsent
 
     def _micro_batch_event(self, event: Event) -> None:
         if isinstance(event, (MicroBatchChanged, MicroBatchExhausted)):

@@ -39,6 +39,7 @@ from robust_train.attempt.memory_upkeep import AttemptMemory
 from robust_train.attempt.requests import AttemptRequests
 from robust_train.attempt.run import Run, memory_in_use
 from robust_train.config.attempt import AttemptRequest
+from robust_train.config.placeholders import SplitRule
 from robust_train.config.schema import RobustConfig
 from robust_train.failures import classify_failure
 from robust_train.files import plain
@@ -97,6 +98,7 @@ def run_attempt(
     run.saving.start_writer()
     run.asked = request.asked
     run.skips_to = request.spec.skips_to
+    run.split_rule = SplitRule.of(request.config, request.spec)
     if request.spec.searches:
         run.batch_search = BatchSearch.of(request.config, request.spec)
     error: BaseException | None = None

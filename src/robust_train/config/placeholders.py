@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from robust_train.config.schema import RobustConfig
+    from robust_train.model.spec import AttemptSpec
 
 PREFIX = "ROBUST_TRAIN_"
 EVENTS_VARIABLE = PREFIX + "EVENTS"
@@ -49,6 +50,8 @@ class ScriptValues:
     keep_checkpoints: int = 2  # how many of `run.save` stay
     # `true`: recompute activations to save memory
     gradient_checkpointing: str = "false"
+    # what follows if splitting changes the loss: `warn`, `other_remedies_first` or `exact`
+    split_rule: str = "warn"
 
     def fill(
         self,
@@ -141,6 +144,42 @@ class MicroBatchPlan:
             min_batch_size=config.min_batch_size,
             regrow_after_steps=config.training.regrow_after_steps or 0,
         )
+
+
+@dataclass(frozen=True)
+class SplitRule:
+    """What to do if the losses of parts do not add up to the loss of the batch.
+
+    Attributes:
+        is_exact: no step may be computed in parts then.
+        ends_attempt: memory that ran out ends the attempt, since the launcher has other remedies.
+    """
+
+    is_exact: bool = False
+    ends_attempt: bool = False
+
+    @classmethod
+    def of(cls, config: RobustConfig, spec: AttemptSpec) -> SplitRule:
+        """Return the rule of an attempt."""
+        preserves = config.preserve_effective_batch_size
+        may_end = preserves is not False and not spec.splits_loss
+        return cls(is_exact=preserves is True, ends_attempt=may_end)
+
+    @classmethod
+    def named(cls, name: str | None) -> SplitRule:
+        """Return the rule that :attr:`name` names; without a name none is strict."""
+        known = {
+            rule.name: rule
+            for rule in (cls(), cls(False, True), cls(True, True))
+        }
+        return known.get(name or "", cls())
+
+    @property
+    def name(self) -> str:
+        """``exact``, ``other_remedies_first`` or ``warn``, as a script's environment has it."""
+        if self.is_exact:
+            return "exact"
+        return "other_remedies_first" if self.ends_attempt else "warn"
 
 
 @dataclass(frozen=True)

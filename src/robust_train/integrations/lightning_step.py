@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,6 @@ from torch.utils.data import BatchSampler
 
 from robust_train.attempt.run import Run
 from robust_train.compat import LATEST, accumulates_now, logged_by
-from robust_train.integrations.metric_objects import MetricObjects
 from robust_train.integrations.sample_order import SampleOrder
 from robust_train.integrations.steering import InStep, OpenStep, lightning
 from robust_train.step.splitting import Part
@@ -30,6 +30,7 @@ log = logging.getLogger("robust_train.integrations")
 _automatic: Any = lightning(".loops.optimization.automatic")
 _strategies: Any = lightning(".strategies")
 _LightningModule: Any = lightning().LightningModule
+_aggregation: Any = importlib.import_module("torchmetrics.aggregation")
 _AutomaticOptimization: Any = _automatic._AutomaticOptimization
 
 
@@ -173,11 +174,11 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
         # the last one may have been left before its last batch
         if self._step is None or zero_grad is not None:
             self._zero_grad = zero_grad
-            objects = self._logs.objects
-            restore = partial(objects.restore, objects.state())
+            # its hook may have changed attributes, which are put back
+            again = partial(setattr, self, "_zero_grad", zero_grad)
             self._step = self._in_step.begin(
                 trainer.model,
-                on_rewind=restore,
+                on_rewind=again,
                 keeps_gradients=False,
             )
             if self._step is None:
@@ -216,11 +217,21 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
             with self._logs.part(part) as logged:
                 return closure.closure(), logged
 
+        def loss_of(data: Any) -> Tensor:
+            inputs = type(kwargs)(kwargs, batch=data)
+            with self._logs.unheard():
+                loss: Tensor | None = self._training_step(inputs).closure_loss
+            if loss is None:
+                raise ValueError("training_step returned no loss")
+            return loss
+
         is_last = not accumulates_now(trainer)
         found = self._step.run_batch(
             batch,
             body,
             is_last=is_last,
+            loss_of=loss_of,
+            function=trainer.lightning_module.training_step,
         )
         self._logs.log(found)
         if is_last:
@@ -265,6 +276,13 @@ def _evaluate(
     logs.log(found)
     return in_step.joined([(result, part) for (result, _), part in found])
 
+
+_Aggregator: Any = _aggregation.BaseAggregator
+_REDUCED: Any = (
+    (_aggregation.SumMetric, torch.sum),
+    (_aggregation.MaxMetric, torch.max),
+    (_aggregation.MinMetric, torch.min),
+)
 
 _Key = tuple[str, str, int]
 _MEANS = ("mean", "avg")
@@ -315,35 +333,36 @@ class _Logs:
     """
 
     def __init__(self, trainer: Any) -> None:
-        self.objects = MetricObjects(lambda: trainer.lightning_module)
         self._trainer = trainer
         self._has_warned: set[str] = set()
+        self._checked: set[str] = set()  # names of objects that aggregate
         self._are_losses: dict[str, bool] = {}  # of values that are no means
 
     @contextlib.contextmanager
     def part(self, part: Part) -> Iterator[_OfPart]:
         """Yield what is logged within the block, of a part of a batch."""
-        before, results = self.objects.state(), logged_by(self._trainer)
+        results = logged_by(self._trainer)
         logged = _OfPart(len(part))
-        if not part.start:
-            self.objects.batch_begins(before)
         if results is not None:
             results.log = logged.take
         try:
-            with (
-                contextlib.nullcontext()
-                if part.is_whole
-                else self.objects.part(len(part))
-            ):
-                yield logged
-        except BaseException:
-            self.objects.restore(before)
-            raise
+            yield logged
         finally:
             if results is not None:
                 del results.log
-        if part.is_last and not part.is_whole:
-            self.objects.batch_ends()
+
+    @contextlib.contextmanager
+    def unheard(self) -> Iterator[None]:
+        """Log nothing within the block, as for a pass that only checks something."""
+        results = logged_by(self._trainer)
+        if results is None:
+            yield
+            return
+        results.log = lambda *args, **options: None
+        try:
+            yield
+        finally:
+            del results.log
 
     def log(self, found: _Found) -> None:
         """Log the values of a batch's parts, each once."""
@@ -370,12 +389,72 @@ class _Logs:
                         figures,
                         kind,
                     )
-                elif isinstance(figure, Tensor) and not self.objects.is_exact(
-                    value
-                ):
-                    setattr(value, LATEST, _mean(own, figures))
+                elif isinstance(figure, Tensor):
+                    latest = self._latest(key[1], value, own, figures, options)
+                    setattr(value, LATEST, latest)
             hook, name, _ = key
             results.log(hook, name, value, **options)
+        if len(parts) > 1:
+            self._check_aggregations()
+
+    def _latest(
+        self,
+        name: str,
+        metric: Any,
+        parts: Sequence[_OfPart],
+        figures: Sequence[Tensor],
+        options: dict[str, Any],
+    ) -> Tensor:
+        """Return what a metric would show of the whole batch."""
+        for kind, reduce in _REDUCED:
+            if isinstance(metric, kind):
+                return torch.as_tensor(reduce(torch.stack(list(figures))))
+        if options["on_step"] and not isinstance(metric, _Aggregator):
+            self._warn(
+                name,
+                "self.log(%r, %s, on_step=True): where a batch is split, the value of the step is "
+                "the mean of its parts' values by samples; that of the epoch counts each sample "
+                "once",
+                name,
+                type(metric).__name__,
+            )
+        return _mean(parts, figures)
+
+    def _check_aggregations(self) -> None:
+        """Warn of objects for which each part of a batch is a value of its own."""
+        for name, metric in self._aggregations:
+            if name in self._checked or not metric.update_called:
+                continue
+            self._checked.add(name)
+            kind = type(metric).__name__
+            if isinstance(metric, _aggregation.MeanMetric):
+                weight = getattr(metric, "weight", None)
+                if weight is not None and float(weight) != metric.update_count:
+                    continue
+                help_ = "give it the weight of its samples: metric(loss, weight=len(batch))"
+            elif isinstance(metric, _aggregation.SumMetric):
+                if float(metric.compute()) % 1 == 0:
+                    continue
+                help_ = "that is right for a sum over samples, not for a sum of means"
+            else:
+                help_ = "that is right for values of samples, not for means"
+            self._warn(
+                name,
+                "%s (%s): where a batch is split, it gets a value of each part; %s",
+                name,
+                kind,
+                help_,
+            )
+
+    @functools.cached_property
+    def _aggregations(self) -> list[tuple[str, Any]]:
+        modules = self._trainer.lightning_module.named_modules()
+        return [pair for pair in modules if isinstance(pair[1], _Aggregator)]
+
+    def _warn(self, name: str, text: str, *args: Any) -> None:
+        if name not in self._has_warned:
+            self._has_warned.add(name)
+            log.warning(text, *args)
 
     def _compare(self, key: _Key, parts: Sequence[_OfPart]) -> None:
         """Learn once whether a value is the loss: of a single sample an extreme is it too."""
@@ -400,9 +479,9 @@ class _Logs:
         if values.tolist() == [one.samples for one in parts]:
             return values.sum()
         is_count = kind == "sum" and bool((values % 1 == 0).all())
-        if not is_count and name not in self._has_warned:
-            self._has_warned.add(name)
-            log.warning(
+        if not is_count:
+            self._warn(
+                name,
                 "self.log(%r, reduce_fx=%s): where a batch is split, its value is the %s of its "
                 "parts' values, which is that of a %s over samples, not of a mean",
                 name,

@@ -26,9 +26,10 @@ from robust_train.model.errors import UserError
 from robust_train.model.events import BatchKept
 from robust_train.model.failure import Failure, FailureKind
 from robust_train.step import ranks, splitting
-from robust_train.step.engine import Body, Step
+from robust_train.step.engine import Batch, Body, CannotSplit, Step
 from robust_train.step.ranks import SharedStep
 from robust_train.step.rewind import why_not_again
+from robust_train.step.split_check import LossOf
 from robust_train.step.splitting import Count, Part, Parts
 
 log = logging.getLogger("robust_train.integrations")
@@ -142,10 +143,6 @@ def result_of(metric: str | None, logged: Mapping[str, float]) -> Any:
 # --- recovery inside the steps ---
 
 
-class CannotSplit(Exception):
-    """What a part does cannot be done for a smaller one; the message has the reason."""
-
-
 class OpenStep(Step[Any]):
     """The step in progress. Call :meth:`run_batch` for each of its batches, then drop it.
 
@@ -175,6 +172,8 @@ class OpenStep(Step[Any]):
         *,
         count: Count | None = None,
         is_last: bool = True,
+        loss_of: LossOf | None = None,
+        function: Any = None,
     ) -> list[tuple[Any, Part]]:
         """Return the results of a batch's parts; in training the last one ends the step."""
         samples, whole = self._samples_of(data), data
@@ -194,7 +193,9 @@ class OpenStep(Step[Any]):
             return body(replace(part, data=data) if part.is_whole else part)
 
         try:
-            results = self.run(parts, on_original, is_last=is_last)
+            results = self.run(
+                Batch(parts, on_original, loss_of, function), is_last=is_last
+            )
             if is_last and self.start is not None:
                 self.end()
         except CannotSplit as reason:
@@ -313,7 +314,7 @@ class InStep:
             whole = Part(batch, 1.0)
             return [(body(whole), whole)]
         kind = partial(OpenStep, say=self.say)
-        step = self._batcher.open_evaluation(kind, shared)
+        step = self._batcher.open_evaluation(kind, model, shared)
         return step.run_batch(batch, body)
 
     def joined(self, found: Sequence[tuple[Any, Part]]) -> Any:

@@ -23,13 +23,9 @@ from robust_train.compat import (
     prepares_inputs_itself,
     shifts_labels,
 )
-from robust_train.integrations.steering import (
-    CannotSplit,
-    InStep,
-    OpenStep,
-    framework,
-)
+from robust_train.integrations.steering import InStep, OpenStep, framework
 from robust_train.model.spec import AttemptSpec
+from robust_train.step.engine import CannotSplit
 from robust_train.step.ranks import of_all_ranks
 from robust_train.step.rewind import STEPS_IN_BACKWARD, GeneratorStates
 from robust_train.step.splitting import Part, length_of, part_of
@@ -235,27 +231,27 @@ class TrainersLoss:
         )
 
     @torch.no_grad()
-    def _of(
-        self,
-        model: nn.Module,
-        data: Any,
-        items: Any,
-    ) -> Tensor:
-        """Return the loss of ``data``; it leaves nothing behind."""
-        trainer, was_training = self._trainer, model.training
-        generators, logged = GeneratorStates(), LoggedOfPasses(trainer)
+    def _of(self, model: nn.Module, data: Any, items: Any) -> Tensor:
+        """Return the loss of ``data`` in evaluation; it leaves nothing behind."""
+        was_training = model.training
+        generators = GeneratorStates()
         model.eval()
         try:
-            with trainer.compute_loss_context_manager():
-                inputs = prepared_inputs(trainer, data)
-                loss: Tensor = self._compute(
-                    model,
-                    inputs,
-                    num_items_in_batch=items,
-                )
+            return self.of(model, data, items)
         finally:
             model.train(was_training)
             generators.restore()
+
+    def of(self, model: nn.Module, data: Any, items: Any) -> Tensor:
+        """Return the loss that the Trainer computes for ``data``, without a backward pass."""
+        logged = LoggedOfPasses(self._trainer)
+        try:
+            with self._trainer.compute_loss_context_manager():
+                inputs = prepared_inputs(self._trainer, data)
+                loss: Tensor = self._compute(
+                    model, inputs, num_items_in_batch=items
+                )
+        finally:
             logged.restore()
         return loss
 
@@ -390,6 +386,10 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
             body,
             count=count,
             is_last=is_last,
+            loss_of=lambda data: self._loss.of(
+                model, data, num_items_in_batch
+            ),
+            function=self._trainer.compute_loss,
         )
         if is_last:
             self._step = None

@@ -29,6 +29,7 @@ from robust_train.model.events import (
     ScriptStarted,
     Slow,
     SpeedMeasured,
+    SplitChecked,
     StepDiffered,
     TrainerSupports,
     TrainingStarted,
@@ -51,6 +52,8 @@ _NOT_IN_FILES = frozenset(
         "saved_step",
         "saves",
         "keeps_batch",
+        "split_changes",
+        "cannot_split",
         "ending",
         "script",
         "exit",
@@ -114,6 +117,10 @@ class Attempt:
     micro_batch: int | None = None
     slow: str = ""  # what slows it down now, a sentence
     keeps_batch: str = ""  # why no attempt may split the batch in another way
+    # it ended since the losses of parts do not add up to the loss of the batch: what showed that
+    split_changes: str = ""
+    # it ended since a step cannot be computed in parts: why
+    cannot_split: str = ""
     # what probes before training have found
     batch_size_found: Mapping[str, Json] | None = None
     # bytes in use, by name, at the last milestone; of several ranks the one with the highest peak
@@ -217,6 +224,14 @@ class Attempt:
                 return replace(self, slow=event.text)
             case BatchKept():
                 return replace(self, keeps_batch=event.reason)
+            case SplitChecked(ends_attempt=True, kept="no"):
+                return replace(
+                    self, split_changes=event.message, micro_batch=None
+                )
+            case SplitChecked(ends_attempt=True):
+                return replace(
+                    self, cannot_split=event.message, micro_batch=None
+                )
             case BatchTaken():
                 return self._with_batch_of(event)
             case TrainerSupports():

@@ -261,6 +261,26 @@ class MicroBatchExhausted(_MicroBatchEvent):
 
 
 @dataclass(frozen=True)
+class SplitChecked(Event):
+    """A step cannot be computed in parts without a change: the losses of parts do not add up.
+
+    Attributes:
+        step: the first one that was to be split.
+        kept: ``no``, ``cannot`` if a part cannot be computed, ``unknown`` if nothing was seen.
+        message: what was seen and what helps.
+        samples: in the part that was looked at.
+        ends_attempt: memory has run out, and the attempt ends; else the step is split all the same.
+    """
+
+    name = "split_checked"
+    step: int
+    kept: str
+    message: str
+    samples: int = 0
+    ends_attempt: bool = False
+
+
+@dataclass(frozen=True)
 class BatchKept(Event):
     """No attempt may split the batch in another way; ``reason`` is why that changes training."""
 

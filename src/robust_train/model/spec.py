@@ -35,6 +35,8 @@ class AttemptSpec:
     gradient_checkpointing: bool = False
     # the attempt finds its micro-batch before it trains
     searches: bool = False
+    # steps are split although the losses of parts do not add up to the loss of the batch
+    splits_loss: bool = False
     lr_factor: float = 1.0  # by which `training.lr` is multiplied
     skips_to: int = (
         # data up to this optimizer step is passed over, where that is possible

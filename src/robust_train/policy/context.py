@@ -60,7 +60,7 @@ class FailureContext:
         spec, reached = self.attempt.spec, self.attempt.sizes[-1]
         if reached >= spec.batch_size or not self.settings.accumulates:
             return spec
-        return self.sizes.resized(spec, reached)
+        return self.sizes.resized(spec, self.sizes.exact_size(reached))
 
     @property
     def has_smaller(self) -> bool:
@@ -105,6 +105,15 @@ class FailureContext:
     def keeps_batch(self) -> str:
         """Why no attempt may split the batch in another way; empty if it may."""
         return next((a.keeps_batch for a in self.history if a.keeps_batch), "")
+
+    @property
+    def keeps_loss(self) -> str:
+        """Why no step and no batch is split for now: it would change the loss; empty if it may."""
+        if self.last.splits_loss:
+            return ""
+        return next(
+            (a.split_changes for a in self.history if a.split_changes), ""
+        )
 
     @property
     def sizes(self) -> PolicySettings:
@@ -281,9 +290,12 @@ class FailureContext:
                 # a process without a launcher chose the GPU itself
                 where = device if self.last.gpus else "the GPU"
                 limit = " at this job's own limit (memory.fraction)"
-                return f"out of memory on {where}{rank}{limit if self.evidence.own_limit else ''}"
+                own = limit if self.evidence.own_limit else ""
+                return (
+                    f"out of memory on {where}{rank}{own}{self._cannot_split}"
+                )
             case FailureKind.HOST_OOM:
-                return f"out of memory on the host{rank}"
+                return f"out of memory on the host{rank}{self._cannot_split}"
             case FailureKind.DEVICE_FAULT:
                 return f"{device} failed ({failure.message})"
             case FailureKind.SETUP:
@@ -294,6 +306,15 @@ class FailureContext:
                 # torch only finds its file shorter than it should be
                 return f"{failure.kind.in_words} ({failure.message})"
         return failure.message
+
+    @property
+    def _cannot_split(self) -> str:
+        """Why the step was not repeated in parts, in brackets."""
+        return (
+            f" ({self.attempt.cannot_split})"
+            if self.attempt.cannot_split
+            else ""
+        )
 
     def retry(
         self,

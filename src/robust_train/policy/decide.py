@@ -38,6 +38,7 @@ REMEDIES: dict[FailureKind, tuple[Rule, ...]] = {
         remedies.switch_gpu,
         remedies.second_opinion,
         remedies.again_after_progress,
+        remedies.split_all_the_same,
         remedies.sizes_left,
         remedies.cpu_fallback,
     ),
@@ -46,6 +47,7 @@ REMEDIES: dict[FailureKind, tuple[Rule, ...]] = {
         remedies.halve_batch,
         remedies.checkpoint_gradients,
         remedies.again_after_progress,
+        remedies.split_all_the_same,
         remedies.sizes_left,
     ),
     FailureKind.WORKER_DEATH: (
@@ -298,6 +300,8 @@ def _why_give_up(context: FailureContext) -> str:
     ):
         left = ", ".join(map(str, context.sizes_not_tried))
         hint += f"; micro-batch {left} was not tried (max_retries={context.config.retries})"
+    if context.keeps_loss:
+        hint += f"; no step was split: {context.keeps_loss}"
     if context.keeps_batch:
         hint += f"; the batch was not split: {context.keeps_batch}"
     return f"out of memory on every device that may be used: {listed}{hint}"

@@ -135,6 +135,8 @@ def halve_batch(context: FailureContext) -> Retry | None:
     """Halve the micro-batch on the same device, while that can help."""
     if not context.has_smaller or context.failed_before_training:
         return None
+    if context.keeps_loss:
+        return None
     if _confirmed_by_another_gpu(context):
         return None
     is_last = context.smaller_batches_tried_here >= context.config.retries
@@ -493,11 +495,21 @@ def again_after_progress(context: FailureContext) -> Retry | None:
     return context.retry("retry", how)
 
 
+def split_all_the_same(context: FailureContext) -> Retry | None:
+    """Split steps although that changes the loss, when no remedy is left that keeps it."""
+    if not context.keeps_loss or not context.has_retries:
+        return None
+    how = ": steps are computed in smaller parts from here on, although that changes this loss"
+    return context.retry("split_loss", how, splits_loss=True)
+
+
 def sizes_left(context: FailureContext) -> Retry | None:
     """Go on with sizes that no one has tried, on the device with the most memory: an attempt costs
     a minute, the CPU days. Not where ``max_retries`` is given."""
     last = context.last
     if context.config.max_retries is not None or not last.has_batch:
+        return None
+    if context.keeps_loss:
         return None
     if not context.sizes_not_tried or context.failed_before_training:
         return None

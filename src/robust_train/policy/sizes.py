@@ -88,10 +88,10 @@ class PolicySettings:
         return self.asked.accumulates and not is_off
 
     def refuses(self, spec: AttemptSpec) -> bool:
-        """Return whether the user wants no attempt with this effective batch."""
+        """Return whether the user wants no attempt with this effective batch, or this loss."""
         is_strict = self.config.preserve_effective_batch_size is True
         same = spec.effective_batch_size == self.asked.effective_batch_size
-        return is_strict and not same
+        return is_strict and (not same or spec.splits_loss)
 
     @property
     def share(self) -> int:
@@ -130,6 +130,15 @@ class PolicySettings:
         if self.accumulates:
             accumulation = -(-self.share // batch_size)
         return spec.with_batch(batch_size, accumulation)
+
+    def exact_size(self, at_most: int) -> int:
+        """Return the largest micro-batch up to ``at_most`` that divides a rank's samples, if any.
+
+        Inside a step, parts need not divide them; attempts do.
+        """
+        candidates = range(at_most, self.min_batch_size - 1, -1)
+        exact = (size for size in candidates if self.share % size == 0)
+        return next(exact, at_most)
 
     def next_smaller(self, batch_size: int) -> int:
         """Return the next smaller micro-batch of a rank."""

@@ -44,6 +44,7 @@ OUTCOMES = {
 
 ACTIONS = {
     "halve_batch": "half the micro-batch",
+    "split_loss": "smaller parts, another loss",
     "switch_gpu": "another GPU",
     "fewer_gpus": "fewer GPUs",
     "cpu_fallback": "the CPU",

@@ -10,12 +10,19 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 
-from robust_train.config.placeholders import MicroBatchPlan
+from robust_train.config.placeholders import MicroBatchPlan, SplitRule
 from robust_train.model.errors import ConfigError, UserError
 from robust_train.model.events import BatchSizeFound
 from robust_train.policy.sizes import BatchSearch
 from robust_train.step import ranks
-from robust_train.step.engine import Body, OnEvent, Recorder, Step
+from robust_train.step.engine import (
+    Batch,
+    Body,
+    OnEvent,
+    Recorder,
+    Results,
+    Step,
+)
 from robust_train.step.probing import find_in_step
 from robust_train.step.ranks import SharedStep
 from robust_train.step.rewind import (
@@ -25,6 +32,7 @@ from robust_train.step.rewind import (
     Watch,
     models_of,
 )
+from robust_train.step.split_watch import SplitWatch
 from robust_train.step.splitting import (
     Count,
     Length,
@@ -64,6 +72,7 @@ class MicroBatcher:
         search: find the largest size that fits in the first step, by at most four parts of the
             batch that are only measured.
         recorder: in the launcher's attempts, in place of ``on_event``.
+        exact: raise an error where splitting would change the loss, instead of a warning.
 
     Raises:
         ValueError: a size is below 1.
@@ -79,6 +88,7 @@ class MicroBatcher:
         on_event: OnEvent = lambda event: None,
         search: BatchSearch | None = None,
         recorder: Recorder | None = None,
+        exact: bool = False,
     ) -> None:
         for name, value in (
             ("batch_size", batch_size),
@@ -98,7 +108,9 @@ class MicroBatcher:
             MicroBatchSize(plan),
         )
         self._recorder = recorder or Recorder(
-            lambda: self._steps_begun, on_event
+            lambda: self._steps_begun,
+            on_event,
+            splits=SplitWatch(SplitRule(is_exact=exact)),
         )
         self._watch = Watch()
         self._search = search
@@ -134,13 +146,15 @@ class MicroBatcher:
 
             loss = batcher.backward(loss_of, batch, model)
 
-        If memory runs out in it, the step starts over with smaller parts; gradients, buffers and
-        random generators are as if no error had been.
+        If memory runs out in it, the step starts over with smaller parts; gradients, buffers, plain
+        attributes of modules and random generators are as if no error had been. Before a batch is
+        split for the first time, the loss of a part is compared with those of its halves: if they
+        do not add up, as those of a contrastive loss do not, a warning says so, or an error if that
+        was asked for.
 
         Args:
-            loss_of: returns the mean loss of its part, or a tuple of that and anything else. Its
-                variables are all that it may leave behind: what it stores elsewhere stays there
-                after a failed pass.
+            loss_of: returns the mean loss of its part, or a tuple of that and anything else. What
+                it stores outside of modules stays there after a failed pass.
             batch: tensors, arrays or lists in any nesting of tuples, mappings and dataclasses, all
                 with one sample per index of their first dimension.
             model: what learns: a module or several. None: the modules that ``loss_of`` closes over.
@@ -181,26 +195,36 @@ class MicroBatcher:
             training,
         )
         start, returns_more = step.start, False
+        without_loss: dict[tuple[int, int], float] = {}
 
         def body(part: Part) -> tuple[Tensor, list[Any]]:
             nonlocal returns_more
             loss, more = _loss_and_more(loss_of(part.data))
             returns_more = bool(more)
+            weight = part.weight
+            if without_loss:
+                weight = _weight_beside(part, without_loss)
             # the mean of an empty part is NaN, also when multiplied by 0
-            share = loss if part.weight == 1.0 else loss * part.weight
-            if training and (part.weight or step.is_sharded):
+            share = loss if weight == 1.0 else loss * weight
+            if training and (weight or step.is_sharded):
                 if model is None and start is not None:
                     start.notice(loss)
                 torch.autograd.backward(
                     share
                 ) if backward is None else backward(share)
-            return share.detach() if part.weight else torch.zeros_like(
-                share
-            ), more
+            return share.detach() if weight else torch.zeros_like(share), more
 
         if training:
             self._probe(step, parts, body)
-        results = step.run(parts, body)
+        batch_of_step = Batch(
+            parts, body, lambda data: _loss_and_more(loss_of(data))[0], loss_of
+        )
+        results = step.run(batch_of_step)
+        if training and count is None and not step.is_sharded:
+            while new := _parts_without_loss(results):
+                self._recorder.leave_out_parts(len(new), len(results))
+                without_loss.update(new)
+                results = step.run_again()
         shares = [share for (share, _), _ in results]
         loss = sum(shares[1:], shares[0]) if shares else torch.zeros(())
         if training:
@@ -242,7 +266,7 @@ class MicroBatcher:
             model,
             training=False,
         )
-        results = step.run(parts, lambda part: function(part.data))
+        results = step.run(Batch(parts, lambda part: function(part.data)))
         step.leave()
         return [result for result, _ in results]
 
@@ -277,6 +301,7 @@ class MicroBatcher:
     def open_evaluation(
         self,
         kind: Callable[..., S],
+        model: nn.Module,
         shared: SharedStep,
     ) -> S:
         """Begin a batch of a framework's validation."""
@@ -287,6 +312,7 @@ class MicroBatcher:
             shared,
             self._recorder,
             training=False,
+            part_start=partial(PartStart, [model], watch=self._watch),
         )
 
     def shrink(self, reason: str) -> tuple[int, int] | None:
@@ -339,7 +365,7 @@ class MicroBatcher:
             shared,
             self._recorder,
             training=training,
-            part_start=partial(PartStart, models, function),
+            part_start=partial(PartStart, models, function, watch=self._watch),
         )
 
     def _probe(
@@ -370,6 +396,35 @@ class MicroBatcher:
         self._recorder.on_event(
             BatchSizeFound(size, accumulation, effective, result)
         )
+
+
+def _parts_without_loss(results: Results[Any]) -> dict[tuple[int, int], float]:
+    """Return the bounds and weights of parts whose loss is NaN, if that of others is not.
+
+    A mean over labels of which a part has none is NaN, where the whole batch has a loss. If every
+    part's is NaN, so is that of the batch. One figure is read from the device.
+    """
+    if len(results) < 2:
+        return {}
+    shares = torch.stack([share.float() for (share, _), _ in results])
+    are_missing = shares.isnan().tolist()
+    if all(are_missing):
+        return {}
+    pairs = zip(results, are_missing, strict=True)
+    return {
+        (part.start, part.stop): part.weight
+        for (_, part), is_missing in pairs
+        if is_missing
+    }
+
+
+def _weight_beside(
+    part: Part, without_loss: dict[tuple[int, int], float]
+) -> float:
+    """Return a part's weight among those that have a loss; 0 if it has none itself."""
+    if (part.start, part.stop) in without_loss:
+        return 0.0
+    return part.weight / (1.0 - sum(without_loss.values()))
 
 
 def _loss_and_more(result: Any) -> tuple[Tensor, list[Any]]:

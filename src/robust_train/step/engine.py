@@ -7,13 +7,16 @@ variables the graph and all activations are free: nothing has to be searched for
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from robust_train.failures import classify_failure
 from robust_train.failures.shortage import do_without_onednn
@@ -30,11 +33,32 @@ from robust_train.readable import first_line, memory
 from robust_train.step.ranks import RankReport, RanOut, SharedStep
 from robust_train.step.rewind import PartStart, StepStart
 from robust_train.step.sharded import RanOutElsewhere
+from robust_train.step.split_check import (
+    Checker,
+    Kept,
+    LossOf,
+    SplitCheck,
+    described,
+)
+from robust_train.step.split_watch import SplitWatch, kind_of_step
 from robust_train.step.splitting import MicroBatchSize, Part, Parts, bounds
 
 log = logging.getLogger("robust_train")
 
 T = TypeVar("T")
+
+
+def needs_several_samples(module: nn.Module) -> bool:
+    """Return whether a layer takes its statistics from the samples of a part."""
+    return isinstance(module, _BatchNorm) and module.training
+
+
+def without_context(error: BaseException) -> BaseException:
+    """Return an exception without what it was raised from, and without its frames."""
+    error.__cause__ = None
+    error.__context__ = None
+    return error.with_traceback(None)
+
 
 Body = Callable[[Part], T]
 """The pass over a part: forward, and in training backward with the part's weight."""
@@ -44,6 +68,24 @@ Results = list[tuple[T, Part]]
 
 OnEvent = Callable[[Event], None]
 OnOom = Callable[[BaseException, Failure], None]
+
+
+class CannotSplit(Exception):
+    """What a part does cannot be done for a smaller one; the message has the reason."""
+
+
+@dataclass(frozen=True)
+class Batch(Generic[T]):
+    """A batch of a step: its parts, the pass over one, and its loss without a backward pass."""
+
+    parts: Parts
+    body: Body[T]
+    loss_of: LossOf | None = (
+        None  # None if it cannot be computed apart from the pass
+    )
+    function: Any = (
+        None  # the user's, by whose code steps of one kind are recognised
+    )
 
 
 class StepSpeed(Protocol):
@@ -91,6 +133,7 @@ class Recorder:
     on_oom: OnOom = lambda error, failure: None
     speed: StepSpeed = field(default_factory=NotMeasured)
     recomputing: Recomputing | None = None  # None: no step is
+    splits: SplitWatch = field(default_factory=SplitWatch)
 
     def changed(self, sizes: tuple[int, int], reason: str) -> None:
         """Log that the size changes, from one to the other, though no memory ran out."""
@@ -127,6 +170,16 @@ class Recorder:
             before,
             after,
             "the step is repeated" if training else "the part is repeated",
+        )
+
+    def leave_out_parts(self, without: int, parts: int) -> None:
+        """Log that parts of a step have no loss."""
+        log.warning(
+            "step %d: %d of %d parts have no loss (NaN) although the others do: left out of this "
+            "step. If the loss is a mean over labels, tokens or masks, give count=…",
+            self.step(),
+            without,
+            parts,
         )
 
     def exhausted(
@@ -178,19 +231,15 @@ class Step(Generic[T]):
         self._recorder = recorder
         self._is_training = training
         self._part_start = part_start
-        self._batches: list[tuple[Parts, Body[T]]] = []
+        self._batches: list[Batch[T]] = []
         self._items = 1.0  # what this rank's mean counts among those of all
         self._ran_out: RanOut | None = None  # on this rank, the last time
         self._host_ran_out = False
+        # what memory ran out with in this step, without its frames
+        self._shortage: BaseException | None = None
         self._agrees = True  # the other ranks come to the same agreement
 
-    def run(
-        self,
-        parts: Parts,
-        body: Body[T],
-        *,
-        is_last: bool = True,
-    ) -> Results[T]:
+    def run(self, batch: Batch[T], *, is_last: bool = True) -> Results[T]:
         """Run a batch; return what the body returned for each of its parts.
 
         If memory runs out, the step's batches so far go through their bodies again in smaller
@@ -198,17 +247,23 @@ class Step(Generic[T]):
         a model that can leave a part at any time, only a part that fails is repeated.
 
         Args:
-            parts: the batch.
-            body: the pass over a part.
+            batch: with its body.
             is_last: :meth:`end` follows. Until then ranks do not wait for each other.
         """
         if self.start is None:
-            return self._run_each(parts, body)
-        self._batches.append((parts, body))
+            return self._run_each(batch)
+        if self._batches:
+            self.start.begin_batch()
+        self._batches.append(batch)
         self._agrees = is_last
         with self.undone_after_an_error(), self._shared.without_collectives():
             results = self._pass(self._batches[-1:])
             return self._from_its_start() if results is None else results
+
+    def run_again(self) -> Results[T]:
+        """Run the step's batches from its start once more, as their bodies are now."""
+        with self.undone_after_an_error(), self._shared.without_collectives():
+            return self._from_its_start()
 
     def _from_its_start(self) -> Results[T]:
         """Run the step's batches again, in smaller parts each time that memory runs out."""
@@ -240,14 +295,11 @@ class Step(Generic[T]):
         if self.repeats == repeats:  # else its parts are others
             check.compared(step, is_same=self.start.gradient_bits() == first)
 
-    def _run_each(
-        self,
-        parts: Parts,
-        body: Body[T],
-    ) -> Results[T]:
+    def _run_each(self, batch: Batch[T]) -> Results[T]:
         """Run a batch of which each part stands for itself: only one that fails is repeated."""
         self._agrees = False
-        self._batches = [(parts, body)]
+        self._batches = [batch]
+        parts, body = batch.parts, batch.body
         results: Results[T] = []
         done = 0
         with self._shared.without_collectives():
@@ -350,30 +402,137 @@ class Step(Generic[T]):
 
     # --- the passes ---
 
-    def _pass(self, batches: list[tuple[Parts, Body[T]]]) -> Results[T] | None:
+    def _pass(self, batches: list[Batch[T]]) -> Results[T] | None:
         """Run batches; return the results of the last one, None if memory ran out."""
         results: Results[T] = []
-        for parts, body in batches:
+        for number, batch in enumerate(batches):
+            if number and self.start is not None:
+                self.start.enter_batch(number)
             results = []
-            used = self._size.for_batch(parts.samples)
-            for part in self._parts_of(parts, used):
-                if not self._goes_through(part, body, used, results):
+            used = self._size.for_batch(batch.parts.samples)
+            for part in self._parts_of(batch, used):
+                if not self._goes_through(part, batch.body, used, results):
                     return None
         return results
 
-    def _parts_of(self, parts: Parts, used: int) -> Iterator[Part]:
+    def _parts_of(self, batch: Batch[T], used: int) -> Iterator[Part]:
         """Yield a batch's parts; with a sharded model as many as the other ranks have."""
-        own = bounds(parts.samples, used)
+        parts = batch.parts
+        own = bounds(parts.samples, used, least=self._least_part)
+        wants_check = len(own) > 1 and self._is_unchecked(batch)
         factor, most = 1.0, len(own)
         if self.is_sharded:
             self._items = parts.items
-            most, factor = self._shared.plan(len(own), parts.items)
+            most, factor, wants_check = self._shared.plan(
+                len(own), parts.items, wants_check
+            )
+        if wants_check:
+            self._check_split(batch, used)
         for number in range(most):
             if number < len(own):
                 start, stop = own[number]
                 yield parts.part(start, stop, factor=factor)
             else:
                 yield parts.without_weight()
+
+    @functools.cached_property
+    def _least_part(self) -> int:
+        """The fewest samples in a part: BatchNorm in training cannot take a lone one."""
+        if self._size.refuses_lone_samples:
+            return 2
+        if self.start is None or not self._is_training:
+            return 1
+        return 2 if any(map(needs_several_samples, self.start.modules)) else 1
+
+    # --- whether the parts have the loss of the whole ---
+
+    def _is_unchecked(self, batch: Batch[T]) -> bool:
+        if not self._is_training:
+            return False
+        kind = kind_of_step(batch.parts, batch.function)
+        return not self._recorder.splits.knows(kind)
+
+    def _check_split(self, batch: Batch[T], used: int) -> None:
+        """Compare a part's loss with those of its halves before the first part is computed."""
+        assert self.start is not None
+        self._recorder.speed.pause()
+        splits = self._recorder.splits
+        check = SplitCheck(
+            Kept.UNKNOWN, "its loss is not known apart from its step"
+        )
+        if batch.loss_of is not None:
+            check = self._compare_losses(batch, batch.loss_of, used)
+        kind = kind_of_step(batch.parts, batch.function)
+        ran_out = self.repeats > 0
+        if not splits.take(
+            kind, check, self._recorder.step(), ran_out=ran_out
+        ):
+            self._end_as_shortage(check.message, used)
+
+    def _compare_losses(
+        self, batch: Batch[T], loss_of: LossOf, used: int
+    ) -> SplitCheck:
+        assert self.start is not None
+        is_lone = self._shared.largest(batch.parts.samples < 2)
+        if is_lone:
+            return SplitCheck(Kept.UNKNOWN, "a rank has a lone sample")
+
+        @contextlib.contextmanager
+        def around() -> Iterator[None]:
+            with (
+                self.guard(),
+                self._recorder.splits.muted(),
+                self._shared.pass_of_all(),
+            ):
+                yield
+
+        checker = Checker(
+            loss_of,
+            batch.parts,
+            used,
+            self.start.models,
+            batch.function,
+            around=around,
+            agree=self._shared.largest,
+            named=self.start.named,
+        )
+        check = checker.check()
+        self._shared.reset()
+        if self.repeats:  # memory is short
+            return_memory(workspaces=True)
+        return check
+
+    def _end_as_shortage(
+        self, note: str, used: int, error: BaseException | None = None
+    ) -> NoReturn:
+        """Raise what memory ran out with: the step cannot be repeated in parts.
+
+        Args:
+            note: why not.
+            used: the size of the parts.
+            error: what a part raised, if that is why.
+        """
+        shortage = self._shortage
+        if shortage is None:  # it ran out on another rank
+            shortage = torch.OutOfMemoryError("out of memory on another rank")
+        log.warning("step %d: out of memory: %s", self._recorder.step(), note)
+        if hasattr(shortage, "add_note"):  # from Python 3.11 on
+            shortage.add_note(note)
+        failure = classify_failure(shortage)
+        self._ran_out = RanOut(failure, used, True, self._shared.rank)
+        self._tell_other_ranks(failure, shortage)
+        raise shortage from error
+
+    def _tell_other_ranks(
+        self, failure: Failure, error: BaseException
+    ) -> None:
+        """Let the other ranks end as well; they may save before that."""
+        if not self._agrees:
+            return
+        self._undo()
+        if self._agree() is not None:
+            rank = self._shared.rank
+            raise RankFailure(rank, failure, is_elsewhere=False) from error
 
     def _goes_through(
         self,
@@ -402,11 +561,16 @@ class Step(Generic[T]):
             del result
         except RanOutElsewhere as error:
             clear_frames(error)
+        except CannotSplit:
+            raise
         except Exception as error:
             failure = self._failure_to_repeat_after(error, used)
+            if failure is None and self._hides_a_shortage(part, error):
+                self._end_after_error_of_a_part(error, used)
             if failure is None:
                 raise
             clear_frames(error)
+            self._shortage = without_context(error)
         # no one has the exception any more
         if not went_through and self.start is not None:
             results.clear()
@@ -429,10 +593,28 @@ class Step(Generic[T]):
         self.repeats += not went_through
         return went_through
 
+    def _hides_a_shortage(self, part: Part, error: Exception) -> bool:
+        """Return whether a part raised what the whole batch, which ran out of memory, did not."""
+        is_cut = (
+            not part.is_whole and self.repeats > 0 and self.start is not None
+        )
+        return is_cut and not classify_failure(error).kind.is_memory
+
+    def _end_after_error_of_a_part(
+        self, error: Exception, used: int
+    ) -> NoReturn:
+        check = SplitCheck(Kept.CANNOT, described(error), used)
+        note = check.message
+        self._recorder.splits.on_found(self._recorder.step(), check, True)
+        if self.is_sharded:
+            clear_frames(error)
+            self._shared.end_part(ran_out=True)
+        self._end_as_shortage(note, used, error)
+
     def _warn_of_changes(self) -> None:
         """Log what a pass has changed that cannot be put back: it happens again."""
         changed = "the batch"
-        if not any(parts.has_changed for parts, _ in self._batches):
+        if not any(batch.parts.has_changed for batch in self._batches):
             if self.start is None or not self.start.has_changed_weights:
                 return
             changed = "weights"
@@ -457,16 +639,18 @@ class Step(Generic[T]):
         if not failure.kind.is_memory:
             return None
         reason = self.cannot_repeat()
-        smaller = None if reason else self._size.smaller_than(used)
+        smaller = None
+        if reason is None:
+            smaller = self._size.smaller_than(used)
+            if smaller is not None and not self._can_use(smaller, used):
+                smaller = None
+                reason = "BatchNorm cannot take a lone sample, which smaller parts would have"
         rank = self._shared.rank
-        self._ran_out = RanOut(
-            failure,
-            used,
-            smaller is None,
-            rank,
-        )
+        self._ran_out = RanOut(failure, used, smaller is None, rank)
         if reason is not None:
             self.say_why(reason)
+            if hasattr(error, "add_note"):  # from Python 3.11 on
+                error.add_note(f"this step cannot be split: {reason}")
         else:
             self._size.failed_at(used)
         if smaller is not None:
@@ -475,23 +659,29 @@ class Step(Generic[T]):
         if reason is None:
             tried = self._size.tried
             note = self._recorder.exhausted(
-                self._is_training,
-                failure,
-                used,
-                tried,
+                self._is_training, failure, used, tried
             )
             if hasattr(error, "add_note"):  # from Python 3.11 on
                 error.add_note(note)
-        # so the other ranks end as well; they may save before that
-        if self._agrees:
-            if self.is_sharded:
-                clear_frames(error)
-                return_memory(thorough=True)
-                self._shared.end_part(ran_out=True)
-            self._undo()
-            if self._agree() is not None:
-                raise RankFailure(rank, failure, is_elsewhere=False) from error
+        if self._agrees and self.is_sharded:
+            clear_frames(error)
+            return_memory(thorough=True)
+            self._shared.end_part(ran_out=True)
+        self._tell_other_ranks(failure, error)
         return None
+
+    def _can_use(self, smaller: int, used: int) -> bool:
+        """Return whether every batch of the step has more parts of this size than of the last."""
+        least = self._least_part
+        for batch in self._batches:
+            samples = batch.parts.samples
+            parts = bounds(samples, smaller, least=least)
+            if (
+                samples >= used
+                and max(stop - start for start, stop in parts) >= used
+            ):
+                return False
+        return True
 
     def _agree(self, *, returns_more: bool = False) -> RankReport | None:
         """Agree with the other ranks how this step, or part, went; None if there are none."""

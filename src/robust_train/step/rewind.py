@@ -1,20 +1,19 @@
-"""Going back to where a step began: gradients, buffers, random generators.
+"""Going back to where a step began: gradients, buffers, attributes, random generators.
 
 Here are also the generators' states in a checkpoint, and what a function trains.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
-import itertools
 import random
 import sys
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter, is_
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -23,7 +22,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from robust_train.compat import (
-    copy_at_once,
     modules_below,
     steps_in_backward,
     tensors_of,
@@ -33,6 +31,8 @@ from robust_train.compat import (
 from robust_train.memory.tensors import leaves_of
 from robust_train.model.errors import UserError
 from robust_train.readable import MIB
+from robust_train.step.attributes import Attributes
+from robust_train.step.copies import ALWAYS_COPIED, Copies
 
 Models = nn.Module | Iterable[nn.Module] | None
 """What learns in a step; None: the modules that the function of the step closes over."""
@@ -42,9 +42,8 @@ _MOST_VALUES = 5000
 _MOST_STEPS, _STEPS_TO_OTHERS = 5, 3
 _MOST_ITEMS = 200  # longer lists hold samples; of dictionaries, keys count
 _PLAIN = (str, bytes, int, float, type(sys), type)
-# bytes of a buffer that is copied in each step: kernels write BatchNorm's statistics around the
-# version counter, and a frozen layer may be trained later
-_ALWAYS_COPIED = MIB
+# bytes of a buffer or of all frozen weights that are copied for a check, which is made once
+_MOST_COPIED = 1024 * MIB
 
 
 # --- random generators ---
@@ -253,110 +252,189 @@ def why_not_again(model: nn.Module) -> str | None:
 # --- a step ---
 
 
-# ``.data = …`` may change them
-_FORM = attrgetter("shape", "dtype")
+def with_modules_inside(
+    attributes: Attributes, modules: list[nn.Module]
+) -> list[nn.Module]:
+    """Keep the attributes of ``modules``; return these and what lists and dictionaries of theirs
+    hold, as metrics, or a teacher that is hidden from ``parameters()``."""
+    inside = attributes.keep(modules)
+    while inside and not set(map(id, inside)).issubset(map(id, modules)):
+        modules = modules_below([*modules, *inside])
+        inside = attributes.keep(modules)
+    return modules
 
 
 class _Buffers:
-    """Buffers by their places, since a module may put another tensor there, and copies of those
-    that may change, whose memory the next step uses again.
+    """Buffers by their places, since a module may put another tensor there, and their values.
 
     Quantized weights are buffers too: a large one is copied once a step has changed it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int = ALWAYS_COPIED) -> None:
         # what is where
         self._homes: list[tuple[dict[str, Tensor | None], Any]] = []
-        self._now: list[Tensor | None] = []
-        self._forms: list[Any] = []  # of the tensors that are copied
-        # targets and sources of one device and number format: a list of mixed ones would take
-        # torch's slow path, a kernel for each
-        self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
-        self._others: list[Tensor] = []  # that are not copied
-        self._versions: list[tuple[int, int]] = []  # theirs
-        self._changing: set[int] = set()  # of them, in a step before
+        self._copies = Copies(most_bytes)
 
     def keep(self, modules: Iterable[nn.Module]) -> None:
         """Take what modules have now as the values to go back to."""
         homes = (home for _, home in map(tensors_of, modules) if home)
         self._homes = [(home, dict(home)) for home in homes]
         now = [one for _, found in self._homes for one in found.values()]
-        copied = itertools.chain.from_iterable(
-            sources for _, sources in self._groups
-        )
-        if (
-            len(now) != len(self._now)
-            or not all(map(is_, now, self._now))
-            or self.is_lost
-            or list(map(_FORM, copied)) != self._forms
-        ):
-            self._arrange(now)
-        with torch.no_grad():
-            for targets, sources in self._groups:
-                copy_at_once(torch, targets, sources)
-
-    def _arrange(self, now: list[Tensor | None]) -> None:
-        versions = versions_of(self._others)
-        both = zip(self._others, self._versions, versions, strict=True)
-        self._changing |= {id(one) for one, at, now_at in both if at != now_at}
-        pairs = (zip(*group, strict=True) for group in self._groups)
-        copies = {id(t): copy for copy, t in itertools.chain(*pairs)}
-        self._now = now
-        groups: defaultdict[Any, tuple[list[Tensor], list[Tensor]]]
-        groups, self._others = defaultdict(lambda: ([], [])), []
-        for one in now:
-            if one is None:
-                continue
-            # made by the first pass, or never changed in place
-            is_kept = not (is_lazy(one) or one.is_inference())
-            is_small = not one.is_sparse and one.nbytes <= _ALWAYS_COPIED
-            if not (is_kept and (is_small or id(one) in self._changing)):
-                self._others.append(one)
-                continue
-            copy = copies.get(id(one))
-            if copy is None or _FORM(copy) != _FORM(one):
-                copy = torch.empty_like(one)
-            targets, sources = groups[one.device, one.dtype]
-            targets.append(copy)
-            sources.append(one)
-        self._groups = list(groups.values())
-        self._forms = [_FORM(t) for _, found in self._groups for t in found]
-        self._versions = versions_of(self._others)
+        self._copies.take(now)
 
     @property
     def is_lost(self) -> bool:
         """Whether one was written to of which there is no copy."""
-        return versions_of(self._others) != self._versions
+        return self._copies.is_lost
 
-    @torch.no_grad()
     def restore(self) -> None:
         """Put the tensors and values of the start back."""
-        for copies, tensors in self._groups:
-            for tensor, copy in zip(tensors, copies, strict=True):
-                if tensor.shape != copy.shape:  # an observer's grow
-                    tensor.resize_(copy.shape)
-            copy_at_once(torch, tensors, copies)
+        self._copies.restore()
         for home, found in self._homes:
             for name, one in found.items():
                 home[name] = one
 
 
+# a validation may begin in the middle of a step
+_OF_A_PART = -1
+
+
 class PartStart:
     """The state at the start of a part that stands for itself, as in validation: the generators,
-    and the buffers of modules in training mode, as where BatchNorm's statistics are collected."""
+    the attributes of modules, and the buffers of those in training mode, as where BatchNorm's
+    statistics are collected."""
 
     def __init__(
-        self, models: Iterable[nn.Module] = (), function: Any = None
+        self,
+        models: Iterable[nn.Module] = (),
+        function: Any = None,
+        *,
+        watch: Watch | None = None,
     ) -> None:
+        models = list(models)
         modules, generators = taking_part(models, function)
         self._generators = GeneratorStates(generators)
+        self._attributes = Attributes()
+        if watch is not None:
+            self._attributes = watch.attributes_with(models, _OF_A_PART)
+        modules = with_modules_inside(self._attributes, modules)
         self._buffers = _Buffers()
         self._buffers.keep(one for one in modules if one.training)
 
     def restore(self) -> None:
         """Go back to it."""
+        self._attributes.restore()
         self._buffers.restore()
         self._generators.restore()
+
+
+class PassState:
+    """All that a pass may change besides gradients, to go back to any number of times."""
+
+    def __init__(
+        self,
+        models: Iterable[nn.Module],
+        function: Any = None,
+        named: set[str]
+        | None = None,  # of which a line says already that they change
+    ) -> None:
+        modules, self.generators = taking_part(models, function)
+        self._attributes = Attributes(named)
+        self.modules = with_modules_inside(self._attributes, modules)
+        self._states = GeneratorStates(self.generators)
+        self._buffers = _Buffers(most_bytes=_MOST_COPIED)
+        self._buffers.keep(self.modules)
+        self._frozen = _frozen_in(self.modules)
+        self._versions = versions_of([tensor for tensor, _ in self._frozen])
+        self._variables = _Variables(function)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Go back to the state at the beginning."""
+        self._attributes.restore()
+        self._buffers.restore()
+        self._states.restore()
+        self._variables.restore()
+        versions = versions_of([tensor for tensor, _ in self._frozen])
+        if versions == self._versions:
+            return
+        for (tensor, copy), now, before in zip(
+            self._frozen, versions, self._versions, strict=True
+        ):
+            if now != before:
+                tensor.copy_(copy)
+        self._versions = versions_of([tensor for tensor, _ in self._frozen])
+
+
+def _frozen_in(modules: Iterable[nn.Module]) -> list[tuple[Tensor, Tensor]]:
+    """Return weights that no gradient reaches, with copies: a moving average changes in passes.
+
+    Larger ones than a moving average of a usual network are a base model, which stays as it is.
+    """
+    frozen = [one for one in parameters_of(modules) if not one.requires_grad]
+    if sum(one.nbytes for one in frozen) > _MOST_COPIED:
+        return []
+    return [(one, one.detach().clone()) for one in frozen]
+
+
+class _Variables:
+    """Plain variables and containers that a function names, as counters and lists of losses are, to
+    go back to: those that it closes over, global ones, and its owner's attributes. Containers are
+    kept one level deep."""
+
+    def __init__(self, function: Any) -> None:
+        self._places: list[tuple[Callable[[Any], None], Any]] = []
+        self._contents: list[tuple[Any, Any]] = []
+        owner = getattr(function, "__self__", None)
+        plain = getattr(function, "__func__", function)
+        if owner is not None and not isinstance(owner, (nn.Module, type)):
+            for name, value in getattr(owner, "__dict__", {}).items():
+                self._take(value, partial(setattr, owner, name))
+        if not isinstance(plain, FunctionType):
+            return
+        for cell in plain.__closure__ or ():
+            with contextlib.suppress(ValueError):  # It may have no value yet.
+                self._take(
+                    cell.cell_contents, partial(setattr, cell, "cell_contents")
+                )
+        for value in (
+            *(plain.__defaults__ or ()),
+            *(plain.__kwdefaults__ or {}).values(),
+        ):
+            self._take(value, _ignore)
+        variables = plain.__globals__
+        for name in _names_in(plain.__code__):
+            if name in variables:
+                self._take(
+                    variables[name], partial(variables.__setitem__, name)
+                )
+
+    def _take(self, value: Any, put_back: Callable[[Any], None]) -> None:
+        if value is None or isinstance(value, (bool, int, float, str)):
+            self._places.append((put_back, value))
+        elif type(value) in _CONTAINERS and len(value) <= _MOST_ITEMS:
+            self._contents.append((value, value.copy()))
+
+    def restore(self) -> None:
+        """Give the variables and containers what they had."""
+        for put_back, value in self._places:
+            put_back(value)
+        for container, content in self._contents:
+            if isinstance(container, list):
+                container[:] = content
+                continue
+            container.clear()
+            if isinstance(container, deque):
+                container.extend(content)
+            else:
+                container.update(content)
+
+
+_CONTAINERS = (list, dict, set, deque)
+
+
+def _ignore(value: Any) -> None:
+    """Put nothing back: no one can rebind a default."""
 
 
 class Watch:
@@ -364,6 +442,10 @@ class Watch:
 
     def __init__(self) -> None:
         self._buffers = weakref.WeakKeyDictionary[nn.Module, _Buffers]()
+        self._attributes = weakref.WeakKeyDictionary[
+            nn.Module, dict[int, Attributes]
+        ]()
+        self.named: set[str] = set()
         self._checked = weakref.WeakSet[nn.Module]()
 
     def check(self, model: nn.Module) -> None:
@@ -381,6 +463,17 @@ class Watch:
         """Return those of the last step that began with these models."""
         new = _Buffers()
         return self._buffers.setdefault(models[0], new) if models else new
+
+    def attributes_with(
+        self, models: Sequence[nn.Module], batch: int = 0
+    ) -> Attributes:
+        """Return those of this batch of the last step that began with these models."""
+        if not models:
+            return Attributes(self.named)
+        kept = self._attributes.setdefault(models[0], {})
+        if batch not in kept:
+            kept[batch] = Attributes(self.named)
+        return kept[batch]
 
 
 class StepStart:
@@ -403,8 +496,11 @@ class StepStart:
         self.models = models
         for model in models:
             watch.check(model)
-        self._modules, generators = taking_part(models, function)
-        parameters = parameters_of(self._modules)
+        modules, generators = taking_part(models, function)
+        self._watch = watch
+        self._attributes = [watch.attributes_with(models)]
+        self.modules = with_modules_inside(self._attributes[0], modules)
+        parameters = parameters_of(self.modules)
         # each once
         self._known = dict(zip(map(id, parameters), parameters, strict=True))
         self._versions = versions_of(list(self._known.values()))
@@ -413,7 +509,7 @@ class StepStart:
         self._aside: list[tuple[Tensor, Tensor]] = []
         self._generators = GeneratorStates(generators)
         self._buffers = watch.buffers_with(models)
-        self._buffers.keep(self._modules)
+        self._buffers.keep(self.modules)
         # last: from here on end() has to be called
         self._lay_aside(self._known.values())
 
@@ -429,6 +525,11 @@ class StepStart:
         self._known.update(zip(map(id, new), new, strict=True))
         self._versions += versions_of(new)
         self._lay_aside(new)
+
+    @property
+    def named(self) -> set[str]:
+        """Which attributes a line has said that they cannot be put back."""
+        return self._watch.named
 
     def parameters(self) -> list[Tensor]:
         """Return what the step trains, each once."""
@@ -464,13 +565,26 @@ class StepStart:
         return self._buffers.is_lost
 
     def rewind(self) -> None:
-        """Drop the step's gradients; give buffers and generators their values of the start."""
+        """Drop the step's gradients; put buffers, attributes and generators of the start back."""
         # looked up again: the pass may have made parameters, whose gradients would count twice
-        now = parameters_of(modules_below(self._modules))
+        now = parameters_of(modules_below(self.modules))
         for parameter in (*now, *self._known.values()):
             parameter.grad = None
+        self.enter_batch(0)
         self._buffers.restore()
         self._generators.restore()
+
+    def begin_batch(self) -> None:
+        """Take the attributes at the start of the step's next batch: since the one before, hooks of
+        a framework may have changed some, which do not run again."""
+        number = len(self._attributes)
+        attributes = self._watch.attributes_with(self.models, number)
+        attributes.keep(self.modules)
+        self._attributes.append(attributes)
+
+    def enter_batch(self, number: int) -> None:
+        """Put back the attributes that there were at the start of a batch of the step."""
+        self._attributes[number].restore()
 
     def end(self) -> None:
         """Add the gradients that were laid aside; a second call does nothing."""
@@ -487,6 +601,8 @@ class StepStart:
                 elif new is not None:
                     parameter.grad = before + new
         self._aside = []
+        for attributes in self._attributes:
+            attributes.drop()
 
 
 def bits_of(tensor: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +17,6 @@ from torch.nn.utils.rnn import PackedSequence
 from robust_train.compat import version_of
 from robust_train.config.placeholders import MicroBatchPlan
 from robust_train.memory.tensors import WALKED, rebuilt
-from robust_train.policy.sizes import next_smaller
 
 T = TypeVar("T")
 
@@ -34,14 +34,18 @@ def bounds(
     samples: int,
     at_most: int,
     start: int = 0,
+    *,
+    least: int = 1,
 ) -> list[tuple[int, int]]:
-    """Split the samples from ``start`` up to ``samples``: as few parts as may be, even in size.
+    """Split the samples from ``start`` up to ``samples``: as few parts as possible, even in size.
 
-    Even parts need the least memory, and the last is not a lone sample, which BatchNorm would
-    refuse, if there are others to share with.
+    Even parts need the least memory. No part has fewer than ``least`` samples if there are that
+    many: BatchNorm refuses a lone one. Then parts may have one more than ``at_most``.
     """
     count = samples - start
     parts = -(-count // at_most)
+    if parts > 1:
+        parts = max(min(parts, count // least), 1)
     edges = (
         [start + count * i // parts for i in range(parts + 1)] if parts else []
     )
@@ -120,6 +124,42 @@ def part_of(
         return item[start:stop]
 
     return rebuilt(batch, cut)
+
+
+def part_of_both_ends(batch: Any, samples: int, size: int) -> Any:
+    """Return ``size`` samples, half of them the first ones of ``batch`` and half the last ones.
+
+    In a batch that is sorted, by class or by length, its halves differ as much as they can.
+    """
+    if size >= samples:
+        return part_of(batch, 0, samples)
+    first = part_of(batch, 0, size // 2)
+    last = part_of(batch, samples - (size - size // 2), samples)
+    return _concatenated(first, last)
+
+
+def _concatenated(first: Any, last: Any) -> Any:
+    """Return two parts of one batch as a part of their samples."""
+    lasts: dict[str, Any] = {}
+
+    def note(item: Any, name: str) -> Any:
+        if not _has_samples(item):
+            return WALKED
+        lasts[name] = item
+        return item
+
+    def join(item: Any, name: str) -> Any:
+        if not _has_samples(item):
+            return WALKED
+        other = lasts[name]
+        if isinstance(item, torch.Tensor):
+            return torch.cat([item, other])
+        if isinstance(item, list):
+            return item + other
+        return importlib.import_module("numpy").concatenate([item, other])
+
+    rebuilt(last, note)
+    return rebuilt(first, join)
 
 
 def joined(
@@ -327,9 +367,9 @@ SizeState = dict[str, Any]
 
 
 class MicroBatchSize:
-    """The size in use, and what is known about others. Samples throughout. It shrinks as the
-    launcher's does: at most half, at least the plan's smallest, a divisor of the effective batch
-    where there is one. Each failure of a size doubles the steps until it is tried again."""
+    """The size in use, and what is known about others. Samples throughout. It halves,
+    rounded up, down to the plan's smallest. Each failure of a size doubles the steps until it is
+    tried again."""
 
     def __init__(self, plan: MicroBatchPlan) -> None:
         self._plan = plan
@@ -344,6 +384,11 @@ class MicroBatchSize:
         )
         self._found: int | None = None  # by probes
         self._largest_batch = 0
+
+    @property
+    def refuses_lone_samples(self) -> bool:
+        """Whether the smallest size that the user allows is above one."""
+        return self._plan.min_batch_size > 1
 
     @property
     def tried(self) -> tuple[int, ...]:
@@ -362,14 +407,11 @@ class MicroBatchSize:
 
     def smaller_than(self, failed: int) -> int | None:
         """Return the next smaller size, None if ``failed`` is the smallest."""
-        plan = self._plan
-        if failed <= plan.min_batch_size:
+        least = self._plan.min_batch_size
+        if failed <= least:
             return None
-        share = (
-            max(plan.batch_size or 0, failed)
-            * plan.gradient_accumulation_steps
-        )
-        return next_smaller(failed, plan.min_batch_size, share)
+        # Parts need not divide the batch: 5 samples of which 4 fit are 3 and 2.
+        return max(-(-failed // 2), least)
 
     def failed_at(self, size: int) -> None:
         """Record that memory ran out at ``size``: use the next smaller one, if any."""

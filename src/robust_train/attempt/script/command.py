@@ -330,6 +330,7 @@ def _values(config: RobustConfig, run: Run) -> ScriptValues:
         checkpoint_every_steps=training.checkpoint_every_steps or 0,
         keep_checkpoints=training.keep_checkpoints,
         gradient_checkpointing=str(training.gradient_checkpointing).lower(),
+        split_rule=run.split_rule.name,
     )
 
 

@@ -33,6 +33,7 @@ from robust_train.config.placeholders import (
     EVENTS_VARIABLE,
     MicroBatchPlan,
     SavePlan,
+    SplitRule,
     value_from,
 )
 from robust_train.files import LineFile, plain
@@ -58,6 +59,7 @@ _OF_A_RUN = frozenset(
     {
         "micro_batch_changed",
         "micro_batch_exhausted",
+        "split_checked",
         "memory",
         "memory_cleared",
         "epoch",
@@ -220,6 +222,7 @@ class ScriptRun(Run):
         self._has_read: set[str] = set()
         # `cuda:0` or `cpu`, None without the launcher
         self.device = value_from(environ, "device")
+        self.split_rule = SplitRule.named(value_from(environ, "split_rule"))
         self.micro_batch_plan = MicroBatchPlan(
             batch_size=self._split["batch_size"],
             gradient_accumulation_steps=self._split[

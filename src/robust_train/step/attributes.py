@@ -1,0 +1,489 @@
+"""Plain attributes of modules, which a pass that is repeated must not leave changed.
+
+Numbers, text, None, tensors that are no buffers, and lists, deques, dictionaries, sets and small
+arrays of these: counters, hidden states, queues and their pointers, the states of torchmetrics
+objects. Other objects are not looked at.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Collection, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass
+from enum import Enum
+from operator import is_
+from types import BuiltinFunctionType, FunctionType, MethodType, NoneType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from robust_train.compat import versions_of
+from robust_train.readable import MIB
+from robust_train.step.copies import ALWAYS_COPIED, Copies, is_small
+
+log = logging.getLogger("robust_train")
+
+_PLAIN = frozenset(
+    (int, float, bool, complex, str, bytes, NoneType, range, slice)
+) | {
+    *(torch.dtype, torch.device, torch.Size),
+    *(type, FunctionType, BuiltinFunctionType, MethodType),
+}
+_numpy: Any = sys.modules.get("numpy")  # torch does without it, too
+_ARRAYS = () if _numpy is None else (_numpy.ndarray,)
+_SCALARS = () if _numpy is None else (_numpy.generic,)
+_CONTAINERS = frozenset(
+    (list, deque, set, dict, OrderedDict, defaultdict, Counter)
+)
+# Of a longer container only growth can be undone.
+_MOST_PLAIN, _MOST_OTHERS = 1000, 200
+# Lists of tensors that grow, as a metric's, are not written to in place.
+_MOST_COPIED = 32
+_MOST_LEVELS = 4
+# After so many all attributes are looked at again.
+_MOST_STEPS = 50
+# A tensor above this may be the largest of a pass, so that the step before must not keep it.
+_MOST_HELD = 16 * MIB
+
+# Attributes that belong to nn.Module: parameters, buffers, modules, hooks, the training flag.
+_OF_MODULES = frozenset(vars(nn.Module()))
+# These keep their attributes in step with other ranks, streams or compiled code.
+_WRAPPERS = (
+    "torch.nn.parallel",
+    "torch._dynamo",
+    "torch.distributed.fsdp.fully_sharded",
+    "torch.distributed.fsdp._common",
+)
+
+
+# Kinds of values that hold others. Of other objects, as a model's config, nothing is put back.
+_HOLDING = (Tensor, nn.Module, tuple, *_CONTAINERS, *_ARRAYS)
+
+
+class _CannotPutBack(Exception):
+    """A value of the step's start does not exist any longer."""
+
+
+class _Unseen:
+    """Stands for an object that is not looked at."""
+
+
+_UNSEEN = _Unseen()
+
+
+@dataclass(frozen=True)
+class _HeldTensor:
+    original: weakref.ref[Tensor]
+    # The same memory without the graph of an earlier step; None: it is too large to be kept alive.
+    values: Tensor | None
+    version: tuple[int, int]
+    is_copied: bool
+
+
+@dataclass(frozen=True)
+class _HeldContainer:
+    # None: it may hold the graph of an earlier step, which has to end when the next one drops it.
+    original: Any
+    empty: Any
+    items: Any
+
+
+@dataclass(frozen=True)
+class _HeldTuple:
+    kind: type[tuple[Any, ...]]
+    items: list[Any]
+
+
+@dataclass(frozen=True)
+class _LongContainer:
+    identity: int
+    length: int
+    ends: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class _HeldArray:
+    original: Any
+    values: Any
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What of modules has to be looked at in each step; of the others a copy of the dictionary
+    suffices. Modules are known by their places in the list, since none is kept alive."""
+
+    seen: tuple[list[int], list[int]] = (
+        [],
+        [],
+    )  # which they are, and how much they have
+    # The names of attributes that are more than a plain value.
+    names: tuple[tuple[int, list[str]], ...] = ()
+    # Those that are None, and may be a tensor or a list in a later step.
+    empty: tuple[tuple[int, list[str]], ...] = ()
+    left_alone: tuple[int, ...] = ()
+    lazy: tuple[int, ...] = ()
+
+    @classmethod
+    def of(
+        cls, modules: Sequence[nn.Module], homes: Sequence[dict[str, Any]]
+    ) -> _Plan:
+        """Look at all attributes of modules."""
+        names, empty, left_alone, lazy = [], [], [], []
+        for place, (module, home) in enumerate(
+            zip(modules, homes, strict=True)
+        ):
+            kind: Any = type(module)
+            if _is_left_alone(kind):
+                left_alone.append(place)
+                if issubclass(kind, LazyModuleMixin):
+                    lazy.append(place)
+                continue
+            if own := _names_to_hold(kind, home):
+                names.append((place, own))
+            none = [] if _is_torchs(kind) else _names_of_none(kind, home)
+            if none:
+                empty.append((place, none))
+        return cls(
+            _seen(modules, homes),
+            tuple(names),
+            tuple(empty),
+            tuple(left_alone),
+            tuple(lazy),
+        )
+
+    def is_of(
+        self, modules: Sequence[nn.Module], homes: Sequence[dict[str, Any]]
+    ) -> bool:
+        """Return whether it holds for modules as they are now."""
+        return (
+            _seen(modules, homes) == self.seen
+            and not any(
+                homes[place].get(name) is not None
+                for place, names in self.empty
+                for name in names
+            )
+            and all(
+                name in homes[place]
+                for place, names in self.names
+                for name in names
+            )
+            and all(
+                isinstance(modules[place], LazyModuleMixin)
+                for place in self.lazy
+            )
+        )
+
+
+def _seen(
+    modules: Sequence[nn.Module], homes: Sequence[dict[str, Any]]
+) -> tuple[list[int], list[int]]:
+    return list(map(id, modules)), list(map(len, homes))
+
+
+_HELD = (_HeldTensor, _HeldContainer, _HeldTuple, _LongContainer, _HeldArray)
+
+
+class Attributes:
+    """The attributes that modules have at a moment to go back to."""
+
+    def __init__(self, named: set[str] | None = None) -> None:
+        # Of which a line has said that they cannot be put back.
+        self._named = set() if named is None else named
+        self._plan = _Plan()
+        self._age = 0
+        self._modules: list[nn.Module] = []
+        self._before: list[dict[str, Any]] = []
+        self._copies = Copies()
+        self._small: list[Tensor | None] = []
+        self._versions: list[tuple[int, int]] = []
+        self._inside: list[nn.Module] = []
+        self._has_passing = False
+
+    def keep(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
+        """Take what ``modules`` have now as the values to go back to.
+
+        Return the modules that are in lists and dictionaries of theirs.
+        """
+        self._small, self._inside = [], []
+        homes = list(map(vars, modules))
+        self._age += 1
+        if self._age > _MOST_STEPS or not self._plan.is_of(modules, homes):
+            self._plan, self._age = _Plan.of(modules, homes), 0
+        self._modules, self._before = (
+            list(modules),
+            list(map(dict.copy, homes)),
+        )
+        for place, names in self._plan.names:
+            home, before = homes[place], self._before[place]
+            for name in names:
+                before[name] = self._hold(home[name])
+        for place in self._plan.left_alone:
+            self._before[place] = {}
+        self._copies.take(self._small)
+        self._versions = versions_of(self._small)
+        return self._inside
+
+    def drop(self) -> None:
+        """Hold nothing any longer."""
+        self._modules, self._before = [], []
+        self._inside, self._small = [], []
+
+    def restore(self) -> None:
+        """Put the values back; name what cannot be, once."""
+        now = versions_of(self._small)
+        both = zip(self._small, self._versions, now, strict=True)
+        self._copies.restore({id(t) for t, at, now_at in both if at != now_at})
+        for module, before in zip(self._modules, self._before, strict=True):
+            for name in _put_back(module, before) if before else ():
+                if name not in self._named:
+                    self._named.add(name)
+                    log.warning(
+                        "%s was changed by a pass that is undone, as after running out of memory, "
+                        "and cannot be put back",
+                        name,
+                    )
+
+    def _hold(self, value: Any, most_copied: int = 1, level: int = 0) -> Any:
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        if kind is Tensor or kind is nn.Parameter:
+            return self._hold_tensor(value, is_copied=most_copied > 0)
+        if isinstance(value, nn.Module):
+            self._inside.append(value)
+            return value
+        if level < _MOST_LEVELS and kind in _CONTAINERS:
+            return self._hold_container(value, level)
+        if level < _MOST_LEVELS and isinstance(value, tuple):
+            if len(value) > _MOST_OTHERS or _PLAIN.issuperset(
+                map(type, value)
+            ):
+                return value
+            return _HeldTuple(kind, self._hold_all(value, level))
+        if _is_array(value):
+            return _HeldArray(value, value.copy())
+        return value if _is_plain(value) else _UNSEEN
+
+    def _hold_tensor(self, tensor: Tensor, *, is_copied: bool) -> Any:
+        if tensor.is_leaf and tensor.requires_grad:
+            return tensor
+        is_large = tensor.is_sparse or tensor.nbytes > _MOST_HELD
+        values = None if is_large else tensor
+        if values is not None and tensor.grad_fn is not None:
+            values = tensor.detach()
+        self._has_passing |= values is not tensor
+        is_copied &= values is not None and is_small(tensor)
+        is_copied &= not tensor.is_inference()
+        if is_copied:
+            self._small.append(values)
+        (version,) = versions_of([tensor])
+        return _HeldTensor(weakref.ref(tensor), values, version, is_copied)
+
+    def _hold_container(self, value: Any, level: int) -> Any:
+        length = len(value)
+        found = value.values() if isinstance(value, dict) else value
+        if length <= _MOST_PLAIN and _PLAIN.issuperset(map(type, found)):
+            return _HeldContainer(value, None, copy(value))
+        if length > _MOST_OTHERS:
+            return _LongContainer(id(value), length, _ends_of(value, length))
+        outer, self._has_passing = self._has_passing, False
+        items: Any = self._hold_all(found, level)
+        if isinstance(value, dict):
+            items = dict(zip(value, items, strict=True))
+        original, empty = value, None
+        if self._has_passing:
+            original, empty = None, copy(value)
+            empty.clear()
+        self._has_passing |= outer
+        return _HeldContainer(original, empty, items)
+
+    def _hold_all(self, values: Collection[Any], level: int) -> list[Any]:
+        most_copied = len(values) <= _MOST_COPIED
+        held = (self._hold(one, most_copied, level + 1) for one in values)
+        return [
+            one if kept is _UNSEEN else kept
+            for one, kept in zip(values, held, strict=True)
+        ]
+
+
+# --- going back ---
+
+
+def _put_back(module: nn.Module, before: dict[str, Any]) -> Iterator[str]:
+    """Put attributes back; yield the names of those where it is not possible."""
+    home, kind = vars(module), type(module)
+    for name in home.keys() - before.keys():
+        if _is_looked_at(kind, name):
+            del home[name]
+    for name, held in before.items():
+        is_same = name in home and home[name] is held
+        if is_same or not (_is_put_back(held) and _is_looked_at(kind, name)):
+            continue
+        # the pass has made a parameter, a buffer or a module of it
+        if name not in home and any(
+            name in made
+            for made in (
+                module._parameters,
+                module._buffers,
+                module._modules,
+            )
+        ):
+            continue
+        is_whole = True
+        try:
+            value, is_whole = _value_of(held, home.get(name))
+            if name not in home or home[name] is not value:
+                home[name] = value
+        # also where a type of tuple cannot be made of its items
+        except Exception:
+            is_whole = False
+        if not is_whole:
+            yield f"{kind.__name__}.{name}"
+
+
+def _value_of(held: Any, now: Any = None) -> tuple[Any, bool]:
+    """Return what was held, and whether all of it is as it was; ``now`` is in its place."""
+    if isinstance(held, _HeldTensor):
+        tensor = held.original()
+        if tensor is None:
+            tensor = held.values
+        if tensor is None:
+            raise _CannotPutBack
+        return tensor, held.is_copied or versions_of([tensor]) == [
+            held.version
+        ]
+    if isinstance(held, _HeldTuple):
+        items, is_whole = _values_of(held.items)
+        make = getattr(held.kind, "_make", held.kind)
+        return make(items), is_whole
+    if isinstance(held, _HeldArray):
+        if held.original.tobytes() != held.values.tobytes():
+            held.original[...] = held.values
+        return held.original, True
+    if isinstance(held, _LongContainer):
+        _cut_back(held, now)
+        return now, True
+    if not isinstance(held, _HeldContainer):
+        return held, True
+    target, items, is_whole = held.original, held.items, True
+    if target is None:
+        target = now if type(now) is type(held.empty) else held.empty
+    if isinstance(target, dict):
+        values, is_whole = _values_of(items.values())
+        _fill(target, dict(zip(items, values, strict=True)))
+    else:
+        if not isinstance(items, set):
+            items, is_whole = _values_of(items)
+        _fill(target, items)
+    return target, is_whole
+
+
+def _values_of(items: Collection[Any]) -> tuple[list[Any], bool]:
+    pairs = list(map(_value_of, items))
+    return [value for value, _ in pairs], all(whole for _, whole in pairs)
+
+
+def _fill(target: Any, items: Any) -> None:
+    """Give a container these items, if it has others."""
+    if len(target) == len(items) and all(map(is_, target, items)):
+        if not isinstance(target, dict):
+            return
+        if all(map(is_, target.values(), items.values())):
+            return
+    target.clear()
+    add = target.extend if isinstance(target, (list, deque)) else target.update
+    add(items)
+
+
+def _ends_of(value: Any, length: int) -> tuple[int, int]:
+    """Return which are the first and the last of so many items of a container."""
+    if isinstance(value, (set, dict)):
+        return 0, 0
+    return id(value[0]), id(value[length - 1])
+
+
+def _cut_back(held: _LongContainer, now: Any) -> None:
+    """Take off what was added to a long container."""
+    is_same = type(now) in _CONTAINERS and id(now) == held.identity
+    if not is_same or len(now) < held.length:
+        raise _CannotPutBack
+    if _ends_of(now, held.length) != held.ends:
+        raise _CannotPutBack
+    if isinstance(now, set) and len(now) > held.length:
+        raise _CannotPutBack
+    while len(now) > held.length:
+        if isinstance(now, dict):
+            now.popitem()
+        else:
+            now.pop()
+
+
+def _names_to_hold(kind: Any, home: dict[str, Any]) -> list[str]:
+    """Return the names of attributes that are more than a plain value."""
+    return [
+        name
+        for name, value in home.items()
+        if type(value) not in _PLAIN
+        and _is_looked_at(kind, name)
+        and isinstance(value, _HOLDING)
+        and not (type(value) is tuple and _PLAIN.issuperset(map(type, value)))
+    ]
+
+
+def _names_of_none(kind: Any, home: dict[str, Any]) -> list[str]:
+    return [
+        name
+        for name, value in home.items()
+        if value is None and _is_looked_at(kind, name)
+    ]
+
+
+def _is_looked_at(kind: Any, name: str) -> bool:
+    """Return whether an attribute is a user's, not of nn.Module or of torch's own modules."""
+    return name not in _OF_MODULES and not (
+        name.startswith("_") and _is_torchs(kind)
+    )
+
+
+@functools.cache
+def _is_torchs(kind: Any) -> bool:
+    # fully_shard gives a user's module a class of its own
+    names = (one.__module__ for one in kind.__mro__)
+    name = next(n for n in names if not n.startswith("torch.distributed."))
+    return bool(name.partition(".")[0] == "torch")
+
+
+@functools.cache
+def _is_left_alone(kind: Any) -> bool:
+    """Return whether a module's attributes are a framework's, which knows better; a lazy module has
+    others after its first pass, as its weights, which stay."""
+    return issubclass(kind, LazyModuleMixin) or any(
+        one.__module__.startswith(_WRAPPERS) for one in kind.__mro__
+    )
+
+
+def _is_put_back(held: Any) -> bool:
+    if type(held) in _PLAIN or isinstance(
+        held, (*_HELD, nn.Module, nn.Parameter)
+    ):
+        return True
+    return _is_plain(held) or type(held) is tuple
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is a number or a name of a kind of its own."""
+    kinds = (int, float, complex, str, bytes, frozenset, Enum, *_SCALARS)
+    return isinstance(value, kinds)
+
+
+def _is_array(value: Any) -> bool:
+    if type(value) not in _ARRAYS:
+        return False
+    return not value.dtype.hasobject and bool(value.nbytes <= ALWAYS_COPIED)
