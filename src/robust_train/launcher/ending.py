@@ -19,6 +19,7 @@ from typing import Any
 from robust_train.config.attempt import AttemptRequest
 from robust_train.failures import classify_exit
 from robust_train.failures.exits import by_oom_killer, in_order
+from robust_train.failures.printed import since_progress
 from robust_train.failures.stack import (
     TRACEBACK,
     NativeStack,
@@ -174,12 +175,12 @@ def doubt_of(attempt: Attempt) -> str:
         attempt.script, ScriptEnded
     ):
         return ""
-    output = without_escapes(attempt.exit.output).rstrip()
+    output = in_order(without_escapes(attempt.exit.output))
+    output = since_progress(output).rstrip()
     seen = classify_exit(1, output)
     what = seen.message.removeprefix("ended with exit code 1: ")
-    is_last = TRACEBACK in output and output.endswith(what)
     is_workers = seen.kind is FailureKind.WORKER_DEATH
-    if not (seen.kind.is_memory or is_workers or is_last):
+    if not (seen.kind.is_memory or is_workers or TRACEBACK in output):
         return ""
     return (
         f"the script ended with exit code 0, but its output shows a failure: {what} (a shell has "

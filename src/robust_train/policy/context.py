@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
+from robust_train.config.placeholders import placeholders_in
 from robust_train.config.schema import RobustConfig
 from robust_train.model.attempt import Attempt
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
@@ -83,7 +85,13 @@ class FailureContext:
             one.checkpoint or one.resumed_from
             for one in reversed(self.history)
         ]
-        if path := next(filter(None, paths), None):
+        path = next(filter(None, paths), None)
+        if path is not None and self._resumes_by_itself_if_at_all:
+            return (
+                "the beginning, unless the script finds its checkpoint "
+                f"{PurePath(path).name} by itself"
+            )
+        if path is not None:
             return f"the last checkpoint, {PurePath(path).name}"
         is_asked = (
             self.config.is_script
@@ -91,6 +99,48 @@ class FailureContext:
         )
         hint = " (--checkpoint)" if is_asked else ""
         return f"the beginning, for no checkpoint is known{hint}"
+
+    @property
+    def _resumes_by_itself_if_at_all(self) -> bool:
+        """Whether a script has a pattern for its checkpoints, and is given none of them."""
+        trainer = self.config.trainer
+        words = " ".join(trainer.argv or ())
+        is_given = trainer.resume_argv or "checkpoint" in placeholders_in(words)
+        return trainer.checkpoint_glob is not None and not is_given
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether a checkpoint is known that holds what the job has learned."""
+        return any(one.checkpoint or one.resumed_from for one in self.history)
+
+    @property
+    def unknown_before(self) -> Attempt | None:
+        """The last attempt before that failed for no known reason at the same place: since then no
+        later checkpoint came.
+
+        Without steps a script that starts over each time writes the same checkpoints again, and
+        looks as if it got further. So a name that came before is no progress where names differ,
+        and other progress counts ``max_retries`` times only.
+        """
+        unknown = [
+            one
+            for one in self.history[:-1]
+            if one.evidence.clue == Clue.UNKNOWN
+        ]
+        if not unknown:
+            return None
+        if unknown[-1] in self.since_progress:
+            return unknown[-1]
+        if any(one.saved_step is not None for one in self.history):
+            return None
+        pattern = self.config.trainer.checkpoint_glob or "*"
+        has_names = glob.has_magic(PurePath(pattern).name)
+        name = self.attempt.checkpoint
+        is_same = name is not None and any(
+            one.checkpoint == name for one in unknown
+        )
+        is_often = len(unknown) >= self.config.retries
+        return unknown[-1] if (has_names and is_same) or is_often else None
 
     @property
     def at_size(self) -> str:
