@@ -89,6 +89,7 @@ from robust_train.model.events import (
     SCHEMA,
     BatchTaken,
     CheckpointSaved,
+    CheckpointUnused,
     DecidedAgain,
     Event,
     Failed,
@@ -268,6 +269,8 @@ class Job:
         self.attempts: list[Attempt] = []
         self.decision: Decision | None = None
         self.checkpoint: Path | None = None
+        # why the newest file of a script's checkpoints cannot be used
+        self._unused = ""
         self.wait_seconds = 0.0
         self._started = time.monotonic()
         self._engine, self._explain = engine, explain
@@ -576,7 +579,9 @@ class Job:
     def _log_unmatched(self) -> None:
         """Log that the pattern for a script's checkpoints leads to none."""
         trainer = self.config.trainer
-        if trainer.checkpoint_glob is not None and self.checkpoint is None:
+        if self._unused or self.checkpoint is not None:
+            return
+        if trainer.checkpoint_glob is not None:
             log.warning(
                 "no new file matches the pattern for checkpoints %s (in %s): without one an "
                 "attempt starts from the beginning",
@@ -650,6 +655,10 @@ class Job:
                 self.policy = replace(self.policy, asked=asked)
             case CheckpointSaved() if event.loss != "diverged":
                 self.checkpoint = Path(event.path)
+            case CheckpointUnused(text=text):
+                if text != self._unused:
+                    log.warning("%s", text)
+                self._unused = text
             case ScriptStarted():
                 # logged here, because what the attempt prints is evidence
                 log.info("running %s", shlex.join(event.argv))

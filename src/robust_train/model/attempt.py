@@ -15,6 +15,7 @@ from robust_train.model.events import (
     BatchSizeFound,
     BatchTaken,
     CheckpointSaved,
+    CheckpointUnused,
     Event,
     Failed,
     Finished,
@@ -50,6 +51,7 @@ _NOT_IN_FILES = frozenset(
         "first_step",
         "saved_step",
         "saves",
+        "not_whole",
         "keeps_batch",
         "ending",
         "script",
@@ -104,6 +106,8 @@ class Attempt:
     loss: float | None = None
     checkpoint: str | None = None  # path of the last one it reported
     saved_step: int | None = None  # step of that
+    # path of its newest checkpoint, if that is cut off
+    not_whole: str | None = None
     # the last checkpoint that is known to be good stays
     is_guarded: bool = False
     skipped_updates: int = 0  # loss or gradient norm was not finite
@@ -215,6 +219,8 @@ class Attempt:
                 return replace(self, micro_batch=event.before)
             case Slow():
                 return replace(self, slow=event.text)
+            case CheckpointUnused():
+                return replace(self, not_whole=event.path)
             case BatchKept():
                 return replace(self, keeps_batch=event.reason)
             case BatchTaken():

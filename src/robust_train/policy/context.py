@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
@@ -81,11 +82,7 @@ class FailureContext:
     @property
     def saved(self) -> str:
         """From where the next attempt goes on."""
-        paths = [
-            one.checkpoint or one.resumed_from
-            for one in reversed(self.history)
-        ]
-        path = next(filter(None, paths), None)
+        path = self._checkpoint
         if path is not None and self._resumes_by_itself_if_at_all:
             return (
                 "the beginning, unless the script finds its checkpoint "
@@ -109,9 +106,19 @@ class FailureContext:
         return trainer.checkpoint_glob is not None and not is_given
 
     @property
+    def _checkpoint(self) -> str | None:
+        """The newest checkpoint that is known and whole."""
+        paths = [
+            one.checkpoint or one.resumed_from
+            for one in reversed(self.history)
+        ]
+        cut = self.attempt.not_whole
+        return next((one for one in paths if one and one != cut), None)
+
+    @property
     def has_saved(self) -> bool:
         """Whether a checkpoint is known that holds what the job has learned."""
-        return any(one.checkpoint or one.resumed_from for one in self.history)
+        return self._checkpoint is not None
 
     @property
     def unknown_before(self) -> Attempt | None:
@@ -387,6 +394,8 @@ class FailureContext:
         if now in (wanted, self.attempt.spec.effective_batch_size):
             return ""
         change = f"the effective batch size is now {now} instead of {wanted}"
+        if self.config.is_script and not self.settings.asked.accumulates:
+            change += " if the script does not accumulate by itself"
         if self.config.preserve_effective_batch_size is False:
             return f"{change}: preserve_effective_batch_size is false"
         if not self.settings.asked.accumulates:
@@ -429,11 +438,16 @@ class FailureContext:
         )
         if not self.settings.config.is_script or is_known or now == asked:
             return ""
-        return _ADDS_UP_MEANS.format(
-            asked=asked,
-            now=now,
-            factor=f"{now / asked:g}",
+        change = (
+            f"the script accumulates {now} micro-batches instead of {asked}"
         )
+        is_transformers = any(
+            _TRANSFORMERS_TRAINER.search(one.exit.output)
+            for one in self.history
+        )
+        if not is_transformers:
+            return f"{change}: {_DIVIDES}"
+        return f"{change}: {_ADDS_UP_MEANS.format(factor=f'{now / asked:g}')}"
 
 
 def blamed_on_others(attempt: Attempt) -> tuple[int, int]:
@@ -466,11 +480,20 @@ _HAS_NO_KEY = (
     "robust.preserve_effective_batch_size=true"
 )
 
+# a frame of its traceback, or the figures that it prints
+_TRANSFORMERS_TRAINER = re.compile(
+    r"[/\\]transformers[/\\]trainer\w*\.py\b"
+    r"|\{'(?:loss|eval_loss|train_runtime)': [^}]{0,400}'epoch': "
+)
+
+_DIVIDES = (
+    "gradients stay the same if it divides the loss by that number, and if the loss is a mean over "
+    "samples"
+)
 _ADDS_UP_MEANS = (
-    "the script accumulates {now} micro-batches instead of {asked}: under transformers' Trainer "
-    "gradients may be {factor} times as large, where a model takes num_items_in_batch and ignores "
-    "it, as BERT for sequence classification does. Write trainer.model_accepts_loss_kwargs = False "
-    "before trainer.train() for such a model"
+    "under transformers' Trainer gradients may be {factor} times as large, where a model takes "
+    "num_items_in_batch and ignores it, as BERT for sequence classification does. Write "
+    "trainer.model_accepts_loss_kwargs = False before trainer.train() for such a model"
 )
 _CANNOT_ACCUMULATE = (
     "the script is not given {gradient_accumulation_steps}. Pass that on if it can accumulate; "
