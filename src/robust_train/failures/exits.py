@@ -285,6 +285,13 @@ def _reported_in(
     return (whole, found) if is_reason else None
 
 
+def last_shortage_in(log: str) -> str:
+    """Return the last report of a lack of memory in a log, on one line; empty if there is none, or
+    if it was overcome."""
+    found = _shortage_in(in_order(without_frames(log)), native=True)
+    return "" if found is None else found[0].text
+
+
 def _shortage_in(
     output: str, *, native: bool
 ) -> tuple[ErrorReport, Match] | None:

@@ -151,7 +151,13 @@ def _stalled(end: Exit, stacks: Path) -> Failure:
 def failure_of_script(ended: ScriptEnded, end: Exit) -> Failure:
     """Return why a script failed, as if its exit were the attempt's."""
     output = without_escapes(end.output)
-    return classify_exit(ended.returncode, output, oom_killed=end.oom_killed)
+    failure = classify_exit(
+        ended.returncode, output, oom_killed=end.oom_killed
+    )
+    is_unknown = failure.evidence.clue == Clue.UNKNOWN
+    if end.shortage and is_unknown and TRACEBACK not in output:
+        return classify_exit(ended.returncode, end.shortage)
+    return failure
 
 
 def _with_file(failure: Failure, attempt: Attempt) -> Failure:

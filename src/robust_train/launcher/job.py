@@ -54,7 +54,14 @@ from robust_train.folder.identity import (
     resume_from,
 )
 from robust_train.folder.memory_samples import attempt_stability
-from robust_train.folder.provenance import resume_command, resumed_by_hand
+from robust_train.folder.provenance import (
+    changed_variables,
+    command,
+    read_environment,
+    resume_command,
+    resumed_by_hand,
+    variables_named,
+)
 from robust_train.folder.state import Summary
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.processes import user_name
@@ -93,6 +100,7 @@ from robust_train.model.events import (
     DecidedAgain,
     Event,
     Failed,
+    Json,
     JobEnded,
     JobStarted,
     ScriptStarted,
@@ -271,6 +279,8 @@ class Job:
         self.checkpoint: Path | None = None
         # why the newest file of a script's checkpoints cannot be used
         self._unused = ""
+        # what it reads from the environment by name
+        self._command_variables: dict[str, Json] = {}
         self.wait_seconds = 0.0
         self._started = time.monotonic()
         self._engine, self._explain = engine, explain
@@ -320,6 +330,21 @@ class Job:
                 keys=self.config.theirs,
             )
         )
+        trainer = self.config.trainer
+        self._command_variables = variables_named(
+            [*command(), *(trainer.argv or ()), *trainer.resume_argv],
+            trainer.cwd or ".",
+            os.environ,
+        )
+        changed = changed_variables(
+            read_environment(self.run_dir),
+            beginning.job,
+            self._command_variables,
+        )
+        if changed:
+            log.warning(
+                "the command reads variables that have changed since the last launch: %s", changed
+            )
         if self.checkpoint is not None:
             log.info(
                 "this run folder holds an unfinished job: resuming from %s",
@@ -392,7 +417,9 @@ class Job:
         finally:
             self.wait_seconds = time.monotonic() - started
         self.folder.queued(self.devices.queue.job_id)
-        self.folder.acquired(group, self.wait_seconds)
+        self.folder.acquired(
+            group, self.wait_seconds, self._command_variables
+        )
         return group
 
     def _attempt_until_done(self, first: Retry) -> None:

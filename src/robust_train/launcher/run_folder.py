@@ -231,9 +231,17 @@ class RunFolder:
         self,
         gpus: Group,
         wait_seconds: float,
+        command_variables: Mapping[str, Json],
     ) -> None:
         """Record that the job has a device, after a wait, and the trainer is being imported."""
-        self._provenance = Provenance(self._run_dir, gpus)
+        self._provenance = Provenance(
+            self._run_dir,
+            gpus,
+            {
+                "job": self.beginning.job,
+                "command_variables": dict(command_variables),
+            },
+        )
         self._change(state="starting", waiting=None)
         self.record(
             DeviceAcquired(

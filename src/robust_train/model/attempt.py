@@ -70,6 +70,8 @@ class Exit:
     pid: int | None = None
     max_resident_bytes: int = 0  # its peak of host memory
     output: str = field(default="", repr=False)  # the end of what it printed
+    # the last lack of memory that a script's log reports, also above that end
+    shortage: str = field(default="", repr=False)
     # what its threads were doing at a stall or crash
     stacks: str = field(default="", repr=False)
     stalled: str = ""  # what stood still, for an attempt that was ended for it

@@ -535,7 +535,7 @@ class CheckpointWatch:
             return CheckpointUnused(text, str(newest))
         # cwd and the run folder are escaped already
         literal = re.sub(
-            r"(\[[[*?]\])|\[",
+            r"(\[[\[*?]\])|\[",
             lambda found: found[1] or "[[]",
             self._pattern,
         )
