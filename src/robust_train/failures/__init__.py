@@ -83,9 +83,7 @@ def _classified(
         # what no section matches is shown as its author wrote it
         first = next(iter(reports_of(exception)))
         clue = None if _is_certain_bug(exception) else Clue.UNKNOWN
-        return Failure(
-            FailureKind.BUG, first.headline, Evidence(clue=clue)
-        )
+        return Failure(FailureKind.BUG, first.headline, Evidence(clue=clue))
     report, found = telling
     evidence = read_evidence(report.text, found)
     if found.kind is FailureKind.DEVICE_OOM:

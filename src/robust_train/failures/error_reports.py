@@ -30,9 +30,9 @@ _ALSO_CERTAIN = (
     "AssertionError ImportError TabError UnicodeError UnicodeEncodeError"
 )
 # Only the program can be the reason for these, so they would come again.
-CERTAIN_BUGS = PROGRAMMING_ERRORS.difference(
-    _OF_THE_SYSTEM.split()
-).union(_ALSO_CERTAIN.split())
+CERTAIN_BUGS = PROGRAMMING_ERRORS.difference(_OF_THE_SYSTEM.split()).union(
+    _ALSO_CERTAIN.split()
+)
 # one that may also be raised on purpose in place of the error that is being handled
 _TRANSLATION = "ValueError"
 

@@ -58,9 +58,7 @@ _CHATTER = re.compile(
     r"^(?!.*\bNCCL\b).{0,60}?\b(?:DEBUG|INFO|WARNING)\b|^\S+:\d+: \w*Warning: "
 )
 
-_NO_ERROR = re.compile(
-    r"^.{0,60}?\b(?:DEBUG|INFO)\b|^\S+:\d+: \w*Warning: "
-)
+_NO_ERROR = re.compile(r"^.{0,60}?\b(?:DEBUG|INFO)\b|^\S+:\d+: \w*Warning: ")
 # Any line that reports a lack of memory has one of these words, and few others have.
 _MAY_BE_SHORT = re.compile(
     r"out[ _-]?of|\bOOM|insufficient|n[o't]+ (?:have )?enough|no more|low on|lack of|exhaust"
@@ -185,7 +183,7 @@ def classify_exit(
         last = next(reports_in(output_tail)).headline
     else:
         last = _told_last(lines)
-    clue = Clue.CRASHED if is_crash else Clue.UNKNOWN
+    clue: str | None = Clue.CRASHED if is_crash else Clue.UNKNOWN
     if not name and _is_certain_bug(output_tail):
         clue = None
     silence = "; the end of its output shows no reason" if lines else ""
@@ -203,9 +201,7 @@ def _is_certain_bug(output: str) -> bool:
         return next(reports_in(last)).is_certain_bug
     for part in reversed(output.split(_DIRECT_CAUSE)):
         reports = list(reports_in(part))
-        causes = [
-            one for one in reports if _OF_A_CHILD.isdisjoint(one.types)
-        ]
+        causes = [one for one in reports if _OF_A_CHILD.isdisjoint(one.types)]
         if causes and causes[0].is_certain_bug:
             return True
         if part.count(TRACEBACK) != 1:

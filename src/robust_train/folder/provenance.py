@@ -79,7 +79,8 @@ _READ = re.compile(
 )
 # what a shell script sets itself
 _ASSIGNED = re.compile(
-    r"^\s*(?:export |local |readonly |declare )?([A-Za-z_]\w*)=(.*)", re.MULTILINE
+    r"^\s*(?:export |local |readonly |declare )?([A-Za-z_]\w*)=(.*)",
+    re.MULTILINE,
 )
 _NEVER_THE_SAME = re.compile(
     r"_|PWD|OLDPWD|SHLVL|RANDOM|SECONDS|LINENO|PPID|HOSTNAME|TERM|COLUMNS|LINES|SSH_\w+"
@@ -177,7 +178,9 @@ def variables_named(
             for found in _ASSIGNED.finditer(text)
             if not re.search(rf"\$\{{?{found[1]}\b", found[2])
         }
-        used = {name for found in _READ.findall(text) for name in found if name}
+        used = {
+            name for found in _READ.findall(text) for name in found if name
+        }
         names |= used - own
     return {
         name: environ.get(name)

@@ -100,9 +100,9 @@ from robust_train.model.events import (
     DecidedAgain,
     Event,
     Failed,
-    Json,
     JobEnded,
     JobStarted,
+    Json,
     ScriptStarted,
     Slow,
     TrainerSupports,
@@ -343,7 +343,8 @@ class Job:
         )
         if changed:
             log.warning(
-                "the command reads variables that have changed since the last launch: %s", changed
+                "the command reads variables that have changed since the last launch: %s",
+                changed,
             )
         if self.checkpoint is not None:
             log.info(
@@ -417,9 +418,7 @@ class Job:
         finally:
             self.wait_seconds = time.monotonic() - started
         self.folder.queued(self.devices.queue.job_id)
-        self.folder.acquired(
-            group, self.wait_seconds, self._command_variables
-        )
+        self.folder.acquired(group, self.wait_seconds, self._command_variables)
         return group
 
     def _attempt_until_done(self, first: Retry) -> None:

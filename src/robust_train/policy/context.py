@@ -102,7 +102,9 @@ class FailureContext:
         """Whether a script has a pattern for its checkpoints, and is given none of them."""
         trainer = self.config.trainer
         words = " ".join(trainer.argv or ())
-        is_given = trainer.resume_argv or "checkpoint" in placeholders_in(words)
+        is_given = trainer.resume_argv or "checkpoint" in placeholders_in(
+            words
+        )
         return trainer.checkpoint_glob is not None and not is_given
 
     @property
@@ -126,28 +128,27 @@ class FailureContext:
         later checkpoint came.
 
         Without steps a script that starts over each time writes the same checkpoints again, and
-        looks as if it got further. So a name that came before is no progress where names differ,
-        and other progress counts ``max_retries`` times only.
+        looks as if it got further. So a numbered name that came before is not progress, and other
+        progress counts ``max_retries`` times only.
         """
-        unknown = [
-            one
-            for one in self.history[:-1]
-            if one.evidence.clue == Clue.UNKNOWN
-        ]
+        recent = _unknown_of(self.since_progress[:-1])
+        if recent:
+            return recent[-1]
+        unknown = _unknown_of(self.history[:-1])
         if not unknown:
             return None
-        if unknown[-1] in self.since_progress:
-            return unknown[-1]
         if any(one.saved_step is not None for one in self.history):
             return None
+        path = self.attempt.checkpoint
         pattern = self.config.trainer.checkpoint_glob or "*"
-        has_names = glob.has_magic(PurePath(pattern).name)
-        name = self.attempt.checkpoint
-        is_same = name is not None and any(
-            one.checkpoint == name for one in unknown
+        is_numbered = (
+            path is not None
+            and any(map(str.isdigit, PurePath(path).name))
+            and glob.has_magic(PurePath(pattern).name)
         )
+        is_same = any(one.checkpoint == path for one in unknown)
         is_often = len(unknown) >= self.config.retries
-        return unknown[-1] if (has_names and is_same) or is_often else None
+        return unknown[-1] if (is_numbered and is_same) or is_often else None
 
     @property
     def at_size(self) -> str:
@@ -448,6 +449,11 @@ class FailureContext:
         if not is_transformers:
             return f"{change}: {_DIVIDES}"
         return f"{change}: {_ADDS_UP_MEANS.format(factor=f'{now / asked:g}')}"
+
+
+def _unknown_of(attempts: Sequence[Attempt]) -> list[Attempt]:
+    """Return the attempts that failed for no known reason."""
+    return [one for one in attempts if one.evidence.clue == Clue.UNKNOWN]
 
 
 def blamed_on_others(attempt: Attempt) -> tuple[int, int]:

@@ -275,8 +275,8 @@ def _why_give_up(context: FailureContext) -> str:
         if before.message != context.failure.message:
             first = f"; the first time: {before.message}"
         return (
-            f"{message}: twice at the same place, with no later checkpoint in between, so it is the "
-            f"program's{first}"
+            f"{message}: twice at the same place, with no later checkpoint in between, so it is "
+            f"the program's{first}"
         )
     if kind.is_memory and context.failed_before_training:
         if context.evidence.clue == Clue.IMPORT:
