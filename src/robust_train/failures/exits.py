@@ -301,22 +301,58 @@ def _shortage_in(
     if native and _CORRUPTED.search(output):
         return None
     lines = joined(since_progress(output).splitlines())
+    near = _may_be_short(lines)
     for number in reversed(range(len(lines))):
         line = lines[number]
         if "Error" in line and next(reports_in(line)).is_certain_bug:
             return None
-        for count in range(1, _MOST_LINES_OF_A_MESSAGE + 1):
+        longest = _MOST_LINES_OF_A_MESSAGE if number in near else 0
+        for count in range(1, longest + 1):
             part = lines[number : number + count]
-            spellings = " ".join(part), "".join(part)
-            if not any(map(_MAY_BE_SHORT.search, spellings)):
-                continue
             report = _of_a_log(part)
             found = match(report)
             if found is not None and found.kind.is_memory:
                 is_over = _HANDLED.search(report.text)
                 is_error = not any(map(_NO_ERROR.match, part))
-                return (report, found) if is_error and not is_over else None
+                if is_over or not is_error:
+                    return None
+                following = lines[number + count :][:_MOST_LINES_OF_A_MESSAGE]
+                return _with_rest(part, following, found), found
     return None
+
+
+def _may_be_short(lines: Sequence[str]) -> set[int]:
+    """Return the numbers of the lines with which a report of a lack of memory may begin."""
+    found: set[int] = set()
+    for number, line in enumerate(lines):
+        below = lines[number + 1] if number + 1 < len(lines) else ""
+        spellings = f"{line} {below}", line + below
+        if any(map(_MAY_BE_SHORT.search, spellings)):
+            first = max(number - _MOST_LINES_OF_A_MESSAGE + 2, 0)
+            found.update(range(first, number + 1))
+    return found
+
+
+def _with_rest(
+    lines: list[str], following: Sequence[str], found: Match
+) -> ErrorReport:
+    """Return the report in some lines, with those of the lines below that have figures of it: a
+    terminal may have broken the message there."""
+    report = _of_a_log(lines)
+    most = _figures_in(report, found)
+    for line in following:
+        lines = [*lines, line]
+        wider = _of_a_log(lines)
+        if _figures_in(wider, found) > most:
+            report = replace(wider, headline=wider.text[:300])
+            most = _figures_in(wider, found)
+    return report
+
+
+def _figures_in(report: ErrorReport, found: Match) -> int:
+    evidence = read_evidence(report.text, found)
+    figures = vars(replace(evidence, own_limit=False, fragmented=False))
+    return sum(type(value) is int for value in figures.values())
 
 
 def _of_a_log(lines: list[str]) -> ErrorReport:
