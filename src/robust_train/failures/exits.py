@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from robust_train.failures.error_reports import (
+    CERTAIN_BUGS,
     PROGRAMMING_ERRORS,
     ErrorReport,
     names_of,
@@ -304,7 +305,11 @@ def _shortage_in(
     near = _may_be_short(lines)
     for number in reversed(range(len(lines))):
         line = lines[number]
-        if "Error" in line and next(reports_in(line)).is_certain_bug:
+        names = (name.rpartition(".")[2] for name in _ERROR.findall(line))
+        if (
+            not CERTAIN_BUGS.isdisjoint(names)
+            and match(_of_a_log([line])) is None
+        ):
             return None
         longest = _MOST_LINES_OF_A_MESSAGE if number in near else 0
         for count in range(1, longest + 1):
@@ -312,9 +317,9 @@ def _shortage_in(
             report = _of_a_log(part)
             found = match(report)
             if found is not None and found.kind.is_memory:
-                is_over = _HANDLED.search(report.text)
-                is_error = not any(map(_NO_ERROR.match, part))
-                if is_over or not is_error:
+                if any(map(_NO_ERROR.match, part)):
+                    break
+                if _HANDLED.search(report.text):
                     return None
                 following = lines[number + count :][:_MOST_LINES_OF_A_MESSAGE]
                 return _with_rest(part, following, found), found

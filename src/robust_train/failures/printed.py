@@ -34,10 +34,9 @@ def without_frames(text: str) -> str:
 
 
 def _unframed(lines: Sequence[str]) -> Iterator[str]:
-    box: list[
-        str
-    ] = []  # the text of a box so far, as it was before it was wrapped
-    last = ""  # its last line
+    # the text of a box so far, as it was before it was wrapped, and its last line
+    box: list[str] = []
+    last = ""
     is_traceback = False
     for line in lines:
         top = _TOP.match(line)

@@ -74,7 +74,7 @@ _TOKEN = re.compile(r"\b(?:hf_|sk-)[\w-]{16}")
 _ADDRESS = re.compile(r"\w+://[\w.:\[\]-]*/?|(?:file|sqlite)://[^@?]*")
 # by which a shell, Hydra and Python read a variable; positions such as $1 are none
 _READ = re.compile(
-    r"\$\{?([A-Za-z_]\w*)|\boc\.env:(\w+)"
+    r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?![\w.]))|\boc\.env:(\w+)"
     r"|\b(?:environ(?:\.get)?|getenv)[\[(]\s*[\"'](\w+)"
 )
 # what a shell script sets itself

@@ -596,6 +596,9 @@ class Job:
             )
         self.decision = self._decide(self.attempts + [attempt])
         attempt = concluded(attempt, self.decision)
+        if isinstance(self.decision, Retry):
+            # its frames would hold memory through the next attempt in this process
+            attempt = replace(attempt, exit=replace(attempt.exit, error=None))
         self.attempts.append(attempt)
         narration.log_end(attempt, self.decision)
         if len(self.attempts) == 1 and isinstance(self.decision, Retry):
