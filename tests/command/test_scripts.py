@@ -381,7 +381,7 @@ def test_what_nobody_can_name_is_tried_once_more_from_each_later_checkpoint(scri
     ended = run_program(scripts, UNKNOWN, *own, exit_code=1)
     resumed = [Path(a["resumed_from"]).name for a in ended.attempts if a["resumed_from"]]
     assert resumed == ["2.pt", "4.pt"]
-    why = "not a failure that is known, and not certainly the program's, so once more"
+    why = "neither a known failure nor certainly a bug, so once more"
     assert ended.stdout.count(f"{why}, from the last checkpoint") == 2
     assert "RuntimeError: odd: twice at the same place" in ended.summary["reason"]
     assert ended.summary["reason"].endswith("the first time: ended with exit code 3")

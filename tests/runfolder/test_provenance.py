@@ -52,7 +52,8 @@ SECRET = "aB3" + "x" * 40
 
 
 def test_the_variables_that_a_command_reads_are_known_and_secrets_left_out(tmp_path):
-    program = "O=${O:-out}\nTMP=1\nexport LATER=2\npython t.py $O $TMP ${LATER} $1 $PWD $API_TOKEN"
+    program = "O=${O:-out}\nTMP=1\nexport LATER=2\npython t.py $O $TMP ${LATER} $1 $API_TOKEN\n"
+    program += "echo $PWD $SLURM_NODELIST $RANK"
     (tmp_path / "cmd.sh").write_text(program)
     (tmp_path / "t.py").write_text("os.environ['SEED'], os.getenv(\"LR\"), environ.get('HF_TOKEN')")
     words = ["bash", "cmd.sh", "t.py", "--data=$DATA", "out=${oc.env:PLACE}", "no file", "\0"]

@@ -84,7 +84,10 @@ _ASSIGNED = re.compile(
 )
 _NEVER_THE_SAME = re.compile(
     r"_|PWD|OLDPWD|SHLVL|RANDOM|SECONDS|LINENO|PPID|HOSTNAME|TERM|COLUMNS|LINES|SSH_\w+"
-    r"|CUDA_VISIBLE_DEVICES|ROBUST_TRAIN_\w+"
+    r"|CUDA_VISIBLE_DEVICES|ROBUST_TRAIN_\w+|TMPDIR"
+    # of ranks and of the machine that a scheduler gives
+    r"|(?:LOCAL_|NODE_|GROUP_)?RANK|(?:LOCAL_)?WORLD_SIZE|MASTER_(?:ADDR|PORT)"
+    r"|(?:TORCHELASTIC|PET|OMPI|PMIX?)_\w+|SLURM_(?!JOB_ID$|ARRAY_)\w+"
 )
 _MOST_OF_A_PROGRAM = 1 << 18
 # what the shortest token consists of

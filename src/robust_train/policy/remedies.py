@@ -373,11 +373,10 @@ def unknown_once_more(context: FailureContext) -> Retry | None:
         return None
     if not context.has_saved or context.unknown_before:
         return None
-    how = (
-        ": not a failure that is known, and not certainly the program's, so once more, from "
-        f"{context.saved}"
+    why = "neither a known failure nor certainly a bug"
+    return context.retry(
+        "retry", f": {why}, so once more, from {context.saved}"
     )
-    return context.retry("retry", how)
 
 
 def earlier_checkpoint(context: FailureContext) -> Retry | None:
