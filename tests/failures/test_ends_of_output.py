@@ -65,7 +65,8 @@ def boxed(text, width, title="", frame="│╭╮╰╯─"):
     """A text as rich draws it in a panel."""
     side, left, right, low_left, low_right, rule = frame
     head = f" {title} ".center(width - 2, rule) if title else rule * (width - 2)
-    lines = [f"{side} {one:{width - 4}} {side}" for one in textwrap.wrap(text, width - 4)]
+    parts = [one for part in text.splitlines() for one in textwrap.wrap(part, width - 4)]
+    lines = [f"{side} {one:{width - 4}} {side}" for one in parts]
     box = [f"{left}{head}{right}", *lines, f"{low_left}{rule * (width - 2)}{low_right}"]
     return "\n".join(box) + "\n"
 
@@ -82,6 +83,7 @@ BROKEN = "\n".join(WORDS[at : at + 60] for at in range(0, len(WORDS), 60))
 LAYOUTS = {
     "a panel": boxed(WORDS, 40, "Error"),
     "a narrow panel": boxed(WORDS, 24),
+    "a panel in a panel": boxed(boxed(WORDS, 40, "Error"), 44),
     "a panel of ASCII": boxed(WORDS, 40, "Error", "|++++-"),
     "a log handler": logged_in_columns(WORDS, 16),
     "indented lines": f"ERROR {INDENTED}\n",
@@ -102,6 +104,13 @@ def test_a_box_of_another_error_is_shown_without_its_frame():
     output = boxed("Cannot open the archive: checksum differs", 30, "Error")
     message = "ended with exit code 1: Cannot open the archive: checksum differs"
     assert classify_exit(1, output).message == message
+
+
+def test_a_message_that_rich_has_wrapped_below_a_traceback_is_shown_whole():
+    frames = boxed("train.py:3 in <module>", 50, "Traceback (most recent call last)")
+    words = "OSError: the shard that holds the labels has another length than its index"
+    output = frames + textwrap.fill(words, 50) + "\n"
+    assert classify_exit(1, output).message == f"ended with exit code 1: {words}"
 
 
 PRAISE = "wandb: View run at https://example.org\nTraining is done and the best AP is 0.00\n"

@@ -34,40 +34,57 @@ def without_frames(text: str) -> str:
 
 
 def _unframed(lines: Sequence[str]) -> Iterator[str]:
-    # the text of a box so far, as it was before it was wrapped, and its last line
-    box: list[str] = []
+    # a text as it was before it was wrapped, and its last line
+    text = ""
     last = ""
+    # rich wraps the message below a traceback to the width of the box of that
+    width_below = 0
     is_traceback = False
     for line in lines:
-        top = _TOP.match(line)
-        framed = _FRAMED.match(line)
-        is_bottom = _BOTTOM.match(line) is not None
-        if top is not None:
-            is_traceback = "Traceback" in line
-        is_text = framed is not None and framed[1] not in framed[2]
-        if is_text and framed is not None and not is_traceback:
-            words = framed[2].strip()
-            # a text goes on below if its next word had no room
-            first_word = words.partition(" ")[0]
-            needed = len(last) + 1 + len(first_word)
-            if last and words and needed > len(framed[2]) - 2:
-                box[-1] += f" {words}"
-            else:
-                box.append(words)
+        inner = line if is_traceback else _inside_frames(line)
+        top = _TOP.match(inner)
+        is_bottom = _BOTTOM.match(inner) is not None
+        is_traceback |= top is not None and "Traceback" in line
+        words = inner.strip()
+        width = width_below if inner == line else len(inner) - 2
+        is_text = bool(words) and top is None
+        is_text = is_text and not is_bottom and not is_traceback
+        # it goes on below if its next word had no room
+        needed = len(last) + 1 + len(words.partition(" ")[0])
+        if is_text and last and len(last) <= width < needed:
+            text += f" {words}"
             last = words
             continue
-        yield from box
-        box = []
+        if text:
+            yield text
+        text = ""
         last = ""
         if is_traceback:
             yield line
+        elif is_text and width:
+            text = words
+            last = words
         elif top is not None:
             yield top[1].strip(_RULES)
         elif not is_bottom:
             yield _PLACE_AT_THE_RIGHT.sub("", line.rstrip())
-        if is_bottom:
-            is_traceback = False
-    yield from box
+        if is_bottom or not words:
+            width_below = len(line.rstrip()) if is_traceback else 0
+        is_traceback = is_traceback and not is_bottom
+    if text:
+        yield text
+
+
+def _inside_frames(line: str) -> str:
+    """Return what is between the sides of the boxes around a line; a line of a table as it is."""
+    inner = line
+    framed = _FRAMED.match(inner)
+    while framed is not None:
+        inner = framed[2]
+        if framed[1] in inner and _FRAMED.match(inner) is None:
+            return line
+        framed = _FRAMED.match(inner)
+    return inner
 
 
 def joined(lines: Sequence[str]) -> list[str]:
