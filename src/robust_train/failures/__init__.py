@@ -9,7 +9,8 @@
 
 :mod:`.error_reports` finds what an exception or a log reports, :mod:`.patterns` looks it up in
 ``patterns.txt`` with its figures, :mod:`.stack` reads clues. :mod:`.exits` does
-the same for a process that ended without a report, and :mod:`.advice` lists advice.
+the same for a process that ended without a report, :mod:`.printed` undoes how its output was laid
+out, and :mod:`.advice` lists advice.
 """
 
 from __future__ import annotations
