@@ -295,6 +295,22 @@ fewer workers for a batch that must not be split | can_checkpoint=true num_worke
 a batch that must not be split gets further | num_workers=0
     cpu // host:kept:saved=3:saves=2 → retry 64×1
 # the user's own rules
+nobody can name it: before a checkpoint
+    0:20 // bug:unknown:step=9 → give up | a bug message
+… after a checkpoint once, and again after the next one
+    0:20 // bug:unknown:saved=3:file=3.pt → retry 64×1 cuda:0 | once more, from the last
+    checkpoint, 3.pt; bug:unknown:saved=6:file=6.pt → retry | 6.pt; comm → retry;
+    bug:unknown → give up | twice at the same place
+… from what an earlier launch has saved
+    cpu // bug:unknown:resumed=3.pt → retry; bug:unknown:resumed=3.pt → give up
+… never | max_retries=0
+    0:20 // bug:unknown:saved=3:file=3.pt → give up
+… and the user's rule comes first | TWICE
+    0:20 // bug:unknown:saved=3:file=3.pt → retry | retry.rules[0] (1 of 2)
+what is certainly the program's ends at once
+    0:20 // bug:saved=3:file=3.pt → give up
+the last attempt met what another one has left behind
+    0:20 // comm:saved=3 → retry; bug → give up | a bug message (attempt 1 before it: a comm mess
 a bug that the user knows | TWICE
     0:20 // bug:step=5 → retry pause=10 64×1 | retry.rules[0] (1 of 2);
     bug:step=5 → retry pause=20 | (2 of 2); bug:step=5:saved=4 → retry; bug → retry; bug → give up
@@ -457,6 +473,8 @@ def attempt_of(spec, text):
             record["exceptions"] = (value, "builtins.Exception")
         elif name == "file":
             record["checkpoint"] = value
+        elif name == "resumed":
+            record["resumed_from"] = value
         elif name == "saved":
             record["saved_step"] = int(value)
             record.setdefault("saves", 1)

@@ -44,7 +44,7 @@ def test_each_limit_is_named_and_may_pass(number, words):
 def test_without_room_for_a_thread_no_record_costs_a_job_and_the_limit_is_named(tmp_path):
     def fill():
         resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
-        assert Provenance(tmp_path, ()).short() is None
+        assert Provenance(tmp_path, (), {}).short() is None
         with pytest.raises(RuntimeError) as refused:
             ask(os.getpid, 1.0)
         assert "ulimit -u is 1)" in str(limit_reached(refused.value))

@@ -6,6 +6,7 @@ import sys
 import sysconfig
 import venv
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -104,8 +105,7 @@ def test_a_script_that_begins_again_beside_its_checkpoint_is_seen_by_what_it_wri
 
 ADDS_UP_MEANS = """
 import sys
-if sys.argv[1] == "--help":
-    from transformers import Trainer
+print({"loss": 0.69, "grad_norm": 1.5, "learning_rate": 1e-05, "epoch": 0.1})
 if int(sys.argv[1]) > 8:
     raise MemoryError
 """
@@ -358,6 +358,34 @@ def test_what_a_script_leaves_behind_says_so(scripts):
     assert "no new file matches the pattern for checkpoints ckpt/*.pt" in ended.stdout
     assert " --resume-argv has no {checkpoint}: the script finds" in ended.stdout
     assert "Loss: 2.18" in ended.stdout.splitlines()
+
+
+UNKNOWN = """
+import pathlib, sys
+step = int(pathlib.Path(sys.argv[1]).read_text()) if sys.argv[1:] else 0
+if step == 4:
+    raise RuntimeError("odd")
+while step < 9:
+    step += 1
+    path = pathlib.Path(f"ckpt/{step}.pt")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(str(step))
+    if step in (2, 4) and not pathlib.Path(f"seen-{step}").exists():
+        pathlib.Path(f"seen-{step}").touch()
+        sys.exit(3)
+"""
+
+
+def test_what_nobody_can_name_is_tried_once_more_from_each_later_checkpoint(scripts):
+    own = ("--checkpoint", "ckpt/*.pt", "--resume-argv", "{checkpoint}")
+    ended = run_program(scripts, UNKNOWN, *own, exit_code=1)
+    resumed = [Path(a["resumed_from"]).name for a in ended.attempts if a["resumed_from"]]
+    assert resumed == ["2.pt", "4.pt"]
+    why = "neither a known failure nor certainly a bug, so once more"
+    assert ended.stdout.count(f"{why}, from the last checkpoint") == 2
+    assert "RuntimeError: odd: twice at the same place" in ended.summary["reason"]
+    assert ended.summary["reason"].endswith("the first time: ended with exit code 3")
+    assert "RuntimeError: odd" in ended.stderr
 
 
 OVER_ITS_DEAD = """

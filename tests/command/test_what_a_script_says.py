@@ -1,5 +1,6 @@
 """The pure parts: messages, placeholders, checkpoints on disk, last words."""
 
+import glob
 import json
 import os
 import re
@@ -344,3 +345,33 @@ def test_the_last_of_many_quick_reports_is_kept():
     run.send_last_progress()
     run.send_last_progress()
     assert [line["step"] for line in lines] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("cut", "said"),
+    [(0, "is empty and is not used"), (60, "is cut off and is not used"), (None, "")],
+)
+def test_a_checkpoint_that_matches_and_is_not_whole_is_called_that(tmp_path, cut, said):
+    path = tmp_path / "last.pt"
+    watch = CheckpointWatch(str(path), {})
+    assert watch.unused(NOTHING) is None
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("weights", bytes(1000))
+    whole = watch.newest(at_rest=True)
+    assert whole[0] == path
+    if cut is not None:
+        path.write_bytes(path.read_bytes()[:cut])
+        os.utime(path, ns=(whole[1][0] + 1,) * 2)
+    unused = watch.unused(whole)
+    assert unused is None if cut is None else unused.text == f"checkpoint {path} {said}"
+    assert cut is None or unused.path == str(path)
+
+
+def test_a_bracket_in_the_name_of_a_checkpoint_is_pointed_out(tmp_path):
+    (tmp_path / "[exp]").mkdir()
+    (tmp_path / "[exp]" / "1.pt").write_text("weights")
+    pattern = f"{glob.escape(str(tmp_path))}/[exp]/*.pt"
+    said = CheckpointWatch(pattern, {}).unused(NOTHING).text
+    assert said.endswith(f"write [[] for one in a name: {tmp_path}/[[]exp]/*.pt")
+    assert CheckpointWatch(f"{tmp_path}/[[]exp]/*.pt", {}).unused(NOTHING) is None
+    assert CheckpointWatch(f"{tmp_path}/[abc]/*.pt", {}).unused(NOTHING) is None

@@ -16,6 +16,7 @@ from world import ROOT, wait_until
 
 COUNTS = """
 import os, pathlib, time
+place = os.environ.get("PLACE_OF_OUTPUT")
 count = pathlib.Path("count")
 for step in range(int(count.read_text()) if count.exists() else 0, 3):
     count.write_text(str(step))
@@ -60,8 +61,10 @@ def test_a_script_goes_on_by_one_word_wherever_that_is_said(here, tmp_path, says
         # a file of another user may name any command
         assert "began this" in says("resume", "mine", code=1).err
         os.chown(state, 0, -1)
-    resumed = warm.robust_train("resume", "mine", environ=dict(os.environ), cwd=tmp_path)
+    environ = {**os.environ, "PLACE_OF_OUTPUT": "/other"}
+    resumed = warm.robust_train("resume", "mine", environ=environ, cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
+    assert "since the last launch: PLACE_OF_OUTPUT was not set and is '/other'" in resumed.stdout
     assert "completed" in resumed.stdout
     assert "step 0" not in resumed.stdout
     (run,) = find_runs()

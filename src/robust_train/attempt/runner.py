@@ -182,7 +182,9 @@ def _failure_of(error: BaseException, run: Run) -> Failure:
         return Failure(FailureKind.INTERRUPTED, str(error) or "interrupted")
     if isinstance(error, SystemExit):
         return Failure(
-            FailureKind.BUG, f"the trainer called sys.exit({error.code!r})"
+            FailureKind.BUG,
+            f"the trainer called sys.exit({error.code!r})",
+            Evidence(clue=Clue.UNKNOWN if error.code else None),
         )
     if isinstance(error, Spoiled):
         return error.failure

@@ -9,7 +9,8 @@
 
 :mod:`.error_reports` finds what an exception or a log reports, :mod:`.patterns` looks it up in
 ``patterns.txt`` with its figures, :mod:`.stack` reads clues. :mod:`.exits` does
-the same for a process that ended without a report, and :mod:`.advice` lists advice.
+the same for a process that ended without a report, :mod:`.printed` undoes how its output was laid
+out, and :mod:`.advice` lists advice.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ from robust_train.failures.patterns import (
 from robust_train.failures.shortage import little_is_left
 from robust_train.failures.stack import refined, stack_of
 from robust_train.model.errors import RankFailure
-from robust_train.model.failure import Failure, FailureKind
+from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 
 __all__ = ["classify_exit", "classify_failure"]
 
 _CLASSIFIED = "_robust_train_failure"
 _NO_ROOM = Failure(FailureKind.HOST_OOM, "MemoryError")
 """Made before memory runs out."""
+_MOST_CAUSES = 10
 
 
 def classify_failure(
@@ -48,7 +50,8 @@ def classify_failure(
     Looks at the exception, then through its ``__cause__``, its ``__context__`` (unless it was
     suppressed, or the exception is a programming error made while handling the first one), the
     members of exception groups, and tracebacks that came from worker processes as text. The first
-    one that matches decides; without any it is a bug.
+    one that matches decides. Without any it is a bug, with the clue ``unknown`` unless only the
+    program can be the reason.
 
     A message of oneDNN's that has several causes is ``host_oom`` if this process has little host
     memory left, or ``host_memory_ran_out`` just before; else a bug.
@@ -80,7 +83,8 @@ def _classified(
     if telling is None:
         # what no section matches is shown as its author wrote it
         first = next(iter(reports_of(exception)))
-        return Failure(FailureKind.BUG, first.headline)
+        clue = None if _is_certain_bug(exception) else Clue.UNKNOWN
+        return Failure(FailureKind.BUG, first.headline, Evidence(clue=clue))
     report, found = telling
     evidence = read_evidence(report.text, found)
     if found.kind is FailureKind.DEVICE_OOM:
@@ -105,10 +109,25 @@ def _matches_in(
         yield report, found
 
 
+def _is_certain_bug(exception: BaseException) -> bool:
+    """Return whether an error, or what it was raised from, can only be the program's."""
+    error: BaseException | None = exception
+    for _ in range(_MOST_CAUSES):
+        if error is None:
+            break
+        if next(iter(reports_of(error))).is_certain_bug:
+            return True
+        error = error.__cause__
+    return False
+
+
 def _exit_of(stop: SystemExit) -> Failure:
-    """Classify ``sys.exit``: 128 + n comes from a signal handler; any other code is a bug."""
+    """Classify ``sys.exit``: 128 + n comes from a signal handler; any other code is a bug, of
+    which nothing is known unless it says that all was well."""
     if isinstance(stop.code, int) and signal_of(stop.code):
         return classify_exit(stop.code)
     return Failure(
-        FailureKind.BUG, f"the trainer called sys.exit({stop.code!r})"
+        FailureKind.BUG,
+        f"the trainer called sys.exit({stop.code!r})",
+        Evidence(clue=Clue.UNKNOWN if stop.code else None),
     )

@@ -21,6 +21,18 @@ _PROGRAMMING = (
     "InvalidRequestError"
 )
 PROGRAMMING_ERRORS = frozenset(_PROGRAMMING.split())
+# a file may be missing because a disk or a server was away for a moment
+_OF_THE_SYSTEM = (
+    "FileExistsError FileNotFoundError IsADirectoryError NotADirectoryError "
+    "PermissionError"
+)
+_ALSO_CERTAIN = (
+    "AssertionError ImportError TabError UnicodeError UnicodeEncodeError"
+)
+# Only the program can be the reason for these, so they would come again.
+CERTAIN_BUGS = PROGRAMMING_ERRORS.difference(_OF_THE_SYSTEM.split()).union(
+    _ALSO_CERTAIN.split()
+)
 # one that may also be raised on purpose in place of the error that is being handled
 _TRANSLATION = "ValueError"
 
@@ -47,6 +59,11 @@ class ErrorReport:
     def is_programming_error(self) -> bool:
         """Return whether the exception is a bug even if its message speaks of memory."""
         return not PROGRAMMING_ERRORS.isdisjoint(self.types)
+
+    @property
+    def is_certain_bug(self) -> bool:
+        """Return whether only the program itself can be the reason."""
+        return not CERTAIN_BUGS.isdisjoint(self.types)
 
 
 def reports_of(exception: BaseException) -> Iterator[ErrorReport]:
@@ -152,6 +169,7 @@ _HINT = re.compile(
     r"\b(?:if you (?:encounter|see|get|run into|are running|still)|"
     r"(?:to|can|helps?) (?:avoid|prevent|reduce)|"
     r"(?:may|might|can|could|will|would) (?:cause|lead to|result in|trigger|run))\b[^.;\n]*"
+    r"|\b(?:OOMs?|out[ -]of[ -]memory)\b[\w ]{0,20}[:=|]\s*0\b"
     r"|in case of [^.;\n]*|common causes include [^.\]]*"
     r"|^.*The caller indicates that this is not a failure.*$",
     re.IGNORECASE | re.MULTILINE,

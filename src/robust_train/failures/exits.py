@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from robust_train.failures.error_reports import (
+    CERTAIN_BUGS,
     PROGRAMMING_ERRORS,
     ErrorReport,
     names_of,
@@ -20,6 +21,11 @@ from robust_train.failures.patterns import (
     most_telling,
     named,
     read_evidence,
+)
+from robust_train.failures.printed import (
+    joined,
+    since_progress,
+    without_frames,
 )
 from robust_train.failures.stack import (
     TRACEBACK,
@@ -51,6 +57,24 @@ _TAKEN = named("TAKEN").words
 # what is logged below an error was no reason to end; NCCL calls its errors warnings
 _CHATTER = re.compile(
     r"^(?!.*\bNCCL\b).{0,60}?\b(?:DEBUG|INFO|WARNING)\b|^\S+:\d+: \w*Warning: "
+)
+
+_NO_ERROR = re.compile(r"^.{0,60}?\b(?:DEBUG|INFO)\b|^\S+:\d+: \w*Warning: ")
+# Any line that reports a lack of memory has one of these words, and few others have.
+_MAY_BE_SHORT = re.compile(
+    r"out[ _-]?of|\bOOM|insufficient|n[o't]+ (?:have )?enough|no more|low on|lack of|exhaust"
+    r"|fail|unable|can(?:not| not|['’]t)|could ?n[o'’]?t|bad.?alloc|MemoryError|ENOMEM|exceed",
+    re.IGNORECASE,
+)
+# The words of a program that has gone on without the step.
+_HANDLED = re.compile(
+    r"\b(?:trying (?!to )|retrying|skipp(?:ing|ed)|halving|recover(?:ing|ed)?\b|falling back"
+    r"|continuing|ignor(?:ing|ed))",
+    re.IGNORECASE,
+)
+_MOST_LINES_OF_A_MESSAGE = 4
+_DIRECT_CAUSE = (
+    "The above exception was the direct cause of the following exception"
 )
 
 _ERROR = re.compile(r"\b((?:\w+\.)*\w+(?:Error|Exception|Timeout)):")
@@ -109,7 +133,7 @@ def classify_exit(
     ended = (
         f"ended by {name}" if name else f"ended with exit code {returncode}"
     )
-    output_tail = in_order(output_tail)
+    output_tail = in_order(without_frames(output_tail))
     lines = output_tail.splitlines()[-_TAIL_LINES:]
     is_killed, is_crash = name == "SIGKILL", name == "SIGSEGV"
     # a segmentation fault is the process's own, whatever the kernel did to others
@@ -133,6 +157,10 @@ def classify_exit(
             Evidence(clue=Clue.KILLED if is_taken else None),
         )
     reported = _reported_in(output_tail, lines, native=bool(name))
+    if reported is None or reported[1].kind.follows_from_others:
+        is_native = bool(name)
+        buried = _shortage_in(output_tail, native=is_native)
+        reported = buried or reported
     if reported is not None and not (
         is_crash and reported[1] == _KERNELS.match
     ):
@@ -156,11 +184,30 @@ def classify_exit(
         last = next(reports_in(output_tail)).headline
     else:
         last = _told_last(lines)
+    clue: str | None = Clue.CRASHED if is_crash else Clue.UNKNOWN
+    if not name and _is_certain_bug(output_tail):
+        clue = None
+    silence = "; the end of its output shows no reason" if lines else ""
     return Failure(
         FailureKind.BUG,
-        f"{ended}: {last}" if last else ended,
-        Evidence(clue=Clue.CRASHED if is_crash else None),
+        f"{ended}: {last}" if last else f"{ended}{silence}",
+        Evidence(clue=clue),
     )
+
+
+def _is_certain_bug(output: str) -> bool:
+    """Return whether the last error, or what it was raised from, can only be the program's."""
+    if TRACEBACK not in output:
+        last = next(filter(str.strip, reversed(output.splitlines())), "")
+        return next(reports_in(last)).is_certain_bug
+    for part in reversed(output.split(_DIRECT_CAUSE)):
+        reports = list(reports_in(part))
+        causes = [one for one in reports if _OF_A_CHILD.isdisjoint(one.types)]
+        if causes and causes[0].is_certain_bug:
+            return True
+        if part.count(TRACEBACK) != 1:
+            return False
+    return False
 
 
 def in_order(output: str) -> str:
@@ -233,6 +280,84 @@ def _reported_in(
         return None
     is_reason = native or found.kind is FailureKind.DEVICE_FAULT
     return (whole, found) if is_reason else None
+
+
+def last_shortage_in(log: str) -> str:
+    """Return the last report of a lack of memory in a log, on one line; empty if there is none, or
+    if it was overcome."""
+    found = _shortage_in(in_order(without_frames(log)), native=True)
+    return "" if found is None else found[0].text
+
+
+def _shortage_in(
+    output: str, *, native: bool
+) -> tuple[ErrorReport, Match] | None:
+    """Return the last lack of memory that the output reports in any of its lines, however much was
+    printed below it; None if it was overcome, or if a traceback shows another reason."""
+    is_a_childs = TRACEBACK in output and not _OF_A_CHILD.isdisjoint(
+        next(reports_in(output)).types
+    )
+    if TRACEBACK in output and not native and not is_a_childs:
+        return None
+    if native and _CORRUPTED.search(output):
+        return None
+    lines = joined(since_progress(output).splitlines())
+    near = _may_be_short(lines)
+    for number in reversed(range(len(lines))):
+        line = lines[number]
+        names = (name.rpartition(".")[2] for name in _ERROR.findall(line))
+        if (
+            not CERTAIN_BUGS.isdisjoint(names)
+            and match(_of_a_log([line])) is None
+        ):
+            return None
+        longest = _MOST_LINES_OF_A_MESSAGE if number in near else 0
+        for count in range(1, longest + 1):
+            part = lines[number : number + count]
+            report = _of_a_log(part)
+            found = match(report)
+            if found is not None and found.kind.is_memory:
+                if any(map(_NO_ERROR.match, part)):
+                    break
+                if _HANDLED.search(report.text):
+                    return None
+                following = lines[number + count :][:_MOST_LINES_OF_A_MESSAGE]
+                return _with_rest(part, following, found), found
+    return None
+
+
+def _may_be_short(lines: Sequence[str]) -> set[int]:
+    """Return the numbers of the lines with which a report of a lack of memory may begin."""
+    found: set[int] = set()
+    for number, line in enumerate(lines):
+        below = lines[number + 1] if number + 1 < len(lines) else ""
+        spellings = f"{line} {below}", line + below
+        if any(map(_MAY_BE_SHORT.search, spellings)):
+            first = max(number - _MOST_LINES_OF_A_MESSAGE + 2, 0)
+            found.update(range(first, number + 1))
+    return found
+
+
+def _with_rest(
+    lines: list[str], following: Sequence[str], found: Match
+) -> ErrorReport:
+    """Return the report in some lines, with those of the lines below that have figures of it: a
+    terminal may have broken the message there."""
+    report = _of_a_log(lines)
+    most = _figures_in(report, found)
+    for line in following:
+        lines = [*lines, line]
+        wider = _of_a_log(lines)
+        if _figures_in(wider, found) > most:
+            report = replace(wider, headline=wider.text[:300])
+            most = _figures_in(wider, found)
+    return report
+
+
+def _figures_in(report: ErrorReport, found: Match) -> int:
+    evidence = read_evidence(report.text, found)
+    figures = vars(replace(evidence, own_limit=False, fragmented=False))
+    return sum(type(value) is int for value in figures.values())
 
 
 def _of_a_log(lines: list[str]) -> ErrorReport:

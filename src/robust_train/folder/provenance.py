@@ -28,6 +28,7 @@ from hydra.types import RunMode
 
 from robust_train.compat import torch_cuda_version
 from robust_train.config.placeholders import RUN_DIR_VARIABLE
+from robust_train.config.trainers import PROGRAM_FILE
 from robust_train.config.values import is_secret
 from robust_train.files import read_object, read_small, write_json
 from robust_train.gpu.bounded import printed_by
@@ -74,6 +75,24 @@ _INSIDE = re.compile(
 _TOKEN = re.compile(r"\b(?:hf_|sk-)[\w-]{16}")
 # where ranks meet, or a service is: no more than a host and a port
 _ADDRESS = re.compile(r"\w+://[\w.:\[\]-]*/?|(?:file|sqlite)://[^@?]*")
+# by which a shell, Hydra and Python read a variable; positions such as $1 are none
+_READ = re.compile(
+    r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?![\w.]))|\boc\.env:(\w+)"
+    r"|\b(?:environ(?:\.get)?|getenv)[\[(]\s*[\"'](\w+)"
+)
+# what a shell script sets itself
+_ASSIGNED = re.compile(
+    r"^\s*(?:export |local |readonly |declare )?([A-Za-z_]\w*)=(.*)",
+    re.MULTILINE,
+)
+_NEVER_THE_SAME = re.compile(
+    r"_|PWD|OLDPWD|SHLVL|RANDOM|SECONDS|LINENO|PPID|HOSTNAME|TERM|COLUMNS|LINES|SSH_\w+"
+    r"|CUDA_VISIBLE_DEVICES|ROBUST_TRAIN_\w+|TMPDIR"
+    # of ranks and of the machine that a scheduler gives
+    r"|(?:LOCAL_|NODE_|GROUP_)?RANK|(?:LOCAL_)?WORLD_SIZE|MASTER_(?:ADDR|PORT)"
+    r"|(?:TORCHELASTIC|PET|OMPI|PMIX?)_\w+|SLURM_(?!JOB_ID$|ARRAY_)\w+"
+)
+_MOST_OF_A_PROGRAM = 1 << 18
 # what the shortest token consists of
 _OPAQUE = re.compile(r"[\w.+~=-]{16}|-----BEGIN")
 
@@ -143,6 +162,67 @@ def public_variables(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: _public_text(environ[name]) for name in sorted(names)}
 
 
+def variables_named(
+    words: Sequence[str],
+    cwd: str | Path,
+    environ: Mapping[str, str],
+) -> dict[str, Json]:
+    """Return the environment variables that a command, or a program file that it names, reads by
+    their names, with their values; None for one that is not set. Secrets are left out, and what a
+    shell has filled in before us cannot be known."""
+    texts = list(words)
+    for word in words:
+        path = Path(cwd, word)
+        with contextlib.suppress(OSError, ValueError):
+            if PROGRAM_FILE.search(word) and path.is_file():
+                with path.open(encoding="utf-8", errors="replace") as file:
+                    texts.append(file.read(_MOST_OF_A_PROGRAM))
+    names: set[str] = set()
+    for text in texts:
+        own = {
+            found[1]
+            for found in _ASSIGNED.finditer(text)
+            if not re.search(rf"\$\{{?{found[1]}\b", found[2])
+        }
+        used = {
+            name for found in _READ.findall(text) for name in found if name
+        }
+        names |= used - own
+    return {
+        name: environ.get(name)
+        for name in sorted(names)
+        if not _NEVER_THE_SAME.fullmatch(name)
+        and not _NAMED.search(name)
+        and not _holds_secret(environ.get(name, ""))
+    }
+
+
+def changed_variables(
+    before: Mapping[str, Json], job: str, now: Mapping[str, Json]
+) -> str:
+    """Return which variables that the command of a job names have changed since its last launch,
+    in one line; empty if none has.
+
+    Args:
+        before: what the last launch in the run folder ran with.
+        job: the identity of the job; of another one nothing is compared.
+        now: what :func:`variables_named` returns.
+    """
+    known = before.get("command_variables")
+    if before.get("job") != job or not isinstance(known, dict):
+        return ""
+    changed = [
+        f"{name} was {_value_in_words(known[name])} and is {_value_in_words(now[name])}"
+        for name in now
+        if name in known and known[name] != now[name]
+    ]
+    return "; ".join(changed)
+
+
+def _value_in_words(value: Json) -> str:
+    return "not set" if value is None else repr(_public_text(str(value)))
+
+
 def _public_text(text: str) -> str:
     """Return a text without credentials in URLs."""
     return _IN_URL.sub(r"\1…@", text)
@@ -208,11 +288,11 @@ class Provenance:
         self,
         run_dir: Path,
         gpus: Group,
-        config_files: Mapping[str, Json],
+        known: Mapping[str, Json],
     ) -> None:
         self._run_dir = run_dir
         self._gpus = gpus
-        self._config_files = config_files
+        self._known = dict(known)
         self._short: dict[str, Json] | None = None
         self._thread = threading.Thread(
             target=self._write,
@@ -249,7 +329,7 @@ class Provenance:
                 ],
                 "variables": public_variables(os.environ),
                 "packages": packages,
-                "config_files": dict(self._config_files),
+                **self._known,
             }
             content |= _code(cwd)
             short = {name: content[name] for name in _SHORT}

@@ -19,6 +19,7 @@ from typing import Any
 from robust_train.config.attempt import AttemptRequest
 from robust_train.failures import classify_exit
 from robust_train.failures.exits import by_oom_killer, in_order
+from robust_train.failures.printed import since_progress
 from robust_train.failures.stack import (
     TRACEBACK,
     NativeStack,
@@ -150,7 +151,13 @@ def _stalled(end: Exit, stacks: Path) -> Failure:
 def failure_of_script(ended: ScriptEnded, end: Exit) -> Failure:
     """Return why a script failed, as if its exit were the attempt's."""
     output = without_escapes(end.output)
-    return classify_exit(ended.returncode, output, oom_killed=end.oom_killed)
+    failure = classify_exit(
+        ended.returncode, output, oom_killed=end.oom_killed
+    )
+    is_unknown = failure.evidence.clue == Clue.UNKNOWN
+    if end.shortage and is_unknown and TRACEBACK not in output:
+        return classify_exit(ended.returncode, end.shortage)
+    return failure
 
 
 def _with_file(failure: Failure, attempt: Attempt) -> Failure:
@@ -174,12 +181,12 @@ def doubt_of(attempt: Attempt) -> str:
         attempt.script, ScriptEnded
     ):
         return ""
-    output = without_escapes(attempt.exit.output).rstrip()
+    output = in_order(without_escapes(attempt.exit.output))
+    output = since_progress(output).rstrip()
     seen = classify_exit(1, output)
     what = seen.message.removeprefix("ended with exit code 1: ")
-    is_last = TRACEBACK in output and output.endswith(what)
     is_workers = seen.kind is FailureKind.WORKER_DEATH
-    if not (seen.kind.is_memory or is_workers or is_last):
+    if not (seen.kind.is_memory or is_workers or TRACEBACK in output):
         return ""
     return (
         f"the script ended with exit code 0, but its output shows a failure: {what} (a shell has "

@@ -55,6 +55,8 @@ def values_used(cfg: DictConfig, config: RobustConfig) -> set[str]:
     # a script that divides the effective batch by the accumulation has the micro-batch
     if used >= {"effective_batch_size", "gradient_accumulation_steps"}:
         used.add("batch_size")
+    if used >= {"effective_batch_size", "batch_size"}:
+        used.add("gradient_accumulation_steps")
     return used
 
 

@@ -59,9 +59,13 @@ from robust_train.folder.identity import (
 )
 from robust_train.folder.memory_samples import attempt_stability
 from robust_train.folder.provenance import (
+    changed_variables,
+    command,
     config_digests,
+    read_environment,
     resume_command,
     resumed_by_hand,
+    variables_named,
 )
 from robust_train.folder.resolvers import resolvers_of
 from robust_train.folder.state import Summary, summary_of_earlier_launch
@@ -98,11 +102,13 @@ from robust_train.model.events import (
     SCHEMA,
     BatchTaken,
     CheckpointSaved,
+    CheckpointUnused,
     DecidedAgain,
     Event,
     Failed,
     JobEnded,
     JobStarted,
+    Json,
     ScriptStarted,
     Slow,
     TrainerSupports,
@@ -284,6 +290,10 @@ class Job:
         self.attempts: list[Attempt] = []
         self.decision: Decision | None = None
         self.checkpoint: Path | None = None
+        # why the newest file of a script's checkpoints cannot be used
+        self._unused = ""
+        # what it reads from the environment by name
+        self._command_variables: dict[str, Json] = {}
         self.wait_seconds = 0.0
         self._started = time.monotonic()
         self._engine, self._explain = engine, explain
@@ -334,6 +344,22 @@ class Job:
                 keys=self.config.theirs,
             )
         )
+        trainer = self.config.trainer
+        self._command_variables = variables_named(
+            [*command(), *(trainer.argv or ()), *trainer.resume_argv],
+            trainer.cwd or ".",
+            os.environ,
+        )
+        changed = changed_variables(
+            read_environment(self.run_dir),
+            beginning.job,
+            self._command_variables,
+        )
+        if changed:
+            log.warning(
+                "the command reads variables that have changed since the last launch: %s",
+                changed,
+            )
         if self.checkpoint is not None:
             log.info(
                 "this run folder holds an unfinished job: resuming from %s",
@@ -408,7 +434,7 @@ class Job:
         finally:
             self.wait_seconds = time.monotonic() - started
         self.folder.queued(self.devices.queue.job_id)
-        self.folder.acquired(group, self.wait_seconds)
+        self.folder.acquired(group, self.wait_seconds, self._command_variables)
         return group
 
     def _attempt_until_done(self, first: Retry) -> None:
@@ -587,6 +613,9 @@ class Job:
             )
         self.decision = self._decide(self.attempts + [attempt])
         attempt = concluded(attempt, self.decision)
+        if isinstance(self.decision, Retry):
+            # its frames would hold memory through the next attempt in this process
+            attempt = replace(attempt, exit=replace(attempt.exit, error=None))
         self.attempts.append(attempt)
         narration.log_end(attempt, self.decision)
         if len(self.attempts) == 1 and isinstance(self.decision, Retry):
@@ -596,7 +625,9 @@ class Job:
     def _log_unmatched(self) -> None:
         """Log that the pattern for a script's checkpoints leads to none."""
         trainer = self.config.trainer
-        if trainer.checkpoint_glob is not None and self.checkpoint is None:
+        if self._unused or self.checkpoint is not None:
+            return
+        if trainer.checkpoint_glob is not None:
             log.warning(
                 "no new file matches the pattern for checkpoints %s (in %s): without one an "
                 "attempt starts from the beginning",
@@ -670,6 +701,10 @@ class Job:
                 self.policy = replace(self.policy, asked=asked)
             case CheckpointSaved() if event.loss != "diverged":
                 self.checkpoint = Path(event.path)
+            case CheckpointUnused(text=text):
+                if text != self._unused:
+                    log.warning("%s", text)
+                self._unused = text
             case ScriptStarted():
                 # logged here, because what the attempt prints is evidence
                 log.info("running %s", shlex.join(event.argv))

@@ -29,6 +29,7 @@ from robust_train.config.attempt import (
     early_imports,
 )
 from robust_train.config.trainers import TrainerRef
+from robust_train.failures.exits import last_shortage_in
 from robust_train.failures.shortage import no_room_to_import
 from robust_train.host.linux import TICK_SECONDS, readable
 from robust_train.host.memory import (
@@ -40,7 +41,7 @@ from robust_train.host.memory import (
 from robust_train.host.screen import show_waiting
 from robust_train.host.signals import SignalWatch, stop_signal
 from robust_train.host.votes import STOP, Votes
-from robust_train.launcher.ending import RankEnd, event_of
+from robust_train.launcher.ending import RankEnd, event_of, without_escapes
 from robust_train.launcher.stall import Standstill
 from robust_train.launcher.stall_watch import (
     StallWatch,
@@ -69,6 +70,7 @@ _LAST_REPORT_SECONDS = 1.0
 """Time of the other ranks after a failure: to report something that explains more."""
 _AFTER_KILL_SECONDS = 8.0
 _SIGNAL_SECONDS = 0.5
+_LONGEST_SEARCHED_BYTES = 1 << 20
 _LONGEST_BETWEEN_LOOKS = 60.0
 _HEAD_BYTES, _HEAD_SHOWN = 1 << 16, 300
 _CUDA_WARNING = re.compile(r"UserWarning: CUDA initialization: (.*)")
@@ -493,6 +495,7 @@ class RunningAttempt:
             pid=None if is_left else own[0].pid,
             max_resident_bytes=max(one.max_resident_bytes for one in own),
             output=pump.tail,
+            shortage=_shortage_in(request) if own[0].returncode else "",
             stacks=stacks,
             stalled="" if stalled is None else stalled.what,
             was_stopped=bool(signals.received),
@@ -530,3 +533,16 @@ class RunningAttempt:
     def _signal_all(self, signum: int) -> None:
         for one in self._processes:
             one.signal(signum)
+
+
+def _shortage_in(request: AttemptRequest) -> str:
+    """Return the last lack of memory that the log of a script reports, however much was printed
+    below it, as tables of the allocator and of the configuration are."""
+    if not request.config.is_script:
+        return ""
+    with contextlib.suppress(OSError), request.log_file.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(size - _LONGEST_SEARCHED_BYTES, 0))
+        log_end = file.read().decode(errors="replace")
+        return last_shortage_in(without_escapes(log_end))
+    return ""

@@ -247,9 +247,18 @@ class RunFolder:
         self,
         gpus: Group,
         wait_seconds: float,
+        command_variables: Mapping[str, Json],
     ) -> None:
         """Record that the job has a device, after a wait, and the trainer is being imported."""
-        self._provenance = Provenance(self._run_dir, gpus, self._config_files)
+        self._provenance = Provenance(
+            self._run_dir,
+            gpus,
+            {
+                "job": self.beginning.job,
+                "command_variables": dict(command_variables),
+                "config_files": dict(self._config_files),
+            },
+        )
         self._change(state="starting", waiting=None)
         self.record(
             DeviceAcquired(

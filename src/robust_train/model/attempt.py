@@ -15,6 +15,7 @@ from robust_train.model.events import (
     BatchSizeFound,
     BatchTaken,
     CheckpointSaved,
+    CheckpointUnused,
     Event,
     Failed,
     Finished,
@@ -51,6 +52,7 @@ _NOT_IN_FILES = frozenset(
         "first_step",
         "saved_step",
         "saves",
+        "not_whole",
         "keeps_batch",
         "split_changes",
         "cannot_split",
@@ -71,6 +73,8 @@ class Exit:
     pid: int | None = None
     max_resident_bytes: int = 0  # its peak of host memory
     output: str = field(default="", repr=False)  # the end of what it printed
+    # the last lack of memory that a script's log reports, also above that end
+    shortage: str = field(default="", repr=False)
     # what its threads were doing at a stall or crash
     stacks: str = field(default="", repr=False)
     stalled: str = ""  # what stood still, for an attempt that was ended for it
@@ -107,6 +111,8 @@ class Attempt:
     loss: float | None = None
     checkpoint: str | None = None  # path of the last one it reported
     saved_step: int | None = None  # step of that
+    # path of its newest checkpoint, if that is cut off
+    not_whole: str | None = None
     # the last checkpoint that is known to be good stays
     is_guarded: bool = False
     skipped_updates: int = 0  # loss or gradient norm was not finite
@@ -222,6 +228,8 @@ class Attempt:
                 return replace(self, micro_batch=event.before)
             case Slow():
                 return replace(self, slow=event.text)
+            case CheckpointUnused():
+                return replace(self, not_whole=event.path)
             case BatchKept():
                 return replace(self, keeps_batch=event.reason)
             case SplitChecked(ends_attempt=True, kept="no"):

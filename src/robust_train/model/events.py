@@ -281,6 +281,16 @@ class SplitChecked(Event):
 
 
 @dataclass(frozen=True)
+class CheckpointUnused(Event):
+    """What lies where a script's checkpoints are expected cannot be used; ``text`` is a sentence
+    with the reason, and ``path`` names a file that is not whole."""
+
+    name = "checkpoint_unused"
+    text: str
+    path: str | None = None
+
+
+@dataclass(frozen=True)
 class BatchKept(Event):
     """No attempt may split the batch in another way; ``reason`` is why that changes training."""
 

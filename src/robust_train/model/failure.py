@@ -132,6 +132,8 @@ class Clue:
     USER_ERROR = "user_error"
     # The message has other causes too, but memory had nearly run out
     UNCLEAR = "unclear"
+    # Nothing shows what it is: no known failure, and not certainly the program's
+    UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import glob
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
+from robust_train.config.placeholders import placeholders_in
 from robust_train.config.schema import RobustConfig
 from robust_train.model.attempt import Attempt
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
@@ -79,11 +82,13 @@ class FailureContext:
     @property
     def saved(self) -> str:
         """From where the next attempt goes on."""
-        paths = [
-            one.checkpoint or one.resumed_from
-            for one in reversed(self.history)
-        ]
-        if path := next(filter(None, paths), None):
+        path = self._checkpoint
+        if path is not None and self._resumes_by_itself_if_at_all:
+            return (
+                "the beginning, unless the script finds its checkpoint "
+                f"{PurePath(path).name} by itself"
+            )
+        if path is not None:
             return f"the last checkpoint, {PurePath(path).name}"
         is_asked = (
             self.config.is_script
@@ -91,6 +96,59 @@ class FailureContext:
         )
         hint = " (--checkpoint)" if is_asked else ""
         return f"the beginning, for no checkpoint is known{hint}"
+
+    @property
+    def _resumes_by_itself_if_at_all(self) -> bool:
+        """Whether a script has a pattern for its checkpoints, and is given none of them."""
+        trainer = self.config.trainer
+        words = " ".join(trainer.argv or ())
+        is_given = trainer.resume_argv or "checkpoint" in placeholders_in(
+            words
+        )
+        return trainer.checkpoint_glob is not None and not is_given
+
+    @property
+    def _checkpoint(self) -> str | None:
+        """The newest checkpoint that is known and whole."""
+        paths = [
+            one.checkpoint or one.resumed_from
+            for one in reversed(self.history)
+        ]
+        cut = self.attempt.not_whole
+        return next((one for one in paths if one and one != cut), None)
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether a checkpoint is known that holds what the job has learned."""
+        return self._checkpoint is not None
+
+    @property
+    def unknown_before(self) -> Attempt | None:
+        """The last attempt before that failed for no known reason at the same place: since then no
+        later checkpoint came.
+
+        Without steps a script that starts over each time writes the same checkpoints again, and
+        looks as if it got further. So a numbered name that came before is not progress, and other
+        progress counts ``max_retries`` times only.
+        """
+        recent = _unknown_of(self.since_progress[:-1])
+        if recent:
+            return recent[-1]
+        unknown = _unknown_of(self.history[:-1])
+        if not unknown:
+            return None
+        if any(one.saved_step is not None for one in self.history):
+            return None
+        path = self.attempt.checkpoint
+        pattern = self.config.trainer.checkpoint_glob or "*"
+        is_numbered = (
+            path is not None
+            and any(map(str.isdigit, PurePath(path).name))
+            and glob.has_magic(PurePath(pattern).name)
+        )
+        is_same = any(one.checkpoint == path for one in unknown)
+        is_often = len(unknown) >= self.config.retries
+        return unknown[-1] if (is_numbered and is_same) or is_often else None
 
     @property
     def at_size(self) -> str:
@@ -358,6 +416,8 @@ class FailureContext:
         if now in (wanted, self.attempt.spec.effective_batch_size):
             return ""
         change = f"the effective batch size is now {now} instead of {wanted}"
+        if self.config.is_script and not self.settings.asked.accumulates:
+            change += " if the script does not accumulate by itself"
         if self.config.preserve_effective_batch_size is False:
             return f"{change}: preserve_effective_batch_size is false"
         if not self.settings.asked.accumulates:
@@ -400,11 +460,21 @@ class FailureContext:
         )
         if not self.settings.config.is_script or is_known or now == asked:
             return ""
-        return _ADDS_UP_MEANS.format(
-            asked=asked,
-            now=now,
-            factor=f"{now / asked:g}",
+        change = (
+            f"the script accumulates {now} micro-batches instead of {asked}"
         )
+        is_transformers = any(
+            _TRANSFORMERS_TRAINER.search(one.exit.output)
+            for one in self.history
+        )
+        if not is_transformers:
+            return f"{change}: {_DIVIDES}"
+        return f"{change}: {_ADDS_UP_MEANS.format(factor=f'{now / asked:g}')}"
+
+
+def _unknown_of(attempts: Sequence[Attempt]) -> list[Attempt]:
+    """Return the attempts that failed for no known reason."""
+    return [one for one in attempts if one.evidence.clue == Clue.UNKNOWN]
 
 
 def blamed_on_others(attempt: Attempt) -> tuple[int, int]:
@@ -437,11 +507,20 @@ _HAS_NO_KEY = (
     "robust.preserve_effective_batch_size=true"
 )
 
+# a frame of its traceback, or the figures that it prints
+_TRANSFORMERS_TRAINER = re.compile(
+    r"[/\\]transformers[/\\]trainer\w*\.py\b"
+    r"|\{'(?:loss|eval_loss|train_runtime)': [^}]{0,400}'epoch': "
+)
+
+_DIVIDES = (
+    "gradients stay the same if it divides the loss by that number, and if the loss is a mean over "
+    "samples"
+)
 _ADDS_UP_MEANS = (
-    "the script accumulates {now} micro-batches instead of {asked}: under transformers' Trainer "
-    "gradients may be {factor} times as large, where a model takes num_items_in_batch and ignores "
-    "it, as BERT for sequence classification does. Write trainer.model_accepts_loss_kwargs = False "
-    "before trainer.train() for such a model"
+    "under transformers' Trainer gradients may be {factor} times as large, where a model takes "
+    "num_items_in_batch and ignores it, as BERT for sequence classification does. Write "
+    "trainer.model_accepts_loss_kwargs = False before trainer.train() for such a model"
 )
 _CANNOT_ACCUMULATE = (
     "the script is not given {gradient_accumulation_steps}. Pass that on if it can accumulate; "

@@ -80,7 +80,11 @@ REMEDIES: dict[FailureKind, tuple[Rule, ...]] = {
         remedies.lower_learning_rate,
     ),
     FailureKind.INTERRUPTED: (remedies.killed_again,),
-    FailureKind.BUG: (remedies.crashed_once_more, remedies.earlier_checkpoint),
+    FailureKind.BUG: (
+        remedies.crashed_once_more,
+        remedies.unknown_once_more,
+        remedies.earlier_checkpoint,
+    ),
 }
 """What to try for each kind of failure, in order. A kind that is absent is never retried."""
 
@@ -161,7 +165,26 @@ def _decision(context: FailureContext) -> Decision:
         return ruled
     if not_the_device := remedies.same_fault_elsewhere(context):
         return GiveUp(not_the_device)
-    return _first_remedy(context, REMEDIES.get(context.failure.kind, ()))
+    decision = _first_remedy(context, REMEDIES.get(context.failure.kind, ()))
+    if isinstance(decision, GiveUp):
+        return replace(
+            decision, reason=decision.reason + _what_came_before(context)
+        )
+    return decision
+
+
+def _what_came_before(context: FailureContext) -> str:
+    """Return the reason of the attempt before, if it was another one and no progress came since:
+    the last attempt may have met what that one left behind."""
+    earlier = context.since_progress[:-1]
+    if not earlier or context.unknown_before is not None:
+        return ""
+    before = earlier[-1]
+    failure = context.failure
+    is_alike = before.kind is failure.kind is not FailureKind.BUG
+    if is_alike or before.message == failure.message:
+        return ""
+    return f" (attempt {before.number} before it: {before.message})"
 
 
 def _with_first_size(context: FailureContext, decision: Decision) -> Decision:
@@ -245,7 +268,18 @@ def _why_give_up(context: FailureContext) -> str:
         or context.evidence.clue == Clue.UNCLEAR
     ):
         rank = context.failure.rank
-        return message if rank is None else f"{message} (rank {rank})"
+        message = message if rank is None else f"{message} (rank {rank})"
+        is_unknown = context.evidence.clue == Clue.UNKNOWN
+        before = context.unknown_before
+        if not is_unknown or before is None:
+            return message
+        first = ""
+        if before.message != context.failure.message:
+            first = f"; the first time: {before.message}"
+        return (
+            f"{message}: twice at the same place, with no later checkpoint in between, so it is "
+            f"the program's{first}"
+        )
     if kind.is_memory and context.failed_before_training:
         if context.evidence.clue == Clue.IMPORT:
             return f"out of memory while a module was imported: no smaller batch helps: {message}"

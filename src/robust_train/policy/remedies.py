@@ -368,6 +368,19 @@ def crashed_once_more(context: FailureContext) -> Retry | None:
     return context.retry("retry", f": once more, from {context.saved}")
 
 
+def unknown_once_more(context: FailureContext) -> Retry | None:
+    """Retry once from a checkpoint after a failure of which nobody can say whose it is: if it comes
+    again before the next checkpoint, it is the program's."""
+    if context.evidence.clue != Clue.UNKNOWN or context.config.retries < 1:
+        return None
+    if not context.has_saved or context.unknown_before:
+        return None
+    why = "neither a known failure nor certainly a bug"
+    return context.retry(
+        "retry", f": {why}, so once more, from {context.saved}"
+    )
+
+
 def earlier_checkpoint(context: FailureContext) -> Retry | None:
     """Retry once from the checkpoint before the one that the script could not read."""
     if (

@@ -61,6 +61,7 @@ from robust_train.model.errors import (
 )
 from robust_train.model.events import (
     CheckpointSaved,
+    CheckpointUnused,
     EpochEnded,
     Json,
     Progress,
@@ -240,6 +241,9 @@ class _Attempt:
         """Pass on the rest after the script has ended; remove an empty file of messages."""
         self._has_ended = True
         self.poll([self._known[0]] if was_killed else None)
+        unused = self._watch.unused(self._known)
+        if unused is not None:
+            self._run.send(unused)
         with contextlib.suppress(OSError):  # the script may have removed it
             if self.events.stat().st_size == 0:
                 self.events.unlink()
@@ -523,6 +527,35 @@ class CheckpointWatch:
     ) -> Stamped:
         """Return the first of :meth:`found`, ``NOTHING`` if there is none."""
         return next(self.found(at_rest=at_rest, reported=reported), NOTHING)
+
+    def unused(self, known: Stamped) -> CheckpointUnused | None:
+        """Return why the newest match is not the newest checkpoint, which is ``known``, or why the
+        pattern has no match although a file has that name; None if neither is so."""
+        seen = stamps(self._pattern)
+        own = [
+            (Path(path), stamp)
+            for path, stamp in seen.items()
+            if self._before.get(path) != stamp
+        ]
+        newest, stamp = max(own, key=_changed, default=NOTHING)
+        if stamp > known[1] and not is_whole(newest):
+            what = "is not whole" if newest.is_dir() else "is cut off"
+            if not stamp[1]:
+                what = "is empty"
+            text = f"checkpoint {newest} {what} and is not used"
+            return CheckpointUnused(text, str(newest))
+        # cwd and the run folder are escaped already
+        literal = re.sub(
+            r"(\[[\[*?]\])|\[",
+            lambda found: found[1] or "[[]",
+            self._pattern,
+        )
+        if seen or literal == self._pattern or not stamps(literal):
+            return None
+        return CheckpointUnused(
+            "a bracket in the pattern for checkpoints begins a set of characters; write [[] for "
+            f"one in a name: {literal}"
+        )
 
     def found(
         self,

@@ -1,0 +1,122 @@
+"""What a program printed, as it was before terminals, boxes and log handlers laid it out. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+_DIGITS = re.compile(r"\d+")
+_FRAMED = re.compile(r"^\s*([│┃║|])(.*)\1\s*$")
+_TOP = re.compile(r"^\s*[╭┌┏╔](.*)[╮┐┓╗]\s*$")
+_BOTTOM = re.compile(r"^\s*[╰└┗╚].*[╯┘┛╝]\s*$")
+_RULES = " ─━═┄╌-"
+# rich's handler writes the place of a call at the right end of a record's first line
+_PLACE_AT_THE_RIGHT = re.compile(r"\s{2,}[\w./<>-]+\.py:\d+$")
+# what a training loop prints again and again
+_PROGRESS = re.compile(
+    r"\b(?:(?:global_)?steps?|epochs?|iter(?:ation)?s?|it|batch|update|loss)\b\W{0,4}\d"
+    r"|\b\d+/\d+\b.{0,40}\d:\d\d|\b(?:it/s|s/it)\b",
+    re.IGNORECASE,
+)
+_SHAPE_LENGTH = 16
+_FEW_STEPS = 5
+"""A program that has reported at least this many steps since has overcome an error."""
+_DEEPER = 2
+
+
+def without_frames(text: str) -> str:
+    """Return a text without the boxes around its messages, each on one line.
+
+    A box of a traceback stays as it is: its own reader knows it. So do tables.
+    """
+    return "\n".join(_unframed(text.splitlines()))
+
+
+def _unframed(lines: Sequence[str]) -> Iterator[str]:
+    # a text as it was before it was wrapped, and its last line
+    text = ""
+    last = ""
+    # rich wraps the message below a traceback to the width of the box of that
+    width_below = 0
+    is_traceback = False
+    for line in lines:
+        inner = line if is_traceback else _inside_frames(line)
+        top = _TOP.match(inner)
+        is_bottom = _BOTTOM.match(inner) is not None
+        is_traceback |= top is not None and "Traceback" in line
+        words = inner.strip()
+        width = width_below if inner == line else len(inner) - 2
+        is_text = bool(words) and top is None
+        is_text = is_text and not is_bottom and not is_traceback
+        # it goes on below if its next word had no room
+        needed = len(last) + 1 + len(words.partition(" ")[0])
+        if is_text and last and len(last) <= width < needed:
+            text += f" {words}"
+            last = words
+            continue
+        if text:
+            yield text
+        text = ""
+        last = ""
+        if is_traceback:
+            yield line
+        elif is_text and width:
+            text = words
+            last = words
+        elif top is not None:
+            yield top[1].strip(_RULES)
+        elif not is_bottom:
+            yield _PLACE_AT_THE_RIGHT.sub("", line.rstrip())
+        if is_bottom or not words:
+            width_below = len(line.rstrip()) if is_traceback else 0
+        is_traceback = is_traceback and not is_bottom
+    if text:
+        yield text
+
+
+def _inside_frames(line: str) -> str:
+    """Return what is between the sides of the boxes around a line; a line of a table as it is."""
+    inner = line
+    framed = _FRAMED.match(inner)
+    while framed is not None:
+        inner = framed[2]
+        if framed[1] in inner and _FRAMED.match(inner) is None:
+            return line
+        framed = _FRAMED.match(inner)
+    return inner
+
+
+def joined(lines: Sequence[str]) -> list[str]:
+    """Return lines with those that are indented deeper appended to the one that they continue."""
+    found: list[str] = []
+    indent = 0
+    for line in lines:
+        words = line.strip()
+        deeper = len(line) - len(line.lstrip()) - indent
+        if found and words and found[-1] and deeper >= _DEEPER:
+            found[-1] += f" {words}"
+            continue
+        indent = len(line) - len(line.lstrip())
+        found.append(line.rstrip())
+    return found
+
+
+def since_progress(text: str) -> str:
+    """Return the end of an output, from the last steps on: what was reported before a program went
+    on for some steps was overcome."""
+    lines = text.splitlines()
+    shapes = {
+        number: _DIGITS.sub("0", line.strip())[:_SHAPE_LENGTH]
+        for number, line in enumerate(lines)
+        if _PROGRESS.search(line)
+    }
+    count = Counter(shapes.values())
+    steps = [
+        number
+        for number, shape in shapes.items()
+        if count[shape] >= _FEW_STEPS
+    ]
+    if len(steps) < _FEW_STEPS:
+        return text
+    return "\n".join(lines[steps[-_FEW_STEPS] :])

@@ -1,0 +1,198 @@
+"""The end of what a program printed: what lies below an error, and how it is laid out."""
+
+import textwrap
+
+import pytest
+
+from robust_train.failures import classify_exit, classify_failure
+from robust_train.failures.exits import last_shortage_in
+from robust_train.launcher.ending import doubt_of
+from robust_train.model.attempt import Attempt, Exit
+from robust_train.model.events import ScriptEnded
+from robust_train.model.failure import Clue, FailureKind
+from robust_train.model.spec import AttemptSpec
+
+GIB = 1 << 30
+WORDS = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 15.78 GiB of "
+    "which 1.20 GiB is free."
+)
+ROW = "| Allocated memory {0:4d} |      343 MB |      441 MB |        |\n"
+TABLE = "".join(map(ROW.format, range(80)))
+CONFIG = "Namespace(batch=8, epochs=3)\nlr: 0.1\nepoch: 3\nbatch: 8\nsteps: 100\n"
+STEPS = "".join(f"step {number} loss {1 / (number + 1):.4f}\n" for number in range(200))
+TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n'
+LOGGED = {
+    "a warning": f"2021-08-02 18:54:21 | WARNING | trainer | OOM: Ran out of memory: {WORDS}\n",
+    "an error": f"2021-08-02 | ERROR | trainer | {WORDS}\n",
+    "a plain line": f"{WORDS}\n",
+    "with words of no library": "Epoch 3: not enough memory on the GPU, giving up\n",
+}
+
+
+@pytest.mark.parametrize("line", LOGGED.values(), ids=LOGGED)
+@pytest.mark.parametrize("below", ["", "done\n", TABLE, TABLE + CONFIG], ids=len)
+def test_a_shortage_is_found_in_any_line_whatever_was_printed_below(line, below):
+    assert classify_exit(1, STEPS[:1000] + line + below).kind is FailureKind.DEVICE_OOM
+
+
+OTHERS = {
+    "handled long before": f"{WORDS}\n{STEPS}",
+    "handled in words": f"WARNING: {WORDS} Skipping this batch\nbad checkpoint\n",
+    "a table without one": "|   CUDA OOMs: 0   |   cudaMalloc retries: 3   |\n" + TABLE,
+    "figures without one": f"GPU out of memory errors: 0\n{CONFIG}",
+    "a remark": f"INFO: not enough memory for the cache, reading from disk\n{CONFIG}",
+    "another error since": f"ERROR: {WORDS}\nKeyError: 'labels'\n{TABLE}",
+    "a traceback of something else": f"{WORDS}\n{TABLE}{TRACEBACK}KeyError: 'labels'\n",
+}
+
+
+@pytest.mark.parametrize("output", OTHERS.values(), ids=OTHERS)
+def test_what_is_no_shortage_at_the_end_lowers_no_batch(output):
+    assert classify_exit(1, output).kind is FailureKind.BUG
+
+
+def test_an_end_that_shows_nothing_says_so():
+    message = "ended with exit code 1; the end of its output shows no reason"
+    assert classify_exit(1, TABLE).message == message
+    assert classify_exit(1, "").message == "ended with exit code 1"
+    # what is far above the end of the output, which is short, is looked up in the log
+    assert WORDS in last_shortage_in(f"{LOGGED['a warning']}{TABLE * 40}")
+    assert last_shortage_in(f"{LOGGED['a warning']}{STEPS}{TABLE * 40}") == ""
+
+
+def boxed(text, width, title="", frame="│╭╮╰╯─"):
+    """A text as rich draws it in a panel."""
+    side, left, right, low_left, low_right, rule = frame
+    head = f" {title} ".center(width - 2, rule) if title else rule * (width - 2)
+    parts = [one for part in text.splitlines() for one in textwrap.wrap(part, width - 4)]
+    lines = [f"{side} {one:{width - 4}} {side}" for one in parts]
+    box = [f"{left}{head}{right}", *lines, f"{low_left}{rule * (width - 2)}{low_right}"]
+    return "\n".join(box) + "\n"
+
+
+def logged_in_columns(text, width):
+    """A text as rich's log handler writes it: the place of the call is at the right."""
+    first, *rest = (f"{one:{width}}" for one in textwrap.wrap(text, width))
+    lines = [f"[18:54:21] ERROR    {first}  train.py:12"]
+    return "\n".join(lines + [f"{'':20}{one}{'':13}" for one in rest]) + "\n"
+
+
+INDENTED = WORDS.replace(". ", ".\n       ")
+BROKEN = "\n".join(WORDS[at : at + 60] for at in range(0, len(WORDS), 60))
+LAYOUTS = {
+    "a panel": boxed(WORDS, 40, "Error"),
+    "a narrow panel": boxed(WORDS, 24),
+    "a panel in a panel": boxed(boxed(WORDS, 40, "Error"), 44),
+    "a panel of ASCII": boxed(WORDS, 40, "Error", "|++++-"),
+    "a log handler": logged_in_columns(WORDS, 16),
+    "indented lines": f"ERROR {INDENTED}\n",
+    "broken within words": f"{BROKEN}\n",
+}
+
+
+@pytest.mark.parametrize("output", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_wrapped_or_boxed_message_is_read_whole_without_its_frame(output):
+    failure = classify_exit(1, f"{CONFIG}{output}{TABLE}")
+    assert failure.kind is FailureKind.DEVICE_OOM
+    figures = failure.evidence
+    assert (figures.requested_bytes, figures.free_bytes) == (2 * GIB, int(1.2 * GIB))
+    assert not set("│|╭╰") & set(failure.message)
+
+
+def test_a_box_of_another_error_is_shown_without_its_frame():
+    output = boxed("Cannot open the archive: checksum differs", 30, "Error")
+    message = "ended with exit code 1: Cannot open the archive: checksum differs"
+    assert classify_exit(1, output).message == message
+
+
+def test_a_message_that_rich_has_wrapped_below_a_traceback_is_shown_whole():
+    frames = boxed("train.py:3 in <module>", 50, "Traceback (most recent call last)")
+    words = "OSError: the shard that holds the labels has another length than its index"
+    output = frames + textwrap.fill(words, 50) + "\n"
+    assert classify_exit(1, output).message == f"ended with exit code 1: {words}"
+
+
+PRAISE = "wandb: View run at https://example.org\nTraining is done and the best AP is 0.00\n"
+DOUBTED = {
+    "a bug below which a line follows": (f"{TRACEBACK}KeyError: 'x'\n{PRAISE}", "KeyError: 'x'"),
+    "a shortage": (f"{TRACEBACK}RuntimeError: {WORDS}\n{PRAISE}", WORDS),
+    "a logged shortage": (f"{LOGGED['a warning']}{TABLE}", "CUDA out of memory"),
+    "a bug after some steps": (f"{STEPS}{TRACEBACK}KeyError: 'x'\n{PRAISE}", "KeyError: 'x'"),
+    "a shortage that was handled": (f"{TRACEBACK}RuntimeError: {WORDS}\n{STEPS}{PRAISE}", ""),
+    "a bug that was handled": (f"{TRACEBACK}KeyError: 'x'\n{STEPS}", ""),
+    "an error that Python ignored": (
+        f"Exception ignored in: <function f>\n{TRACEBACK}KeyError: 'x'\n",
+        "",
+    ),
+    "nothing": (f"{STEPS}{PRAISE}{TABLE}", ""),
+}
+
+
+@pytest.mark.parametrize(("output", "shown"), DOUBTED.values(), ids=DOUBTED)
+def test_an_exit_code_of_0_is_doubted_if_the_last_that_happened_is_an_error(output, shown):
+    attempt = Attempt(1, AttemptSpec((), 8, 1), script=ScriptEnded(0, 1), exit=Exit(output=output))
+    doubt = doubt_of(attempt)
+    assert bool(doubt) == bool(shown)
+    assert shown in doubt
+
+
+class Odd(Exception):
+    """An exception of a program's own."""
+
+
+class Derived(KeyError):
+    """An error of a program's own that is a missing key."""
+
+
+CERTAIN = (
+    SyntaxError("invalid syntax"),
+    NameError("name 'x' is not defined"),
+    ImportError("cannot import name 'x'"),
+    ModuleNotFoundError("No module named 'x'"),
+    AttributeError("'x' has no attribute 'y'"),
+    TypeError("unsupported operand"),
+    KeyError("x"),
+    IndexError("list index out of range"),
+    AssertionError("shapes"),
+    ValueError("labels are not what they should be"),
+    ZeroDivisionError("division by zero"),
+    NotImplementedError("later"),
+)
+UNKNOWN = (
+    RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+    OSError("odd"),
+    FileNotFoundError(2, "No such file or directory", "shard-7.tar"),
+    PermissionError(13, "Permission denied", "shard-7.tar"),
+    EOFError("odd"),
+    Odd("odd"),
+    Exception(),
+)
+
+
+@pytest.mark.parametrize("error", [*CERTAIN, Derived("x"), *UNKNOWN], ids=repr)
+def test_what_is_certainly_the_programs_is_told_from_what_nobody_can_name(error):
+    """However it arrives; of a process only the names are known, not the bases."""
+    clue = Clue.UNKNOWN if error in UNKNOWN else None
+    failure = classify_failure(error)
+    assert (failure.kind, failure.evidence.clue) == (FailureKind.BUG, clue)
+    if isinstance(error, Derived):
+        return
+    printed = f"{TRACEBACK}{type(error).__name__}: {error}\n"
+    shown = classify_exit(1, f"{STEPS}{printed}")
+    assert (shown.kind, shown.evidence.clue) == (FailureKind.BUG, clue)
+    linked = f"{printed}\nThe above exception was the direct cause of the following exception:\n\n"
+    led_to = classify_exit(1, f"{linked}{TRACEBACK}RuntimeError: training failed\n")
+    assert led_to.evidence.clue == clue
+    outer = RuntimeError("training failed")
+    outer.__cause__ = error
+    assert classify_failure(outer).evidence.clue == clue
+
+
+def test_an_exit_code_without_a_reason_is_unknown():
+    for code in (3, "no luck"):
+        assert classify_failure(SystemExit(code)).evidence.clue == Clue.UNKNOWN
+    assert classify_failure(SystemExit(0)).evidence.clue is None
+    assert classify_exit(3, STEPS).evidence.clue == Clue.UNKNOWN
+    assert classify_exit(-6, STEPS).evidence.clue == Clue.UNKNOWN
+    assert classify_exit(-11, STEPS).evidence.clue == Clue.CRASHED
