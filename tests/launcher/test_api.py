@@ -237,6 +237,20 @@ def test_a_signal_after_the_trainer_has_returned_changes_nothing(tmp_path, monke
     assert read_identity(tmp_path).completed is not None
 
 
+def test_a_completed_job_stays_completed_without_figures(tmp_path, monkeypatch, caplog):
+    def fails(*given):
+        raise MemoryError("no room")
+
+    names = ("goodput_in", "read_sources", "attempt_stability")
+    for name in names:
+        monkeypatch.setattr(launcher, name, fails)
+    summary = launch(lambda cfg: 0.5, {"isolation": "none"}, run_dir=tmp_path)
+    assert (summary.status, read_summary(tmp_path).result) == ("completed", 0.5)
+    assert read_state(tmp_path).state == "completed"
+    assert read_identity(tmp_path).completed is not None
+    assert caplog.text.count("cannot be computed: MemoryError: no room") == len(names)
+
+
 def test_however_often_ctrl_c_is_pressed_the_gpu_is_released_and_the_end_recorded(
     tmp_path, monkeypatch
 ):

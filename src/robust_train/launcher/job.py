@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import tenacity
 from omegaconf import DictConfig
@@ -113,6 +113,7 @@ from robust_train.policy.decide import (
 )
 from robust_train.queue.devices import Devices
 from robust_train.queue.waiting import NoGpu, WaitStatus
+from robust_train.readable import named_line
 from robust_train.report import narration, wording
 from robust_train.report.html import write_report
 from robust_train.report.sources import read_sources
@@ -125,6 +126,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("robust_train")
 
+T = TypeVar("T")
 
 _DISK_POLL_SECONDS = 5.0
 _DISK_LINE_SECONDS = 60.0
@@ -285,6 +287,9 @@ class Job:
                 self._begin()
                 return self._train()
             except (Exception, JobInterrupted) as error:
+                # nothing that comes after the end changes how the job has ended
+                if self.folder.state.is_final:
+                    raise
                 return self._end_with(limit_reached(error) or error)
 
     def _end_with(self, error: BaseException) -> Summary:
@@ -604,7 +609,10 @@ class Job:
             self.config,
             cuda_versions,
         )
-        stability = attempt_stability(self.run_dir, attempt.number)
+        stability = _try(
+            "the stability of memory",
+            lambda: attempt_stability(self.run_dir, attempt.number),
+        )
         return replace(attempt, memory_stability=as_json(stability))
 
     def _decide(self, history: Sequence[Attempt]) -> Decision | None:
@@ -707,28 +715,43 @@ class Job:
             attempts=tuple(self.attempts),
             checkpoint=self.checkpoint,
             environment=self.folder.environment,
-            advice=tuple(
-                wording.speed_advice(self.attempts, self.config.theirs)
-            ),
             error=None if last is None else error_of(last),
         )
         if last is not None:
             self._log_unmatched()
         self.folder.record(JobEnded(status, reason))
-        summary = replace(summary, goodput=goodput_in(self.run_dir))
+        # first, because what is computed from the record takes time and may fail
         summary.write()
         if status == "completed":
             complete_job(self.run_dir)
         self.folder.ended(status, reason, exit_code)
-        write_report(found := read_sources(self.run_dir))
+        summary = self._evaluated(summary)
+        found = _try("the record", lambda: read_sources(self.run_dir))
+        if found is not None:
+            write_report(found)
         # else the caller prints one line
         if status != "failed" or exit_code is None:
             narration.show_end(
                 summary,
-                found,
+                () if found is None else found.entries,
                 self._explain,
                 self._how_to_go_on(),
             )
+        return summary
+
+    def _evaluated(self, summary: Summary) -> Summary:
+        """Return the summary with the figures that the job's record shows, and write it again."""
+        goodput = _try("goodput", lambda: goodput_in(self.run_dir))
+        advice = _try(
+            "advice",
+            lambda: tuple(
+                wording.speed_advice(self.attempts, self.config.theirs)
+            ),
+        )
+        if goodput is None and not advice:
+            return summary
+        summary = replace(summary, goodput=goodput, advice=advice or ())
+        summary.write()
         return summary
 
     def _how_to_go_on(self) -> str:
@@ -740,3 +763,15 @@ class Job:
         if self.folder.state.resume_command is None:
             return resumed_by_hand(self.run_dir)
         return f"robust-train resume {self.folder.state.id}"
+
+
+def _try(what: str, compute: Callable[[], T]) -> T | None:
+    """Return what is computed about a job; None after a warning if that fails.
+
+    A job that has trained for days does not fail because of a figure about it.
+    """
+    try:
+        return compute()
+    except Exception as error:
+        log.warning("%s cannot be computed: %s", what, named_line(error))
+    return None
