@@ -340,6 +340,15 @@ def completes_but_does_not_end(cfg):
     return "done"
 
 
+def uploads_at_exit(cfg, run):
+    def upload():
+        time.sleep(0.2)
+        (run.run_dir / "uploaded").touch()
+
+    atexit.register(upload)
+    return "done"
+
+
 def fails_but_does_not_end(cfg):
     atexit.register(time.sleep, 1000)
     raise KeyError("why it failed")
