@@ -121,6 +121,9 @@ class RunLock:
             raise
         # ENOLCK, ENOTSUP: some network disks; ENOSPC, EROFS
         except OSError as error:
+            # by it others know whether the job is alive
+            if self._fd is not None:
+                _write_holder(self._fd, job)
             self.release()
             log.warning(
                 "%s cannot be locked (%s): a second job in this folder is not refused",
@@ -129,23 +132,7 @@ class RunLock:
             )
             return
         self.hold = (self._fd,)
-        holder = Holder(
-            socket.gethostname(),
-            os.getpid(),
-            started_at(os.getpid()),
-            time.time(),
-            user_name(os.geteuid()),
-            job,
-            own_pid_namespace(),
-        )
-        # a full disk: the lock holds without a name
-        with contextlib.suppress(OSError):
-            os.ftruncate(self._fd, 0)
-            os.pwrite(
-                self._fd,
-                json.dumps(asdict(holder)).encode(),
-                0,
-            )
+        _write_holder(self._fd, job)
 
     def release(self) -> None:
         """Release the lock, also for processes that still have the descriptor."""
@@ -154,6 +141,23 @@ class RunLock:
             with contextlib.suppress(OSError):
                 unlock(fd)
             os.close(fd)
+
+
+def _write_holder(fd: int, job: str) -> None:
+    """Write down that this process's job ``job`` holds the lock from now on."""
+    holder = Holder(
+        socket.gethostname(),
+        os.getpid(),
+        started_at(os.getpid()),
+        time.time(),
+        user_name(os.geteuid()),
+        job,
+        own_pid_namespace(),
+    )
+    # a full disk: the lock holds without a name
+    with contextlib.suppress(OSError):
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, json.dumps(asdict(holder)).encode(), 0)
 
 
 def is_held(run_dir: Path) -> bool | None:
@@ -171,6 +175,16 @@ def is_held(run_dir: Path) -> bool | None:
         return None
     finally:
         os.close(fd)
+
+
+def is_alive(run_dir: Path, *, has_ended: bool) -> bool:
+    """Return whether the job or sweep of a folder is alive. If its lock does not tell, it is unless
+    it ``has_ended``, as it recorded itself, or its launcher is known to have ended."""
+    held = is_held(run_dir)
+    if held is not None:
+        return held
+    holder = read_holder(run_dir)
+    return not has_ended and not (holder is not None and holder.is_dead)
 
 
 def read_holder(run_dir: Path) -> Holder | None:

@@ -17,7 +17,7 @@ import psutil
 from robust_train.folder.lock import (
     LOCK_FILE,
     Holder,
-    is_held,
+    is_alive,
     left_of,
     read_holder,
 )
@@ -157,11 +157,7 @@ def read_run(
     state, holder = read_state(run_dir), read_holder(run_dir)
     if state is None and not os.path.lexists(run_dir / LOCK_FILE):
         return None
-    alive = is_held(run_dir)
-    # the disk has no locks, so the process and the state decide
-    if alive is None:
-        ended = state is None or state.is_final
-        alive = not ended and not (holder is not None and holder.is_dead)
+    alive = is_alive(run_dir, has_ended=state is None or state.is_final)
     if (
         not alive
         and holder is not None
