@@ -149,6 +149,8 @@ class ProcessExecutor:
             if isinstance(event, Failed) and event.failure.kind not in (
                 FailureKind.BUG,
                 FailureKind.INTERRUPTED,
+                # the memory that it would need is short, and the failed attempt may hold some
+                FailureKind.HOST_OOM,
             ):
                 self._prepare_next(self._preparation())
             on_event(event)
