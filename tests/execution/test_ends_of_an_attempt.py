@@ -91,6 +91,19 @@ def test_an_attempt_is_killed_some_seconds_after_its_failure(attempts, monkeypat
     assert time.monotonic() - started < 60
 
 
+def test_no_interpreter_is_started_while_host_memory_is_short(attempts, monkeypatch):
+    """The failed attempt may hold its memory for some seconds yet."""
+    start, started = interpreters.Interpreters.start, []
+
+    def counted(of):
+        started.append(of)
+        return start(of)
+
+    monkeypatch.setattr(interpreters.Interpreters, "start", counted)
+    assert attempts.run("trainers.runs_out_of_memory").failure.kind is FailureKind.HOST_OOM
+    assert len(started) == 1
+
+
 def test_openmp_spins_only_for_a_moment_unless_the_user_wants_it(attempts, monkeypatch):
     given = attempts.run("trainers.openmp_settings").result
     assert given == {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}

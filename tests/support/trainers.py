@@ -335,6 +335,10 @@ def prints_a_lot(cfg, run):
     raise KeyboardInterrupt
 
 
+def runs_out_of_memory(cfg):
+    raise MemoryError
+
+
 def completes_but_does_not_end(cfg):
     atexit.register(time.sleep, 1000)
     return "done"

@@ -139,9 +139,7 @@ class ProcessExecutor:
                 # the next attempt's interpreters import what this one has, if there is room
                 self._modules = event.modules
                 self._standby_bytes = event.resident_bytes * self._ranks
-                if self._has_standby and has_room_for_standby(
-                    self._standby_bytes
-                ):
+                if self._has_standby:
                     self._prepare_next(
                         preparation(self._modules, is_standby=True)
                     )
@@ -252,7 +250,10 @@ class ProcessExecutor:
         self.close()
 
     def _prepare_next(self, wanted: Preparation) -> None:
-        """Have the next attempt's interpreters import while the present one runs or ends."""
+        """Have the next attempt's interpreters import while the present one runs or ends, if there
+        is room for them."""
+        if not has_room_for_standby(self._standby_bytes):
+            return
         with contextlib.suppress(OSError):  # the attempt itself comes first
             for one in self._waiting():
                 if wanted.is_standby or not one.is_asked:
