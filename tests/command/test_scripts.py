@@ -227,6 +227,33 @@ def test_a_checkpoint_that_is_lost_while_the_job_waits_leads_to_the_one_before(s
     assert f"is given {scripts.folder}/1.pt\n" in ended.stdout
 
 
+IS_STOPPED_LATE = """
+import sys
+from pathlib import Path
+from robust_train.attempt.run import Run
+from robust_train.attempt.script.command import train
+from robust_train.config.refusals import composed
+from robust_train.model.events import ScriptEnded
+
+def report(event):
+    if isinstance(event, ScriptEnded):
+        run.request_stop()
+
+run = Run(run_dir=Path("run"), report=report)
+print("result", train(composed(sys.argv[1:]), run))
+"""
+
+
+def test_a_script_that_had_completed_when_a_stop_arrived_keeps_its_result(scripts):
+    (scripts.folder / "run").mkdir()
+    tells = (
+        """[sh, -c, 'echo "{\\"event\\": \\"result\\", \\"value\\": 7}" >> $ROBUST_TRAIN_EVENTS']"""
+    )
+    place = {"cwd": scripts.folder, "environ": scripts.world.environ}
+    ended = warm.preloaded(IS_STOPPED_LATE, "trainer=command", f"trainer.argv={tells}", **place)
+    assert ended.stdout == "result 7\n", ended.stderr
+
+
 WRITTEN_OVER = """
 import io, time, zipfile
 whole = io.BytesIO()

@@ -124,7 +124,9 @@ def run_attempt(
             else:
                 error = raised
                 ending = _failed(_failure_of(raised, run), raised)
-        if run.was_told_to_stop and isinstance(ending, Finished):
+        # one that has done its last step had nothing left to stop, and keeps its result
+        was_cut_short = run.was_told_to_stop and not run.is_done
+        if was_cut_short and isinstance(ending, Finished):
             why = "it was asked to stop, and did"
             ending = Failed(Failure(FailureKind.INTERRUPTED, why))
         run.speed.send()
