@@ -274,6 +274,7 @@ class Job:
         self._started = time.monotonic()
         self._engine, self._explain = engine, explain
         self._has_remedies = remedies and engine is None
+        self._has_warned_of_pattern = False
 
     def run(self) -> Summary:
         """Run the job to its end and write ``summary.json``.
@@ -581,7 +582,12 @@ class Job:
     def _log_unmatched(self) -> None:
         """Log that the pattern for a script's checkpoints leads to none."""
         trainer = self.config.trainer
-        if trainer.checkpoint_glob is not None and self.checkpoint is None:
+        if (
+            trainer.checkpoint_glob is not None
+            and self.checkpoint is None
+            and not self._has_warned_of_pattern
+        ):
+            self._has_warned_of_pattern = True
             log.warning(
                 "no new file matches the pattern for checkpoints %s (in %s): without one an "
                 "attempt starts from the beginning",
@@ -592,7 +598,7 @@ class Job:
     def _with_evidence(self, attempt: Attempt) -> Attempt:
         """Return an attempt with what is known only after its end: rules, memory, advice."""
         attempt = self.folder.with_disk(with_shortage(attempt, self.attempts))
-        if self._has_remedies and not self.signals.received:
+        if self._has_remedies and not self._is_stopped(attempt):
             attempt = with_rule(
                 self.policy,
                 tuple(self.attempts),
@@ -614,6 +620,13 @@ class Job:
             lambda: attempt_stability(self.run_dir, attempt.number),
         )
         return replace(attempt, memory_stability=as_json(stability))
+
+    def _is_stopped(self, attempt: Attempt) -> bool:
+        """Return whether a signal has ended the job, or its time slice the attempt."""
+        failure = attempt.failure
+        if not self.signals.is_pausing:
+            return bool(self.signals.received)
+        return failure is None or failure.kind is FailureKind.INTERRUPTED
 
     def _decide(self, history: Sequence[Attempt]) -> Decision | None:
         """Return what comes after the last attempt, None if it completed."""
