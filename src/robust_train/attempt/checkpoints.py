@@ -140,6 +140,7 @@ class CheckpointFolder:
         it knows when their files are there. Raises CheckpointError, also for the one before;
         nothing is left."""
         self.report_written(wait=True)
+        self._saving.check_folder()
         owed: list[Callable[[], None]] = []
 
         def later(
@@ -155,6 +156,7 @@ class CheckpointFolder:
         copying = nullcontext() if at_once else saving_files(later)
 
         def complete() -> Path:
+            self._saving.check_folder()
             with self._none_left(path):
                 for save in owed:
                     save()
@@ -209,6 +211,8 @@ class CheckpointFolder:
 
     def remove_leftovers(self, resumed_from: Path | None) -> None:
         """Remove what attempts have left that were killed while they wrote."""
+        if not self._saving.owns_folder():
+            return
         for leftover in self.path.glob(".*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
             # a folder that is gone, or is in no one's way
@@ -223,6 +227,7 @@ class CheckpointFolder:
                 shutil.rmtree(one, ignore_errors=True)
 
     def _write(self, content: Content, step: int) -> Path:
+        self._saving.check_folder()
         path = self.path / f"step-{step:08d}"
         if self._write_folder is not None:
             return self._checked(self._write_folder(content, path))

@@ -573,8 +573,7 @@ class Run:
         suffix: str = ".pt",
         **options: Any,
     ) -> CheckpointFolder:
-        """Return what writes and reports checkpoints; for the arguments see there. Call it within
-        :meth:`try_to_save`."""
+        """Return what writes and reports checkpoints; for the arguments see there."""
         from robust_train.attempt.checkpoints import CheckpointFolder
 
         if self._folder is None:

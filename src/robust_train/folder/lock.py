@@ -35,7 +35,11 @@ from robust_train.host.linux import (
     processes_of,
     unlock,
 )
-from robust_train.model.errors import ConfigError, RunFolderUnavailable
+from robust_train.model.errors import (
+    ConfigError,
+    RunFolderLost,
+    RunFolderUnavailable,
+)
 from robust_train.model.events import from_json
 
 log = logging.getLogger("robust_train")
@@ -104,6 +108,8 @@ class RunLock:
     ) -> None:
         self.hold: tuple[int, ...] = ()
         self._fd: int | None = None
+        self._run_dir, self._job = run_dir, job
+        self._is_named = False
         path = run_dir / LOCK_FILE
         try:
             self._fd = os.open(
@@ -123,16 +129,27 @@ class RunLock:
         except OSError as error:
             # by it others know whether the job is alive
             if self._fd is not None:
-                _write_holder(self._fd, job)
+                _refuse_second(run_dir)
+                self._is_named = _write_holder(self._fd, job)
             self.release()
             log.warning(
-                "%s cannot be locked (%s): a second job in this folder is not refused",
+                "%s cannot be locked (%s): a second job of another host is not refused here",
                 path,
                 error.strerror,
             )
             return
         self.hold = (self._fd,)
-        _write_holder(self._fd, job)
+        self._is_named = _write_holder(self._fd, job)
+
+    def check(self) -> None:
+        """Raise RunFolderLost if another job has the folder by now, which may have been removed and
+        begun anew. Whoever writes into the folder calls this first."""
+        holder = read_holder(self._run_dir)
+        if self._is_named and holder is not None and holder.job != self._job:
+            raise RunFolderLost(
+                f"{self._run_dir}: this run folder was removed, or its lock was lost, and it is "
+                f"now in use by {_name_of(holder)}; this job stops and writes nothing more there"
+            )
 
     def release(self) -> None:
         """Release the lock, also for processes that still have the descriptor."""
@@ -143,8 +160,18 @@ class RunLock:
             os.close(fd)
 
 
-def _write_holder(fd: int, job: str) -> None:
-    """Write down that this process's job ``job`` holds the lock from now on."""
+def _refuse_second(run_dir: Path) -> None:
+    """Raise ConfigError if a live job of another process of this host is known to be in the folder,
+    though the disk cannot lock."""
+    holder = read_holder(run_dir)
+    process = None if holder is None else holder.process
+    if process is not None and process.pid != os.getpid():
+        raise ConfigError(_in_use(run_dir))
+
+
+def _write_holder(fd: int, job: str) -> bool:
+    """Write down that this process's job ``job`` holds the lock from now on; return whether that
+    was possible."""
     holder = Holder(
         socket.gethostname(),
         os.getpid(),
@@ -158,6 +185,8 @@ def _write_holder(fd: int, job: str) -> None:
     with contextlib.suppress(OSError):
         os.ftruncate(fd, 0)
         os.pwrite(fd, json.dumps(asdict(holder)).encode(), 0)
+        return True
+    return False
 
 
 def is_held(run_dir: Path) -> bool | None:

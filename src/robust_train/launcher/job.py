@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import shlex
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -83,6 +84,7 @@ from robust_train.model.errors import (
     ConfigError,
     JobInterrupted,
     NoDevice,
+    RunFolderLost,
     limit_reached,
 )
 from robust_train.model.events import (
@@ -290,6 +292,9 @@ class Job:
             except (Exception, JobInterrupted) as error:
                 # nothing that comes after the end changes how the job has ended
                 if self.folder.state.is_final:
+                    raise
+                # nor is it recorded in the folder of another job
+                if isinstance(error, RunFolderLost):
                     raise
                 return self._end_with(limit_reached(error) or error)
 
@@ -502,7 +507,7 @@ class Job:
             self._on_event,
             self.signals,
             hold=self.devices.queue.hold + self.folder.hold,
-            tick=self.folder.tick
+            tick=self._tick_beside
             if self.config.runs_inline
             else self._tick_attempt,
         )
@@ -700,6 +705,14 @@ class Job:
                 log.info("the time slice is over, and job %s, waits", whose)
                 self.signals.pause()
 
+    def _tick_beside(self) -> None:
+        """Do the same beside a trainer in this process, which only a signal stops."""
+        try:
+            self.folder.tick()
+        except RunFolderLost:
+            if not self.signals.received:
+                self.signals.deliver(signal.SIGTERM)
+
     def _tick(self) -> None:
         self.signals.check()
         self.folder.tick()
@@ -736,7 +749,7 @@ class Job:
         # first, because what is computed from the record takes time and may fail
         summary.write()
         if status == "completed":
-            complete_job(self.run_dir)
+            complete_job(self.run_dir, self.beginning.job)
         self.folder.ended(status, reason, exit_code)
         summary = self._evaluated(summary)
         found = _try("the record", lambda: read_sources(self.run_dir))
