@@ -470,7 +470,7 @@ class Run:
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield from ``loader``, the data to train on, and measure how long training waits for it::
 
-        for batch in run.batches(loader): ...
+            for batch in run.batches(loader): ...
 
         Checkpoints keep the position: the first pass of an attempt goes on after the last batch, by
         the loader's own ``load_state_dict``, else by passing over those before it. Their order has
@@ -770,6 +770,7 @@ class Run:
         if (
             self.is_main
             and isinstance(value, (int, float))
+            and not isinstance(value, bool)
             and isinstance(step, int)
         ):
             self.send(ValueReported(float(value), step, self._mode))

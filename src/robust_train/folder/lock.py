@@ -207,8 +207,8 @@ def is_held(run_dir: Path) -> bool | None:
 
 
 def is_alive(run_dir: Path, *, has_ended: bool) -> bool:
-    """Return whether the job or sweep of a folder is alive. If its lock does not tell, it is unless
-    it ``has_ended``, as it recorded itself, or its launcher is known to have ended."""
+    """Return whether the job or sweep of a folder is alive. If its lock cannot be read, it is alive
+    unless it ``has_ended``, as it recorded itself, or its launcher is known to have ended."""
     held = is_held(run_dir)
     if held is not None:
         return held

@@ -270,7 +270,7 @@ class Summary:
         return f'<code>{escape(repr(self))}</code> <a href="{escape(page)}">report</a>'
 
     def raise_unless_completed(self) -> None:
-        """Raise what ended the job, if it did not complete.
+        """Raise what ended the job, if it did not complete and was not pruned by its sweep.
 
         Raises:
             NoDevice: no device in time, and the CPU is not allowed.
@@ -278,7 +278,7 @@ class Summary:
             TrainerFailed: the trainer failed otherwise; or its own exception.
         """
         reason = str(self.reason)
-        if self.status == "completed":
+        if self.status in ("completed", "pruned"):
             return
         if self.status == "no_device" or not self.attempts:
             raise NoDevice(reason)

@@ -148,7 +148,8 @@ def launch(
         run_dir: the run folder; by default Hydra's for the job, or a new one under ``outputs/``.
 
     Returns:
-        The summary of a completed job; ``summary.result`` is what the trainer returned.
+        The summary of a completed job; ``summary.result`` is what the trainer returned. Of a job
+        that its sweep has pruned, ``summary.status`` is ``pruned``, and there may be no result.
 
     Raises:
         ConfigError: config, trainer or run folder cannot be used; NoProgress: see there.
@@ -338,16 +339,20 @@ class Job:
         engine = self._engine
         if engine is None:
             self.executor = self._find_executor()
-            self.devices = Devices(
-                self.config,
-                self.name,
-                os.environ,
-                self.run_dir,
-                self.sleep,
-                self._on_wait,
-                self.folder.token,
-                in_sweep=sweep_folder() is not None,
-            )
+            try:
+                self.devices = Devices(
+                    self.config,
+                    self.name,
+                    os.environ,
+                    self.run_dir,
+                    self.sleep,
+                    self._on_wait,
+                    self.folder.token,
+                    in_sweep=sweep_folder() is not None,
+                )
+            except BaseException:
+                self.executor.close()
+                raise
         else:
             self.executor, self.devices = engine.executor, engine.devices
         try:
