@@ -31,7 +31,9 @@ PAGES = {
 }
 _FENCE = re.compile(r"^ *```.*?^ *```$", re.M | re.S)
 _CODE = re.compile(r"`[^`\n]+`")
-_ROLE = re.compile(r":(?:attr|class|exc|func|meth|mod):<code>[~.]*(?:[a-z_]+\.)*([^<]*)")
+_ROLE = re.compile(
+    r":(?:attr|class|exc|func|meth|mod):<code>[~.]*(?:[a-z_]+\.)*([^<]*)"
+)
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
 
 
