@@ -31,6 +31,9 @@ PAGES = {
 }
 _FENCE = re.compile(r"^ *```.*?^ *```$", re.M | re.S)
 _CODE = re.compile(r"`[^`\n]+`")
+_ROLE = re.compile(
+    r":(?:attr|class|exc|func|meth|mod):<code>[~.]*(?:[a-z_]+\.)*([^<]*)"
+)
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -73,6 +76,12 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     # in a table GitHub wants a backslash before it, and other pages show that
     text = _CODE.sub(lambda code: code[0].replace("\\|", "|"), text)
     return re.sub("\0(\\d+)\0", lambda number: kept[int(number[1])], text)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Show the marks of our docstrings, which are reStructuredText, as what they mean."""
+    html = _ROLE.sub(r"<code>\1", html)
+    return html.replace("::</p>", ":</p>")
 
 
 def _of_the_site(link: re.Match[str], page: str) -> str:

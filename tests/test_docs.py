@@ -20,6 +20,7 @@ import proved
 import robust_train
 import warm
 from robust_train import current_run
+from robust_train.cli.commands import NOW
 from robust_train.cli.main import find, parse
 from robust_train.cli.run_script import values_of
 from robust_train.config.checks import checked
@@ -187,6 +188,8 @@ def test_every_command_parses(page):
             case [_, "train.py", *rest]:
                 _compose("config", rest)
             case ["robust-train", *rest]:
+                old = [name for name in NOW if " ".join(rest).startswith(name)]
+                assert old == [], "a spelling that goes"
                 command, rest = find(rest[: rest.index(">")] if ">" in rest else rest)
                 arguments = parse(command, rest)
                 if command.name == "run":
@@ -267,4 +270,6 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path)]
     built = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
-    assert (tmp_path / "api.html").read_text().count('class="doc doc-heading"') > 30
+    names = (tmp_path / "api.html").read_text()
+    assert names.count('class="doc doc-heading"') > 30
+    assert re.findall(r":[a-z]+:<code>|::</p>", names) == [], "docstrings are shown as Markdown"

@@ -226,6 +226,8 @@ a busy GPU that another job has
 # peers, disks, stops, crashes
 a server that was asked too often
     0:20 // comm:rate_limit → retry pause=300; comm:rate_limit → retry pause=600
+a server that was asked too often never shortens a longer pause | retry_pause_seconds=7200.0
+    0:20 // comm:rate_limit → retry pause=7200
 a crash, once without progress
     0:20 // bug:crashed → retry | once more, from the beginning; bug:crashed → give up
 a crash after progress

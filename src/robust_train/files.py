@@ -234,7 +234,9 @@ def read_object(path: Path) -> dict[str, Any]:
 # larger numbers and NaN are read as unknown
 _DECODER = json.JSONDecoder(
     parse_int=lambda text: (
-        int(text) if len(text) < 20 and abs(int(text)) < _LARGEST else None
+        int(text)
+        if len(text.lstrip("-")) < 20 and abs(int(text)) < _LARGEST
+        else None
     ),
     parse_float=lambda text: (
         float(text) if abs(float(text)) < _LARGEST else None

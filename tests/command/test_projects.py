@@ -1,6 +1,7 @@
 """Projects outside our tree: the one that ``robust-train init`` writes, and the example."""
 
 import json
+import runpy
 import shutil
 import sys
 import textwrap
@@ -15,6 +16,7 @@ from omegaconf import OmegaConf
 import warm
 from attempts import keys_at_the_root
 from robust_train import launch
+from robust_train.attempt.run import Run
 from world import ROOT
 
 
@@ -39,6 +41,31 @@ def project(world):
     """What ``robust-train init`` writes."""
     world.robust_train("init", "deep/mine", code=0)
     return world.folder / "deep" / "mine"
+
+
+def test_a_new_project_that_resumes_draws_what_it_would_have_drawn(tmp_path):
+    path = ROOT / "src" / "robust_train" / "project_template" / "training.py"
+    code = runpy.run_path(str(path))
+    spirals = {"samples": 40, "width": 4}
+    training = {"batch_size": 8, "gradient_accumulation_steps": 1, "lr": 0.01}
+
+    def batches_of(folder, steps, resume=None):
+        seen = []
+
+        class Watched(Run):
+            def backward(self, loss_of, batch, model=None, **options):
+                seen.append(batch[0].tolist())
+
+        keys = {"device": "cpu", "seed": 3, "training": training}
+        cfg = OmegaConf.create({**keys, "spirals": {**spirals, "steps": steps}})
+        (tmp_path / folder).mkdir()
+        code["train"](cfg, Watched(run_dir=tmp_path / folder, resume_checkpoint=resume))
+        return seen
+
+    whole = batches_of("whole", 4)
+    first = batches_of("first", 2)
+    rest = batches_of("rest", 4, tmp_path / "first" / "checkpoints" / "last.pt")
+    assert first + rest == whole
 
 
 def test_a_new_project_trains_at_once_and_its_recipe_goes_on_from_its_checkpoint(

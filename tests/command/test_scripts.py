@@ -51,6 +51,7 @@ if size > 16:
     raise MemoryError
 """
 OF_FOUR = ("--gradient-accumulation", "4")
+SAVES_NOTHING = ("--checkpoint", "none/*.pt", "--resume-argv", "--resume {checkpoint}")
 NOT_GIVEN = "gradient accumulation 4 is not in the script's command"
 LINEAR = ("--scale-learning-rate", "linear")
 
@@ -67,7 +68,7 @@ LINEAR = ("--scale-learning-rate", "linear")
 def test_the_effective_batch_is_the_true_one_where_a_script_cannot_accumulate(
     scripts, options, rate, warning
 ):
-    own = ("--batch-size", "32", "--learning-rate", "0.4", *options)
+    own = ("--batch-size", "32", "--learning-rate", "0.4", *SAVES_NOTHING, *options)
     ended = run_program(scripts, NO_ACCUMULATION, *own, words=("{batch_size}", "{learning_rate}"))
     keys = ("batch_size", "gradient_accumulation_steps", "effective_batch_size")
     sizes = [tuple(a[key] for key in keys) for a in ended.attempts]
@@ -76,6 +77,7 @@ def test_the_effective_batch_is_the_true_one_where_a_script_cannot_accumulate(
     assert f"trained with 16 at {rate}" in ended.stdout
     assert "the effective batch size is now 16 instead of 32" in ended.stdout
     assert ended.stdout.count(warning) == 1
+    assert ended.stdout.count("no new file matches the pattern for checkpoints none/*.pt") == 1
 
 
 BEGINS_AGAIN = """
@@ -227,6 +229,33 @@ def test_a_checkpoint_that_is_lost_while_the_job_waits_leads_to_the_one_before(s
     assert f"is given {scripts.folder}/1.pt\n" in ended.stdout
 
 
+IS_STOPPED_LATE = """
+import sys
+from pathlib import Path
+from robust_train.attempt.run import Run
+from robust_train.attempt.script.command import train
+from robust_train.config.refusals import composed
+from robust_train.model.events import ScriptEnded
+
+def report(event):
+    if isinstance(event, ScriptEnded):
+        run.request_stop()
+
+run = Run(run_dir=Path("run"), report=report)
+print("result", train(composed(sys.argv[1:]), run))
+"""
+
+
+def test_a_script_that_had_completed_when_a_stop_arrived_keeps_its_result(scripts):
+    (scripts.folder / "run").mkdir()
+    tells = (
+        """[sh, -c, 'echo "{\\"event\\": \\"result\\", \\"value\\": 7}" >> $ROBUST_TRAIN_EVENTS']"""
+    )
+    place = {"cwd": scripts.folder, "environ": scripts.world.environ}
+    ended = warm.preloaded(IS_STOPPED_LATE, "trainer=command", f"trainer.argv={tells}", **place)
+    assert ended.stdout == "result 7\n", ended.stderr
+
+
 WRITTEN_OVER = """
 import io, time, zipfile
 whole = io.BytesIO()
@@ -355,7 +384,7 @@ def test_what_a_script_leaves_behind_says_so(scripts):
     assert frames
     assert all("train.py" in frame for frame in frames), "frames of the launcher are shown"
     assert "attempt 1 failed: exit code 1" in ended.stdout
-    assert "no new file matches the pattern for checkpoints ckpt/*.pt" in ended.stdout
+    assert ended.stdout.count("no new file matches the pattern for checkpoints ckpt/*.pt") == 1
     assert " --resume-argv has no {checkpoint}: the script finds" in ended.stdout
     assert "Loss: 2.18" in ended.stdout.splitlines()
 

@@ -67,9 +67,18 @@ def test_a_script_gets_no_terminal_where_we_have_none_and_needs_no_torch(attempt
     assert (attempts.run_dir / "attempt-1.log").read_text().split() == ["pipe", "0"]
 
 
-def test_a_completed_result_counts_though_its_process_does_not_end(attempts):
-    outcome = attempts.run("trainers.completes_but_does_not_end", stop_grace_seconds=0.3)
+def test_a_completed_result_counts_though_its_process_does_not_end(attempts, monkeypatch, caplog):
+    monkeypatch.setattr(process, "AFTER_FINISHED_SECONDS", 0.3)
+    outcome = attempts.run("trainers.completes_but_does_not_end", stop_grace_seconds=1000)
     assert (outcome.failure, outcome.result) == (None, "done")
+    assert "the trainer has returned, but its process has not ended in 0.3 s" in caplog.text
+
+
+def test_exit_handlers_of_a_finished_trainer_run_to_their_end(attempts):
+    """Also where a stop has no time at all for a checkpoint."""
+    outcome = attempts.run("trainers.uploads_at_exit", stop_grace_seconds=0)
+    assert (outcome.failure, outcome.result) == (None, "done")
+    assert (attempts.run_dir / "uploaded").exists()
 
 
 def test_an_attempt_is_killed_some_seconds_after_its_failure(attempts, monkeypatch):
@@ -80,6 +89,19 @@ def test_an_attempt_is_killed_some_seconds_after_its_failure(attempts, monkeypat
     assert outcome.failure.kind is FailureKind.BUG
     assert "why it failed" in outcome.failure.message
     assert time.monotonic() - started < 60
+
+
+def test_no_interpreter_is_started_while_host_memory_is_short(attempts, monkeypatch):
+    """The failed attempt may hold its memory for some seconds yet."""
+    start, started = interpreters.Interpreters.start, []
+
+    def counted(of):
+        started.append(of)
+        return start(of)
+
+    monkeypatch.setattr(interpreters.Interpreters, "start", counted)
+    assert attempts.run("trainers.runs_out_of_memory").failure.kind is FailureKind.HOST_OOM
+    assert len(started) == 1
 
 
 def test_openmp_spins_only_for_a_moment_unless_the_user_wants_it(attempts, monkeypatch):

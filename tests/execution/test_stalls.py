@@ -246,9 +246,13 @@ def test_a_file_that_is_written_anew_now_and_then_is_no_sign_of_life(watched, mo
     watched.lives_through("progress, quiet 590, hangs 100")
 
 
-@pytest.mark.parametrize(("percent", "hangs"), [(0, True), (90, False)])
-def test_a_busy_gpu_of_its_own_is_a_sign_of_life(machine_with, percent, hangs):
-    machine = machine_with(Gpu(utilization=percent), Gpu(utilization=90))
+@pytest.mark.parametrize(
+    ("percent", "others", "hangs"), [(0, 0, True), (90, 0, False), (90, 5, True)]
+)
+def test_a_busy_gpu_of_its_own_is_a_sign_of_life(machine_with, percent, others, hangs):
+    """It is not if others, whose number is beyond any process's, compute there as well."""
+    compute = [(2**30 + number, 100) for number in range(others)]
+    machine = machine_with(Gpu(utilization=percent, compute=compute), Gpu(utilization=90))
     assert hangs is machine.python(
         """
         import os

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from another_user import ANOTHER_USER, as_another_user, hide_processes_of_others, needs_root
 from disks import fill, small_disk
+from robust_train.cli import machine
 from robust_train.cli.main import main
 from robust_train.gpu.select import rank
 from robust_train.gpu.visible import Visible
@@ -513,6 +514,17 @@ def test_a_file_system_without_locks_means_a_warning_and_no_reservation(base, mo
 
 
 # --- other users ---
+
+
+def test_the_queue_names_a_gpu_that_has_vanished_beside_the_others(base, monkeypatch, capsys):
+    both = A, replace(A, uuid="GPU-b", index=1, pci_bus_id="1")
+    seen = Visible(both, inventory=Inventory(both))
+    job = HostQueue(base, lambda processes: seen, QueuedJob(name="t", count=2), "")
+    assert len(wait_for_gpus(job, replace(REQUEST, count=2))) == 2
+    monkeypatch.setattr(machine, "read_inventory", lambda processes: Inventory((A,)))
+    assert main(["queue", "--dir", str(base)]) == 0
+    assert "GPU 0, GPU-b" in capsys.readouterr().out
+    job.release()
 
 
 @needs_root

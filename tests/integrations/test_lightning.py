@@ -98,6 +98,20 @@ def test_weights_alone_are_not_reported_as_a_checkpoint(tmp_path):
     assert ours.parent == tmp_path / "checkpoints"
 
 
+def test_a_callback_s_own_checkpoint_after_a_save_that_raised_goes_where_it_says(tmp_path):
+    class CannotBeSaved(_Line):
+        def on_save_checkpoint(self, checkpoint):
+            if not self.seen.count(-1):
+                self.seen.append(-1)
+                raise RuntimeError("not now")
+
+    kept = lightning.pytorch.callbacks.OnExceptionCheckpoint(tmp_path / "kept")
+    trainer = _trainer(tmp_path, enable_checkpointing=True, callbacks=[kept])
+    with pytest.raises(RuntimeError, match="not now"):
+        _fit(tmp_path, framework_config(8), trainer=trainer, model=CannotBeSaved())
+    assert (tmp_path / "kept" / "on_exception.ckpt").exists()
+
+
 class _Manual(_Line):
     """Has two optimizers, each of which steps in every batch."""
 

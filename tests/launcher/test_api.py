@@ -33,6 +33,7 @@ from robust_train.folder.identity import read_identity
 from robust_train.folder.lock import is_held
 from robust_train.folder.state import read_state, read_summary
 from robust_train.host import search
+from robust_train.host.signals import SignalWatch
 from robust_train.launcher import job as launcher
 from robust_train.queue.host_queue import HostQueue
 
@@ -237,6 +238,20 @@ def test_a_signal_after_the_trainer_has_returned_changes_nothing(tmp_path, monke
     assert read_identity(tmp_path).completed is not None
 
 
+def test_a_completed_job_stays_completed_without_figures(tmp_path, monkeypatch, caplog):
+    def fails(*given):
+        raise MemoryError("no room")
+
+    names = ("goodput_in", "read_sources", "attempt_stability")
+    for name in names:
+        monkeypatch.setattr(launcher, name, fails)
+    summary = launch(lambda cfg: 0.5, {"isolation": "none"}, run_dir=tmp_path)
+    assert (summary.status, read_summary(tmp_path).result) == ("completed", 0.5)
+    assert read_state(tmp_path).state == "completed"
+    assert read_identity(tmp_path).completed is not None
+    assert caplog.text.count("cannot be computed: MemoryError: no room") == len(names)
+
+
 def test_however_often_ctrl_c_is_pressed_the_gpu_is_released_and_the_end_recorded(
     tmp_path, monkeypatch
 ):
@@ -315,6 +330,27 @@ def test_an_attempt_whose_end_is_being_explained_when_a_stop_comes_is_recorded(
         launch(train, {"isolation": "none", "retry": rules}, run_dir=tmp_path)
     (attempt,) = read_summary(tmp_path).attempts
     assert (attempt.outcome, attempt.action) == ("bug", "stopped")
+
+
+def test_the_user_s_rules_count_while_a_time_slice_ends(tmp_path, monkeypatch):
+    watches = []
+
+    class Kept(SignalWatch):
+        def __init__(self):
+            super().__init__()
+            watches.append(self)
+
+    def train(cfg, run):
+        assert not run.stop_requested  # who has looked once is not interrupted
+        if run.attempt == 1:
+            watches[0].pause()
+            raise RuntimeError("the licence server is busy")
+        return run.attempt
+
+    monkeypatch.setattr(launcher, "SignalWatch", Kept)
+    rules = {"rules": [{"message": "licence server", "then": "retry"}]}
+    summary = launch(train, {"isolation": "none", "retry": rules}, run_dir=tmp_path)
+    assert summary.result == 2
 
 
 def test_a_trainer_that_returns_because_it_was_stopped_has_not_completed(tmp_path):

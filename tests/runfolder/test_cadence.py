@@ -16,6 +16,7 @@ from robust_train.config.composition import complete
 from robust_train.config.placeholders import SavePlan
 from robust_train.folder.identity import begin_job
 from robust_train.host.votes import Votes
+from robust_train.model.events import ValueReported
 
 costs = st.floats(0, 1e4)
 
@@ -163,6 +164,15 @@ def test_all_ranks_save_at_the_same_step_whoever_is_ahead(tmp_path):
         list(ranks.map(loop, (1, 0)))
     assert due[0] == due[1]
     assert 12 <= len(due[0]) <= 14
+
+
+def test_an_objective_is_a_number_and_no_answer(tmp_path):
+    sent = []
+    run = Run(run_dir=tmp_path, report=sent.append)
+    run.monitors("better", "max")
+    run.record("validation", {"better": True, "step": 1})
+    run.record("validation", {"better": 0.5, "step": 2})
+    assert [one.value for one in sent if isinstance(one, ValueReported)] == [0.5]
 
 
 def test_a_manifest_that_cannot_be_read_just_now_does_not_end_training(tmp_path):

@@ -34,6 +34,13 @@ def events(path):
     return [event for event in files.json_lines(path) if event is not None]
 
 
+@pytest.mark.parametrize("number", [9 * 10**18, 10**19])
+def test_a_number_is_read_whatever_its_sign(path, number):
+    path.write_text(f'{{"a": {number}, "b": {-number}}}\n')
+    (found,) = events(path)
+    assert found == ({"a": number, "b": -number} if number < 2**63 else {"a": None, "b": None})
+
+
 @pytest.mark.parametrize("missing", [1, 20, 200])
 def test_after_a_short_write_nothing_is_lost_but_progress(path, missing):
     """A file-size limit makes write(2) write a part, as a full disk does."""

@@ -9,7 +9,7 @@ import pytest
 from live_folder import change_json, open_folder
 
 from robust_train.folder.checkpoints import Manifest, record_checkpoint
-from robust_train.folder.identity import begin_job, complete_job, count_launch
+from robust_train.folder.identity import begin_job, complete_job, count_launch, read_identity
 from robust_train.folder.requests import REQUESTS, request_sweep_stop
 from robust_train.folder.run_list import read_run
 from robust_train.model.attempt import Attempt
@@ -21,7 +21,7 @@ from robust_train.model.spec import AttemptSpec
 def launch(run_dir, *, saves=None, most=3):
     """A launch that begins an attempt; ``saves``: the step of the checkpoint that it saves."""
     job = begin_job(run_dir, resume=True, max_launches=most).job
-    count_launch(run_dir, 1)
+    count_launch(run_dir, job, 1)
     if saves is not None:
         path = run_dir / "checkpoints" / "last.pt"
         path.parent.mkdir(exist_ok=True)
@@ -60,7 +60,9 @@ def test_a_new_checkpoint_or_a_completed_job_begins_the_count_anew(tmp_path):
     launch(tmp_path, saves=5)
     for _ in range(3):
         assert launch(tmp_path) == first
-    complete_job(tmp_path)
+    complete_job(tmp_path, "another job's")
+    assert read_identity(tmp_path).completed is None
+    complete_job(tmp_path, first)
     assert launch(tmp_path) != first
     assert launches(tmp_path) == 1
 

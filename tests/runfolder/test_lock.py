@@ -13,7 +13,14 @@ import pytest
 from live_folder import another_launcher, as_on_another_host, change_json
 
 from robust_train.folder import lock
-from robust_train.folder.lock import RunLock, is_held, read_holder, refusal, wait_until_free
+from robust_train.folder.lock import (
+    RunLock,
+    is_alive,
+    is_held,
+    read_holder,
+    refusal,
+    wait_until_free,
+)
 from robust_train.model.errors import ConfigError, RunFolderUnavailable
 
 
@@ -146,6 +153,9 @@ def test_a_disk_that_knows_no_locks_costs_one_warning(tmp_path, monkeypatch, cap
     held = RunLock(tmp_path, "0-aaaaaa")
     assert held.hold == ()
     assert is_held(tmp_path) is None
+    assert is_alive(tmp_path, has_ended=False)
+    assert not is_alive(tmp_path, has_ended=True)
+    assert read_holder(tmp_path).job == "0-aaaaaa"
     held.release()
     (record,) = caplog.records
     assert "cannot be locked (No locks available)" in record.getMessage()

@@ -204,7 +204,7 @@ def test_a_job_keeps_its_identity_until_it_has_completed_also_in_a_moved_folder(
     again = begin_job(there, resume=True)
     assert (again.job, again.attempts) == (first.job, 4)
     assert again.checkpoint == there / "checkpoints" / name
-    complete_job(there)
+    complete_job(there, first.job)
     second = begin_job(there, resume=True)
     path = save(there / "checkpoints", 6, job=second.job)
     third = begin_job(there, resume=False)

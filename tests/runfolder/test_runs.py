@@ -14,6 +14,7 @@ from robust_train.folder.live import ControlError, ask
 from robust_train.folder.run_list import (
     NoLiveRun,
     choose_run,
+    find_runs,
     read_run,
     register,
     state_directory,
@@ -111,6 +112,20 @@ def test_where_the_list_is(tmp_path, monkeypatch):
     assert state_directory({"HOME": "/h"}) == Path("/h/.local/state/robust-train/runs")
     monkeypatch.setattr("os.path.expanduser", lambda path: path)  # a user without an entry
     assert state_directory({}) == Path("/.local/state/robust-train/runs")
+
+
+def test_a_run_on_a_disk_that_is_not_mounted_stays_listed(tmp_path):
+    disk, unmounted = tmp_path / "disk", tmp_path / "unmounted"
+    with open_folder(disk / "run") as folder:
+        job = folder.state.id
+    disk.rename(unmounted)
+    disk.mkdir()  # an empty mount point
+    assert find_runs() == []
+    (tmp_path / "other").mkdir()
+    register(tmp_path / "other", "aaaaaa")
+    disk.rmdir()
+    unmounted.rename(disk)
+    assert [run.id for run in find_runs()] == [job]
 
 
 def test_the_list_stays_short_and_forgets_folders_that_are_gone(tmp_path, monkeypatch):

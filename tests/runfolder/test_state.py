@@ -8,8 +8,9 @@ import pytest
 
 from attempts import gpu
 from robust_train import launch
-from robust_train.folder.state import RunState, StateFile, read_state
+from robust_train.folder.state import RunState, StateFile, Summary, read_state
 from robust_train.model.attempt import Attempt
+from robust_train.model.errors import NoDevice
 from robust_train.model.events import (
     AttemptProcess,
     BatchSizeFound,
@@ -101,6 +102,13 @@ def with_values(**values):
 def test_torn_foreign_and_wrongly_typed_files_are_no_state(tmp_path, content):
     (tmp_path / "state.json").write_bytes(content)
     assert read_state(tmp_path) is None
+
+
+def test_a_job_that_its_sweep_has_pruned_raises_nothing():
+    Summary("pruned", reason="worse than the median").raise_unless_completed()
+    Summary("pruned", attempts=(Attempt(1, SPEC),)).raise_unless_completed()
+    with pytest.raises(NoDevice):
+        Summary("no_device", reason="all are taken").raise_unless_completed()
 
 
 def test_a_message_of_any_length_leaves_a_state_that_can_be_read(tmp_path):

@@ -335,8 +335,21 @@ def prints_a_lot(cfg, run):
     raise KeyboardInterrupt
 
 
+def runs_out_of_memory(cfg):
+    raise MemoryError
+
+
 def completes_but_does_not_end(cfg):
     atexit.register(time.sleep, 1000)
+    return "done"
+
+
+def uploads_at_exit(cfg, run):
+    def upload():
+        time.sleep(0.2)
+        (run.run_dir / "uploaded").touch()
+
+    atexit.register(upload)
     return "done"
 
 

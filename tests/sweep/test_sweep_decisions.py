@@ -157,6 +157,29 @@ def test_a_paused_job_goes_on_unless_a_signal_ends_it_meanwhile(watched, ends_it
     assert received == [signal.SIGTERM] * 2, "a later one counts"
 
 
+@pytest.mark.parametrize("line", range(6))
+def test_a_signal_while_a_paused_job_goes_on_is_not_lost(watched, line):
+    """Whichever line of that it comes at."""
+    signals, _ = watched
+    signals.pause()
+    lines = iter(range(line))
+
+    def trace(frame, event, argument):
+        if next(lines, None) is None:
+            sys.settrace(None)
+            os.kill(os.getpid(), signal.SIGINT)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        signals.goes_on()
+    finally:
+        sys.settrace(None)
+    if line == 5:  # after the last one
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signals.received == signal.SIGINT
+
+
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), PermissionError("a bug")])
 def test_an_unexpected_error_before_the_first_job_ends_the_sweep(error, monkeypatch, capsys):
     """Hydra makes a warning of an exception, and would run jobs that nothing records."""

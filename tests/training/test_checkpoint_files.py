@@ -6,7 +6,7 @@ import torch
 from training_world import WatchedRun, config, train
 
 from robust_train.attempt import checkpoints
-from robust_train.attempt.checkpoints import read_newest, together
+from robust_train.attempt.checkpoints import HostCopies, read_newest, together
 from robust_train.attempt.run import Run
 from robust_train.folder import identity
 from robust_train.folder.checkpoints import (
@@ -15,6 +15,7 @@ from robust_train.folder.checkpoints import (
     of_job,
     write_atomically,
 )
+from robust_train.folder.identity import begin_job
 
 
 def folder_of(run_dir, keep=5):
@@ -100,6 +101,41 @@ def test_what_is_written_in_the_background_is_the_state_of_its_step(tmp_path):
     folder.save_from_copy({"weights": weights}, 2)
     folder.save({"weights": weights}, 3)
     assert [manifest.step for manifest in of_job(folder.path, "")] == [3]
+
+
+def test_tied_weights_are_copied_and_written_once_and_are_still_tied(tmp_path):
+    def tied(content):
+        return {one.untyped_storage().data_ptr() for one in content.values()}
+
+    weights = torch.rand(100, 100)
+    content = {"embedding": weights, "head": weights, "rows": weights[10:].T}
+    (copied,) = tied(HostCopies().copy(content))
+    folder = folder_of(tmp_path)
+    folder.save_from_copy(content, 1)
+    weights += 1
+    folder.report_written(wait=True)
+    newest = newest_checkpoint(folder.path, "").path
+    loaded = torch.load(newest, weights_only=True)
+    assert copied not in tied(content)
+    assert len(tied(loaded)) == 1
+    assert all(torch.equal(loaded[name] + 1, content[name]) for name in content)
+    at_once = write_atomically(content, tmp_path / "at_once.pt")
+    assert newest.stat().st_size == at_once.stat().st_size
+
+
+def test_a_job_whose_folder_was_begun_anew_leaves_the_other_s_checkpoints_alone(tmp_path):
+    begin_job(tmp_path, resume=True)
+    run = Run(run_dir=tmp_path)
+    (tmp_path / "job.json").unlink()
+    begin_job(tmp_path, resume=True)
+    unfinished = tmp_path / "checkpoints" / ".step-00000001.pt.7.tmp"
+    unfinished.parent.mkdir()
+    unfinished.touch()
+    run.save({"weights": torch.zeros(3)}, 1)
+    run.finish_saving()
+    assert "begun anew by another job" in run.saving.owed
+    run.checkpoint_saved(unfinished, 1)
+    assert list(unfinished.parent.iterdir()) == [unfinished]
 
 
 def test_a_write_that_fails_is_an_error_that_names_the_file(tmp_path):

@@ -17,6 +17,7 @@ from robust_train.attempt.data_position import Batches
 from robust_train.config.placeholders import SavePlan
 from robust_train.folder.checkpoints import (
     START,
+    CheckpointError,
     Manifest,
     Position,
     content_of,
@@ -29,7 +30,11 @@ from robust_train.folder.checkpoints import (
     size_of,
     spoil,
 )
-from robust_train.folder.identity import read_identity, wait_until_readable
+from robust_train.folder.identity import (
+    is_of_job,
+    read_identity,
+    wait_until_readable,
+)
 
 log = logging.getLogger("robust_train")
 
@@ -197,6 +202,18 @@ class Saving:
         # how often to save; to be set from the config before the first save
         self.plan = SavePlan()
 
+    def check_folder(self) -> None:
+        """Raise CheckpointError if another job has the run folder. Each save calls this first."""
+        if not self.owns_folder():
+            raise CheckpointError(
+                f"{self.folder.parent}: this run folder was removed and begun anew by another job, "
+                "whose checkpoints stay as they are"
+            )
+
+    def owns_folder(self) -> bool:
+        """Return whether the run folder is not known to be another job's by now."""
+        return not self.job or is_of_job(self.folder.parent, self.job)
+
     def start_writer(self) -> None:
         """Start the writer's thread, before training takes the memory: where that is short,
         ``Thread.start()`` may wait for ever (https://github.com/python/cpython/issues/140746)."""
@@ -246,6 +263,7 @@ class Saving:
         """Write the manifests that are owed, the newest first."""
         for path, manifest in reversed(tuple(self._unlisted.items())):
             try:
+                self.check_folder()
                 record_checkpoint(self.folder, manifest)
             except OSError as error:
                 log.warning(

@@ -140,6 +140,7 @@ class CheckpointFolder:
         it knows when their files are there. Raises CheckpointError, also for the one before;
         nothing is left."""
         self.report_written(wait=True)
+        self._saving.check_folder()
         owed: list[Callable[[], None]] = []
 
         def later(
@@ -155,6 +156,7 @@ class CheckpointFolder:
         copying = nullcontext() if at_once else saving_files(later)
 
         def complete() -> Path:
+            self._saving.check_folder()
             with self._none_left(path):
                 for save in owed:
                     save()
@@ -209,6 +211,8 @@ class CheckpointFolder:
 
     def remove_leftovers(self, resumed_from: Path | None) -> None:
         """Remove what attempts have left that were killed while they wrote."""
+        if not self._saving.owns_folder():
+            return
         for leftover in self.path.glob(".*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
             # a folder that is gone, or is in no one's way
@@ -223,6 +227,7 @@ class CheckpointFolder:
                 shutil.rmtree(one, ignore_errors=True)
 
     def _write(self, content: Content, step: int) -> Path:
+        self._saving.check_folder()
         path = self.path / f"step-{step:08d}"
         if self._write_folder is not None:
             return self._checked(self._write_folder(content, path))
@@ -258,7 +263,8 @@ class HostCopies:
         self._buffers: dict[str, Tensor] = {}
 
     def copy(self, content: Content) -> Content | None:
-        """Return a copy with all tensors in host memory; None if there is no room."""
+        """Return a copy with all tensors in host memory; None if there is no room. Tensors that
+        share their memory, such as tied weights, are copied once and share it again."""
         tensors: dict[str, Tensor] = {}
 
         def note(name: str, tensor: Tensor) -> Tensor:
@@ -266,10 +272,15 @@ class HostCopies:
             return tensor
 
         named_map(note, content)
+        shared = _shared_bytes(tensors)
+        sources: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            whose, source = shared.get(name, (name, tensor))
+            sources[whose] = source
         kept = self._buffers
         new = {
             name: one
-            for name, one in tensors.items()
+            for name, one in sources.items()
             if name not in kept
             or (kept[name].shape, kept[name].dtype) != (one.shape, one.dtype)
         }
@@ -283,12 +294,12 @@ class HostCopies:
                         device="cpu",
                         pin_memory=one.is_cuda,
                     )
-            copied = [
-                self._buffers[name].copy_(one, non_blocking=one.is_cuda)
+            copied = {
+                name: self._buffers[name].copy_(one, non_blocking=one.is_cuda)
                 if name in self._buffers
                 else one.to("cpu", copy=True)
-                for name, one in tensors.items()
-            ]
+                for name, one in sources.items()
+            }
             for device in {
                 one.device for one in tensors.values() if one.is_cuda
             }:
@@ -298,12 +309,14 @@ class HostCopies:
             if classify_failure(error).kind.is_memory:
                 return None
             raise
-        in_order = iter(copied)
-        return named_map(
-            lambda name, tensor: next(in_order),
-            content,
-            _settled,
-        )
+
+        def copy_of(name: str, tensor: Tensor) -> Tensor:
+            if name not in shared:
+                return copied[name]
+            whose, _ = shared[name]
+            return _view_like(tensor, copied[whose])
+
+        return named_map(copy_of, content, _settled)
 
     def shrink(self) -> None:
         """Keep no buffers if others need the memory."""
@@ -317,6 +330,40 @@ class HostCopies:
         return kept + more <= LARGEST_COPY * (
             read_host_memory().available + kept
         )
+
+
+def _shared_bytes(
+    tensors: Mapping[str, Tensor],
+) -> dict[str, tuple[str, Tensor]]:
+    """Return, for each tensor that shares its storage with another, the first name of these and all
+    bytes of the storage. Number formats are kept apart: torch.save refuses a storage of two."""
+    names: dict[tuple[object, ...], list[str]] = {}
+    for name, tensor in tensors.items():
+        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+        if is_plain and not (tensor.is_conj() or tensor.is_neg()):
+            storage = tensor.untyped_storage()
+            key = tensor.device, storage.data_ptr(), tensor.dtype
+            if storage.nbytes():
+                names.setdefault(key, []).append(name)
+    found = {}
+    for group in names.values():
+        if len(group) > 1:
+            storage = tensors[group[0]].untyped_storage()
+            flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
+            flat.set_(storage, 0, (storage.nbytes(),), (1,))
+            found.update(dict.fromkeys(group, (group[0], flat)))
+    return found
+
+
+def _view_like(tensor: Tensor, copied: Tensor) -> Tensor:
+    """Return the part of a storage's copied bytes that the tensor is of the storage."""
+    view = torch.empty(0, dtype=tensor.dtype, device=copied.device)
+    return view.set_(
+        copied.untyped_storage(),
+        tensor.storage_offset(),
+        tensor.size(),
+        tensor.stride(),
+    )
 
 
 def _settled(value: Any) -> Any:

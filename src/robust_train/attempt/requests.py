@@ -90,7 +90,9 @@ class AttemptRequests:
 
     def _poll(self) -> None:
         while not self._ended.wait(POLL_SECONDS):
-            for request in find_requests(self._run.run_dir):
+            # those of another job that has the folder by now are not for this one
+            is_ours = self._run.saving.owns_folder()
+            for request in find_requests(self._run.run_dir) if is_ours else ():
                 if request.verb == LAUNCHERS_VERB or not request.take():
                     continue
                 if request.verb in _READ_ONLY:

@@ -31,7 +31,7 @@ from robust_train.folder.trackers import TrackerNote
 from robust_train.host.votes import CHECKPOINT, STOP, Flags, OneRank
 from robust_train.memory.stats import describe_memory
 from robust_train.memory.stats import memory_in_use as memory_in_use
-from robust_train.model.errors import Spoiled
+from robust_train.model.errors import Interrupted, Spoiled
 from robust_train.model.events import (
     CheckpointFailed,
     CheckpointSaved,
@@ -112,9 +112,9 @@ class Run:
             there.
         passes_over: whether the trainer heeds that.
         is_steered: a framework's trainer goes on from its checkpoints.
-        is_cooperative: the trainer has read :attr:`stop_requested`.
+        is_cooperative: the trainer has read :attr:`stop_requested` or :attr:`checkpoint_due`.
         looks_for_checkpoint_requests: it has read :attr:`checkpoint_requested`.
-        was_told_to_stop: it has seen that it is to stop.
+        was_told_to_stop: it has seen by :attr:`stop_requested` that it is to stop.
         at_boundary: set by whoever calls the trainer; called between two steps with what the
             trainer does there.
         guard: watches whether what it trains is of use.
@@ -158,6 +158,8 @@ class Run:
         self.passes_over = self.is_steered = False
         self.is_cooperative = self.looks_for_checkpoint_requests = False
         self.was_told_to_stop = False
+        self._reads_stop = self._saves_last = False
+        self._total_steps: int | None = None
         self.at_boundary: Callable[[str], None] = lambda boundary: None
         self.memory_keeper = MemoryKeeper()
         self.batch_search: BatchSearch | None = None
@@ -201,14 +203,19 @@ class Run:
     def stop_requested(self) -> bool:
         """Whether to save a checkpoint now and raise :class:`Interrupted`.
 
-        A trainer that never reads this gets a KeyboardInterrupt instead. Of several ranks all have
-        to read it, once a step: then they see it at the same step.
+        A trainer that reads neither this nor :attr:`checkpoint_due` gets a KeyboardInterrupt
+        instead. Of several ranks all have to read it, once a step: then they see it at the same
+        step.
         """
-        self.is_cooperative = True
+        self._reads_stop = True
         self.at_boundary("stop_requested")
-        stops = bool(self._flags.look(STOP, self.rank))
+        stops = self._sees_stop()
         self.was_told_to_stop |= stops
         return stops
+
+    def _sees_stop(self) -> bool:
+        self.is_cooperative = True
+        return bool(self._flags.look(STOP, self.rank))
 
     def request_stop(self) -> None:
         """Ask the trainer to stop at its next step boundary."""
@@ -244,17 +251,34 @@ class Run:
     def checkpoint_due(self) -> bool:
         """Whether to save a checkpoint now and call :meth:`checkpoint_saved`.
 
-        It is time, or someone asks for one. Read it once after each optimizer step. Of several
-        ranks all have to; rank 0's clock counts, and all see it at the same step.
+        It is time, someone asks for one, or it is the last one before a requested stop. Read it
+        once after each optimizer step. Of several ranks all have to; rank 0's clock counts, and all
+        see it at the same step.
+
+        A trainer that never reads :attr:`stop_requested` is ended after that last checkpoint, when
+        it reads this again or calls :meth:`backward`.
+
+        Raises:
+            Interrupted: see above.
         """
+        self._end_after_last_checkpoint()
         is_time = self.is_main and self.saving.clock.is_due(self.last_step)
         # of weights worth nothing: a framework's own rotation would remove a good one for it
         if is_time and not self.guard.losses.not_finite:
             self._flags.raise_flag(CHECKPOINT)
-        if is_due := self.checkpoint_requested:
+        is_due = self.checkpoint_requested
+        if self._sees_stop() and not self._saves_last:
+            self._saves_last = is_due = True
+        if is_due:
             self.saving.clock.begin(self.last_step)
             self.speed.pause()
         return is_due
+
+    def _end_after_last_checkpoint(self) -> None:
+        """End a trainer that does not know that it is to stop, once it has saved for that."""
+        if self._saves_last and not self._reads_stop:
+            self.finish_saving()
+            raise Interrupted(f"stopped after step {self.steps_done}")
 
     def checkpoint_failed(self, reason: str) -> None:
         """Report that no checkpoint could be saved: training goes on, the user is notified, and
@@ -290,6 +314,7 @@ class Run:
         if (loss := scalars.get("loss")) is not None:
             self.guard.take(step, loss, REPORTED)
         total = None if total_steps is None else int(total_steps)
+        self._total_steps = total
         self._unsent = Progress(step, total, scalars)
         now = time.monotonic()
         if now < self._next_progress:
@@ -369,6 +394,7 @@ class Run:
         If memory runs out in it, it starts over with smaller parts, as if the step had not begun.
         For the arguments see :meth:`robust_train.step.batcher.MicroBatcher.backward`.
         """
+        self._end_after_last_checkpoint()
         batcher = self.micro_batcher
         self.at_boundary("backward")
         result = batcher.backward(
@@ -453,7 +479,7 @@ class Run:
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield from ``loader``, the data to train on, and measure how long training waits for it::
 
-        for batch in run.batches(loader): ...
+            for batch in run.batches(loader): ...
 
         Checkpoints keep the position: the first pass of an attempt goes on after the last sample,
         by the loader's own ``load_state_dict``, else by passing over those before it, whatever the
@@ -501,6 +527,12 @@ class Run:
     def steps_done(self) -> int:
         """Optimizer steps that are done, those of earlier attempts included."""
         return self.steps_before if self.last_step is None else self.last_step
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the last of all optimizer steps is done, as far as the trainer reports them."""
+        total = self._total_steps
+        return total is not None and self.steps_done >= total
 
     def _on_split_checked(
         self, step: int, check: SplitCheck, ends_attempt: bool
@@ -586,8 +618,7 @@ class Run:
         suffix: str = ".pt",
         **options: Any,
     ) -> CheckpointFolder:
-        """Return what writes and reports checkpoints; for the arguments see there. Call it within
-        :meth:`try_to_save`."""
+        """Return what writes and reports checkpoints; for the arguments see there."""
         from robust_train.attempt.checkpoints import CheckpointFolder
 
         if self._folder is None:
@@ -785,6 +816,7 @@ class Run:
         if (
             self.is_main
             and isinstance(value, (int, float))
+            and not isinstance(value, bool)
             and isinstance(step, int)
         ):
             self.send(ValueReported(float(value), step, self._mode))

@@ -134,7 +134,9 @@ def run_attempt(
                 if not request.config.runs_inline:
                     error = _lacks_resolver(raised) or raised
                 ending = _failed(_failure_of(error, run), error)
-        if run.was_told_to_stop and isinstance(ending, Finished):
+        # one that has done its last step had nothing left to stop, and keeps its result
+        was_cut_short = run.was_told_to_stop and not run.is_done
+        if was_cut_short and isinstance(ending, Finished):
             why = "it was asked to stop, and did"
             ending = Failed(Failure(FailureKind.INTERRUPTED, why))
         run.speed.send()

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from robust_train.cli.command import Answer, Table, confirmed
 from robust_train.files import json_lines
-from robust_train.folder.lock import is_held
-from robust_train.folder.run_list import KnownRun, find_runs
+from robust_train.folder.run_list import KnownRun, find_runs, read_run
 from robust_train.model.errors import EXIT_FAILED
 from robust_train.model.events import Json
 from robust_train.model.json import finite
@@ -88,7 +87,8 @@ def _counted(found: list[dict[str, Json]]) -> str:
 
 def _remove(folder: Path, kept: list[str]) -> bool:
     """Remove a run folder; return whether it is gone, and add to ``kept`` why it is not."""
-    if is_held(folder):  # since the question was asked
+    run = read_run(folder)  # as it is since the question was asked
+    if run is not None and run.alive:
         kept.append(f"{folder} stays: a job runs in it")
         return False
     try:

@@ -251,10 +251,11 @@ def _about_launcher(job: QueuedJob) -> list[str]:
 
 def _job_row(job: dict[str, Json]) -> list[object]:
     many, claim = job["num_gpus"], job["claim_bytes"] // MIB
-    known = [gpu for gpu in job["gpus"] if gpu["index"] is not None]
-    names = [str(gpu["index"]) for gpu in known] or [
-        g["uuid"] for g in job["gpus"]
-    ]
+    numbers = [gpu["index"] for gpu in job["gpus"] if gpu["index"] is not None]
+    # those that have vanished have no number any more
+    names = [gpu["uuid"] for gpu in job["gpus"] if gpu["index"] is None]
+    if numbers:
+        names.insert(0, f"GPU {', '.join(map(str, numbers))}")
     return [
         job["id"],
         job["position"],
@@ -262,6 +263,6 @@ def _job_row(job: dict[str, Json]) -> list[object]:
         shortened(job["name"], _LONGEST_NAME),
         job["user"],
         claim if many == 1 else f"{many} × {claim}",
-        "GPU " * bool(known) + ", ".join(names),
+        ", ".join(names),
         as_clock(int(job["seconds_in_state"])),
     ]

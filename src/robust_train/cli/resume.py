@@ -10,7 +10,7 @@ from pathlib import Path
 
 from robust_train.children.detach import OUTPUT_FILE, past_logout
 from robust_train.cli.command import Answer
-from robust_train.folder.lock import is_held
+from robust_train.folder.lock import is_alive
 from robust_train.folder.provenance import folder_override
 from robust_train.folder.run_list import DIED, KnownRun, choose_run, find_runs
 from robust_train.folder.state import STATE_FILE
@@ -95,7 +95,8 @@ def _of_sweep(folder: Path) -> str:
     """Return the command that resumes a sweep."""
     _refuse_anothers(folder / SWEEP_FILE)
     table = read_table(folder)
-    if is_held(folder):
+    has_ended = table is None or table.exit_code is not None
+    if is_alive(folder, has_ended=has_ended):
         raise NotDone(f"{folder}: this sweep is alive")
     if table is None or table.resume_command is None:
         raise NotDone(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from robust_train.cli.command import Answer, Table, WrongUsage
 from robust_train.folder import live, requests, run_list
-from robust_train.folder.lock import is_held, left_of
+from robust_train.folder.lock import is_alive, is_held, left_of
 from robust_train.folder.run_list import (
     DIED,
     KnownRun,
@@ -317,10 +317,9 @@ def wait(arguments: Namespace) -> int:
 def _wait_for(folder: Path) -> int:
     """Wait for the job or sweep in a folder; print how it ended and return its exit code."""
     if (folder / SWEEP_FILE).is_file():
-        while is_held(folder):
+        while is_alive(folder, has_ended=_exit_code_in(folder) is not None):
             time.sleep(POLL_SECONDS)
-        table = read_table(folder)
-        code = None if table is None else table.exit_code
+        code = _exit_code_in(folder)
         print(
             f"{folder}: {'died' if code is None else f'ended with exit code {code}'}"
         )
@@ -334,6 +333,12 @@ def _wait_for(folder: Path) -> int:
     print(f"{run.id} {run.status}{reason and f': {reason}'}; {folder}")
     code = state.exit_code if state is not None and state.is_final else None
     return EXIT_FAILED if code is None else code
+
+
+def _exit_code_in(sweep_folder: Path) -> int | None:
+    """Return the exit code of a sweep; None if it has recorded none."""
+    table = read_table(sweep_folder)
+    return None if table is None else table.exit_code
 
 
 def _any_run(which: str | None) -> KnownRun:

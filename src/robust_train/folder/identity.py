@@ -167,7 +167,11 @@ def _check_progress(
     if newest is not None:
         reached = newest.time if newest.step is None else float(newest.step)
     if reached != job.reached or (job.launches and not max_launches):
-        _change(run_dir, lambda job: replace(job, launches=0, reached=reached))
+        _change(
+            run_dir,
+            job.id,
+            lambda one: replace(one, launches=0, reached=reached),
+        )
     elif 0 < max_launches <= job.launches:
         last, why = read_summary(run_dir), ""
         if last is not None and last.reason:
@@ -206,22 +210,37 @@ def resume_from(
     return wait_until_readable(read, sleep=sleep)
 
 
-def complete_job(run_dir: Path) -> None:
-    """Record that the job has completed: the next launch in its folder begins a new one."""
-    _change(run_dir, lambda job: replace(job, completed=time.time()))
+def is_of_job(run_dir: Path, job: str) -> bool:
+    """Return whether a folder is not known to be of another job than ``job``, as one is that was
+    removed and begun anew."""
+    # it cannot be read just now
+    with contextlib.suppress(OSError, ConfigError):
+        identity = read_identity(run_dir)
+        return identity is None or identity.id == job
+    return True
 
 
-def count_launch(run_dir: Path, by: int) -> None:
-    """Count a launch that begins its first attempt, or (-1) one that is not to count after all."""
+def complete_job(run_dir: Path, job: str) -> None:
+    """Record that ``job`` has completed: the next launch in its folder begins a new one."""
+    _change(run_dir, job, lambda one: replace(one, completed=time.time()))
+
+
+def count_launch(run_dir: Path, job: str, by: int) -> None:
+    """Count a launch of ``job`` that begins its first attempt, or (-1) one that is not to count
+    after all."""
     _change(
-        run_dir, lambda job: replace(job, launches=max(job.launches + by, 0))
+        run_dir,
+        job,
+        lambda one: replace(one, launches=max(one.launches + by, 0)),
     )
 
 
-def _change(run_dir: Path, change: Callable[[Identity], Identity]) -> None:
+def _change(
+    run_dir: Path, job: str, change: Callable[[Identity], Identity]
+) -> None:
     try:
         identity = read_identity(run_dir)
-        if identity is not None:
+        if identity is not None and identity.id == job:
             _write(run_dir, change(identity))
     except (OSError, ConfigError) as error:
         log.warning("%s", error)

@@ -35,7 +35,11 @@ from robust_train.host.linux import (
     processes_of,
     unlock,
 )
-from robust_train.model.errors import ConfigError, RunFolderUnavailable
+from robust_train.model.errors import (
+    ConfigError,
+    RunFolderLost,
+    RunFolderUnavailable,
+)
 from robust_train.model.events import from_json
 
 log = logging.getLogger("robust_train")
@@ -104,6 +108,8 @@ class RunLock:
     ) -> None:
         self.hold: tuple[int, ...] = ()
         self._fd: int | None = None
+        self._run_dir, self._job = run_dir, job
+        self._is_named = False
         path = run_dir / LOCK_FILE
         try:
             self._fd = os.open(
@@ -121,30 +127,28 @@ class RunLock:
             raise
         # ENOLCK, ENOTSUP: some network disks; ENOSPC, EROFS
         except OSError as error:
+            # by it others know whether the job is alive
+            if self._fd is not None:
+                _refuse_second(run_dir)
+                self._is_named = _write_holder(self._fd, job)
             self.release()
             log.warning(
-                "%s cannot be locked (%s): a second job in this folder is not refused",
+                "%s cannot be locked (%s): a second job of another host is not refused here",
                 path,
                 error.strerror,
             )
             return
         self.hold = (self._fd,)
-        holder = Holder(
-            socket.gethostname(),
-            os.getpid(),
-            started_at(os.getpid()),
-            time.time(),
-            user_name(os.geteuid()),
-            job,
-            own_pid_namespace(),
-        )
-        # a full disk: the lock holds without a name
-        with contextlib.suppress(OSError):
-            os.ftruncate(self._fd, 0)
-            os.pwrite(
-                self._fd,
-                json.dumps(asdict(holder)).encode(),
-                0,
+        self._is_named = _write_holder(self._fd, job)
+
+    def check(self) -> None:
+        """Raise RunFolderLost if another job has the folder by now, which may have been removed and
+        begun anew. Whoever writes into the folder calls this first."""
+        holder = read_holder(self._run_dir)
+        if self._is_named and holder is not None and holder.job != self._job:
+            raise RunFolderLost(
+                f"{self._run_dir}: this run folder was removed, or its lock was lost, and it is "
+                f"now in use by {_name_of(holder)}; this job stops and writes nothing more there"
             )
 
     def release(self) -> None:
@@ -154,6 +158,35 @@ class RunLock:
             with contextlib.suppress(OSError):
                 unlock(fd)
             os.close(fd)
+
+
+def _refuse_second(run_dir: Path) -> None:
+    """Raise ConfigError if a live job of another process of this host is known to be in the folder,
+    though the disk cannot lock."""
+    holder = read_holder(run_dir)
+    process = None if holder is None else holder.process
+    if process is not None and process.pid != os.getpid():
+        raise ConfigError(_in_use(run_dir))
+
+
+def _write_holder(fd: int, job: str) -> bool:
+    """Write down that this process's job ``job`` holds the lock from now on; return whether that
+    was possible."""
+    holder = Holder(
+        socket.gethostname(),
+        os.getpid(),
+        started_at(os.getpid()),
+        time.time(),
+        user_name(os.geteuid()),
+        job,
+        own_pid_namespace(),
+    )
+    # a full disk: the lock holds without a name
+    with contextlib.suppress(OSError):
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, json.dumps(asdict(holder)).encode(), 0)
+        return True
+    return False
 
 
 def is_held(run_dir: Path) -> bool | None:
@@ -171,6 +204,16 @@ def is_held(run_dir: Path) -> bool | None:
         return None
     finally:
         os.close(fd)
+
+
+def is_alive(run_dir: Path, *, has_ended: bool) -> bool:
+    """Return whether the job or sweep of a folder is alive. If its lock cannot be read, it is alive
+    unless it ``has_ended``, as it recorded itself, or its launcher is known to have ended."""
+    held = is_held(run_dir)
+    if held is not None:
+        return held
+    holder = read_holder(run_dir)
+    return not has_ended and not (holder is not None and holder.is_dead)
 
 
 def read_holder(run_dir: Path) -> Holder | None:

@@ -17,7 +17,7 @@ import psutil
 from robust_train.folder.lock import (
     LOCK_FILE,
     Holder,
-    is_held,
+    is_alive,
     left_of,
     read_holder,
 )
@@ -157,11 +157,7 @@ def read_run(
     state, holder = read_state(run_dir), read_holder(run_dir)
     if state is None and not os.path.lexists(run_dir / LOCK_FILE):
         return None
-    alive = is_held(run_dir)
-    # the disk has no locks, so the process and the state decide
-    if alive is None:
-        ended = state is None or state.is_final
-        alive = not ended and not (holder is not None and holder.is_dead)
+    alive = is_alive(run_dir, has_ended=state is None or state.is_final)
     if (
         not alive
         and holder is not None
@@ -186,7 +182,7 @@ def state_directory(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def register(run_dir: Path, token: str) -> None:
-    """Put a run folder at the end of the list; drop folders that are gone or too old."""
+    """Put a run folder at the end of the list; drop entries beyond its length."""
     directory = state_directory()
     try:
         directory.mkdir(
@@ -195,14 +191,11 @@ def register(run_dir: Path, token: str) -> None:
             exist_ok=True,
         )
         links = _links(directory)
-        kept = [
-            name
-            for name, to in links.items()
-            if to != run_dir and not _is_gone(to)
-        ]
+        earlier = [name for name, to in links.items() if to == run_dir]
+        others = {name: to for name, to in links.items() if to != run_dir}
         # first, or a command that looks now would miss a run that goes on
         (directory / f"{time.time_ns():020}-{token}").symlink_to(run_dir)
-        for name in links.keys() - set(kept[-(MOST_LINKS - 1) :]):
+        for name in earlier + _surplus(others, MOST_LINKS - 1):
             (directory / name).unlink(missing_ok=True)
     except OSError as error:
         log.info(
@@ -215,13 +208,8 @@ def register(run_dir: Path, token: str) -> None:
 
 
 def find_runs() -> list[KnownRun]:
-    """Return the runs on the user's list, the oldest first; drop links to folders that are gone."""
-    directory = state_directory()
-    links = _links(directory)
-    for name, folder in links.items():
-        if _is_gone(folder):
-            with contextlib.suppress(OSError):
-                (directory / name).unlink()
+    """Return the runs on the user's list whose folders can be found now, the oldest first."""
+    links = _links(state_directory())
     marked = functools.cache(marked_processes)
     runs = [
         read_run(folder, marked) for folder in dict.fromkeys(links.values())
@@ -329,10 +317,14 @@ def _links(directory: Path) -> dict[str, Path]:
     return found
 
 
-def _is_gone(folder: Path) -> bool:
-    """Return whether the folder was removed, not merely out of reach now."""
-    try:
-        os.stat(folder)
-    except OSError as error:
-        return isinstance(error, FileNotFoundError)
-    return False
+def _surplus(links: Mapping[str, Path], most: int) -> list[str]:
+    """Return the entries to drop so that at most ``most`` stay.
+
+    A folder that is missing may be on a disk that is not mounted yet, so it loses its entry only if
+    the list is full. Then it goes before those that exist.
+    """
+    if len(links) <= most:
+        return []
+    missing = [name for name, to in links.items() if not os.path.lexists(to)]
+    existing = [name for name in links if name not in missing]
+    return (missing + existing)[: len(links) - most]

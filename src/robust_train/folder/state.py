@@ -26,6 +26,7 @@ from robust_train.model.errors import (
     EXIT_TRY_LATER,
     AttemptsExhausted,
     NoDevice,
+    RunFolderLost,
     TrainerFailed,
 )
 from robust_train.model.events import (
@@ -169,15 +170,18 @@ def read_state(run_dir: Path) -> RunState | None:
 class StateFile:
     """Keeps ``state.json``: written at once at a change of state, else once a second at most.
 
-    A disk that is full costs the file and not the job.
+    A disk that is full costs the file and not the job. ``check`` raises RunFolderLost where another
+    job has the folder by now: then nothing is written.
     """
 
     def __init__(
         self,
         run_dir: Path,
         state: RunState,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self.state = state
+        self._check = check
         self._path = run_dir / STATE_FILE
         self._is_due = True
         self._next_write = 0.0
@@ -207,7 +211,10 @@ class StateFile:
             self._is_due, self._next_write = False, now + _INTERVAL_SECONDS
             content = as_json(replace(self.state, updated=time.time()))
             try:
+                self._check()
                 write_json(self._path, content)
+            except RunFolderLost:
+                return
             except OSError as error:
                 self._is_due = True
                 if not self._has_warned:
@@ -264,7 +271,7 @@ class Summary:
         return f'<code>{escape(repr(self))}</code> <a href="{escape(page)}">report</a>'
 
     def raise_unless_completed(self) -> None:
-        """Raise what ended the job, if it did not complete.
+        """Raise what ended the job, if it did not complete and was not pruned by its sweep.
 
         Raises:
             NoDevice: no device in time, and the CPU is not allowed.
@@ -272,7 +279,7 @@ class Summary:
             TrainerFailed: the trainer failed otherwise; or its own exception.
         """
         reason = str(self.reason)
-        if self.status == "completed":
+        if self.status in ("completed", "pruned"):
             return
         if self.status == "no_device" or not self.attempts:
             raise NoDevice(reason)

@@ -6,7 +6,7 @@ import contextlib
 import os
 import pwd
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -182,6 +182,17 @@ def user_name(uid: int) -> str:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return str(uid)
+
+
+def is_shared(gpu: GpuInfo, ours: Collection[int]) -> bool:
+    """Return whether a process that is not among ``ours`` computes on a GPU, as far as is known.
+    A container may not know NVML's numbers, so only processes beyond the number of ours show it."""
+    others = [
+        one.pid
+        for one in gpu.processes or ()
+        if one.computes and one.pid not in ours and not is_mps_server(one.pid)
+    ]
+    return len(others) > (0 if sees_host_pids() else len(ours))
 
 
 def is_mps_server(pid: int) -> bool:

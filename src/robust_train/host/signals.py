@@ -103,16 +103,22 @@ class SignalWatch:
     done outside the main thread, where Python allows no handlers."""
 
     def __init__(self) -> None:
-        # the first signal that came, 0 before
-        self.received = 0
+        # the first signal that ends the job, 0 before; only the handler sets it
+        self._ended_by = 0
         # what runs is stopped, and the job goes on
         self.is_pausing = False
+        self._is_paused = False  # the signal that stops it has come
         self._handler: Callable[[int], None] | None = None
         self._previous: dict[int, Any] = {}
         self._blocked: set[int] = set()
         self._delivered = 0
         self._counts = [0, 0]  # of signals of its own, and forwarded
         self._ignores_children = False
+
+    @property
+    def received(self) -> int:
+        """The first signal that came, also to pause; 0 before."""
+        return self._ended_by or (signal.SIGTERM if self._is_paused else 0)
 
     def __enter__(self) -> SignalWatch:
         if threading.current_thread() is not threading.main_thread():
@@ -159,8 +165,7 @@ class SignalWatch:
     def goes_on(self) -> bool:
         """Return whether it was only a pause that has stopped what ran."""
         was_pausing, self.is_pausing = self.is_pausing, False
-        if was_pausing:
-            self.received = 0
+        self._is_paused = False
         return was_pausing
 
     @contextlib.contextmanager
@@ -208,10 +213,13 @@ class SignalWatch:
             self._counts[is_forwarded] += 1
             if self._counts[is_forwarded] <= self._counts[others]:
                 return
-        if self.is_pausing and self.received:
+        elif not self._is_paused:
+            self._is_paused = True
+        else:
             # someone ends the job, whose attempt is stopping already
-            self.is_pausing, self.received = False, signum
+            self._ended_by, self.is_pausing = signum, False
             return
-        self.received = self.received or signum
+        if not self.is_pausing:
+            self._ended_by = self._ended_by or signum
         if self._handler is not None:
             self._handler(signum)

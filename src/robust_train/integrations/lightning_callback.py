@@ -369,13 +369,15 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
     def save(self, trainer: Any) -> None:
         """Save a checkpoint into the run folder, and remove those that are too many."""
         self._is_saving = True
-        trainer.save_checkpoint(
-            self.run.checkpoint_dir
-            / f"step-{self.position.step:08d}{_SUFFIX}",
-            # left out, Lightning logs a line for each checkpoint
-            weights_only=False,
-        )
-        self._is_saving = False
+        try:
+            trainer.save_checkpoint(
+                self.run.checkpoint_dir
+                / f"step-{self.position.step:08d}{_SUFFIX}",
+                # left out, Lightning logs a line for each checkpoint
+                weights_only=False,
+            )
+        finally:
+            self._is_saving = False
 
     def _saved(self) -> int | None:
         """Return the step of the last checkpoint, of which only the first rank knows."""

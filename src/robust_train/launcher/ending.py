@@ -326,9 +326,10 @@ def event_of(ends: Sequence[RankEnd]) -> Finished | Failed | RankDied | None:
         key=lambda one: one.get("max_allocated", one.get("max_resident", 0)),
         default={},
     )
-    root = root_cause(ends)
-    if root is None:
-        first = ends[0].ending
+    root, first = root_cause(ends), ends[0].ending
+    # rank 0 has done its last step, and its result counts
+    is_late = all(end.was_stopped for end in ends if end.is_failure)
+    if root is None or (isinstance(first, Finished) and is_late):
         return None if first is None else replace(first, memory=memory)
     if root.report is None:
         return RankDied(root.rank, root.pid, root.returncode or 0, memory)

@@ -9,13 +9,14 @@ import contextlib
 import logging
 import os
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import tenacity
 from omegaconf import DictConfig
@@ -96,6 +97,7 @@ from robust_train.model.errors import (
     ConfigError,
     JobInterrupted,
     NoDevice,
+    RunFolderLost,
     limit_reached,
 )
 from robust_train.model.events import (
@@ -128,6 +130,7 @@ from robust_train.policy.decide import (
 )
 from robust_train.queue.devices import Devices
 from robust_train.queue.waiting import NoGpu, WaitStatus
+from robust_train.readable import named_line
 from robust_train.report import narration, wording
 from robust_train.report.html import write_report
 from robust_train.report.sources import read_sources
@@ -140,6 +143,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("robust_train")
 
+T = TypeVar("T")
 
 _DISK_POLL_SECONDS = 5.0
 _DISK_LINE_SECONDS = 60.0
@@ -159,7 +163,8 @@ def launch(
         run_dir: the run folder; by default Hydra's for the job, or a new one under ``outputs/``.
 
     Returns:
-        The summary of a completed job; ``summary.result`` is what the trainer returned.
+        The summary of a completed job; ``summary.result`` is what the trainer returned. Of a job
+        that its sweep has pruned, ``summary.status`` is ``pruned``, and there may be no result.
 
     Raises:
         ConfigError: config, trainer or run folder cannot be used; NoProgress: see there.
@@ -298,6 +303,7 @@ class Job:
         self._started = time.monotonic()
         self._engine, self._explain = engine, explain
         self._has_remedies = remedies and engine is None
+        self._has_warned_of_pattern = False
 
     def run(self) -> Summary:
         """Run the job to its end and write ``summary.json``.
@@ -311,6 +317,12 @@ class Job:
                 self._begin()
                 return self._train()
             except (Exception, JobInterrupted) as error:
+                # nothing that comes after the end changes how the job has ended
+                if self.folder.state.is_final:
+                    raise
+                # nor is it recorded in the folder of another job
+                if isinstance(error, RunFolderLost):
+                    raise
                 return self._end_with(limit_reached(error) or error)
 
     def _end_with(self, error: BaseException) -> Summary:
@@ -372,16 +384,20 @@ class Job:
         engine = self._engine
         if engine is None:
             self.executor = self._find_executor()
-            self.devices = Devices(
-                self.config,
-                self.name,
-                os.environ,
-                self.run_dir,
-                self.sleep,
-                self._on_wait,
-                self.folder.token,
-                in_sweep=sweep_folder() is not None,
-            )
+            try:
+                self.devices = Devices(
+                    self.config,
+                    self.name,
+                    os.environ,
+                    self.run_dir,
+                    self.sleep,
+                    self._on_wait,
+                    self.folder.token,
+                    in_sweep=sweep_folder() is not None,
+                )
+            except BaseException:
+                self.executor.close()
+                raise
         else:
             self.executor, self.devices = engine.executor, engine.devices
         try:
@@ -541,7 +557,7 @@ class Job:
             self._on_event,
             self.signals,
             hold=self.devices.queue.hold + self.folder.hold,
-            tick=self.folder.tick
+            tick=self._tick_beside
             if self.config.runs_inline
             else self._tick_attempt,
         )
@@ -627,7 +643,11 @@ class Job:
         trainer = self.config.trainer
         if self._unused or self.checkpoint is not None:
             return
-        if trainer.checkpoint_glob is not None:
+        if (
+            trainer.checkpoint_glob is not None
+            and not self._has_warned_of_pattern
+        ):
+            self._has_warned_of_pattern = True
             log.warning(
                 "no new file matches the pattern for checkpoints %s (in %s): without one an "
                 "attempt starts from the beginning",
@@ -638,7 +658,7 @@ class Job:
     def _with_evidence(self, attempt: Attempt) -> Attempt:
         """Return an attempt with what is known only after its end: rules, memory, advice."""
         attempt = self.folder.with_disk(with_shortage(attempt, self.attempts))
-        if self._has_remedies and not self.signals.received:
+        if self._has_remedies and not self._is_stopped(attempt):
             attempt = with_rule(
                 self.policy,
                 tuple(self.attempts),
@@ -655,8 +675,18 @@ class Job:
             self.config,
             cuda_versions,
         )
-        stability = attempt_stability(self.run_dir, attempt.number)
+        stability = _try(
+            "the stability of memory",
+            lambda: attempt_stability(self.run_dir, attempt.number),
+        )
         return replace(attempt, memory_stability=as_json(stability))
+
+    def _is_stopped(self, attempt: Attempt) -> bool:
+        """Return whether a signal has ended the job, or its time slice the attempt."""
+        failure = attempt.failure
+        if not self.signals.is_pausing:
+            return bool(self.signals.received)
+        return failure is None or failure.kind is FailureKind.INTERRUPTED
 
     def _decide(self, history: Sequence[Attempt]) -> Decision | None:
         """Return what comes after the last attempt, None if it completed."""
@@ -734,6 +764,14 @@ class Job:
                 log.info("the time slice is over, and job %s, waits", whose)
                 self.signals.pause()
 
+    def _tick_beside(self) -> None:
+        """Do the same beside a trainer in this process, which only a signal stops."""
+        try:
+            self.folder.tick()
+        except RunFolderLost:
+            if not self.signals.received:
+                self.signals.deliver(signal.SIGTERM)
+
     def _tick(self) -> None:
         self.signals.check()
         self.folder.tick()
@@ -762,28 +800,43 @@ class Job:
             attempts=tuple(self.attempts),
             checkpoint=self.checkpoint,
             environment=self.folder.environment,
-            advice=tuple(
-                wording.speed_advice(self.attempts, self.config.theirs)
-            ),
             error=None if last is None else error_of(last),
         )
         if last is not None:
             self._log_unmatched()
         self.folder.record(JobEnded(status, reason))
-        summary = replace(summary, goodput=goodput_in(self.run_dir))
+        # first, because what is computed from the record takes time and may fail
         summary.write()
         if status == "completed":
-            complete_job(self.run_dir)
+            complete_job(self.run_dir, self.beginning.job)
         self.folder.ended(status, reason, exit_code)
-        write_report(found := read_sources(self.run_dir))
+        summary = self._evaluated(summary)
+        found = _try("the record", lambda: read_sources(self.run_dir))
+        if found is not None:
+            write_report(found)
         # else the caller prints one line
         if status != "failed" or exit_code is None:
             narration.show_end(
                 summary,
-                found,
+                () if found is None else found.entries,
                 self._explain,
                 self._how_to_go_on(),
             )
+        return summary
+
+    def _evaluated(self, summary: Summary) -> Summary:
+        """Return the summary with the figures that the job's record shows, and write it again."""
+        goodput = _try("goodput", lambda: goodput_in(self.run_dir))
+        advice = _try(
+            "advice",
+            lambda: tuple(
+                wording.speed_advice(self.attempts, self.config.theirs)
+            ),
+        )
+        if goodput is None and not advice:
+            return summary
+        summary = replace(summary, goodput=goodput, advice=advice or ())
+        summary.write()
         return summary
 
     def _how_to_go_on(self) -> str:
@@ -795,3 +848,15 @@ class Job:
         if self.folder.state.resume_command is None:
             return resumed_by_hand(self.run_dir)
         return f"robust-train resume {self.folder.state.id}"
+
+
+def _try(what: str, compute: Callable[[], T]) -> T | None:
+    """Return what is computed about a job; None after a warning if that fails.
+
+    A job that has trained for days does not fail because of a figure about it.
+    """
+    try:
+        return compute()
+    except Exception as error:
+        log.warning("%s cannot be computed: %s", what, named_line(error))
+    return None

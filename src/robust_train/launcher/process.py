@@ -58,9 +58,13 @@ from robust_train.model.events import (
     Stalled,
 )
 from robust_train.model.failure import FailureKind
-from robust_train.readable import shortened
+from robust_train.readable import duration, shortened
 
 log = logging.getLogger("robust_train")
+
+AFTER_FINISHED_SECONDS = 300.0
+"""How long the process of a trainer that has returned may take to end: an exit handler may upload
+what it has made."""
 
 AFTER_FAILURE_SECONDS = 10.0
 """How long the process of an attempt that has reported its failure may take to end."""
@@ -137,9 +141,7 @@ class ProcessExecutor:
                 # the next attempt's interpreters import what this one has, if there is room
                 self._modules = event.modules
                 self._standby_bytes = event.resident_bytes * self._ranks
-                if self._has_standby and has_room_for_standby(
-                    self._standby_bytes
-                ):
+                if self._has_standby:
                     self._prepare_next(
                         preparation(self._modules, is_standby=True)
                     )
@@ -147,6 +149,8 @@ class ProcessExecutor:
             if isinstance(event, Failed) and event.failure.kind not in (
                 FailureKind.BUG,
                 FailureKind.INTERRUPTED,
+                # the memory that it would need is short, and the failed attempt may hold some
+                FailureKind.HOST_OOM,
             ):
                 self._prepare_next(self._preparation())
             on_event(event)
@@ -248,7 +252,10 @@ class ProcessExecutor:
         self.close()
 
     def _prepare_next(self, wanted: Preparation) -> None:
-        """Have the next attempt's interpreters import while the present one runs or ends."""
+        """Have the next attempt's interpreters import while the present one runs or ends, if there
+        is room for them."""
+        if not has_room_for_standby(self._standby_bytes):
+            return
         with contextlib.suppress(OSError):  # the attempt itself comes first
             for one in self._waiting():
                 if wanted.is_standby or not one.is_asked:
@@ -351,6 +358,8 @@ class RunningAttempt:
             log.info("%s", self._stopping(self._unannounced.pop()))
         now = time.monotonic()
         if now >= self._kill_at:
+            if self._killed_at == math.inf and not self._is_stopping:
+                self._warn_of_exit_handlers()
             self._kill_at, self._killed_at = (
                 now + 1.0,
                 min(self._killed_at, now),
@@ -402,10 +411,11 @@ class RunningAttempt:
                 self._ends[rank] = replace(end, ending=event, at=event.at)
                 if self._votes is not None:
                     continue
-                grace = self._grace_seconds
-                if isinstance(event, Failed):
-                    grace = AFTER_FAILURE_SECONDS
-                self._kill_in(grace)
+                self._kill_in(
+                    AFTER_FAILURE_SECONDS
+                    if isinstance(event, Failed)
+                    else AFTER_FINISHED_SECONDS
+                )
             self._on_event(event)
 
     def _look(self, now: float) -> None:
@@ -436,6 +446,15 @@ class RunningAttempt:
                 shortened(found[1].strip(), _HEAD_SHOWN),
             )
 
+    def _warn_of_exit_handlers(self) -> None:
+        """Warn that the processes of a trainer that has returned are killed now."""
+        if all(isinstance(end.ending, Finished) for end in self._ends):
+            log.warning(
+                "the trainer has returned, but its process has not ended in %s: it is killed, "
+                "and what an exit handler or a thread still did is lost",
+                duration(AFTER_FINISHED_SECONDS),
+            )
+
     def _limit_other_ranks(self) -> None:
         """Limit the time of the others once a rank has failed, or all have reported their end."""
         if all(end.returncode is not None for end in self._ends[1:]):
@@ -448,8 +467,12 @@ class RunningAttempt:
         ):
             return
         self._limits_others = True
-        know = all(end.others_know for end in failed)
-        self._kill_in(self._grace_seconds if know else _LAST_REPORT_SECONDS)
+        seconds = _LAST_REPORT_SECONDS
+        if not failed:
+            seconds = AFTER_FINISHED_SECONDS
+        elif all(end.others_know for end in failed):
+            seconds = self._grace_seconds
+        self._kill_in(seconds)
 
     def _end(self, signals: SignalWatch) -> Exit:
         """Kill what is left, and return how the attempt ended with all that is known of it."""

@@ -47,7 +47,11 @@ from robust_train.gpu.processes import user_name
 from robust_train.host.linux import sleep_with_ticks
 from robust_train.host.signals import SignalWatch
 from robust_train.model.attempt import Attempt, AttemptEnded
-from robust_train.model.errors import EXIT_BAD_CONFIG, RunFolderUnavailable
+from robust_train.model.errors import (
+    EXIT_BAD_CONFIG,
+    RunFolderLost,
+    RunFolderUnavailable,
+)
 from robust_train.model.events import (
     AttemptStarted,
     DeviceAcquired,
@@ -115,7 +119,7 @@ class RunFolder:
                 longest_pause=before.longest_pause,
                 earlier_seconds=round(before.seconds(before.updated), 3),
             )
-        self._file = StateFile(run_dir, state)
+        self._file = StateFile(run_dir, state, self._lock.check)
         self._journal = Journal(run_dir / "journal.jsonl")
         self._is_counted = self._was_asked_to_stop = False
         self.pruned = ""  # why a sweep has stopped the job
@@ -182,22 +186,28 @@ class RunFolder:
                 str(error) or type(error).__name__,
                 getattr(error, "exit_code", None),
             )
-        for suffix in (TAKEN, NEW):
-            for request in find_requests(self._run_dir, suffix):
-                request.answer(
-                    {"error": "the run ended before it came to that"}
-                )
+        if not isinstance(error, RunFolderLost):
+            self._refuse_requests()
         # the end is recorded: a signal cuts the last deliveries short, and changes nothing else
         with self._signals.handed_to(lambda signum: self._notifier.hurry()):
             self._lock.release()
             self._notifier.finish()
 
+    def _refuse_requests(self) -> None:
+        for suffix in (TAKEN, NEW):
+            for request in find_requests(self._run_dir, suffix):
+                request.answer(
+                    {"error": "the run ended before it came to that"}
+                )
+
     def tick(self) -> None:
-        """Take requests and write what is due. To be called twice a second, by any thread."""
+        """Take requests and write what is due. To be called twice a second, by any thread. Raises
+        RunFolderLost: another job has the folder by now."""
         now = time.monotonic()
         if now < self._next_poll:
             return
         self._next_poll = now + _POLL_SECONDS
+        self._lock.check()
         self._change()
         self._file.write_if_due()
         self._show(self.state)
@@ -250,6 +260,7 @@ class RunFolder:
         command_variables: Mapping[str, Json],
     ) -> None:
         """Record that the job has a device, after a wait, and the trainer is being imported."""
+        self._lock.check()
         self._provenance = Provenance(
             self._run_dir,
             gpus,
@@ -271,9 +282,10 @@ class RunFolder:
 
     def attempt_starts(self, attempt: Attempt) -> None:
         """Record the start of an attempt; with the first one the launch counts."""
+        self._lock.check()
         if not self._is_counted:
             self._is_counted = True
-            count_launch(self._run_dir, 1)
+            count_launch(self._run_dir, self.beginning.job, 1)
         self.record(
             AttemptStarted(attempt.spec, attempt.resumed_from), attempt.number
         )
@@ -290,7 +302,8 @@ class RunFolder:
         event: Event,
         attempt: int | None = None,
     ) -> None:
-        """Record an event of the job, or of its attempt with this number."""
+        """Record an event of the job, or of its attempt with this number. Raises RunFolderLost."""
+        self._lock.check()
         if event.is_journaled:
             self._journal.write(event, attempt)
         self._update(lambda state: state.after(event))
@@ -360,7 +373,7 @@ class RunFolder:
         was_asked = self._is_users_stop(status)
         if self._is_counted and (code == EXIT_BAD_CONFIG or was_asked):
             self._is_counted = False
-            count_launch(self._run_dir, -1)
+            count_launch(self._run_dir, self.beginning.job, -1)
         self._change(
             state=status,
             reason=reason,

@@ -27,6 +27,8 @@ from robust_train.children.interpreters import Interpreter
 from robust_train.config.attempt import AttemptRequest
 from robust_train.gpu.bounded import printed_by
 from robust_train.gpu.inventory import close_session, read_inventory
+from robust_train.gpu.processes import is_shared
+from robust_train.host.linux import children
 from robust_train.host.signals import DUMP_STACKS
 from robust_train.launcher.stall import (
     SHORTEST_SECONDS,
@@ -192,12 +194,15 @@ class StallWatch:
         uuids = {gpu.uuid for gpu in self._request.spec.gpus}
         if not uuids:
             return False
-        found = read_inventory(processes=False).gpus
+        found = read_inventory().gpus
         close_session()  # an open one blocks a reset of any GPU
-        percents = (
-            gpu.utilization_percent or 0 for gpu in found if gpu.uuid in uuids
+        ours = {os.getpid()} | {one.pid for one in children(recursive=True)}
+        return any(
+            (gpu.utilization_percent or 0) >= _GPU_PERCENT
+            and not is_shared(gpu, ours)
+            for gpu in found
+            if gpu.uuid in uuids
         )
-        return max(percents, default=0) >= _GPU_PERCENT
 
     def _warn(self, found: Standstill) -> None:
         if found.share < WARNING_SHARE:

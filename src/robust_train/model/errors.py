@@ -44,6 +44,10 @@ class RunFolderUnavailable(ConfigError):
     exit_code = EXIT_TRY_LATER
 
 
+class RunFolderLost(ConfigError):
+    """The run folder is another job's by now: it was removed and begun anew. This job has ended."""
+
+
 class LimitReached(ConfigError):
     """The system gives this process no other file, process or thread."""
 

@@ -339,7 +339,8 @@ def same_again(context: FailureContext) -> Retry | None:
         return None
     pause = pause_before(context, context.failures_without_progress)
     if context.evidence.clue == Clue.RATE_LIMIT:
-        pause = min(pause * _RATE_LIMIT_FACTOR, _LONGEST_PAUSE_SECONDS)
+        longer = min(pause * _RATE_LIMIT_FACTOR, _LONGEST_PAUSE_SECONDS)
+        pause = max(pause, longer)
     return context.retry(
         "retry",
         f": the same again in {pause:g} s, from {context.saved}",

@@ -20,7 +20,7 @@ from robust_train.readable import (
     shortened,
 )
 from robust_train.readable import number as number_text
-from robust_train.report.sources import Entry, Sources, attempts_of
+from robust_train.report.sources import Entry, attempts_of
 from robust_train.report.wording import (
     action_in_words,
     batch_in_words,
@@ -54,13 +54,14 @@ def announce(number: int, spec: AttemptSpec) -> None:
 
 def show_end(
     summary: Summary,
-    found: Sources,
+    entries: Sequence[Entry],
     explain: Callable[[Summary], object],
     how_to_go_on: str,
 ) -> None:
-    """Log how a job ended: its attempts, what ``explain`` shows, and the last lines."""
+    """Log how a job ended: its attempts, those of its journal's earlier launches included, what
+    ``explain`` shows, and the last lines."""
     if summary.attempts:
-        attempts = list[Attempt](attempts_of(_earlier(found.entries)))
+        attempts = list[Attempt](attempts_of(_earlier(entries)))
         attempts += summary.attempts
         log.info("attempts:\n%s", attempts_table(attempts))
         if memory := gpu_memory_summary(summary.attempts[-1]):

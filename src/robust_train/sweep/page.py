@@ -13,7 +13,7 @@ from typing import Any
 
 from robust_train.compat import importances_of
 from robust_train.files import strict_json
-from robust_train.folder.lock import is_held
+from robust_train.folder.lock import is_alive
 from robust_train.model.json import as_json
 from robust_train.readable import duration, number, percent
 from robust_train.report.charts import Chart, Point, curves_of_jobs, value_over
@@ -106,7 +106,7 @@ def sweep_story_of(folder: Path) -> SweepStory:
     sentence = tally(found)
     sentence += "." if wall is None else f" in {duration(wall)}."
     is_over = table.status == Status.ENDED
-    if not is_over and is_held(folder):
+    if not is_over and is_alive(folder, has_ended=False):
         sentence += " It is still running."
     elif not is_over:
         sentence += (

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from robust_train.files import read_object, replacing, write_json
-from robust_train.folder.lock import is_held
+from robust_train.folder.lock import is_alive
 from robust_train.folder.state import (
     EXIT_CODES,
     lacked_by_json,
@@ -223,6 +223,8 @@ def row_of(
     """Return a job of which this is the record as it is now, however it has ended. ``returncode``
     is of its process, for whoever knows that it has ended."""
     summary, attempts = read_summary(folder), tuple[Attempt, ...]()
+    state = read_state(folder)
+    has_ended = state is None or state.is_final
     job = replace(job, folder=str(folder))
     if summary is not None:
         attempts = summary.attempts
@@ -242,8 +244,8 @@ def row_of(
             reason=summary.reason,
             result=summary.objective if status == Status.COMPLETED else None,
         )
-    elif returncode is None and is_held(folder):
-        job, state = replace(job, status=Status.RUNNING), read_state(folder)
+    elif returncode is None and is_alive(folder, has_ended=has_ended):
+        job = replace(job, status=Status.RUNNING)
         if state is not None and not state.is_final:
             job = replace(job, status=state.state)
             attempts = (state.attempt,) if state.attempt else ()

@@ -312,9 +312,9 @@ class Training:
                 position.epoch,
             )
         )
+        if run.stop_requested:
+            self._save_and_stop()
         for own, read in zip(steps, reads, strict=True):
-            if run.stop_requested:
-                self._save_and_stop()
             samples = self.plan.samples_in_step(position.samples)
             seen = position.epoch * self.plan.num_samples + position.samples
             lr = self.schedule.rate(seen, samples)
@@ -337,6 +337,9 @@ class Training:
                     samples,
                     lr,
                 )
+            # first, because what is due then would be saved twice
+            if run.stop_requested:
+                self._save_and_stop()
             if run.checkpoint_due:
                 self._save(in_background=True)
         # validation may last

@@ -165,7 +165,9 @@ def train(cfg: DictConfig, run: Run) -> Json:
     finally:
         attempt.finish(was_killed=signal_of(returncode) > 0)
     run.send(ScriptEnded(returncode, program.pid))
-    if run.stop_requested:
+    # one that had completed when the stop arrived keeps its result
+    has_completed = program.has_ended_by_itself and returncode == 0
+    if not has_completed and run.stop_requested:
         raise Interrupted(
             f"the script was asked to stop and {_how(returncode)}"
         )

@@ -53,6 +53,8 @@ class Program:
         self._stop_signal = stop_signal
         self._not_ours = {child.pid for child in children()}
         self._asked: set[int] = set()
+        # with all that it started, before a stop was requested
+        self.has_ended_by_itself = False
         program = Path(argv[0])
         self._is_shell = program.name in _SHELLS or program.suffix == ".sh"
         try:
@@ -112,6 +114,7 @@ class Program:
                         for pid in forks:
                             _send(pid, signal.SIGKILL)
                 elif self._process.returncode is not None:
+                    self.has_ended_by_itself = True
                     self._tell_of_background(running)
                     break
                 if self._process.returncode is not None:

@@ -1,0 +1,93 @@
+"""What becomes of a trainer that is asked to stop, in this process."""
+
+from contextlib import nullcontext
+
+import pytest
+
+from attempts import attempt_request
+from robust_train.attempt.runner import run_attempt
+from robust_train.config.placeholders import SavePlan
+from robust_train.launcher.ending import RankEnd, event_of
+from robust_train.model.events import Failed, Finished
+from robust_train.model.failure import Failure, FailureKind
+
+
+def ending_of(trainer, folder):
+    """The event of the end of ``trainer``, whose argument ``stop`` is what a signal calls."""
+    ends, stops = [], []
+
+    def stopping(stop):
+        stops.append(stop)
+        return nullcontext()
+
+    def takes_run(cfg, run):
+        return trainer(run, stops[0])
+
+    def take(event):
+        if isinstance(event, (Finished, Failed)):
+            ends.append(event)
+
+    keys = {"device": "cpu", "memory": {"sample_interval_ms": 0}}
+    request = attempt_request(folder, keys=keys)
+    run_attempt(request, lambda: takes_run, take, stopping=stopping, process_ends=False)
+    (end,) = ends
+    return end
+
+
+@pytest.mark.parametrize("goes_on", ["checkpoint_due", "backward"])
+def test_a_trainer_that_reads_only_whether_to_save_is_stopped_after_a_last_checkpoint(
+    tmp_path, goes_on
+):
+    saved = []
+
+    def train(run, stop):
+        run.saving.plan = SavePlan(1e9)
+        for step in range(1, 10):
+            if goes_on == "backward" and saved:
+                run.backward(None, None)
+            run.progress(step, total_steps=9)
+            if run.checkpoint_due:
+                saved.append(step)
+            if step == 2:
+                stop()
+
+    end = ending_of(train, tmp_path)
+    assert end.failure.kind is FailureKind.INTERRUPTED
+    assert (saved, end.step) == ([3], 4 if goes_on == "checkpoint_due" else 3)
+
+
+def test_a_trainer_that_reads_both_saves_once_and_ends_by_itself(tmp_path):
+    def train(run, stop):
+        run.saving.plan, saved = SavePlan(1e9), []
+        for step in range(1, 10):
+            run.progress(step)
+            if run.checkpoint_due:
+                saved.append(step)
+            stops = run.stop_requested
+            if step == 2:
+                stop()
+            if stops and step == 5:  # it has something to do first
+                raise KeyboardInterrupt(f"saved {saved}")
+
+    assert ending_of(train, tmp_path).failure.message == "saved [3]"
+
+
+@pytest.mark.parametrize("total_steps", [2, 3, None])
+def test_a_trainer_that_had_done_its_last_step_keeps_its_result(tmp_path, total_steps):
+    def train(run, stop):
+        run.progress(2, total_steps=total_steps)
+        stop()
+        assert run.stop_requested
+        return 0.5
+
+    end = ending_of(lambda run, stop: run.stop_requested or train(run, stop), tmp_path)
+    if total_steps == 2:
+        assert end.result == 0.5
+    else:
+        assert end.failure.kind is FailureKind.INTERRUPTED
+
+
+def test_ranks_that_stopped_after_the_last_step_of_the_first_change_nothing():
+    stopped = Failed(Failure(FailureKind.INTERRUPTED, "it was asked to stop, and did"))
+    ends = [RankEnd(0, 7, Finished(0.5)), RankEnd(1, 8, stopped, 1.0, 1)]
+    assert event_of(ends).result == 0.5

@@ -1,0 +1,54 @@
+"""A run folder that was removed and begun anew while its job still ran belongs to the new job."""
+
+import contextlib
+import json
+
+import pytest
+from live_folder import open_folder
+
+from robust_train import launch
+from robust_train.folder.identity import read_identity
+from robust_train.folder.live import new_request
+from robust_train.folder.state import read_state
+from robust_train.model.errors import RunFolderLost
+from robust_train.model.events import JobEnded
+
+
+def begun_anew(run_dir):
+    """The same folder with another job."""
+    run_dir.rename(run_dir.with_name("away"))  # at once, whatever is written meanwhile
+    return open_folder(run_dir, "the new job")
+
+
+def test_the_old_job_writes_nothing_into_the_folder_of_the_new_one(tmp_path):
+    with contextlib.ExitStack() as stack:
+        old_job = stack.enter_context(contextlib.ExitStack())
+        old = old_job.enter_context(open_folder(tmp_path / "run", "the old job"))
+        new = stack.enter_context(begun_anew(tmp_path / "run"))
+        request = new_request(tmp_path / "run")
+        request.write_text(json.dumps({"verb": "stop"}))
+        with pytest.raises(RunFolderLost, match=r"in use by the job of .* writes nothing more"):
+            old.tick()
+        with pytest.raises(RunFolderLost) as lost:
+            old.record(JobEnded("completed"))
+        old_job.push(lost.type)
+        assert old.state.state == "failed"
+        assert read_state(tmp_path / "run").id == new.state.id
+        assert request.exists(), "it is made of the new job"
+        assert not (tmp_path / "run" / "journal.jsonl").exists()
+
+
+def test_a_job_whose_folder_was_begun_anew_ends_with_one_line(tmp_path):
+    def train(cfg, run):
+        new.append(stack.enter_context(begun_anew(tmp_path / "run")))
+        run.progress(1, total_steps=1)
+
+    new = []
+    with contextlib.ExitStack() as stack:
+        with pytest.raises(RunFolderLost) as lost:
+            launch(train, {"isolation": "none"}, run_dir=tmp_path / "run")
+        assert lost.value.exit_code == 2
+        assert read_identity(tmp_path / "run").id == new[0].beginning.job
+        assert read_identity(tmp_path / "run").completed is None
+        assert read_state(tmp_path / "run").name == "the new job"
+        assert not (tmp_path / "run" / "summary.json").exists()
