@@ -8,11 +8,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import inspect
 import itertools
 import logging
 import sys
-from collections.abc import Iterable
+import traceback
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from robust_train.compat import clear_cublas_workspaces
@@ -149,6 +152,47 @@ def _forget_first_steps(error: BaseException) -> None:
         owner = frame.f_locals.get("self") if in_step else None
         if isinstance(owner, torch.optim.Optimizer) and _never_stepped(owner):
             owner.state.clear()
+
+
+def has_half_updated(
+    error: BaseException, *, weights_were_written: bool
+) -> bool:
+    """Return whether ``error`` ended an optimizer's step amid its update.
+
+    Then some groups may be updated and others not, or the moments and not the weights, and no
+    version counter shows what a fused kernel has written. The step has changed nothing while its
+    closure runs, or while it makes the state of its first group, unless weights were written.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    for current in tensors.with_causes(error):
+        walked = traceback.walk_tb(current.__traceback__)
+        frames = [frame for frame, _ in walked]
+        for number, frame in enumerate(frames):
+            optimizer = frame.f_locals.get("self")
+            is_step = frame.f_code.co_name == "step" and isinstance(
+                optimizer, torch.optim.Optimizer
+            )
+            inner = {below.f_code for below in frames[number + 1 :]}
+            if is_step and (
+                weights_were_written
+                or not inner & _codes_before_update(optimizer, frame.f_locals)
+            ):
+                return True
+    return False
+
+
+def _codes_before_update(
+    optimizer: Any, step_locals: Mapping[str, Any]
+) -> set[CodeType]:
+    """Return the code that a step runs before it changes weights or moments."""
+    groups = optimizer.param_groups
+    found = [step_locals.get("closure")]
+    if groups and step_locals.get("group", groups[0]) is groups[0]:
+        found.append(getattr(optimizer, "_init_group", None))
+    codes = (getattr(inspect.unwrap(one), "__code__", None) for one in found)
+    return {code for code in codes if code is not None}
 
 
 def _never_stepped(optimizer: Any) -> bool:

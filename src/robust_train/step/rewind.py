@@ -513,6 +513,7 @@ class _Before:
     gradient: Callable[[], Tensor | None]
     version: int
     values: Tensor | None = None  # on the host
+    version_of_weights: int = -1
 
     @torch.no_grad()
     def restore(self) -> bool:
@@ -532,6 +533,15 @@ class _Before:
             gradient.copy_(self.values)
         parameter.grad = gradient
         return True
+
+    @property
+    def was_written(self) -> bool:
+        """Whether the parameter itself has changed, as far as its version shows."""
+        parameter = self.parameter()
+        return (
+            parameter is not None
+            and version_of(parameter) != self.version_of_weights
+        )
 
     @property
     def was_dropped(self) -> bool:
@@ -569,6 +579,7 @@ class GradientsBefore:
                 _none if gradient is None else weakref.ref(gradient),
                 version_of(gradient),
                 values,
+                version_of(parameter),
             )
 
     def end(self) -> None:
@@ -585,6 +596,11 @@ class GradientsBefore:
         """Whether a backward pass of the call may have updated what was there before it."""
         known = (one.parameter() for one in self._before.values())
         return any(map(steps_in_backward, known))
+
+    @property
+    def weights_were_written(self) -> bool:
+        """Whether the call has changed weights, for example by an optimizer's step."""
+        return any(one.was_written for one in self._before.values())
 
     def restore(self, made: Iterable[Tensor] = ()) -> bool:
         """Go back to the start of the call; return whether that is possible.

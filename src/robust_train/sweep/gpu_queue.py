@@ -46,8 +46,8 @@ from robust_train.folder.requests import (
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.visible import visible_gpus
 from robust_train.host.job_logging import shorten_lines
-from robust_train.host.loggers import show_lines
 from robust_train.host.linux import signal_at_parents_death
+from robust_train.host.loggers import show_lines
 from robust_train.host.signals import FORWARDED, SignalWatch, forwarded
 from robust_train.model.errors import ConfigError
 from robust_train.model.events import ValueReported
