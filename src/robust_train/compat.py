@@ -19,10 +19,11 @@ import sys
 import threading
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from pathlib import Path
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -127,6 +128,19 @@ def deciding_on_host(optimizer: Any) -> Iterator[None]:
             setattr(optimizer, name, own[name])
         else:
             delattr(optimizer, name)
+
+
+def codes_before_update(
+    optimizer: Any, step_locals: Mapping[str, Any]
+) -> set[CodeType]:
+    """Return the code that an optimizer's step runs before it changes weights or moments: its
+    closure's, and that which makes the state of the first group."""
+    groups = optimizer.param_groups
+    found = [step_locals.get("closure")]
+    if groups and step_locals.get("group", groups[0]) is groups[0]:
+        found.append(getattr(optimizer, "_init_group", None))
+    codes = (getattr(inspect.unwrap(one), "__code__", None) for one in found)
+    return {code for code in codes if code is not None}
 
 
 def total_norm(torch: Any, parameters: Sequence[Any]) -> Any:

@@ -8,17 +8,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import inspect
 import itertools
 import logging
 import sys
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from types import CodeType
 from typing import TYPE_CHECKING, Any
 
-from robust_train.compat import clear_cublas_workspaces
+from robust_train.compat import clear_cublas_workspaces, codes_before_update
 from robust_train.memory import tensors
 from robust_train.memory.cuda import holds_graphs, started_torch
 from robust_train.memory.stats import MemoryStats, get_gpu_memory_stats
@@ -177,22 +175,10 @@ def has_half_updated(
             inner = {below.f_code for below in frames[number + 1 :]}
             if is_step and (
                 weights_were_written
-                or not inner & _codes_before_update(optimizer, frame.f_locals)
+                or not inner & codes_before_update(optimizer, frame.f_locals)
             ):
                 return True
     return False
-
-
-def _codes_before_update(
-    optimizer: Any, step_locals: Mapping[str, Any]
-) -> set[CodeType]:
-    """Return the code that a step runs before it changes weights or moments."""
-    groups = optimizer.param_groups
-    found = [step_locals.get("closure")]
-    if groups and step_locals.get("group", groups[0]) is groups[0]:
-        found.append(getattr(optimizer, "_init_group", None))
-    codes = (getattr(inspect.unwrap(one), "__code__", None) for one in found)
-    return {code for code in codes if code is not None}
 
 
 def _never_stepped(optimizer: Any) -> bool:

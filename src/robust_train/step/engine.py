@@ -129,6 +129,15 @@ class Recorder:
             "the step is repeated" if training else "the part is repeated",
         )
 
+    def made_room(self) -> None:
+        """Log that the step is repeated with the same size, and more of the GPU's memory."""
+        log.warning(
+            "step %d: out of memory on the GPU: gradients of earlier batches go to the host during "
+            "a step from now on, and the step is repeated; one call of run.backward with the whole "
+            "batch needs no such copy",
+            self.step(),
+        )
+
     def exhausted(
         self,
         training: bool,
@@ -182,6 +191,7 @@ class Step(Generic[T]):
         self._items = 1.0  # what this rank's mean counts among those of all
         self._ran_out: RanOut | None = None  # on this rank, the last time
         self._host_ran_out = False
+        self._has_made_room = False  # the last time that memory ran out
         self._agrees = True  # the other ranks come to the same agreement
 
     def run(
@@ -414,12 +424,16 @@ class Step(Generic[T]):
             return_memory(thorough=self.repeats > 0, workspaces=True)
             do_without_onednn(failure)
             size = self._size.current
-            self._recorder.repeated(
-                self._is_training,
-                failure,
-                used,
-                size,
-            )
+            if self._has_made_room:
+                self._recorder.made_room()
+                self._has_made_room = False
+            else:
+                self._recorder.repeated(
+                    self._is_training,
+                    failure,
+                    used,
+                    size,
+                )
             self._warn_of_changes()
             if self.is_sharded:
                 self._shared.end_part(ran_out=True)
@@ -457,6 +471,10 @@ class Step(Generic[T]):
         if not failure.kind.is_memory:
             return None
         reason = self.cannot_repeat()
+        self._has_made_room = reason is None and self._makes_room(failure)
+        if self._has_made_room:
+            self._recorder.on_oom(error, failure)
+            return failure
         smaller = None if reason else self._size.smaller_than(used)
         rank = self._shared.rank
         self._ran_out = RanOut(
@@ -492,6 +510,15 @@ class Step(Generic[T]):
             if self._agree() is not None:
                 raise RankFailure(rank, failure, is_elsewhere=False) from error
         return None
+
+    def _makes_room(self, failure: Failure) -> bool:
+        """Move gradients of earlier batches off the GPU, which may be all that the step lacks."""
+        # ranks that compute together would have to do so together
+        if self.start is None or self.is_sharded:
+            return False
+        if failure.kind is not FailureKind.DEVICE_OOM:
+            return False
+        return self.start.make_room()
 
     def _agree(self, *, returns_more: bool = False) -> RankReport | None:
         """Agree with the other ranks how this step, or part, went; None if there are none."""
