@@ -37,6 +37,12 @@ def add(handler, name=None):
     handler.setFormatter(logging.Formatter("theirs: %(message)s"))
     logging.getLogger(name).addHandler(handler)
 """
+# the handler is the program's, whose job's lines go to a file alone
+IN_A_JOB = """
+from robust_train.host.loggers import show_lines
+logging.getLogger().addHandler(logging.FileHandler("job.txt"))
+show_lines()
+"""
 MUTED = {
     "dictConfig": "logging.config.dictConfig(CONSOLE)",
     "fileConfig": "logging.config.fileConfig(io.StringIO(FILE))",
@@ -44,9 +50,9 @@ MUTED = {
     "disable": "logging.disable(logging.CRITICAL)",
     "propagate": "log.propagate = False",
     "a level": "log.setLevel(logging.CRITICAL)",
-    "the root's level": "logging.basicConfig(level='CRITICAL')",
+    "the root's level": "logging.basicConfig(level='CRITICAL', force=True)",
     "a null handler": "add(logging.NullHandler())",
-    "a file": "logging.basicConfig(filename='log.txt', level='INFO')",
+    "a file": "logging.basicConfig(filename='log.txt', level='INFO', force=True)",
     "a filter": "log.addFilter(lambda record: False)",
     "a handler's filter": """
 handler = logging.StreamHandler()
@@ -58,7 +64,7 @@ stream = open("closed.txt", "w")
 stream.close()
 logging.raiseExceptions = False
 add(logging.StreamHandler(stream))""",
-    "handlers removed": "logging.basicConfig()\nlogging.getLogger().handlers.clear()",
+    "handlers removed": "logging.basicConfig(force=True)\nlogging.getLogger().handlers.clear()",
 }
 SHOWN_BY = {
     "their own": "add(logging.StreamHandler(), 'robust_train')",
@@ -84,15 +90,27 @@ def run(tmp_path, program):
 
 @pytest.mark.parametrize("setup", MUTED.values(), ids=MUTED)
 def test_what_matters_reaches_stderr_once(tmp_path, setup):
-    ended = run(tmp_path, setup + LINES)
+    ended = run(tmp_path, IN_A_JOB + setup + LINES)
     shown = [line[9:] for line in ended.stderr.splitlines()]
     assert shown == ["warning: a warning", "the last line", "error: an error"]
     assert ended.stdout == ""
 
 
+@pytest.mark.parametrize("name", ["dictConfig", "disable", "a level", "a filter"])
+def test_that_holds_for_a_program_without_a_launcher(tmp_path, name):
+    ended = run(tmp_path, MUTED[name] + LINES)
+    assert "warning: a warning" in ended.stderr
+
+
+def test_there_a_file_of_the_programs_own_is_enough(tmp_path):
+    ended = run(tmp_path, MUTED["a file"] + LINES)
+    assert ended.stdout + ended.stderr == ""
+    assert "a warning" in (tmp_path / "log.txt").read_text()
+
+
 @pytest.mark.parametrize("setup", SHOWN_BY.values(), ids=SHOWN_BY)
 def test_what_the_program_shows_is_not_shown_twice(tmp_path, setup):
-    ended = run(tmp_path, f"{setup}\nlog.setLevel(logging.INFO)" + LINES)
+    ended = run(tmp_path, f"{IN_A_JOB}{setup}\nlog.setLevel(logging.INFO)" + LINES)
     lines = ["a line of the job", "a warning", "the last line", "an error"]
     assert (ended.stdout + ended.stderr).splitlines() == [f"theirs: {line}" for line in lines]
 

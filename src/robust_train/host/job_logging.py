@@ -36,6 +36,7 @@ def adopt_hydra(hydra_cfg: DictConfig | None) -> None:
         handler = logging.StreamHandler(sys.stdout)
         handler.setFormatter(ShortLines())
         logging.basicConfig(level=logging.INFO, handlers=[handler])
+        show_lines()
         return
     # the resolvers that Hydra's own config uses, ${now:} among them
     setup_globals()

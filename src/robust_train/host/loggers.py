@@ -4,7 +4,8 @@ A program sets up logging for itself. ``dictConfig`` and ``fileConfig`` disable 
 exists, ``hydra/job_logging=disabled`` leaves no handler, and a level or filter is meant for other
 lines. So each line first takes Python's ordinary way. If none of the handlers there has written it
 to the screen, a line that matters is written to standard error. Whether that is so is asked for
-each line, since a program may change its logging at any time.
+each line, since a program may change its logging at any time. Outside of jobs, in a program that
+uses a part of the package, any handler that takes a line is enough.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class _Lines:
     """What this process does with the lines of all loggers of the package."""
 
     def __init__(self) -> None:
-        # where a job's lines go if the program has set up no logging; None outside of such a job
+        self.is_job = False  # this process is a launcher or an attempt
+        # where the job's lines go if the program has set up no logging for them; None if it has
         self.screen: TextIO | None = None
         self.change: Callable[[str], str] | None = None
         self.rank = 0
@@ -89,7 +91,7 @@ class PackageLogger(logging.Logger):
             _write(sys.stderr or sys.__stderr__, record)
 
     def _give_to_handlers(self, record: logging.LogRecord) -> bool:
-        """Do what ``callHandlers`` does; return whether a handler has written to the screen."""
+        """Do what ``callHandlers`` does; return whether that has shown the line."""
         is_shown = False
         logger: logging.Logger | None = self
         while logger is not None:
@@ -97,7 +99,10 @@ class PackageLogger(logging.Logger):
                 if record.levelno < handler.level:
                     continue
                 has_passed = handler.handle(record)
-                is_shown |= bool(has_passed) and _is_on_screen(handler)
+                if has_passed and (
+                    not _lines.is_job or _is_on_screen(handler)
+                ):
+                    is_shown = True
             logger = logger.parent if logger.propagate else None
         return is_shown
 
@@ -161,11 +166,14 @@ def tell(text: str, *figures: object) -> None:
 def lines_shown() -> Iterator[None]:
     """Show the job's lines within the block, unless the program shows them."""
     logger = logging.getLogger(PACKAGE)
-    before, level = _lines.screen, logger.level
+    was_job = _lines.is_job
+    before = _lines.screen
+    level = logger.level
     show_lines()
     try:
         yield
     finally:
+        _lines.is_job = was_job
         _lines.screen = before
         logger.setLevel(level)
 
@@ -173,8 +181,11 @@ def lines_shown() -> Iterator[None]:
 def show_lines() -> None:
     """Show the job's lines from now on, unless the program has set up logging that shows them."""
     logger = logging.getLogger(PACKAGE)
+    _lines.is_job = True
+    is_untouched = logger.propagate and not logger.disabled
     if logger.disabled or not logger.hasHandlers():
-        _lines.screen = _lines.screen or sys.stdout
+        own = sys.stdout if is_untouched else sys.stderr
+        _lines.screen = _lines.screen or own
         logger.setLevel(logger.level or logging.INFO)
 
 
