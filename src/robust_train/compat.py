@@ -136,11 +136,11 @@ def codes_before_update(
     """Return the code that an optimizer's step runs before it changes weights or moments: its
     closure's, and that which makes the state of the first group."""
     groups = optimizer.param_groups
-    found = [step_locals.get("closure")]
+    found: list[Any] = [step_locals.get("closure")]
     if groups and step_locals.get("group", groups[0]) is groups[0]:
         found.append(getattr(optimizer, "_init_group", None))
-    codes = (getattr(inspect.unwrap(one), "__code__", None) for one in found)
-    return {code for code in codes if code is not None}
+    functions = [inspect.unwrap(one) for one in found if one is not None]
+    return {one.__code__ for one in functions if hasattr(one, "__code__")}
 
 
 def total_norm(torch: Any, parameters: Sequence[Any]) -> Any:
