@@ -9,12 +9,12 @@ import pytest
 LINES = """
 log.info("a line of the job")
 log.warning("a warning")
-tell("the last line")
+log_always("the last line")
 logging.getLogger("robust_train.integrations").error("an error")
 """
 BEFORE = """
 import io, logging, logging.config, logging.handlers, sys
-from robust_train.host.loggers import lines_shown, tell
+from robust_train.host.loggers import lines_shown, log_always
 log = logging.getLogger("robust_train")
 CONSOLE = {"version": 1, "handlers": {"c": {"class": "logging.StreamHandler"}},
            "root": {"handlers": ["c"], "level": "INFO"}}
@@ -118,7 +118,7 @@ def test_what_the_program_shows_is_not_shown_twice(tmp_path, setup):
 def test_a_job_shows_its_lines_unless_the_program_has_set_up_logging(tmp_path):
     """Without any on stdout; where logging was set up later, on stderr what that does not show."""
     lines = LINES.replace("\n", "\n    ")
-    block = f"with lines_shown():\n    tell('begins')\n    SETUP\n{lines}"
+    block = f"with lines_shown():\n    log_always('begins')\n    SETUP\n{lines}"
     plain = run(tmp_path, block.replace("SETUP", "pass"))
     assert [line[9:] for line in plain.stdout.splitlines()] == [
         *("begins", "a line of the job", "warning: a warning", "the last line", "error: an error"),

@@ -54,7 +54,7 @@ _lines = _Lines()
 
 
 class PackageLogger(logging.Logger):
-    """A logger whose warnings, errors and told lines cannot be muted."""
+    """A logger whose warnings, errors and lines of `log_always` cannot be muted."""
 
     def isEnabledFor(self, level: int) -> bool:
         return (
@@ -72,8 +72,8 @@ class PackageLogger(logging.Logger):
         )
 
     def handle(self, record: logging.LogRecord) -> None:
-        level, is_told = record.levelno, hasattr(record, "is_told")
-        is_essential = is_told or level >= logging.WARNING
+        level, always_shown = record.levelno, hasattr(record, "always_shown")
+        is_essential = always_shown or level >= logging.WARNING
         if _lines.change is not None:
             record.msg = _lines.change(str(record.msg))
         if _lines.rank and not _mark_rank(_lines.rank, record):
@@ -144,7 +144,7 @@ def take_loggers() -> None:
         logging.getLogger(name).__class__ = PackageLogger
 
 
-def tell(text: str, *figures: object) -> None:
+def log_always(text: str, *figures: object) -> None:
     """Log a line at level INFO that is shown like a warning, for example how a job ended."""
     log = logging.getLogger(PACKAGE)
     file, line, function, _ = log.findCaller(stacklevel=2)
@@ -157,7 +157,7 @@ def tell(text: str, *figures: object) -> None:
         figures,
         None,
         function,
-        {"is_told": True},
+        {"always_shown": True},
     )
     log.handle(record)
 

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 
 from robust_train.folder.state import Summary
-from robust_train.host.loggers import tell
+from robust_train.host.loggers import log_always
 from robust_train.model.attempt import Attempt
 from robust_train.model.events import JobStarted
 from robust_train.model.failure import Clue, FailureKind
@@ -70,7 +70,7 @@ def show_end(
 def _logging_of(summary: Summary) -> Callable[..., None]:
     """Return how a job's last lines are logged: if all went well, a level may hide them."""
     went_well = summary.status == "completed" and len(summary.attempts) <= 1
-    return log.info if went_well else tell
+    return log.info if went_well else log_always
 
 
 def _earlier(entries: Sequence[Entry]) -> Sequence[Entry]:
