@@ -591,7 +591,10 @@ def test_a_step_that_is_left_gives_back_the_gradients_that_were_there(error):
     assert_same(gradients(model), before)
 
 
-def test_gradients_of_earlier_batches_leave_the_gpu_before_the_batch_is_split(monkeypatch, caplog):
+@pytest.mark.parametrize("zeroes", [False, True])
+def test_gradients_of_earlier_batches_leave_the_gpu_before_the_batch_is_split(
+    monkeypatch, caplog, zeroes
+):
     """They stay the same tensors, whose memory is free for the time of a step."""
 
     def train():
@@ -605,6 +608,8 @@ def test_gradients_of_earlier_batches_leave_the_gpu_before_the_batch_is_split(mo
             return loss_with(model)(batch)
 
         for _ in range(3):
+            if zeroes:
+                model.zero_grad(set_to_none=False)
             batcher.backward(loss_of, data(), model)
             found = [parameter.grad for parameter in model.parameters()]
             assert not held or all(map(operator.is_, held, found))

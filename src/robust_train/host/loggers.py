@@ -20,6 +20,9 @@ from typing import Any, TextIO
 from robust_train.readable import one_line
 
 PACKAGE = "robust_train"
+_OF_A_SCRIPT = (
+    "ROBUST_TRAIN_EVENTS"  # the variable that only its processes have
+)
 _NAMES = (PACKAGE, f"{PACKAGE}.integrations", f"{PACKAGE}.vision")
 
 
@@ -43,7 +46,8 @@ class _Lines:
     """What this process does with the lines of all loggers of the package."""
 
     def __init__(self) -> None:
-        self.is_job = False  # this process is a launcher or an attempt
+        # this process is a launcher, an attempt or the script of one
+        self.is_job = _OF_A_SCRIPT in os.environ
         # where the job's lines go if the program has set up no logging for them; None if it has
         self.screen: TextIO | None = None
         self.change: Callable[[str], str] | None = None

@@ -133,8 +133,8 @@ class Recorder:
         """Log that the step is repeated with the same size, and more of the GPU's memory."""
         log.warning(
             "step %d: out of memory on the GPU: gradients of earlier batches go to the host during "
-            "a step from now on, and the step is repeated; one call of run.backward with the whole "
-            "batch needs no such copy",
+            "a step from now on, and the step is repeated; zero_grad(set_to_none=True) before it, "
+            "and one call of run.backward with the whole batch, leave none to move",
             self.step(),
         )
 

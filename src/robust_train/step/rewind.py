@@ -395,7 +395,8 @@ class _LaidAside:
         self.parameter = parameter
         # the same tensor until the end: others may have a view of it
         self.gradient = gradient
-        self._on_host: Tensor | None = None
+        self._is_away = False
+        self._on_host: Tensor | None = None  # None if all values are 0
 
     @property
     def may_leave(self) -> bool:
@@ -405,21 +406,29 @@ class _LaidAside:
         return (
             is_plain
             and is_on_gpu(one)
-            and self._on_host is None
+            and not self._is_away
             and one.untyped_storage().nbytes() == one.nbytes
         )
 
     def leave(self) -> None:
         """Move the values to the host; nobody may read the gradient until they are back."""
-        self._on_host = self.gradient.detach().to("cpu", copy=True)
+        # zero_grad(set_to_none=False) leaves zeros, which need no copy
+        if self.gradient.any():
+            self._on_host = self.gradient.detach().to("cpu", copy=True)
+        self._is_away = True
         self.gradient.untyped_storage().resize_(0)
 
     def come_back(self) -> None:
         """Give the gradient its values again."""
-        if self._on_host is not None:
-            self.gradient.untyped_storage().resize_(self._on_host.nbytes)
+        if not self._is_away:
+            return
+        self.gradient.untyped_storage().resize_(self.gradient.nbytes)
+        if self._on_host is None:
+            self.gradient.zero_()
+        else:
             self.gradient.copy_(self._on_host)
-            self._on_host = None
+        self._on_host = None
+        self._is_away = False
 
     def add(self) -> None:
         """Add the step's gradient, and make the sum the parameter's."""
@@ -493,9 +502,10 @@ class StepStart:
         return True
 
     def make_room(self) -> bool:
-        """Do so in this step and all that follow; return whether that has freed any memory."""
-        self._watch.keeps_aside_on_host = True
-        return self.move_aside_to_host()
+        """Do so in this step and, if that frees memory, in all that follow; return whether."""
+        has_freed = self.move_aside_to_host()
+        self._watch.keeps_aside_on_host |= has_freed
+        return has_freed
 
     def notice(self, loss: Tensor) -> None:
         """Take the parameters of ``loss``, whose gradients it is going to change, as the step's."""
