@@ -219,6 +219,71 @@ def test_a_fused_optimizer_leaves_an_update_out_by_a_figure(kind):
     assert not hasattr(optimizer, "found_inf")
 
 
+class Forwarding:
+    """Reads like the optimizer in it, as people write such wrappers."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+class Own(torch.optim.AdamW):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def test_only_torchs_own_fused_optimizers_are_given_a_figure():
+    weight = torch.nn.Parameter(torch.ones(3))
+    fused = torch.optim.AdamW([weight], lr=0.1, fused=True)
+    torch.optim.lr_scheduler.StepLR(fused, 1)
+    assert compat.skips_on_device(fused), "though a scheduler counts its steps"
+    others = Forwarding(fused), Own([weight], lr=0.1, fused=True)
+    assert not any(map(compat.skips_on_device, others))
+    name = "_step_supports_amp_scaling"
+    for optimizer in (*others, torch.optim.SGD([weight], lr=0.1)):
+        before = dict(vars(optimizer))
+        with compat.deciding_on_host(optimizer):
+            assert not getattr(optimizer, name, False)
+        assert vars(optimizer) == before
+    assert getattr(others[0], name)
+
+
+def test_momentum_that_begins_is_decided_on_the_host():
+    weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = torch.optim.SGD(weights, lr=0.1, momentum=0.9, fused=True)
+    weights[0].grad = torch.ones(3)
+    assert not compat.skips_on_device(optimizer)
+    optimizer.step()
+    assert compat.skips_on_device(optimizer)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_the_norm_of_all_gradients_leaves_them_as_they_are(monkeypatch, is_known):
+    if not is_known:  # before torch 2.6
+        monkeypatch.delattr("torch.nn.utils.get_total_norm")
+    weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(3)]
+    for weight, gradient in zip(weights, (3.0, 4.0), strict=False):
+        weight.grad = torch.full((1,), gradient)
+    assert compat.total_norm(torch, weights) == 5
+    assert weights[1].grad == 4
+
+
+def test_what_a_step_runs_before_it_changes_anything():
+    def closure():
+        return None
+
+    weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizer = torch.optim.SGD([{"params": [weight]} for weight in weights], lr=0.1)
+    makes_state = torch.optim.SGD._init_group.__code__
+    first, second = optimizer.param_groups
+    codes = compat.codes_before_update(optimizer, {"closure": torch.enable_grad()(closure)})
+    assert codes == {closure.__code__, makes_state}
+    assert compat.codes_before_update(optimizer, {"group": first}) == {makes_state}
+    assert compat.codes_before_update(optimizer, {"group": second}) == set()
+
+
 RUNS_THEM = """
 import atexit, os, threading, time
 from robust_train.compat import run_exit_handlers

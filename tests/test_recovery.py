@@ -228,6 +228,100 @@ def test_state_that_the_optimizer_s_first_step_has_half_made_is_removed():
     assert [float(state["step"]) for state in optimizer.state.values()] == [1.0, 1.0]
 
 
+class OutOfMemoryInAGroup(torch.optim.AdamW):
+    """Runs out when it comes to its second group, and has updated the first one by then."""
+
+    fails = False
+
+    def _init_group(self, group, *args, **kwargs):
+        if self.fails and group is self.param_groups[1]:
+            out_of_memory()
+        return super()._init_group(group, *args, **kwargs)
+
+
+class OutOfMemoryAmidAStep(torch.optim.SGD):
+    """Runs out when the momentum has changed and the weights have not."""
+
+    fails = False
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if not self.fails:
+            return super().step(closure)
+        for state in self.state.values():
+            state["momentum_buffer"].mul_(0.9)
+        return out_of_memory()
+
+
+def optimizer_by_halves(model):
+    return OutOfMemoryInAGroup([{"params": [one]} for one in model.parameters()], lr=0.1)
+
+
+def optimizer_with_momentum(model):
+    return OutOfMemoryAmidAStep(model.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("fails_at", [1, 3])
+@pytest.mark.parametrize("kind", [optimizer_by_halves, optimizer_with_momentum])
+def test_an_update_that_memory_cuts_short_is_not_made_twice(kind, fails_at):
+    model = torch.nn.Linear(3, 1)
+    optimizer, calls = kind(model), []
+
+    @retry_on_oom
+    def step(batch_size=8):
+        calls.append(batch_size)
+        optimizer.zero_grad()
+        step_over(model, torch.randn(8, 3), batch_size)
+        optimizer.step()
+
+    for _ in range(1, fails_at):
+        step()
+    optimizer.fails = True
+    with pytest.raises(AttemptsExhausted, match=r"step after it, or use MicroBatcher\.backward"):
+        step()
+    assert calls == [8] * fails_at
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.LBFGS])
+def test_a_closure_that_runs_out_is_repeated_as_long_as_no_weights_have_changed(kind):
+    model, sizes = torch.nn.Linear(3, 1), []
+    optimizer = kind(model.parameters(), lr=0.1)
+
+    @retry_on_oom
+    def step(batch_size=8, most=4):
+        def closure():
+            sizes.append(batch_size)
+            optimizer.zero_grad()
+            fits(batch_size, most if len(sizes) < 5 else 1)
+            loss = model(torch.ones(batch_size, 3)).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    if kind is torch.optim.AdamW:
+        step()
+        assert sizes == [8, 4]
+        return
+    with pytest.raises(AttemptsExhausted, match=r"within optimizer\.step"):
+        step()
+    assert sizes[:2] == [8, 4]
+
+
+def test_a_call_that_has_changed_weights_before_it_ran_out_says_so(caplog):
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @retry_on_oom
+    def two_steps(batch_size=8):
+        step_over(model, torch.randn(8, 3), batch_size)
+        optimizer.step()
+        fits(batch_size, 4)
+
+    two_steps()
+    assert "the call had changed weights before memory ran out" in caplog.text
+
+
 def test_every_attempt_is_listed_when_none_fits():
     with pytest.raises(AttemptsExhausted) as ended:
         adaptive_batch_training(lambda batch_size: out_of_memory(), 16, min_batch_size=8)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from robust_train.host.loggers import take_loggers
+
 if TYPE_CHECKING:
     from robust_train.attempt.run import Run
     from robust_train.attempt.script.messages import current_run
@@ -55,6 +57,8 @@ if TYPE_CHECKING:
     )
     from robust_train.step.probing import FoundBatchSize, find_batch_size
     from robust_train.sweep.load_runs import load_runs
+
+take_loggers()
 
 # fmt: off
 __all__ = [

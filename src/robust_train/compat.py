@@ -20,10 +20,11 @@ import sys
 import threading
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from pathlib import Path
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -85,8 +86,74 @@ def versions_of(tensors: Sequence[Any]) -> list[tuple[int, int]]:
 
 
 def skips_on_device(optimizer: Any) -> bool:
-    """Return whether an optimizer leaves an update out by a figure on the device: fused ones do."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    """Return whether an optimizer leaves an update out by a figure on the device, as torch's own
+    fused optimizers do.
+
+    An object around one does not, though it may forward the attribute: the figure that is given to
+    it reaches nobody. Nor does a fused SGD whose momentum begins in this step: torch takes
+    uninitialised memory for the momentum of an update that is left out.
+    """
+    own = getattr(optimizer, "__dict__", {})
+    if not own.get("_step_supports_amp_scaling"):
+        return False
+    # an instance may have a step of its own, for example one that a scheduler counts
+    steps = (type(optimizer).step, optimizer.step)
+    is_torchs = all(one.__module__.startswith("torch.optim.") for one in steps)
+    return is_torchs and not _begins_momentum(optimizer)
+
+
+def _begins_momentum(optimizer: Any) -> bool:
+    """Return whether a step makes the first momentum of a parameter, which Adam has at once."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group.get("momentum") else ():
+            state = optimizer.state.get(parameter)
+            has_momentum = state and state.get("momentum_buffer") is not None
+            if not has_momentum and parameter.grad is not None:
+                return True
+    return False
+
+
+@contextlib.contextmanager
+def deciding_on_host(optimizer: Any) -> Iterator[None]:
+    """Have GradScaler look at its figure itself before it steps an optimizer."""
+    name = "_step_supports_amp_scaling"
+    if not getattr(optimizer, name, False):
+        yield
+        return
+    own = vars(optimizer).copy()
+    setattr(optimizer, name, False)
+    try:
+        yield
+    finally:
+        if name in own:
+            setattr(optimizer, name, own[name])
+        else:
+            delattr(optimizer, name)
+
+
+def codes_before_update(
+    optimizer: Any, step_locals: Mapping[str, Any]
+) -> set[CodeType]:
+    """Return the code that an optimizer's step runs before it changes weights or moments: its
+    closure's, and that which makes the state of the first group."""
+    groups = optimizer.param_groups
+    found: list[Any] = [step_locals.get("closure")]
+    if groups and step_locals.get("group", groups[0]) is groups[0]:
+        found.append(getattr(optimizer, "_init_group", None))
+    functions = [inspect.unwrap(one) for one in found if one is not None]
+    return {one.__code__ for one in functions if hasattr(one, "__code__")}
+
+
+def total_norm(torch: Any, parameters: Sequence[Any]) -> Any:
+    """Return the norm of all gradients, which stay as they are.
+
+    torch before 2.6 has no function for it; there clipping to infinity multiplies them by 1.
+    """
+    utils = torch.nn.utils
+    if not hasattr(utils, "get_total_norm"):
+        return utils.clip_grad_norm_(parameters, float("inf"))
+    gradients = (one.grad for one in parameters)
+    return utils.get_total_norm([one for one in gradients if one is not None])
 
 
 @contextlib.contextmanager

@@ -226,6 +226,21 @@ def test_a_hydra_project_needs_one_edit(world, foreign):
     assert "attempt 1" in log
 
 
+def test_a_projects_own_logging_does_not_mute_what_matters(world, foreign):
+    """It disables every logger that exists, which is Python's default."""
+    (foreign / "configs/trainer/bare.yaml").write_text("{devices: 1}")
+    muted = "hydra.job_logging.disable_existing_loggers=true"
+    ended = _run(world, foreign, "fits=20", "trainer=bare", muted)
+    for line in (
+        "warning: attempt 1: out of memory",
+        "warning: the effective batch size is now 16 instead of 32",
+        "attempts:\n#  device",
+        "completed after",
+        "run folder: ",
+    ):
+        assert (ended.stderr.count(line), ended.stdout.count(line)) == (1, 0), line
+
+
 NO_KEY = "the project's config has no key for it; refer to the one that its code reads: "
 SMALL_GPUS = "robust.min_num_gpus=2: must not be above robust.num_gpus=1"
 SEVERAL = "several values; add -m to sweep over them, or write a list: "

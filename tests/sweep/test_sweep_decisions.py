@@ -20,7 +20,7 @@ from robust_train.files import parse_json, set_aside
 from robust_train.folder.hydra_state import OF_HYDRA
 from robust_train.folder.lock import RunLock
 from robust_train.folder.state import Summary, lacked_by_json, with_lacked_by_json
-from robust_train.host.job_logging import ShortLines
+from robust_train.host.loggers import ShortLines
 from robust_train.host.signals import SignalWatch, forwarded
 from robust_train.model.errors import ConfigError
 from robust_train.sweep import session

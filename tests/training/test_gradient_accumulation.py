@@ -3,6 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from robust_train.compat import TorchDispatchMode
+from robust_train.model.errors import UserError
 from robust_train.step.batcher import MicroBatcher
 from robust_train.step.splitting import share_of
 from robust_train.step.update import update
@@ -76,6 +78,86 @@ def test_clipping_sees_the_gradients_without_the_loss_scale_and_zero_does_not_cl
     assert moved(clipped) == pytest.approx(0.05, rel=1e-3)
     assert moved(scaled) == pytest.approx(moved(plain), rel=1e-4)
     assert moved(plain) > 0.05
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"nesterov": True}, {"dampening": 0.3, "weight_decay": 0.1}]
+)
+def test_a_first_update_that_is_left_out_leaves_no_momentum_behind(options, is_scaled):
+    """A fused SGD's momentum of such an update would be uninitialised memory, here NaN."""
+    ends = []
+    torch.use_deterministic_algorithms(True)
+    try:
+        for fused in (False, True):
+            weight = torch.nn.Parameter(torch.ones(5))
+            optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, fused=fused, **options)
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0) if is_scaled else None
+            for gradient in (float("nan"), 1.0, float("nan"), 2.0):
+                weight.grad = torch.full_like(weight, gradient)
+                if scaler is not None:
+                    scaler.scale(torch.zeros(()))
+                update(optimizer, torch.tensor(gradient), scaler)
+            ends.append([weight.detach(), optimizer.state[weight]["momentum_buffer"]])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    torch.testing.assert_close(*ends)
+    assert ends[0][0].isfinite().all()
+
+
+class Wrapper:
+    """Forwards what is read, as Fabric's and many people's own optimizers do."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_an_update_that_counts_as_left_out_is_left_out_behind_a_wrapper_too(is_scaled):
+    weight = torch.nn.Parameter(torch.zeros(4))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0) if is_scaled else None
+    if scaler is not None:
+        scaler.scale(torch.zeros(()))
+    weight.grad = torch.full_like(weight, float("nan"))
+    wrapped = Wrapper(torch.optim.AdamW([weight], lr=0.1, fused=True))
+    done = update(wrapped, torch.tensor(float("nan")), scaler)
+    assert not done.moved
+    assert done.is_bad
+    assert torch.equal(weight, torch.zeros(4))
+
+
+class Kernels(TorchDispatchMode):
+    """Collects the names of what torch runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_gradients_that_are_not_clipped_are_not_multiplied():
+    weight = torch.nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.SGD([weight], lr=0.1, fused=True)
+    weight.grad = torch.ones(4)
+    with Kernels() as kernels:
+        update(optimizer, torch.tensor(1.0))
+    assert any("norm" in name for name in kernels.names)
+    assert not [name for name in kernels.names if "foreach_mul" in name]
+    assert not [name for name in kernels.names if "scalar" in name], "nothing waits"
+
+
+def test_an_optimizer_that_computes_the_loss_itself_is_refused_before_anything_changes():
+    weight = torch.nn.Parameter(torch.ones(1))
+    weight.grad = torch.full((1,), 9.0)
+    with pytest.raises(UserError, match=r"call optimizer.step\(closure\)"):
+        update(torch.optim.LBFGS([weight]), None, None, 1.0)
+    assert weight.grad == 9
 
 
 @given(

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import operator
 import random
 import threading
 import weakref
@@ -590,6 +591,43 @@ def test_a_step_that_is_left_gives_back_the_gradients_that_were_there(error):
     assert caught.traceback[-1].name == "is_interrupted"
     assert not getattr(caught.value, "__notes__", [])
     assert_same(gradients(model), before)
+
+
+@pytest.mark.parametrize("zeroes", [False, True])
+def test_gradients_of_earlier_batches_leave_the_gpu_before_the_batch_is_split(
+    monkeypatch, caplog, zeroes
+):
+    """They stay the same tensors, whose memory is free for the time of a step."""
+
+    def train():
+        model, batcher, seen = Network(), MicroBatcher(), []
+        held = []
+
+        def loss_of(batch):
+            seen.append((len(batch[0]), sum(one.untyped_storage().nbytes() for one in held)))
+            if seen[-1][1] and is_short:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            return loss_with(model)(batch)
+
+        for _ in range(3):
+            if zeroes:
+                model.zero_grad(set_to_none=False)
+            batcher.backward(loss_of, data(), model)
+            found = [parameter.grad for parameter in model.parameters()]
+            assert not held or all(map(operator.is_, held, found))
+            held = found
+        return gradients(model), seen
+
+    is_short = False
+    wanted, _ = train()
+    is_short = True
+    # tensors on the host stand for those on a GPU
+    monkeypatch.setattr("robust_train.step.rewind.is_on_gpu", lambda tensor: True)
+    found, seen = train()
+    assert_same(found, wanted, rtol=0, atol=0)
+    assert [samples for samples, _ in seen] == [12] * 4
+    assert [in_use > 0 for _, in_use in seen] == [False, True, False, False]
+    assert caplog.text.count("gradients of earlier batches go to the host") == 1
 
 
 def test_a_step_inside_of_another_recovers_on_its_own():

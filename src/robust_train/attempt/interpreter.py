@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib
-import logging
 import os
 import pickle
 import signal
@@ -39,8 +38,9 @@ from robust_train.config.trainers import MAIN_MODULE
 from robust_train.failures.shortage import no_room_to_import
 from robust_train.gpu.cuda_order import started_driver
 from robust_train.host import linux, signals
-from robust_train.host.job_logging import adopt_hydra, change_words
+from robust_train.host.job_logging import adopt_hydra
 from robust_train.host.linux import FOREVER_SECONDS, readable
+from robust_train.host.loggers import change_words, speak_as_rank
 from robust_train.host.memory import own_memory
 from robust_train.host.screen import flush_output
 from robust_train.host.votes import Votes
@@ -385,9 +385,7 @@ def set_up(rank: int, request: AttemptRequest) -> Any:
     import torch.distributed
 
     if rank:
-        # the same lines of every rank would hide what differs
-        for handler in logging.getLogger().handlers:
-            handler.addFilter(lambda record: _mark(rank, record))
+        speak_as_rank(rank)
     if request.spec.gpus:
         # for trainers that say just "cuda"
         when_cuda_starts(torch, lambda: torch.cuda.set_device(rank))
@@ -416,11 +414,3 @@ def _host_store(
         master_listen_fd=listener,
         use_libuv=version >= (2, 6),
     )
-
-
-def _mark(rank: int, record: logging.LogRecord) -> bool:
-    if record.levelno < logging.WARNING:
-        return False
-    if not getattr(record, "is_marked", False):
-        record.msg, record.is_marked = f"[rank {rank}] {record.msg}", True
-    return True

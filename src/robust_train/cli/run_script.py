@@ -238,7 +238,8 @@ def _warnings(
 
 def _log_into(run_dir: Path) -> None:
     """Log to a file as well, as ``train_robust.py`` does."""
-    from robust_train.host.job_logging import ShortLines, lose_lines_quietly
+    from robust_train.host.job_logging import lose_lines_quietly
+    from robust_train.host.loggers import ShortLines
 
     try:
         handler = logging.FileHandler(run_dir / "train_robust.log")

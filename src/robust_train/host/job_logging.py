@@ -6,7 +6,7 @@ import contextlib
 import logging
 import logging.config
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 from hydra.core.hydra_config import HydraConfig
@@ -14,8 +14,8 @@ from hydra.core.utils import setup_globals
 from omegaconf import DictConfig, OmegaConf
 
 from robust_train.compat import format_of
+from robust_train.host.loggers import ShortLines, lines_shown, show_lines
 from robust_train.host.screen import log_handlers, never_blocking_output
-from robust_train.readable import one_line
 
 _HYDRAS_FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"
 _OF_SWEEPS = "[%(asctime)s][HYDRA] %(message)s"
@@ -26,19 +26,8 @@ def logged_to_screen() -> Iterator[None]:
     """Show the launcher's lines within the block, unless the program has set up logging itself."""
     with never_blocking_output():
         lose_lines_quietly()
-        logger = logging.getLogger("robust_train")
-        if logger.hasHandlers():
+        with lines_shown():
             yield
-            return
-        level, handler = logger.level, logging.StreamHandler(sys.stdout)
-        handler.setFormatter(ShortLines())
-        logger.addHandler(handler)
-        logger.setLevel(level or logging.INFO)
-        try:
-            yield
-        finally:
-            logger.removeHandler(handler)
-            logger.setLevel(level)
 
 
 def adopt_hydra(hydra_cfg: DictConfig | None) -> None:
@@ -47,6 +36,7 @@ def adopt_hydra(hydra_cfg: DictConfig | None) -> None:
         handler = logging.StreamHandler(sys.stdout)
         handler.setFormatter(ShortLines())
         logging.basicConfig(level=logging.INFO, handlers=[handler])
+        show_lines()
         return
     # the resolvers that Hydra's own config uses, ${now:} among them
     setup_globals()
@@ -61,6 +51,7 @@ def adopt_hydra(hydra_cfg: DictConfig | None) -> None:
         )
     lose_lines_quietly()
     shorten_lines()
+    show_lines()
 
 
 def lose_lines_quietly() -> None:
@@ -76,36 +67,8 @@ def lose_lines_quietly() -> None:
             setattr(handler, "handleError", partial(drop, handler))  # noqa: B010
 
 
-class ShortLines(logging.Formatter):
-    """Formats a line as the time of day, the level where it is not INFO, and the message."""
-
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(level)s%(message)s", "%H:%M:%S")
-
-    def format(self, record: logging.LogRecord) -> str:
-        is_plain = record.levelno in (logging.INFO, logging.DEBUG)
-        record.level = "" if is_plain else f"{record.levelname.lower()}: "
-        text = super().format(record)
-        if record.name.startswith("robust_train"):
-            # an error may hold what a terminal obeys
-            text = "\n".join(map(one_line, text.split("\n")))
-        return text
-
-
 def shorten_lines() -> None:
     """Give log lines our format where they have Hydra's own; a project's format stays."""
     for handler in log_handlers():
         if format_of(handler) in (_HYDRAS_FORMAT, _OF_SWEEPS):
             handler.setFormatter(ShortLines())
-
-
-def change_words(change: Callable[[str], str]) -> None:
-    """Change the words of our own log lines, but not what is filled in."""
-
-    def changed(record: logging.LogRecord) -> bool:
-        if record.name.startswith("robust_train"):
-            record.msg = change(str(record.msg))
-        return True
-
-    for handler in log_handlers():
-        handler.addFilter(changed)

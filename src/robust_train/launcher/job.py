@@ -73,12 +73,9 @@ from robust_train.folder.state import Summary, summary_of_earlier_launch
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.processes import user_name
 from robust_train.host.engine import guest_rank
-from robust_train.host.job_logging import (
-    change_words,
-    logged_to_screen,
-    shorten_lines,
-)
+from robust_train.host.job_logging import logged_to_screen, shorten_lines
 from robust_train.host.linux import sleep_with_ticks
+from robust_train.host.loggers import change_words, lines_shown
 from robust_train.host.signals import (
     SignalWatch,
     end_without_traceback_if_uncaught,
@@ -198,9 +195,9 @@ def run_job(
     """Run a job, as a launcher or as one rank of an engine's job; for the arguments see `Job`."""
     theirs = their_keys(cfg)
     shorten_lines()
-    if theirs is not None:
-        change_words(partial(as_typed, theirs=theirs))
-    with errors_as_typed(theirs):
+    # None also ends what an earlier job of this process has set
+    change_words(None if theirs is None else partial(as_typed, theirs=theirs))
+    with lines_shown(), errors_as_typed(theirs):
         guest = guest_rank(os.environ) if remedies else None
         if guest is None:
             return Job(

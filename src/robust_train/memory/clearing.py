@@ -11,11 +11,12 @@ import gc
 import itertools
 import logging
 import sys
+import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from robust_train.compat import clear_cublas_workspaces
+from robust_train.compat import clear_cublas_workspaces, codes_before_update
 from robust_train.memory import tensors
 from robust_train.memory.cuda import holds_graphs, started_torch
 from robust_train.memory.stats import MemoryStats, get_gpu_memory_stats
@@ -149,6 +150,35 @@ def _forget_first_steps(error: BaseException) -> None:
         owner = frame.f_locals.get("self") if in_step else None
         if isinstance(owner, torch.optim.Optimizer) and _never_stepped(owner):
             owner.state.clear()
+
+
+def has_half_updated(
+    error: BaseException, *, weights_were_written: bool
+) -> bool:
+    """Return whether ``error`` ended an optimizer's step amid its update.
+
+    Then some groups may be updated and others not, or the moments and not the weights, and no
+    version counter shows what a fused kernel has written. The step has changed nothing while its
+    closure runs, or while it makes the state of its first group, unless weights were written.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    for current in tensors.with_causes(error):
+        walked = traceback.walk_tb(current.__traceback__)
+        frames = [frame for frame, _ in walked]
+        for number, frame in enumerate(frames):
+            optimizer = frame.f_locals.get("self")
+            is_step = frame.f_code.co_name == "step" and isinstance(
+                optimizer, torch.optim.Optimizer
+            )
+            inner = {below.f_code for below in frames[number + 1 :]}
+            if is_step and (
+                weights_were_written
+                or not inner & codes_before_update(optimizer, frame.f_locals)
+            ):
+                return True
+    return False
 
 
 def _never_stepped(optimizer: Any) -> bool:

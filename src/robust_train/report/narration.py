@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 
 from robust_train.folder.state import Summary
+from robust_train.host.loggers import log_always
 from robust_train.model.attempt import Attempt
 from robust_train.model.events import JobStarted
 from robust_train.model.failure import Clue, FailureKind
@@ -63,11 +64,18 @@ def show_end(
     if summary.attempts:
         attempts = list[Attempt](attempts_of(_earlier(entries)))
         attempts += summary.attempts
-        log.info("attempts:\n%s", attempts_table(attempts))
+        say = _logging_of(summary)
+        say("attempts:\n%s", attempts_table(attempts))
         if memory := gpu_memory_summary(summary.attempts[-1]):
             log.info("%s", memory)
     explain(summary)
     conclude(summary, how_to_go_on)
+
+
+def _logging_of(summary: Summary) -> Callable[..., None]:
+    """Return how a job's last lines are logged: if all went well, a level may hide them."""
+    went_well = summary.status == "completed" and len(summary.attempts) <= 1
+    return log.info if went_well else log_always
 
 
 def _earlier(entries: Sequence[Entry]) -> Sequence[Entry]:
@@ -181,12 +189,13 @@ def conclude(summary: Summary, how_to_go_on: str) -> None:
         last is not None and summary.status in ("failed", "pruned")
     ):
         ending += f"; {shortened(str(summary.reason), _LONGEST_REASON)}"
-    log.info("%s", ending)
+    say = _logging_of(summary)
+    say("%s", ending)
     if last is not None and last.speed:
         log.info("speed: %s", speed_text(last.speed, last.spec.ranks))
     for sentence in summary.advice:
         log.info("to be faster: %s", sentence)
-    log.info("run folder: %s", summary.run_dir)
+    say("run folder: %s", summary.run_dir)
     if summary.status == "completed" or not how_to_go_on:
         return
     first = "to go on"
@@ -195,7 +204,7 @@ def conclude(summary: Summary, how_to_go_on: str) -> None:
     elif summary.checkpoint is None:
         first = "to start over (no checkpoint is known)"
     if last is not None or summary.status == "interrupted":
-        log.info("%s: %s", first, how_to_go_on)
+        say("%s: %s", first, how_to_go_on)
 
 
 def log_end(attempt: Attempt, decision: Decision | None) -> None:

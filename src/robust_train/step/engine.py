@@ -182,6 +182,15 @@ class Recorder:
             parts,
         )
 
+    def made_room(self) -> None:
+        """Log that the step is repeated with the same size, and more of the GPU's memory."""
+        log.warning(
+            "step %d: out of memory on the GPU: gradients of earlier batches go to the host during "
+            "a step from now on, and the step is repeated; zero_grad(set_to_none=True) before it, "
+            "and one call of run.backward with the whole batch, leave none to move",
+            self.step(),
+        )
+
     def exhausted(
         self,
         training: bool,
@@ -237,6 +246,7 @@ class Step(Generic[T]):
         self._host_ran_out = False
         # what memory ran out with in this step, without its frames
         self._shortage: BaseException | None = None
+        self._has_made_room = False  # the last time that memory ran out
         self._agrees = True  # the other ranks come to the same agreement
 
     def run(self, batch: Batch[T], *, is_last: bool = True) -> Results[T]:
@@ -578,12 +588,16 @@ class Step(Generic[T]):
             return_memory(thorough=self.repeats > 0, workspaces=True)
             do_without_onednn(failure)
             size = self._size.current
-            self._recorder.repeated(
-                self._is_training,
-                failure,
-                used,
-                size,
-            )
+            if self._has_made_room:
+                self._recorder.made_room()
+                self._has_made_room = False
+            else:
+                self._recorder.repeated(
+                    self._is_training,
+                    failure,
+                    used,
+                    size,
+                )
             self._warn_of_changes()
             if self.is_sharded:
                 self._shared.end_part(ran_out=True)
@@ -639,6 +653,10 @@ class Step(Generic[T]):
         if not failure.kind.is_memory:
             return None
         reason = self.cannot_repeat()
+        self._has_made_room = reason is None and self._makes_room(failure)
+        if self._has_made_room:
+            self._recorder.on_oom(error, failure)
+            return failure
         smaller = None
         if reason is None:
             smaller = self._size.smaller_than(used)
@@ -682,6 +700,15 @@ class Step(Generic[T]):
             ):
                 return False
         return True
+
+    def _makes_room(self, failure: Failure) -> bool:
+        """Move gradients of earlier batches off the GPU, which may be all that the step lacks."""
+        # ranks that compute together would have to do so together
+        if self.start is None or self.is_sharded:
+            return False
+        if failure.kind is not FailureKind.DEVICE_OOM:
+            return False
+        return self.start.make_room()
 
     def _agree(self, *, returns_more: bool = False) -> RankReport | None:
         """Agree with the other ranks how this step, or part, went; None if there are none."""

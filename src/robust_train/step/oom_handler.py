@@ -16,7 +16,11 @@ from typing import Any, TypeVar, overload
 from robust_train.config.trainers import signature_of
 from robust_train.failures import classify_failure
 from robust_train.failures.shortage import do_without_onednn
-from robust_train.memory.clearing import StartingMemory, release_memory
+from robust_train.memory.clearing import (
+    StartingMemory,
+    has_half_updated,
+    release_memory,
+)
 from robust_train.memory.tensors import leaves_in
 from robust_train.model.errors import AttemptsExhausted
 from robust_train.model.failure import Clue, FailureKind
@@ -120,13 +124,22 @@ class OOMHandler:
             and happened at every size.
 
         Raises:
-            AttemptsExhausted: memory ran out and there is no smaller batch left to try.
+            AttemptsExhausted: memory ran out and there is no smaller batch left to try, or within
+                an optimizer's step.
         """
         failure = classify_failure(error)
         if not failure.kind.is_memory:
             return False
         trained = leaves_in(error)
+        writes = self._gradients.weights_were_written
+        is_half_updated = has_half_updated(error, weights_were_written=writes)
         release_memory(error)
+        if is_half_updated:
+            raise AttemptsExhausted(
+                "out of memory within optimizer.step(), which may have updated some of the weights "
+                "or moments, so the call is not repeated; a smaller batch does not help there: "
+                "step after it, or use MicroBatcher.backward"
+            ) from error
         if self._gradients.weights_have_changed:
             raise AttemptsExhausted(
                 "out of memory in a call that cannot be repeated: an optimizer "
@@ -165,6 +178,11 @@ class OOMHandler:
             self.batch_size,
             self.gradient_accumulation_steps,
         )
+        if writes:
+            log.warning(
+                "the call had changed weights before memory ran out, as optimizer.step() does: "
+                "they stay as they are, and the next try changes them again"
+            )
         if left:
             log.warning("%s", left)
         return True

@@ -102,6 +102,8 @@ def search_size(
     Gradients, buffers and generators go back to their ``start`` after each pass.
     """
     started = time.monotonic()
+    # gradients of zeros stand for them: a step that adds to them needs no more
+    start.move_aside_to_host()
     probes: list[Probe] = []
     limits = Limits()
     while (size := next_size(sizes, probes, limits)) is not None:

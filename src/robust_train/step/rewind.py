@@ -28,6 +28,7 @@ from robust_train.compat import (
     version_of,
     versions_of,
 )
+from robust_train.host.memory import room_left
 from robust_train.memory.tensors import leaves_of
 from robust_train.model.errors import UserError
 from robust_train.readable import MIB
@@ -44,6 +45,8 @@ _MOST_ITEMS = 200  # longer lists hold samples; of dictionaries, keys count
 _PLAIN = (str, bytes, int, float, type(sys), type)
 # bytes of a buffer or of all frozen weights that are copied for a check, which is made once
 _MOST_COPIED = 1024 * MIB
+# of the host's free memory, for gradients that make room on a GPU: other processes use it, too
+_MOST_OF_HOST = 0.5
 
 
 # --- random generators ---
@@ -447,6 +450,8 @@ class Watch:
         ]()
         self.named: set[str] = set()
         self._checked = weakref.WeakSet[nn.Module]()
+        # whether gradients of earlier batches spend a step on the host, since memory ran out
+        self.keeps_aside_on_host = False
 
     def check(self, model: nn.Module) -> None:
         """Raise UserError if no step of ``model`` can start over; looked up once."""
@@ -476,13 +481,72 @@ class Watch:
         return kept[batch]
 
 
+class _LaidAside:
+    """The gradient of earlier batches, while a step computes another one for its parameter."""
+
+    def __init__(self, parameter: Tensor, gradient: Tensor) -> None:
+        self.parameter = parameter
+        # the same tensor until the end: others may have a view of it
+        self.gradient = gradient
+        self._is_away = False
+        self._on_host: Tensor | None = None  # None if all values are 0
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether it takes memory of a GPU that it can leave, as a view into a bucket cannot."""
+        one = self.gradient
+        is_plain = type(one) is Tensor and not one.is_sparse
+        return (
+            is_plain
+            and is_on_gpu(one)
+            and not self._is_away
+            and one.untyped_storage().nbytes() == one.nbytes
+        )
+
+    def leave(self) -> None:
+        """Move the values to the host; nobody may read the gradient until they are back."""
+        # zero_grad(set_to_none=False) leaves zeros, which need no copy
+        if self.gradient.any():
+            self._on_host = self.gradient.detach().to("cpu", copy=True)
+        self._is_away = True
+        self.gradient.untyped_storage().resize_(0)
+
+    def come_back(self) -> None:
+        """Give the gradient its values again."""
+        if not self._is_away:
+            return
+        self.gradient.untyped_storage().resize_(self.gradient.nbytes)
+        if self._on_host is None:
+            self.gradient.zero_()
+        else:
+            self.gradient.copy_(self._on_host)
+        self._on_host = None
+        self._is_away = False
+
+    def add(self) -> None:
+        """Add the step's gradient, and make the sum the parameter's."""
+        new, before = self.parameter.grad, self.gradient
+        self.come_back()
+        self.parameter.grad = before
+        if new is not None and before.is_sparse == new.is_sparse:
+            before.add_(new)
+        elif new is not None:
+            self.parameter.grad = before + new
+
+
+def is_on_gpu(tensor: Tensor) -> bool:
+    """Return whether a tensor takes memory other than the host's."""
+    return tensor.device.type != "cpu"
+
+
 class StepStart:
     """The state at the start of an optimizer step.
 
     Gradients that are there already (of earlier batches) are laid aside, so that those of the step
-    can be dropped; :meth:`end` adds them again. Without ``keeps_gradients`` they stay, for a
-    framework that drops them itself once the step has begun. ``function`` may use other modules
-    beside ``models``, which learn.
+    can be dropped; :meth:`end` adds them again. If memory is short, they go to the host until then,
+    and the step takes no more of the GPU than one that adds to them in place. Without
+    ``keeps_gradients`` they stay, for a framework that drops them itself once the step has begun.
+    ``function`` may use other modules beside ``models``, which learn.
     """
 
     def __init__(
@@ -506,7 +570,8 @@ class StepStart:
         self._versions = versions_of(list(self._known.values()))
         self.is_open = True
         self._keeps_gradients = keeps_gradients
-        self._aside: list[tuple[Tensor, Tensor]] = []
+        self._aside: list[_LaidAside] = []
+        self._watch = watch
         self._generators = GeneratorStates(generators)
         self._buffers = watch.buffers_with(models)
         self._buffers.keep(self.modules)
@@ -516,8 +581,27 @@ class StepStart:
     def _lay_aside(self, parameters: Iterable[Tensor]) -> None:
         for parameter in parameters if self._keeps_gradients else ():
             if parameter.grad is not None:
-                self._aside.append((parameter, parameter.grad))
+                self._aside.append(_LaidAside(parameter, parameter.grad))
                 parameter.grad = None
+        if self._watch.keeps_aside_on_host:
+            self.move_aside_to_host()
+
+    def move_aside_to_host(self) -> bool:
+        """Have the gradients that are laid aside spend the step on the host, if it has room for
+        them; return whether that has freed any memory."""
+        leaving = [one for one in self._aside if one.may_leave]
+        size = sum(one.gradient.nbytes for one in leaving)
+        if not leaving or size > _MOST_OF_HOST * room_left():
+            return False
+        for one in leaving:
+            one.leave()
+        return True
+
+    def make_room(self) -> bool:
+        """Do so in this step and, if that frees memory, in all that follow; return whether."""
+        has_freed = self.move_aside_to_host()
+        self._watch.keeps_aside_on_host |= has_freed
+        return has_freed
 
     def notice(self, loss: Tensor) -> None:
         """Take the parameters of ``loss``, whose gradients it is going to change, as the step's."""
@@ -592,14 +676,8 @@ class StepStart:
             return
         self.is_open = False
         with torch.no_grad():
-            for parameter, before in self._aside:
-                new = parameter.grad
-                # the same tensor as before: it may be a view into another's buffer
-                parameter.grad = before
-                if new is not None and before.is_sparse == new.is_sparse:
-                    before.add_(new)
-                elif new is not None:
-                    parameter.grad = before + new
+            for one in self._aside:
+                one.add()
         self._aside = []
         for attributes in self._attributes:
             attributes.drop()
@@ -629,6 +707,7 @@ class _Before:
     gradient: Callable[[], Tensor | None]
     version: int
     values: Tensor | None = None  # on the host
+    version_of_weights: int = -1
 
     @torch.no_grad()
     def restore(self) -> bool:
@@ -648,6 +727,15 @@ class _Before:
             gradient.copy_(self.values)
         parameter.grad = gradient
         return True
+
+    @property
+    def was_written(self) -> bool:
+        """Whether the parameter itself has changed, as far as its version shows."""
+        parameter = self.parameter()
+        return (
+            parameter is not None
+            and version_of(parameter) != self.version_of_weights
+        )
 
     @property
     def was_dropped(self) -> bool:
@@ -685,6 +773,7 @@ class GradientsBefore:
                 _none if gradient is None else weakref.ref(gradient),
                 version_of(gradient),
                 values,
+                version_of(parameter),
             )
 
     def end(self) -> None:
@@ -701,6 +790,11 @@ class GradientsBefore:
         """Whether a backward pass of the call may have updated what was there before it."""
         known = (one.parameter() for one in self._before.values())
         return any(map(steps_in_backward, known))
+
+    @property
+    def weights_were_written(self) -> bool:
+        """Whether the call has changed weights, for example by an optimizer's step."""
+        return any(one.was_written for one in self._before.values())
 
     def restore(self, made: Iterable[Tensor] = ()) -> bool:
         """Go back to the start of the call; return whether that is possible.

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from robust_train.compat import leave_out_if, skips_on_device
+from robust_train.compat import (
+    deciding_on_host,
+    leave_out_if,
+    skips_on_device,
+    total_norm,
+)
+from robust_train.model.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -63,7 +72,11 @@ def update(
     """Clip, step, and drop the gradients; with ``skips`` not if loss or norm is not finite.
 
     A scaler leaves out overflows by itself, which are no divergence: then the loss alone counts.
+
+    Raises:
+        UserError: the optimizer computes the loss itself.
     """
+    _refuse_closures(optimizer)
     scales = scaler is not None and scaler.is_enabled()
     if scales:
         scaler.unscale_(optimizer)
@@ -74,7 +87,9 @@ def update(
     moved, waits = True, False
     if scales:
         before = scaler.get_scale()
-        scaler.step(optimizer)
+        on_device = skips_on_device(optimizer)
+        with nullcontext() if on_device else deciding_on_host(optimizer):
+            scaler.step(optimizer)
         scaler.update()
         moved = scaler.get_scale() >= before
     elif is_bad is not None and skips_on_device(optimizer):
@@ -89,10 +104,28 @@ def update(
     return Update(moved, is_bad, waits)
 
 
+def _refuse_closures(optimizer: torch.optim.Optimizer) -> None:
+    # of the class, so that the cache keeps no optimizer alive
+    step = getattr(type(optimizer), "step", optimizer.step)
+    if _needs_closure(getattr(step, "__func__", step)):
+        name = type(optimizer).__name__
+        raise UserError(
+            f"run.step: {name} computes the loss several times in a step, so that its update "
+            "cannot be left out: call optimizer.step(closure) in place of run.step(optimizer)"
+        )
+
+
+@functools.lru_cache(maxsize=32)
+def _needs_closure(step: Callable[..., Any]) -> bool:
+    closure = inspect.signature(step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
+
+
 def _clip(optimizer: torch.optim.Optimizer, most: float | None) -> Tensor:
-    """Return the norm of all gradients, the same on every rank; clip it to ``most``."""
+    """Return the norm of all gradients, the same on every rank; clip it to ``most``, if given."""
     trained = [p for group in optimizer.param_groups for p in group["params"]]
-    norm: Any = nn.utils.clip_grad_norm_(trained, most or float("inf"))
+    clip = nn.utils.clip_grad_norm_
+    norm: Any = clip(trained, most) if most else total_norm(torch, trained)
     whole: Tensor = (
         norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     )

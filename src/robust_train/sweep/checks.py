@@ -22,7 +22,7 @@ from robust_train.config.checks import checked, unchecked
 from robust_train.config.composition import complete
 from robust_train.config.projects import as_typed, their_keys
 from robust_train.config.refusals import REFUSALS, explain_job
-from robust_train.host.job_logging import change_words
+from robust_train.host.loggers import change_words
 from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED, ConfigError
 
 _MOST_JOBS, MOST_SECONDS = 50, 5.0

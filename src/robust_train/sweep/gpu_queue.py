@@ -47,6 +47,7 @@ from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.visible import visible_gpus
 from robust_train.host.job_logging import shorten_lines
 from robust_train.host.linux import signal_at_parents_death
+from robust_train.host.loggers import show_lines
 from robust_train.host.signals import FORWARDED, SignalWatch, forwarded
 from robust_train.model.errors import ConfigError
 from robust_train.model.events import ValueReported
@@ -179,6 +180,7 @@ class GpuQueue:
             self._config.hydra.hydra_logging, self._config.hydra.verbose
         )
         shorten_lines()
+        show_lines()
         name_keys_as_typed(self._config)
         discard_early()
         table = self.sweep.table
