@@ -29,9 +29,21 @@ from robust_train.failures import classify_failure
 from robust_train.memory.clearing import clear_frames, return_memory
 from robust_train.model.failure import FailureKind
 from robust_train.readable import first_line
-from robust_train.step.rewind import GeneratorStates, PassState
+from robust_train.step.rewind import (
+    GeneratorStates,
+    Models,
+    PassState,
+    models_of,
+)
 from robust_train.step.sharded import RanOutElsewhere
-from robust_train.step.splitting import Parts, part_of, part_of_both_ends
+from robust_train.step.splitting import (
+    Count,
+    Length,
+    Parts,
+    Split,
+    part_of,
+    part_of_both_ends,
+)
 
 LossOf = Callable[[Any], Tensor]
 """Returns the loss of some data, a tensor with one element, and runs no backward pass."""
@@ -300,7 +312,11 @@ class Checker:
         except PassFailed:
             seen = described(self._error)
             check = SplitCheck(Kept.UNKNOWN, seen, self._size)
-        # After any other error the step goes back to its start.
+        except Exception:
+            # After a fault of the device nothing can be put back.
+            with contextlib.suppress(Exception):
+                self._state.restore()
+            raise
         self._state.restore()
         return check
 
@@ -625,3 +641,67 @@ def _epsilon_of(dtype: torch.dtype, is_cuda: bool) -> float:
         if is_cuda and dtype is torch.float32
         else epsilon
     )
+
+
+# --- for loops of one's own ---
+
+
+def check_split(
+    function: Callable[[Any], Any],
+    batch: Any,
+    model: Models = None,
+    *,
+    count: Count | None = None,
+    split: Split | None = None,
+    length: Length | None = None,
+    size: int | None = None,
+) -> SplitCheck:
+    """Check whether the losses of parts of a batch, weighted, are the loss of the batch::
+
+        check = check_split(loss_of, next(iter(loader)), model)
+        if not check.is_kept:
+            print(check.message)
+
+    Gradient accumulation takes for granted that they are. A contrastive loss, a Dice score over the
+    batch, class weights, or a mean over tokens without ``count`` do not add up. A part is computed
+    as a whole and in two pieces, without a backward pass. Gradients, weights, buffers, random
+    generators, and the variables of ``function`` are as before afterwards.
+
+    Args:
+        function: returns the mean loss of its part, or a tuple of that and anything else.
+        batch: tensors, arrays or lists in any nesting of tuples, mappings and dataclasses, all with
+            one sample per index of their first dimension.
+        model: what learns: a module or several. None: the modules that ``function`` closes over.
+        count: returns the number of items whose mean the loss is, if these are not the samples:
+            tokens, or labels that are not -100. For a sum ``lambda data: 1``.
+        split: ``split(batch, start, stop)``, if the batch cannot be sliced.
+        length: returns the number of samples of such a batch, if that is not its ``len``.
+        size: samples in the part that is checked; None: half of the batch, and at least 4.
+
+    Returns:
+        What was seen. ``is_kept`` is the answer, ``message`` says it in one line with the figures.
+
+    Raises:
+        TypeError, ValueError: the number of samples cannot be seen, or ``size`` is below 2.
+    """
+    if size is not None and size < 2:
+        raise ValueError(f"size={size}: must be 2 or more")
+    parts = Parts.of(batch, length, split, count)
+    if parts.samples < 2:
+        return SplitCheck(
+            Kept.UNKNOWN, "the batch has fewer than 2 samples", parts.samples
+        )
+
+    def loss_of(data: Any) -> Tensor:
+        result = function(data)
+        loss: Tensor = result[0] if isinstance(result, tuple) else result
+        return loss
+
+    checker = Checker(
+        loss_of,
+        parts,
+        size or parts.samples // 2,
+        models_of(model, function),
+        function,
+    )
+    return checker.check()
