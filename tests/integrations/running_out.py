@@ -69,6 +69,13 @@ class Fuse(nn.Module):
             allocate(samples, self.fits)
         return _Fuse.apply(x, self.fits if is_limited and self.where == "backward" else None)
 
+    def of_a_split_check(self, samples):
+        """The passes that check a split: a part and its halves, without a backward pass."""
+        if self.where == "backward":
+            return [samples, samples // 2, samples // 2]
+        part = self.fits
+        return [samples, part, part // 2, part // 2]
+
 
 class Fitted:
     """What a run of a framework's trainer leaves: its events and the model's weights.

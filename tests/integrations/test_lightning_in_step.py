@@ -105,7 +105,8 @@ def test_wherever_memory_runs_out_weights_hooks_and_logs_are_those_of_a_run_with
         split = Fitted(tmp_path, Net(fuse))
         assert split.changed(training=True) == [((at + 1) // 2, 4, 2)], (where, at)
         again = at - 1 if at == 4 else at  # the step's batches so far
-        assert fuse.sizes[at:] == [2] * 2 * (6 - again) + [1, 2], (where, at)
+        split_checked = fuse.of_a_split_check(4)
+        assert fuse.sizes[at:] == split_checked + [2] * 2 * (6 - again) + [1, 2], (where, at)
         differ_by_rounding_alone(split.weights, whole.weights)
         assert split.model.hooks == whole.model.hooks
         for one, other in zip(split.model.outputs, whole.model.outputs, strict=True):
@@ -115,7 +116,7 @@ def test_wherever_memory_runs_out_weights_hooks_and_logs_are_those_of_a_run_with
         assert split.trainer.global_step == whole.trainer.global_step
     # the batches of a short step keep their weights when its last one runs out
     split = Fitted(tmp_path, Net(Fuse("forward", 6, fits=1)))
-    assert split.changed(training=True) == [(3, 3, 1)]
+    assert split.changed(training=True) == [(3, 3, 2), (3, 2, 1)]
     differ_by_rounding_alone(split.weights, whole.weights)
 
 
@@ -126,10 +127,10 @@ def test_an_evaluation_repeats_the_batch_in_which_memory_runs_out(tmp_path):
     # in the second pass of the second batch, whose first one has logged already
     fuse = Fuse("forward", 4, fits=2, training=False)
     split = Fitted(tmp_path, Net(fuse))
-    assert fuse.sizes[:8] == [4, 4, 3, 3, 1, 1, 1, 1], "the second batch has three"
+    assert fuse.sizes[:8] == [4, 4, 3, 3, 1, 1, 2, 2], "the second batch has three"
     assert not split.changed(training=True)
     ((_, before, after),) = split.changed(training=False)
-    assert (before, after) == (3, 1)
+    assert (before, after) == (3, 2)
     assert split.result == pytest.approx(whole.result, abs=1e-6)
     one, other = (fitted.trainer.predict(fitted.model, ORDERED) for fitted in (split, whole))
     torch.testing.assert_close(one, other)
@@ -271,7 +272,7 @@ def test_evaluation_is_repeated_under_manual_optimization_too(tmp_path):
         for fuse in (Fuse(training=False), Fuse("forward", 3, fits=2, training=False))
     )
     assert not split.changed(training=True)
-    assert [(before, after) for _, before, after in split.changed(training=False)] == [(3, 1)]
+    assert [(before, after) for _, before, after in split.changed(training=False)] == [(3, 2)]
     assert split.result == pytest.approx(whole.result, abs=1e-6)
     assert split.model.accumulate_grad_batches == 2, "of this attempt"
     assert split.run.last_step == 3

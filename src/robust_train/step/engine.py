@@ -494,6 +494,7 @@ class Step(Generic[T]):
             batch.function,
             around=around,
             agree=self._shared.largest,
+            named=self.start.named,
         )
         check = checker.check()
         self._shared.reset()

@@ -350,10 +350,14 @@ class PassState:
     """All that a pass may change besides gradients, to go back to any number of times."""
 
     def __init__(
-        self, models: Iterable[nn.Module], function: Any = None
+        self,
+        models: Iterable[nn.Module],
+        function: Any = None,
+        named: set[str]
+        | None = None,  # of which a line says already that they change
     ) -> None:
         modules, self.generators = taking_part(models, function)
-        self._attributes = Attributes()
+        self._attributes = Attributes(named)
         self.modules = with_modules_inside(self._attributes, modules)
         self.random_numbers = GeneratorStates(self.generators)
         self._buffers = _Buffers(most_bytes=_MOST_COPIED)
@@ -521,7 +525,7 @@ class Watch:
         self._attributes = weakref.WeakKeyDictionary[
             nn.Module, dict[int, Attributes]
         ]()
-        self._named: set[str] = set()
+        self.named: set[str] = set()
         self._checked = weakref.WeakSet[nn.Module]()
 
     def check(self, model: nn.Module) -> None:
@@ -545,10 +549,10 @@ class Watch:
     ) -> Attributes:
         """Return those of this batch of the last step that began with these models."""
         if not models:
-            return Attributes(self._named)
+            return Attributes(self.named)
         kept = self._attributes.setdefault(models[0], {})
         if batch not in kept:
-            kept[batch] = Attributes(self._named)
+            kept[batch] = Attributes(self.named)
         return kept[batch]
 
 
@@ -601,6 +605,11 @@ class StepStart:
         self._known.update(zip(map(id, new), new, strict=True))
         self._versions += versions_of(new)
         self._lay_aside(new)
+
+    @property
+    def named(self) -> set[str]:
+        """Which attributes a line has said that they cannot be put back."""
+        return self._watch.named
 
     def parameters(self) -> list[Tensor]:
         """Return what the step trains, each once."""

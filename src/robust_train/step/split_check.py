@@ -270,6 +270,7 @@ class Checker:
         function: what reaches further modules, generators and metrics; None: ``loss_of``.
         around: makes a context for each pass, in which nothing is logged or reported.
         agree: returns the largest of all ranks' figures, if ranks make these passes together.
+        named: attributes of which a line says already that they cannot be put back.
     """
 
     def __init__(
@@ -284,14 +285,14 @@ class Checker:
             [], AbstractContextManager[object]
         ] = contextlib.nullcontext,
         agree: Callable[[int], int] = int,
+        named: set[str] | None = None,
     ) -> None:
         self._loss_of = loss_of
         self._around = around
         self._agree = agree
         self._parts = parts
-        self._state = PassState(
-            models, loss_of if function is None else function
-        )
+        reached = loss_of if function is None else function
+        self._state = PassState(models, reached, named)
         self._size = min(max(size, _LEAST_SAMPLES), parts.samples)
         self._pieces: list[Any] = []
         self._weights: tuple[float, ...] = ()
