@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attempts import KEYS_OF_A_PROJECT, decided, failed, gpu, keys_at_the_root, policy
+from robust_train.config.placeholders import SplitRule
 from robust_train.config.schema import RetryConfig
 from robust_train.failures.advice import with_advice
 from robust_train.host import search
@@ -230,6 +231,72 @@ def test_a_script_that_starts_over_each_time_is_not_repeated_for_ever(name):
     # a step that is reported, and saved, begins the count again
     further = failed(spec, FailureKind.DEVICE_OOM, end_step=9, saved_step=8, saves=1)
     assert decided(settings, (*history, further)).spec == spec
+
+
+SEEN = "splitting changes this loss: a part of 8 has loss 1.93, its halves 1.21 and 1.21"
+
+
+def actions_after(settings, gpus, **record):
+    """What follows until the end if each attempt runs out of memory and its loss is checked."""
+    spec, history, actions = first_attempt(settings, gpus[:1]), (), []
+    while True:
+        seen = "" if spec.splits_loss else SEEN
+        attempt = failed(
+            spec,
+            FailureKind.DEVICE_OOM,
+            Evidence(),
+            split_changes=seen,
+            start_step=0,
+            end_step=3,
+            **record,
+        )
+        history += (attempt,)
+        decision = decided(settings, history, gpus)
+        if isinstance(decision, GiveUp):
+            return actions, decision, history
+        actions.append(decision.action)
+        spec = decision.spec
+
+
+def test_a_loss_that_splitting_changes_is_split_when_nothing_else_is_left():
+    settings = policy(64, can_checkpoint=True, allow_cpu_fallback=True)
+    actions, _, history = actions_after(settings, (gpu(0, 20), gpu(1, 40)))
+    before = actions[: actions.index("split_loss")]
+    assert "switch_gpu" in before
+    assert "gradient_checkpointing" in before
+    assert "halve_batch" not in before
+    assert "cpu_fallback" not in before
+    whole = [attempt.spec for attempt in history if not attempt.spec.splits_loss]
+    assert {spec.batch_size for spec in whole} == {64}
+    split = actions[actions.index("split_loss") :]
+    assert split.count("split_loss") == 1
+    assert split[1] == "halve_batch"
+    assert "cpu_fallback" in split
+
+
+def test_a_batch_that_must_be_preserved_is_not_split_if_its_loss_is_not():
+    settings = policy(64, can_checkpoint=True, preserve_effective_batch_size=True)
+    actions, decision, _ = actions_after(settings, (gpu(0, 20), gpu(1, 40)))
+    assert "split_loss" not in actions
+    assert "halve_batch" not in actions
+    assert SEEN in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("preserves", "splits", "name"),
+    [
+        ("auto", False, "other_remedies_first"),
+        ("auto", True, "warn"),
+        (True, False, "exact"),
+        (False, False, "warn"),
+    ],
+)
+def test_the_rule_for_a_split_goes_to_a_script(preserves, splits, name):
+    settings = policy(64, preserve_effective_batch_size=preserves)
+    spec = replace(first_attempt(settings, ()), splits_loss=splits)
+    rule = SplitRule.of(settings.config, spec)
+    assert rule.name == name
+    assert SplitRule.named(name) == rule
 
 
 def test_what_the_host_avoids_after_a_fault_follows_from_the_same_evidence():

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from robust_train import check_split
+from robust_train import AttemptsExhausted, check_split, launch
 from robust_train.model.errors import UserError
 from robust_train.step.batcher import MicroBatcher
 from robust_train.step.split_check import Kept, Losses, SplitCheck, differ_beyond_noise, in_words
@@ -536,3 +536,44 @@ def test_nothing_to_see_is_looked_at_again(caplog):
         assert watch.take("kind", nothing, 1, ran_out=True)
     assert not watch.knows("kind")
     assert caplog.records == []
+
+
+# --- in a job ---
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Launch a job with a contrastive loss, of whose 16 samples 8 fit; return its summary."""
+
+    def train(cfg, run):
+        loss_of, model = limited(info_nce, 8)
+        run.started(0)
+        loss = run.backward(loss_of, data(), model)
+        run.progress(1)
+        return float(loss)
+
+    def start(preserves):
+        keys = {
+            "isolation": "none",
+            "training": {"batch_size": 16, "num_workers": 0},
+            "preserve_effective_batch_size": preserves,
+        }
+        return launch(train, keys, run_dir=tmp_path)
+
+    return start
+
+
+def test_a_job_splits_the_loss_in_its_last_attempt(job, caplog):
+    summary = job("auto")
+    assert [one.action for one in summary.attempts] == ["split_loss", "none"]
+    assert len(warned(caplog)) >= 1
+
+
+def test_a_job_that_must_preserve_its_batch_gives_up_with_the_figures(job):
+    with pytest.raises(AttemptsExhausted, match=r"splitting changes this loss: a part of 8 has"):
+        job(True)
+
+
+def test_a_job_that_need_not_preserve_its_batch_splits_at_once(job, caplog):
+    assert len(job(False).attempts) == 1
+    assert len(warned(caplog)) == 1
