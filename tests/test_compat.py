@@ -102,6 +102,49 @@ def test_private_names_of_torch_are_found_when_they_are_used():
     assert counts.calls
 
 
+def test_layers_that_depend_on_the_batch_on_chance_or_on_passes():
+    assert compat.depends_on_batch(torch, torch.nn.LazyBatchNorm1d())
+    assert not compat.depends_on_batch(torch, torch.nn.GroupNorm(1, 1))
+    normed = torch.nn.utils.spectral_norm(torch.nn.Linear(1, 1))
+    parametrized = torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(1, 1))
+    (iterates,) = parametrized.parametrizations.weight
+    for layer in (torch.nn.Dropout2d(), torch.nn.LSTM(1, 1), normed, iterates):
+        assert compat.draws_or_iterates(torch, layer)
+    assert not compat.draws_or_iterates(torch, torch.nn.Linear(1, 1))
+    assert compat.has_made(torch.nn.BatchNorm1d(1), "running_mean")
+    assert not compat.has_made(torch.nn.BatchNorm1d(1), "momentum")
+
+
+def test_results_of_a_block_are_not_seen_by_a_function_mode():
+    seen = []
+
+    class Sees(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    one = torch.ones(1)
+    with Sees():
+        with compat.without_torch_functions(torch):
+            one.add(1)
+        assert seen == []
+        one.add(1)
+    assert len(seen) == 1
+
+
+def test_compiled_code_runs_as_it_was_written():
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    function = torch.compile(lambda x: x + 1, backend=backend)
+    with compat.runs_eagerly(torch):
+        assert function(torch.zeros(())) == 1
+    assert compiled == []
+
+
 def test_private_attributes_of_tensors_and_modules():
     tensor = torch.ones(2)
     tensor.add_(1)
@@ -276,7 +319,7 @@ def test_what_a_step_runs_before_it_changes_anything():
 
     weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
     optimizer = torch.optim.SGD([{"params": [weight]} for weight in weights], lr=0.1)
-    makes_state = torch.optim.SGD._init_group.__code__
+    makes_state = inspect.unwrap(torch.optim.SGD._init_group).__code__  # dynamo may wrap it
     first, second = optimizer.param_groups
     codes = compat.codes_before_update(optimizer, {"closure": torch.enable_grad()(closure)})
     assert codes == {closure.__code__, makes_state}

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attempts import KEYS_OF_A_PROJECT, decided, failed, gpu, keys_at_the_root, policy
-from robust_train.config.schema import RetryConfig, TrainerConfig
+from robust_train.config.schema import RetryConfig
 from robust_train.failures.advice import with_advice
 from robust_train.host import search
 from robust_train.model.failure import MEMORY_FAILURES, Clue, Evidence, Failure, FailureKind
@@ -234,106 +234,6 @@ def test_a_script_that_starts_over_each_time_is_not_repeated_for_ever(name):
     # a step that is reported, and saved, begins the count again
     further = failed(spec, FailureKind.DEVICE_OOM, end_step=9, saved_step=8, saves=1)
     assert decided(settings, (*history, further)).spec == spec
-
-
-UNKNOWN = Evidence(clue=Clue.UNKNOWN)
-
-
-@given(jobs(), st.lists(st.none() | st.integers(1, 9), min_size=1, max_size=12), st.data())
-def test_the_unknown_is_tried_once_more_for_each_progress_that_a_checkpoint_holds(
-    settings, saved_steps, data
-):
-    """Other failures in between neither renew that nor use it up."""
-    spec = first_attempt(settings, ())
-    history = ()
-    furthest = 0
-    is_new = False
-    for step in saved_steps:
-        saved = {} if step is None else {"saved_step": step, "saves": 1, "checkpoint": f"{step}.pt"}
-        is_unknown = data.draw(st.booleans())
-        kind = FailureKind.BUG if is_unknown else FailureKind.COMM
-        history += (failed(spec, kind, UNKNOWN if is_unknown else None, **saved),)
-        if step is not None and step > furthest:
-            furthest = step
-            is_new = True
-        if not is_unknown:
-            continue
-        decision = decided(settings, history)
-        assert isinstance(decision, Retry) == (is_new and settings.config.retries > 0)
-        if isinstance(decision, GiveUp):
-            return
-        assert (decision.action, decision.spec) == ("retry", spec)
-        is_new = False
-
-
-@pytest.mark.parametrize(
-    ("pattern", "name", "attempts"),
-    [
-        ("ckpt/*.pt", "9.pt", 2),
-        ("ckpt/*.pt", "last.pt", 4),
-        ("last.pt", "last.pt", 4),
-        ("*/last.pt", "version_{}/last.pt", 4),
-    ],
-)
-def test_an_unknown_failure_of_a_script_that_starts_over_ends_soon(pattern, name, attempts):
-    """Without steps what it saves again looks as if it got further."""
-    settings = policy(64)
-    script = TrainerConfig(argv=("python", "train.py"), checkpoint_glob=pattern)
-    settings = replace(settings, config=replace(settings.config, trainer=script))
-    spec = first_attempt(settings, ())
-    history = ()
-    for number in range(9):
-        saved = {"saves": 3, "checkpoint": name.format(number)}
-        history += (failed(spec, FailureKind.BUG, UNKNOWN, **saved),)
-        if isinstance(decided(settings, history), GiveUp):
-            break
-    assert len(history) == attempts
-
-
-def script_settings(argv, *used, **trainer):
-    """A job of a script with this command; ``used`` are the values that reach it."""
-    config = policy(8, min_batch_size=1).config
-    config = replace(config, trainer=TrainerConfig(argv=argv, **trainer))
-    return type(policy()).of(config, used=used)
-
-
-@pytest.mark.parametrize(
-    ("argv", "resume_argv", "where"),
-    [
-        (("python", "train.py"), ("--resume", "{checkpoint}"), "from the last checkpoint, 3.pt"),
-        (("env", "FROM={checkpoint}", "sh"), (), "from the last checkpoint, 3.pt"),
-        (("python", "train.py"), ("--init_from=resume",), "from the last checkpoint, 3.pt"),
-        (("python", "train.py"), (), "from the beginning, unless the script finds its checkpoint"),
-    ],
-)
-def test_only_what_is_given_a_checkpoint_is_said_to_resume_from_it(argv, resume_argv, where):
-    settings = script_settings(argv, checkpoint_glob="*.pt", resume_argv=resume_argv)
-    spec = first_attempt(settings, ())
-    killed = Evidence(clue=Clue.KILLED)
-    once = failed(spec, FailureKind.INTERRUPTED, killed, checkpoint="3.pt", saves=1)
-    assert where in decided(settings, (once,)).reason
-    # a file that is cut off is not what the next attempt gets
-    cut_off = replace(once, not_whole="3.pt")
-    assert "from the beginning, for no checkpoint is known" in decided(settings, (cut_off,)).reason
-
-
-def test_a_line_on_the_effective_batch_of_a_script_says_what_is_known():
-    def warning(*used, output=""):
-        settings = script_settings(("python", "train.py"), *used)
-        spec = first_attempt(settings, ())
-        out_of_memory = failed(spec, FailureKind.HOST_OOM, output=output)
-        return decided(settings, (out_of_memory,)).warning
-
-    alone = "is now 4 instead of 8 if the script does not accumulate by itself"
-    assert alone in warning("batch_size")
-    both = "batch_size", "gradient_accumulation_steps"
-    divides = "gradients stay the same if it divides the loss by that number"
-    trained = "{'loss': 0.69, 'grad_norm': 1.5, 'learning_rate': 1e-05, 'epoch': 0.1}\n"
-    raised = '  File "/x/transformers/trainer.py", line 2500, in train\n'
-    for printed in (trained, raised):
-        assert "transformers' Trainer gradients may be 2 times" in warning(*both, output=printed)
-    assert divides in warning(*both, output="loss 0.69\n")
-    assert "transformers" not in warning(*both, output="import transformers\n")
 
 
 def test_what_the_host_avoids_after_a_fault_follows_from_the_same_evidence():

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
         retry_on_oom,
     )
     from robust_train.step.probing import FoundBatchSize, find_batch_size
+    from robust_train.step.split_check import SplitCheck, check_split
     from robust_train.sweep.load_runs import load_runs
 
 take_loggers()
@@ -64,10 +65,11 @@ take_loggers()
 __all__ = [
     "AttemptsExhausted", "ConfigError", "Evidence", "Failure", "FailureKind", "FoundBatchSize",
     "GPUMemoryContext", "Interrupted", "JobInterrupted", "MicroBatcher", "NoDevice",
-    "NoProgress", "OOMHandler", "Run", "RunFolderUnavailable", "Summary", "TrainerFailed",
-    "UserError",
-    "adaptive_batch_training", "classify_exit", "classify_failure", "cleanup_model_memory",
-    "clear_cuda_memory", "clear_gpu_memory", "current_run", "enable_memory_efficient_settings",
+    "NoProgress", "OOMHandler", "Run", "RunFolderUnavailable", "SplitCheck", "Summary",
+    "TrainerFailed", "UserError",
+    "adaptive_batch_training", "check_split", "classify_exit", "classify_failure",
+    "cleanup_model_memory", "clear_cuda_memory", "clear_gpu_memory", "current_run",
+    "enable_memory_efficient_settings",
     "find_batch_size", "find_best_device", "get_cuda_memory_info", "get_gpu_memory_stats",
     "hydra_main", "launch", "load_runs", "log_gpu_memory_stats",
     "print_cuda_memory_info", "reset_peak_memory_stats", "retry_on_oom", "safe_tensor_to_cpu",
@@ -94,6 +96,7 @@ _NAMES = {
     "step.batcher": "MicroBatcher",
     "step.oom_handler": "OOMHandler adaptive_batch_training retry_on_oom",
     "step.probing": "FoundBatchSize find_batch_size",
+    "step.split_check": "SplitCheck check_split",
     "attempt.run": "Run",
     "sweep.load_runs": "load_runs",
     "folder.checkpoints": "save_checkpoint",

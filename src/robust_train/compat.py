@@ -824,14 +824,42 @@ def load_shards(
             raise next(iter(failure.failures.values()))[0] from None
 
 
+def depends_on_batch(torch: Any, module: Any) -> bool:
+    """Return whether a layer takes its statistics from the samples of a pass, as BatchNorm does."""
+    return isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+
+
+def draws_or_iterates(torch: Any, module: Any) -> bool:
+    """Return whether a layer in training draws random numbers, or takes a step of its own in each
+    pass, as the power iteration of spectral norm."""
+    nn = torch.nn
+    kinds = (nn.modules.dropout._DropoutNd, nn.RNNBase, nn.MultiheadAttention)
+    if isinstance(module, kinds) or type(module).__name__ == "_SpectralNorm":
+        return True
+    hooks = module._forward_pre_hooks.values()
+    return any(type(hook).__name__ == "SpectralNorm" for hook in hooks)
+
+
+def has_made(module: Any, name: str) -> bool:
+    """Return whether a module has a parameter, a buffer or a module of this name."""
+    homes = (module._parameters, module._buffers, module._modules)
+    return any(name in home for home in homes)
+
+
+def without_torch_functions(torch: Any) -> AbstractContextManager[object]:
+    """Return a context whose operations no TorchFunctionMode sees."""
+    context: AbstractContextManager[object] = torch._C.DisableTorchFunction()
+    return context
+
+
 def runs_eagerly(torch: Any) -> AbstractContextManager[object]:
     """Return a context in which compiled modules run as they were written, without compiling.
 
-    ``torch.compiler.set_stance`` came with torch 2.6; an older torch compiles.
+    ``torch.compiler.set_stance`` came with torch 2.6; an older torch compiles. Without dynamo,
+    whose import takes seconds and memory, nothing was compiled.
     """
     set_stance = getattr(torch.compiler, "set_stance", None)
-    return (
-        contextlib.nullcontext()
-        if set_stance is None
-        else set_stance("force_eager")
-    )
+    if set_stance is None or "torch._dynamo" not in sys.modules:
+        return contextlib.nullcontext()
+    stance: AbstractContextManager[object] = set_stance("force_eager")
+    return stance

@@ -64,6 +64,10 @@ def step(model):
     MicroBatcher().backward(lambda part: model(part).mean(), torch.ones(16, 4), model)
 
 
+CHECKED = (8, 4, 2, 2, 1, 3)
+"""Passes that check the split into parts of 8: a part that does not fit, and one with its halves."""
+
+
 def kind_of(message):
     return classify_failure(RuntimeError(message)).kind.value
 
@@ -97,11 +101,11 @@ def handled(model):
 @pytest.mark.parametrize(
     ("run", "most", "first", "room", "sizes"),
     [
-        (step, 4, None, 32 * MIB, [16, 8, 4, 4, 4, 4]),
+        (step, 4, None, 32 * MIB, [16, *CHECKED, 8, 4, 4, 4, 4]),
         # memory has run out in the step just before
-        (step, 4, MemoryError("no memory"), None, [16, 8, 4, 4, 4, 4]),
+        (step, 4, MemoryError("no memory"), None, [16, *CHECKED, 8, 4, 4, 4, 4]),
         # no size helps: it is raised with its own traceback
-        (step, 0, None, 32 * MIB, [16, 8, 4, 2, 1]),
+        (step, 0, None, 32 * MIB, [16, 8, 4, 2, 8, 4, 2, 1]),
         (handled, 0, None, 32 * MIB, [16, 8, 4, 2, 1]),
         # without a limit it is raised at once
         (step, 4, None, None, [16]),

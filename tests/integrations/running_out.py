@@ -70,9 +70,11 @@ class Fuse(nn.Module):
         return _Fuse.apply(x, self.fits if is_limited and self.where == "backward" else None)
 
     def of_a_split_check(self, samples):
-        """The passes that check a split: a part and its halves, without a backward pass."""
+        """The passes that check a split, without a backward pass: a part, its halves, and a quarter
+        and the rest."""
         if self.where == "backward":
-            return [samples, samples // 2, samples // 2]
+            first = samples // 4
+            return [samples, samples // 2, samples // 2, first, samples - first]
         part = self.fits
         return [samples, part, part // 2, part // 2]
 

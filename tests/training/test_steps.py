@@ -146,8 +146,8 @@ def test_the_size_that_fits_is_kept_and_its_change_is_recorded_with_the_reason(t
     model = Network(most=6)
     for _ in range(2):
         run.backward(loss_with(model), data(), model)
-    # The split is checked once, by a part and its halves.
-    assert model.sizes == [12, 6, 3, 3, 6, 6, 6, 6]
+    # The split is checked once, by a part, its halves, and a quarter and the rest.
+    assert model.sizes == [12, 6, 3, 3, 1, 5, 6, 6, 6, 6]
     (event,) = run.of("micro_batch_changed")
     assert (event["step"], event["before"], event["after"]) == (40, 12, 6)
     assert (event["kind"], event["requested_bytes"]) == ("device_oom", 2 * 2**30)

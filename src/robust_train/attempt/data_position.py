@@ -511,7 +511,7 @@ def _warn_of_counted_batches(
     happens = "seen again" if passed < seen else "left out"
     _warn(
         attempt,
-        f"cannot tell how many samples a batch has, so {before.in_pass} batches are passed over; "
+        f"cannot see how many samples a batch has, so {before.in_pass} batches are passed over; "
         f"if they have {now.asked} samples now and had {before.asked}, samples {first} to "
         f"{last - 1} of this pass (from 0) are {happens}; give the loader a batch_size",
     )

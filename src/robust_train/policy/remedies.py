@@ -473,7 +473,10 @@ def same_fault_elsewhere(context: FailureContext) -> str:
 
 
 def checkpoint_gradients(context: FailureContext) -> Retry | None:
-    """Retry the smallest micro-batch, with activations recomputed instead of kept."""
+    """Retry the smallest micro-batch, with activations recomputed instead of kept.
+
+    A loss that splitting changes keeps the micro-batch that it has.
+    """
     last, config = context.last, context.config
     is_possible = (
         config.allow_gradient_checkpointing and context.settings.can_checkpoint
@@ -488,6 +491,8 @@ def checkpoint_gradients(context: FailureContext) -> Retry | None:
     if context.failure.kind is FailureKind.HOST_OOM and last.gpus:
         return None
     *_, size = sizes(context.sizes)
+    if context.keeps_loss:
+        size = last.batch_size
     change = f"{context.at_size}: {size if last.has_batch else 'again'}"
     how = (
         f"{change} with gradient checkpointing: the same gradients in about a third more time "

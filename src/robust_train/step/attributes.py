@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from robust_train.compat import versions_of
+from robust_train.compat import has_made, versions_of
 from robust_train.readable import MIB
 from robust_train.step.copies import ALWAYS_COPIED, Copies, is_small
 
@@ -327,14 +327,7 @@ def _put_back(module: nn.Module, before: dict[str, Any]) -> Iterator[str]:
         if is_same or not (_is_put_back(held) and _is_looked_at(kind, name)):
             continue
         # the pass has made a parameter, a buffer or a module of it
-        if name not in home and any(
-            name in made
-            for made in (
-                module._parameters,
-                module._buffers,
-                module._modules,
-            )
-        ):
+        if name not in home and has_made(module, name):
             continue
         is_whole = True
         try:

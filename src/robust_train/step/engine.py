@@ -16,8 +16,8 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from robust_train.compat import depends_on_batch
 from robust_train.failures import classify_failure
 from robust_train.failures.shortage import do_without_onednn
 from robust_train.memory import cuda
@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 def needs_several_samples(module: nn.Module) -> bool:
     """Return whether a layer takes its statistics from the samples of a part."""
-    return isinstance(module, _BatchNorm) and module.training
+    return module.training and depends_on_batch(torch, module)
 
 
 def without_context(error: BaseException) -> BaseException:
@@ -505,6 +505,7 @@ class Step(Generic[T]):
             around=around,
             agree=self._shared.largest,
             named=self.start.named,
+            host_memory_ran_out=self._host_ran_out,
         )
         check = checker.check()
         self._shared.reset()

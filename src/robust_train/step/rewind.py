@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from types import CodeType, FunctionType
@@ -47,6 +48,8 @@ _PLAIN = (str, bytes, int, float, type(sys), type)
 _MOST_COPIED = 1024 * MIB
 # of the host's free memory, for gradients that make room on a GPU: other processes use it, too
 _MOST_OF_HOST = 0.5
+# bytes of a tensor among a function's variables that is copied for a check: a data set is larger
+_MOST_OF_TENSOR = 64 * MIB
 
 
 # --- random generators ---
@@ -122,6 +125,21 @@ class GeneratorStates:
         """Set the generators back."""
         for state, set_state in self._states:
             set_state(state)
+
+    def equal(self, other: GeneratorStates) -> bool:
+        """Return whether no random number was drawn between the two moments."""
+        pairs = zip(self._states, other._states, strict=False)
+        return all(_are_equal(state, at) for (state, _), (at, _) in pairs)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return all(_are_equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return all(map(_are_equal, one, other))
+    return bool((one == other).all()) if hasattr(one, "all") else one == other
 
 
 def _state_and_setter(generator: Any) -> tuple[Any, Callable[[Any], object]]:
@@ -344,11 +362,10 @@ class PassState:
         modules, self.generators = taking_part(models, function)
         self._attributes = Attributes(named)
         self.modules = with_modules_inside(self._attributes, modules)
-        self._states = GeneratorStates(self.generators)
+        self.random_numbers = GeneratorStates(self.generators)
         self._buffers = _Buffers(most_bytes=_MOST_COPIED)
         self._buffers.keep(self.modules)
-        self._frozen = _frozen_in(self.modules)
-        self._versions = versions_of([tensor for tensor, _ in self._frozen])
+        self._weights = _Originals(_weights_in(self.modules))
         self._variables = _Variables(function)
 
     @torch.no_grad()
@@ -356,72 +373,120 @@ class PassState:
         """Go back to the state at the beginning."""
         self._attributes.restore()
         self._buffers.restore()
-        self._states.restore()
+        self.random_numbers.restore()
         self._variables.restore()
-        versions = versions_of([tensor for tensor, _ in self._frozen])
+        self._weights.restore()
+
+
+def _weights_in(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Return the weights that a pass may change: a moving average is updated in passes, and few
+    freeze it. More weights than a usual network has are a base model, which stays as it is."""
+    weights = parameters_of(modules)
+    frozen = [one for one in weights if not one.requires_grad]
+    # A trained one that is sharded is not copied to the host.
+    plain = [
+        one
+        for one in weights
+        if one.requires_grad and type(one) in (Tensor, nn.Parameter)
+    ]
+    for found in ([*frozen, *plain], frozen):
+        if sum(one.nbytes for one in found) <= _MOST_COPIED:
+            return found
+    return []
+
+
+class _Originals:
+    """Tensors with copies of their values. One that was not written to stays untouched, since its
+    version shows other checks whether the step has changed it."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._tensors = tensors
+        # Memory is short on the device: that of what is trained is needed for activations.
+        self._copies = [
+            one.detach().to("cpu", copy=True)
+            if one.requires_grad
+            else one.detach().clone()
+            for one in tensors
+        ]
+        self._versions = versions_of(tensors)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put back the values of the tensors that were written to."""
+        versions = versions_of(self._tensors)
         if versions == self._versions:
             return
-        for (tensor, copy), now, before in zip(
-            self._frozen, versions, self._versions, strict=True
+        for tensor, values, now, before in zip(
+            self._tensors, self._copies, versions, self._versions, strict=True
         ):
             if now != before:
-                tensor.copy_(copy)
-        self._versions = versions_of([tensor for tensor, _ in self._frozen])
-
-
-def _frozen_in(modules: Iterable[nn.Module]) -> list[tuple[Tensor, Tensor]]:
-    """Return weights that no gradient reaches, with copies: a moving average changes in passes.
-
-    Larger ones than a moving average of a usual network are a base model, which stays as it is.
-    """
-    frozen = [one for one in parameters_of(modules) if not one.requires_grad]
-    if sum(one.nbytes for one in frozen) > _MOST_COPIED:
-        return []
-    return [(one, one.detach().clone()) for one in frozen]
+                tensor.copy_(values)
+        self._versions = versions_of(self._tensors)
 
 
 class _Variables:
-    """Plain variables and containers that a function names, as counters and lists of losses are, to
-    go back to: those that it closes over, global ones, and its owner's attributes. Containers are
-    kept one level deep."""
+    """Variables that a function names, as counters, lists of losses, meters and centers are, to go
+    back to: those that it closes over, global ones, and its owner's attributes. Containers and
+    objects are kept one level deep."""
 
     def __init__(self, function: Any) -> None:
         self._places: list[tuple[Callable[[Any], None], Any]] = []
         self._contents: list[tuple[Any, Any]] = []
+        self._tensors: list[Tensor] = []
         owner = getattr(function, "__self__", None)
         plain = getattr(function, "__func__", function)
         if owner is not None and not isinstance(owner, (nn.Module, type)):
-            for name, value in getattr(owner, "__dict__", {}).items():
-                self._take(value, partial(setattr, owner, name))
-        if not isinstance(plain, FunctionType):
-            return
-        for cell in plain.__closure__ or ():
+            self._take_attributes(owner)
+        if isinstance(plain, FunctionType):
+            self._take_all_of(plain)
+        self._values = _Originals(self._tensors)
+
+    def _take_all_of(self, function: FunctionType) -> None:
+        for cell in function.__closure__ or ():
             with contextlib.suppress(ValueError):  # It may have no value yet.
                 self._take(
                     cell.cell_contents, partial(setattr, cell, "cell_contents")
                 )
         for value in (
-            *(plain.__defaults__ or ()),
-            *(plain.__kwdefaults__ or {}).values(),
+            *(function.__defaults__ or ()),
+            *(function.__kwdefaults__ or {}).values(),
         ):
             self._take(value, _ignore)
-        variables = plain.__globals__
-        for name in _names_in(plain.__code__):
+        variables = function.__globals__
+        for name in _names_in(function.__code__):
             if name in variables:
                 self._take(
                     variables[name], partial(variables.__setitem__, name)
                 )
 
-    def _take(self, value: Any, put_back: Callable[[Any], None]) -> None:
+    def _take(
+        self,
+        value: Any,
+        put_back: Callable[[Any], None],
+        *,
+        is_inside: bool = False,
+    ) -> None:
         if value is None or isinstance(value, (bool, int, float, str)):
             self._places.append((put_back, value))
-        elif type(value) in _CONTAINERS and len(value) <= _MOST_ITEMS:
-            self._contents.append((value, value.copy()))
+        elif isinstance(value, Tensor):
+            self._places.append((put_back, value))
+            if not value.requires_grad and value.nbytes <= _MOST_OF_TENSOR:
+                self._tensors.append(value)
+        elif isinstance(value, _CONTAINERS) and len(value) <= _MOST_ITEMS:
+            self._contents.append((value, copy(value)))
+        elif not is_inside and _is_of_user(value):
+            self._take_attributes(value)
+
+    def _take_attributes(self, owner: Any) -> None:
+        home = getattr(owner, "__dict__", {})
+        for name, value in list(home.items()):
+            self._take(value, partial(home.__setitem__, name), is_inside=True)
 
     def restore(self) -> None:
         """Give the variables and containers what they had."""
         for put_back, value in self._places:
             put_back(value)
+        self._values.restore()
         for container, content in self._contents:
             if isinstance(container, list):
                 container[:] = content
@@ -432,6 +497,21 @@ class _Variables:
             else:
                 container.update(content)
 
+
+def _is_of_user(value: Any) -> bool:
+    """Return whether an object is a meter or the like: of others, threads may change attributes."""
+    if isinstance(value, (nn.Module, type, FunctionType, type(sys))):
+        return False
+    package = type(value).__module__.partition(".")[0]
+    return package not in _OF_FRAMEWORKS
+
+
+_OF_FRAMEWORKS = frozenset(
+    (
+        *("torch", "robust_train", "lightning", "pytorch_lightning"),
+        *("transformers", "accelerate", "builtins", "logging", "threading"),
+    )
+)
 
 _CONTAINERS = (list, dict, set, deque)
 

@@ -20,18 +20,33 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
-from robust_train.compat import runs_eagerly
+from robust_train.compat import (
+    depends_on_batch,
+    draws_or_iterates,
+    runs_eagerly,
+    without_torch_functions,
+)
 from robust_train.failures import classify_failure
 from robust_train.memory.clearing import clear_frames, return_memory
 from robust_train.model.failure import FailureKind
 from robust_train.readable import first_line
-from robust_train.step.rewind import GeneratorStates, PassState
+from robust_train.step.rewind import (
+    GeneratorStates,
+    Models,
+    PassState,
+    models_of,
+)
 from robust_train.step.sharded import RanOutElsewhere
-from robust_train.step.splitting import Parts, part_of, part_of_both_ends
+from robust_train.step.splitting import (
+    Count,
+    Length,
+    Parts,
+    Split,
+    part_of,
+    part_of_both_ends,
+)
 
 LossOf = Callable[[Any], Tensor]
 """Returns the loss of some data, a tensor with one element, and runs no backward pass."""
@@ -43,13 +58,14 @@ _LEAST_TOLERANCE = 2e-5
 """Relative difference that is taken for rounding in float32, and in anything more exact."""
 
 _TOLERANCE_IN_EPSILONS = 2.0
-"""The same for a number format that is less exact, in multiples of its machine epsilon."""
+"""The same for a loss in a less exact number format, in multiples of its machine epsilon."""
+
+_TOLERANCE_OF_INPUTS = 0.5
+"""The same for a loss in float32 that is computed from such a format, as under autocast: it is a
+mean of many values, each of which is rounded on its own."""
 
 _TF32_EPSILON = 2.0**-10
 """Matrix products of float32 keep ten bits on a GPU that is allowed to use TF32."""
-
-_SMALLEST_LOSS = 1e-3
-"""Losses below are compared as if they were this large: they may be differences of larger terms."""
 
 _DRAWS = 16
 """How often a loss that draws random numbers is computed, to see how much is noise."""
@@ -119,7 +135,11 @@ class Losses:
     whole: float
     halves: tuple[float, ...]
     weights: tuple[float, ...]
-    epsilon: float = 0.0  # of the least exact number format that was seen
+    # Relative difference that the number formats explain; 0: those of float32.
+    rounding: float = 0.0
+    # The largest term that was seen to be added or averaged: a small loss may be the difference of
+    # large ones, whose rounding it has.
+    terms: float = 0.0
 
     @property
     def sum(self) -> float:
@@ -135,9 +155,9 @@ class Losses:
     @property
     def tolerance(self) -> float:
         """Up to which difference it is rounding."""
-        relative = max(_LEAST_TOLERANCE, _TOLERANCE_IN_EPSILONS * self.epsilon)
-        largest = max(abs(loss) for loss in (self.whole, *self.halves))
-        return relative * max(largest, _SMALLEST_LOSS)
+        relative = max(_LEAST_TOLERANCE, self.rounding)
+        losses = (abs(loss) for loss in (self.whole, *self.halves))
+        return relative * max(self.terms, *losses)
 
     @property
     def is_usable(self) -> bool:
@@ -183,11 +203,20 @@ def mean_of(draws: Sequence[Losses]) -> Losses:
     )
 
 
-def in_words(losses: Losses, samples: int) -> str:
-    """Return the figures as a person compares them."""
-    first, second = losses.halves
+def in_words(losses: Losses, samples: int, first: int | None = None) -> str:
+    """Return the figures as a person compares them.
+
+    Args:
+        losses: of a part and its pieces.
+        samples: in the part.
+        first: samples in its first piece; None: half of them.
+    """
+    before, after = losses.halves
     whole = f"a part of {samples} has loss {losses.whole:.6g}"
-    text = f"{whole}, its halves {first:.6g} and {second:.6g}"
+    pieces = "its halves"
+    if first is not None:
+        pieces = f"its first {first} and its other {samples - first} samples"
+    text = f"{whole}, {pieces} {before:.6g} and {after:.6g}"
     if max(losses.weights) - min(losses.weights) > 1e-9:
         listed = " and ".join(f"{weight:.3g}" for weight in losses.weights)
         text = f"{text} with weights {listed}"
@@ -245,6 +274,7 @@ class Checker:
         around: makes a context for each pass, in which nothing is logged or reported.
         agree: returns the largest of all ranks' figures, if ranks make these passes together.
         named: attributes of which a line says already that they cannot be put back.
+        host_memory_ran_out: just before, which explains errors that have several causes.
     """
 
     def __init__(
@@ -260,8 +290,10 @@ class Checker:
         ] = contextlib.nullcontext,
         agree: Callable[[int], int] = int,
         named: set[str] | None = None,
+        host_memory_ran_out: bool = False,
     ) -> None:
         self._loss_of = loss_of
+        self._host_memory_ran_out = host_memory_ran_out
         self._around = around
         self._agree = agree
         self._parts = parts
@@ -274,6 +306,9 @@ class Checker:
         self._error: Exception | None = None
         self._drawn: GeneratorStates | None = None  # after the last comparison
         self._draws: list[Losses] = []
+        self._whole: dict[_Mode, float] = {}  # the part's own loss
+        self._mode = _Mode.CALM  # of the last comparison
+        self._formats = _Formats()
 
     def check(self) -> SplitCheck:
         """Return what the comparison shows."""
@@ -284,7 +319,11 @@ class Checker:
         except PassFailed:
             seen = described(self._error)
             check = SplitCheck(Kept.UNKNOWN, seen, self._size)
-        # After any other error the step goes back to its start.
+        except Exception:
+            # After a fault of the device nothing can be put back.
+            with contextlib.suppress(Exception):
+                self._state.restore()
+            raise
         self._state.restore()
         return check
 
@@ -302,16 +341,37 @@ class Checker:
 
     def _compare_what_shows_something(self) -> SplitCheck:
         """Compare parts until one has a loss: zeros, as of a hinge, are equal whatever it is."""
-        check = SplitCheck(Kept.UNKNOWN, NOTHING_TO_SEE, self._size)
         for choose in (self._from_both_ends, self._from_the_middle):
-            self._divide(choose())
+            data = choose()
+            self._whole.clear()
+            self._formats = _Formats()
+            self._divide(data, self._size // 2)
             if self._agree(not any(self._weights)):
                 continue
             check = self._compare_in_modes()
             is_zero = check.is_kept and self._draws[0].is_zero
             if not self._agree(is_zero):
-                return check
+                return self._compare_other_pieces(data, check)
         return SplitCheck(Kept.UNKNOWN, NOTHING_TO_SEE, self._size)
+
+    def _compare_other_pieces(
+        self, data: Any, check: SplitCheck
+    ) -> SplitCheck:
+        """Compare a quarter and the rest, if the halves agree.
+
+        Halves may agree by chance: those with as many tokens as each other do under any mean.
+        """
+        first = max(self._size // 4, 1)
+        is_exact = check.is_kept and len(self._draws) == 1
+        if self._agree(not is_exact or first == self._size // 2):
+            return check
+        self._divide(data, first)
+        # A piece that cannot be computed shows nothing: no step has to have one of its size.
+        outcome = self._compare(self._mode)
+        if outcome is not _Outcome.DIFFERS:
+            return check
+        text = in_words(self._draws[0], self._size, first)
+        return SplitCheck(Kept.NO, text, self._size)
 
     def _from_both_ends(self) -> Any:
         """Return samples of both ends of the batch: halves that differ as much as they can."""
@@ -330,11 +390,10 @@ class Checker:
         start = (self._parts.samples - self._size) // 2
         return self._parts.split(self._parts.batch, start, start + self._size)
 
-    def _divide(self, data: Any) -> None:
+    def _divide(self, data: Any, first: int) -> None:
         parts = self._parts
         part = Parts(data, self._size, parts.split, parts.count)
-        middle = self._size // 2
-        halves = [part.part(0, middle), part.part(middle, self._size)]
+        halves = [part.part(0, first), part.part(first, self._size)]
         self._pieces = [data, *(half.data for half in halves)]
         self._weights = tuple(half.weight for half in halves)
 
@@ -378,6 +437,7 @@ class Checker:
 
     def _compare(self, mode: _Mode) -> _Outcome:
         """Return what one comparison shows; a second one separates noise from a difference."""
+        self._mode = mode
         outcome = _Outcome(self._agree(self._first_outcome(mode)))
         if outcome is _Outcome.FAILED and not self._needs_gradients:
             # A gradient penalty needs them, and cannot be computed without.
@@ -385,9 +445,15 @@ class Checker:
             outcome = _Outcome(self._agree(self._first_outcome(mode)))
         if outcome is not _Outcome.DIFFERS:
             return outcome
-        self._draws.append(self._draw(mode, self._drawn))
-        first, second = self._draws
-        is_noisy = self._agree(first.whole != second.whole)
+        assert self._drawn is not None
+        is_noisy = self._agree(
+            not self._drawn.equal(self._state.random_numbers)
+        )
+        if not is_noisy:
+            # Others than the known generators may have been asked.
+            self._draws.append(self._draw(mode, self._drawn))
+            first, second = self._draws
+            is_noisy = self._agree(first.whole != second.whole)
         return _Outcome.NOISY if is_noisy else _Outcome.DIFFERS
 
     def _first_outcome(self, mode: _Mode) -> _Outcome:
@@ -410,28 +476,45 @@ class Checker:
             PassFailed: one of them cannot be computed.
             PassRanOut: memory ran out in one of them.
         """
-        formats = _Formats()
-        with self._in_mode(mode), formats:
-            self._restore(random_numbers)
-            whole = self._value_of(self._pieces[0])
+        with self._in_mode(mode), self._formats:
+            whole = self._whole.get(mode)
+            if whole is None or random_numbers is not None:
+                self._restore(random_numbers)
+                whole = self._value_of(self._pieces[0])
+            if random_numbers is None:
+                self._whole[mode] = whole
             self._restore(random_numbers)
             halves = tuple(map(self._value_of, self._pieces[1:]))
             self._drawn = GeneratorStates(self._state.generators)
-        return Losses(whole, halves, self._weights, formats.epsilon)
+        return Losses(
+            whole,
+            halves,
+            self._weights,
+            self._formats.rounding,
+            self._formats.terms,
+        )
 
     def _restore(self, random_numbers: GeneratorStates | None) -> None:
         self._state.restore()
         if random_numbers is not None:
             random_numbers.restore()
+        for module in self._state.modules:
+            if depends_on_batch(torch, module) and module.running_mean is None:
+                _give_statistics(module)
 
     def _value_of(self, data: Any) -> float:
         value = math.nan
         trouble = _Trouble.NONE
         try:
             with self._around(), torch.set_grad_enabled(self._needs_gradients):
-                value = float(self._loss_of(data).detach())
+                loss = self._loss_of(data).detach()
+                self._formats.note_loss(loss)
+                value = float(loss)
         except Exception as error:
-            trouble = _trouble_of(error)
+            failure = classify_failure(
+                error, host_memory_ran_out=self._host_memory_ran_out
+            )
+            trouble = _trouble_of(error, failure.kind)
             if trouble is _Trouble.NONE:
                 raise
             clear_frames(error)
@@ -457,31 +540,32 @@ class Checker:
                 module.training = True
 
 
-def _trouble_of(error: Exception) -> _Trouble:
+def _trouble_of(error: Exception, kind: FailureKind) -> _Trouble:
     """Return what an error says of a pass; a fault of the device or of a peer says nothing."""
-    kind = classify_failure(error).kind
     if isinstance(error, RanOutElsewhere) or kind.is_memory:
         return _Trouble.RAN_OUT
     is_of_program = kind in (FailureKind.BUG, FailureKind.UNKNOWN)
     return _Trouble.FAILED if is_of_program else _Trouble.NONE
 
 
-_RESTLESS = (_BatchNorm, _DropoutNd, nn.RNNBase, nn.MultiheadAttention)
-
-
 def is_restless(module: nn.Module) -> bool:
     """Return whether a layer's output in training depends on chance, on the batch or on passes.
 
-    That of BatchNorm and dropout is known to, and what-changes.md says so. Spectral norm takes a
-    step of its power iteration in each pass.
+    That of BatchNorm and dropout is known to, and what-changes.md says so.
     """
-    if (
-        isinstance(module, _RESTLESS)
-        or type(module).__name__ == "_SpectralNorm"
-    ):
-        return True
-    hooks = module._forward_pre_hooks.values()
-    return any(type(hook).__name__ == "SpectralNorm" for hook in hooks)
+    return depends_on_batch(torch, module) or draws_or_iterates(torch, module)
+
+
+def _give_statistics(module: Any) -> None:
+    """Give a BatchNorm without running statistics some, so that it says nothing of the batch.
+
+    The state of the beginning has none, so that these are gone when it is restored.
+    """
+    like = module.weight
+    device = None if like is None else like.device
+    size = module.num_features
+    module.running_mean = torch.zeros(size, device=device)
+    module.running_var = torch.ones(size, device=device)
 
 
 def described(error: Exception | None) -> str:
@@ -494,21 +578,55 @@ def described(error: Exception | None) -> str:
 
 
 class _Formats(TorchFunctionMode):
-    """Notes the least exact number format of all results, as autocast chooses it."""
+    """Notes the least exact number format of all results, as autocast chooses it, and how large
+    the terms are that a loss is put together of."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.epsilon = 0.0
+        self._epsilon = 0.0
+        self._epsilon_of_loss = 0.0
+        self.terms = 0.0
+
+    @property
+    def rounding(self) -> float:
+        """Relative difference that the number formats explain."""
+        return max(
+            _TOLERANCE_IN_EPSILONS * self._epsilon_of_loss,
+            _TOLERANCE_OF_INPUTS * self._epsilon,
+        )
+
+    def note_loss(self, loss: Tensor) -> None:
+        """Take the format of a loss."""
+        self._epsilon_of_loss = max(
+            self._epsilon_of_loss, _epsilon_of(loss.dtype, loss.is_cuda)
+        )
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor) and result.is_floating_point():
-            self.epsilon = max(
-                self.epsilon, _epsilon_of(result.dtype, result.is_cuda)
+            self._epsilon = max(
+                self._epsilon, _epsilon_of(result.dtype, result.is_cuda)
             )
+            name = getattr(func, "__name__", "")
+            if not result.ndim and name in _ADDING:
+                self._note_terms(args)
         return result
+
+    def _note_terms(self, args: Sequence[Any]) -> None:
+        with without_torch_functions(torch):
+            for term in args[:2]:
+                if isinstance(term, Tensor) and term.is_floating_point():
+                    size = float(term.detach().abs().mean())
+                    if math.isfinite(size):
+                        self.terms = max(self.terms, size)
+
+
+_ADDING = frozenset(
+    ("add", "sub", "rsub", "subtract", "mean", "__add__", "__radd__")
+) | {"__sub__", "__rsub__", "__iadd__", "__isub__", "add_", "sub_"}
+"""Functions whose result, if it is one number, may be much smaller than what it is made of."""
 
 
 @functools.cache
@@ -522,3 +640,67 @@ def _epsilon_of(dtype: torch.dtype, is_cuda: bool) -> float:
         if is_cuda and dtype is torch.float32
         else epsilon
     )
+
+
+# --- for loops of one's own ---
+
+
+def check_split(
+    function: Callable[[Any], Any],
+    batch: Any,
+    model: Models = None,
+    *,
+    count: Count | None = None,
+    split: Split | None = None,
+    length: Length | None = None,
+    size: int | None = None,
+) -> SplitCheck:
+    """Check whether the losses of parts of a batch, weighted, are the loss of the batch::
+
+        check = check_split(loss_of, next(iter(loader)), model)
+        if not check.is_kept:
+            print(check.message)
+
+    Gradient accumulation takes for granted that they are. A contrastive loss, a Dice score over the
+    batch, class weights, or a mean over tokens without ``count`` do not add up. A part is computed
+    as a whole and in two pieces, without a backward pass. Gradients, weights, buffers, random
+    generators, and the variables of ``function`` are as before afterwards.
+
+    Args:
+        function: returns the mean loss of its part, or a tuple of that and anything else.
+        batch: tensors, arrays or lists in any nesting of tuples, mappings and dataclasses, all with
+            one sample per index of their first dimension.
+        model: what learns: a module or several. None: the modules that ``function`` closes over.
+        count: returns the number of items whose mean the loss is, if these are not the samples:
+            tokens, or labels that are not -100. For a sum ``lambda data: 1``.
+        split: ``split(batch, start, stop)``, if the batch cannot be sliced.
+        length: returns the number of samples of such a batch, if that is not its ``len``.
+        size: samples in the part that is checked; None: half of the batch, and at least 4.
+
+    Returns:
+        What was seen. ``is_kept`` is the answer, ``message`` says it in one line with the figures.
+
+    Raises:
+        TypeError, ValueError: the number of samples cannot be seen, or ``size`` is below 2.
+    """
+    if size is not None and size < 2:
+        raise ValueError(f"size={size}: must be 2 or more")
+    parts = Parts.of(batch, length, split, count)
+    if parts.samples < 2:
+        return SplitCheck(
+            Kept.UNKNOWN, "the batch has fewer than 2 samples", parts.samples
+        )
+
+    def loss_of(data: Any) -> Tensor:
+        result = function(data)
+        loss: Tensor = result[0] if isinstance(result, tuple) else result
+        return loss
+
+    checker = Checker(
+        loss_of,
+        parts,
+        size or parts.samples // 2,
+        models_of(model, function),
+        function,
+    )
+    return checker.check()
