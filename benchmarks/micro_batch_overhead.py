@@ -1,8 +1,10 @@
 """What ``run.backward`` costs a step in which memory suffices; with ``--frameworks``, what the
-integrations cost a step of accelerate, Lightning and transformers.
+integrations cost a step of accelerate, Lightning and transformers; with ``--check``, what the check
+of a split costs, once.
 
 Run: python benchmarks/micro_batch_overhead.py [--steps 200] [--device cpu]
      python benchmarks/micro_batch_overhead.py --frameworks [--steps 50] [--rounds 6]
+     python benchmarks/micro_batch_overhead.py --check [--steps 50] [--device cpu]
 Goal: at most 1 % of a small network's step.
 """
 
@@ -25,6 +27,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from robust_train.step.batcher import MicroBatcher
+from robust_train.step.split_check import check_split
 
 
 def small_cnn() -> nn.Module:
@@ -115,11 +118,37 @@ def compare_frameworks(steps: int, rounds: int, length: int) -> None:
         )
 
 
+def compare_check(
+    model: nn.Module,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    seconds: Callable[[Step], float],
+    rounds: int,
+) -> None:
+    """Print the time of a check of a split into halves, and of a plain step of the whole batch."""
+
+    def loss_of(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        part, labels = batch
+        return nn.functional.cross_entropy(model(part), labels)
+
+    def check() -> None:
+        found = check_split(loss_of, (x, y), model)
+        assert found.is_kept, found.message
+
+    plain, _, _ = steps_to_compare(model, x, y)
+    plain(), check()
+    pairs = [(seconds(plain), seconds(check)) for _ in range(rounds)]
+    step, once = (statistics.median(times) for times in zip(*pairs, strict=True))
+    print(f"plain step: {step * 1e3:.3f} ms (median of {rounds}, interleaved)")
+    print(f"a check, once: {once * 1e3:.3f} ms ({once / step:.2f} steps)")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--frameworks", action="store_true")
+    parser.add_argument("--check", action="store_true", help="of a split, into halves")
     parser.add_argument("--rounds", type=int, default=6, help="of each framework")
     parser.add_argument("--length", type=int, default=44, help="of their samples")
     chosen = parser.parse_args()
@@ -143,6 +172,9 @@ def main() -> None:
             torch.cuda.synchronize()
         return time.perf_counter() - started
 
+    if chosen.check:
+        compare_check(model, x, y, seconds, chosen.steps)
+        return
     for _ in range(5):
         plain(), split()
     pairs = [(seconds(plain), seconds(split)) for _ in range(chosen.steps)]

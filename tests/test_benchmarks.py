@@ -30,6 +30,7 @@ SMALLEST = {
     # processes that die change no bit of the weights
     "kill_and_resume.py --kills=4 --epochs=1": r'"kills": 4, … "bitwise_equal": true',
     "micro_batch_overhead.py --steps 2": rf"backward alone: {X} µs",
+    "micro_batch_overhead.py --check --steps 2": rf"a check, once: {X} ms",
     "micro_batch_overhead.py --frameworks --steps 5 --rounds 1": (
         rf"accelerate: … × {X} … Lightning: … × {X} … transformers: … × {X}"
     ),

@@ -71,12 +71,12 @@ class Fuse(nn.Module):
 
     def of_a_split_check(self, samples):
         """The passes that check a split, without a backward pass: a part, its halves, and a quarter
-        and the rest."""
+        and the rest; of a part of two, which has no quarter, the same of other samples."""
         if self.where == "backward":
             first = samples // 4
             return [samples, samples // 2, samples // 2, first, samples - first]
         part = self.fits
-        return [samples, part, part // 2, part // 2]
+        return [samples, *[part, part // 2, part // 2] * 2]
 
 
 class Fitted:

@@ -266,6 +266,20 @@ def test_equally_many_labels_in_both_halves_do_not_hide_a_mean_over_labels():
     assert "its first 2 and its other 6 samples" in check.message
 
 
+def test_two_samples_alike_do_not_hide_a_mean_over_labels():
+    def mean_over_labels(logits, y):
+        if len(y) > 2:
+            out_of_memory()
+        is_labelled = y > 0
+        return logits[is_labelled].sum() / is_labelled.sum()
+
+    loss_of, model = case_of(mean_over_labels)
+    x, _ = data(6)
+    check = check_split(loss_of, (x, torch.tensor([1, 1, 1, 0, 1, 1])), model)
+    assert check.kept is Kept.NO
+    assert check.samples == 2
+
+
 @pytest.mark.parametrize("scale", [1e-9, 1e6])
 def test_scaled_losses_are_told_apart(scale):
     for loss, kept in ((cross_entropy, Kept.YES), (info_nce, Kept.NO)):
