@@ -1,4 +1,4 @@
-"""Hydra imports this package to read its files: what these build on is in the ConfigStore by then."""
+"""Hydra imports this package to read its files. What they build on is in the ConfigStore then."""
 
 from hydra.core.config_store import ConfigStore
 

@@ -382,7 +382,7 @@ import os
 from pathlib import Path
 import robust_train
 
-@robust_train.hydra_main(version_base="1.3", config_path="conf")
+@robust_train.hydra_main(version_base="1.3", config_path="conf", config_name="config")
 def main(cfg, run):
     elsewhere = Path(__file__).parent / "elsewhere"
     elsewhere.mkdir(exist_ok=True)

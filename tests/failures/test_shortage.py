@@ -65,7 +65,7 @@ def step(model):
 
 
 CHECKED = (8, 4, 2, 2, 1, 3)
-"""Passes that check the split into parts of 8: a part that does not fit, and one with its halves."""
+"""Passes that check the split into parts of 8: one that does not fit, one with its halves."""
 
 
 def kind_of(message):
