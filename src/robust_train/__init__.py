@@ -54,7 +54,6 @@ if TYPE_CHECKING:
         retry_on_oom,
     )
     from robust_train.step.probing import FoundBatchSize, find_batch_size
-    from robust_train.sweep.load_runs import load_runs
 
 # fmt: off
 __all__ = [
@@ -65,7 +64,7 @@ __all__ = [
     "adaptive_batch_training", "classify_exit", "classify_failure", "cleanup_model_memory",
     "clear_cuda_memory", "clear_gpu_memory", "current_run", "enable_memory_efficient_settings",
     "find_batch_size", "find_best_device", "get_cuda_memory_info", "get_gpu_memory_stats",
-    "hydra_main", "launch", "load_runs", "log_gpu_memory_stats",
+    "hydra_main", "launch", "log_gpu_memory_stats",
     "print_cuda_memory_info", "reset_peak_memory_stats", "retry_on_oom", "safe_tensor_to_cpu",
     "save_checkpoint", "set_memory_fraction",
 ]
@@ -91,7 +90,6 @@ _NAMES = {
     "step.oom_handler": "OOMHandler adaptive_batch_training retry_on_oom",
     "step.probing": "FoundBatchSize find_batch_size",
     "attempt.run": "Run",
-    "sweep.load_runs": "load_runs",
     "folder.checkpoints": "save_checkpoint",
     "folder.state": "Summary",
     "attempt.script.messages": "current_run",
