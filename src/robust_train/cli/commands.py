@@ -308,7 +308,7 @@ _MACHINE = (
             _JSON,
         ),
         about="Change how many jobs of a sweep under gpu_queue or one of our sweepers run at once "
-        "on each machine, while it runs. Jobs that run are not stopped.",
+        "while it runs. Jobs that run are not stopped.",
     ),
     Command(
         "sweep best",
