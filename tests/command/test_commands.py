@@ -114,7 +114,7 @@ MISTAKES = [
     ("clean --days nan", 2, ["nan: accepted is a number of 0 or more"]),
     ("memory kill --pid x", 2, ["--pid"]),
     ("cleanup --stats-only --force", 2, ["--force: not allowed with argument --stats-only"]),
-    ("doctor --clear GPU-5", 1, ["--clear GPU-5: you have not excluded this GPU"]),
+    ("doctor --include GPU-5", 1, ["--include GPU-5: you have not excluded this GPU"]),
     ("queue --usage", 2, ["unrecognized arguments: --usage"]),
     # the rest
     ("report absent", 2, ["absent: no such folder"]),

@@ -426,7 +426,7 @@ _MACHINE = (
         "doctor:doctor",
         (
             option(
-                "--clear",
+                "--include",
                 metavar="GPU",
                 help="use the excluded GPU with this UUID again",
             ),
