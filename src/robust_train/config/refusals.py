@@ -48,8 +48,10 @@ _ANSWERS = {
     r"In (\S+): Override '(hydra/\w+) : (\w+)' is defined before": (
         "{0}: 'override {1}: {2}' comes too early; overrides belong at the end of the defaults list"
     ),
+    r"Could not \w+ '(hydra/\w+)/(joblib)'": (
+        "{0}={1}: not installed; pip install hydra-joblib-launcher"
+    ),
     # which of our extras brings a plugin that is not there
-    r"Could not \w+ '(hydra/\w+)/(joblib)'": _NOT_INSTALLED + 'sweep]"',
     r"Could not \w+ '(hydra/\w+)/(submitit_\w+)'": _NOT_INSTALLED + 'slurm]"',
     r"Could not \w+ '(hydra/\w+)/(ray|ray_aws)'": _NOT_INSTALLED + 'ray]"',
 }

@@ -75,7 +75,7 @@ def sweep(
     except ImportError as error:
         raise ConfigError(
             f"hydra/sweeper=robust_optuna: {error}; "
-            'pip install "robust-train[sweep]", which brings optuna 4'
+            'pip install "robust-train[sweep]", which brings optuna'
         ) from error
     queue.run(Search(queue, swept, fixed, seeds, settings))
 
