@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from robust_train.attempt.run import Run
     from robust_train.attempt.script.messages import current_run
     from robust_train.cli.train import hydra_main
-    from robust_train.failures import classify_exit, classify_failure
+    from robust_train.failures import classify_failure
     from robust_train.folder.checkpoints import save_checkpoint
     from robust_train.folder.state import Summary
     from robust_train.gpu.select import find_best_device
@@ -61,7 +61,7 @@ __all__ = [
     "GPUMemoryContext", "Interrupted", "JobInterrupted", "MicroBatcher", "NoDevice",
     "NoProgress", "OOMHandler", "Run", "RunFolderUnavailable", "Summary", "TrainerFailed",
     "UserError",
-    "adaptive_batch_training", "classify_exit", "classify_failure", "cleanup_model_memory",
+    "adaptive_batch_training", "classify_failure", "cleanup_model_memory",
     "clear_cuda_memory", "clear_gpu_memory", "current_run", "enable_memory_efficient_settings",
     "find_batch_size", "find_best_device", "get_cuda_memory_info", "get_gpu_memory_stats",
     "hydra_main", "launch", "log_gpu_memory_stats",
@@ -76,7 +76,7 @@ _NAMES = {
         "AttemptsExhausted ConfigError Interrupted JobInterrupted NoDevice NoProgress "
         "RunFolderUnavailable TrainerFailed UserError"
     ),
-    "failures": "classify_exit classify_failure",
+    "failures": "classify_failure",
     "gpu.select": "find_best_device",
     "launcher.job": "launch",
     "memory.clearing": "cleanup_model_memory clear_cuda_memory clear_gpu_memory",
@@ -95,11 +95,6 @@ _NAMES = {
     "attempt.script.messages": "current_run",
     "model.failure": "Evidence Failure FailureKind",
 }
-_PLAN_IS_GONE = (
-    "is gone: training.batch_size=auto finds the largest batch that fits; "
-    "`accelerate estimate-memory` predicts a model's memory"
-)
-_GONE = {"MemoryPlan": _PLAN_IS_GONE, "plan_memory": _PLAN_IS_GONE}
 _HOMES = {
     name: home for home, names in _NAMES.items() for name in names.split()
 }
@@ -110,8 +105,6 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("robust-train")
-    if name in _GONE:
-        raise ImportError(f"robust_train.{name} {_GONE[name]}")
     if name not in _HOMES:
         raise AttributeError(
             f"module 'robust_train' has no attribute {name!r}"

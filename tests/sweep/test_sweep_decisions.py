@@ -334,7 +334,7 @@ def test_how_many_jobs_run_is_said_to_our_launcher_alone(tmp_path, capsys):
     for launcher, code in (("joblib", 1), ("gpu_queue", 0)):
         SweepTable("first", launcher).write(tmp_path)
         lock = RunLock(tmp_path, "first")
-        assert main(["sweep", "max-jobs", str(tmp_path), "3"]) == code
+        assert main(["sweep", "limit", str(tmp_path), "3"]) == code
         lock.release()
     assert "hydra/launcher=joblib decides itself" in capsys.readouterr().err
 

@@ -18,7 +18,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from robust_train.compat import for_hydra, unknown_to_hydra
-from robust_train.config.checks import gone
 from robust_train.model.errors import (
     EXIT_BAD_CONFIG,
     ConfigError,
@@ -168,8 +167,6 @@ def _unknown_key(
     config_path: str,
     config_name: str,
 ) -> str:
-    if answer := gone(key):
-        return answer
     typed = next(
         (o for o in overrides if o.partition("=")[0].lstrip("+~") == key), key
     )

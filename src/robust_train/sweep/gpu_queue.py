@@ -232,7 +232,7 @@ class GpuQueue:
     def _fill(self, slots: int) -> bool:
         """Start jobs while there is room; return whether the sweep goes on."""
         while not (is_over := self._is_stopping or bool(self._received)):
-            # robust-train sweep max-jobs
+            # robust-train sweep limit
             most = requested_max_jobs(self.folder)
             if len(self._running) >= (slots if most is None else most):
                 break
