@@ -24,6 +24,10 @@ from robust_train.cli.commands import NOW
 from robust_train.cli.main import find, parse
 from robust_train.cli.run_script import values_of
 from robust_train.config.checks import checked
+from robust_train.folder.state import Summary
+from robust_train.model.attempt import Attempt
+from robust_train.model.spec import AttemptSpec
+from robust_train.sweep.record import Status, SweepJob, SweepTable, row_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
@@ -98,6 +102,8 @@ COMPLETE = [
     for number, code in enumerate(_blocks(page, "python"))
     # what is a file of a tutorial runs in test_tutorials
     if not page.name.startswith("tutorial-")
+    # reads a sweep that the test of the recipe makes
+    if "pandas" not in code
     if _is_complete(code) or "__main__" in code
 ]
 
@@ -110,6 +116,27 @@ def test_complete_examples_run(code, world):
     script.write_text(code)
     kind = None if "launch" in code else "vision"
     world.end(warm.start([script], world.folder, world.environ, kind), code=0)
+
+
+def test_the_recipe_reads_a_sweep_into_pandas(tmp_path):
+    pytest.importorskip("pandas", reason="not installed: the recipe of docs/sweeps.md")
+    (code,) = [one for one in _blocks(ROOT / "docs" / "sweeps.md", "python") if "pandas" in one]
+    folder = tmp_path / "multirun" / "lr"
+    attempt = Attempt(1, AttemptSpec((), 32, 2), end_step=10, seconds=4.0)
+    rows = []
+    for number, result in enumerate((0.5, None)):
+        path = folder / str(number)
+        path.mkdir(parents=True)
+        Summary("completed", path, result=result, attempts=(attempt,)).write()
+        own = SweepJob(number, (f"training.lr=0.{number}",), "id")
+        own.write(path)
+        rows.append(row_of(own, path))
+    rows.append(SweepJob(2, ("training.lr=0.2",), "id", Status.NOT_STARTED))
+    SweepTable("id", "gpu_queue", Status.ENDED, 0, 9.0, tuple(rows)).write(folder)
+    command = [sys.executable, "-c", code]
+    printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
+    assert re.search(r"0 +0 +\[training\.lr=0\.0\] +completed +0\.5", printed), printed
+    assert len(re.findall(r"cpu +32 +completed", printed)) == 2, printed
 
 
 def test_the_examples_are_found():

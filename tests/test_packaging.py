@@ -34,6 +34,8 @@ def test_the_wheel_carries_configs_types_and_hydra_plugins(wheel):
     assert "robust_train/py.typed" in names
     assert "hydra_plugins/robust_train_searchpath/__init__.py" in names
     assert "hydra_plugins/robust_train_gpu_queue/__init__.py" in names
+    licenses = {name.rpartition("/")[2] for name in names if "/licenses/" in name}
+    assert licenses == {"LICENSE", "LICENSE.uPlot.txt"}
     # a namespace that other plugins share: a file of ours there would hide theirs
     assert "hydra_plugins/__init__.py" not in names
 

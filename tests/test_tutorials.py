@@ -18,7 +18,7 @@ SEEN = {
         r"runs/long",
     ],
     "tutorial-function.md": [r"completed: 0\.\d\d", "128 → 32 .*completed", "runs/function"],
-    "tutorial-sweep.md": [r"4 jobs|completed", r"^0\.1 0\.\d+ .*sweeps/first/\d$"],
+    "tutorial-sweep.md": [r"4 jobs|completed", r"training\.lr=1e-1 training\.batch_size=\d\d$"],
 }
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from robust_train.attempt.run import Run
     from robust_train.attempt.script.messages import current_run
     from robust_train.cli.train import hydra_main
-    from robust_train.failures import classify_exit, classify_failure
+    from robust_train.failures import classify_failure
     from robust_train.folder.checkpoints import save_checkpoint
     from robust_train.folder.state import Summary
     from robust_train.gpu.select import find_best_device
@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     )
     from robust_train.step.probing import FoundBatchSize, find_batch_size
     from robust_train.step.split_check import SplitCheck, check_split
-    from robust_train.sweep.load_runs import load_runs
 
 take_loggers()
 
@@ -67,11 +66,11 @@ __all__ = [
     "GPUMemoryContext", "Interrupted", "JobInterrupted", "MicroBatcher", "NoDevice",
     "NoProgress", "OOMHandler", "Run", "RunFolderUnavailable", "SplitCheck", "Summary",
     "TrainerFailed", "UserError",
-    "adaptive_batch_training", "check_split", "classify_exit", "classify_failure",
+    "adaptive_batch_training", "check_split", "classify_failure",
     "cleanup_model_memory", "clear_cuda_memory", "clear_gpu_memory", "current_run",
     "enable_memory_efficient_settings",
     "find_batch_size", "find_best_device", "get_cuda_memory_info", "get_gpu_memory_stats",
-    "hydra_main", "launch", "load_runs", "log_gpu_memory_stats",
+    "hydra_main", "launch", "log_gpu_memory_stats",
     "print_cuda_memory_info", "reset_peak_memory_stats", "retry_on_oom", "safe_tensor_to_cpu",
     "save_checkpoint", "set_memory_fraction",
 ]
@@ -83,7 +82,7 @@ _NAMES = {
         "AttemptsExhausted ConfigError Interrupted JobInterrupted NoDevice NoProgress "
         "RunFolderUnavailable TrainerFailed UserError"
     ),
-    "failures": "classify_exit classify_failure",
+    "failures": "classify_failure",
     "gpu.select": "find_best_device",
     "launcher.job": "launch",
     "memory.clearing": "cleanup_model_memory clear_cuda_memory clear_gpu_memory",
@@ -98,17 +97,11 @@ _NAMES = {
     "step.probing": "FoundBatchSize find_batch_size",
     "step.split_check": "SplitCheck check_split",
     "attempt.run": "Run",
-    "sweep.load_runs": "load_runs",
     "folder.checkpoints": "save_checkpoint",
     "folder.state": "Summary",
     "attempt.script.messages": "current_run",
     "model.failure": "Evidence Failure FailureKind",
 }
-_PLAN_IS_GONE = (
-    "is gone: training.batch_size=auto finds the largest batch that fits; "
-    "`accelerate estimate-memory` predicts a model's memory"
-)
-_GONE = {"MemoryPlan": _PLAN_IS_GONE, "plan_memory": _PLAN_IS_GONE}
 _HOMES = {
     name: home for home, names in _NAMES.items() for name in names.split()
 }
@@ -119,8 +112,6 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("robust-train")
-    if name in _GONE:
-        raise ImportError(f"robust_train.{name} {_GONE[name]}")
     if name not in _HOMES:
         raise AttributeError(
             f"module 'robust_train' has no attribute {name!r}"

@@ -63,7 +63,6 @@ def test_help_and_the_package_import_no_framework():
 MISTAKES = [
     ("stauts", 2, ["stauts: no such command", "did you mean status?"]),
     ("xyz", 2, ["xyz: no such command", "there are train, run, resume, init, ps, status, "]),
-    ("plan model=lora", 2, ["plan is gone: training.batch_size=auto", "estimate-memory"]),
     ("gpus extra", 2, ["gpus: unrecognized arguments: extra"]),
     ("ps --al", 2, ["ps: unrecognized arguments: --al"]),
     # the program of `run`
@@ -110,11 +109,12 @@ MISTAKES = [
     ("memory snapshot", 1, ["memory.snapshot_on_oom=true"]),
     ("memory clear --run 1-abcdef", 1, ["1-abcdef: no run of yours"]),
     ("memory info --run 1-abcdef", 1, ["1-abcdef: no run of yours"]),
-    ("clean --days x", 2, ["--days"]),
-    ("clean --days nan", 2, ["nan: accepted is a number of 0 or more"]),
+    ("rm --days x", 2, ["--days"]),
+    ("rm --days nan", 2, ["nan: accepted is a number of 0 or more"]),
     ("memory kill --pid x", 2, ["--pid"]),
-    ("cleanup --stats-only --force", 2, ["--force: not allowed with argument --stats-only"]),
-    ("doctor --clear GPU-5", 1, ["--clear GPU-5: you have not excluded this GPU"]),
+    ("cleanup --force", 2, ["cleanup: no such command; did you mean memory clear?"]),
+    ("sweep max-jobs . 2", 2, ["sweep: max-jobs: no such action: limit, best"]),
+    ("doctor --include GPU-5", 1, ["--include GPU-5: you have not excluded this GPU"]),
     ("queue --usage", 2, ["unrecognized arguments: --usage"]),
     # the rest
     ("report absent", 2, ["absent: no such folder"]),
@@ -169,10 +169,9 @@ KEYS = {
     "halve-batch": WITHOUT_A_RUN,
     "stop": WITHOUT_A_RUN,
     "sweep best RUN": {"error"},  # not a sweep folder
-    "clean": {"dry_run", "runs", "kept"},
-    "sweep max-jobs RUN 2": {"error"},
+    "rm": {"dry_run", "runs", "kept"},
+    "sweep limit RUN 2": {"error"},
     "ps": {"runs"},
-    "ps --goodput": {"jobs", "goodput"},
     "queue": {"directory", "jobs", "excluded"},
     "gpus": {"driver_version", "problem", "warning", "gpus", "skipped"},
     "memory info": {*MACHINE, "live_run"},
@@ -182,7 +181,6 @@ KEYS = {
     "memory enable": {"variable", "value", "lines"},
     "memory snapshot": WITHOUT_A_RUN,
     "memory kill --pid 1": {"error"},  # without a driver, or because it is no CUDA process
-    "cleanup": {"error", *MACHINE},
     "doctor": {"driver_version", "packages", "gpus", "skipped", "queue", "probes"},
     "report RUN": {"schema", "name", "status", "attempts", "spans", "memory", "curves"},
 }

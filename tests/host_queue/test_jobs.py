@@ -109,7 +109,7 @@ def test_a_gpu_that_proved_unhealthy_is_excluded_until_it_is_cleared(shared):
     assert "excluded for another 30 min" in host.command("gpus").stdout
     assert f"{A}: excluded for another 30 min" in host.command("queue").stdout
     assert host.world("second").train("what_it_was_given").summary["result"]["visible"] == B
-    assert [host.command("doctor", "--clear", A).returncode for _ in range(2)] == [0, 1]
+    assert [host.command("doctor", "--include", A).returncode for _ in range(2)] == [0, 1]
     assert "excluded" not in host.command("doctor").stdout
 
 

@@ -1,4 +1,4 @@
-"""robust-train memory and cleanup as a user types them, in a terminal and in a pipe."""
+"""robust-train memory as a user types them, in a terminal and in a pipe."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def test_info_shows_what_gpus_shows_and_the_hosts_memory(machine_with):
     )
     machine.fail("nvmlDeviceGetHandleByIndex", GPU_IS_LOST, 2)
     environ = machine.environment()
-    for arguments in (("memory", "info"), ("cleanup", "--stats-only")):
+    for arguments in (("memory", "info"),):
         done = run(environ, *arguments)
         assert (done.returncode, done.stderr) == (0, "")
         header, first, second, skipped, host = done.stdout.splitlines()
@@ -127,9 +127,6 @@ def test_a_live_run_does_what_it_is_asked_and_tells_before_and_after(live):
         assert "no CUDA in this process, so there is no snapshot" in shot["sentence"]
         tensors = json.loads(Path(shot["written"][0]).read_text())
         assert tensors[0]["shape"] == [16 * MIB]
-    cleaned = asked(live.environ, "cleanup", "--force")
-    assert (cleaned["run"], cleaned["gpus"]) == (plain["run"], [])
-    assert cleaned["host"]["total_bytes"] > 0, "what the text shows"
     refused = run(live.environ, "memory", "fraction", "0.000001")
     assert refused.returncode == 1
     (line,) = refused.stderr.splitlines()
@@ -141,7 +138,7 @@ def test_a_live_run_does_what_it_is_asked_and_tells_before_and_after(live):
     assert "no CUDA in this process; host memory: " in sentence
     assert header.split() == ["MiB", "before", "after"]
     assert [row.split()[0] for row in rows] == ["allocated", "reserved", "peak", "free"]
-    for arguments in (("memory", "info"), ("memory", "reset"), ("cleanup",)):
+    for arguments in (("memory", "info"), ("memory", "reset")):
         code, shown = run_at_a_terminal([*COMMAND, *arguments], live.environ)
         assert code == 0, shown
         assert "host memory: " in shown

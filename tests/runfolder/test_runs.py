@@ -1,6 +1,5 @@
-"""The list of a user's runs, which one is meant, and all of them as rows."""
+"""The list of a user's runs, and which one is meant."""
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -8,7 +7,6 @@ from pathlib import Path
 import pytest
 from live_folder import another_launcher, as_on_another_host, change_json, open_folder
 
-from robust_train import load_runs
 from robust_train.folder import run_list
 from robust_train.folder.live import ControlError, ask
 from robust_train.folder.run_list import (
@@ -19,9 +17,6 @@ from robust_train.folder.run_list import (
     register,
     state_directory,
 )
-from robust_train.folder.state import Summary
-from robust_train.model.attempt import Attempt
-from robust_train.model.spec import AttemptSpec
 
 
 def test_one_run_is_the_default_and_two_have_to_be_named(tmp_path):
@@ -166,51 +161,3 @@ def test_a_list_that_cannot_be_written_costs_a_line(tmp_path, monkeypatch, caplo
         assert choose_run(str(tmp_path)).id == folder.state.id
     (record,) = caplog.records
     assert "by its folder only" in record.getMessage()
-
-
-# --- load_runs: one row a run ---
-
-
-def job(folder, lr, result):
-    record = Attempt(1, AttemptSpec((), 8, 2), seconds=4.0, end_step=10)
-    with open_folder(folder, "lora") as live:
-        Summary("completed", folder, result=result, attempts=(record,)).write()
-        live.ended("completed", None)
-    (folder / ".hydra").mkdir()
-    (folder / ".hydra" / "config.yaml").write_text(
-        f"training:\n  lr: {lr}\n  batch: ${{training.lr}}\nwhere: ${{nowhere:}}\n"
-    )
-
-
-def test_a_sweep_folder_gives_a_row_for_each_job(tmp_path):
-    sweep = tmp_path / "sweep"
-    for number, lr in enumerate((0.1, 0.2)):
-        job(sweep / str(number), lr, {"objective": number, "loss": 1.0})
-    job(sweep / "1" / "earlier-1", 0.3, {"objective": 2})  # another job's, which was set aside
-    rows = load_runs(sweep)
-    assert [row["result"]["objective"] for row in rows] == [0, 1]
-    assert [row["config"]["training"]["lr"] for row in rows] == [0.1, 0.2]
-    assert (rows[0]["status"], rows[0]["name"]) == ("completed", "lora")
-    assert rows[0]["samples_per_second"] == pytest.approx(10 * 16 / 4.0)
-    assert rows[0]["attempts"][0]["batch_size"] == 8
-    json.dumps(rows)
-    (only,) = load_runs(sweep / "1")
-    assert only == rows[1]
-    pytest.importorskip("pandas")
-    table = rows.to_pandas()
-    assert list(table["config.training.lr"]) == [0.1, 0.2]
-    assert list(table["result.loss"]) == [1.0, 1.0]
-
-
-def test_broken_configs_live_and_unknown_folders(tmp_path):
-    job(tmp_path / "broken", 0.1, 1)
-    (tmp_path / "broken" / ".hydra" / "config.yaml").write_text("a: [1,")
-    (row,) = load_runs(tmp_path / "broken")
-    assert (row["result"], row["config"]) == (1, {})
-    with open_folder(tmp_path / "live"):
-        (row,) = load_runs(tmp_path / "live")
-        assert (row["status"], row["result"], row["config"]) == ("starting", None, {})
-        assert row["samples_per_second"] is None
-    assert load_runs(tmp_path / "live" / "requests") == []
-    with pytest.raises(FileNotFoundError, match="no such folder"):
-        load_runs(tmp_path / "nowhere")

@@ -14,7 +14,6 @@ import psutil
 import pytest
 from live_folder import another_launcher, open_folder
 
-from journals import Journal, write_recovered
 from robust_train.cli import runs
 from robust_train.folder.lock import RunLock
 from robust_train.folder.run_list import state_directory
@@ -46,13 +45,13 @@ def test_old_run_folders_are_removed_but_for_what_is_not_the_jobs(tmp_path, says
     own = tmp_path / "mine" / "thesis.tex"
     own.touch()
     os.utime(own, (0, 0))
-    assert "30 days ago" in says("clean").out
-    assert "--yes" in says("clean", "--days", 0, code=2).err
-    answer = json.loads(says("clean", "--days", 0, "--yes", "--json").out)
+    assert "30 days ago" in says("rm").out
+    assert "--yes" in says("rm", "--days", 0, code=2).err
+    answer = json.loads(says("rm", "--days", 0, "--yes", "--json").out)
     assert [run["run_dir"] for run in answer["runs"]] == [str(tmp_path / "a")]
     assert answer["kept"] == [f"{own.parent} stays: {own} is older than the job"]
     assert [(tmp_path / name).exists() for name in ("a", "b", "mine")] == [False, True, True]
-    says("clean", "--days", 0, "--yes", "--all")
+    says("rm", "--days", 0, "--yes", "--all")
     assert [(tmp_path / name).exists() for name in ("b", "mine")] == [False, True]
 
 
@@ -68,7 +67,7 @@ def test_a_job_that_begins_while_clean_asks_keeps_its_folder(tmp_path, says, mon
 
         monkeypatch.setattr("builtins.input", answer)
         monkeypatch.setattr("sys.stdin.isatty", lambda: True)
-        shown = says("clean", "--days", 0)
+        shown = says("rm", "--days", 0)
     assert "removed 1 run folder, " in shown.out
     assert shown.err == f"warning: {tmp_path / 'a'} stays: a job runs in it\n"
     assert [(tmp_path / name).exists() for name in ("a", "b")] == [True, False]
@@ -97,9 +96,6 @@ def test_runs_are_listed_newest_first_with_result_and_the_command_that_goes_on(t
     assert [line.split()[0] for line in only_live] == ["id", live.state.id]
     assert [run["state"] for run in listed] == ["starting", "died", "failed", "completed"]
     assert listed[3]["result"] == 0.875
-    write_recovered(Journal(tmp_path / "a"))
-    spent = "goodput 34 % of the 35 s that the jobs of the last 7 days have taken"
-    assert spent in says("ps", "--goodput").out
 
 
 def test_a_sweep_that_cannot_be_resumed_is_named_once_for_all_its_jobs(tmp_path, says):

@@ -1,6 +1,9 @@
 """What attempts are given so that experiment trackers go on in one run."""
 
+import contextvars
 import json
+import re
+import subprocess
 import sys
 import types
 
@@ -59,6 +62,52 @@ def test_mlflow_gets_the_run_that_was_active_last(tmp_path, mlflow, monkeypatch)
     assert given(tmp_path, {"MLFLOW_TRACKING_URI": "another"}) == WANDB, "it is not known there"
     later = tracker_environment({}, tmp_path, "later job", is_script=True)
     assert later == {**WANDB, "WANDB_RUN_ID": "later job"}
+
+
+class Trackio(types.ModuleType):
+    """A library in which a run is active, beside MLflow's."""
+
+    def __init__(self, name):
+        super().__init__("trackio.context_vars")
+        self.current_run = contextvars.ContextVar("current_run")
+        self.current_run.set(types.SimpleNamespace(project="digits", name=name))
+
+
+def test_trackio_gets_the_name_of_its_run_beside_those_of_others(tmp_path, mlflow, monkeypatch):
+    mlflow("first")
+    TrackerNote(tmp_path, "abc").poll()
+    sys.modules["mlflow"].active_run = lambda: None
+    monkeypatch.setitem(sys.modules, "trackio.context_vars", Trackio("brave-sunset-0"))
+    TrackerNote(tmp_path, "abc").poll()
+    both = {"MLFLOW_RUN_ID": "first", "TRACKIO_RUN_NAME": "brave-sunset-0"}
+    assert given(tmp_path) == {**WANDB, **both}
+    assert given(tmp_path, {"TRACKIO_RUN_NAME": ""}) == {**WANDB, "MLFLOW_RUN_ID": "first"}
+    later = tracker_environment({}, tmp_path, "later job", is_script=True)
+    assert later == {**WANDB, "WANDB_RUN_ID": "later job"}
+
+
+def test_the_run_of_the_real_trackio_is_noted(tmp_path, monkeypatch):
+    pytest.importorskip("trackio", reason="not installed")
+    code = """
+import os, sys, trackio
+from pathlib import Path
+from robust_train.folder.trackers import TrackerNote, tracker_environment
+folder = Path(sys.argv[1])
+noted = tracker_environment({}, folder, "abc", is_script=False)
+name = noted.get("TRACKIO_RUN_NAME")
+run = trackio.init(project="digits", name=name, resume="allow", embed=False)
+TrackerNote(folder, "abc").poll()
+print("name:", run.name)
+trackio.finish()
+"""
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    names = []
+    for _ in range(2):
+        command = [sys.executable, "-c", code, str(tmp_path)]
+        ended = subprocess.run(command, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stderr
+        names += re.findall("name: (.+)", ended.stdout)
+    assert names[0] == names[1]
 
 
 def test_what_is_wrong_costs_the_note_and_nothing_else(tmp_path, mlflow):

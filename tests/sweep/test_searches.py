@@ -1,9 +1,8 @@
-"""``hydra/sweeper=robust_optuna`` and ``robust_grid``: no barrier, one study, one owner a trial."""
+"""``hydra/sweeper=robust_optuna`` and ``robust_grid``: no barrier, one study."""
 
 import contextlib
 import json
 import random
-import signal
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from robust_train.model.errors import ConfigError
 from robust_train.model.events import ValueReported
 from robust_train.sweep.checks import SweeperSettings
 from robust_train.sweep.pruning import Reports
-from robust_train.sweep.record import Claims, SweepJob, SweepTable
+from robust_train.sweep.record import SweepJob, SweepTable
 from robust_train.sweep.sweeper import sweep
 from world import wait_until
 
@@ -240,7 +239,7 @@ def test_a_search_says_what_has_changed_in_its_folder_and_what_it_cannot_read(tm
 
     def begin(sweep, *fixed):
         table = SimpleNamespace(table=SweepTable(sweep, "gpu_queue"))
-        queue = SimpleNamespace(folder=tmp_path, claims=Claims(tmp_path), sweep=table)
+        queue = SimpleNamespace(folder=tmp_path, sweep=table)
         swept = {"x": OverridesParser.create().parse_override("x=interval(0,1)")}
         sampler = {"_target_": "optuna.samplers.RandomSampler", "seed": 1}
         return Search(queue, swept, list(fixed), [["seed=1"]], SweeperSettings(sampler=sampler))
@@ -291,28 +290,3 @@ def test_a_figure_whose_best_is_the_other_way_round_is_left_out(tmp_path, caplog
     reports.begin(4, tmp_path)
     assert reports.values == {4: seen or {1: 0.9, 2: 0.8, 3: 0.7}}
     assert ("is not looked at" in caplog.text) is bool(mode)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sweeper", ["robust_optuna", "basic"])
-def test_two_launchers_share_the_jobs_and_one_that_is_stopped_leaves_those_of_the_other(
-    sweeps, sweeper
-):
-    """The other one takes the table over, and goes on with what was left."""
-    arguments = _arguments(sweeps, "works_until_told_at_1", 3)
-    if sweeper == "basic":
-        arguments = sweeps.arguments("works_until_told_at_1", "training.lr=1,2,3", n_jobs=1)
-    first = sweeps.world.start(*arguments)
-    wait_until(lambda: sweeps.pid_at_work(0), "the first trial is at work")
-    second = sweeps.world.start(*arguments)
-    wait_until(lambda: sweeps.pid_at_work(1), "the second launcher has a trial")
-    first.send_signal(signal.SIGINT)
-    stopped = sweeps.end(first).with_code(130)
-    assert " running " in stopped.stdout
-    wait_until(lambda: sweeps.table["status"] == "running", "the other has the table")
-    (sweeps.place / "go-on").touch()
-    sweeps.end(second).with_code(0)
-    assert sweeps.table["status"] == "ended"
-    assert sweeps.column("status") == ["completed"] * 3
-    assert sweeps.column("result") == [100.0, 1.0, 2.0]
-    assert sorted(sweeps.ran) == ["0", "1", "2"], "none twice but what was stopped"

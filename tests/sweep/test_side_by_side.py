@@ -10,7 +10,7 @@ def test_the_number_at_once_can_be_changed_while_the_sweep_runs(sweeps):
     process = sweeps.start("meets_the_other", "training.seed=1,2", n_jobs=1)
     wait_until(lambda: (sweeps.place / "here-1").exists(), "the first waits for the second")
     assert not (sweeps.place / "here-2").exists(), "n_jobs caps how many run at once"
-    words = ("sweep", "max-jobs", str(sweeps.folder), "2")
+    words = ("sweep", "limit", str(sweeps.folder), "2")
     changed = sweeps.world.robust_train(*words)
     assert changed.stdout == f"{sweeps.folder}: at most 2 jobs at once from now on\n"
     sweeps.end(process).with_code(0)

@@ -70,10 +70,11 @@ def pending(pid, signum):
     return any(int(mask, 16) >> (signum - 1) & 1 for _, mask in masks)
 
 
-def test_another_sweep_in_the_folder_of_a_live_one_is_refused(sweeps):
+def test_a_second_launcher_in_the_folder_of_a_live_sweep_is_refused(sweeps):
+    """The same command, too."""
     first = sweeps.start(*COMPLETES_1)
     at_work(sweeps, 2, 3)
-    second = sweeps.sweep("objective", "training.seed=1,2")
+    second = sweeps.sweep(*COMPLETES_1)
     in_use = f"folder {sweeps.folder} is in use by the job of "
     second.was_refused([in_use, f", pid {first.pid}, since ", "hydra.sweep.dir="])
     assert sweep_story_of(sweeps.folder).sentence.endswith(" It is still running.")

@@ -22,7 +22,6 @@ from robust_train.folder.lock import RunLock
 from robust_train.folder.state import Summary, lacked_by_json, with_lacked_by_json
 from robust_train.host.loggers import ShortLines
 from robust_train.host.signals import SignalWatch, forwarded
-from robust_train.model.errors import ConfigError
 from robust_train.sweep import session
 from robust_train.sweep.gpu_queue import jobs_at_once, start_job
 from robust_train.sweep.record import (
@@ -354,21 +353,11 @@ def test_what_is_no_text_costs_no_table_and_a_sweep_that_starts_nothing_leaves_t
     assert read_table(tmp_path) is not None, "Ctrl-C at once: it can still be resumed"
 
 
-def test_a_launcher_that_has_no_table_yet_is_not_joined_by_that_of_an_earlier_launch(tmp_path):
-    lock = RunLock(tmp_path, "second")
-    SweepTable("first", "gpu_queue", overrides=("a=1",)).write(tmp_path)
-    with pytest.raises(ConfigError, match="is in use by"):
-        session.lock_or_join(tmp_path, ("a=1",))
-    SweepTable("second", "gpu_queue", overrides=("a=1",)).write(tmp_path)
-    assert session.lock_or_join(tmp_path, ("a=1",)) == ("second", None)
-    lock.release()
-
-
 def test_how_many_jobs_run_is_said_to_our_launcher_alone(tmp_path, capsys):
     for launcher, code in (("joblib", 1), ("gpu_queue", 0)):
         SweepTable("first", launcher).write(tmp_path)
         lock = RunLock(tmp_path, "first")
-        assert main(["sweep", "max-jobs", str(tmp_path), "3"]) == code
+        assert main(["sweep", "limit", str(tmp_path), "3"]) == code
         lock.release()
     assert "hydra/launcher=joblib decides itself" in capsys.readouterr().err
 

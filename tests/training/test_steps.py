@@ -7,7 +7,6 @@ import operator
 import random
 import threading
 import weakref
-from pathlib import Path
 
 import numpy
 import pytest
@@ -18,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from noted import Noted
-from robust_train.attempt.run import MicroBatchPlan, Run
+from robust_train.attempt.run import MicroBatchPlan
 from robust_train.memory.tensors import live_tensors
-from robust_train.model.errors import ConfigError, UserError
+from robust_train.model.errors import UserError
 from robust_train.step.batcher import MicroBatcher
 from robust_train.step.rewind import GeneratorStates
 from watched_run import WatchedRun
@@ -673,16 +672,6 @@ def returning(*found):
         (returning((torch.ones(()), 1, 2)), TypeError, "mean loss of its part.*a tuple"),
         (lambda: step(MicroBatcher(), Network(), data(0)), ValueError, "The batch is empty"),
         (stepping_in_backward, UserError, "last.weight has a hook for its gradient"),
-        (
-            MicroBatcher().micro_batches,
-            ConfigError,
-            r"loss = run\.backward\(loss_of, batch, model\)",
-        ),
-        (
-            Run(run_dir=Path()).micro_batches,
-            ConfigError,
-            r"loss = run\.backward\(loss_of, batch, mo",
-        ),
         (lambda: MicroBatcher(0), ValueError, "^batch_size=0"),
         (lambda: MicroBatcher(min_batch_size=0), ValueError, "min_batch_size=0"),
         (

@@ -17,7 +17,7 @@ from collections.abc import (
 )
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from robust_train.attempt.cadence import Saving
 from robust_train.attempt.data_position import Attempt
@@ -467,14 +467,6 @@ class Run:
             model,
             **options,
         )
-
-    def micro_batches(
-        self,
-        *_: Any,
-        **__: Any,
-    ) -> NoReturn:
-        """Refuse the loop that :meth:`backward` and :meth:`forward` have replaced."""
-        self.micro_batcher.micro_batches()
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield from ``loader``, the data to train on, and measure how long training waits for it::

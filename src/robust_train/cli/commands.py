@@ -214,10 +214,6 @@ _WATCHING = (
             _JSON,
             flag("--all", help="also those older than the newest 20"),
             flag("--live", help="only those that are alive"),
-            flag(
-                "--goodput",
-                help="what the time of the jobs of the last seven days went into",
-            ),
         ),
     ),
     Command(
@@ -294,9 +290,9 @@ _WATCHING = (
 
 _MACHINE = (
     Command(
-        "sweep max-jobs",
+        "sweep limit",
         "change how many jobs of a sweep run at once",
-        "runs:max_jobs",
+        "runs:limit",
         (
             _FOLDER,
             option(
@@ -308,7 +304,7 @@ _MACHINE = (
             _JSON,
         ),
         about="Change how many jobs of a sweep under gpu_queue or one of our sweepers run at once "
-        "on each machine, while it runs. Jobs that run are not stopped.",
+        "while it runs. Jobs that run are not stopped.",
     ),
     Command(
         "sweep best",
@@ -410,23 +406,12 @@ _MACHINE = (
         about="End your own CUDA processes: SIGTERM, then SIGKILL.",
     ),
     Command(
-        "cleanup",
-        "memory clear, then memory info",
-        "memory:cleanup",
-        (
-            flag("--stats-only", help="only show"),
-            flag("--force", help="as robust-train memory clear --force"),
-            _RUN,
-            _JSON,
-        ),
-    ),
-    Command(
         "doctor",
         "say which GPUs are usable, or why not",
         "doctor:doctor",
         (
             option(
-                "--clear",
+                "--include",
                 metavar="GPU",
                 help="use the excluded GPU with this UUID again",
             ),
@@ -445,9 +430,9 @@ _MACHINE = (
 
 _MORE = (
     Command(
-        "clean",
+        "rm",
         "remove the run folders of old jobs",
-        "clean:clean",
+        "rm:remove_runs",
         (
             option(
                 "--days",
@@ -518,23 +503,6 @@ GROUPS = {
 COMMANDS = {
     command.name: command for group in GROUPS.values() for command in group
 }
-
-NOW = {
-    "runs": "ps",
-    "run list": "ps --live",
-    "run status": "status",
-    "run checkpoint": "checkpoint",
-    "run halve-batch": "halve-batch",
-    "run stop": "stop",
-    "queue cancel": "stop",
-}
-"""Spellings of 0.2, which work until 0.4, and those of today."""
-
-GONE = {
-    "plan": "training.batch_size=auto finds the largest batch that fits; "
-    "`accelerate estimate-memory` predicts a model's memory"
-}
-"""Commands of earlier versions, and what to use instead."""
 
 
 def members_of(group: str) -> dict[str, Command]:

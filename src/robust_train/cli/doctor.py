@@ -11,10 +11,9 @@ import importlib.metadata
 import os
 import platform
 import sys
-import time
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,9 +30,8 @@ from robust_train.gpu.visible import VARIABLE
 from robust_train.host.memory import cgroup_rooms, read_host_memory
 from robust_train.model.errors import EXIT_FAILED
 from robust_train.model.events import Json
-from robust_train.model.gpu import OFTEN, GpuInfo, Inventory
+from robust_train.model.gpu import GpuInfo, Inventory
 from robust_train.queue.queue_dir import (
-    GpuFault,
     QueueProblem,
     directory_for,
     tmpfiles_line,
@@ -54,7 +52,7 @@ _PARTS_OF_THEIR_OWN = {"gpus", "skipped", "queue", "probes"}
 
 
 def doctor(arguments: Namespace) -> Answer:
-    """Describe GPUs, driver and queue, or clear an excluded GPU.
+    """Describe GPUs, driver and queue, or include an excluded GPU again.
 
     The exit code is 0 if some GPU and the queue directory can be used, and no probe failed.
     """
@@ -64,17 +62,16 @@ def doctor(arguments: Namespace) -> Answer:
     )
     queue: dict[str, Json] = {"directory": str(path), "problem": None}
     jobs: Sequence[QueuedJob] = ()
-    faults: Mapping[str, Sequence[GpuFault]] = {}
     try:
         with contextlib.closing(Registry(path)) as registry:
-            if arguments.clear:
-                problem = f"--clear {arguments.clear}: you have not excluded this GPU"
-                if registry.clear(arguments.clear):
+            if arguments.include:
+                problem = f"--include {arguments.include}: you have not excluded this GPU"
+                if registry.include(arguments.include):
                     return Answer(
-                        shown=[f"{arguments.clear} is no longer excluded"]
+                        shown=[f"{arguments.include} is no longer excluded"]
                     )
                 return Answer(error=problem)
-            jobs, faults = registry.jobs(), registry.faults()
+            jobs = registry.jobs()
             inventory = replace(
                 inventory, gpus=registry.marked(inventory.gpus)
             )
@@ -98,7 +95,6 @@ def doctor(arguments: Namespace) -> Answer:
         hidden = None if row["visible"] else f"hidden by {VARIABLE}"
         row["why_not"] = (None if gpu.owned else gpu.unusable) or hidden
         row["why_no_room"] = _why_no_room(gpu, busy.get(gpu.uuid))
-        row["faults"] = [asdict(one) for one in faults.get(gpu.uuid, ())]
         if row["why_not"] is None:
             usable.append((gpu, row))
     probes = []
@@ -213,13 +209,6 @@ def _shown(data: dict[str, Json]) -> list[str | Table]:
             f"{mib(gpu['free_bytes'])} free",
             f"  {gpu['uuid']}",
         ]
-        if faults := gpu["faults"]:
-            jobs = counted(len(faults), "job")
-            last = "; others are chosen first" if len(faults) >= OFTEN else ""
-            lines.append(f"  failed {jobs} in the last weeks{last}:")
-        for one in faults:
-            date = time.strftime("%Y-%m-%d %H:%M", time.localtime(one["time"]))
-            lines.append(f"    {date} {one['job']}: {one['reason']}")
     lines += [
         f"GPU {lost['index']}: {lost['reason']}" for lost in data["skipped"]
     ]

@@ -168,11 +168,11 @@ def queue(arguments: Namespace) -> Answer:
         f"job {job['id']}: {job['reason']}" for job in jobs if job["reason"]
     ]
     shown += describe(found, gpus) if arguments.verbose else ()
-    shown += [f"{fault.uuid}: {fault.sentence()}" for fault in excluded]
+    shown += [f"{one.uuid}: {one.sentence()}" for one in excluded]
     data = {
         "directory": str(path),
         "jobs": jobs,
-        "excluded": [asdict(fault) for fault in excluded],
+        "excluded": [asdict(one) for one in excluded],
     }
     return Answer(data, shown, warnings)
 

@@ -19,9 +19,7 @@ from typing import NoReturn
 from robust_train.cli.command import Answer, Command, WrongUsage, load
 from robust_train.cli.commands import (
     COMMANDS,
-    GONE,
     GROUPS,
-    NOW,
     members_of,
 )
 from robust_train.host.needs import why_unusable
@@ -89,7 +87,6 @@ def _run(words: list[str]) -> int:
     if words[0] == "--version":
         print(f"robust-train {version('robust-train')}")
         return 0
-    words = _todays(words)
     if (members := members_of(words[0])) and _HELP & set(words[1:2]):
         print(_listing({"commands": members.values()}))
         return 0
@@ -120,9 +117,7 @@ def find(words: Sequence[str]) -> tuple[Command, list[str]]:
             return command, list(words[length:])
     first, second = words[0], words[1] if words[1:] else ""
     members = members_of(first)
-    if first in GONE:
-        problem = f"{first} is gone: {GONE[first]}"
-    elif near := difflib.get_close_matches(second, members, n=1):
+    if near := difflib.get_close_matches(second, members, n=1):
         problem = f"{first}: {second}: did you mean {near[0]}?"
     elif members:
         what = f"{second}: no such action" if second else "an action is needed"
@@ -130,19 +125,6 @@ def find(words: Sequence[str]) -> tuple[Command, list[str]]:
     else:
         problem = f"{first}: no such command; {_meant(first)}"
     raise WrongUsage(problem)
-
-
-def _todays(words: list[str]) -> list[str]:
-    """Return a command line in today's spelling; name it on stderr where that differs."""
-    for length in (2, 1) if "--" not in words else ():
-        before = " ".join(words[:length])
-        if before in NOW:
-            print(
-                f"robust-train {before} is now: robust-train {NOW[before]}",
-                file=sys.stderr,
-            )
-            return NOW[before].split() + words[length:]
-    return words
 
 
 def _meant(word: str) -> str:

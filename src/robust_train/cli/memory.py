@@ -1,4 +1,4 @@
-"""``robust-train memory`` and ``cleanup``: the memory of GPUs and of a live run.
+"""``robust-train memory``: the memory of GPUs and of a live run.
 
 What only a process itself can do is requested of the live run, which does it at its next step
 boundary. ``memory kill`` ends processes.
@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 
 import psutil
 
-from robust_train.cli.command import Answer, Table, WrongUsage, confirmed
+from robust_train.cli.command import Answer, Table, confirmed
 from robust_train.cli.machine import gpus
 from robust_train.folder.live import ask
 from robust_train.folder.run_list import KnownRun, NothingAlive, choose_run
@@ -33,7 +33,6 @@ from robust_train.model.errors import EXIT_FAILED, NotDone
 from robust_train.model.events import Json
 from robust_train.readable import MIB
 
-_ACTIONS = {"cleanup": "clear"}
 _WITHOUT_A_RUN = {
     "clear": "a process cannot empty another's cache. In your own program call "
     "robust_train.clear_gpu_memory(); 'robust-train memory kill' ends processes of yours that "
@@ -65,9 +64,7 @@ _LEFT = {"not permitted", "still there"}
 
 def request(arguments: Namespace) -> Answer:
     """Have a live run do what the command is called after, or say what helps without a run."""
-    action = _ACTIONS.get(
-        arguments.command, arguments.command.removeprefix("memory ")
-    )
+    action = arguments.command.removeprefix("memory ")
     given = vars(arguments)
     options = {
         name: given[name] for name in ("force", "fraction") if name in given
@@ -97,20 +94,6 @@ def info(arguments: Namespace) -> Answer:
         is_none = isinstance(problem, NothingAlive)
         warnings = [] if is_none else [str(problem)]
         found = Answer({"live_run": None}, warnings=warnings)
-    return _with_machine(found, arguments)
-
-
-def cleanup(arguments: Namespace) -> Answer:
-    """Have a live run release what it does not use, then show the machine's memory."""
-    if arguments.stats_only and arguments.force:
-        problem = "--force: not allowed with argument --stats-only"
-        raise WrongUsage(problem)
-    if arguments.stats_only:
-        return info(arguments)
-    try:
-        found = request(arguments)
-    except NotDone as error:
-        found = Answer(error=str(error))
     return _with_machine(found, arguments)
 
 

@@ -10,7 +10,7 @@ import shlex
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,14 +34,10 @@ from robust_train.model.events import Json
 from robust_train.readable import (
     as_clock,
     counted,
-    duration,
     mib,
     of_all,
-    percent,
     shortened,
 )
-from robust_train.report.facts import goodput_of, share_of
-from robust_train.report.story import goodput_in
 from robust_train.report.wording import batch_in_words
 from robust_train.sweep.record import (
     SWEEP_FILE,
@@ -74,7 +70,6 @@ _FACTS = (
     "checkpoint",
 )
 USUALLY = 20
-_WEEK_SECONDS = 7 * 86400.0
 POLL_SECONDS = 0.3
 CHUNK_BYTES = 1 << 20
 _ATTACH_BYTES = 4096
@@ -95,8 +90,6 @@ def list_jobs(arguments: Namespace) -> Answer:
     runs = [
         run for run in find_runs()[::-1] if run.alive or not arguments.live
     ]
-    if arguments.goodput:
-        return _goodput(runs)
     shown = runs if arguments.all or arguments.live else runs[:USUALLY]
     listed = [_listed(run) for run in shown]
     if not runs:
@@ -113,31 +106,6 @@ def list_jobs(arguments: Namespace) -> Answer:
     if older := len(runs) - len(shown):
         lines.append(f"older runs: {older}; --all shows them")
     return Answer({"runs": listed}, lines)
-
-
-def _goodput(runs: Sequence[KnownRun]) -> Answer:
-    """Sum what the time of the jobs went into that ran in the last seven days."""
-    since = time.time() - _WEEK_SECONDS
-    recent = [run for run in runs if run.state and run.state.updated >= since]
-    parts = goodput_of((), ())
-    for run in recent:
-        found = goodput_in(run.run_dir) or {}
-        parts = {name: s + found.get(name, 0.0) for name, s in parts.items()}
-    share, wall = share_of(parts), sum(parts.values())
-    data: About = {"jobs": len(recent), "goodput": {**parts, "share": share}}
-    if share is None:
-        return Answer(
-            data, ["no run of yours has taken any time in the last 7 days"]
-        )
-    rows = [
-        (name, duration(seconds), percent(seconds / wall))
-        for name, seconds in parts.items()
-    ]
-    sentence = (
-        f"goodput {percent(share)} of the {duration(wall)} that the jobs of the last 7 days have "
-        "taken"
-    )
-    return Answer(data, [Table(("part", "time", "share"), rows), sentence])
 
 
 def _listed(run: KnownRun) -> About:
@@ -422,7 +390,7 @@ def _sweep_at(path: str) -> tuple[Path, SweepTable]:
     return folder, table
 
 
-def max_jobs(arguments: Namespace) -> Answer:
+def limit(arguments: Namespace) -> Answer:
     """Change how many jobs of a sweep run at once."""
     folder, table = _sweep_at(arguments.path)
     number = arguments.number

@@ -26,7 +26,6 @@ from robust_train.config.projects import (
 from robust_train.config.schema import (
     ACCUMULATION,
     BATCH,
-    GONE,
     UNREAD_IN_PROJECTS,
     WORKERS,
     RobustConfig,
@@ -73,11 +72,6 @@ def unchecked(cfg: DictConfig) -> RobustConfig:
         "",
         is_lenient=True,
     )
-
-
-def gone(key: str) -> str | None:
-    """Return one line about a key that an earlier version had, None if it did not."""
-    return f"{key}: this key is gone; {GONE[key]}" if key in GONE else None
 
 
 def hide_urls(
@@ -173,12 +167,10 @@ def _resolve_all(cfg: DictConfig, prefix: str = "") -> None:
 
 
 def _refuse_near_misses(cfg: DictConfig, prefix: str) -> None:
-    """Refuse old keys and likely typos: the root is open, so they would pass unseen. All in a
+    """Refuse likely typos: the root is open, so they would pass unseen. All in a
     project's group ``robust`` are ours, those in its open groups too."""
     known = {item.name for item in fields(RobustConfig) if item.metadata}
     for name in sorted({str(key) for key in cfg} - known):
-        if answer := gone(name):
-            raise ConfigError(answer)
         close = difflib.get_close_matches(
             name,
             known,

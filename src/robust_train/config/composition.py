@@ -16,7 +16,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from robust_train.compat import register_resolver, replace_node, typed_nodes
-from robust_train.config.checks import gone, unknown
+from robust_train.config.checks import unknown
 from robust_train.config.projects import (
     GROUP,
     defaults_for_theirs,
@@ -156,10 +156,7 @@ def _mistake(error: OmegaConfBaseException, prefix: str) -> ConfigError:
     known = [item.name for item in fields(kind)] if is_dataclass(kind) else []
     if not (isinstance(error, ConfigKeyError) and known):
         return ConfigError(str(error).splitlines()[0] + f" (key {full_key})")
-    answer = gone(str(error.full_key))
-    return (
-        ConfigError(answer) if answer else unknown(name, known, f"{parent}.")
-    )
+    return unknown(name, known, f"{parent}.")
 
 
 # Registered at import, because the processes of Hydra's launchers build no search path. The first

@@ -18,7 +18,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from robust_train.compat import for_hydra, unknown_to_hydra
-from robust_train.config.checks import gone
 from robust_train.config.search_path import OURS
 from robust_train.model.errors import (
     EXIT_BAD_CONFIG,
@@ -52,8 +51,10 @@ _ANSWERS = {
     r"In (\S+): Override '(hydra/\w+) : (\w+)' is defined before": (
         "{0}: 'override {1}: {2}' comes too early; overrides belong at the end of the defaults list"
     ),
+    r"Could not \w+ '(hydra/\w+)/(joblib)'": (
+        "{0}={1}: not installed; pip install hydra-joblib-launcher"
+    ),
     # which of our extras brings a plugin that is not there
-    r"Could not \w+ '(hydra/\w+)/(joblib)'": _NOT_INSTALLED + 'sweep]"',
     r"Could not \w+ '(hydra/\w+)/(submitit_\w+)'": _NOT_INSTALLED + 'slurm]"',
     r"Could not \w+ '(hydra/\w+)/(ray|ray_aws)'": _NOT_INSTALLED + 'ray]"',
 }
@@ -184,8 +185,6 @@ def _unknown_key(
     config_path: str | None,
     config_name: str | None,
 ) -> str:
-    if answer := gone(key):
-        return answer
     typed = next(
         (o for o in overrides if o.partition("=")[0].lstrip("+~") == key), key
     )

@@ -55,15 +55,6 @@ UNREAD_IN_PROJECTS = (
 )
 """Keys for trainers that are given ours: a Hydra project's code sees only its own."""
 
-GONE = {
-    "num_nodes": "start one rank per GPU with torchrun, srun, …; see docs/several-machines.md",
-    "reuse_known_batch": (
-        "leave it out: the first size is training.batch_size, and a size that does not fit costs "
-        "one step"
-    ),
-}
-"""Keys of earlier versions that are refused, and what to write instead."""
-
 
 @dataclass(frozen=True)
 class TrainingConfig:

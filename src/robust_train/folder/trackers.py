@@ -1,7 +1,7 @@
 """Experiment trackers go on in one run through all attempts and launches of a job.
 
-wandb takes an id of ours. MLflow makes its ids itself: the run folder keeps that of the run which
-an attempt has begun, for those after it.
+wandb takes an id of ours. MLflow and trackio choose the ids and names of their runs: the run folder
+keeps that of the run which an attempt has begun, for the attempts after it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from pathlib import Path
 from robust_train.files import read_object, write_json
 
 FILE = "trackers.json"
-WANDB_ID, WANDB_RESUME, MLFLOW_ID = (
-    "WANDB_RUN_ID",
-    "WANDB_RESUME",
-    "MLFLOW_RUN_ID",
-)
-VARIABLES = (WANDB_ID, WANDB_RESUME, MLFLOW_ID)
+WANDB_ID = "WANDB_RUN_ID"
+WANDB_RESUME = "WANDB_RESUME"
+MLFLOW_ID = "MLFLOW_RUN_ID"
+TRACKIO_NAME = "TRACKIO_RUN_NAME"
+VARIABLES = (WANDB_ID, WANDB_RESUME, MLFLOW_ID, TRACKIO_NAME)
 _WANDB_ITSELF = (WANDB_ID, WANDB_RESUME, "WANDB_SWEEP_ID")
 _MLFLOW_SERVER = "MLFLOW_TRACKING_URI"
+_NOTED = {MLFLOW_ID: "mlflow_run_id", TRACKIO_NAME: "trackio_run_name"}
+"""The key of the note that has the value of a variable."""
 
 
 def tracker_environment(
@@ -41,19 +42,30 @@ def tracker_environment(
     has_wandb = is_script or importlib.util.find_spec("wandb") is not None
     if has_wandb and not any(name in environ for name in _WANDB_ITSELF):
         found |= {WANDB_ID: job, WANDB_RESUME: "allow"}
+    noted = _read_note(run_dir, job, environ.get(_MLFLOW_SERVER))
+    return found | {
+        name: run for name, run in noted.items() if name not in environ
+    }
+
+
+def _read_note(
+    run_dir: Path,
+    job: str,
+    server: str | None,
+) -> dict[str, str]:
+    """Return the runs that attempts of this job have noted, by the variables that name them."""
     note = read_object(run_dir / FILE)
-    if note.get("job") == job and note.get("server") == environ.get(
-        _MLFLOW_SERVER
-    ):
-        run = note.get("mlflow_run_id")
-        if isinstance(run, str) and MLFLOW_ID not in environ:
-            found[MLFLOW_ID] = run
-    return found
+    if note.get("job") != job:
+        return {}
+    runs = {name: note.get(key) for name, key in _NOTED.items()}
+    if note.get("server") != server:
+        del runs[MLFLOW_ID]  # it is not known there
+    return {name: run for name, run in runs.items() if isinstance(run, str)}
 
 
 class TrackerNote:
-    """Keeps in the run folder which run of MLflow this process logs to; ``job`` is empty where no
-    launcher would read it."""
+    """Keeps in the run folder which runs of MLflow and trackio this process logs to; ``job`` is
+    empty where no launcher would read it."""
 
     def __init__(
         self,
@@ -61,27 +73,45 @@ class TrackerNote:
         job: str | None,
     ) -> None:
         self._run_dir, self._job = run_dir, job
-        self._noted = ""
+        self._noted: dict[str, str] = {}
         # as the launcher sees it: set_tracking_uri() changes the variable in this process
         self._server = os.environ.get(_MLFLOW_SERVER)
 
     def poll(self) -> None:
-        """Record the run that is active now, if MLflow is used and it is another one."""
-        active = getattr(sys.modules.get("mlflow"), "active_run", None)
-        if active is None or not self._job:
+        """Record the runs that are active now, if they are other ones than before."""
+        if not self._job:
             return
         with contextlib.suppress(Exception):  # curves are never worth a job
-            run = active()
-            # a run within another ends with it
-            found = run and run.data.tags.get(
-                "mlflow.parentRunId", run.info.run_id
-            )
-            if not found or found == self._noted:
+            active = _active_mlflow_run() | _active_trackio_run()
+            if active.items() <= self._noted.items():
                 return
-            self._noted = found
+            self._noted |= active
+            # an earlier attempt may have noted the run of a tracker that has not begun yet
+            earlier = _read_note(self._run_dir, self._job, self._server)
+            runs = earlier | self._noted
             note = {
                 "job": self._job,
-                "mlflow_run_id": found,
                 "server": self._server,
+                **{_NOTED[name]: run for name, run in runs.items()},
             }
             write_json(self._run_dir / FILE, note)
+
+
+def _active_mlflow_run() -> dict[str, str]:
+    """Return the id of MLflow's active run; empty if MLflow is not used."""
+    active = getattr(sys.modules.get("mlflow"), "active_run", None)
+    run = active() if active is not None else None
+    if run is None:
+        return {}
+    # a run within another ends with it
+    return {
+        MLFLOW_ID: run.data.tags.get("mlflow.parentRunId", run.info.run_id)
+    }
+
+
+def _active_trackio_run() -> dict[str, str]:
+    """Return the name of trackio's active run; empty if trackio is not used."""
+    variables = sys.modules.get("trackio.context_vars")
+    current = getattr(variables, "current_run", None)
+    run = current.get() if current is not None else None
+    return {TRACKIO_NAME: run.name} if run is not None else {}

@@ -27,8 +27,7 @@ _BUSY_PERCENT, _BUSY_BYTES = 10, 2 * GIB
 
 def rank(gpus: Sequence[GpuInfo], min_bytes: int) -> list[GpuInfo]:
     """Return the GPUs that a job needing ``min_bytes`` could start on now, best first. Most free
-    memory comes first, then the least busy (unknown last), then the lowest PCI address; those that
-    fail often come last."""
+    memory comes first, then the least busy (unknown last), then the lowest PCI address."""
     suitable = [
         gpu
         for gpu in gpus
@@ -36,7 +35,7 @@ def rank(gpus: Sequence[GpuInfo], min_bytes: int) -> list[GpuInfo]:
     ]
     return sorted(
         suitable,
-        key=lambda gpu: (gpu.fails_often, -gpu.free_bytes, tie_breaker(gpu)),
+        key=lambda gpu: (-gpu.free_bytes, tie_breaker(gpu)),
     )
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-OFTEN = 3
-
 
 @dataclass(frozen=True)
 class GpuProcess:
@@ -47,18 +45,11 @@ class GpuInfo:
     unusable: str | None = None  # why no job may start on it now, or None
     # that is because a process has it alone (exclusive mode), which may end
     owned: bool = False
-    # how many jobs its hardware has failed in the last weeks
-    failed_jobs: int = 0
     # NVIDIA's Multi-Process Service owns it, so that exclusive mode is no obstacle
     mps: bool = False
     # CUDA's number of it under `CUDA_DEVICE_ORDER=PCI_BUS_ID` with no mask; None if NVML's and
     # CUDA's lists may differ
     cuda_index: int | None = None
-
-    @property
-    def fails_often(self) -> bool:
-        """Whether it has failed so many jobs that others are chosen first."""
-        return self.failed_jobs >= OFTEN
 
 
 Group = tuple[GpuInfo, ...]

@@ -117,14 +117,12 @@ class Plan:
     def _choose(self, job: QueuedJob) -> Sequence[GpuState]:
         """Return all the GPUs that it needs, or none."""
         found = self.suitable(job)
-        sound = [state for state in found if not state.gpu.fails_often]
-        for usable in (sound, found):
-            apart = [state for state in usable if not self._first_could(state)]
-            for states in (apart, usable):
-                if group := choose_group(
-                    [state.gpu for state in states], job.count
-                ):
-                    return [self._states[gpu.uuid] for gpu in group]
+        apart = [state for state in found if not self._first_could(state)]
+        for states in (apart, found):
+            if group := choose_group(
+                [state.gpu for state in states], job.count
+            ):
+                return [self._states[gpu.uuid] for gpu in group]
         return ()
 
     def _first_could(self, state: GpuState) -> bool:

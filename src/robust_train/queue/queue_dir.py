@@ -17,7 +17,7 @@ import stat
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
@@ -45,13 +45,9 @@ _NAME = "robust-train"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SHARED_MODE = 0o1777
 _MOST_TEXT = 200
-# in this boot's directory or in that of all boots
-_FAULTS_FILE = re.compile(
-    r"(?:\.\./)?faults\.([A-Za-z0-9-]{1,80})\.(\d{1,10})", re.ASCII
+_EXCLUSION_FILE = re.compile(
+    r"excluded\.([A-Za-z0-9-]{1,80})\.(\d{1,10})", re.ASCII
 )
-_REMEMBERED_SECONDS = 28 * 86400.0
-# of one user on one GPU: in any language they fit into MOST_BYTES
-_MOST_FAULTS = 8
 # their locks may hang, or not reach other hosts
 _NOT_LOCAL = re.compile(
     r"nfs|smb|cifs|fuse|lustre|ceph|k?afs|9p|gpfs|beegfs|gfs2|ocfs2|panfs|coda"
@@ -76,9 +72,9 @@ class QueueProblem(NotDone):
 
 
 @dataclass(frozen=True)
-class GpuFault:
-    """A job that a GPU's hardware failed. For half an hour the GPU is excluded for the host's jobs;
-    after that its own health decides, so no file can exclude a GPU for ever."""
+class Exclusion:
+    """A GPU whose hardware failed a job. For half an hour it is excluded for the host's jobs; after
+    that its own health decides, so no file can exclude a GPU for ever."""
 
     uuid: str
     by: str  # the job's user
@@ -89,17 +85,14 @@ class GpuFault:
     @property
     def seconds_left(self) -> float:
         """For how long the GPU is excluded."""
-        age = time.time() - self.time
-        has_booted_since = age > time.monotonic()
         # a clock that was set back does not end it, nor makes it last
-        seconds = 0.0 if has_booted_since else EXCLUDED_SECONDS - abs(age)
-        return max(seconds, 0.0)
+        return max(EXCLUDED_SECONDS - abs(time.time() - self.time), 0.0)
 
     def sentence(self) -> str:
         """Return for how long the GPU is excluded, by whom, and why."""
         return (
             f"excluded for another {self.seconds_left / 60:.0f} min by a job of {self.by}: "
-            f"{self.reason} (robust-train doctor --clear {self.uuid})"
+            f"{self.reason} (robust-train doctor --include {self.uuid})"
         )
 
 
@@ -140,7 +133,6 @@ class QueueDir:
         self,
         pattern: re.Pattern[str],
         without: Collection[str] = (),
-        folder: str = "",  # relative to this one
     ) -> list[re.Match[str]]:
         """Return the names that match, sorted.
 
@@ -148,12 +140,10 @@ class QueueDir:
         OSError: the directory cannot be listed.
         """
         try:
-            names = os.listdir(self.base if folder else self.fd)
+            names = os.listdir(self.fd)
         except (FileNotFoundError, NotADirectoryError):  # removed
             return []
-        named = (
-            folder + name for name in sorted({*names}.difference(without))
-        )
+        named = sorted({*names}.difference(without))
         found = [match for match in map(pattern.fullmatch, named) if match]
         if len(found) <= MOST_FILES_PER_USER:
             return found
@@ -178,9 +168,7 @@ class QueueDir:
         Raises:
             OSError: a full disk, or a name that another user has taken.
         """
-        temporary = os.path.join(
-            os.path.dirname(name), f"new.{os.urandom(8).hex()}"
-        )
+        temporary = f"new.{os.urandom(8).hex()}"
         flags = (
             os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         )
@@ -214,71 +202,56 @@ class QueueDir:
             _warn_once(f"{path} is ignored: {mistake}")
             return NO_LIMIT
 
-    def exclusions(self) -> list[GpuFault]:
-        """Return the last fault of each GPU that is excluded now."""
-        return list(_excluding(self.faults()).values())
+    def exclusions(self) -> list[Exclusion]:
+        """Return the GPUs that are excluded now, each by its last fault."""
+        found = [
+            one
+            for one in map(self._read_exclusion, self._exclusion_files())
+            if one is not None and one.seconds_left
+        ]
+        found.sort(key=lambda one: one.seconds_left)
+        return list({one.uuid: one for one in found}.values())
 
-    def clear(self, uuid: str) -> bool:
+    def include(self, uuid: str) -> bool:
         """Use a GPU as any other again; return False if the caller has nothing against it. Root
-        clears for all."""
+        includes for all."""
         removed = [
             self.remove(file[0])
-            for file in self._fault_files()
+            for file in self._exclusion_files()
             if file[1] == uuid and os.geteuid() in (0, int(file[2]))
         ]
         return any(removed)
 
     def marked(self, gpus: Sequence[GpuInfo]) -> tuple[GpuInfo, ...]:
-        """Return the GPUs, excluded ones as unusable, and how many jobs each has failed."""
-        faults = self.faults()
-        excluded = {
-            uuid: fault.sentence()
-            for uuid, fault in _excluding(faults).items()
-        }
+        """Return the GPUs, excluded ones as unusable."""
+        excluded = {one.uuid: one.sentence() for one in self.exclusions()}
         return tuple(
             replace(
                 gpu,
                 unusable=gpu.unusable or excluded.get(gpu.uuid),
                 owned=gpu.owned and gpu.uuid not in excluded,
-                failed_jobs=len(faults.get(gpu.uuid, ())),
             )
             for gpu in gpus
         )
 
-    def faults(self) -> dict[str, list[GpuFault]]:
-        """Return by GPU the jobs that it has failed in the last four weeks, the oldest first."""
-        found: dict[str, dict[tuple[str, str], GpuFault]] = {}
-        for file in self._fault_files():
-            for fault in self._faults_in(file):
-                found.setdefault(fault.uuid, {})[fault.by, fault.job] = fault
-        return {
-            uuid: sorted(jobs.values(), key=lambda one: one.time)
-            for uuid, jobs in found.items()
-        }
-
     def exclude(self, uuid: str, job: str, reason: str) -> bool:
-        """Record that a GPU's hardware failed a job, for weeks and if it can be past a reboot;
-        return False if the directory takes no more files."""
-        job = job[-_MOST_TEXT:]
-        new = {
-            "job": job,
-            "time": time.time(),
-            "reason": reason[: _MOST_TEXT // 2],
-        }
-        for folder in ("../", ""):
-            name = f"{folder}faults.{uuid}.{os.geteuid()}"
-            file = _FAULTS_FILE.fullmatch(name)
-            if file is None:
-                return False
-            known = [
-                asdict(one) for one in self._faults_in(file) if one.job != job
-            ]
-            content = json.dumps((known + [new])[-_MOST_FAULTS:])
-            with contextlib.suppress(OSError):
-                with self.creating(name) as fd:
-                    write_whole(fd, content.encode())
-                os.close(fd)
-                return True
+        """Record that a GPU's hardware failed a job; return False if the directory takes no more
+        files."""
+        name = f"excluded.{uuid}.{os.geteuid()}"
+        if _EXCLUSION_FILE.fullmatch(name) is None:
+            return False
+        content = json.dumps(
+            {
+                "job": job[-_MOST_TEXT:],
+                "time": time.time(),
+                "reason": reason[: _MOST_TEXT // 2],
+            }
+        )
+        with contextlib.suppress(OSError):
+            with self.creating(name) as fd:
+                write_whole(fd, content.encode())
+            os.close(fd)
+            return True
         return False
 
     @contextlib.contextmanager
@@ -289,18 +262,14 @@ class QueueDir:
         except OSError as error:
             raise QueueProblem(self.path, why_not_done(error, done)) from error
 
-    def _fault_files(self) -> list[re.Match[str]]:
-        """Return the files about faults, in the directory of all boots and in this boot's."""
+    def _exclusion_files(self) -> list[re.Match[str]]:
         with contextlib.suppress(OSError):
-            return [
-                file
-                for folder in ("../", "")
-                for file in self.matches(_FAULTS_FILE, folder=folder)
-            ]
+            return self.matches(_EXCLUSION_FILE)
         return []
 
-    def _faults_in(self, file: re.Match[str]) -> list[GpuFault]:
-        now = time.time()
+    def _read_exclusion(self, file: re.Match[str]) -> Exclusion | None:
+        """Return the content of a file; None if it is none, or of another user than its name
+        says."""
         with contextlib.suppress(
             OSError,
             ValueError,
@@ -308,19 +277,11 @@ class QueueDir:
             OverflowError,
         ):
             data, status = read_small(file[0], MOST_BYTES, self.fd)
-            owner = status.st_uid
-            about = {"uuid": file[1], "by": user_name(owner)}
-            known = [
-                from_json(GpuFault, {**one, **about})
-                for one in parse_json(data)
-            ]
-            return [
-                one
-                for one in known
-                if abs(now - one.time) < _REMEMBERED_SECONDS
-                and owner == int(file[2])
-            ]
-        return []
+            if status.st_uid != int(file[2]):
+                return None
+            about = {"uuid": file[1], "by": user_name(status.st_uid)}
+            return from_json(Exclusion, {**parse_json(data), **about})
+        return None
 
     def _read_limit(self) -> int:
         """Return the limit in the file. Raises ValueError: the first mistake in it."""
@@ -351,18 +312,6 @@ def write_whole(fd: int, data: bytes) -> None:
     if os.pwrite(fd, data, 0) != len(data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     os.ftruncate(fd, len(data))
-
-
-def _excluding(
-    faults: Mapping[str, Sequence[GpuFault]],
-) -> dict[str, GpuFault]:
-    """Return by GPU the last fault that excludes it now."""
-    return {
-        uuid: fault
-        for uuid, jobs in faults.items()
-        for fault in jobs
-        if fault.seconds_left
-    }
 
 
 # --- where it is, and whether it can be trusted ----------------------------------------------

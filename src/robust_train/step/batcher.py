@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from robust_train.config.placeholders import MicroBatchPlan, SplitRule
-from robust_train.model.errors import ConfigError, UserError
+from robust_train.model.errors import UserError
 from robust_train.model.events import BatchSizeFound
 from robust_train.policy.sizes import BatchSearch
 from robust_train.step import ranks
@@ -48,14 +48,6 @@ log = logging.getLogger("robust_train")
 T = TypeVar("T")
 S = TypeVar("S", bound=Step[Any])
 Backward = Callable[[Tensor], object]
-
-
-LOOP_IS_GONE = (
-    "run.micro_batches is gone, because a step is a function: write "
-    "`def loss_of(batch): x, y = batch; return criterion(model(x), y)` and "
-    "`loss = run.backward(loss_of, batch, model)` in place of the loop, and "
-    "`outputs = run.forward(model, batch)` for validation"
-)
 
 
 class MicroBatcher:
@@ -269,14 +261,6 @@ class MicroBatcher:
         results = step.run(Batch(parts, lambda part: function(part.data)))
         step.leave()
         return [result for result, _ in results]
-
-    def micro_batches(
-        self,
-        *_: Any,
-        **__: Any,
-    ) -> NoReturn:
-        """Refuse the loop that :meth:`backward` and :meth:`forward` have replaced."""
-        raise ConfigError(LOOP_IS_GONE)
 
     def open_step(
         self,

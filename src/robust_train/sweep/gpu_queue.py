@@ -57,7 +57,6 @@ from robust_train.sweep.checks import hydra_knows, name_keys_as_typed
 from robust_train.sweep.pruning import Reports
 from robust_train.sweep.record import (
     INTERRUPTIONS,
-    Claims,
     Status,
     SweepJob,
     job_folders,
@@ -88,13 +87,10 @@ class Jobs:
     prunes = False
     """Whether :meth:`reported` may stop a job."""
 
-    def __init__(
-        self,
-        listed: Mapping[int, Sequence[str]],
-        claims: Claims,
-    ) -> None:
-        self.listed, self.most = listed, len(listed)
-        self._waiting, self._claims = dict(listed), claims
+    def __init__(self, listed: Mapping[int, Sequence[str]]) -> None:
+        self.listed = listed
+        self.most = len(listed)
+        self._waiting = dict(listed)
 
     @property
     def is_over(self) -> bool:
@@ -102,21 +98,16 @@ class Jobs:
         return not self._waiting
 
     def next(self) -> tuple[int, Sequence[str]] | None:
-        """Return a job to start now, which no other launcher works on, and its overrides; None:
-        there is none at this moment."""
-        for number, overrides in self._waiting.items():
-            if self._claims.take(number):
-                del self._waiting[number]
-                return number, overrides
-        return None
+        """Return a job to start now, and its overrides; None: there is none."""
+        number = min(self._waiting, default=None)
+        return None if number is None else (number, self._waiting.pop(number))
 
     def reported(self, job: int, values: Sequence[ValueReported]) -> str:
         """Take what a job has reported; return why it is stopped early, empty if it is not."""
         return ""
 
     def ended(self, row: SweepJob) -> None:
-        """Take how a job has ended. Others find one that completed completed."""
-        self._claims.release(row.job)
+        """Take how a job has ended."""
 
 
 class GpuQueue:
@@ -139,7 +130,6 @@ class GpuQueue:
         self._config, self._n_jobs = config, n_jobs
         self._settings = unchecked(config)
         self.sweep, self.folder = session.sweep, session.sweep.folder
-        self.claims = Claims(self.folder)
         # every job that is known, as it is; the sweep's table has those that left no folder
         self.rows = session.sweep.known
         self._jobs: Jobs
@@ -161,7 +151,7 @@ class GpuQueue:
         """Run a sweeper's batch of jobs; return their results in order, NaN for one that did not
         complete. Raises as :meth:`run`."""
         listed = dict(enumerate(job_overrides, first))
-        self.run(Jobs(listed, self.claims))
+        self.run(Jobs(listed))
         returned = []
         for number in listed:
             row = self.rows[number]
@@ -204,11 +194,7 @@ class GpuQueue:
             gpus=0 if self._n_jobs else count_gpus(self._settings),
             cpus=len(os.sched_getaffinity(0)),
         )
-        with (
-            contextlib.closing(self.claims),
-            self._signals,
-            LiveLines() as live,
-        ):
+        with self._signals, LiveLines() as live:
             log.info(
                 "%d jobs, %d at once; they print to %s",
                 jobs.most,
@@ -249,7 +235,7 @@ class GpuQueue:
     def _fill(self, slots: int) -> bool:
         """Start jobs while there is room; return whether the sweep goes on."""
         while not (is_over := self._is_stopping or bool(self._received)):
-            # robust-train sweep max-jobs
+            # robust-train sweep limit
             most = requested_max_jobs(self.folder)
             if len(self._running) >= (slots if most is None else most):
                 break
@@ -315,7 +301,6 @@ class GpuQueue:
 
     def _poll(self, live: LiveLines) -> None:
         """Wait a moment; then handle signals and jobs that have ended."""
-        self.sweep.take_over()
         self._show(live)
         # until a job ends: its GPU is free, and the next one takes some time to start
         wait(

@@ -7,7 +7,6 @@ the end and by commands, and what a later launch of the sweep reads.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import math
 import os
@@ -27,7 +26,6 @@ from robust_train.folder.state import (
     read_summary,
     with_lacked_by_json,
 )
-from robust_train.host.linux import is_locked, lock, unlock
 from robust_train.model.attempt import Attempt
 from robust_train.model.errors import EXIT_BAD_CONFIG
 from robust_train.model.events import SCHEMA, Json, MalformedEvent, from_json
@@ -39,7 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("robust_train")
 
 JOB_FILE, SWEEP_FILE = "sweep_job.json", "sweep.json"
-CLAIMS_FILE, STUDY_FILE, STUDY = "claims", "study.jsonl", "sweep"
+STUDY_FILE, STUDY = "study.jsonl", "sweep"
 _LINK = "job-"  # and its number, of one that lies elsewhere
 INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _OF_THE_SWEEP = re.compile(
@@ -194,7 +192,7 @@ def begun(
     """
     if earlier is None:
         return own, resume
-    # resumed anyway: put back into the queue, or left by another launcher
+    # resumed anyway: put back into the queue by Slurm
     stays = own.varies_as(earlier) and (resume or earlier.sweep == own.sweep)
     if not stays or not (earlier.has_completed or earlier.is_pruned):
         return own, stays
@@ -352,7 +350,7 @@ class SweepTable:
     schema: int = SCHEMA
     # a shell command, for any working directory
     resume_command: str | None = None
-    # of the command: a launcher with the same may join in
+    # of the command
     overrides: tuple[str, ...] = ()
     direction: str = "maximize"  # or `minimize`: what of the results is best
     repeat: int = 1  # jobs of each point, which differ in their seeds
@@ -375,60 +373,9 @@ def read_table(folder: Path) -> SweepTable | None:
     return None
 
 
-class Claims:
-    """What this launcher works on of the sweep in ``folder``, which several may share.
-
-    Whoever works on a point (a job, or all of a trial) has its byte of a file locked, and so have
-    its jobs, which are forks: a killed launcher leaves no point that no one takes over, and none
-    that two work on.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._fd = os.open(folder / CLAIMS_FILE, flags, 0o600)
-
-    def take(self, point: int) -> bool:
-        """Return whether the point is this launcher's until :meth:`release`."""
-        try:
-            return lock(self._fd, 1 + point, 1)
-        except OSError:  # the disk has no locks: no second launcher is let in
-            return True
-
-    def release(self, point: int) -> None:
-        """Leave the point to others."""
-        with contextlib.suppress(OSError):
-            unlock(self._fd, 1 + point, 1)
-
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Keep other launchers from doing the same meanwhile."""
-        # a process's own lock, which forks do not inherit: free as soon as the launcher is killed
-        with contextlib.suppress(OSError):
-            fcntl.lockf(self._fd, fcntl.LOCK_EX, 1)
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                fcntl.lockf(self._fd, fcntl.LOCK_UN, 1)
-
-    def close(self) -> None:
-        """Release all points that no job works on any more."""
-        os.close(self._fd)
-
-
-def others_work(folder: Path) -> bool:
-    """Return whether a launcher, or a job that one has left, works on a point of a sweep."""
-    with (
-        contextlib.suppress(OSError),
-        (folder / CLAIMS_FILE).open("rb") as file,
-    ):
-        return is_locked(file.fileno())
-    return False
-
-
 def storage_in(folder: Path) -> JournalStorage:
-    """Return the storage of the study in ``folder``. It takes no lock of its own: whoever writes is
-    alone already, and Optuna's lock is broken after 30 s."""
+    """Return the storage of the study in ``folder``. It takes no lock of its own: a sweep has one
+    launcher, and Optuna's lock is broken after 30 s."""
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 

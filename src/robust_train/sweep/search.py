@@ -1,7 +1,7 @@
 """A search: Optuna says what to try next, each time a job can start.
 
-The study is one file in the sweep's folder, and only that: a launcher that goes on with it, or
-shares it with another, reads there which trials there are.
+The study is one file in the sweep's folder, and only that: a later launch that goes on with it
+reads there which trials there are.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import pkgutil
-import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -55,7 +54,6 @@ from robust_train.sweep.record import (
 
 log = logging.getLogger("robust_train")
 
-_RETRY_SECONDS = 1.0  # until others are asked again for what they have left
 _SEEDS, _SEEDS_APART = 2**32, 1_000_003
 
 
@@ -70,47 +68,47 @@ class Search(Jobs):
         seeds: list[list[str]],
         settings: SweeperSettings,
     ) -> None:
-        super().__init__({}, queue.claims)
+        super().__init__({})
         self._folder, self._settings = queue.folder, settings
         self._space = {
             key: distribution(override) for key, override in swept.items()
         }
         self._fixed, self._seeds = fixed, seeds
         self.most = settings.n_trials * len(seeds)
-        self._had: dict[int, Trial] = {}  # trials that this launcher has run
+        self._had: dict[int, Trial] = {}  # trials that this launch has run
         # ended jobs of each of them
         self._rows: dict[int, list[SweepJob]] = {}
-        self._is_over, self._next_try = False, 0.0
+        self._is_over = False
         pruner = _made(settings.pruner)
         self.prunes = pruner is not None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        with self._alone():
-            try:
-                self._study = optuna.create_study(
-                    study_name=STUDY,
-                    storage=storage_in(self._folder),
-                    direction=StudyDirection[settings.direction.upper()],
-                    pruner=pruner or NopPruner(),
-                    load_if_exists=True,
-                )
-            except Exception as error:  # of any kind: a file that is damaged
-                raise ConfigError(
-                    f"{self._folder / STUDY_FILE}: {named_line(error)}; choose another "
-                    "hydra.sweep.dir, or move the file away to begin the search again"
-                ) from error
-            begun = {
-                "repeat": settings.repeat,
-                "direction": settings.direction,
-            }
-            known = self._study.user_attrs or begun
-            if known != begun:
-                raise ConfigError(
-                    f"the search in {self._folder} was begun with hydra.sweeper.repeat="
-                    f"{known['repeat']} and direction={known['direction']}; choose another "
-                    "hydra.sweep.dir"
-                )
-            for name, value in begun.items():
-                self._study.set_user_attr(name, value)
+        drop_torn_line(self._folder / STUDY_FILE)
+        try:
+            self._study = optuna.create_study(
+                study_name=STUDY,
+                storage=storage_in(self._folder),
+                direction=StudyDirection[settings.direction.upper()],
+                pruner=pruner or NopPruner(),
+                load_if_exists=True,
+            )
+        except Exception as error:  # of any kind: a file that is damaged
+            raise ConfigError(
+                f"{self._folder / STUDY_FILE}: {named_line(error)}; choose another "
+                "hydra.sweep.dir, or move the file away to begin the search again"
+            ) from error
+        begun = {
+            "repeat": settings.repeat,
+            "direction": settings.direction,
+        }
+        known = self._study.user_attrs or begun
+        if known != begun:
+            raise ConfigError(
+                f"the search in {self._folder} was begun with hydra.sweeper.repeat="
+                f"{known['repeat']} and direction={known['direction']}; choose another "
+                "hydra.sweep.dir"
+            )
+        for name, value in begun.items():
+            self._study.set_user_attr(name, value)
         # the jobs of trials that ended in an earlier launch are a part of this one
         over = {
             one.number for one in self._trials() if one.state.is_finished()
@@ -141,54 +139,46 @@ class Search(Jobs):
 
     def next(self) -> tuple[int, Sequence[str]] | None:
         """Return the next job of a trial that was left, or of a new one."""
-        if not self._waiting and time.monotonic() >= self._next_try:
+        if not self._waiting:
             trial = self._next_trial()
             if trial is None:
-                self._next_try = time.monotonic() + _RETRY_SECONDS
                 return None
             self._had[trial.number], self._rows[trial.number] = trial, []
             first = trial.number * len(self._seeds)
             point = [f"{key}={trial.params[key]}" for key in self._space]
             for number, seed in enumerate(self._seeds, first):
                 self._waiting[number] = self._fixed + point + seed
-        chosen = min(self._waiting, default=None)
-        return None if chosen is None else (chosen, self._waiting.pop(chosen))
+        return super().next()
 
     def _next_trial(self) -> Trial | None:
-        """Return a trial that is this launcher's from now on, with a value of each key."""
-        with self._alone():
-            trials = self._trials()
-            left = [one for one in trials if not one.state.is_finished()]
-            others = [one for one in left if one.number not in self._had]
-            known = next(
-                (one for one in others if self._claims.take(one.number)), None
-            )
-            if known is None and len(trials) >= self._settings.n_trials:
-                # those that others have end with them, or are left
-                self._is_over = not others
-                return None
-            self._study.sampler = self._sampler(
-                known.number if known else len(trials)
-            )
-            trial = (
-                running_trial(self._study, known)
-                if known
-                else self._study.ask()
-            )
-            self._claims.take(trial.number)
-            for name, space in self._space.items():
-                try:
-                    # also if its launcher was killed before it had all of them
-                    suggest(trial, name, space)
-                except ValueError as error:
-                    problem = (
-                        f"{name}: {error}; choose another hydra.sweep.dir"
-                    )
-                    raise ConfigError(problem) from error
-            return trial
+        """Return a trial that an earlier launch has left, or a new one, with a value of each key;
+        None if there were as many as wanted."""
+        trials = self._trials()
+        left = [
+            one
+            for one in trials
+            if not one.state.is_finished() and one.number not in self._had
+        ]
+        if left:
+            self._study.sampler = self._sampler(left[0].number)
+            trial: Trial = running_trial(self._study, left[0])
+        elif len(trials) < self._settings.n_trials:
+            self._study.sampler = self._sampler(len(trials))
+            trial = self._study.ask()
+        else:
+            self._is_over = True
+            return None
+        for name, space in self._space.items():
+            try:
+                # also if its launcher was killed before it had all of them
+                suggest(trial, name, space)
+            except ValueError as error:
+                problem = f"{name}: {error}; choose another hydra.sweep.dir"
+                raise ConfigError(problem) from error
+        return trial
 
     def _sampler(self, trial: int) -> Any:
-        """Return a sampler of the trial's own: what it draws depends on no other launcher."""
+        """Return a sampler of the trial's own: what it draws is the same after a kill."""
         wanted = dict(self._settings.sampler or {})
         if wanted.get("seed") is not None:
             seed = int(wanted["seed"]) * _SEEDS_APART + trial
@@ -200,16 +190,15 @@ class Search(Jobs):
         if not self.prunes:
             return ""
         trial = self._had[job]
-        with self._alone():
-            known = self._trials()[job].intermediate_values
-            for event in values:
-                # reported before it was resumed; and Optuna counts from 0
-                if event.step in known or event.step < 0:
-                    continue
-                trial.report(event.value, event.step)
-                if trial.should_prune():
-                    name = type(self._study.pruner).__name__
-                    return f"{event.value:.6g} at step {event.step} ({name})"
+        known = self._trials()[job].intermediate_values
+        for event in values:
+            # reported before it was resumed; and Optuna counts from 0
+            if event.step in known or event.step < 0:
+                continue
+            trial.report(event.value, event.step)
+            if trial.should_prune():
+                name = type(self._study.pruner).__name__
+                return f"{event.value:.6g} at step {event.step} ({name})"
         return ""
 
     def ended(self, row: SweepJob) -> None:
@@ -217,11 +206,9 @@ class Search(Jobs):
         assert row.trial is not None
         rows = self._rows[row.trial]
         rows.append(row)
-        if len(rows) == len(self._seeds):
-            with self._alone():
-                if all(map(_is_final, rows)):  # else it can go on later
-                    self._tell(self._had[row.trial], rows)
-            self._claims.release(row.trial)
+        is_whole = len(rows) == len(self._seeds)
+        if is_whole and all(map(_is_final, rows)):  # else it can go on later
+            self._tell(self._had[row.trial], rows)
 
     def _tell(self, trial: Trial, rows: Sequence[SweepJob]) -> None:
         values = [row.value for row in rows if row.value is not None]
@@ -243,20 +230,12 @@ class Search(Jobs):
     def _trials(self) -> list[FrozenTrial]:
         return self._study.get_trials(deepcopy=False)
 
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Let no other launcher read or write the study meanwhile."""
-        with self._claims.alone():
-            with (
-                contextlib.suppress(FileNotFoundError),
-                (self._folder / STUDY_FILE).open("r+b") as file,
-            ):
-                file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
-                # torn by a power cut or a kill
-                if file.read() != b"\n":
-                    file.seek(0)
-                    file.truncate(file.read().rfind(b"\n") + 1)
-            yield
+
+def drop_torn_line(path: Path) -> None:
+    """Cut off the last line of a file if a kill or a power cut has left only a part of it."""
+    with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
+        whole = file.read().rfind(b"\n") + 1
+        file.truncate(whole)
 
 
 def _made(wanted: Any) -> Any:

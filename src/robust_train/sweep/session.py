@@ -42,8 +42,6 @@ from robust_train.folder.hydra_state import (
 )
 from robust_train.folder.lock import (
     RunLock,
-    is_held,
-    read_holder,
     refusal,
     wait_until_free,
 )
@@ -84,10 +82,8 @@ from robust_train.sweep.record import (
     job_folders,
     link_outside,
     of_jobs,
-    others_work,
     read_row,
     read_rows,
-    read_table,
 )
 from robust_train.sweep.table import (
     as_csv,
@@ -111,22 +107,13 @@ class Sweep:
 
     table: SweepTable  # the content of ``sweep.json`` while it runs
     folder: Path
-    # of the folder; the jobs of `gpu_queue`, which are forks, hold it as well. None: another
-    # launcher, which began the sweep, has it and writes the table
-    lock: RunLock | None
+    # of the folder; the jobs of `gpu_queue`, which are forks, hold it as well
+    lock: RunLock
     notifier: Notifier
     # jobs that our launcher knows of, by number
     known: dict[int, SweepJob] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
     pid: int = field(default_factory=os.getpid)
-
-    def take_over(self) -> bool:
-        """Return whether the sweep's table is this launcher's, which may have become the last."""
-        if self.lock is None and not is_held(self.folder):
-            with contextlib.suppress(ConfigError, OSError):
-                self.lock = RunLock(self.folder, self.table.sweep)
-                self.table.write(self.folder)
-        return self.lock is not None
 
     def rows(self) -> list[SweepJob]:
         """Return the jobs so far, by number, with known ones that have left nothing on disk."""
@@ -139,12 +126,9 @@ class Sweep:
     def show_and_write(self) -> int:
         """Show the table and write the files; return the exit code that the jobs ask for."""
         rows, folder = self.rows(), self.folder
-        is_shared = others_work(folder)
         if all(row.status == Status.NOT_STARTED for row in rows):
             # one of an earlier launch has its command
-            if not (
-                is_shared or self.lock is None or any(job_folders(folder))
-            ):
+            if not any(job_folders(folder)):
                 with contextlib.suppress(OSError):
                     (folder / SWEEP_FILE).unlink()
             return 0
@@ -152,22 +136,21 @@ class Sweep:
         seconds = time.monotonic() - self.started
         table = replace(
             self.table,
-            status=Status.RUNNING if is_shared else Status.ENDED,
+            status=Status.ENDED,
             exit_code=code,
             wall_seconds=round(seconds, 3),
             jobs=tuple(rows),
         )
         ended = f"{tally(rows)} in {duration(seconds)}"
-        if self.take_over():
-            try:
-                table.write(folder)
-                save(folder / "sweep.csv", as_csv(rows))
-            except OSError as error:
-                log.warning(
-                    "cannot write a table to %s: %s", folder, error.strerror
-                )
-            write_sweep_report(folder)
-            self._notify(table, ended)
+        try:
+            table.write(folder)
+            save(folder / "sweep.csv", as_csv(rows))
+        except OSError as error:
+            log.warning(
+                "cannot write a table to %s: %s", folder, error.strerror
+            )
+        write_sweep_report(folder)
+        self._notify(table, ended)
         points = best_first(table)
         lines = ["sweep:"]
         lines += screen_table([row for rows in points for row in rows])
@@ -267,16 +250,13 @@ class HydraSession:
         kind = str(sweeper.get("_target_")).rpartition(".")[2]
         is_ours = kind == "RobustSweeper"
         launcher = "gpu_queue" if is_ours else launcher_of(config)
-        # a second launcher of it gives its jobs the same numbers
-        is_shared = is_ours or (
-            kind == "BasicSweeper" and launcher == "gpu_queue"
-        )
         try:
             folder.mkdir(parents=True, exist_ok=True)
             close_to_others(
                 folder, group_reads=unchecked(config).group_reads_runs
             )
-            id_, lock = lock_or_join(folder, overrides if is_shared else None)
+            id_ = uuid.uuid4().hex
+            lock = RunLock(folder, id_)
             cwd = str(config.hydra.runtime.cwd)
             table = SweepTable(
                 id_,
@@ -286,13 +266,12 @@ class HydraSession:
                 direction=sweeper.direction if is_ours else "maximize",
                 repeat=repeat_of(config),
             )
-            if lock is not None:
-                # what an earlier launch was asked for
-                (folder / MAX_JOBS_FILE).unlink(missing_ok=True)
-                if (folder / CODE).exists():
-                    log.info("jobs that start from here on run today's code")
-                    shutil.rmtree(folder / CODE, ignore_errors=True)
-                table.write(folder)
+            # what an earlier launch was asked for
+            (folder / MAX_JOBS_FILE).unlink(missing_ok=True)
+            if (folder / CODE).exists():
+                log.info("jobs that start from here on run today's code")
+                shutil.rmtree(folder / CODE, ignore_errors=True)
+            table.write(folder)
         except OSError as error:
             raise ConfigError(
                 f"sweep folder {folder}: {error.strerror}"
@@ -329,8 +308,7 @@ class HydraSession:
                 try:
                     self.note(sweep.show_and_write())
                 finally:
-                    if sweep.lock is not None:
-                        sweep.lock.release()
+                    sweep.lock.release()
                 sweep.notifier.finish()
         return self.exit_code
 
@@ -347,41 +325,6 @@ def sweep_folder_of(config: DictConfig) -> Path:
 def repeat_of(config: DictConfig) -> int:
     """Return how many jobs each point of a sweep has; 1 with other sweepers than ours."""
     return int(config.hydra.sweeper.get("repeat") or 1)
-
-
-def lock_or_join(
-    folder: Path,
-    overrides: tuple[str, ...] | None,
-) -> tuple[str, RunLock | None]:
-    """Return the id of a sweep that begins and its folder's lock; only the id where a live sweep
-    with the same overrides is joined. Without ``overrides`` it cannot be shared. Raises
-    ConfigError: another sweep holds the folder."""
-    is_first_try = True
-    while True:
-        table, holder = read_table(folder), read_holder(folder)
-        if (
-            table
-            and holder
-            and table.overrides == overrides
-            # else it has the lock, but no table yet: this is an earlier launch's
-            and table.sweep == holder.job
-            and not holder.is_dead
-            and is_held(folder)
-        ):
-            log.info(
-                "joining the sweep that %s runs on %s",
-                holder.user,
-                holder.host,
-            )
-            return table.sweep, None
-        try:
-            id_ = uuid.uuid4().hex
-            return id_, RunLock(folder, id_)
-        except ConfigError:
-            # another launcher of a killed one's sweep may take it over just now
-            if not is_first_try:
-                raise
-            is_first_try = False
 
 
 def prepare(config: DictConfig, folder: Path) -> SweepJob:

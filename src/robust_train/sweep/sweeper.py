@@ -35,8 +35,7 @@ def sweep(
     if launcher not in ("basic", "gpu_queue"):
         raise ConfigError(
             f"hydra/launcher={launcher}: this sweeper runs its jobs itself, on the machine that it "
-            "is started on; leave the launcher out, and start the same command with the same "
-            "hydra.sweep.dir on each machine"
+            "is started on; leave the launcher out"
         )
     content: Any = OmegaConf.to_container(OmegaConf.create(dict(given)))
     if unknown := sorted(content.keys() - vars(SweeperSettings()).keys()):
@@ -69,14 +68,14 @@ def sweep(
     )
     if settings.sampler is None:
         jobs = dict(enumerate(_combinations(swept, fixed, seeds)))
-        queue.run(Jobs(jobs, queue.claims))
+        queue.run(Jobs(jobs))
         return
     try:
         from robust_train.sweep.search import Search
     except ImportError as error:
         raise ConfigError(
             f"hydra/sweeper=robust_optuna: {error}; "
-            'pip install "robust-train[sweep]", which brings optuna 4'
+            'pip install "robust-train[sweep]", which brings optuna'
         ) from error
     queue.run(Search(queue, swept, fixed, seeds, settings))
 

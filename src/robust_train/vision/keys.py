@@ -7,7 +7,6 @@ of keys.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,6 @@ from omegaconf import MISSING, DictConfig
 
 from robust_train.config.checks import read
 from robust_train.config.composition import store_group
-from robust_train.config.trainers import require
 from robust_train.config.values import FROM_1, Range, key, words_of_list
 from robust_train.model.errors import ConfigError
 from robust_train.readable import meant
@@ -26,7 +24,7 @@ _BELOW_1 = Range("from 0 to less than 1", lambda value: 0 <= value < 1)
 _BETWEEN = Range("more than 0 and less than 1", lambda value: 0 < value < 1)
 
 AUGMENTATIONS = ("crop_flip", "shift", "none")
-LOGGERS = ("tensorboard", "wandb", "mlflow", "none")
+LOGGERS = ("tensorboard", "none")
 
 
 def _layers(name: str, given: Any) -> tuple[str, ...]:
@@ -192,18 +190,8 @@ DATASETS: Mapping[str, type] = {
 
 def check_config(cfg: DictConfig) -> None:
     """Check ``model``, ``dataset`` and ``logger``; touch neither data nor device. Raises
-    ConfigError: a value is not accepted, or the logger is not installed."""
-    logger = logger_of(cfg)
-    # found, not imported: that takes seconds, and the attempt does it
-    if (
-        logger in ("wandb", "mlflow")
-        and importlib.util.find_spec(logger) is None
-    ):
-        require(
-            logger,
-            f"logger={logger}",
-            extra=logger,
-        )
+    ConfigError: a value is not accepted."""
+    logger_of(cfg)
     for group, options in (("model", MODELS), ("dataset", DATASETS)):
         name = cfg[group].get("name")
         if name not in options:

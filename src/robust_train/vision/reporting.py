@@ -1,22 +1,23 @@
-"""Report a run's progress: screen, launcher, and curves by ``logger=tensorboard|wandb|mlflow``."""
+"""Report a run's progress: screen, launcher, and curves for TensorBoard."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import Tensor
 
 from robust_train.attempt.run import Run
-from robust_train.config.trainers import require
-from robust_train.model.errors import ConfigError
 from robust_train.readable import first_line
 from robust_train.vision.keys import logger_of
 from robust_train.vision.step import EpochPosition, LossAverage, Score
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 log = logging.getLogger("robust_train.vision")
 
@@ -43,7 +44,7 @@ class Reporter:
         self._next_reading = 0.0
         self._unsent: dict[str, float] = {}
         self._total_steps = 0
-        self._curves: _Curves | None = None
+        self._board: SummaryWriter | None = None
         self._epoch_started = time.monotonic()
 
     def __enter__(self) -> Reporter:
@@ -56,8 +57,8 @@ class Reporter:
         frames: object,
     ) -> None:
         with self._drawing():
-            if self._curves is not None:
-                self._curves.close(kind is not None)
+            if self._board is not None:
+                self._board.close()
 
     def begin(
         self,
@@ -69,7 +70,7 @@ class Reporter:
         self._run.started(position.step)
         if self._run.is_main:
             with self._drawing():
-                self._curves = _open_curves(
+                self._board = _open_board(
                     self._cfg,
                     self._run,
                     position.step,
@@ -148,18 +149,17 @@ class Reporter:
 
     def _draw(self, step: int, values: dict[str, float]) -> None:
         with self._drawing():
-            if self._curves is not None:
-                self._curves.add(values, step)
+            if self._board is not None:
+                for name, value in values.items():
+                    self._board.add_scalar(name, value, step)
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:
         try:
             yield
-        except ConfigError:
-            raise
-        # a disk that is full, a server that is away
+        # a disk that is full
         except Exception as error:
-            self._curves = None
+            self._board = None
             log.warning(
                 "logger=%s: %s; training goes on without",
                 self._cfg.get("logger"),
@@ -167,53 +167,21 @@ class Reporter:
             )
 
 
-@dataclass(frozen=True)
-class _Curves:
-    """Takes scalars over optimizer steps. Whatever it raises ends the drawing, not the job."""
-
-    add: Callable[[dict[str, float], int], object]  # draws values at a step
-    close: Callable[[bool], object]  # is given whether the run has failed
-
-
-def _open_curves(
+def _open_board(
     cfg: DictConfig,
     run: Run,
     step: int,
-) -> _Curves | None:
-    """Return what draws the curves of a run that resumes from ``step``; None if nothing does."""
-    name = logger_of(cfg)
-    if name == "wandb":
-        made = require("wandb", "logger=wandb", extra="wandb").init(
-            name=run.run_dir.name,
-            dir=str(run.run_dir),
-            config=OmegaConf.to_container(cfg, resolve=True),
-        )
-        return _Curves(
-            made.log, lambda has_failed: made.finish(int(has_failed))
-        )
-    if name == "mlflow":
-        mlflow = require("mlflow", "logger=mlflow", extra="mlflow")
-        mlflow.start_run(run_name=run.run_dir.name)
-        run.trackers.poll()
-        return _Curves(
-            mlflow.log_metrics,
-            lambda has_failed: mlflow.end_run(
-                "FAILED" if has_failed else "FINISHED"
-            ),
-        )
-    if name == "none":
+) -> SummaryWriter | None:
+    """Return the writer of a run that resumes from ``step``; None if nothing draws its curves."""
+    if logger_of(cfg) == "none":
         return None
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         log.info('no TensorBoard scalars: pip install "robust-train[vision]"')
         return None
-    folder = str(run.run_dir / "tensorboard")
     # a resumed run draws over the steps that were lost
-    board = SummaryWriter(folder, purge_step=step + 1 if step else None)
-
-    def add(values: dict[str, float], step: int) -> None:
-        for name, value in values.items():
-            board.add_scalar(name, value, step)
-
-    return _Curves(add, lambda has_failed: board.close())
+    return SummaryWriter(
+        str(run.run_dir / "tensorboard"),
+        purge_step=step + 1 if step else None,
+    )

@@ -1,4 +1,4 @@
-"""``robust-train clean``: remove run folders of jobs that completed long ago."""
+"""``robust-train rm``: remove run folders of jobs that completed long ago."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COLUMNS = ("id", "state", "job", "age", "size", "run folder")
 _DAY_SECONDS = 86400.0
 
 
-def clean(arguments: Namespace) -> Answer:
+def remove_runs(arguments: Namespace) -> Answer:
     """List the run folders of old jobs, ask, and remove them."""
     now = time.time()
     rows, kept = [], []
