@@ -760,11 +760,10 @@ def load_shards(
 def runs_eagerly(torch: Any) -> AbstractContextManager[object]:
     """Return a context in which compiled modules run as they were written, without compiling.
 
-    ``torch.compiler.set_stance`` came with torch 2.6; an older torch compiles.
+    ``torch.compiler.set_stance`` came with torch 2.6; an older torch compiles. Where the
+    compiler is not loaded, nothing is compiled, and loading it takes seconds and 150 MiB, of which
+    the process may just have run out.
     """
     set_stance = getattr(torch.compiler, "set_stance", None)
-    return (
-        contextlib.nullcontext()
-        if set_stance is None
-        else set_stance("force_eager")
-    )
+    is_needed = set_stance is not None and "torch._dynamo" in sys.modules
+    return set_stance("force_eager") if is_needed else contextlib.nullcontext()
