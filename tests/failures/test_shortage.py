@@ -51,7 +51,8 @@ class Fails(torch.nn.Linear):
         self.sizes = Noted()
 
     def forward(self, x):
-        self.sizes.append(len(x))
+        if torch.is_grad_enabled():  # not while a split is checked
+            self.sizes.append(len(x))
         if self.first is not None:
             error, self.first = self.first, None
             raise error

@@ -260,7 +260,9 @@ class Checker:
         ] = contextlib.nullcontext,
         agree: Callable[[int], int] = int,
         named: set[str] | None = None,
+        host_memory_ran_out: bool = False,
     ) -> None:
+        self._host_memory_ran_out = host_memory_ran_out
         self._loss_of = loss_of
         self._around = around
         self._agree = agree
@@ -431,7 +433,7 @@ class Checker:
             with self._around(), torch.set_grad_enabled(self._needs_gradients):
                 value = float(self._loss_of(data).detach())
         except Exception as error:
-            trouble = _trouble_of(error)
+            trouble = _trouble_of(error, self._host_memory_ran_out)
             if trouble is _Trouble.NONE:
                 raise
             clear_frames(error)
@@ -457,9 +459,11 @@ class Checker:
                 module.training = True
 
 
-def _trouble_of(error: Exception) -> _Trouble:
+def _trouble_of(error: Exception, host_memory_ran_out: bool) -> _Trouble:
     """Return what an error says of a pass; a fault of the device or of a peer says nothing."""
-    kind = classify_failure(error).kind
+    kind = classify_failure(
+        error, host_memory_ran_out=host_memory_ran_out
+    ).kind
     if isinstance(error, RanOutElsewhere) or kind.is_memory:
         return _Trouble.RAN_OUT
     is_of_program = kind in (FailureKind.BUG, FailureKind.UNKNOWN)
