@@ -313,6 +313,9 @@ what is certainly the program's ends at once
     0:20 // bug:saved=3:file=3.pt → give up
 the last attempt met what another one has left behind
     0:20 // comm:saved=3 → retry; bug → give up | a bug message (attempt 1 before it: a comm mess
+… also if it was tried once more
+    0:20 // comm:saved=3:file=3.pt → retry; bug:unknown:file=3.pt → retry;
+    bug:unknown:file=3.pt → give up | (attempt 1 before it: a comm mess
 a bug that the user knows | TWICE
     0:20 // bug:step=5 → retry pause=10 64×1 | retry.rules[0] (1 of 2);
     bug:step=5 → retry pause=20 | (2 of 2); bug:step=5:saved=4 → retry; bug → retry; bug → give up

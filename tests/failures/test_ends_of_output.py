@@ -1,6 +1,7 @@
 """The end of what a program printed: what lies below an error, and how it is laid out."""
 
 import textwrap
+import traceback
 
 import pytest
 
@@ -196,3 +197,23 @@ def test_an_exit_code_without_a_reason_is_unknown():
     assert classify_exit(3, STEPS).evidence.clue == Clue.UNKNOWN
     assert classify_exit(-6, STEPS).evidence.clue == Clue.UNKNOWN
     assert classify_exit(-11, STEPS).evidence.clue == Clue.CRASHED
+
+
+@pytest.mark.parametrize("is_raised_from", [True, False])
+@pytest.mark.parametrize("error_type", [ValueError, KeyError, AssertionError])
+def test_a_printed_chain_reads_as_its_exception(error_type, is_raised_from):
+    """Whether a program ends with an error or the launcher catches it makes no difference."""
+    outer = error_type("odd")
+    try:
+        try:
+            raise MemoryError("Unable to allocate 2.00 GiB")
+        except MemoryError as cause:
+            outer.__cause__ = cause if is_raised_from else None
+            outer.__suppress_context__ = is_raised_from
+            raise outer  # noqa: B904
+    except Exception as error:
+        caught = classify_failure(error)
+        printed = "".join(traceback.format_exception(error))
+    shown = classify_exit(1, f"{STEPS}{printed}")
+    assert (shown.kind, shown.evidence) == (caught.kind, caught.evidence)
+    assert is_raised_from <= (caught.kind is FailureKind.HOST_OOM)

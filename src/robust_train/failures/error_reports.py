@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 # A program with an error in it: its message is about the program, not about memory.
@@ -35,6 +35,9 @@ CERTAIN_BUGS = PROGRAMMING_ERRORS.difference(_OF_THE_SYSTEM.split()).union(
 )
 # one that may also be raised on purpose in place of the error that is being handled
 _TRANSLATION = "ValueError"
+# how Python prints these two links of a chain
+_RAISED_FROM = "The above exception was the direct cause"
+_RAISED_IN_A_HANDLER = "During handling of the above exception"
 
 _LINE_LIMIT = 300
 _DEPTH_LIMIT = 50
@@ -146,7 +149,7 @@ _PREFIX = re.compile(
     r"(?:Error|Exception|Interrupt|OutOfResources|BrokenProcessPool|KilledWorker))(?::\s|:?\s*$)"
 )
 _SEPARATOR = re.compile(
-    r"^(?:During handling of the above exception|The above exception was the direct cause|"
+    rf"^(?:{_RAISED_IN_A_HANDLER}|{_RAISED_FROM}|"
     r"Exception raised from |frame #\d+|C\+\+ CapturedTraceback|\"{3}|'{3}|=+$|-+$)"
 )
 # torch elastic's, on one line
@@ -200,21 +203,40 @@ def reports_in(
     header = one_line(lines[: starts[0]]) if types else ""
     spans = zip(starts, [*starts[1:], len(lines)], strict=True)
     found = [
-        _quoted(lines[start + 1 : end], header or _where_caught(lines, start))
+        (
+            _quoted(
+                lines[start + 1 : end], header or _where_caught(lines, start)
+            ),
+            lines[:start],
+        )
         for start, end in spans
     ]
-    quoted = [report for report in reversed(found) if report is not None]
+    quoted = [
+        (report, above)
+        for report, above in reversed(found)
+        if report is not None
+    ]
     if not quoted:
         yield _plain(lines, types)
         return
-    for number, report in enumerate(quoted):
+    for number, (report, above) in enumerate(quoted):
         # Lightning, torch and joblib raise the worker's own class again: it is known by its bases
         known = (
             types if number == 0 and report.types[0] in types else report.types
         )
         yield replace(report, types=known)
-        if report.is_programming_error:
+        if report.is_programming_error and not _has_cause(report, above):
             return
+
+
+def _has_cause(report: ErrorReport, above: Sequence[str]) -> bool:
+    """Return whether the traceback above an error led to it, by the same rule as `_follow` has for
+    an exception that is at hand."""
+    link = next(filter(str.strip, reversed(above)), "")
+    is_translated = _TRANSLATION in report.types
+    return _RAISED_FROM in link or (
+        is_translated and _RAISED_IN_A_HANDLER in link
+    )
 
 
 def _unprefix(lines: list[str], start: int) -> None:

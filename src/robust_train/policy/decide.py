@@ -176,13 +176,17 @@ def _decision(context: FailureContext) -> Decision:
 def _what_came_before(context: FailureContext) -> str:
     """Return the reason of the attempt before, if it was another one and no progress came since:
     the last attempt may have met what that one left behind."""
-    earlier = context.since_progress[:-1]
-    if not earlier or context.unknown_before is not None:
-        return ""
-    before = earlier[-1]
     failure = context.failure
-    is_alike = before.kind is failure.kind is not FailureKind.BUG
-    if is_alike or before.message == failure.message:
+    others = [
+        attempt
+        for attempt in context.since_progress[:-1]
+        if attempt.message != failure.message
+    ]
+    # the end names the first time that nobody could name the failure by itself
+    if not others or others[-1] == context.unknown_before:
+        return ""
+    before = others[-1]
+    if before.kind is failure.kind is not FailureKind.BUG:
         return ""
     return f" (attempt {before.number} before it: {before.message})"
 

@@ -613,7 +613,10 @@ class Step(Generic[T]):
         is_cut = (
             not part.is_whole and self.repeats > 0 and self.start is not None
         )
-        return is_cut and not classify_failure(error).kind.is_memory
+        failure = classify_failure(
+            error, host_memory_ran_out=self._host_ran_out
+        )
+        return is_cut and not failure.kind.is_memory
 
     def _end_after_error_of_a_part(
         self, error: Exception, used: int
