@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hydra._internal.hydra import Hydra
-from hydra.core.utils import JobReturn, JobStatus
+from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from omegaconf import OmegaConf
 from omegaconf.errors import ValidationError
 from torch.distributed.device_mesh import init_device_mesh
@@ -519,12 +519,15 @@ def test_resolvers_are_replaced_but_those_that_look_at_the_config():
     OmegaConf.register_new_resolver("near", lambda _parent_: _parent_.a)
     config = OmegaConf.create({"in": {"a": 1, "b": "${sum_of:${.a},2}", "c": "${near:}"}})
     config["in"]["d"] = "${oc.select:in.a}"
+    config["in"]["e"] = "${hydra:job.name}"
+    OmegaConf.register_new_resolver("hydra", str, replace=True)
     with compat.resolvers_replaced(evaluate):
         assert OmegaConf.to_container(config, resolve=True)["in"] == {
             "a": 1,
             "b": 3,
             "c": 1,
             "d": 1,
+            "e": "job.name",
         }
         config["in"].a = 5
         assert config["in"].b == 7, "the cache knows an argument by its text alone"
@@ -533,6 +536,7 @@ def test_resolvers_are_replaced_but_those_that_look_at_the_config():
     assert len(calls) == 2
     OmegaConf.clear_resolver("sum_of")
     OmegaConf.clear_resolver("near")
+    setup_globals()
 
 
 def test_no_process_is_spawned_while_the_script_of_another_one_is_imported():

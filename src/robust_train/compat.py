@@ -429,7 +429,7 @@ def resolvers_replaced(
 ) -> Iterator[None]:
     """Have ``evaluate(key, name, arguments, resolve)`` called within the block where a resolver is
     evaluated that someone has registered. One that is given the config looks at more than its
-    arguments, as OmegaConf's own do: these are left alone."""
+    arguments, as OmegaConf's own and ``hydra`` do: these are left alone."""
     from omegaconf import OmegaConf
     from omegaconf.basecontainer import BaseContainer
 
@@ -452,7 +452,9 @@ def resolvers_replaced(
 
     BaseContainer._resolvers = {
         name: resolver
-        if name.startswith("oc.") or _is_given_the_config(resolver)
+        if name == "hydra"
+        or name.startswith("oc.")
+        or _is_given_the_config(resolver)
         else replaced(name, resolver)
         for name, resolver in registered.items()
     }

@@ -3,9 +3,12 @@
 import contextlib
 import itertools
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
+from hydra.core.utils import setup_globals
 from omegaconf import OmegaConf
 
 from robust_train import launch
@@ -86,3 +89,32 @@ def test_a_later_launch_sees_the_values_of_its_job(config, tmp_path, monkeypatch
     assert {key for key in KEYS if before[0][key] != again[0][key]} == {"api_key"}
     new = launched(config, fails_below=0)
     assert new[0]["name"] != again[0]["name"], "the job has completed, so this is another one"
+
+
+def test_a_value_that_a_later_launch_would_not_have_is_named(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    OmegaConf.register_new_resolver("env", os.environ.get)
+    OmegaConf.register_new_resolver("now", lambda: time.monotonic_ns(), replace=True)
+    config = OmegaConf.create(
+        {"device": "cpu", "isolation": "none", "data": "${env:DATA}", "at": "${now:}"}
+    )
+    seen = []
+
+    def train(cfg):
+        seen.append(cfg.data)
+        if cfg.data == "bad":
+            raise ValueError("no such folder")
+
+    monkeypatch.setenv("DATA", "bad")
+    with contextlib.suppress(ValueError):
+        launch(train, config, run_dir="run")
+    assert "keep the values" not in caplog.text
+    monkeypatch.setenv("DATA", "good")
+    with contextlib.suppress(ValueError):
+        launch(train, config, run_dir="run")
+    assert "first launch: data=bad (now good); to change one, give it: 'data=…'" in caplog.text
+    config.data = "good"
+    launch(train, config, run_dir="run")
+    assert seen == ["bad", "bad", "good"]
+    OmegaConf.clear_resolver("env")
+    setup_globals()

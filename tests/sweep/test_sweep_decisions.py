@@ -262,6 +262,7 @@ def test_a_result_that_is_no_number_has_no_rank():
         row = replace(DONE, result=result)
         value = None if isinstance(result, list) else known.get(result)
         assert row.value == value, result
+        assert (row.why is None) == (value is not None), result
         assert best_first(SweepTable("id", "basic", jobs=(row, replace(DONE, job=1)), repeat=2))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ from robust_train.model.errors import ConfigError
 FILE = "resolved.json"
 _PLAIN = (str, int, float, bool)
 _LONGEST_VALUE = 1000
+_TIME = "now"
+
+log = logging.getLogger("robust_train")
 
 Call = tuple[str, str, tuple[str, ...]]
 """The key whose value has an interpolation, the name of its resolver, and the arguments."""
@@ -35,6 +39,9 @@ class Resolvers:
 
     def __init__(self, known: Mapping[Call, Any] | None = None) -> None:
         self._known: dict[Call, Any] = dict(known or {})
+        # the values of an earlier launch that were not asked for again
+        self._earlier = set(self._known)
+        self._others_now: dict[Call, Any] = {}
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
@@ -52,9 +59,38 @@ class Resolvers:
         call = key, name, arguments
         if call not in self._known:
             self._known[call] = resolve()
+        elif call in self._earlier:
+            self._earlier.remove(call)
+            self._compare(call, resolve)
         value = self._known[call]
         # each copy of the config is the parent of its own
         return copy.deepcopy(value) if isinstance(value, Container) else value
+
+    def _compare(self, call: Call, resolve: Callable[[], Any]) -> None:
+        """Note what a resolver returns in this launch, if that is not what it returned before."""
+        # one that fails now is not needed
+        with contextlib.suppress(Exception):
+            value = resolve()
+            if value != self._known[call]:
+                self._others_now[call] = value
+
+    def warn_of_earlier_values(self) -> None:
+        """Warn of values of an earlier launch that this one would not have: a variable, or a file
+        that a resolver reads, may have been mended in between. The time is always another one."""
+        others = {
+            key: f"{key}={self._known[key, name, arguments]} (now {value})"
+            if _may_be_written(f"{key}:{name}:{','.join(arguments)}", value)
+            else key
+            for (key, name, arguments), value in self._others_now.items()
+            if name != _TIME
+        }
+        if others:
+            log.warning(
+                "resolvers keep the values of this job's first launch: %s; to change one, give "
+                "it: '%s=…'",
+                ", ".join(others.values()),
+                next(iter(others)),
+            )
 
     def save(self, run_dir: Path, job: str) -> None:
         """Write the values for later launches; secrets are left out, a full disk costs the file."""

@@ -341,6 +341,7 @@ class Job:
     def _begin(self) -> None:
         """Record that the unfinished job goes on, or a new one begins."""
         self.beginning = beginning = self.folder.beginning
+        self.resolvers.warn_of_earlier_values()
         self.resolvers.save(self.run_dir, beginning.job)
         self.checkpoint = beginning.checkpoint
         self.folder.record(

@@ -131,7 +131,8 @@ class SweepJob:
             return self.reason
         result = self.result
         what = "not a number"
-        if isinstance(result, (int, float)) and not math.isnan(result):
+        # NaN differs from itself; of an integer that no float holds isnan() makes an error
+        if isinstance(result, (int, float)) and result == result:
             what = "not finite"
         return f"its result is {what}: {shortened(repr(result), 100)}"
 
