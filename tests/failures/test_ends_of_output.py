@@ -1,5 +1,6 @@
 """The end of what a program printed: what lies below an error, and how it is laid out."""
 
+import json
 import textwrap
 import traceback
 
@@ -28,6 +29,11 @@ LOGGED = {
     "an error": f"2021-08-02 | ERROR | trainer | {WORDS}\n",
     "a plain line": f"{WORDS}\n",
     "with words of no library": "Epoch 3: not enough memory on the GPU, giving up\n",
+    "an exception without a message": "ERROR training failed: OutOfMemoryError()\n",
+    "a record in JSON": json.dumps(
+        {"level": "error", "exc_info": f"{TRACEBACK}    step()\ntorch.OutOfMemoryError: {WORDS}"}
+    )
+    + "\n",
 }
 
 

@@ -77,7 +77,8 @@ _DIRECT_CAUSE = (
     "The above exception was the direct cause of the following exception"
 )
 
-_ERROR = re.compile(r"\b((?:\w+\.)*\w+(?:Error|Exception|Timeout)):")
+# with a message, or as Python shows one that has none
+_ERROR = re.compile(r"\b((?:\w+\.)*\w+(?:Error|Exception|Timeout))(?::|\(\))")
 # these say that a child failed; what failed in it was printed before
 _OF_A_CHILD = frozenset({"CalledProcessError", "ChildFailedError"})
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+_QUOTED_TRACEBACK = re.compile(
+    r'"Traceback \(most recent call last\):\\n(?:[^"\\\n]|\\.)*"'
+)
 _DIGITS = re.compile(r"\d+")
 _FRAMED = re.compile(r"^\s*([│┃║|])(.*)\1\s*$")
 _TOP = re.compile(r"^\s*[╭┌┏╔](.*)[╮┐┓╗]\s*$")
@@ -28,9 +32,19 @@ _DEEPER = 2
 def without_frames(text: str) -> str:
     """Return a text without the boxes around its messages, each on one line.
 
-    A box of a traceback stays as it is: its own reader knows it. So do tables.
+    A box of a traceback stays as it is: its own reader knows it. So do tables. A traceback that a
+    record in JSON quotes gets lines of its own.
     """
-    return "\n".join(_unframed(text.splitlines()))
+    plain = _QUOTED_TRACEBACK.sub(_unquoted, text)
+    return "\n".join(_unframed(plain.splitlines()))
+
+
+def _unquoted(quoted: re.Match[str]) -> str:
+    try:
+        content = json.loads(quoted[0])
+    except ValueError:
+        return quoted[0]
+    return f"\n{content}\n"
 
 
 def _unframed(lines: Sequence[str]) -> Iterator[str]:

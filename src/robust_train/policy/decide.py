@@ -61,6 +61,7 @@ REMEDIES: dict[FailureKind, tuple[Rule, ...]] = {
         remedies.half_after_internal_errors,
         remedies.same_gpu_again,
         remedies.cpu_again,
+        remedies.fault_without_a_gpu_once_more,
         remedies.other_gpu,
         remedies.wait_for_other_gpu,
         remedies.fewer_gpus,
@@ -316,9 +317,8 @@ def _why_give_up(context: FailureContext) -> str:
         for device, sizes in tried.items()
     )
     if not kind.is_memory:
-        return (
-            f"{kind.in_words} again after every remedy ({listed}): {message}"
-        )
+        again = " again after every remedy" if len(context.history) > 1 else ""
+        return f"{kind.in_words}{again} ({listed}): {message}"
     hint = ""
     if not context.config.allow_cpu_fallback:
         hint = " (allow_cpu_fallback is false)"

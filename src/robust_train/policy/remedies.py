@@ -255,6 +255,16 @@ def cpu_again(context: FailureContext) -> Retry | None:
     return context.retry("retry", f": again from {context.saved}")
 
 
+def fault_without_a_gpu_once_more(context: FailureContext) -> Retry | None:
+    """Retry once from a checkpoint if a program without a GPU reports a device fault, of which
+    nobody can say whose it is."""
+    if context.last.gpus or not context.has_saved or not context.has_retries:
+        return None
+    if context.failures_without_progress > 1:
+        return None
+    return context.retry("retry", f": once more, from {context.saved}")
+
+
 def other_gpu(context: FailureContext) -> Retry | None:
     """Retry the same batch on the best GPU not tried yet."""
     return _exchange(
