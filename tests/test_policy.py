@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from attempts import KEYS_OF_A_PROJECT, decided, failed, gpu, keys_at_the_root, policy
@@ -178,6 +178,7 @@ def test_effective_batch_is_exact_wherever_a_divisor_lies_in_range(settings):
 @given(
     st.integers(1, 64), st.integers(1, 4), st.integers(1, 8), st.integers(1, 8), st.integers(1, 8)
 )
+@example(8, 1, 6, 1, 5)
 def test_fewer_gpus_keep_the_effective_batch_and_no_larger_micro_batch(
     batch_size, accumulation, ranks, fewest, least
 ):

@@ -153,9 +153,9 @@ def test_a_resumed_run_keeps_the_micro_batch_that_fitted(tmp_path, job, memory_f
     sizes = memory_for()
     _, result = resumed(job(ONE_EPOCH), run)
     in_training = [size for is_training, size in sizes if is_training]
-    # The split is checked once: a part and its two halves.
-    assert in_training[:3] == [4, 2, 2]
-    assert set(in_training[3:]) == {4}
+    # The split is checked once: a part, its halves, and a quarter beside the rest.
+    assert in_training[:5] == [4, 2, 2, 1, 3]
+    assert set(in_training[5:]) == {4}
     assert difference(limited, trained_weights(result)) == 0
 
 

@@ -154,8 +154,12 @@ def on_gpus(
     spec = replace(retry.spec, gpus=gpus)
     if len(gpus) != spec.ranks:
         fewer = settings.for_ranks(len(gpus))
-        # the largest that divides its share, no larger than the one before
-        spec = fewer.resized(spec, fewer.next_smaller(2 * spec.batch_size))
+        # the largest that divides its share and is no larger than the one before; if none does,
+        # one that divides it, since memory that runs out costs less than another effective batch
+        size = fewer.next_smaller(2 * spec.batch_size)
+        if fewer.share % size:
+            size = fewer.asked.batch_size
+        spec = fewer.resized(spec, size)
         spec = replace(spec, ranks=len(gpus))
     spec, _ = size_to_begin_with(settings, history, spec)
     return replace(retry, spec=spec)
