@@ -175,6 +175,20 @@ def test_effective_batch_is_exact_wherever_a_divisor_lies_in_range(settings):
             assert smaller * (accumulation - 1) < effective <= smaller * accumulation
 
 
+def test_a_device_fault_without_a_gpu_is_tried_once_more_from_a_checkpoint():
+    settings = policy(64)
+    spec = first_attempt(settings, ())
+    unsaved = failed(spec, FailureKind.DEVICE_FAULT)
+    at_once = decided(settings, (unsaved,))
+    assert isinstance(at_once, GiveUp)
+    assert "again" not in at_once.reason
+    saved = failed(spec, FailureKind.DEVICE_FAULT, saved_step=3, saves=1, checkpoint="3.pt")
+    decision = decided(settings, (saved,))
+    assert isinstance(decision, Retry)
+    assert "once more, from the last checkpoint, 3.pt" in decision.reason
+    assert isinstance(decided(settings, (saved, unsaved)), GiveUp)
+
+
 @given(
     st.integers(1, 64), st.integers(1, 4), st.integers(1, 8), st.integers(1, 8), st.integers(1, 8)
 )
@@ -221,20 +235,6 @@ def test_a_retry_because_of_the_disk_names_it_where_the_error_does_not():
 
 
 @pytest.mark.parametrize("name", ["last.pt", "version_{}/last.pt"])
-def test_a_device_fault_without_a_gpu_is_tried_once_more_from_a_checkpoint():
-    settings = policy(64)
-    spec = first_attempt(settings, ())
-    unsaved = failed(spec, FailureKind.DEVICE_FAULT)
-    at_once = decided(settings, (unsaved,))
-    assert isinstance(at_once, GiveUp)
-    assert "again" not in at_once.reason
-    saved = failed(spec, FailureKind.DEVICE_FAULT, saved_step=3, saves=1, checkpoint="3.pt")
-    decision = decided(settings, (saved,))
-    assert isinstance(decision, Retry)
-    assert "once more, from the last checkpoint, 3.pt" in decision.reason
-    assert isinstance(decided(settings, (saved, unsaved)), GiveUp)
-
-
 def test_a_script_that_starts_over_each_time_is_not_repeated_for_ever(name):
     """It saves as much as one that goes on, and a script need not report steps."""
     settings = policy(64, min_batch_size=64, allow_cpu_fallback=False)
