@@ -48,7 +48,7 @@ from robust_train.model.events import (
     UserEvent,
     ValueReported,
 )
-from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
+from robust_train.model.failure import Evidence, Failure, FailureKind
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -358,7 +358,6 @@ class Run:
                 self._micro_batch_event,
                 self.memory_keeper.ran_out,
                 self.speed,
-                self.guard,
                 SplitWatch(
                     self.split_rule, self._on_split_checked, self._muted
                 ),
@@ -655,24 +654,18 @@ class Run:
 
     def _spoiled(
         self,
-        kind: FailureKind,
         message: str,
         good: int | None,
         bad: int,
     ) -> Spoiled:
         """Have no attempt resume from what was saved since the good step; return the error."""
-        begun, is_corrupt = self.steps_before, kind is FailureKind.DEVICE_FAULT
-        if not is_corrupt and (good is None or good <= begun):
+        begun = self.steps_before
+        if good is None or good <= begun:
             # none was good in this attempt: so may be what it resumed from
             good = begun - 1
-        good = good or 0
         self.finish_saving()
         # each rank: that of any may be the one that counts
-        before = self.saving.spoiled(
-            good,
-            self.guard.good_since,
-            "corrupt" if is_corrupt else "diverged",
-        )
+        before = self.saving.spoiled(good, self.guard.good_since)
         last = "no checkpoint before it"
         if before is not None:
             step = "" if before.step is None else f" (step {before.step})"
@@ -681,14 +674,15 @@ class Run:
             if self.passes_over and before.step == begun:
                 bad += max(self.skips_to - begun, 0)
         evidence = Evidence(
-            clue=Clue.CORRUPT if is_corrupt else None,
             good_step=good,
             bad_step=bad,
             has_checkpoint=before is not None,
             passes_over=self.passes_over,
             reads_lr=self.has_read("lr"),
         )
-        return Spoiled(Failure(kind, f"{message}; {last}", evidence))
+        return Spoiled(
+            Failure(FailureKind.DIVERGED, f"{message}; {last}", evidence)
+        )
 
     def finish_saving(self, *, wait: bool = True) -> None:
         """Report the checkpoint that is written in the background; ``wait`` until it is."""

@@ -256,19 +256,6 @@ class DivergenceConfig:
 
 
 @dataclass(frozen=True)
-class IntegrityConfig:
-    """``integrity``: whether a device computes what it should."""
-
-    recompute_every_steps: int = key(
-        0,
-        "compute one step in so many twice and compare the gradients; `0`: none",
-        more="With `torch.use_deterministic_algorithms(True)` a difference ends the attempt and "
-        "excludes the GPU, else it is a line in the report ([integrity](recovery.md#integrity))",
-        range=FROM_0,
-    )
-
-
-@dataclass(frozen=True)
 class RetryConfig:
     """``retry``: what the user knows about failures."""
 
@@ -533,7 +520,6 @@ class RobustConfig(PlainConfig):
     )
     retry: RetryConfig = group(RetryConfig)
     divergence: DivergenceConfig = group(DivergenceConfig)
-    integrity: IntegrityConfig = group(IntegrityConfig)
     isolation: str = key(
         "process",
         "`process`: attempts are children; `none`: in this process, for debuggers",

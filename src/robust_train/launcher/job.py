@@ -115,7 +115,7 @@ from robust_train.model.events import (
     Slow,
     TrainerSupports,
 )
-from robust_train.model.failure import Clue, FailureKind
+from robust_train.model.failure import FailureKind
 from robust_train.model.gpu import Group
 from robust_train.model.json import as_json
 from robust_train.model.spec import AttemptSpec, Decision, GiveUp, Retry
@@ -619,7 +619,6 @@ class Job:
                 spoil(
                     self.run_dir / "checkpoints",
                     self.beginning.job,
-                    "corrupt" if found.clue == Clue.CORRUPT else "diverged",
                     found.good_step,
                 )
         if found.bad_step is not None or found.has_checkpoint:

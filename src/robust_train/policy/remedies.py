@@ -247,14 +247,6 @@ def same_gpu_again(context: FailureContext) -> Retry | None:
     return context.retry("retry", f": a new process on {device_name(failed)}")
 
 
-def cpu_again(context: FailureContext) -> Retry | None:
-    """Start over on the CPU, which has computed a step wrongly."""
-    is_wrong = context.evidence.clue == Clue.CORRUPT and not context.last.gpus
-    if not is_wrong or not context.has_retries:
-        return None
-    return context.retry("retry", f": again from {context.saved}")
-
-
 def other_gpu(context: FailureContext) -> Retry | None:
     """Retry the same batch on the best GPU not tried yet."""
     return _exchange(
