@@ -468,12 +468,6 @@ class RobustConfig(PlainConfig):
         "go on in the background, past logout",
         more="([walk away](walk-away.md))",
     )
-    code: str = key(
-        "auto",
-        "code of later attempts: `live`, as it is then; `first`, as the job or sweep began",
-        more="`auto`: `first` for detached jobs and sweeps ([code](walk-away.md#code))",
-        choices=("auto", "live", "first"),
-    )
     group_reads_runs: bool = key(
         False,
         "let the group read new run folders; `false`: mode 0700, for the user alone",

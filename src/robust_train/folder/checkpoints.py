@@ -158,7 +158,8 @@ def spoil(
     since: float = math.inf,
 ) -> None:
     """Have no attempt resume from a checkpoint of a step after ``good_step``, or where its step is
-    not known, of a time from ``since`` on: it has diverged. What is proven stays so, and what was finite before that step becomes it."""
+    not known, of a time from ``since`` on: it has diverged. What is proven stays so, and what was
+    finite before that step becomes it."""
 
     def loss_of(one: Manifest) -> str:
         is_after = (

@@ -38,7 +38,7 @@ from robust_train.model.gpu import Group
 log = logging.getLogger("robust_train")
 
 FILE = "environment.json"
-_CONFIG_FILE = re.compile(r"\.(ya?ml|json|toml|ini|cfg)$")
+CONFIG_FILE = re.compile(r"\.(ya?ml|json|toml|ini|cfg)$")
 _LARGEST_CONFIG_FILE = 1 << 20
 _MOST_CHANGED_FILES = 1000
 GIT_SECONDS = 5.0
@@ -255,7 +255,7 @@ def config_digests(
     """Return the digests of a job's config files: those it was composed of, and those that its
     command names."""
     named = [Path(word.rpartition("=")[2]) for word in command]
-    named = [path for path in named if _CONFIG_FILE.search(path.name)]
+    named = [path for path in named if CONFIG_FILE.search(path.name)]
     digests: dict[str, Json] = {}
     for path in (*composed, *named):
         # what is large, or no file, is data

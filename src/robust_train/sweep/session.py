@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import shlex
-import shutil
 import socket
 import sys
 import time
@@ -30,7 +29,6 @@ from omegaconf import DictConfig, OmegaConf
 from robust_train.children import detach
 from robust_train.children.notifier import Notifier, notifications
 from robust_train.compat import returned_or_raised
-from robust_train.config.attempt import CODE
 from robust_train.config.checks import hide_urls, unchecked
 from robust_train.config.projects import as_typed, their_keys
 from robust_train.config.schema import RobustConfig
@@ -289,9 +287,6 @@ class HydraSession:
             if lock is not None:
                 # what an earlier launch was asked for
                 (folder / MAX_JOBS_FILE).unlink(missing_ok=True)
-                if (folder / CODE).exists():
-                    log.info("jobs that start from here on run today's code")
-                    shutil.rmtree(folder / CODE, ignore_errors=True)
                 table.write(folder)
         except OSError as error:
             raise ConfigError(
