@@ -178,14 +178,12 @@ def test_no_record_that_is_shared_has_a_secret_and_the_folder_is_the_users_alone
     assert "+hub=…" in (world.run_dir / "report.html").read_text()
 
 
-@pytest.mark.parametrize(
-    ("others", "group_reads", "mode"), [("", True, 0o750), ("", False, 0o700), ("a", False, 0o755)]
-)
-def test_who_else_may_read_a_run_folder(tmp_path, others, group_reads, mode):
+@pytest.mark.parametrize(("others", "mode"), [("", 0o700), ("a", 0o755)])
+def test_who_else_may_read_a_run_folder(tmp_path, others, mode):
     tmp_path.chmod(0o755)
     (tmp_path / ".hydra").mkdir()
     (tmp_path / (others or ".hydra")).touch()
-    run_folder(tmp_path, "", group_reads=group_reads)
+    run_folder(tmp_path, "")
     assert tmp_path.stat().st_mode & 0o777 == mode
 
 

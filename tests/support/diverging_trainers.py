@@ -30,6 +30,8 @@ def train(cfg: Any, run: Any) -> list[float]:
     torch.manual_seed(0)
     model, fault, how = torch.nn.Linear(4, 1), cfg.fault, cfg.how
     lr = 0.01 if how == "constant lr" else cfg.training.lr
+    if fault == "lr":
+        lr = lr**20  # so that half of it is far less
     kind = torch.optim.SGD if fault == "lr" else torch.optim.AdamW
     optimizer = kind(model.parameters(), lr=lr, fused=how == "fused")
     state = {"model": model, "optimizer": optimizer}

@@ -82,10 +82,10 @@ def test_a_job_goes_back_to_before_the_fault_and_ends_as_without_it(
 
 @pytest.mark.slow
 def test_a_learning_rate_too_high_is_lowered_where_the_trainer_reads_it(world, tmp_path):
-    ended = trained(world, "lr", "plain", "training.lr=1e6", "divergence.lr_factor=1e-7")
+    ended = trained(world, "lr", "plain", "training.lr=2")
     assert outcomes(ended) == ["diverged", "completed"], ended.output
-    assert "from the beginning with 1e-07 times the learning rate" in ended.output
-    assert ended.summary["result"] == without_launcher(tmp_path, "lr", "plain", lr=0.1)
+    assert "from the beginning with 0.5 times the learning rate" in ended.output
+    assert ended.summary["result"] == without_launcher(tmp_path, "lr", "plain", lr=1.0)
 
 
 @pytest.mark.slow
@@ -111,18 +111,19 @@ def test_with_ignore_it_trains_on(world):
 @pytest.mark.slow
 def test_a_script_is_started_again_with_a_lower_learning_rate(world):
     argv = f"[{sys.executable},{diverging_trainers.__file__},'{{learning_rate}}']"
-    script = ("trainer=command", f"trainer.argv={argv}", "training.lr=1.0", "device=cpu")
-    ended = world.run(*script, "divergence.lr_factor=0.1")
+    script = ("trainer=command", f"trainer.argv={argv}", "training.lr=0.2", "device=cpu")
+    ended = world.run(*script)
     assert outcomes(ended) == ["diverged", "completed"], ended.output
     assert ended.summary["result"] == pytest.approx(0.1)
 
 
 @pytest.mark.slow
-def test_the_built_in_trainer_leaves_updates_out_and_goes_on_with_a_lower_rate(world):
+def test_the_built_in_trainer_leaves_updates_out_and_tries_a_lower_rate(world):
     overrides = ("training.lr=1e30", "training.max_grad_norm=0", "training.epochs=1")
-    ended = world.run(*overrides, "device=cpu", "divergence.lr_factor=1e-33")
-    assert outcomes(ended) == ["diverged", "completed"], ended.output
+    ended = world.run(*overrides, "device=cpu", "max_retries=1")
+    assert outcomes(ended) == ["diverged", "diverged"], ended.output
     assert ended.attempts[0]["skipped_updates"] == 11
+    assert ended.attempts[1]["lr_factor"] == 0.5
 
 
 # --- the rules ---

@@ -163,7 +163,6 @@ class Run:
         self.at_boundary: Callable[[str], None] = lambda boundary: None
         self.memory_keeper = MemoryKeeper()
         self.batch_search: BatchSearch | None = None
-        self.logs_memory = False
         self.has_read: Callable[[str], bool] = lambda key: True
         self.supports: Callable[[str], bool] = lambda feature: False
         self.guard = Guard(
@@ -339,7 +338,6 @@ class Run:
         self.micro_batch_plan = MicroBatchPlan.of(config)
         self.saving.plan = SavePlan.of(config)
         self._keeps = config.training.keep_checkpoints
-        self.logs_memory = config.memory.log_frequency > 0
         self._objective = config.objective or ""
         self.their_keys = config.theirs
         self.guard.configure(config)
@@ -780,14 +778,9 @@ class Run:
             self.send(ValueReported(float(value), step))
 
     def record_memory(self, name: str) -> None:
-        """Record how much memory is in use; log it where ``memory.log_frequency`` asks for that."""
+        """Record how much memory is in use."""
         figures = memory_in_use(context=False)
-        log.log(
-            logging.INFO if self.logs_memory else logging.DEBUG,
-            "%s: %s",
-            name,
-            describe_memory(figures),
-        )
+        log.debug("%s: %s", name, describe_memory(figures))
         self.send(MemoryReported(name, **figures))
 
     def record(

@@ -270,11 +270,7 @@ class Job:
         self.values_used = values_used(cfg, config)
         self.policy = policy_settings(config, self.values_used)
         self.name = job_name_of(config, self.trainer)
-        self.run_dir = run_folder(
-            run_dir,
-            self.name,
-            group_reads=config.group_reads_runs,
-        )
+        self.run_dir = run_folder(run_dir, self.name)
         refuse_other_version(self.run_dir, resume=config.resume)
         self.signals = SignalWatch()
         self.live = LiveStatus(is_wanted=owns_terminal(config))

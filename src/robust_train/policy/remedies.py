@@ -21,6 +21,7 @@ ALIKE = 0.9
 
 _LONGEST_PAUSE_SECONDS = 3600.0
 _RATE_LIMIT_FACTOR = 30.0
+_LESS_LEARNING = 0.5
 """The first pause is then as long as the periods in which servers count requests: 5 minutes."""
 
 Rule = Callable[[FailureContext], "Retry | None"]
@@ -405,13 +406,12 @@ def before_it_diverged(context: FailureContext) -> Retry | None:
 
 def lower_learning_rate(context: FailureContext) -> Retry | None:
     """Retry from the last checkpoint before it with a lower learning rate."""
-    factor = context.config.divergence.lr_factor
     tries = context.failures_without_progress - context.evidence.has_checkpoint
-    if not context.evidence.reads_lr or factor == 1.0:
+    if not context.evidence.reads_lr:
         return None
     if tries > context.config.retries:
         return None
-    lower = context.last.lr_factor * factor
+    lower = context.last.lr_factor * _LESS_LEARNING
     return _back(
         context,
         "lower_learning_rate",

@@ -304,10 +304,6 @@ class Step(Generic[T]):
             loss = self._shared.sum_gradients(agreed, loss, items)
         self.start.end()
         self._shared.share_buffers()
-        grown = self._size.step_done()
-        if grown is not None:
-            reason = "memory has sufficed for long enough to try the larger size again"
-            self._recorder.changed(grown, reason)
         return loss, returns_more if agreed is None else agreed.returns_more
 
     def leave(self) -> None:

@@ -271,9 +271,7 @@ class HydraSession:
         )
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            close_to_others(
-                folder, group_reads=unchecked(config).group_reads_runs
-            )
+            close_to_others(folder)
             id_, lock = lock_or_join(folder, overrides if is_shared else None)
             cwd = str(config.hydra.runtime.cwd)
             table = SweepTable(
@@ -391,16 +389,14 @@ def prepare(config: DictConfig, folder: Path) -> SweepJob:
     )
     if (problem := refusal(folder)) is not None:
         return own.refused(problem)  # what a live job has there stays
-    job, stays = begun(
-        own, read_row(folder), resume=unchecked(config).sweep_resume
-    )
+    job, stays = begun(own, read_row(folder), resume=unchecked(config).resume)
     if not job.is_running:
         digests = config_digests(composed_files(config))
         changed = ", ".join(changed_files(read_environment(folder), digests))
         log.log(
             logging.WARNING if changed else logging.INFO,
             "job %s %s in an earlier launch of this sweep and is not run again "
-            "(sweep_resume=true)%s",
+            "(resume=true)%s",
             job.job,
             job.status,
             f"; its config has changed since: {changed}" if changed else "",
