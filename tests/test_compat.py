@@ -557,7 +557,7 @@ def test_nodes_keep_their_types_and_a_replaced_one_takes_any_value():
     config.fraction = "much"
     assert config.fraction == "much"
     with pytest.raises(ValidationError, match="could not be converted to Integer"):
-        config.log_frequency = "often"
+        config.empty_cache_frequency = "often"
 
 
 def test_hooks_of_a_user_s_own_at_a_gradient_are_seen():

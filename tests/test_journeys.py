@@ -260,10 +260,6 @@ diverged where nothing reads the rate
 diverged before any checkpoint | max_retries=1
     0:20 // diverged:reads_lr → lower_learning_rate lr=0.5 | from the beginning;
     diverged:reads_lr → give up
-computed wrongly: another GPU, and never back | NO_CPU
-    0:20 1:20 // fault:corrupt:step=8 → switch_gpu cuda:1; fault:corrupt:step=8 → give up
-computed wrongly on the CPU | max_retries=1
-    cpu // fault:corrupt → retry; fault:corrupt → give up
 # several GPUs
 a group halves for all, and the CPU has the whole effective batch | TWO ACCUMULATED max_retries=1
     (0:10) (1:9) 3:20 // oom:rank=0 → halve_batch 4×4×2 cuda:0,cuda:1 | cuda:0 (rank 0);

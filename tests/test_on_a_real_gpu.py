@@ -50,10 +50,9 @@ def test_memory_that_runs_out_on_the_gpu_halves_the_batch(world):
 
 
 def test_the_built_in_trainer_learns_the_digits_on_the_gpu(world):
-    ended = world.run("dataset=digits", "memory.log_frequency=50", code=0)
+    ended = world.run("dataset=digits", code=0)
     assert ended.attempts[0]["gpu_uuid"].startswith("GPU-")
     assert ended.summary["result"]["test_accuracy"] >= 0.97
-    assert "GPU memory: " in ended.output
 
 
 def test_nothing_is_left_on_the_gpu_when_a_job_ended(world):

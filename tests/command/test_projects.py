@@ -427,7 +427,7 @@ def test_a_sweep_of_a_hydra_project_has_its_table_and_objectives(world, foreign)
     assert [job["result"] for job in sweep["jobs"]] == [16, 8]
     more = ("hydra/launcher=gpu_queue", "robust.sweep_fail_fast=true")
     again = _run(world, foreign, "-m", "data.batch_size=16,8", "fits=20", *more)
-    assert again.output.count("is not run again (robust.sweep_resume=true)") == 2
+    assert again.output.count("is not run again (robust.resume=true)") == 2
     assert keys_at_the_root(again.output) == []
 
 

@@ -103,7 +103,7 @@ def sigstop(depth):
     return Event(event, launches_through(depth))
 
 
-def troubled(trouble, words, **options):
+def troubled(trouble, words, to=lambda kind: True, **options):
     """The run folder's disk takes nothing until someone is notified of it, in these words."""
 
     def event(day):
@@ -114,8 +114,12 @@ def troubled(trouble, words, **options):
         day.end(0)
         assert words in told.read_text()
 
-    telling = ("notify.command=[sh,-c,'cat > told']", "notify.on=[disk]", "notify.sweep_jobs=true")
-    return Event(event, words=telling, **options)
+    def is_notified(kind):
+        """A sweep notifies of its end alone."""
+        return is_one_job(kind) and to(kind)
+
+    telling = ("notify.command=[sh,-c,'cat > told']", "notify.on=[disk]")
+    return Event(event, is_notified, words=telling, **options)
 
 
 def filled(fills):

@@ -41,7 +41,7 @@ OF_THE_CONFIGURATION = [
     (["training.lr=nan"], ["training.lr=nan", "more than 0"]),
     (["memory.empty_cache_treshold=0.1"], ["did you mean memory.empty_cache_threshold?"]),
     (["memory.empty_cache_threshold=50"], ["empty_cache_threshold=50", "from 0 to 1"]),
-    (["memory.log_frequency=often"], ["log_frequency=often", "an integer"]),
+    (["memory.empty_cache_frequency=often"], ["empty_cache_frequency=often", "an integer"]),
     (["memory.sample_interval_ms=1"], ["sample_interval_ms=1", "10 or more"]),
     (["memory.clear_on_start=maybe"], ["clear_on_start=maybe", "true or false"]),
     (["max_retries=-1"], ["max_retries=-1", "0 or more"]),

@@ -56,13 +56,13 @@ def _nobody_yet(monkeypatch):
         (NEW, ON_CPU, None),
         (ON_CPU, ON_CPU, None),
         (NEW, WAITING, None),
-        (WAITING, replace(WAITING, since=400.0), "waiting"),
+        (WAITING, replace(WAITING, since=200.0), "waiting"),
     ],
 )
 def test_what_is_news(before, after, event, monkeypatch):
-    monkeypatch.setattr(module.time, "time", lambda: 1000.0)
+    monkeypatch.setattr(module.time, "time", lambda: 2000.0)
     sent = []
-    notifier = Notifier(NotifyConfig(("program",), waiting_minutes=10))
+    notifier = Notifier(NotifyConfig(("program",)))
     monkeypatch.setattr(notifier, "deliver", lambda event, *given: sent.append(event))
     for state in (before, after, after):
         notifier.poll(state)

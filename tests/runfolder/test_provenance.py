@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -95,6 +96,75 @@ def test_an_override_is_hidden_for_its_name_or_for_its_form(word):
     assert public_command([word]) == [f"{word.partition('=')[0]}=…"]
 
 
+FORMS = """
+ghp_ gho_ ghu_ ghs_ ghr_ github_pat_ glpat- glrt- hf_ sk- sk-proj- sk-ant- sk-or-
+gsk_ r8_ SG.aB3xxxxxxxxxxxxxxxxxxx. nvapi- xoxb- xoxp- xapp- AIza ya29. GOCSPX- npm_ pypi-
+dckr_pat_ dckr_oat_ sk_live_ rk_live_ sk_test_ whsec_ shpat_ shpss_ hvs. hvb. glsa_ sntrys_ sntryu_
+tskey-auth- ntn_ eyJhbGciOiJIUzI1NiJ9.eyJ
+"""
+"""What the tokens of an issuer begin with, in front of letters and digits."""
+HEX = "key- dop_v1_ dapi"
+WHOLE = (
+    "AKIAIOSFODNN7EXAMPLE",
+    "ASIAIOSFODNN7EXAMPLE",
+    "12345678:AAxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx",
+    "https://hooks.slack.com/services/T0/B0/X",
+    "https://discord.com/api/webhooks/1/x",
+    "-----BEGIN OPENSSH PRIVATE KEY-----",
+)
+TOKENS = [f"{prefix}{SECRET}" for prefix in FORMS.split()]
+TOKENS += [f"{prefix}{'0af1' * 10}" for prefix in HEX.split()]
+TOKENS += WHOLE
+
+
+@pytest.mark.parametrize("token", TOKENS)
+def test_a_token_is_hidden_wherever_it_stands(token):
+    words = [token, f"+hub={token}", f"+a={{b:[x,'{token}']}}", f"--hub={token}"]
+    assert public_command(words) == ["…", "+hub=…", "+a=…", "--hub=…"]
+    assert public_variables({"HF_HUB": token, "HF_HOME": "/h"}) == {"HF_HOME": "/h"}
+
+
+def test_each_form_has_its_source_and_a_token():
+    """A form without a row above is a promise without a proof."""
+    lines = Path(provenance.__file__).with_name("secrets.txt").read_text().splitlines()
+    sections = "\n".join(lines).split("\n\n")[1:]
+    assert len(sections) >= 30
+    for section in sections:
+        source, *forms = section.splitlines()
+        assert source.startswith("# https://")
+        for form in forms:
+            assert any(re.search(form, token) for token in TOKENS), form
+
+
+@pytest.mark.parametrize(
+    ("word", "shown"),
+    [
+        ("+wandb.key=0a1b2c3d4e", "+wandb.key=…"),
+        ("+openai_key=open-sesame", "+openai_key=…"),
+        ("OPENAI_KEY=sesame", "OPENAI_KEY=…"),
+        ("+db.password=123456", "+db.password=…"),
+        ("+login={user: ada, password: 123456}", "+login=…"),
+        ("+login={user: ada, password: null}", "+login={user: ada, password: null}"),
+        ("+db.key=12", "+db.key=12"),
+        ("+sort.key=name", "+sort.key=name"),
+        ("+aws.credentials=x", "+aws.credentials=…"),
+        ("s3://me:p@ss@host/x@2", "s3://…@host/x@2"),
+        ("http://host/a@b", "http://host/a@b"),
+        ("+run=sk-learn-experiments-of-2026", "+run=sk-learn-experiments-of-2026"),
+        ("+disk-a1b2c3d4e5f6a7b8c9d0=1", "+disk-a1b2c3d4e5f6a7b8c9d0=1"),
+        ("model.name=npm_like_names_of_a_model", "model.name=npm_like_names_of_a_model"),
+    ],
+)
+def test_what_only_looks_like_a_secret_is_shown(word, shown):
+    assert public_command([word]) == [shown]
+
+
+def test_an_option_hides_the_next_word():
+    words = "--key 0a1b2c3d --image-key pixels --api-key 1234 --key 7 lr=1"
+    shown = "--key … --image-key pixels --api-key … --key 7 lr=1"
+    assert public_command(words.split()) == shown.split()
+
+
 def test_no_record_that_is_shared_has_a_secret_and_the_folder_is_the_users_alone(world):
     secret = "Tr0ub4dor&3!"
     words = [f"+db.password='{secret}'", f"+hub=hf_{SECRET}", "hydra.verbose=false"]
@@ -108,14 +178,12 @@ def test_no_record_that_is_shared_has_a_secret_and_the_folder_is_the_users_alone
     assert "+hub=…" in (world.run_dir / "report.html").read_text()
 
 
-@pytest.mark.parametrize(
-    ("others", "group_reads", "mode"), [("", True, 0o750), ("", False, 0o700), ("a", False, 0o755)]
-)
-def test_who_else_may_read_a_run_folder(tmp_path, others, group_reads, mode):
+@pytest.mark.parametrize(("others", "mode"), [("", 0o700), ("a", 0o755)])
+def test_who_else_may_read_a_run_folder(tmp_path, others, mode):
     tmp_path.chmod(0o755)
     (tmp_path / ".hydra").mkdir()
     (tmp_path / (others or ".hydra")).touch()
-    run_folder(tmp_path, "", group_reads=group_reads)
+    run_folder(tmp_path, "")
     assert tmp_path.stat().st_mode & 0o777 == mode
 
 

@@ -249,7 +249,7 @@ def test_a_search_says_what_has_changed_in_its_folder_and_what_it_cannot_read(tm
     row = SweepJob(number, tuple(overrides), "first", "completed", 0, result=0.5, trial=0)
     row.write(tmp_path / "0")
     search.ended(row)
-    begin("second", "b=2", "a=1", "sweep_resume=true")
+    begin("second", "b=2", "a=1", "resume=true")
     assert caplog.text == ""
     begin("third", "a=3", "b=2")
     assert "not all had the same overrides (a=1 a=3)" in caplog.text

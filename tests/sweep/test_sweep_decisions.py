@@ -65,7 +65,7 @@ PRUNED = replace(DONE, status="pruned")
         (DONE, ["training.lr=1e-2", "model=cnn"], "second", True, "afresh"),
         (RECORD, ["training.lr=1e-3"], "second", True, "afresh"),
         # the order does not matter, nor what only says how to resume
-        (DONE, [SAME[1], "sweep_resume=true", SAME[0]], "second", True, "reused"),
+        (DONE, [SAME[1], "resume=true", SAME[0]], "second", True, "reused"),
         (DONE, [*SAME, "robust.sweep_fail_fast=true"], "second", True, "reused"),
         (RECORD, ["detach=true", *SAME, "gpu_wait_timeout_minutes=9"], "second", True, "resumed"),
         # put back into the queue by a scheduler: goes on although a new launch would not

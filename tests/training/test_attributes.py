@@ -170,7 +170,7 @@ def replace_maps(model, x):
     [(write_to_bank, "bank"), (take_from_the_front, "seen"), (replace_maps, "maps")],
 )
 def test_what_cannot_be_put_back_is_named_once(change, name, caplog):
-    model, batcher = Remembering(change), MicroBatcher(regrow_after_steps=1)
+    model, batcher = Remembering(change), MicroBatcher()
     for _ in range(3):
         batcher.backward(model, torch.ones(8, 1), model)
     lines = [line for line in caplog.messages if "cannot be put back" in line]

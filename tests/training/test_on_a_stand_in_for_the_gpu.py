@@ -13,7 +13,7 @@ from robust_train.vision.trainer import train
 
 OVERRIDES = (
     *("device=cuda:0", "dataset=digits", "training.epochs=1", "training.batch_size=256"),
-    *("training.num_workers=0", "training.mixed_precision=true", "memory.log_frequency=1"),
+    *("training.num_workers=0", "training.mixed_precision=true"),
     *("memory.empty_cache_frequency=1", "memory.sample_interval_ms=1000"),
 )
 
@@ -32,7 +32,6 @@ def test_the_built_in_trainer_goes_all_its_ways_on_a_gpu(tmp_path, caplog):
         result = call_trainer(train, cfg, checked(cfg), second)
     assert result["steps"] == 6
     assert 0 < gpu.fraction < 1, "memory.fraction"
-    assert "GPU memory: " in caplog.text
     saved = torch.load(first.last_checkpoint, weights_only=True)
     assert "cuda" in saved["rng"]
     second.speed.send()

@@ -91,13 +91,12 @@ def test_a_rank_that_is_exhausted_decides_for_all():
 
 
 def test_sizes_agreed_upon_are_the_same_wherever_memory_ran_out():
-    plan = MicroBatchPlan(16, regrow_after_steps=2)
+    plan = MicroBatchPlan(16)
     here, there = MicroBatchSize(plan), MicroBatchSize(plan)
     here.failed_at(16)
     here.agree(8, failed=16, is_known=True)
     there.agree(8, failed=16)
     assert here.state() == there.state()
-    assert [here.step_done() for _ in range(2)] == [there.step_done() for _ in range(2)]
     there.shrink()
     here.agree(there.current)
-    assert here.state() == there.state(), "nor does it grow again where it was wished elsewhere"
+    assert here.state() == there.state()

@@ -439,24 +439,11 @@ def test_at_the_smallest_size_the_error_is_raised_and_the_step_has_left_no_trace
         assert "every micro-batch tried (12, 6, 4)" in caught.value.__notes__[0]
 
 
-@pytest.mark.parametrize(("regrow_after", "steps"), [(None, [1]), (3, [1, 4, 10, 22])])
-def test_a_larger_size_is_tried_again_only_when_asked_and_each_failure_doubles_the_wait(
-    regrow_after, steps
-):
-    """After 3, 6 and 12 clean steps, the step with the failure itself being the first of them."""
-    model, events = Network(most=6), []
-    batcher = MicroBatcher(12, regrow_after_steps=regrow_after, on_event=events.append)
-    for _ in range(40):
-        step(batcher, model)
-    assert [e.step for e in events if e.after < e.before] == steps
-    assert batcher.size == 6
-
-
-def test_a_size_that_somebody_wished_for_is_not_outgrown_and_outlives_a_checkpoint():
+def test_a_size_that_somebody_wished_for_outlives_a_checkpoint():
     model, events = Network(), []
-    batcher = MicroBatcher(12, regrow_after_steps=2, on_event=events.append)
+    batcher = MicroBatcher(12, on_event=events.append)
     assert batcher.shrink("wished") == (12, 6)
-    again, other, whole = MicroBatcher(12, regrow_after_steps=2), MicroBatcher(8), MicroBatcher()
+    again, other, whole = MicroBatcher(12), MicroBatcher(8), MicroBatcher()
     for one in (again, other, whole):
         one.restore(batcher.state())
     for _ in range(20):

@@ -325,14 +325,13 @@ class Saving:
         self,
         good_step: int,
         since: float,
-        how: str,
     ) -> Manifest | None:
         """Have no attempt resume from what was saved after ``good_step``, see :func:`spoil`; return
         the newest checkpoint before."""
         if not self.job:
             return None
         with _warned():
-            spoil(self.folder, self.job, how, good_step, since)
+            spoil(self.folder, self.job, good_step, since)
         with contextlib.suppress(OSError):
             return newest_checkpoint(self.folder, self.job)
         return None

@@ -1,4 +1,4 @@
-"""Whether what an attempt trains is of use: its losses, its updates, steps computed twice.
+"""Whether what an attempt trains is of use: its losses and its updates.
 
 :class:`Losses` is pure; :class:`Guard` reads figures from the device a step late.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from robust_train.config.schema import DivergenceConfig, RobustConfig
 from robust_train.files import plain
 from robust_train.model.errors import Spoiled
-from robust_train.model.events import Event, StepDiffered, UpdateSkipped
-from robust_train.model.failure import FailureKind
+from robust_train.model.events import Event, UpdateSkipped
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -119,8 +117,8 @@ class Guard:
     def __init__(
         self,
         send: Callable[[Event], None],
-        # returns the error of a kind and message, after a good step, seen at a bad one
-        spoiled: Callable[[FailureKind, str, int | None, int], Spoiled],
+        # returns the error with a message, after a good step, seen at a bad one
+        spoiled: Callable[[str, int | None, int], Spoiled],
         *,
         is_main: bool,
     ) -> None:
@@ -134,23 +132,16 @@ class Guard:
         self._loss: Tensor | None = None  # of the step in progress
         # updates in a row that were left out, from this step on
         self._skipped = self._skips_from = 0
-        self._recomputes_every = 0
-        # the last step before one that had the same result twice
-        self._agreed_step: int | None = None
-        self._has_differed = False
 
     def configure(self, config: RobustConfig) -> None:
         """Watch for what a config asks for."""
         acts = config.divergence.action != "ignore"
         self.divergence = config.divergence if acts else None
-        self._recomputes_every = config.integrity.recompute_every_steps
 
     def proves(self, step: int) -> bool:
         """Return whether so much that is good has followed a step that it was good."""
-        good, agreed = self.losses.good_step, self._agreed_step
-        is_old = good is not None and good - step >= _STEPS_TO_PROVE
-        is_compared = agreed is not None and agreed >= step
-        return is_old and (is_compared or not self._recomputes_every)
+        good = self.losses.good_step
+        return good is not None and good - step >= _STEPS_TO_PROVE
 
     # --- losses ---
 
@@ -195,7 +186,6 @@ class Guard:
             self.good_since = time.time()
         if why := self.losses.diverged(plan):
             raise self._spoiled(
-                FailureKind.DIVERGED,
                 f"diverged: {why}",
                 self.losses.good_step,
                 step,
@@ -258,39 +248,7 @@ class Guard:
             )
             # a trainer may count no step that was left out, though it was given its data
             last = first + self._skipped - 1
-            raise self._spoiled(FailureKind.DIVERGED, why, first - 1, last)
-
-    # --- steps computed twice ---
-
-    def is_due(self, step: int) -> bool:
-        """Return whether a step is to be computed twice."""
-        return (
-            self._recomputes_every > 0 and step % self._recomputes_every == 0
-        )
-
-    def compared(
-        self,
-        step: int,
-        *,
-        is_same: bool,
-    ) -> None:
-        """Take whether a step had the same gradients twice; raise if it has to, and had not."""
-        if is_same:
-            self._agreed_step = step - 1
-            return
-        if sys.modules["torch"].are_deterministic_algorithms_enabled():
-            last = self._agreed_step
-            agreed = "none" if last is None else f"step {last + 1}"
-            why = f"step {step}, computed twice, had two results; the last that agreed was {agreed}"
-            raise self._spoiled(FailureKind.DEVICE_FAULT, why, last, step)
-        if not self._has_differed:
-            log.warning(
-                "step %d, computed twice, had two results, which may be no fault: "
-                "torch.use_deterministic_algorithms is off",
-                step,
-            )
-        self._has_differed = True
-        self._send(StepDiffered(step))
+            raise self._spoiled(why, first - 1, last)
 
 
 def _late_figures() -> LateFigures:

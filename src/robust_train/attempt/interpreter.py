@@ -244,9 +244,7 @@ class _Reporter:
         self._rank = rank
         self._reported = 0
         self._trains = False
-        self._code: Code | None = None
-        if request.code is not None:
-            self._code = Code(request.code, request, rank)
+        self._code = Code(request, rank)
         self.send = send
 
     def __call__(self, event: Event) -> None:
@@ -266,12 +264,14 @@ class _Reporter:
         return trainer
 
     def _report_imports(self) -> None:
-        if self._code is not None:
-            of = self._request.config.trainer
-            folder = os.path.abspath(of.cwd or "")
-            self._code.note(
-                [os.path.join(folder, word) for word in of.argv or ()]
-            )
+        of = self._request.config.trainer
+        folder = os.path.abspath(of.cwd or "")
+        self._code.note(
+            [
+                os.path.join(folder, word.rpartition("=")[2])
+                for word in of.argv or ()
+            ]
+        )
         names = _installed_modules()
         modules = tuple(name for name in names if name not in _AT_THE_START)
         if len(modules) > self._reported:

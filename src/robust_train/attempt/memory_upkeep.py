@@ -112,7 +112,6 @@ class AttemptMemory(MemoryKeeper):
         self._alloc_retries: int | None = None  # before the present step
         self._tight_steps = 0  # in a row that had to empty the cache
         self._has_warned = False
-        self._shrinks = config.shrink_before_oom
         self._index = device_index(config.device)
         self._settings = memory = config.memory
         self._checks = {
@@ -122,7 +121,6 @@ class AttemptMemory(MemoryKeeper):
             "save": CacheChecks(int(memory.clear_after_save), 0.0),
             "epoch": CacheChecks(int(memory.clear_after_epoch), 0.0),
         }
-        self._next_log = 0
         self._has_written_oom = False
         self._is_set_up = False
         self._end_history: Callable[[], None] | None = None
@@ -170,7 +168,7 @@ class AttemptMemory(MemoryKeeper):
                 self._sampler.stop()
 
     def step_done(self, step: int) -> None:
-        """Check the cache, and log memory, when it is time to."""
+        """Check the cache when it is time to."""
         self._reserve.hold()
         if not self._is_set_up:
             self._set_up_cuda()
@@ -180,12 +178,6 @@ class AttemptMemory(MemoryKeeper):
                 self._end_history()
                 self._end_history = None
         self._watch_allocator(step)
-        every = self._settings.log_frequency
-        if every and step >= self._next_log:
-            # not on the first step, which still takes what it needs
-            if self._next_log:
-                self._run.record_memory(f"step {step}")
-            self._next_log = step + every - step % every
         self.occasion("step")
 
     def occasion(self, reason: str) -> None:
@@ -216,28 +208,26 @@ class AttemptMemory(MemoryKeeper):
             )
 
     def _watch_allocator(self, step: int) -> None:
-        """Warn, once, if steps in a row had to empty the cache; shrink if that is configured."""
+        """Warn, once, if steps in a row had to empty the cache."""
         before, total = self._alloc_retries, alloc_retries()
         self._alloc_retries = total
         has_retried = (
             total is not None and before is not None and total > before
         )
         self._tight_steps = self._tight_steps + 1 if has_retried else 0
-        if total is None or self._tight_steps < _TIGHT_STEPS:
+        if (
+            total is None
+            or self._tight_steps < _TIGHT_STEPS
+            or self._has_warned
+        ):
             return
-        if not self._has_warned:
-            self._has_warned = True
-            hint = "; shrink_before_oom=true takes a smaller micro-batch"
-            log.warning(
-                "step %d: GPU memory is nearly out: in two steps in a row torch emptied its cache "
-                "to find room, which is slow"
-                + ("" if self._shrinks else hint),
-                step,
-            )
-            self._run.send(MemoryTight(step, total))
-        if self._shrinks and self._run.splits_batches:
-            self._run.shrink("memory is nearly out (shrink_before_oom)")
-            self._tight_steps = 0
+        self._has_warned = True
+        log.warning(
+            "step %d: GPU memory is nearly out: in two steps in a row torch emptied its cache to "
+            "find room, which is slow; robust-train halve-batch takes a smaller micro-batch",
+            step,
+        )
+        self._run.send(MemoryTight(step, total))
 
     def _set_up_cuda(self) -> None:
         """Set the limit as soon as torch is there, which may start CUDA later."""

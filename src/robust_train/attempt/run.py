@@ -48,7 +48,7 @@ from robust_train.model.events import (
     UserEvent,
     ValueReported,
 )
-from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
+from robust_train.model.failure import Evidence, Failure, FailureKind
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -163,7 +163,6 @@ class Run:
         self.at_boundary: Callable[[str], None] = lambda boundary: None
         self.memory_keeper = MemoryKeeper()
         self.batch_search: BatchSearch | None = None
-        self.logs_memory = False
         self.has_read: Callable[[str], bool] = lambda key: True
         self.supports: Callable[[str], bool] = lambda feature: False
         self.guard = Guard(
@@ -339,7 +338,6 @@ class Run:
         self.micro_batch_plan = MicroBatchPlan.of(config)
         self.saving.plan = SavePlan.of(config)
         self._keeps = config.training.keep_checkpoints
-        self.logs_memory = config.memory.log_frequency > 0
         self._objective = config.objective or ""
         self.their_keys = config.theirs
         self.guard.configure(config)
@@ -358,7 +356,6 @@ class Run:
                 self._micro_batch_event,
                 self.memory_keeper.ran_out,
                 self.speed,
-                self.guard,
                 SplitWatch(
                     self.split_rule, self._on_split_checked, self._muted
                 ),
@@ -647,24 +644,18 @@ class Run:
 
     def _spoiled(
         self,
-        kind: FailureKind,
         message: str,
         good: int | None,
         bad: int,
     ) -> Spoiled:
         """Have no attempt resume from what was saved since the good step; return the error."""
-        begun, is_corrupt = self.steps_before, kind is FailureKind.DEVICE_FAULT
-        if not is_corrupt and (good is None or good <= begun):
+        begun = self.steps_before
+        if good is None or good <= begun:
             # none was good in this attempt: so may be what it resumed from
             good = begun - 1
-        good = good or 0
         self.finish_saving()
         # each rank: that of any may be the one that counts
-        before = self.saving.spoiled(
-            good,
-            self.guard.good_since,
-            "corrupt" if is_corrupt else "diverged",
-        )
+        before = self.saving.spoiled(good, self.guard.good_since)
         last = "no checkpoint before it"
         if before is not None:
             step = "" if before.step is None else f" (step {before.step})"
@@ -673,14 +664,15 @@ class Run:
             if self.passes_over and before.step == begun:
                 bad += max(self.skips_to - begun, 0)
         evidence = Evidence(
-            clue=Clue.CORRUPT if is_corrupt else None,
             good_step=good,
             bad_step=bad,
             has_checkpoint=before is not None,
             passes_over=self.passes_over,
             reads_lr=self.has_read("lr"),
         )
-        return Spoiled(Failure(kind, f"{message}; {last}", evidence))
+        return Spoiled(
+            Failure(FailureKind.DIVERGED, f"{message}; {last}", evidence)
+        )
 
     def finish_saving(self, *, wait: bool = True) -> None:
         """Report the checkpoint that is written in the background; ``wait`` until it is."""
@@ -778,14 +770,9 @@ class Run:
             self.send(ValueReported(float(value), step))
 
     def record_memory(self, name: str) -> None:
-        """Record how much memory is in use; log it where ``memory.log_frequency`` asks for that."""
+        """Record how much memory is in use."""
         figures = memory_in_use(context=False)
-        log.log(
-            logging.INFO if self.logs_memory else logging.DEBUG,
-            "%s: %s",
-            name,
-            describe_memory(figures),
-        )
+        log.debug("%s: %s", name, describe_memory(figures))
         self.send(MemoryReported(name, **figures))
 
     def record(

@@ -47,6 +47,7 @@ log = logging.getLogger("robust_train")
 
 TEXT_VARIABLE = "ROBUST_TRAIN_NOTIFY_TEXT"
 _LIMIT_SECONDS = 30
+_LONG_WAIT_SECONDS = 1800.0
 LAST_CHANCE_SECONDS = 10.0
 _POLL_SECONDS = 0.05
 _AFTER_KILL_SECONDS = 1.0
@@ -70,7 +71,7 @@ def notifications(
     config: NotifyConfig, environ: Mapping[str, str]
 ) -> NotifyConfig:
     """Return where a job's notifications go; ``environ`` holds the URLs (see ``hide_urls``)."""
-    if sweep_folder() is not None and not config.sweep_jobs:
+    if sweep_folder() is not None:  # it notifies of its own end
         return NotifyConfig()
     urls = tuple(environ.get(URLS_VARIABLE, "").split())
     if urls and importlib.util.find_spec("apprise") is None:
@@ -180,9 +181,7 @@ class Notifier:
             return same.get(state.state, state.state)
         if hoped and not self._hopes_for_gpu:
             return "cpu"
-        is_long = (
-            time.time() - state.since >= 60 * self._settings.waiting_minutes
-        )
+        is_long = time.time() - state.since >= _LONG_WAIT_SECONDS
         return "waiting" if is_waiting and is_long else ""
 
     def _notify(

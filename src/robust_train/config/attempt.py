@@ -119,19 +119,6 @@ def early_imports(cfg: DictConfig) -> list[str]:
     return modules + ["torch.distributed"] * several
 
 
-CODE = "code-as-it-was"
-"""The folder of the modules that a job or sweep began with."""
-
-
-@dataclass(frozen=True)
-class CodePlan:
-    """Which of the user's code an attempt runs."""
-
-    folder: Path  # the record of what was imported first
-    begins: bool  # it records today's code, as the first attempt of its launch
-    runs_first: bool = False  # it runs the recorded code, where there is any
-
-
 def _pickled(cfg: DictConfig | bytes) -> bytes:
     try:
         return pickle.dumps(cfg)
@@ -167,7 +154,7 @@ class AttemptRequest:
     of_first_rank: tuple[str, ...] = ()
     # the split of the batch that the job was asked for; None: this attempt's own
     asked: AttemptSpec | None = None
-    code: CodePlan | None = None
+    is_first: bool = True  # of its launch
 
     def __getstate__(self) -> dict[str, object]:
         """Return what is carried to the attempt."""

@@ -299,13 +299,6 @@ def _mistakes(config: RobustConfig) -> Iterator[str]:
         )
     if config.runs_inline and config.is_script:
         yield "isolation=none: a script (trainer.argv) always runs in a process of its own"
-    if config.code == "first" and (config.is_script or config.runs_inline):
-        what = (
-            "isolation=none"
-            if config.runs_inline
-            else "a script (trainer.argv)"
-        )
-        yield f"code=first: {what} reads its files itself; leave it out"
     for number, rule in enumerate(config.retry.rules):
         if config.is_script and rule.exception:
             yield f"retry.rules[{number}].exception: a script raises none; use message or exit_code"

@@ -124,8 +124,6 @@ class MicroBatchPlan:
     batch_size: int | None = None
     gradient_accumulation_steps: int = 1
     min_batch_size: int = 1  # parts of this many samples are not split further
-    # steps without running out of memory after which a larger size is tried; 0: never
-    regrow_after_steps: int = 0
 
     @property
     def samples(self) -> int | None:
@@ -142,7 +140,6 @@ class MicroBatchPlan:
             batch_size=config.training.batch_size,
             gradient_accumulation_steps=config.training.gradient_accumulation_steps,
             min_batch_size=config.min_batch_size,
-            regrow_after_steps=config.training.regrow_after_steps or 0,
         )
 
 

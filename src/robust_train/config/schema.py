@@ -144,12 +144,6 @@ class TrainingConfig:
         "number of checkpoints kept",
         range=FROM_1,
     )
-    regrow_after_steps: int | None = key(
-        None,
-        "after an out-of-memory error, steps until a larger micro-batch is tried",
-        more="Each failure doubles them",
-        range=FROM_0,
-    )
     log_every_steps: int = key(
         50,
         "steps between progress lines where no live status shows them",
@@ -197,11 +191,6 @@ class MemoryConfig:
         True,
         "clear a failed trainer's frames; `false` leaves them to a debugger",
     )
-    log_frequency: int = key(
-        0,
-        "steps between log lines about memory; `0`: none",
-        range=FROM_0,
-    )
     sample_interval_ms: int = key(
         100,
         "time between memory samples in `memory.jsonl`; `0`: none",
@@ -237,24 +226,6 @@ class DivergenceConfig:
     max_skips: int = key(
         10,
         "updates in a row that `run.step` leaves out before training counts as diverged",
-        range=FROM_0,
-    )
-    lr_factor: float = key(
-        0.5,
-        "factor of the learning rate where going back alone did not help; `1`: leave it",
-        range=POSITIVE_SHARE,
-    )
-
-
-@dataclass(frozen=True)
-class IntegrityConfig:
-    """``integrity``: whether a device computes what it should."""
-
-    recompute_every_steps: int = key(
-        0,
-        "compute one step in so many twice and compare the gradients; `0`: none",
-        more="With `torch.use_deterministic_algorithms(True)` a difference ends the attempt and "
-        "excludes the GPU, else it is a line in the report ([integrity](recovery.md#integrity))",
         range=FROM_0,
     )
 
@@ -301,16 +272,6 @@ class NotifyConfig:
         accepts="list",
         written=None,
         read=events,
-    )
-    waiting_minutes: float = key(
-        30.0,
-        "waiting longer for a GPU is notified once",
-        unit="minutes",
-        range=FROM_0,
-    )
-    sweep_jobs: bool = key(
-        False,
-        "`true`: each job of a sweep too; `false`: one notification at the sweep's end",
     )
 
 
@@ -472,16 +433,6 @@ class RobustConfig(PlainConfig):
         "go on in the background, past logout",
         more="([walk away](walk-away.md))",
     )
-    code: str = key(
-        "auto",
-        "code of later attempts: `live`, as it is then; `first`, as the job or sweep began",
-        more="`auto`: `first` for detached jobs and sweeps ([code](walk-away.md#code))",
-        choices=("auto", "live", "first"),
-    )
-    group_reads_runs: bool = key(
-        False,
-        "let the group read new run folders; `false`: mode 0700, for the user alone",
-    )
     job_name: str | None = key(
         None,
         "name of the job; `null`: `<model>_<dataset>`, or the function or script",
@@ -509,12 +460,6 @@ class RobustConfig(PlainConfig):
         "where the smallest micro-batch does not fit, try it with gradient checkpointing",
         more="Only if the trainer supports it ([recovery](recovery.md#gradient-checkpointing))",
     )
-    shrink_before_oom: bool = key(
-        False,
-        "take a smaller micro-batch when memory is nearly out",
-        more="That is when torch's allocator had to empty its cache in two steps in a row "
-        "([recovery](recovery.md#nearly-out-of-memory))",
-    )
     preserve_effective_batch_size: bool | None = key(
         None,
         "accumulation grows as the micro-batch shrinks; `true`: stop where that is impossible",
@@ -524,7 +469,6 @@ class RobustConfig(PlainConfig):
     )
     retry: RetryConfig = group(RetryConfig)
     divergence: DivergenceConfig = group(DivergenceConfig)
-    integrity: IntegrityConfig = group(IntegrityConfig)
     isolation: str = key(
         "process",
         "`process`: attempts are children; `none`: in this process, for debuggers",
@@ -552,7 +496,11 @@ class RobustConfig(PlainConfig):
         unit="seconds",
         range=FROM_0,
     )
-    resume: bool = key(True, "resume an unfinished job in its run folder")
+    resume: bool = key(
+        True,
+        "resume an unfinished job in its run folder",
+        more="A sweep that is repeated into its folder does not run completed jobs again",
+    )
     max_launches: int = key(
         3,
         "launches in a row without a new checkpoint; `0`: any number",
@@ -561,12 +509,9 @@ class RobustConfig(PlainConfig):
         range=FROM_0,
     )
     notify: NotifyConfig = group(NotifyConfig, "Notifications")
-    sweep_resume: bool = key(
-        True,
-        "repeated into the same folder, a sweep does not run completed jobs again",
-        section="Sweeps",
+    sweep_fail_fast: bool = key(
+        False, "the first failure ends the sweep", section="Sweeps"
     )
-    sweep_fail_fast: bool = key(False, "the first failure ends the sweep")
     sweep_patience: int | None = key(
         None,
         "reports in a row at which a job of a sweep may be worse than another before it is pruned",

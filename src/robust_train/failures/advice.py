@@ -135,9 +135,6 @@ _BY_CLUE: dict[FailureKind, dict[str, tuple[str, ...]]] = {
             "robust-train doctor shows whether it is healthy again; "
             "a reset or reboot may be needed",
         ),
-        Clue.CORRUPT: (
-            "test this GPU before you use it again: dcgmi diag -r 3, and dmesg for Xid",
-        ),
         Clue.DRIVER: (
             "set memory.expandable_segments=false: WSL2 and some vGPUs do not support them",
             "update the NVIDIA driver",

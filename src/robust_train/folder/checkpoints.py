@@ -67,8 +67,7 @@ START = Position()
 """Before all data."""
 
 
-SPOILED = frozenset({"diverged", "corrupt"})
-USELESS = SPOILED | {"damaged"}
+USELESS = frozenset({"diverged", "damaged"})
 """Values of :attr:`Manifest.loss` of a checkpoint that no attempt resumes from."""
 
 
@@ -86,8 +85,7 @@ class Manifest:
     # for how long saving held training up, None if it was not measured
     seconds: float | None = None
     # what the loss was then: `finite`, and `proven` once it stayed so; `diverged`, also if that
-    # came out later; `unknown`. `corrupt`: a step was computed wrongly since one that was not.
-    # `damaged`: its script could not read it
+    # came out later; `unknown`. `damaged`: its script could not read it
     loss: str = "unknown"
     position: Position = START
     checksum: int | None = (
@@ -156,20 +154,19 @@ def mark(
 def spoil(
     folder: Path,
     job: str,
-    how: str,
     good_step: int,
     since: float = math.inf,
 ) -> None:
     """Have no attempt resume from a checkpoint of a step after ``good_step``, or where its step is
-    not known, of a time from ``since`` on: it is ``how`` (`diverged`, `corrupt`). What is proven
-    stays so, and what was finite before that step becomes it."""
+    not known, of a time from ``since`` on: it has diverged. What is proven stays so, and what was
+    finite before that step becomes it."""
 
     def loss_of(one: Manifest) -> str:
         is_after = (
             one.time >= since if one.step is None else one.step > good_step
         )
         if is_after and one.loss != "proven":
-            return how
+            return "diverged"
         is_followed = one.step is not None and one.step < good_step
         return "proven" if is_followed and one.loss == "finite" else one.loss
 
@@ -295,7 +292,7 @@ def _unlisted(folder: Path, known: Manifest) -> Manifest | None:
     """Return the newest whole checkpoint without a manifest that is named like ``known``, with
     greater numbers; None if there is none. OSError as above."""
     listed = read_manifests(folder)
-    if any(manifest.loss in SPOILED for manifest in listed):
+    if any(manifest.loss == "diverged" for manifest in listed):
         return None  # it may be spoiled as well
     own = {manifest.path for manifest in listed}
     shape, numbers = _shape(known.path.name)

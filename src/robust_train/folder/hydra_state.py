@@ -43,12 +43,7 @@ _BEFORE_ATTEMPTS = re.compile(
 )
 
 
-def run_folder(
-    run_dir: str | Path | None,
-    name: str,
-    *,
-    group_reads: bool = False,
-) -> Path:
+def run_folder(run_dir: str | Path | None, name: str) -> Path:
     """Make and return the run folder: the one given, Hydra's, that of ``$ROBUST_TRAIN_RUN_DIR`` for
     one call, or a new one for a job's name. Raises ConfigError: it cannot be made,
     RunFolderUnavailable: now."""
@@ -65,7 +60,7 @@ def run_folder(
             "choose another one, with --run-dir or run_dir of launch()"
         )
         raise unusable_folder(problem, error) from error
-    close_to_others(path, group_reads=group_reads)
+    close_to_others(path)
     return path.resolve()
 
 
@@ -100,13 +95,13 @@ def _new_folder(name: str) -> Path:
     return path
 
 
-def close_to_others(folder: Path, *, group_reads: bool) -> None:
-    """Let only the user, or also the group, into a folder that holds nothing but Hydra's files: one
+def close_to_others(folder: Path) -> None:
+    """Let only the user into a folder that holds nothing but Hydra's files: one
     that was used before, or is something else as well, keeps the rights it has. Warns of one in
     which another user can replace files."""
     with contextlib.suppress(OSError):
         if all(OF_HYDRA.fullmatch(name) for name in os.listdir(folder)):
-            folder.chmod(0o750 if group_reads else 0o700)
+            folder.chmod(0o700)
     with contextlib.suppress(OSError):
         status, who = folder.stat(), ""
         if status.st_uid not in (0, os.geteuid(), _NOBODY):

@@ -19,9 +19,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -38,7 +37,7 @@ from robust_train.model.gpu import Group
 log = logging.getLogger("robust_train")
 
 FILE = "environment.json"
-_CONFIG_FILE = re.compile(r"\.(ya?ml|json|toml|ini|cfg)$")
+CONFIG_FILE = re.compile(r"\.(ya?ml|json|toml|ini|cfg)$")
 _LARGEST_CONFIG_FILE = 1 << 20
 _MOST_CHANGED_FILES = 1000
 GIT_SECONDS = 5.0
@@ -59,20 +58,30 @@ _MATTERS = re.compile(
 _SECRET = re.compile(
     r"token|key|pass|pwd|secret|credential|auth|cookie|url|jwt", re.I
 )
-_IN_URL = re.compile(r"(\w://)[^\s/@\"']+@")
+# a password may have an @ of its own
+_IN_URL = re.compile(r"(\w://)[^\s/\"']+@")
 _NAME = (
     r"(?:token(?!s|iz)|(?:api|access|secret|private|auth|ssh|account|service|client|db|license)"
     r"[_-]?key|pass(?:word|wd|phrase|code)?(?![a-z])|pwd|secret|credential|auth(?!or(?!iz))|cookie"
     r"|jwt|dsn|webhook|ur[il](?![a-z])|notify)"
 )
 _NAMED = re.compile(_NAME, re.I)
-_NUMBER = r"(?:[-+]?[\d.]+(?:e[-+]?\d+)?|true|false|null|none)"
+# which is a secret in `wandb.key=…`, and a column of a table in `data.image_key=pixels`
+_KEY = re.compile(r"(?<![a-z])key$", re.I)
+_WORD = re.compile(r"[a-z][a-z_.]*", re.I)
+# of which a number is one, too
+_PASSWORD = re.compile(
+    r"passw|passphrase|passcode|pwd|secret|credential|(?:api|access|private)[_-]?key",
+    re.I,
+)
+_FLAG = re.compile(r"(?:true|false|null|none)", re.I)
+_NUMBER = rf"(?:[-+]?[\d.]+(?:e[-+]?\d+)?|{_FLAG.pattern})"
 _HARMLESS = re.compile(_NUMBER, re.I)
 _INSIDE = re.compile(
-    rf"{_NAME}[\w-]*[\"']?\s*[:=,]\s*(?!{_NUMBER}\s*[\s,}}\]])", re.I
+    rf"{_NAME}[\w-]*[\"']?\s*[:=,](?!\s*{_NUMBER}\s*[\s,}}\]])"
+    rf"|(?:{_PASSWORD.pattern})[\w-]*[\"']?\s*[:=,](?!\s*{_FLAG.pattern}\b)",
+    re.I,
 )
-# forms that the detectors lack: of Hugging Face, of OpenAI's projects
-_TOKEN = re.compile(r"\b(?:hf_|sk-)[\w-]{16}")
 # where ranks meet, or a service is: no more than a host and a port
 _ADDRESS = re.compile(r"\w+://[\w.:\[\]-]*/?|(?:file|sqlite)://[^@?]*")
 # by which a shell, Hydra and Python read a variable; positions such as $1 are none
@@ -93,63 +102,52 @@ _NEVER_THE_SAME = re.compile(
     r"|(?:TORCHELASTIC|PET|OMPI|PMIX?)_\w+|SLURM_(?!JOB_ID$|ARRAY_)\w+"
 )
 _MOST_OF_A_PROGRAM = 1 << 18
-# what the shortest token consists of
-_OPAQUE = re.compile(r"[\w.+~=-]{16}|-----BEGIN")
 
 
 def public_command(words: Sequence[str]) -> list[str]:
     """Return a command line, or overrides, without values whose name or form is that of a
     secret."""
-    shown, hides_next = [], False
+    shown = []
+    before = ""  # an option whose value is the next word
     for word in words:
         name, is_pair, value = word.partition("=")
         is_option = word.startswith("-")
-        is_named = bool((is_pair or is_option) and _NAMED.search(name))
-        is_harmless = _HARMLESS.fullmatch(value) or _ADDRESS.fullmatch(value)
-        if hides_next and not (is_option or _ADDRESS.fullmatch(word)):
+        if before and not is_option and _is_named(before, word):
             shown.append("…")
-        elif is_pair and (
-            (is_named and not is_harmless) or _holds_secret(value)
-        ):
+        elif is_pair and (_is_named(name, value) or _holds_secret(value)):
             shown.append(f"{name}=…")
         elif not is_pair and _holds_secret(word):
             shown.append("…")
         else:
             shown.append(_public_text(word))
-        hides_next = is_named and not is_pair
+        before = word if is_option and not is_pair else ""
     return shown
+
+
+def _is_named(name: str, value: str) -> bool:
+    """Return whether a value is a secret because of its name."""
+    if _FLAG.fullmatch(value) or _ADDRESS.fullmatch(value):
+        return False
+    if _PASSWORD.search(name):
+        return True
+    if _HARMLESS.fullmatch(value):
+        return False
+    is_column = name.endswith("key") and _WORD.fullmatch(value) is not None
+    is_key = _KEY.search(name) is not None and not is_column
+    return is_key or _NAMED.search(name) is not None
 
 
 def _holds_secret(text: str) -> bool:
     """Return whether something in a text is named like a secret, or has the form of one."""
-    if _INSIDE.search(text) or _TOKEN.search(text):
-        return True
-    return _OPAQUE.search(text) is not None and any(
-        True
-        for detector in _detectors()
-        for _ in detector.analyze_string(text)
-    )
+    return bool(_INSIDE.search(text) or _forms().search(text))
 
 
 @functools.cache
-def _detectors() -> Sequence[Any]:
-    """Return what knows the forms of tokens. Imported here: few commands need it, and it takes a
-    tenth of a second."""
-    try:
-        import detect_secrets.core.plugins.util as plugins
-        from detect_secrets.plugins.base import RegexBasedDetector
-    except ImportError:  # a record is never worth a job
-        return []
-
-    classes: Collection[type] = (
-        plugins.get_mapping_from_secret_type_to_class().values()
-    )
-    return [
-        one()
-        for one in classes
-        if issubclass(one, RegexBasedDetector)
-        and one.__name__ != "IPPublicDetector"
-    ]
+def _forms() -> re.Pattern[str]:
+    """Return what finds a token by its form. Few commands need it, so it is read when one does."""
+    lines = (Path(__file__).parent / "secrets.txt").read_text().splitlines()
+    forms = [one for one in lines if one and not one.startswith("#")]
+    return re.compile(rf"(?<![A-Za-z0-9])(?:{'|'.join(forms)})")
 
 
 def public_variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -157,7 +155,9 @@ def public_variables(environ: Mapping[str, str]) -> dict[str, str]:
     names = [
         one
         for one in environ
-        if _MATTERS.fullmatch(one) and not _SECRET.search(one)
+        if _MATTERS.fullmatch(one)
+        and not _SECRET.search(one)
+        and not _forms().search(environ[one])
     ]
     return {name: _public_text(environ[name]) for name in sorted(names)}
 
@@ -193,6 +193,7 @@ def variables_named(
         for name in sorted(names)
         if not _NEVER_THE_SAME.fullmatch(name)
         and not _NAMED.search(name)
+        and not _KEY.search(name)
         and not _holds_secret(environ.get(name, ""))
     }
 
@@ -255,7 +256,7 @@ def config_digests(
     """Return the digests of a job's config files: those it was composed of, and those that its
     command names."""
     named = [Path(word.rpartition("=")[2]) for word in command]
-    named = [path for path in named if _CONFIG_FILE.search(path.name)]
+    named = [path for path in named if CONFIG_FILE.search(path.name)]
     digests: dict[str, Json] = {}
     for path in (*composed, *named):
         # what is large, or no file, is data

@@ -8,11 +8,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from robust_train.children import detach
 from robust_train.config.attempt import (
-    CODE,
     AttemptRequest,
-    CodePlan,
     for_attempt,
     trainer_config,
 )
@@ -23,7 +20,6 @@ from robust_train.config.trainers import TrainerRef
 from robust_train.folder.hydra_state import (
     hydra_config,
     owns_terminal,
-    sweep_folder,
 )
 from robust_train.folder.trackers import tracker_environment
 from robust_train.gpu.visible import mask_for
@@ -138,32 +134,7 @@ def request_for(
         longest_pause=longest_pause,
         has_live_status=owns_terminal(config),
         asked=asked,
-        code=_code_plan(
-            config,
-            attempt,
-            run_dir,
-            is_first=is_first,
-        ),
-    )
-
-
-def _code_plan(
-    config: RobustConfig,
-    attempt: Attempt,
-    run_dir: Path,
-    *,
-    is_first: bool,
-) -> CodePlan:
-    """Return which code an attempt runs. The jobs of a sweep share what the first began with."""
-    sweep, code = sweep_folder(), config.code
-    is_alone = sweep is not None or detach.is_detached
-    if code == "auto" and is_alone and not config.is_script:
-        code = "first"
-    shared = sweep if code == "first" else None
-    return CodePlan(
-        (shared or run_dir) / CODE,
-        begins=is_first and shared is None,
-        runs_first=code == "first",
+        is_first=is_first,
     )
 
 

@@ -112,7 +112,7 @@ from robust_train.model.events import (
     Slow,
     TrainerSupports,
 )
-from robust_train.model.failure import Clue, FailureKind
+from robust_train.model.failure import FailureKind
 from robust_train.model.gpu import Group
 from robust_train.model.json import as_json
 from robust_train.model.spec import AttemptSpec, Decision, GiveUp, Retry
@@ -267,11 +267,7 @@ class Job:
         self.values_used = values_used(cfg, config)
         self.policy = policy_settings(config, self.values_used)
         self.name = job_name_of(config, self.trainer)
-        self.run_dir = run_folder(
-            run_dir,
-            self.name,
-            group_reads=config.group_reads_runs,
-        )
+        self.run_dir = run_folder(run_dir, self.name)
         refuse_other_version(self.run_dir, resume=config.resume)
         self.signals = SignalWatch()
         self.live = LiveStatus(is_wanted=owns_terminal(config))
@@ -617,7 +613,6 @@ class Job:
                 spoil(
                     self.run_dir / "checkpoints",
                     self.beginning.job,
-                    "corrupt" if found.clue == Clue.CORRUPT else "diverged",
                     found.good_step,
                 )
         if found.bad_step is not None or found.has_checkpoint:

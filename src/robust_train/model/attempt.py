@@ -31,7 +31,6 @@ from robust_train.model.events import (
     Slow,
     SpeedMeasured,
     SplitChecked,
-    StepDiffered,
     TrainerSupports,
     TrainingStarted,
     UpdateSkipped,
@@ -116,7 +115,6 @@ class Attempt:
     # the last checkpoint that is known to be good stays
     is_guarded: bool = False
     skipped_updates: int = 0  # loss or gradient norm was not finite
-    differed_steps: int = 0  # computed twice, with two results
     saves: int = 0  # number of checkpoints it reported
     saving_seconds: float = 0.0  # for which they held training up
     # the one in use, if the trainer itself has changed it
@@ -195,8 +193,6 @@ class Attempt:
                 return self
             case UpdateSkipped():
                 return replace(self, skipped_updates=self.skipped_updates + 1)
-            case StepDiffered():
-                return replace(self, differed_steps=self.differed_steps + 1)
             case CheckpointSaved():
                 return replace(
                     self,

@@ -141,15 +141,6 @@ class UpdateSkipped(Event):
 
 
 @dataclass(frozen=True)
-class StepDiffered(EventOfRank):
-    """A step that was computed twice had two results. Torch's deterministic mode was off, so that
-    it may have many causes."""
-
-    name = "step_differed"
-    step: int
-
-
-@dataclass(frozen=True)
 class CheckpointFailed(Event):
     """A checkpoint could not be saved, for this ``reason``; it is tried again in a minute."""
 

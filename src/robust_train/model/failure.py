@@ -85,7 +85,7 @@ class Evidence:
     workers: int | None = None  # data-loader workers among its processes
     # they held most of the memory that ran out; None if unknown
     workers_hold_most: bool | None = None
-    # --- of training that has diverged, or was computed wrongly ---
+    # --- of training that has diverged ---
     good_step: int | None = None  # the last one before it
     bad_step: int | None = None  # the last one that was seen
     has_checkpoint: bool = False  # there is one from before it
@@ -98,7 +98,7 @@ class Evidence:
     @property
     def is_hardware(self) -> bool:
         """Whether the GPU is at fault, not the program: most faults end with the process."""
-        return self.clue in (Clue.HARDWARE, Clue.CORRUPT)
+        return self.clue == Clue.HARDWARE
 
 
 class Clue:
@@ -106,7 +106,6 @@ class Clue:
 
     # The GPU itself is at fault: ECC, NVLink, a lost device
     HARDWARE = "hardware"
-    CORRUPT = "corrupt"  # The same step, computed twice, had two results
     BUSY = "busy"  # The device refused a context for now
     DRIVER = "driver"
     """The driver refused a call, as it does where it lacks virtual memory management."""

@@ -60,7 +60,6 @@ REMEDIES: dict[FailureKind, tuple[Rule, ...]] = {
         remedies.without_expandable_segments,
         remedies.half_after_internal_errors,
         remedies.same_gpu_again,
-        remedies.cpu_again,
         remedies.fault_without_a_gpu_once_more,
         remedies.other_gpu,
         remedies.wait_for_other_gpu,

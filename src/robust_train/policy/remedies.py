@@ -21,6 +21,7 @@ ALIKE = 0.9
 
 _LONGEST_PAUSE_SECONDS = 3600.0
 _RATE_LIMIT_FACTOR = 30.0
+_LESS_LEARNING = 0.5
 """The first pause is then as long as the periods in which servers count requests: 5 minutes."""
 
 Rule = Callable[[FailureContext], "Retry | None"]
@@ -247,14 +248,6 @@ def same_gpu_again(context: FailureContext) -> Retry | None:
     return context.retry("retry", f": a new process on {device_name(failed)}")
 
 
-def cpu_again(context: FailureContext) -> Retry | None:
-    """Start over on the CPU, which has computed a step wrongly."""
-    is_wrong = context.evidence.clue == Clue.CORRUPT and not context.last.gpus
-    if not is_wrong or not context.has_retries:
-        return None
-    return context.retry("retry", f": again from {context.saved}")
-
-
 def fault_without_a_gpu_once_more(context: FailureContext) -> Retry | None:
     """Retry once from a checkpoint if a program without a GPU reports a device fault, of which
     nobody can say whose it is."""
@@ -423,13 +416,12 @@ def before_it_diverged(context: FailureContext) -> Retry | None:
 
 def lower_learning_rate(context: FailureContext) -> Retry | None:
     """Retry from the last checkpoint before it with a lower learning rate."""
-    factor = context.config.divergence.lr_factor
     tries = context.failures_without_progress - context.evidence.has_checkpoint
-    if not context.evidence.reads_lr or factor == 1.0:
+    if not context.evidence.reads_lr:
         return None
     if tries > context.config.retries:
         return None
-    lower = context.last.lr_factor * factor
+    lower = context.last.lr_factor * _LESS_LEARNING
     return _back(
         context,
         "lower_learning_rate",

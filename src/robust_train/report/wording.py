@@ -100,11 +100,6 @@ def sentence_of(story: Story) -> str:
     has_saved = any(attempt.checkpoints for attempt in attempts)
     if is_completed and has_saved and not attempts[-1].is_guarded:
         parts.append("Its checkpoints were not guarded.")
-    if differed := sum(attempt.differed_steps for attempt in attempts):
-        parts.append(
-            f"{counted(differed, 'step')} computed twice had two results, which may be "
-            "no fault: torch's deterministic mode was off."
-        )
     return " ".join(parts)
 
 

@@ -58,8 +58,6 @@ class MicroBatcher:
         min_batch_size: parts of this many samples are not split further: the error is raised.
         gradient_accumulation_steps: the requested one; divisors of the effective batch are
             preferred.
-        regrow_after_steps: without running out of memory, after which a larger size is tried; None:
-            never.
         on_event: called with an event at every change of the size.
         search: find the largest size that fits in the first step, by at most four parts of the
             batch that are only measured.
@@ -76,7 +74,6 @@ class MicroBatcher:
         *,
         min_batch_size: int = 1,
         gradient_accumulation_steps: int = 1,
-        regrow_after_steps: int | None = None,
         on_event: OnEvent = lambda event: None,
         search: BatchSearch | None = None,
         recorder: Recorder | None = None,
@@ -93,7 +90,6 @@ class MicroBatcher:
             batch_size,
             gradient_accumulation_steps,
             min_batch_size,
-            regrow_after_steps or 0,
         )
         self._training, self._other = (
             MicroBatchSize(plan),

@@ -104,21 +104,6 @@ class StepSpeed(Protocol):
         return
 
 
-class Recomputing(Protocol):
-    """Which steps are computed twice."""
-
-    def is_due(self, step: int) -> bool:
-        """Return whether this step is."""
-
-    def compared(
-        self,
-        step: int,
-        *,
-        is_same: bool,
-    ) -> None:
-        """Take the result."""
-
-
 class NotMeasured(StepSpeed):
     """Measures nothing."""
 
@@ -132,7 +117,6 @@ class Recorder:
     # called when memory ran out and a smaller size is tried, before anything is released
     on_oom: OnOom = lambda error, failure: None
     speed: StepSpeed = field(default_factory=NotMeasured)
-    recomputing: Recomputing | None = None  # None: no step is
     splits: SplitWatch = field(default_factory=SplitWatch)
 
     def changed(self, sizes: tuple[int, int], reason: str) -> None:
@@ -286,25 +270,6 @@ class Step(Generic[T]):
             results = self._pass(self._batches)
         return results
 
-    def _compute_twice(self) -> None:
-        """Compute the step once more if that is due, and compare the gradients.
-
-        Not where it cannot start over, nor where ranks compute a step together, for a difference
-        would name none of them.
-        """
-        check, step = self._recorder.recomputing, self._recorder.step()
-        if self.start is None or check is None or not check.is_due(step):
-            return
-        # a lone sample cannot be cut, but computed again
-        if self.is_sharded or Step.cannot_repeat(self) is not None:
-            return
-        first, repeats = self.start.gradient_bits(), self.repeats
-        self._recorder.speed.pause()
-        with self._shared.without_collectives():
-            self._from_its_start()
-        if self.repeats == repeats:  # else its parts are others
-            check.compared(step, is_same=self.start.gradient_bits() == first)
-
     def _run_each(self, batch: Batch[T]) -> Results[T]:
         """Run a batch of which each part stands for itself: only one that fails is repeated."""
         self._agrees = False
@@ -342,7 +307,6 @@ class Step(Generic[T]):
         """
         assert self.start is not None
         with self.undone_after_an_error():
-            self._compute_twice()
             agreed = None
             if not self.is_sharded:
                 self._items = items
@@ -350,10 +314,6 @@ class Step(Generic[T]):
             loss = self._shared.sum_gradients(agreed, loss, items)
         self.start.end()
         self._shared.share_buffers()
-        grown = self._size.step_done()
-        if grown is not None:
-            reason = "memory has sufficed for long enough to try the larger size again"
-            self._recorder.changed(grown, reason)
         return loss, returns_more if agreed is None else agreed.returns_more
 
     def leave(self) -> None:

@@ -700,18 +700,6 @@ class StepStart:
         found = (one for model in self.models for one in model.parameters())
         return list(dict.fromkeys(found))
 
-    def gradient_bits(self) -> list[int]:
-        """Return a sum over the bits of each gradient of the step, which shows whether one differs.
-
-        Sums of integers do not depend on their order, so the same bits have the same sum.
-        """
-        gradients = (one.grad for one in self._known.values())
-        return [
-            int(bits_of(one).sum(dtype=torch.int64))
-            for one in gradients
-            if one is not None
-        ]
-
     def make_gradients(self) -> None:
         """Give every parameter a gradient of zeros, as in all parts of a step but the first."""
         for parameter in self.parameters():
@@ -761,16 +749,6 @@ class StepStart:
         self._aside = []
         for attributes in self._attributes:
             attributes.drop()
-
-
-def bits_of(tensor: Tensor) -> Tensor:
-    """Return a tensor's values as integers."""
-    values = (
-        tensor.coalesce().values() if tensor.is_sparse else tensor.detach()
-    )
-    of_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    real = torch.view_as_real(values) if values.is_complex() else values
-    return real.contiguous().view(of_size[real.element_size()])
 
 
 # --- a call ---

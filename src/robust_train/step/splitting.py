@@ -368,20 +368,13 @@ SizeState = dict[str, Any]
 
 class MicroBatchSize:
     """The size in use, and what is known about others. Samples throughout. It halves,
-    rounded up, down to the plan's smallest. Each failure of a size doubles the steps until it is
-    tried again."""
+    rounded up, down to the plan's smallest, and never grows."""
 
     def __init__(self, plan: MicroBatchPlan) -> None:
         self._plan = plan
         # None as long as that is the whole batch
         self.current = plan.batch_size
-        self._failures: dict[
-            int, int
-        ] = {}  # how often memory ran out, by size
-        self._clean_steps = 0  # since then
-        self._limit: int | None = (
-            None  # on request: the size never grows above
-        )
+        self._failures = set[int]()  # sizes at which memory ran out
         self._found: int | None = None  # by probes
         self._largest_batch = 0
 
@@ -403,7 +396,7 @@ class MicroBatchSize:
     def begin_at(self, size: int | None) -> None:
         """Use what probes have found to fit, and never more; None changes nothing."""
         if size is not None:
-            self.current = self._found = self._limit = size
+            self.current = self._found = size
 
     def smaller_than(self, failed: int) -> int | None:
         """Return the next smaller size, None if ``failed`` is the smallest."""
@@ -415,8 +408,7 @@ class MicroBatchSize:
 
     def failed_at(self, size: int) -> None:
         """Record that memory ran out at ``size``: use the next smaller one, if any."""
-        self._failures[size] = self._failures.get(size, 0) + 1
-        self._clean_steps = 0
+        self._failures.add(size)
         self.current = self.smaller_than(size) or self.current
 
     def shrink(self) -> tuple[int, int] | None:
@@ -447,35 +439,13 @@ class MicroBatchSize:
             self.failed_at(failed)
         if size is not None and size < (self.current or math.inf):
             self.current = size
-            if not failed:  # it was requested on another rank
-                self._limit = size
-                self._clean_steps = 0
-
-    def step_done(self) -> tuple[int, int] | None:
-        """Count an optimizer step; return (from, to) if the size grows for the next one."""
-        before, wait = self.current, self._plan.regrow_after_steps
-        if not wait or before is None:
-            return None
-        self._clean_steps += 1
-        sizes = self._failures.keys() | {self._plan.batch_size or 0}
-        most = self._limit or max(sizes)
-        larger = min(
-            (size for size in sizes if before < size <= most), default=0
-        )
-        wait *= 2 ** (self._failures.get(larger, 1) - 1)
-        if not larger or self._clean_steps < wait:
-            return None
-        self.current, self._clean_steps = larger, 0
-        return before, larger
 
     def state(self) -> SizeState:
         """Return it for a checkpoint."""
         return {
             "requested": self._plan.batch_size,
             "current": self.current,
-            "failures": [list(item) for item in self._failures.items()],
-            "clean_steps": self._clean_steps,
-            "limit": self._limit,
+            "failures": sorted(self._failures),
             "found": self._found,
         }
 
@@ -485,6 +455,5 @@ class MicroBatchSize:
         # what probes had found is requested by its number afterwards
         if requested in (before, state.get("found") or before):
             self.current = state["current"]
-            self._failures = dict(state["failures"])
-            self._clean_steps = state["clean_steps"]
-            self._limit, self._found = state.get("limit"), state.get("found")
+            self._failures = set(state["failures"])
+            self._found = state.get("found")

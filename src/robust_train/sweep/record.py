@@ -41,7 +41,7 @@ STUDY_FILE, STUDY = "study.jsonl", "sweep"
 _LINK = "job-"  # and its number, of one that lies elsewhere
 INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _OF_THE_SWEEP = re.compile(
-    r"\+{0,2}(robust\.)?(sweep_(resume|fail_fast|patience)|resume|detach|notify\.\w+|"
+    r"\+{0,2}(robust\.)?(sweep_(fail_fast|patience)|resume|detach|notify\.\w+|"
     r"queue_priority|wait_for_gpu|gpu_wait_timeout_minutes|max_launches|max_retries|"
     r"stall_timeout_minutes)="
 )

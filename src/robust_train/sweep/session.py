@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import shlex
-import shutil
 import socket
 import sys
 import time
@@ -30,7 +29,6 @@ from omegaconf import DictConfig, OmegaConf
 from robust_train.children import detach
 from robust_train.children.notifier import Notifier, notifications
 from robust_train.compat import returned_or_raised
-from robust_train.config.attempt import CODE
 from robust_train.config.checks import hide_urls, unchecked
 from robust_train.config.projects import as_typed, their_keys
 from robust_train.config.schema import RobustConfig
@@ -252,9 +250,7 @@ class HydraSession:
         launcher = "gpu_queue" if is_ours else launcher_of(config)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            close_to_others(
-                folder, group_reads=unchecked(config).group_reads_runs
-            )
+            close_to_others(folder)
             id_ = uuid.uuid4().hex
             lock = RunLock(folder, id_)
             cwd = str(config.hydra.runtime.cwd)
@@ -268,9 +264,6 @@ class HydraSession:
             )
             # what an earlier launch was asked for
             (folder / MAX_JOBS_FILE).unlink(missing_ok=True)
-            if (folder / CODE).exists():
-                log.info("jobs that start from here on run today's code")
-                shutil.rmtree(folder / CODE, ignore_errors=True)
             table.write(folder)
         except OSError as error:
             raise ConfigError(
@@ -339,16 +332,14 @@ def prepare(config: DictConfig, folder: Path) -> SweepJob:
     )
     if (problem := refusal(folder)) is not None:
         return own.refused(problem)  # what a live job has there stays
-    job, stays = begun(
-        own, read_row(folder), resume=unchecked(config).sweep_resume
-    )
+    job, stays = begun(own, read_row(folder), resume=unchecked(config).resume)
     if not job.is_running:
         digests = config_digests(composed_files(config))
         changed = ", ".join(changed_files(read_environment(folder), digests))
         log.log(
             logging.WARNING if changed else logging.INFO,
             "job %s %s in an earlier launch of this sweep and is not run again "
-            "(sweep_resume=true)%s",
+            "(resume=true)%s",
             job.job,
             job.status,
             f"; its config has changed since: {changed}" if changed else "",
