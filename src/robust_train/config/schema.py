@@ -234,18 +234,14 @@ class DivergenceConfig:
     )
     patience: int = key(
         3,
-        "reports in a row with a loss that is not finite",
+        "training counts as diverged after this many reports in a row of a loss that is not finite",
+        more="Or after three times as many updates in a row that `run.step` has left out",
         range=FROM_1,
     )
     spike_sigma: float = key(
         0.0,
         "a loss so many standard deviations above its running median is bad too; `0`: none is",
         more="In ten times `patience` reports in a row",
-        range=FROM_0,
-    )
-    max_skips: int = key(
-        10,
-        "updates in a row that `run.step` leaves out before training counts as diverged",
         range=FROM_0,
     )
     lr_factor: float = key(
