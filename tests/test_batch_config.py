@@ -9,6 +9,7 @@ from robust_train.config.checks import checked
 from robust_train.config.composition import complete
 from robust_train.model.errors import ConfigError
 from robust_train.model.spec import AttemptSpec, RetryRule
+from robust_train.policy.sizes import PolicySettings
 
 
 def config_of(words):
@@ -110,3 +111,27 @@ def test_a_trainer_reads_the_learning_rate_of_its_attempt(factor, expected):
     cfg = config_of(of_training(batch_size=8, lr=0.25))
     config = for_attempt(checked(cfg), AttemptSpec((), 8, 1, lr_factor=factor), "cpu")
     assert trainer_config(cfg, config).training.lr == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "at_first", "is_remedy"),
+    [
+        ("", False, True),
+        ("training.gradient_checkpointing=auto", False, True),
+        ("training.gradient_checkpointing=true", True, True),
+        ("training.gradient_checkpointing=false", False, False),
+    ],
+)
+def test_a_trainer_sees_whether_gradients_are_checkpointed(words, at_first, is_remedy):
+    cfg = config_of(words)
+    config = checked(cfg)
+    settings = PolicySettings.of(config, expandable_segments=False)
+    assert config.may_checkpoint_gradients is is_remedy
+    seen = trainer_config(cfg, for_attempt(config, settings.asked, "cpu"))
+    assert seen.training.gradient_checkpointing is at_first
+
+
+def test_gradient_checkpointing_has_three_values():
+    line = "training.gradient_checkpointing=never: must be one of auto, true, false"
+    with pytest.raises(ConfigError, match=line):
+        checked(config_of("training.gradient_checkpointing=never"))

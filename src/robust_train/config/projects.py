@@ -53,6 +53,8 @@ _NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
     "gradient_accumulation_steps": (
         ("accumulate_grad_batches", "gradient_accumulation_steps"),
     ),
+    # no name says enough: only a key that ours refers to
+    "gradient_checkpointing": ((),),
 }
 """What projects call the keys under ``training`` that each attempt chooses, in lower case.
 

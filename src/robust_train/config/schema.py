@@ -39,6 +39,7 @@ from robust_train.readable import MIB
 BATCH = "training.batch_size"
 ACCUMULATION = "training.gradient_accumulation_steps"
 WORKERS = "training.num_workers"
+CHECKPOINTING = "training.gradient_checkpointing"
 
 UNREAD_IN_PROJECTS = (
     "seed",
@@ -50,7 +51,6 @@ UNREAD_IN_PROJECTS = (
     "training.label_smoothing",
     "training.max_grad_norm",
     "training.mixed_precision",
-    "training.gradient_checkpointing",
     "training.sharding",
 )
 """Keys for trainers that are given ours: a Hydra project's code sees only its own."""
@@ -127,7 +127,14 @@ class TrainingConfig:
         range=FROM_0,
     )
     mixed_precision: bool = key(True, "bf16, or fp16 with a scaler, on GPUs")
-    gradient_checkpointing: bool = key(False, "less memory for more time")
+    gradient_checkpointing: bool | None = key(
+        None,
+        "less memory for more time; `auto`: where the smallest micro-batch does not fit",
+        more="Only if the trainer supports it, which sees `true` or `false` "
+        "([recovery](recovery.md#gradient-checkpointing)); `false`: never",
+        choices=(AUTO, True, False),
+        written=AUTO,
+    )
     sharding: str = key(
         "ddp",
         "`fsdp`: each rank holds its share of weights, gradients and optimizer state",
@@ -509,11 +516,6 @@ class RobustConfig(PlainConfig):
         read=integer_or_auto,
         written=AUTO,
     )
-    allow_gradient_checkpointing: bool = key(
-        True,
-        "where the smallest micro-batch does not fit, try it with gradient checkpointing",
-        more="Only if the trainer supports it ([recovery](recovery.md#gradient-checkpointing))",
-    )
     shrink_before_oom: bool = key(
         False,
         "take a smaller micro-batch when memory is nearly out",
@@ -599,6 +601,14 @@ class RobustConfig(PlainConfig):
     def can_accumulate(self) -> bool:
         """Whether a trainer that is not a script can make up for a smaller batch."""
         return self.theirs is None or ACCUMULATION in self.theirs
+
+    @property
+    def may_checkpoint_gradients(self) -> bool:
+        """Whether gradient checkpointing is a remedy. A project's own key, which ours refers to,
+        has the value of the first attempt."""
+        if self.theirs is None or self.is_script:
+            return self.training.gradient_checkpointing is not False
+        return CHECKPOINTING in self.theirs
 
     def urgency(self, *, in_sweep: bool) -> int:
         """Return how urgent the job is among its user's: 0 low, 1 normal, 2 high."""
