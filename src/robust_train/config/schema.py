@@ -30,6 +30,7 @@ from robust_train.config.values import (
     program_words,
     retry_rules,
     text_or_none,
+    truth_or_path,
     words,
     words_of_list,
 )
@@ -441,10 +442,13 @@ class RobustConfig(PlainConfig):
         unit="seconds",
         range=POSITIVE,
     )
-    gpu_queue: bool = key(
+    gpu_queue: bool | str = key(
         True,
-        "queue and reserve GPUs with the host's other jobs",
-        more="([queue](queue.md))",
+        "queue and reserve GPUs with the host's other jobs; a path: in this queue directory",
+        more="`true`: `/run/lock/robust-train`, or `/tmp/robust-train` if that cannot be made "
+        "([queue](queue.md))",
+        accepts="boolean or path",
+        read=truth_or_path,
     )
     gpu_jobs_per_device: int = key(
         1,
@@ -464,11 +468,6 @@ class RobustConfig(PlainConfig):
         more="`null`: never ([queue](queue.md#time-slices))",
         unit="minutes",
         range=FROM_0,
-    )
-    gpu_queue_dir: str | None = key(
-        None,
-        "the host's queue directory; `null`: `/run/lock/robust-train`",
-        more="If that cannot be made, `/tmp/robust-train`",
     )
     cuda_visible_devices: str = key(
         "auto",

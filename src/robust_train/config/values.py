@@ -180,6 +180,22 @@ def text_or_none(name: str, given: Any) -> str | None:
     return str(given) if isinstance(given, (str, int, float)) else None
 
 
+def truth_or_path(name: str, given: Any) -> bool | str:
+    """Return a boolean or a path. A word without a slash is refused: it would be a typo of ``true``
+    or ``false`` as often as the name of a directory."""
+    if isinstance(given, bool):
+        return given
+    if isinstance(given, str):
+        named = {"true": True, "false": False}
+        if given.lower() in named:  # environment variables are text
+            return named[given.lower()]
+        if "/" in given:
+            return given
+    raise ConfigError(
+        f"{name}={given}: must be true, false or a path with a slash in it"
+    )
+
+
 def is_not_false(name: str, given: Any) -> bool:
     """Return whether a value is anything but ``false``."""
     return given is not False
