@@ -42,7 +42,7 @@ def test_a_key_has_the_documented_type_in_the_code():
         "dataset": {"epochs": 3},
     }
     config = checked(complete(given))
-    assert (config.training.batch_size, config.training.seed, config.training.epochs) == (32, 7, 3)
+    assert (config.training.batch_size, config.seed, config.training.epochs) == (32, 7, 3)
     assert config.training.checkpoint_every_minutes is config.memory.expandable_segments is None
     assert config.stall_timeout_seconds == 150
     assert config.notify.command == ("notify-send", "a job")

@@ -13,6 +13,7 @@ from robust_train.config.refusals import REFUSALS, explain, explain_option
 OF_THE_COMMAND = [
     (["training.batchsize=8"], ["training.batchsize=8", "batch_size", "no such key"]),
     (["--config-name", "rubust"], ["rubust"]),
+    (["training.seed=3"], ["training.seed=3: no such key; did you mean seed?"]),
     (["robust.num_gpus=2"], ["robust.num_gpus=2: no such key; did you mean num_gpus?"]),
     (["training.batch_size=0"], ["training.batch_size=0", "1 or more"]),
     (["trainer._target_=no_such_module.train"], ["no_such_module.train", "Python path"]),

@@ -84,9 +84,7 @@ class Declared:
     def yaml(self) -> list[str]:
         """The lines of a YAML file."""
         name, value = self.name.rpartition(".")[2], _text(self.default)
-        if self.key.follows == "seed":
-            value = "${seed}"
-        elif self.key.follows:
+        if self.key.follows:
             value = f"${{oc.select:{self.key.follows},{value}}}"
         line = f"{json.dumps(name) if name == 'on' else name}: {value}"
         note = re.sub(r"\[([^]]+)\]\([^)]+\)|`", r"\1", self.key.meaning)

@@ -172,12 +172,6 @@ class TrainingConfig:
         "steps between progress lines where no live status shows them",
         range=FROM_1,
     )
-    seed: int = key(
-        42,
-        "seed of the built-in trainer",
-        range=FROM_0,
-        follows="seed",
-    )
 
 
 @dataclass(frozen=True)
