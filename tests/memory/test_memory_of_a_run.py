@@ -147,7 +147,7 @@ def of_type(reported, kind):
         (MemoryError(), {"snapshot_on_oom": False}, [], ["failure"]),
         (KeyError("no matter of memory"), {}, [], ["failure"]),
         (RankFailure(1, OF_ANOTHER, is_elsewhere=True), {}, [], ["failure"]),
-        (KeyError("for a debugger"), {"clear_on_failure": False}, [], []),
+        (KeyError("for a debugger"), {"clear_after": ("save", "epoch")}, [], []),
     ],
 )
 def test_nothing_is_written_down_for_a_bug_or_where_it_is_turned_off(

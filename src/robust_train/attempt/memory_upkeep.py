@@ -119,8 +119,8 @@ class AttemptMemory(MemoryKeeper):
             "step": CacheChecks(
                 memory.empty_cache_frequency, memory.empty_cache_threshold
             ),
-            "save": CacheChecks(int(memory.clear_after_save), 0.0),
-            "epoch": CacheChecks(int(memory.clear_after_epoch), 0.0),
+            "save": CacheChecks(int("save" in memory.clear_after), 0.0),
+            "epoch": CacheChecks(int("epoch" in memory.clear_after), 0.0),
         }
         self._next_log = 0
         self._has_written_oom = False
@@ -207,7 +207,7 @@ class AttemptMemory(MemoryKeeper):
         """Return memory that is not in use any more; the frames of ``error`` are emptied."""
         if error is None:
             self._clear("end")
-        elif self._settings.clear_on_failure:
+        elif "failure" in self._settings.clear_after:
             # a thorough check of what is left follows
             self._clear(
                 "failure",

@@ -14,6 +14,7 @@ from omegaconf import MISSING
 
 from robust_train.config.values import (
     AUTO,
+    CLEARED_AFTER,
     EVENTS,
     FROM_0,
     FROM_1,
@@ -21,6 +22,7 @@ from robust_train.config.values import (
     POSITIVE,
     POSITIVE_SHARE,
     SHARE,
+    cleared_after,
     events,
     group,
     integer_or_auto,
@@ -202,11 +204,12 @@ class MemoryConfig:
         range=SHARE,
     )
     clear_on_start: bool = key(True, "empty the CUDA cache at the start")
-    clear_after_save: bool = key(True, "… after a checkpoint")
-    clear_after_epoch: bool = key(True, "… after an epoch")
-    clear_on_failure: bool = key(
-        True,
-        "clear a failed trainer's frames; `false` leaves them to a debugger",
+    clear_after: tuple[str, ...] = key(
+        CLEARED_AFTER,
+        "empty it after a `save`, an `epoch`; clear a failed trainer's frames after a `failure`",
+        more="Without `failure` they are left to a debugger",
+        accepts="list",
+        read=cleared_after,
     )
     log_frequency: int = key(
         0,

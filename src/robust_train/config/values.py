@@ -26,6 +26,9 @@ EVENTS = (
 )
 """What ``notify.on`` may name."""
 
+CLEARED_AFTER = ("save", "epoch", "failure")
+"""What ``memory.clear_after`` may name."""
+
 URLS_VARIABLE = "ROBUST_TRAIN_NOTIFY_URLS"
 """Where the URLs of ``notify.urls`` are kept, which may hold passwords."""
 
@@ -203,13 +206,24 @@ def is_not_false(name: str, given: Any) -> bool:
 
 def events(name: str, given: Any) -> tuple[str, ...]:
     """Return the chosen events, all of them for null."""
-    if given is None:
-        return EVENTS
+    return EVENTS if given is None else _words_among(EVENTS, name, given)
+
+
+def cleared_after(name: str, given: Any) -> tuple[str, ...]:
+    """Return the occasions after which memory is cleared, none of them for null."""
+    return _words_among(CLEARED_AFTER, name, given)
+
+
+def _words_among(
+    known: tuple[str, ...],
+    name: str,
+    given: Any,
+) -> tuple[str, ...]:
     chosen = (given,) if isinstance(given, str) else words_of_list(name, given)
-    for event in chosen:
-        if event not in EVENTS:
+    for word in chosen:
+        if word not in known:
             raise ConfigError(
-                f"{name}={event}: must be one of {', '.join(EVENTS)}"
+                f"{name}={word}: must be one of {', '.join(known)}"
             )
     return chosen
 
