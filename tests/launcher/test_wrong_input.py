@@ -43,7 +43,7 @@ OF_THE_CONFIGURATION = [
     (["memory.empty_cache_treshold=0.1"], ["did you mean memory.empty_cache_threshold?"]),
     (["memory.empty_cache_threshold=50"], ["empty_cache_threshold=50", "from 0 to 1"]),
     (["memory.log_frequency=often"], ["log_frequency=often", "an integer"]),
-    (["memory.sample_interval_ms=1"], ["sample_interval_ms=1", "10 or more"]),
+    (["memory.samples=100ms"], ["memory.samples=100ms: must be true or false"]),
     (["memory.clear_on_start=maybe"], ["clear_on_start=maybe", "true or false"]),
     (["max_retries=-1"], ["max_retries=-1", "0 or more"]),
     (["gpu_check_interval_seconds=0"], ["gpu_check_interval_seconds=0"]),

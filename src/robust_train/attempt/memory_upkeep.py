@@ -129,12 +129,11 @@ class AttemptMemory(MemoryKeeper):
         self._steps_with_history = 0
         self._reserve = Reserve()
         self._sampler: Sampler | None = None
-        if memory.sample_interval_ms:
+        if memory.samples:
             self._sampler = Sampler(
                 run.run_dir,
                 run.attempt,
                 config.device,
-                memory.sample_interval_ms / 1000,
                 lambda: run.last_step,
                 whole_tree=config.is_script,
             )

@@ -18,7 +18,6 @@ from robust_train.config.values import (
     EVENTS,
     FROM_0,
     FROM_1,
-    FROM_10_OR_OFF,
     POSITIVE,
     POSITIVE_SHARE,
     SHARE,
@@ -216,11 +215,9 @@ class MemoryConfig:
         "steps between log lines about memory; `0`: none",
         range=FROM_0,
     )
-    sample_interval_ms: int = key(
-        100,
-        "time between memory samples in `memory.jsonl`; `0`: none",
-        unit="milliseconds",
-        range=FROM_10_OR_OFF,
+    samples: bool = key(
+        True,
+        "record memory over time in `memory.jsonl`, ten times a second",
     )
     snapshot_on_oom: bool = key(
         True, "when memory runs out, record what fills it"

@@ -43,9 +43,6 @@ class Range:
 
 FROM_0 = Range("0 or more", lambda value: value >= 0)
 FROM_1 = Range("1 or more", lambda value: value >= 1)
-FROM_10_OR_OFF = Range(
-    "10 or more, or 0", lambda value: value >= 10 or value == 0
-)
 POSITIVE = Range("more than 0", lambda value: value > 0)
 SHARE = Range("from 0 to 1", lambda value: 0 <= value <= 1)
 POSITIVE_SHARE = Range(
