@@ -463,12 +463,6 @@ class RobustConfig(PlainConfig):
         unit="minutes",
         range=FROM_0,
     )
-    cuda_visible_devices: str = key(
-        "auto",
-        "GPUs of an attempt by `uuid` or `index`; `auto`: `index` for scripts, else `uuid`",
-        more="Always UUIDs beside MIG slices or unreadable GPUs",
-        choices=("auto", "uuid", "index"),
-    )
     allow_cpu_fallback: bool = key(
         True, "train on the CPU when no GPU will do"
     )
@@ -656,12 +650,6 @@ class RobustConfig(PlainConfig):
     def runs_inline(self) -> bool:
         """Whether attempts run in the launcher's process."""
         return self.isolation == "none"
-
-    @property
-    def gpus_by_index(self) -> bool:
-        """Whether an attempt is given indices in ``CUDA_VISIBLE_DEVICES``, not UUIDs."""
-        by = self.cuda_visible_devices
-        return by == "index" or (by == AUTO and self.is_script)
 
     def learning_rate_at(self, effective_batch_size: int) -> float:
         """Return the learning rate for a script that trains with this effective batch."""
