@@ -94,7 +94,7 @@ def rule(text, more=""):
             "rules[0].exit_code=-9: must be an intege",
         ),
         (f"{CHECKPOINTING}=never", f"{CHECKPOINTING}=never: must be one of auto, true, false"),
-        ("gpu_queue=yes", "gpu_queue=yes: must be true, false or a path with a slash in it"),
+        ("gpu_queue=queue", "gpu_queue=queue: must be true, false or a path with a slash in it"),
         ("memory.clear_after=[save, start]", "memory.clear_after=start: must be one of save, epo"),
         ("memory.clear_after=false", "memory.clear_after=False: must be a list"),
         ("gpu_queue=null", "gpu_queue=None: must be true, false or a path"),

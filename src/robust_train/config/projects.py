@@ -84,10 +84,8 @@ _REFERENCE = re.compile(r"\$\{([^\s${}:,]+)\}")
 
 def builds_on_ours(cfg: DictConfig) -> bool:
     """Return whether a config has our keys at its root, by ``defaults: [robust]``."""
-    return (
-        "training" in cfg
-        and OmegaConf.get_type(cfg, "training") is TrainingConfig
-    )
+    kind = OmegaConf.get_type(cfg, "training") if "training" in cfg else None
+    return isinstance(kind, type) and issubclass(kind, TrainingConfig)
 
 
 def with_group(cfg: DictConfig) -> DictConfig:

@@ -48,12 +48,6 @@ UNREAD_IN_PROJECTS = (
     "training.prefetch_factor",
     "training.epochs",
     "training.lr",
-    "training.weight_decay",
-    "training.warmup_fraction",
-    "training.label_smoothing",
-    "training.max_grad_norm",
-    "training.mixed_precision",
-    "training.sharding",
 )
 """Keys for trainers that are given ours: a Hydra project's code sees only its own."""
 
@@ -108,27 +102,10 @@ class TrainingConfig:
     )
     lr: float = key(
         1e-3,
-        "learning rate (AdamW, cosine schedule)",
+        "learning rate",
         range=POSITIVE,
         follows="model.lr",
     )
-    weight_decay: float = key(0.01, "weight decay", range=FROM_0)
-    warmup_fraction: float = key(
-        0.05,
-        "share of the steps with a rising learning rate",
-        range=SHARE,
-    )
-    label_smoothing: float = key(
-        0.0,
-        "label smoothing of the loss",
-        range=SHARE,
-    )
-    max_grad_norm: float = key(
-        1.0,
-        "gradient clipping; `0`: none",
-        range=FROM_0,
-    )
-    mixed_precision: bool = key(True, "bf16, or fp16 with a scaler, on GPUs")
     gradient_checkpointing: bool | None = key(
         None,
         "less memory for more time; `auto`: where the smallest micro-batch does not fit",
@@ -136,12 +113,6 @@ class TrainingConfig:
         "([recovery](recovery.md#gradient-checkpointing)); `false`: never",
         choices=(AUTO, True, False),
         written=AUTO,
-    )
-    sharding: str = key(
-        "ddp",
-        "`fsdp`: each rank holds its share of weights, gradients and optimizer state",
-        more="Needs `num_gpus` ([several GPUs](several-gpus.md#sharded-models))",
-        choices=("ddp", "fsdp"),
     )
     checkpoint_every_minutes: float | None = key(
         None,
