@@ -81,7 +81,7 @@ test-all:
 proved:
     {{ python }} tests/support/proved.py
 
-# The values of configs/*.yaml and the tables of docs/configuration.md, from the schema
+# The values of configs/*.yaml and the tables of the pages of keys, from the schemas
 keys:
     {{ python }} tests/support/keys.py
 

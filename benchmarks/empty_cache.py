@@ -59,7 +59,7 @@ def training() -> Callable[[], None]:
 def steered(folder: Path) -> AfterStep:
     """As a run does it."""
     run = Run(run_dir=folder)
-    memory = MemoryConfig(sample_interval_ms=0, fraction=1.0)
+    memory = MemoryConfig(samples=False, fraction=1.0)
     run.memory_keeper = AttemptMemory(run, RobustConfig(device="cuda:0", memory=memory))
     steps = itertools.count(1)
     return lambda number: run.progress(next(steps))

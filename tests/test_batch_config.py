@@ -9,6 +9,7 @@ from robust_train.config.checks import checked
 from robust_train.config.composition import complete
 from robust_train.model.errors import ConfigError
 from robust_train.model.spec import AttemptSpec, RetryRule
+from robust_train.policy.sizes import PolicySettings
 
 
 def config_of(words):
@@ -21,6 +22,7 @@ def of_training(**values):
 
 
 AUTO = of_training(batch_size="auto")
+CHECKPOINTING = "training.gradient_checkpointing"
 OF_16 = of_training(batch_size=16, effective_batch_size=64)
 
 
@@ -91,6 +93,11 @@ def rule(text, more=""):
             rule("exit_code: -9, then: stop", OF_A_SCRIPT),
             "rules[0].exit_code=-9: must be an intege",
         ),
+        (f"{CHECKPOINTING}=never", f"{CHECKPOINTING}=never: must be one of auto, true, false"),
+        ("gpu_queue=queue", "gpu_queue=queue: must be true, false or a path with a slash in it"),
+        ("memory.clear_after=[save, start]", "memory.clear_after=start: must be one of save, epo"),
+        ("memory.clear_after=false", "memory.clear_after=False: must be a list"),
+        ("gpu_queue=null", "gpu_queue=None: must be true, false or a path"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_in_a_line_with_key_and_remedy(words, line):
@@ -110,3 +117,21 @@ def test_a_trainer_reads_the_learning_rate_of_its_attempt(factor, expected):
     cfg = config_of(of_training(batch_size=8, lr=0.25))
     config = for_attempt(checked(cfg), AttemptSpec((), 8, 1, lr_factor=factor), "cpu")
     assert trainer_config(cfg, config).training.lr == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "at_first", "is_remedy"),
+    [
+        ("", False, True),
+        ("training.gradient_checkpointing=auto", False, True),
+        ("training.gradient_checkpointing=true", True, True),
+        ("training.gradient_checkpointing=false", False, False),
+    ],
+)
+def test_a_trainer_sees_whether_gradients_are_checkpointed(words, at_first, is_remedy):
+    cfg = config_of(words)
+    config = checked(cfg)
+    settings = PolicySettings.of(config, expandable_segments=False)
+    assert config.may_checkpoint_gradients is is_remedy
+    seen = trainer_config(cfg, for_attempt(config, settings.asked, "cpu"))
+    assert seen.training.gradient_checkpointing is at_first

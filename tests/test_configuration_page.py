@@ -8,9 +8,13 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from keys import GROUPS, ROOT, declared, written
+from robust_train.config.attempt import trainer_config
 from robust_train.config.checks import checked, unchecked
 from robust_train.config.composition import complete, group_node
+from robust_train.config.projects import builds_on_ours
 from robust_train.config.schema import RobustConfig
+from robust_train.model.errors import ConfigError
+from robust_train.vision.keys import check_config
 
 
 @pytest.mark.parametrize(("path", "text"), written().items(), ids=lambda value: value[:40])
@@ -30,6 +34,22 @@ def test_a_job_without_overrides_is_handed_the_declared_defaults():
     assert composed == RobustConfig() == checked(complete({}))
 
 
+def test_keys_of_the_built_in_trainer_are_its_alone():
+    with initialize_config_module("robust_train.configs", version_base="1.3"):
+        cfg = compose("robust", ["training.weight_decay=0.5", "training.epochs=3"])
+        others = compose("robust", ["trainer=none", "+training.weight_decay=0.1"])
+    seen = trainer_config(complete(cfg), checked(cfg)).training
+    assert (seen.weight_decay, seen.max_grad_norm, seen.epochs) == (0.5, 1.0, 3)
+    check_config(cfg)
+    cfg.training.max_grad_norm = -1
+    with pytest.raises(ConfigError, match=r"training\.max_grad_norm=-1: must be 0 or more"):
+        check_config(cfg)
+    assert builds_on_ours(cfg)
+    assert builds_on_ours(others)
+    assert "max_grad_norm" not in complete(others).training
+    assert complete(others).training.weight_decay == 0.1, "what a trainer adds itself"
+
+
 def test_a_key_has_the_documented_type_in_the_code():
     """``auto`` is None, several types are one, and nothing can be changed."""
     given = {
@@ -42,7 +62,7 @@ def test_a_key_has_the_documented_type_in_the_code():
         "dataset": {"epochs": 3},
     }
     config = checked(complete(given))
-    assert (config.training.batch_size, config.training.seed, config.training.epochs) == (32, 7, 3)
+    assert (config.training.batch_size, config.seed, config.training.epochs) == (32, 7, 3)
     assert config.training.checkpoint_every_minutes is config.memory.expandable_segments is None
     assert config.stall_timeout_seconds == 150
     assert config.notify.command == ("notify-send", "a job")

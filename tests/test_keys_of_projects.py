@@ -10,6 +10,7 @@ from robust_train.config.checks import checked
 from robust_train.config.composition import complete
 from robust_train.config.projects import their_keys
 from robust_train.model.errors import ConfigError
+from robust_train.policy.sizes import PolicySettings
 
 
 def project(text):
@@ -85,3 +86,18 @@ def test_an_attempt_has_its_batch_in_a_list(name):
     assert config.training.batch_size == 8
     seen = trainer_config(cfg, replace(config, training=replace(config.training, batch_size=4)))
     assert [one.batch_size for one in seen.loaders] == [4, 8]
+
+
+@pytest.mark.parametrize(("first", "refers"), [(False, True), (True, True), (False, False)])
+def test_a_key_that_ours_refers_to_turns_gradient_checkpointing_on(first, refers):
+    cfg = project(f"model: {{checkpointing: {first}}}, bs: 8")
+    if refers:
+        cfg.robust.training = {"gradient_checkpointing": "${model.checkpointing}"}
+    cfg = complete(cfg)
+    config = checked(cfg)
+    settings = PolicySettings.of(config, expandable_segments=False)
+    assert settings.asked.gradient_checkpointing is first
+    assert config.may_checkpoint_gradients is settings.can_checkpoint is refers
+    turned_on = replace(config.training, gradient_checkpointing=True)
+    seen = trainer_config(cfg, replace(config, training=turned_on))
+    assert seen.model.checkpointing is refers

@@ -33,7 +33,7 @@ def test_the_attempt_sees_the_chosen_gpu_and_no_other(world):
 def test_jobs_of_a_sweep_that_imports_torch_once_use_the_gpu(world):
     sweep = world.folder / "sweep"
     at_once = ("hydra/launcher=gpu_queue", "hydra.launcher.n_jobs=2", "gpu_jobs_per_device=2")
-    jobs = ("-m", "training.seed=1,2", f"hydra.sweep.dir={sweep}")
+    jobs = ("-m", "seed=1,2", f"hydra.sweep.dir={sweep}")
     world.train("sees_through_torch", *jobs, *at_once, code=0)
     jobs = json.loads((sweep / "sweep.json").read_text())["jobs"]
     assert [job["result"]["count"] for job in jobs] == [1, 1]

@@ -64,7 +64,7 @@ def train(cfg, run):
     # Ray's workers have their group
     if run.world_size > 1 and not dist.is_initialized():
         dist.init_process_group("gloo" if cfg.device == "cpu" else "nccl")
-    torch.manual_seed(cfg.training.seed)
+    torch.manual_seed(cfg.seed)
     images, labels = digits()
     model = network(cfg.model.width).to(cfg.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.training.lr)
@@ -95,7 +95,7 @@ def train(cfg, run):
 
     while step < cfg.training.epochs * in_epoch:
         epoch, number = divmod(step, in_epoch)
-        shuffled = torch.Generator().manual_seed(cfg.training.seed + epoch)
+        shuffled = torch.Generator().manual_seed(cfg.seed + epoch)
         order = torch.randperm(len(labels), generator=shuffled)
         mine = order[number * per_step : (number + 1) * per_step][
             run.rank :: run.world_size
@@ -130,7 +130,6 @@ def main(run_dir="outputs/ray_digits", workers=2):
         "gradient_accumulation_steps": 1,
         "epochs": 10,
         "lr": 1e-3,
-        "seed": 1,
     }
     device = (
         {} if torch.cuda.is_available() else {"auto_device": False, "device": "cpu"}
@@ -138,7 +137,12 @@ def main(run_dir="outputs/ray_digits", workers=2):
     trainer = TorchTrainer(
         worker,
         train_loop_config={
-            "cfg": {"model": {"width": 32}, "training": training, **device},
+            "cfg": {
+                "seed": 1,
+                "model": {"width": 32},
+                "training": training,
+                **device,
+            },
             "run_dir": str(Path(run_dir).resolve()),  # on a disk that all workers see
         },
         scaling_config=ScalingConfig(

@@ -244,6 +244,7 @@ def test_a_projects_own_logging_does_not_mute_what_matters(world, foreign):
 NO_KEY = "the project's config has no key for it; refer to the one that its code reads: "
 SMALL_GPUS = "robust.min_num_gpus=2: must not be above robust.num_gpus=1"
 SEVERAL = "several values; add -m to sweep over them, or write a list: "
+CHECKPOINTING = "robust.training.gradient_checkpointing"
 UNSEEN = "a project's code does not see it; set the project's own key"
 BOTH = "there are data.a.batch_size, data.b.batch_size; say which the training uses: "
 
@@ -266,6 +267,7 @@ def test_mistakes_in_the_group_robust_are_one_line(world, foreign):
         "robust.num_gpus=1,2": f"robust.num_gpus=1,2: {SEVERAL}robust.num_gpus=[1,2]",
         "robust.training.lr=0.1": f"robust.training.lr=0.1: {UNSEEN}",
         "robust.seed=1": f"robust.seed=1: {UNSEEN}",
+        f"{CHECKPOINTING}=true": f"{CHECKPOINTING}=True: {NO_KEY}'{CHECKPOINTING}=${{its.name}}'",
         f"{preload}=[json]": f"{preload}: no such key; did you mean {preload}s?",
         f"{size}=8": f"{size}=8: the project has data.batch_size=32; set that",
         "data=both": f"{size}: {BOTH}'{size}=${{data.a.batch_size}}'",

@@ -17,7 +17,7 @@ COMMON = (
     "min_batch_size=1",
     "retry_pause_seconds=0.1",
     "training.num_workers=0",
-    "training.seed=3",
+    "seed=3",
 )
 SMALL = (*COMMON, "training.checkpoint_every_steps=2")
 DIGITS = (

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
+from robust_train import ConfigError, launch
 from robust_train.children import interpreters
-from robust_train.config.checks import checked
-from robust_train.config.composition import complete
+from robust_train.gpu.visible import NAMES_VARIABLE, numbers_gpus
 from robust_train.launcher import process
 from robust_train.model.failure import FailureKind
 
@@ -112,14 +112,21 @@ def test_openmp_spins_only_for_a_moment_unless_the_user_wants_it(attempts, monke
 
 
 @pytest.mark.parametrize(
-    ("names", "trainer", "by_index"),
+    ("names", "is_script", "by_index"),
     [
-        ("auto", argv("vllm"), True),
-        ("auto", {}, False),
-        ("index", {}, True),
-        ("uuid", argv("vllm"), False),
+        (None, True, True),
+        ("", False, False),
+        ("auto", False, False),
+        ("index", False, True),
+        ("uuid", True, False),
     ],
 )
-def test_scripts_are_given_numbers_of_gpus_and_functions_uuids(names, trainer, by_index):
-    config = checked(complete({"cuda_visible_devices": names, **trainer}))
-    assert config.gpus_by_index is by_index
+def test_scripts_are_given_numbers_of_gpus_and_functions_uuids(names, is_script, by_index):
+    environ = {} if names is None else {NAMES_VARIABLE: names}
+    assert numbers_gpus(environ, is_script=is_script) is by_index
+
+
+def test_a_job_is_refused_if_the_names_of_gpus_are_misspelt(tmp_path, monkeypatch):
+    monkeypatch.setenv(NAMES_VARIABLE, "indices")
+    with pytest.raises(ConfigError, match=f"{NAMES_VARIABLE}=indices: must be one of auto, uuid"):
+        launch(lambda cfg: None, {"device": "cpu"}, run_dir=tmp_path)

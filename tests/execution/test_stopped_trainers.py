@@ -27,7 +27,7 @@ def ending_of(trainer, folder):
         if isinstance(event, (Finished, Failed)):
             ends.append(event)
 
-    keys = {"device": "cpu", "memory": {"sample_interval_ms": 0}}
+    keys = {"device": "cpu", "memory": {"samples": False}}
     request = attempt_request(folder, keys=keys)
     run_attempt(request, lambda: takes_run, take, stopping=stopping, process_ends=False)
     (end,) = ends

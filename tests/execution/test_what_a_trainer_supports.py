@@ -32,7 +32,7 @@ class Declares:
 
 
 def events_of(trainer, folder, begins=lambda stop: None):
-    keys = {"device": "cpu", "memory": {"sample_interval_ms": 0}}
+    keys = {"device": "cpu", "memory": {"samples": False}}
     events = []
     run_attempt(
         attempt_request(folder, keys=keys),

@@ -32,7 +32,7 @@ TRAIN = (
     "training.batch_size=32",
     "training.lr=0.01",
     "training.num_workers=0",
-    "memory.sample_interval_ms=100",
+    "memory.samples=true",
 )
 ON_CPU = (*TRAIN, "device=cpu", "auto_device=false")
 

@@ -113,11 +113,14 @@ def test_a_gpu_that_proved_unhealthy_is_excluded_until_it_is_cleared(shared):
     assert "excluded" not in host.command("doctor").stdout
 
 
-def test_switched_off_or_without_gpus_there_is_no_queue(world, shared):
+def test_the_queue_is_elsewhere_or_nowhere_if_the_key_says_so(world, shared):
     host = shared(Gpu(uuid=A, total_mib=24000))
-    ended = host.world("first").train("what_it_was_given", "gpu_queue=false")
-    assert ended.summary["result"]["visible"] == A
-    assert not host.base.exists()
+    elsewhere = world.folder / "elsewhere"
+    for name, queue in (("first", "false"), ("second", elsewhere)):
+        ended = host.world(name).train("what_it_was_given", f"gpu_queue={queue}")
+        assert ended.summary["result"]["visible"] == A
+        assert not host.base.exists()
+        assert elsewhere.exists() is (queue == elsewhere)
     ended = world.train("what_it_was_given")
     assert ended.summary["result"]["device"] == "cpu"
     assert not Path(world.environ["ROBUST_TRAIN_QUEUE_DIR"]).exists()

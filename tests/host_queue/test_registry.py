@@ -169,7 +169,7 @@ def test_what_is_no_directory_of_its_own_is_refused(tmp_path, plant, why):
     with pytest.raises(QueueProblem, match=why) as caught:
         QueueDir(base)
     assert str(base) in str(caught.value)
-    assert "gpu_queue_dir=" in str(caught.value)
+    assert "gpu_queue=/" in str(caught.value)
 
 
 def test_a_network_file_system_is_refused(tmp_path, monkeypatch):
@@ -197,7 +197,7 @@ def test_a_directory_replaced_by_a_file_leaves_a_running_job_alone(base, caplog)
         job.drain()
     assert job.take([A.uuid], 5000 * MIB)
     (line,) = [record.msg for record in caplog.records if "without a reservation" in record.msg]
-    assert "gpu_queue_dir=" in line, "a project's keys can be put there"
+    assert "gpu_queue=/" in line, "a project's keys can be put there"
     assert [gpu.uuid for gpu in job.open_gpus()] == [A.uuid]
     job.release()
 

@@ -155,7 +155,7 @@ def test_the_smallest_batch_fits_with_gradient_checkpointing_and_gradients_are_t
     result = ended.summary["result"]
     assert result["short_of_memory"] == result["at_ease"]
     assert result["checkpointed"] is True
-    assert world.run(target, *batch, "allow_gradient_checkpointing=false").returncode == 1
+    assert world.run(target, *batch, "training.gradient_checkpointing=false").returncode == 1
 
 
 def test_a_preempted_job_is_requeued_by_submitit_and_goes_on(world, ready, monkeypatch):

@@ -13,6 +13,7 @@ from robust_train.config.refusals import REFUSALS, explain, explain_option
 OF_THE_COMMAND = [
     (["training.batchsize=8"], ["training.batchsize=8", "batch_size", "no such key"]),
     (["--config-name", "rubust"], ["rubust"]),
+    (["training.seed=3"], ["training.seed=3: no such key; did you mean seed?"]),
     (["robust.num_gpus=2"], ["robust.num_gpus=2: no such key; did you mean num_gpus?"]),
     (["training.batch_size=0"], ["training.batch_size=0", "1 or more"]),
     (["trainer._target_=no_such_module.train"], ["no_such_module.train", "Python path"]),
@@ -42,7 +43,7 @@ OF_THE_CONFIGURATION = [
     (["memory.empty_cache_treshold=0.1"], ["did you mean memory.empty_cache_threshold?"]),
     (["memory.empty_cache_threshold=50"], ["empty_cache_threshold=50", "from 0 to 1"]),
     (["memory.empty_cache_frequency=often"], ["empty_cache_frequency=often", "an integer"]),
-    (["memory.sample_interval_ms=1"], ["sample_interval_ms=1", "10 or more"]),
+    (["memory.samples=100ms"], ["memory.samples=100ms: must be true or false"]),
     (["memory.clear_on_start=maybe"], ["clear_on_start=maybe", "true or false"]),
     (["max_retries=-1"], ["max_retries=-1", "0 or more"]),
     (["gpu_check_interval_seconds=0"], ["gpu_check_interval_seconds=0"]),

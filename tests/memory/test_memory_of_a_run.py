@@ -40,7 +40,7 @@ def test_epochs_milestones_and_the_final_clean_up_are_in_log_and_journal(own_tra
         f"isolation={isolation}",
         "device=cpu",
         "memory.fraction=0.5",
-        "memory.sample_interval_ms=0",
+        "memory.samples=false",
         code=0,
     )
     [cleared] = events(ended, "memory_cleared")
@@ -92,7 +92,7 @@ def test_memory_that_is_full_to_the_last_byte_leaves_room_to_record_it(own_train
     ended = own_trainers.run(
         "fills_the_memory_to_the_last_byte",
         "min_batch_size=64",
-        "memory.sample_interval_ms=0",
+        "memory.samples=false",
         code=1,
     )
     assert ended.attempts[0]["outcome"] == "host_oom"
@@ -108,9 +108,7 @@ def test_without_room_there_is_no_reserve():
 
 
 def test_a_killed_attempt_is_judged_by_what_it_had_sampled(own_trainers):
-    ended = own_trainers.run(
-        "dies_at_once", "max_retries=0", "memory.sample_interval_ms=10", code=1
-    )
+    ended = own_trainers.run("dies_at_once", "max_retries=0", code=1)
     assert ended.attempts[0]["memory_returned"] is None
     assert ended.attempts[0]["memory_stability"]["kind"] == "unknown"
 
@@ -123,7 +121,7 @@ def looked_after(folder, **memory):
     reported = []
     run = Run(run_dir=folder, report=reported.append)
     run.micro_batch_plan = MicroBatchPlan(batch_size=16, min_batch_size=2)
-    memory = MemoryConfig(sample_interval_ms=0, **memory)
+    memory = MemoryConfig(samples=False, **memory)
     config = RobustConfig(device="cpu", memory=memory)
     run.memory_keeper = AttemptMemory(run, config)
     return run, reported
@@ -143,7 +141,7 @@ def of_type(reported, kind):
         (MemoryError(), {"snapshot_on_oom": False}, [], ["failure"]),
         (KeyError("no matter of memory"), {}, [], ["failure"]),
         (RankFailure(1, OF_ANOTHER, is_elsewhere=True), {}, [], ["failure"]),
-        (KeyError("for a debugger"), {"clear_on_failure": False}, [], []),
+        (KeyError("for a debugger"), {"clear_after": ("save", "epoch")}, [], []),
     ],
 )
 def test_nothing_is_written_down_for_a_bug_or_where_it_is_turned_off(

@@ -252,7 +252,7 @@ def test_a_fraction_is_enforced_and_an_oom_leaves_a_snapshot_that_opens(own_trai
 
 
 def test_a_leak_on_the_gpu_is_found_and_sampled(own_trainers):
-    ended = own_trainers.run("leaks_on_the_gpu", "memory.sample_interval_ms=10", code=0)
+    ended = own_trainers.run("leaks_on_the_gpu", code=0)
     found = ended.attempts[0]["memory_stability"]
     assert found["kind"] == "growing"
     assert found["mib_per_100_steps"] == pytest.approx(100, rel=0.2)

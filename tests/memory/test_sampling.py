@@ -24,7 +24,7 @@ from world import wait_until
 def start(world):
     """Start a run that trains until the file ``go`` is there."""
     world.environ["GO_FILE"] = str(world.folder / "go")
-    return world.start("trains_until_told", "memory.sample_interval_ms=10")
+    return world.start("trains_until_told")
 
 
 def samples_of(world):
@@ -83,7 +83,7 @@ def fork():
         os._exit(0)
 
 slow, folder = threading.Thread(target=fork), Path(sys.argv[1])
-sampler = Sampler(folder, 1, "cpu", 0.001, lambda: 1, cost_share=1)
+sampler = Sampler(folder, 1, "cpu", lambda: 1, interval_seconds=0.001, cost_share=1)
 sampler.start()
 slow.start()
 time.sleep(0.5)
@@ -111,7 +111,8 @@ def test_nvml_stays_open_for_a_minute_and_not_for_days(machine_with):
         from robust_train.gpu.inventory import known_session
         from robust_train.attempt.sampler import Sampler
         folder = pathlib.Path({str(machine.folder)!r})
-        sampler = Sampler(folder, 1, "cuda:0", 0.001, lambda: 1, cost_share=1, nvml_seconds=0.05)
+        often = {{"interval_seconds": 0.001, "cost_share": 1, "nvml_seconds": 0.05}}
+        sampler = Sampler(folder, 1, "cuda:0", lambda: 1, **often)
         sampler.start()
         calls, seen = folder / "calls", []
         while not calls.exists() or calls.read_text().count("nvmlShutdown") < 3:
@@ -132,7 +133,7 @@ def test_nvml_stays_open_for_a_minute_and_not_for_days(machine_with):
 
 def test_workers_are_forked_beside_a_sampler_that_is_always_at_it(own_trainers, cuda_machine_with):
     world = own_trainers.with_environ(cuda_machine_with(Gpu(uuid=A), Gpu(uuid=B)).environ)
-    ended = world.run("forks_workers_that_ask_nvml", "memory.sample_interval_ms=10", code=0)
+    ended = world.run("forks_workers_that_ask_nvml", code=0)
     assert ended.summary["result"] == 8 * 8 * 2
     assert "starts a thread" not in ended.output
 

@@ -177,7 +177,7 @@ def test_periodic_save_and_epoch_clearings_leave_workspaces_alone(use, tmp_path)
     cuda = use()
     events = []
     run = Run(run_dir=tmp_path, report=events.append)
-    memory = {"sample_interval_ms": 0, "empty_cache_frequency": 1, "empty_cache_threshold": 0.0}
+    memory = {"samples": False, "empty_cache_frequency": 1, "empty_cache_threshold": 0.0}
     run.memory_keeper = keeper = AttemptMemory(run, settings(**memory))
     with keeper:
         run.progress(1)
@@ -195,7 +195,7 @@ def test_the_allocators_history_ends_after_some_hundred_steps(use, tmp_path):
     cuda = use()
     cuda.memory = SimpleNamespace(_record_memory_history=lambda **given: calls.append(given))
     (tmp_path / "oom-attempt-1.json").touch()
-    with AttemptMemory(Run(run_dir=tmp_path), settings(sample_interval_ms=0)) as keeper:
+    with AttemptMemory(Run(run_dir=tmp_path), settings(samples=False)) as keeper:
         for step in range(299):
             keeper.step_done(step)
         assert [given.get("enabled", True) for given in calls] == [True]
@@ -208,7 +208,7 @@ def test_after_a_fault_of_the_device_nothing_that_is_asked_hides_it(use, tmp_pat
     caplog.set_level(logging.INFO)
     use(is_broken=True)
     run = Run(run_dir=tmp_path)
-    keeper = AttemptMemory(run, settings(sample_interval_ms=10))
+    keeper = AttemptMemory(run, settings())
     error = AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     def train():

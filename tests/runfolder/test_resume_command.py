@@ -101,7 +101,7 @@ def test_all_are_those_that_no_one_has_ended(here, says):
 @pytest.mark.slow
 def test_a_sweep_goes_on_as_a_whole(world):
     sweeps = SweepWorld(world)
-    words = sweeps.arguments("works_until_told", "training.seed=1,2")
+    words = sweeps.arguments("works_until_told", "seed=1,2")
     process = warm.start([str(ROOT / "train_robust.py"), *words], ROOT, world.environ, alone=True)
     wait_until(lambda: len(list(sweeps.place.glob("working-*"))) == 2, "both jobs work")
     process.send_signal(signal.SIGTERM)

@@ -190,7 +190,7 @@ def test_a_second_launcher_in_the_folder_is_refused_and_the_first_unharmed(host)
     since = time.strftime("%Y-%m-%d %H:%M", time.localtime(status["started"]))
     who = (socket.gethostname(), f"pid {process.pid}", since)
     for script in ("train_robust.py", "train.py"):
-        refused = host.run(target, "device=cpu", "training.seed=7", script=script)
+        refused = host.run(target, "device=cpu", "seed=7", script=script)
         refused.was_refused((*who, "hydra.run.dir", "robust-train stop"))
     with pytest.raises(ConfigError, match=f"pid {process.pid}"):
         launch(lambda cfg: 1, {"device": "cpu", "auto_device": False}, run_dir=host.run_dir)
@@ -248,7 +248,7 @@ def test_an_error_inside_the_launcher_leaves_a_summary_and_the_last_lines(tmp_pa
 def test_a_sweep_is_stopped_with_all_its_jobs_and_their_checkpoints(host, launcher, isolation):
     sweeps = SweepWorld(host)
     numbers = (1,) if launcher == "basic" else (1, 2)
-    keys = ("training.seed=1,2,3", f"isolation={isolation}", "device=cpu", "auto_device=false")
+    keys = ("seed=1,2,3", f"isolation={isolation}", "device=cpu", "auto_device=false")
     more = (f"hydra/launcher={launcher}", *([] if len(numbers) == 1 else [AT_ONCE]))
     process = sweeps.start("works_until_told", *keys, *more)
     host.started.append(process)

@@ -29,7 +29,7 @@ def policy(
     expandable_segments=True,
     may_use_expandable_segments=True,
     can_checkpoint=False,
-    gradient_checkpointing=False,
+    gradient_checkpointing=None,
     reports_start=False,
     rules=(),
     **keys,

@@ -1,5 +1,5 @@
 """Write the keys, as the schema declares them, where people read them: ``just keys`` writes the
-values of ``configs/*.yaml`` and the tables of docs/configuration.md.
+values of ``configs/*.yaml`` and the tables of docs/configuration.md and docs/built-in-trainer.md.
 
 What stands around them in these files is left as it is.
 """
@@ -20,6 +20,7 @@ from robust_train.vision import keys
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = "docs/configuration.md"
+PAGE_OF_OURS = "docs/built-in-trainer.md"
 WIDTH = 100
 
 YAML = {
@@ -40,7 +41,7 @@ GROUPS = {
     ),
     "Trainers": ("trainer", {"": schema.TrainerConfig}),
 }
-"""Sections of the page about groups that differ by the chosen option, and their classes."""
+"""Sections of the pages about groups that differ by the chosen option, and their classes."""
 
 _NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", tuple: "list"}
 
@@ -84,9 +85,7 @@ class Declared:
     def yaml(self) -> list[str]:
         """The lines of a YAML file."""
         name, value = self.name.rpartition(".")[2], _text(self.default)
-        if self.key.follows == "seed":
-            value = "${seed}"
-        elif self.key.follows:
+        if self.key.follows:
             value = f"${{oc.select:{self.key.follows},{value}}}"
         line = f"{json.dumps(name) if name == 'on' else name}: {value}"
         note = re.sub(r"\[([^]]+)\]\([^)]+\)|`", r"\1", self.key.meaning)
@@ -120,11 +119,25 @@ def declared(cls: type, prefix: str = "", section: str = "") -> Iterator[Declare
 
 
 def rows_of_the_page() -> dict[str, list[str]]:
-    """Return the rows of each section's table."""
+    """Return the rows of each section's table on the page of the launcher's keys."""
     rows: dict[str, list[str]] = {}
     for one in declared(schema.RobustConfig):
         rows.setdefault(one.section, []).append(one.row(one.meaning))
-    for section, (group, options) in GROUPS.items():
+    return rows | _rows_of_groups("Trainers")
+
+
+def rows_of_the_built_in_trainer() -> dict[str, list[str]]:
+    """Return the rows of each section's table on the page of the built-in trainer."""
+    shared = {one.name for one in declared(schema.TrainingConfig, "training.")}
+    training = declared(keys.ImageTrainingConfig, "training.")
+    rows = [one.row(one.meaning) for one in training if one.name not in shared]
+    return {"Training": rows} | _rows_of_groups("Models", "Data sets")
+
+
+def _rows_of_groups(*sections: str) -> dict[str, list[str]]:
+    rows: dict[str, list[str]] = {}
+    for section in sections:
+        group, options = GROUPS[section]
         seen: dict[str, list[tuple[str, Declared]]] = {}
         for option, cls in options.items():
             for one in declared(cls, f"{group}."):
@@ -142,13 +155,13 @@ def _merged(options: list[tuple[str, Declared]]) -> str:
     return one.row(f"`{first}`: {one.meaning}" if is_lone else one.meaning)
 
 
-def page(text: str) -> str:
-    """Return the page with its tables written anew."""
-    for section, rows in rows_of_the_page().items():
+def page(text: str, tables: dict[str, list[str]]) -> str:
+    """Return a page with its tables written anew."""
+    for section, rows in tables.items():
         table = ["| key | type | default | meaning |", "|---|---|---|---|", *rows]
         pattern = rf"(?ms)(^## {section}\n.*?)^\|.*?(?=^[^|]|\Z)"
         text, found = re.subn(pattern, lambda m, t=table: m[1] + "\n".join(t) + "\n", text, count=1)
-        assert found, f"{PAGE} has no table under '## {section}'"
+        assert found, f"no table under '## {section}'"
     return text
 
 
@@ -179,7 +192,8 @@ def yaml(text: str, cls: type) -> str:
 
 def written() -> dict[str, str]:
     """Return the files as they have to be, by path."""
-    files = {PAGE: page((ROOT / PAGE).read_text())}
+    tables = {PAGE: rows_of_the_page(), PAGE_OF_OURS: rows_of_the_built_in_trainer()}
+    files = {path: page((ROOT / path).read_text(), rows) for path, rows in tables.items()}
     for path, cls in YAML.items():
         files[path] = yaml((ROOT / path).read_text(), cls)
     return files

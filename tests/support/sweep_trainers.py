@@ -1,4 +1,4 @@
-"""Trainers for sweeps, without torch; what each does depends on ``training.seed``, its number."""
+"""Trainers for sweeps, without torch; what each does depends on ``seed``, its number."""
 
 import os
 import signal
@@ -36,20 +36,20 @@ def _works(run, number, until=lambda: False):
 
 def objective(cfg):
     with _mark("ran").open("a") as file:
-        file.write(f"{cfg.training.seed}\n")
-    return cfg.training.seed * 1.5
+        file.write(f"{cfg.seed}\n")
+    return cfg.seed * 1.5
 
 
 def meets_the_other(cfg):
     """Two jobs, 1 and 2: each waits for what the other leaves."""
-    number = _here(cfg.training.seed)
+    number = _here(cfg.seed)
     _wait_for(f"here-{3 - number}")
     return number
 
 
 def ends_in_reverse_order(cfg):
     """Of jobs 1, 2, 3 … ``SWEEP_JOBS``, each ends after the one behind it."""
-    number = cfg.training.seed
+    number = cfg.seed
     if number < int(os.environ["SWEEP_JOBS"]):
         _wait_for(f"ended-{number + 1}")
     _mark(f"ended-{number}").touch()
@@ -57,18 +57,18 @@ def ends_in_reverse_order(cfg):
 
 
 def fails_at_2(cfg):
-    if cfg.training.seed == 2:
+    if cfg.seed == 2:
         raise ValueError("two is not for me")
-    return float(cfg.training.seed)
+    return float(cfg.seed)
 
 
 def diverges_at_2(cfg):
-    return float("nan") if cfg.training.seed == 2 else float(cfg.training.seed)
+    return float("nan") if cfg.seed == 2 else float(cfg.seed)
 
 
 def fails_at_2_while_others_work(cfg, run):
     """2 fails once all are there; the others go on until they are told to stop."""
-    number = _here(cfg.training.seed)
+    number = _here(cfg.seed)
     if number == 2:
         _wait_for("here-1")
         raise ValueError("two is not for me")
@@ -79,12 +79,12 @@ def works_until_told(cfg, run):
     """Resumed, it completes."""
     if run.resume_checkpoint is None:
         run.progress(1)
-        _works(run, cfg.training.seed)
+        _works(run, cfg.seed)
     return f"went on from {Path(run.resume_checkpoint).name}"
 
 
 def completes_1_and_works_at_2(cfg, run):
-    if cfg.training.seed == 1:
+    if cfg.seed == 1:
         return objective(cfg)
     return works_until_told(cfg, run)
 
@@ -92,7 +92,7 @@ def completes_1_and_works_at_2(cfg, run):
 def never_stops(cfg):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _mark(f"working-{cfg.training.seed}").write_text(str(os.getpid()))
+    _mark(f"working-{cfg.seed}").write_text(str(os.getpid()))
     while True:
         time.sleep(0.01)
 
@@ -124,10 +124,10 @@ def reports_its_rate(cfg, run):
 
 
 def saves_and_fails_at_2(cfg, run):
-    if cfg.training.seed == 2:
+    if cfg.seed == 2:
         raise ValueError("two is not for me")
     saves(run, "last", 1)
-    return float(cfg.training.lr) + cfg.training.seed - 1
+    return float(cfg.training.lr) + cfg.seed - 1
 
 
 def works_until_told_at_1(cfg, run):

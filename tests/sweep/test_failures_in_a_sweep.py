@@ -23,7 +23,7 @@ def launcher(request, world):
 
 def test_a_failed_job_is_nan_a_row_in_every_table_and_alone_run_again(sweeps, launcher):
     options = (RECORDING, f"hydra/launcher={launcher}")
-    ended = sweeps.sweep("fails_at_2", "training.seed=1,2,3", *options, code=1)
+    ended = sweeps.sweep("fails_at_2", "seed=1,2,3", *options, code=1)
     assert sweeps.returned() == ["1.0", "nan", "3.0"]
     assert sweeps.column("status") == ["completed", "failed", "completed"]
     assert sweeps.column("result") == [1.0, None, 3.0]
@@ -35,7 +35,7 @@ def test_a_failed_job_is_nan_a_row_in_every_table_and_alone_run_again(sweeps, la
         rows = list(csv.DictReader(file))
     assert [row["status"] for row in rows] == ["completed", "failed", "completed"]
     assert [row["result"] for row in rows] == ["1.0", "", "3.0"]
-    assert "training.seed=2" in rows[1]["overrides"]
+    assert "seed=2" in rows[1]["overrides"]
     assert "two is not for me" in (sweeps.folder / "report.html").read_text()
     lines = ended.stdout.splitlines()
     assert any(line.split()[:2] == ["1", "failed"] for line in lines)
@@ -48,7 +48,7 @@ def test_a_failed_job_is_nan_a_row_in_every_table_and_alone_run_again(sweeps, la
         logs = [(sweeps.folder / number / "output.log").read_text() for number in "01"]
         assert ["Traceback" in log for log in logs] == [False, True]
 
-    sweeps.sweep("fails_at_2", "training.seed=1,2", *options, code=1)
+    sweeps.sweep("fails_at_2", "seed=1,2", *options, code=1)
     assert sweeps.returned() == ["1.0", "nan"]
     assert sweeps.column("job") == [0, 1], "those of the earlier, larger sweep are not in the table"
     assert sweeps.column("status") == ["completed", "failed"]
@@ -59,7 +59,7 @@ def test_a_failed_job_is_nan_a_row_in_every_table_and_alone_run_again(sweeps, la
 def test_a_job_that_can_write_nothing_is_not_taken_for_one_that_was_not_started(sweeps):
     sweeps.folder.mkdir()
     (sweeps.folder / "0").touch()  # no folder can be made there
-    ended = sweeps.sweep("fails_at_2", "training.seed=1").with_code(2)
+    ended = sweeps.sweep("fails_at_2", "seed=1").with_code(2)
     assert sweeps.column("status") == ["refused"]
     assert "0 of 1 completed, 1 refused" in ended.stdout
 
@@ -91,7 +91,7 @@ def test_a_refused_job_says_so_once_and_the_exit_code_is_2(sweeps, launcher):
 
 
 def test_fail_fast_starts_no_more_jobs_and_ends_those_that_run(sweeps):
-    options = ("training.seed=1,2,3,4", "sweep_fail_fast=true", RECORDING)
+    options = ("seed=1,2,3,4", "sweep_fail_fast=true", RECORDING)
     sweeps.sweep("fails_at_2_while_others_work", *options, code=1)
     assert sweeps.column("status") == ["interrupted", "failed", "not_started", "not_started"]
     assert sweeps.returned() == ["nan"] * 4

@@ -27,7 +27,7 @@ def test_jobs_run_side_by_side_each_on_a_gpu_in_one_sweep_folder(
 ):
     """In the default folder, whose name holds the process's id; attempts as by default."""
     sweeps.world.with_environ(cuda_machine_with(Gpu(), Gpu()).environ)
-    arguments = sweeps.arguments("meets_the_other", "training.seed=1,2", *launcher)
+    arguments = sweeps.arguments("meets_the_other", "seed=1,2", *launcher)
     arguments.remove(f"hydra.sweep.dir={sweeps.folder}")
     arguments.remove("isolation=none")
     sweeps.world.run(*arguments).with_code(0)
@@ -39,7 +39,7 @@ def test_jobs_run_side_by_side_each_on_a_gpu_in_one_sweep_folder(
 def test_a_preempted_job_of_a_sweep_is_requeued_and_goes_on(sweeps):
     """As under Slurm, whose part submitit's local executor plays: a signal, an end, a new start."""
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="the extra [slurm]")
-    arguments = ("works_until_told", "training.seed=1,2", *SUBMITIT)
+    arguments = ("works_until_told", "seed=1,2", *SUBMITIT)
     sweep = sweeps.start(*arguments)
     wait_until(lambda: sweeps.pid_at_work(1) and sweeps.pid_at_work(2), "both jobs are at work")
     for number in (1, 2):
@@ -50,7 +50,7 @@ def test_a_preempted_job_of_a_sweep_is_requeued_and_goes_on(sweeps):
 
 def test_without_slurm_its_launcher_is_refused_in_one_line(sweeps):
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="the extra [slurm]")
-    ended = sweeps.sweep("objective", "training.seed=1,2", "hydra/launcher=robust_slurm")
+    ended = sweeps.sweep("objective", "seed=1,2", "hydra/launcher=robust_slurm")
     ended.was_refused(["hydra/launcher=submitit_slurm: no srun here"])
 
 
@@ -67,7 +67,7 @@ def test_a_plugin_that_is_not_installed_is_named_with_its_extra(sweeps, choice, 
     hider.mkdir()
     (hider / "sitecustomize.py").write_text(f"import sys\nsys.modules['{missing}'] = None\n")
     sweeps.world.environ["PYTHONPATH"] = f"{hider}:{sweeps.world.environ['PYTHONPATH']}"
-    ended = sweeps.sweep("objective", "training.seed=1,2", choice, n_jobs=None)
+    ended = sweeps.sweep("objective", "seed=1,2", choice, n_jobs=None)
     ended.was_refused([f'pip install "robust-train[{extra}]"'])
 
 
@@ -76,7 +76,7 @@ def test_ray_gives_each_job_a_gpu_and_the_job_stays_inside(sweeps, cuda_machine_
     sweeps.world.with_environ(cuda_machine_with(Gpu(), Gpu()).environ)
     of_ray = (f"+hydra.launcher.ray.init.{one}" for one in RAY)
     launcher = ("isolation=process", "hydra/launcher=robust_ray", *of_ray)
-    arguments = sweeps.arguments("meets_the_other", "training.seed=1,2", *launcher)
+    arguments = sweeps.arguments("meets_the_other", "seed=1,2", *launcher)
     ended = sweeps.world.run(*arguments, code=0)
     assert sorted(sweeps.column("devices")) == [["cuda:0"], ["cuda:1"]]
     assert ended.output.count("allocated by Ray: the host's own queue is not used") == 2

@@ -2,7 +2,7 @@
 
 import pytest
 
-SWEPT = "training.seed=1,2"
+SWEPT = "seed=1,2"
 OURS = "hydra/launcher=gpu_queue"
 IN_A_FILE = "# @package _global_\ndefaults:\n  - override {}hydra/launcher: gpu_queue\n"
 IN_FRONT = "defaults:\n  - override hydra/launcher: gpu_queue\n  - robust\n"

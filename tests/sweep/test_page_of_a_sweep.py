@@ -22,7 +22,7 @@ def test_gpu_hours_are_those_of_all_launches_and_what_pruning_saved_is_their_res
     for number, (status, seconds, value) in enumerate((*ends, ("failed", 3600, 0.1))):
         folder = tmp_path / str(number)
         folder.mkdir()
-        own = (f"training.lr={number // 2}", f"training.seed={number % 2}", "model=cnn")
+        own = (f"training.lr={number // 2}", f"seed={number % 2}", "model=cnn")
         code = int(status == "failed")
         record = SweepJob(number, own, "id", status, code, reason="why")
         replace(record, result=value if status == "completed" else None).write(folder)

@@ -120,7 +120,7 @@ def test_sweep_patience_stops_a_job_of_a_grid_that_is_behind(sweeps):
     ],
 )
 def test_a_failed_trial_says_why_and_the_search_goes_on(sweeps, trainer, code, why):
-    drawn = ("training.seed=range(1,3)", "hydra.sweeper.sampler.seed=3")
+    drawn = ("seed=range(1,3)", "hydra.sweeper.sampler.seed=3")
     sweeps.world.run(*_arguments(sweeps, trainer, 4, *drawn, n_jobs=2), code=code)
     trials = _study(sweeps)
     assert {trial.state.name for trial in trials} == {"COMPLETE", "FAIL"}
@@ -130,7 +130,7 @@ def test_a_failed_trial_says_why_and_the_search_goes_on(sweeps, trainer, code, w
 
 @pytest.mark.slow
 def test_repeated_trials_have_seeds_of_their_own_and_their_mean_is_the_value(sweeps):
-    repeated = ("hydra.sweeper.repeat=2", "training.seed=7")
+    repeated = ("hydra.sweeper.repeat=2", "seed=7")
     ended = sweeps.world.run(*_arguments(sweeps, "objective", 2, *repeated, n_jobs=2), code=0)
     assert sorted(sweeps.ran) == ["7", "7", "8", "8"]
     assert [trial.value for trial in _study(sweeps)] == [11.25, 11.25]
@@ -139,18 +139,18 @@ def test_repeated_trials_have_seeds_of_their_own_and_their_mean_is_the_value(swe
 
 
 def test_the_table_begins_with_the_best_and_names_the_seeds_that_failed(sweeps):
-    arguments = ["hydra/sweeper=robust_grid", "hydra.sweeper.repeat=3", "training.seed=1"]
+    arguments = ["hydra/sweeper=robust_grid", "hydra.sweeper.repeat=3", "seed=1"]
     lr = "training.lr=1,3,2"
     ended = sweeps.sweep("saves_and_fails_at_2", lr, *arguments, n_jobs=None, code=1)
     trials = [line.split() for line in ended.stdout.splitlines() if " of 3" in line]
     assert [line[0] for line in trials] == ["1", "2", "0"]
     shown = " ".join(trials[0][1:])
-    assert shown == "4 ± 1.41 2 of 3 training.lr=3 without training.seed=2"
+    assert shown == "4 ± 1.41 2 of 3 training.lr=3 without seed=2"
 
     def best(*words):
         return sweeps.world.robust_train("sweep", "best", *words, str(sweeps.folder)).stdout
 
-    assert "training.lr=3 training.seed=3" in best()
+    assert "training.lr=3 seed=3" in best()
     assert best("--checkpoint").strip() == str(sweeps.folder / "5" / "checkpoints" / "last")
 
 

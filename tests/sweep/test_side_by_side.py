@@ -7,7 +7,7 @@ from world import wait_until
 
 
 def test_the_number_at_once_can_be_changed_while_the_sweep_runs(sweeps):
-    process = sweeps.start("meets_the_other", "training.seed=1,2", n_jobs=1)
+    process = sweeps.start("meets_the_other", "seed=1,2", n_jobs=1)
     wait_until(lambda: (sweeps.place / "here-1").exists(), "the first waits for the second")
     assert not (sweeps.place / "here-2").exists(), "n_jobs caps how many run at once"
     words = ("sweep", "limit", str(sweeps.folder), "2")
@@ -20,13 +20,13 @@ def test_the_number_at_once_can_be_changed_while_the_sweep_runs(sweeps):
 
 def test_the_sweeper_gets_results_in_order_whichever_job_ends_first(sweeps):
     sweeps.world.environ["SWEEP_JOBS"] = "3"
-    seeds = "training.seed=1,2,3"
+    seeds = "seed=1,2,3"
     sweeps.sweep("ends_in_reverse_order", seeds, RECORDING, n_jobs=3, code=0)
     assert sweeps.returned() == ["1.0", "2.0", "3.0"]
 
 
 def test_on_a_terminal_a_table_shows_how_far_each_job_is(sweeps):
-    arguments = sweeps.arguments("objective", "training.seed=1,2", n_jobs=1)
+    arguments = sweeps.arguments("objective", "seed=1,2", n_jobs=1)
     shown = sweeps.world.run_in_terminal(*arguments)
     assert "overrides" in shown
     assert "0 of 2 completed, 1 not started, 1 " in shown
@@ -54,7 +54,7 @@ def test_a_project_with_a_main_function_of_its_own_can_use_it(sweeps):
     (project / "conf" / "config.yaml").write_text(text)
     (project / "main.py").write_text(OF_ITS_OWN)
     folder = f"hydra.sweep.dir={sweeps.folder}"
-    arguments = ("-m", "training.seed=1,2,3", "hydra/launcher=gpu_queue", folder)
+    arguments = ("-m", "seed=1,2,3", "hydra/launcher=gpu_queue", folder)
     sweeps.world.run(*arguments, script=str(project / "main.py"), code=1)
     assert sweeps.column("status") == ["completed", "failed", "completed"]
     assert sweeps.column("result") == [1.0, None, 3.0]

@@ -14,7 +14,7 @@ from world import is_running, wait_until
 pytestmark = pytest.mark.usefixtures("alone")
 
 
-COMPLETES_1 = ("completes_1_and_works_at_2", "training.seed=1,2,3")
+COMPLETES_1 = ("completes_1_and_works_at_2", "seed=1,2,3")
 
 
 def at_work(sweeps, *numbers):
@@ -44,7 +44,7 @@ def test_a_signal_ends_every_job_with_a_checkpoint_and_the_same_command_goes_on(
 
 
 def test_a_second_signal_kills(sweeps):
-    process = sweeps.start("never_stops", "training.seed=1,2")
+    process = sweeps.start("never_stops", "seed=1,2")
     at_work(sweeps, 1, 2)
     process.send_signal(signal.SIGINT)
     trainers = [sweeps.pid_at_work(1), sweeps.pid_at_work(2)]

@@ -122,7 +122,7 @@ def test_the_built_in_trainer_leaves_updates_out_and_tries_a_lower_rate(world):
     overrides = ("training.lr=1e30", "training.max_grad_norm=0", "training.epochs=1")
     ended = world.run(*overrides, "device=cpu", "max_retries=1")
     assert outcomes(ended) == ["diverged", "diverged"], ended.output
-    assert ended.attempts[0]["skipped_updates"] == 11
+    assert ended.attempts[0]["skipped_updates"] == 10
     assert ended.attempts[1]["lr_factor"] == 0.5
 
 
@@ -221,7 +221,7 @@ def test_a_loss_of_any_library_is_looked_at(tmp_path, number):
 def test_a_fused_optimizer_counts_a_step_later_and_raises_after_too_many(tmp_path):
     run, reported = Run(run_dir=tmp_path), []
     run.send = reported.append
-    run.guard.divergence = DivergenceConfig(max_skips=2)
+    run.guard.divergence = DivergenceConfig(patience=1)
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     before = model.weight.clone()
@@ -233,7 +233,7 @@ def test_a_fused_optimizer_counts_a_step_later_and_raises_after_too_many(tmp_pat
             run.step(optimizer)
             run.progress(step)
 
-    with pytest.raises(Spoiled, match="3 updates in a row from step 1 on"):
+    with pytest.raises(Spoiled, match="4 updates in a row from step 1 on"):
         train()
-    assert run.last_step == 3, "seen in the fourth step"
+    assert run.last_step == 4, "seen in the fifth step"
     assert torch.equal(model.weight, before)

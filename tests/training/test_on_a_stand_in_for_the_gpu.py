@@ -14,7 +14,8 @@ from robust_train.vision.trainer import train
 OVERRIDES = (
     *("device=cuda:0", "dataset=digits", "training.epochs=1", "training.batch_size=256"),
     *("training.num_workers=0", "training.mixed_precision=true"),
-    *("memory.empty_cache_frequency=1", "memory.sample_interval_ms=1000"),
+    "memory.empty_cache_frequency=1",
+    "training.gradient_checkpointing=false",
 )
 
 

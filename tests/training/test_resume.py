@@ -98,7 +98,7 @@ def test_a_checkpoint_of_another_run_is_refused_but_epochs_and_learning_rate_may
     run = stopped(job(), tmp_path, stop_at_step=2)
     for override, named in (
         ("model.width=16", "model.width was 8, now 16"),
-        ("seed=9", "training.seed was 42, now 9"),
+        ("seed=9", "seed was 42, now 9"),
         ("dataset.augment=none", "dataset.augment was crop_flip, now none"),
     ):
         with pytest.raises(ConfigError, match=named) as refusal:

@@ -15,13 +15,15 @@ from robust_train.config.checks import unchecked
 from robust_train.vision import trainer
 from watched_run import WatchedRun
 
+# the launcher settles `auto` for an attempt
+CHECKPOINTING = "training.gradient_checkpointing=false"
 TINY_VIT = ("model.backbone=test_vit", "model.pretrained=false", "model.image_size=32")
 
 
 @functools.cache
 def _composed(overrides):
     with initialize_config_module("robust_train.configs", version_base="1.3"):
-        return compose("config", overrides=["device=cpu", *overrides])
+        return compose("config", overrides=["device=cpu", CHECKPOINTING, *overrides])
 
 
 def config(*overrides):

@@ -122,7 +122,7 @@ _SWEEPER = {
     "n_jobs": None,
     # how often each combination runs, with a seed of its own
     "repeat": 1,
-    "seed_key": "training.seed",
+    "seed_key": "seed",
     # what the table shows first, or what Optuna looks for: maximize or minimize
     "direction": "maximize",
     "params": None,

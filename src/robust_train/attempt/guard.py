@@ -31,6 +31,8 @@ _LEAST_RECENT = 16
 _STEPS_TO_PROVE = 100
 # times `patience`: a spike may pass, a loss that is not finite does not
 _SPIKES = 10
+# times `patience`: an update that is left out has not touched the weights
+_LEFT_OUT = 3
 # median absolute deviation to standard deviation, of a normal distribution
 _SIGMA = 1.4826
 
@@ -239,7 +241,7 @@ class Guard:
             log.warning(text, step)
         if (
             self.divergence is not None
-            and self._skipped > self.divergence.max_skips
+            and self._skipped > _LEFT_OUT * self.divergence.patience
         ):
             first = self._skips_from
             why = (

@@ -118,8 +118,8 @@ class AttemptMemory(MemoryKeeper):
             "step": CacheChecks(
                 memory.empty_cache_frequency, memory.empty_cache_threshold
             ),
-            "save": CacheChecks(int(memory.clear_after_save), 0.0),
-            "epoch": CacheChecks(int(memory.clear_after_epoch), 0.0),
+            "save": CacheChecks(int("save" in memory.clear_after), 0.0),
+            "epoch": CacheChecks(int("epoch" in memory.clear_after), 0.0),
         }
         self._has_written_oom = False
         self._is_set_up = False
@@ -127,12 +127,11 @@ class AttemptMemory(MemoryKeeper):
         self._steps_with_history = 0
         self._reserve = Reserve()
         self._sampler: Sampler | None = None
-        if memory.sample_interval_ms:
+        if memory.samples:
             self._sampler = Sampler(
                 run.run_dir,
                 run.attempt,
                 config.device,
-                memory.sample_interval_ms / 1000,
                 lambda: run.last_step,
                 whole_tree=config.is_script,
             )
@@ -199,7 +198,7 @@ class AttemptMemory(MemoryKeeper):
         """Return memory that is not in use any more; the frames of ``error`` are emptied."""
         if error is None:
             self._clear("end")
-        elif self._settings.clear_on_failure:
+        elif "failure" in self._settings.clear_after:
             # a thorough check of what is left follows
             self._clear(
                 "failure",

@@ -433,7 +433,7 @@ class Run:
             Whether the weights have changed, as far as that is known by now.
 
         Raises:
-            Spoiled: more than ``divergence.max_skips`` updates in a row were left out.
+            Spoiled: more than three times ``divergence.patience`` updates in a row were left out.
         """
         return self.guard.step(
             1 + self.steps_done,

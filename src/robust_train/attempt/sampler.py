@@ -34,6 +34,7 @@ from robust_train.readable import first_line
 
 log = logging.getLogger("robust_train")
 
+_INTERVAL_SECONDS = 0.1
 _COST_SHARE = 0.0025
 _NVML_SECONDS = 60.0
 _STOP_SECONDS = 2.0
@@ -97,11 +98,11 @@ class Sampler:
         attempt: int,  # number of the attempt
         # what the attempt trains on, in this process's own numbering
         device: str,
-        interval_seconds: float,  # see above
         # returns the last optimizer step that was reported
         step: Callable[[], int | None],
         # all that this process has started counts, as where a script trains
         whole_tree: bool = False,
+        interval_seconds: float = _INTERVAL_SECONDS,  # see above
         # of the time, which samples may take: longer pauses follow expensive ones
         cost_share: float = _COST_SHARE,
         # so long NVML is asked for each sample, and from then on once in that time

@@ -40,7 +40,7 @@ _SHARE = checked(
 )
 _FOLDER = option("path", metavar="FOLDER", help="a sweep folder")
 _YES = flag("--yes", "-y", help="do not ask")
-_QUEUE_DIR = option("--dir", help="the queue directory, as gpu_queue_dir")
+_QUEUE_DIR = option("--dir", help="the queue directory, as in gpu_queue=PATH")
 _FORCE = flag(
     "--force",
     help="also drop what is unreachable but uncollected, and name what is still held",

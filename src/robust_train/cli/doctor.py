@@ -230,7 +230,7 @@ def _shown(data: dict[str, Json]) -> list[str | Table]:
     if data["container"]:
         lines.append(
             "queue: in a container, jobs of the host and of other containers are seen only if "
-            "they share this directory (mount it, or set gpu_queue_dir)"
+            "they share this directory (mount it, or set gpu_queue=PATH)"
         )
     return lines
 

@@ -74,9 +74,7 @@ def for_rank(config: RobustConfig, rank: int) -> RobustConfig:
         config = replace(config, device=f"cuda:{rank}")
     if rank:
         # one record of memory over time, in one file
-        config = replace(
-            config, memory=replace(config.memory, sample_interval_ms=0)
-        )
+        config = replace(config, memory=replace(config.memory, samples=False))
     return config
 
 

@@ -26,6 +26,7 @@ from robust_train.config.projects import (
 from robust_train.config.schema import (
     ACCUMULATION,
     BATCH,
+    CHECKPOINTING,
     UNREAD_IN_PROJECTS,
     WORKERS,
     RobustConfig,
@@ -277,6 +278,7 @@ def _mistakes(config: RobustConfig) -> Iterator[str]:
             (BATCH, size, 1),
             (ACCUMULATION, steps, 1),
             (WORKERS, config.training.num_workers, 0),
+            (CHECKPOINTING, config.training.gradient_checkpointing or 0, 0),
         ):
             if value > least and key not in config.theirs:
                 yield (

@@ -100,9 +100,15 @@ def store_group(
     group: str,
     option: str,
     schema: type,
+    *,
+    base: type | None = None,
 ) -> None:
-    """Put the keys of a group's option into Hydra's ConfigStore."""
+    """Put the keys of a group's option into Hydra's ConfigStore. ``base``: the type of the group
+    without the option; its keys are left out, so that they keep the values that they have."""
     node = group_node(schema)
+    with open_dict(node):
+        for item in fields(base) if base is not None else ():
+            del node[item.name]
     ConfigStore.instance().store(
         group=f"robust/schema/{group}",
         name=option,

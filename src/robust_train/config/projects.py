@@ -53,6 +53,8 @@ _NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
     "gradient_accumulation_steps": (
         ("accumulate_grad_batches", "gradient_accumulation_steps"),
     ),
+    # no name says enough: only a key that ours refers to
+    "gradient_checkpointing": ((),),
 }
 """What projects call the keys under ``training`` that each attempt chooses, in lower case.
 
@@ -82,10 +84,8 @@ _REFERENCE = re.compile(r"\$\{([^\s${}:,]+)\}")
 
 def builds_on_ours(cfg: DictConfig) -> bool:
     """Return whether a config has our keys at its root, by ``defaults: [robust]``."""
-    return (
-        "training" in cfg
-        and OmegaConf.get_type(cfg, "training") is TrainingConfig
-    )
+    kind = OmegaConf.get_type(cfg, "training") if "training" in cfg else None
+    return isinstance(kind, type) and issubclass(kind, TrainingConfig)
 
 
 def with_group(cfg: DictConfig) -> DictConfig:

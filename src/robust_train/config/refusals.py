@@ -195,7 +195,10 @@ def _unknown_key(
     if any(o.startswith(f"{group}=") and "," in o for o in overrides):
         return f"{typed}: no such key; in a sweep over {group} write {key}=choice({value})"
     beside = [k for k in everything if k.rpartition(".")[0] == parent]
-    if parent and beside:
+    elsewhere = [k for k in everything if k.rpartition(".")[2] == name]
+    if elsewhere:
+        hint = f"did you mean {elsewhere[0]}?"
+    elif parent and beside:
         hint = meant(
             name,
             [k.rpartition(".")[2] for k in beside],

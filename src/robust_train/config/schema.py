@@ -14,13 +14,14 @@ from omegaconf import MISSING
 
 from robust_train.config.values import (
     AUTO,
+    CLEARED_AFTER,
     EVENTS,
     FROM_0,
     FROM_1,
-    FROM_10_OR_OFF,
     POSITIVE,
     POSITIVE_SHARE,
     SHARE,
+    cleared_after,
     events,
     group,
     integer_or_auto,
@@ -30,6 +31,7 @@ from robust_train.config.values import (
     program_words,
     retry_rules,
     text_or_none,
+    truth_or_path,
     words,
     words_of_list,
 )
@@ -39,19 +41,13 @@ from robust_train.readable import MIB
 BATCH = "training.batch_size"
 ACCUMULATION = "training.gradient_accumulation_steps"
 WORKERS = "training.num_workers"
+CHECKPOINTING = "training.gradient_checkpointing"
 
 UNREAD_IN_PROJECTS = (
     "seed",
     "training.prefetch_factor",
     "training.epochs",
     "training.lr",
-    "training.weight_decay",
-    "training.warmup_fraction",
-    "training.label_smoothing",
-    "training.max_grad_norm",
-    "training.mixed_precision",
-    "training.gradient_checkpointing",
-    "training.sharding",
 )
 """Keys for trainers that are given ours: a Hydra project's code sees only its own."""
 
@@ -97,33 +93,17 @@ class TrainingConfig:
     )
     lr: float = key(
         1e-3,
-        "learning rate (AdamW, cosine schedule)",
+        "learning rate",
         range=POSITIVE,
         follows="model.lr",
     )
-    weight_decay: float = key(0.01, "weight decay", range=FROM_0)
-    warmup_fraction: float = key(
-        0.05,
-        "share of the steps with a rising learning rate",
-        range=SHARE,
-    )
-    label_smoothing: float = key(
-        0.0,
-        "label smoothing of the loss",
-        range=SHARE,
-    )
-    max_grad_norm: float = key(
-        1.0,
-        "gradient clipping; `0`: none",
-        range=FROM_0,
-    )
-    mixed_precision: bool = key(True, "bf16, or fp16 with a scaler, on GPUs")
-    gradient_checkpointing: bool = key(False, "less memory for more time")
-    sharding: str = key(
-        "ddp",
-        "`fsdp`: each rank holds its share of weights, gradients and optimizer state",
-        more="Needs `num_gpus` ([several GPUs](several-gpus.md#sharded-models))",
-        choices=("ddp", "fsdp"),
+    gradient_checkpointing: bool | None = key(
+        None,
+        "less memory for more time; `auto`: where the smallest micro-batch does not fit",
+        more="Only if the trainer supports it, which sees `true` or `false` "
+        "([recovery](recovery.md#gradient-checkpointing)); `false`: never",
+        choices=(AUTO, True, False),
+        written=AUTO,
     )
     checkpoint_every_minutes: float | None = key(
         None,
@@ -148,12 +128,6 @@ class TrainingConfig:
         50,
         "steps between progress lines where no live status shows them",
         range=FROM_1,
-    )
-    seed: int = key(
-        42,
-        "seed of the built-in trainer",
-        range=FROM_0,
-        follows="seed",
     )
 
 
@@ -185,17 +159,16 @@ class MemoryConfig:
         range=SHARE,
     )
     clear_on_start: bool = key(True, "empty the CUDA cache at the start")
-    clear_after_save: bool = key(True, "… after a checkpoint")
-    clear_after_epoch: bool = key(True, "… after an epoch")
-    clear_on_failure: bool = key(
-        True,
-        "clear a failed trainer's frames; `false` leaves them to a debugger",
+    clear_after: tuple[str, ...] = key(
+        CLEARED_AFTER,
+        "empty it after a `save`, an `epoch`; clear a failed trainer's frames after a `failure`",
+        more="Without `failure` they are left to a debugger",
+        accepts="list",
+        read=cleared_after,
     )
-    sample_interval_ms: int = key(
-        100,
-        "time between memory samples in `memory.jsonl`; `0`: none",
-        unit="milliseconds",
-        range=FROM_10_OR_OFF,
+    samples: bool = key(
+        True,
+        "record memory over time in `memory.jsonl`, ten times a second",
     )
     snapshot_on_oom: bool = key(
         True, "when memory runs out, record what fills it"
@@ -214,18 +187,14 @@ class DivergenceConfig:
     )
     patience: int = key(
         3,
-        "reports in a row with a loss that is not finite",
+        "training counts as diverged after this many reports in a row of a loss that is not finite",
+        more="Or after three times as many updates in a row that `run.step` has left out",
         range=FROM_1,
     )
     spike_sigma: float = key(
         0.0,
         "a loss so many standard deviations above its running median is bad too; `0`: none is",
         more="In ten times `patience` reports in a row",
-        range=FROM_0,
-    )
-    max_skips: int = key(
-        10,
-        "updates in a row that `run.step` leaves out before training counts as diverged",
         range=FROM_0,
     )
 
@@ -390,10 +359,13 @@ class RobustConfig(PlainConfig):
         unit="seconds",
         range=POSITIVE,
     )
-    gpu_queue: bool = key(
+    gpu_queue: bool | str = key(
         True,
-        "queue and reserve GPUs with the host's other jobs",
-        more="([queue](queue.md))",
+        "queue and reserve GPUs with the host's other jobs; a path: in this queue directory",
+        more="`true`: `/run/lock/robust-train`, or `/tmp/robust-train` if that cannot be made "
+        "([queue](queue.md))",
+        accepts="boolean or path",
+        read=truth_or_path,
     )
     gpu_jobs_per_device: int = key(
         1,
@@ -413,17 +385,6 @@ class RobustConfig(PlainConfig):
         more="`null`: never ([queue](queue.md#time-slices))",
         unit="minutes",
         range=FROM_0,
-    )
-    gpu_queue_dir: str | None = key(
-        None,
-        "the host's queue directory; `null`: `/run/lock/robust-train`",
-        more="If that cannot be made, `/tmp/robust-train`",
-    )
-    cuda_visible_devices: str = key(
-        "auto",
-        "GPUs of an attempt by `uuid` or `index`; `auto`: `index` for scripts, else `uuid`",
-        more="Always UUIDs beside MIG slices or unreadable GPUs",
-        choices=("auto", "uuid", "index"),
     )
     allow_cpu_fallback: bool = key(
         True, "train on the CPU when no GPU will do"
@@ -454,11 +415,6 @@ class RobustConfig(PlainConfig):
         range=FROM_0,
         read=integer_or_auto,
         written=AUTO,
-    )
-    allow_gradient_checkpointing: bool = key(
-        True,
-        "where the smallest micro-batch does not fit, try it with gradient checkpointing",
-        more="Only if the trainer supports it ([recovery](recovery.md#gradient-checkpointing))",
     )
     preserve_effective_batch_size: bool | None = key(
         None,
@@ -540,6 +496,14 @@ class RobustConfig(PlainConfig):
         """Whether a trainer that is not a script can make up for a smaller batch."""
         return self.theirs is None or ACCUMULATION in self.theirs
 
+    @property
+    def may_checkpoint_gradients(self) -> bool:
+        """Whether gradient checkpointing is a remedy. A project's own key, which ours refers to,
+        has the value of the first attempt."""
+        if self.theirs is None or self.is_script:
+            return self.training.gradient_checkpointing is not False
+        return CHECKPOINTING in self.theirs
+
     def urgency(self, *, in_sweep: bool) -> int:
         """Return how urgent the job is among its user's: 0 low, 1 normal, 2 high."""
         named = {"low": 0, "normal": 1, "high": 2}
@@ -593,12 +557,6 @@ class RobustConfig(PlainConfig):
     def runs_inline(self) -> bool:
         """Whether attempts run in the launcher's process."""
         return self.isolation == "none"
-
-    @property
-    def gpus_by_index(self) -> bool:
-        """Whether an attempt is given indices in ``CUDA_VISIBLE_DEVICES``, not UUIDs."""
-        by = self.cuda_visible_devices
-        return by == "index" or (by == AUTO and self.is_script)
 
     def learning_rate_at(self, effective_batch_size: int) -> float:
         """Return the learning rate for a script that trains with this effective batch."""

@@ -26,6 +26,9 @@ EVENTS = (
 )
 """What ``notify.on`` may name."""
 
+CLEARED_AFTER = ("save", "epoch", "failure")
+"""What ``memory.clear_after`` may name."""
+
 URLS_VARIABLE = "ROBUST_TRAIN_NOTIFY_URLS"
 """Where the URLs of ``notify.urls`` are kept, which may hold passwords."""
 
@@ -40,9 +43,6 @@ class Range:
 
 FROM_0 = Range("0 or more", lambda value: value >= 0)
 FROM_1 = Range("1 or more", lambda value: value >= 1)
-FROM_10_OR_OFF = Range(
-    "10 or more, or 0", lambda value: value >= 10 or value == 0
-)
 POSITIVE = Range("more than 0", lambda value: value > 0)
 SHARE = Range("from 0 to 1", lambda value: 0 <= value <= 1)
 POSITIVE_SHARE = Range(
@@ -180,6 +180,22 @@ def text_or_none(name: str, given: Any) -> str | None:
     return str(given) if isinstance(given, (str, int, float)) else None
 
 
+def truth_or_path(name: str, given: Any) -> bool | str:
+    """Return a boolean or a path. A word without a slash is refused: it would be a typo of ``true``
+    or ``false`` as often as the name of a directory."""
+    if isinstance(given, bool):
+        return given
+    if isinstance(given, str):
+        named = {"true": True, "false": False}
+        if given.lower() in named:  # environment variables are text
+            return named[given.lower()]
+        if "/" in given:
+            return given
+    raise ConfigError(
+        f"{name}={given}: must be true, false or a path with a slash in it"
+    )
+
+
 def is_not_false(name: str, given: Any) -> bool:
     """Return whether a value is anything but ``false``."""
     return given is not False
@@ -187,13 +203,24 @@ def is_not_false(name: str, given: Any) -> bool:
 
 def events(name: str, given: Any) -> tuple[str, ...]:
     """Return the chosen events, all of them for null."""
-    if given is None:
-        return EVENTS
+    return EVENTS if given is None else _words_among(EVENTS, name, given)
+
+
+def cleared_after(name: str, given: Any) -> tuple[str, ...]:
+    """Return the occasions after which memory is cleared, none of them for null."""
+    return _words_among(CLEARED_AFTER, name, given)
+
+
+def _words_among(
+    known: tuple[str, ...],
+    name: str,
+    given: Any,
+) -> tuple[str, ...]:
     chosen = (given,) if isinstance(given, str) else words_of_list(name, given)
-    for event in chosen:
-        if event not in EVENTS:
+    for word in chosen:
+        if word not in known:
             raise ConfigError(
-                f"{name}={event}: must be one of {', '.join(EVENTS)}"
+                f"{name}={word}: must be one of {', '.join(known)}"
             )
     return chosen
 

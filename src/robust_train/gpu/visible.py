@@ -12,9 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from robust_train.gpu.cuda_order import CudaOrderError, cuda_order
+from robust_train.model.errors import ConfigError
 from robust_train.model.gpu import GpuInfo, Inventory
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
+NAMES_VARIABLE = "ROBUST_TRAIN_CUDA_VISIBLE_DEVICES"
+"""How an attempt's GPUs are named, for a program that reads only the other names: ``uuid``,
+``index``, or ``auto``, which is ``index`` for scripts."""
+
 _SLURM_GPUS = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE")
 _INTEGER = re.compile(r"\s*([+-]?[0-9]+)", re.ASCII)
 _NOT_AN_ENTRY = (
@@ -100,6 +105,20 @@ def allocated_by(environ: Mapping[str, str]) -> str:
     if "RAY_RAYLET_PID" in environ and environ.get("CUDA_VISIBLE_DEVICES"):
         return "Ray"
     return ""
+
+
+def numbers_gpus(environ: Mapping[str, str], *, is_script: bool) -> bool:
+    """Return whether an attempt is given indices in CUDA_VISIBLE_DEVICES, not UUIDs.
+
+    Raises:
+        ConfigError: the variable has another value.
+    """
+    given = environ.get(NAMES_VARIABLE) or "auto"
+    if given not in ("auto", "uuid", "index"):
+        raise ConfigError(
+            f"{NAMES_VARIABLE}={given}: must be one of auto, uuid, index"
+        )
+    return given == "index" or (given == "auto" and is_script)
 
 
 def mask_for(gpus: Sequence[GpuInfo], *, by_index: bool) -> str:

@@ -77,7 +77,7 @@ class RobustLoop:
             loader,
             name="loader",
             shares=StepShares(self._effective),
-            seed=cfg.training.seed,
+            seed=cfg.seed,
         )
         if run.world_size > 1:
             _divide(loader)

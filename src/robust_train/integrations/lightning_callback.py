@@ -81,7 +81,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
             loader,
             name=name,
             shares=self.shares,
-            seed=self._cfg.training.seed,
+            seed=self._cfg.seed,
         )
         self.position = replace(
             self.position, epoch_samples=self._order.samples

@@ -82,8 +82,8 @@ def training_arguments(cfg: DictConfig, run: Run) -> dict[str, Any]:
         "dataloader_prefetch_factor": training.prefetch_factor
         if workers
         else None,
-        "seed": training.seed,
-        "data_seed": training.seed,
+        "seed": cfg.seed,
+        "data_seed": cfg.seed,
         # the last but one must stay until the launcher knows of the last
         "save_total_limit": max(training.keep_checkpoints, 2),
     }

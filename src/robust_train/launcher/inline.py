@@ -118,7 +118,9 @@ class InlineExecutor:
                 flags=self._flags,
             )
         # a debugger may need what the frames hold
-        clears = request.config.memory.clear_on_failure and not process_ends
+        clears = (
+            "failure" in request.config.memory.clear_after and not process_ends
+        )
         if error is not None and clears:
             try:
                 left = release_and_check(

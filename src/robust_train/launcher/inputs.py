@@ -89,6 +89,8 @@ def request_for(
     # between two reports in the job so far, seconds
     longest_pause: float = 0.0,
     is_first: bool = True,  # of its launch
+    # CUDA_VISIBLE_DEVICES has numbers of GPUs, not UUIDs
+    numbers_gpus: bool = False,
 ) -> AttemptRequest:
     """Return the request for an attempt of a job with config ``cfg``."""
     spec, is_script = attempt.spec, config.is_script
@@ -104,7 +106,7 @@ def request_for(
         os.environ,
         spec.gpus,
         expandable_segments=spec.expandable_segments,
-        by_index=config.gpus_by_index,
+        by_index=numbers_gpus,
     )
     if config.stall_timeout_seconds != 0 and len(spec.gpus) > 1:
         environ |= nccl_variables(

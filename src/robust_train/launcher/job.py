@@ -72,6 +72,7 @@ from robust_train.folder.resolvers import resolvers_of
 from robust_train.folder.state import Summary, summary_of_earlier_launch
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.processes import user_name
+from robust_train.gpu.visible import numbers_gpus
 from robust_train.host.engine import guest_rank
 from robust_train.host.job_logging import logged_to_screen, shorten_lines
 from robust_train.host.linux import sleep_with_ticks
@@ -264,6 +265,7 @@ class Job:
         self.trainer_ref = TrainerRef.of(
             self.trainer, inline=config.runs_inline
         )
+        self.numbers_gpus = numbers_gpus(environ, is_script=config.is_script)
         self.values_used = values_used(cfg, config)
         self.policy = policy_settings(config, self.values_used)
         self.name = job_name_of(config, self.trainer)
@@ -601,6 +603,7 @@ class Job:
                 job=job,
                 longest_pause=self.folder.state.longest_pause or 0.0,
                 is_first=not self.attempts,
+                numbers_gpus=self.numbers_gpus,
             )
 
     def _conclude(self, attempt: Attempt) -> None:

@@ -481,7 +481,7 @@ def checkpoint_gradients(context: FailureContext) -> Retry | None:
     """
     last, config = context.last, context.config
     is_possible = (
-        config.allow_gradient_checkpointing and context.settings.can_checkpoint
+        config.may_checkpoint_gradients and context.settings.can_checkpoint
     )
     if (
         not is_possible
@@ -498,7 +498,7 @@ def checkpoint_gradients(context: FailureContext) -> Retry | None:
     change = f"{context.at_size}: {size if last.has_batch else 'again'}"
     how = (
         f"{change} with gradient checkpointing: the same gradients in about a third more time "
-        "(allow_gradient_checkpointing)"
+        "(training.gradient_checkpointing)"
     )
     return context.retry(
         "gradient_checkpointing",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from robust_train.config.placeholders import placeholders_in
-from robust_train.config.schema import RobustConfig
+from robust_train.config.schema import CHECKPOINTING, RobustConfig
 from robust_train.model.attempt import Attempt
 from robust_train.model.spec import AttemptSpec
 from robust_train.readable import MIB
@@ -61,9 +61,12 @@ class PolicySettings:
             expandable_segments=expandable_segments,
             has_batch=not is_script and config.has_batch,
             accumulates=not is_script and config.can_accumulate,
-            gradient_checkpointing=training.gradient_checkpointing,
+            gradient_checkpointing=training.gradient_checkpointing is True,
         )
-        known.setdefault("can_checkpoint", config.is_built_in)
+        known.setdefault(
+            "can_checkpoint",
+            config.is_built_in or CHECKPOINTING in (config.theirs or ()),
+        )
         settings = cls(config, asked, **known)
         return settings.supporting(used) if is_script else settings
 

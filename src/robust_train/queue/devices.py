@@ -404,7 +404,8 @@ def _queue_directory(
     config: RobustConfig, environ: Mapping[str, str]
 ) -> Path | None:
     """Return where the host's jobs queue; None if this one does not."""
-    if not config.gpu_queue:
+    queue = config.gpu_queue
+    if queue is False:
         return None
     if owner := allocated_by(environ):
         log.info(
@@ -412,7 +413,7 @@ def _queue_directory(
             owner,
         )
         return None
-    return directory_for(config.gpu_queue_dir, environ)
+    return directory_for(None if queue is True else str(queue), environ)
 
 
 def _named(device: str, visible: Visible) -> tuple[str, ...]:

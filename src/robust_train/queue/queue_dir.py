@@ -31,7 +31,7 @@ from robust_train.model.json import from_json
 log = logging.getLogger("robust_train")
 
 VARIABLE = "ROBUST_TRAIN_QUEUE_DIR"
-"""Names the directory if ``gpu_queue_dir`` does not; takes precedence over the default."""
+"""Names the directory if ``gpu_queue`` does not; takes precedence over the default."""
 
 RUNTIME = Path("/run/lock")
 LIMITS_FILE = "queue.yaml"
@@ -66,7 +66,7 @@ class QueueProblem(NotDone):
 
     def __init__(self, path: Path, trouble: str) -> None:
         super().__init__(
-            f"the queue directory {path} {trouble}; name another one with gpu_queue_dir=… or "
+            f"the queue directory {path} {trouble}; name another one with gpu_queue=/… or "
             f"{VARIABLE}"
         )
 
@@ -318,7 +318,7 @@ def write_whole(fd: int, data: bytes) -> None:
 
 
 def directory_for(setting: str | None, environ: Mapping[str, str]) -> Path:
-    """Return this host's queue directory: the key ``gpu_queue_dir``, the variable, or a default."""
+    """Return this host's queue directory: the path in ``gpu_queue``, the variable, or a default."""
     chosen = setting or environ.get(VARIABLE)
     if chosen:
         return Path(os.path.expanduser(chosen)).absolute()

@@ -39,7 +39,7 @@ class SweeperSettings:
     n_trials: int = 20
     n_jobs: int | None = None
     repeat: int = 1
-    seed_key: str = "training.seed"
+    seed_key: str = "seed"
     params: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:

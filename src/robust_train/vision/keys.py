@@ -1,8 +1,8 @@
-"""The keys of ``model`` and ``dataset`` for the built-in trainer, and their check.
+"""The keys of ``model``, ``dataset`` and ``training`` for the built-in trainer, and their check.
 
 As in :mod:`robust_train.config.schema`, each is declared here once: ``just keys`` writes
-``configs/robust/model/``, ``configs/robust/dataset/image_folder.yaml`` and their tables on the page
-of keys.
+``configs/robust/model/``, ``configs/robust/dataset/image_folder.yaml`` and the tables of
+``docs/built-in-trainer.md``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ from omegaconf import MISSING, DictConfig
 
 from robust_train.config.checks import read
 from robust_train.config.composition import store_group
-from robust_train.config.values import FROM_1, Range, key, words_of_list
+from robust_train.config.schema import TrainingConfig
+from robust_train.config.values import (
+    FROM_0,
+    FROM_1,
+    SHARE,
+    Range,
+    key,
+    words_of_list,
+)
 from robust_train.model.errors import ConfigError
 from robust_train.readable import meant
 
@@ -174,6 +182,35 @@ class ImageFolderConfig(DatasetConfig):
     )
 
 
+@dataclass(frozen=True)
+class ImageTrainingConfig(TrainingConfig):
+    """``training`` with ``trainer=image_classification``."""
+
+    weight_decay: float = key(0.01, "weight decay", range=FROM_0)
+    warmup_fraction: float = key(
+        0.05,
+        "share of the steps with a rising learning rate",
+        range=SHARE,
+    )
+    label_smoothing: float = key(
+        0.0,
+        "label smoothing of the loss",
+        range=SHARE,
+    )
+    max_grad_norm: float = key(
+        1.0,
+        "gradient clipping; `0`: none",
+        range=FROM_0,
+    )
+    mixed_precision: bool = key(True, "bf16, or fp16 with a scaler, on GPUs")
+    sharding: str = key(
+        "ddp",
+        "`fsdp`: each rank holds its share of weights, gradients and optimizer state",
+        more="Needs `num_gpus` ([several GPUs](several-gpus.md#sharded-models))",
+        choices=("ddp", "fsdp"),
+    )
+
+
 MODELS: Mapping[str, type] = {
     "cnn": CnnConfig,
     "linear_probe": LinearProbeConfig,
@@ -192,6 +229,7 @@ def check_config(cfg: DictConfig) -> None:
     """Check ``model``, ``dataset`` and ``logger``; touch neither data nor device. Raises
     ConfigError: a value is not accepted."""
     logger_of(cfg)
+    read(ImageTrainingConfig, cfg.training, "training.")
     for group, options in (("model", MODELS), ("dataset", DATASETS)):
         name = cfg[group].get("name")
         if name not in options:
@@ -237,6 +275,12 @@ def preload_modules(cfg: DictConfig) -> list[str]:
 
 def register() -> None:
     """Put the keys into Hydra's ConfigStore."""
+    store_group(
+        "training",
+        "image_classification",
+        ImageTrainingConfig,
+        base=TrainingConfig,
+    )
     for name, schema in MODELS.items():
         store_group("model", name, schema)
     store_group(

@@ -107,7 +107,7 @@ def train(cfg: DictConfig, run: Run) -> dict[str, float | str]:
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
         torch.cuda.init()  # type: ignore[no-untyped-call]
-    seed_everything(cfg.training.seed)
+    seed_everything(cfg.seed)
     run.record_memory("start")
     if run.world_size > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -148,7 +148,7 @@ class Training:
             self.splits.train,
             self.images,
             augment=cfg.dataset.augment,
-            seed=training.seed,
+            seed=cfg.seed,
         )
         self.plan = self._plan()
         self.schedule = CosineSchedule(
@@ -189,7 +189,7 @@ class Training:
             at_once=size
             if run.batch_search is None
             else read_at_once(effective),
-            seed=training.seed,
+            seed=self.cfg.seed,
             ranks=run.world_size,
             rank=run.rank,
         )
@@ -258,7 +258,7 @@ class Training:
                 # all ranks have read the checkpoint when this returns, and hold the same weights
                 self.model = Replicated(self.net)
             seed_rank(
-                self.cfg.training.seed,
+                self.cfg.seed,
                 self.position.step,
                 run.rank,
             )
@@ -506,7 +506,7 @@ class Training:
     def _identity(self) -> dict[str, str]:
         """Return what a checkpoint has in common with any run that may resume from it."""
         identity = {
-            "training.seed": str(self.cfg.training.seed),
+            "seed": str(self.cfg.seed),
             "training samples": str(self.plan.num_samples),
             "classes": str(self.splits.shape.num_classes),
         }
