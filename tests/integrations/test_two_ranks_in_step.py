@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from running_out import RUN_OUT, differ_by_rounding_alone
+from running_out import RUN_OUT, Fuse, differ_by_rounding_alone
 
 import warm
 
@@ -33,7 +33,12 @@ def test_one_of_two_ranks_repeats_its_share_of_the_step(tmp_path, framework):
         assert repeated["logged"] == pytest.approx(plain["logged"], abs=1e-5)
         assert repeated["size"] == 2, "all take the size that one has found"
         # batches of earlier steps are not repeated
-        sizes = [4] * at + [2] * 2 * 4 if rank else [4] * 4 + [2] * 4
+        # before its first parts each rank checks its split by itself
+        if rank:
+            checked = Fuse(where, fits=2).of_a_split_check(4)
+            sizes = [4] * at + checked + [2] * 2 * 4
+        else:
+            sizes = [4] * 4 + [4, 2, 2, 1, 3] + [2] * 4
         assert repeated["sizes"] == sizes, (rank, where, at)
     evaluated = seen[1]["evaluation"]
     assert evaluated["sizes"][:3] == [4, 2, 2], "by itself, while the other one waits"
