@@ -162,8 +162,8 @@ class Day:
         return ended
 
     def requests(self, verb, *, is_refused=False):
-        """Have the held job answer ``robust-train run …``; return what that printed."""
-        argv = ("-m", "robust_train.cli.main", "run", verb, str(self.run_dir))
+        """Have the held job answer ``robust-train …``; return what that printed."""
+        argv = ("-m", "robust_train.cli.main", verb, str(self.run_dir))
         asking = warm.start(argv, self.world.folder, self.world.environ)
         requests = self.run_dir / "requests"
         wait_until(lambda: list(requests.glob("*.taken")), "the request is taken")

@@ -191,7 +191,10 @@ def test_a_function_of_a_notebook_runs_in_a_process_of_its_own(tmp_path, monkeyp
     assert re.search(r"(?m)^\d\d:\d\d:\d\d completed after ", cell.text), "by the time of day"
 
 
-def test_the_last_lines_say_how_it_ended_and_how_it_goes_on(tmp_path, caplog):
+def test_the_last_lines_say_how_it_ended_and_how_it_goes_on(tmp_path, caplog, monkeypatch):
+    # a job that a program has started, whatever runs this test
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
+
     def mistaken(cfg):
         raise UserError("no weights here")
 
