@@ -335,6 +335,7 @@ def test_an_attempt_whose_end_is_being_explained_when_a_stop_comes_is_recorded(
     assert (attempt.outcome, attempt.action) == ("bug", "stopped")
 
 
+@pytest.mark.slow
 def test_the_user_s_rules_count_while_a_time_slice_ends(tmp_path, monkeypatch):
     watches = []
 

@@ -83,7 +83,7 @@ def run(program, words, cwd, *, code=0):
     ("program", "words"),
     [
         (SCRIPT, ["train.py"]),
-        pytest.param(BY_VALUE, ["train.py"], id="by value"),
+        pytest.param(BY_VALUE, ["train.py"], marks=pytest.mark.slow, id="by value"),
         pytest.param(HYDRA + "main()", ["train.py"], marks=pytest.mark.slow, id="no guard"),
         pytest.param(HYDRA + GUARDED + "main()", ["train.py"], marks=pytest.mark.slow, id="hydra"),
         # the folder's name is no identifier, and need not be one
