@@ -187,13 +187,14 @@ def _attempt(job: Job, folder: Path) -> tuple[Any, Any]:
         "gradient_accumulation_steps": 1,
         "num_workers": 0,
         "prefetch_factor": 2,
-        "seed": SEED,
         "checkpoint_every_minutes": 60,
         "checkpoint_every_steps": None,
         "keep_checkpoints": 2,
         "log_every_steps": job.steps,
     }
-    cfg = OmegaConf.create({"device": "cpu", "min_batch_size": 1, "training": training})
+    cfg = OmegaConf.create(
+        {"device": "cpu", "min_batch_size": 1, "seed": SEED, "training": training}
+    )
     run = Run(run_dir=folder)
     run.micro_batch_plan = MicroBatchPlan.of(unchecked(cfg))
     return cfg, run

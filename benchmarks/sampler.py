@@ -82,7 +82,7 @@ def block(
         sampler = (
             None
             if interval is None
-            else Sampler(Path(folder), 1, device, interval, lambda: 1)
+            else Sampler(Path(folder), 1, device, lambda: 1, interval_seconds=interval)
         )
         if sampler is not None:
             sampler.start()

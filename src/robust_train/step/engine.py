@@ -443,6 +443,11 @@ class Step(Generic[T]):
         self, batch: Batch[T], loss_of: LossOf, used: int
     ) -> SplitCheck:
         assert self.start is not None
+        # A rank that runs out of memory in a check would leave the others in its collectives.
+        if self.is_sharded:
+            return SplitCheck(
+                Kept.UNKNOWN, "its ranks compute it together (FSDP2)"
+            )
         is_lone = self._shared.largest(batch.parts.samples < 2)
         if is_lone:
             return SplitCheck(Kept.UNKNOWN, "a rank has a lone sample")
