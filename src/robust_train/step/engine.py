@@ -448,17 +448,10 @@ class Step(Generic[T]):
             return SplitCheck(
                 Kept.UNKNOWN, "its ranks compute it together (FSDP2)"
             )
-        is_lone = self._shared.largest(batch.parts.samples < 2)
-        if is_lone:
-            return SplitCheck(Kept.UNKNOWN, "a rank has a lone sample")
 
         @contextlib.contextmanager
         def around() -> Iterator[None]:
-            with (
-                self.guard(),
-                self._recorder.splits.muted(),
-                self._shared.pass_of_all(),
-            ):
+            with self.guard(), self._recorder.splits.muted():
                 yield
 
         checker = Checker(
@@ -468,7 +461,6 @@ class Step(Generic[T]):
             self.start.models,
             batch.function,
             around=around,
-            agree=self._shared.largest,
             named=self.start.named,
             host_memory_ran_out=self._host_ran_out,
         )

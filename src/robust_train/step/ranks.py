@@ -28,13 +28,12 @@ from robust_train.compat import (
     preserve_version_counter,
     settle_buckets,
 )
-from robust_train.memory.clearing import clear_frames
 from robust_train.model.errors import UserError
 from robust_train.model.failure import Failure
 from robust_train.readable import MIB
 from robust_train.step import sharded
 from robust_train.step.rewind import modules_of
-from robust_train.step.sharded import WITHOUT, RanOutElsewhere, refuse
+from robust_train.step.sharded import WITHOUT, refuse
 
 T = TypeVar("T")
 
@@ -241,34 +240,6 @@ class SharedStep:
         most, of_all = int(rows[:, 0].max()), float(rows[:, 1].sum())
         factor = items * self._group.size / of_all if of_all else 0.0
         return most, factor, bool(rows[:, 2].any())
-
-    def largest(self, figure: int) -> int:
-        """Return the largest of all ranks' figures, if they run their parts together."""
-        if self._group is None or not self.is_sharded:
-            return int(figure)
-        return int(self._group.figures([figure]).max())
-
-    @contextlib.contextmanager
-    def pass_of_all(self) -> Iterator[None]:
-        """Run a pass besides those of the step, on all ranks alike if the model is sharded."""
-        if self._group is None or not self.is_sharded:
-            yield
-            return
-        ledger = self._group.ledger
-        ledger.begin_part(self._roots, training=False, has_weight=True)
-        try:
-            yield
-        except RanOutElsewhere as error:
-            clear_frames(error)
-            self.reset()
-            raise
-        except Exception as error:
-            clear_frames(error)
-            ledger.end_part(ran_out=True)
-            self.reset()
-            raise
-        else:
-            ledger.end_part(ran_out=False)
 
     def begin_part(self, *, training: bool, has_weight: bool) -> None:
         """Begin a part, in which sharded models alone may communicate."""

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from enum import Enum, IntEnum
+from enum import Enum
 from typing import Any
 
 import torch
@@ -38,7 +38,6 @@ from robust_train.step.rewind import (
     PassState,
     models_of,
 )
-from robust_train.step.sharded import RanOutElsewhere
 from robust_train.step.splitting import (
     Count,
     Length,
@@ -234,8 +233,8 @@ class _Mode(Enum):
     EVALUATION = "evaluation"
 
 
-class _Outcome(IntEnum):
-    """What one comparison shows. With several ranks the largest counts."""
+class _Outcome(Enum):
+    """What one comparison shows."""
 
     EXACT = 0
     NOISY = (
@@ -246,20 +245,12 @@ class _Outcome(IntEnum):
     DIFFERS = 4
 
 
-class _Trouble(IntEnum):
-    """How a pass went. With several ranks the largest counts."""
-
-    NONE = 0
-    FAILED = 1
-    RAN_OUT = 2
-
-
 class PassFailed(Exception):
     """A part or one of its halves cannot be computed."""
 
 
 class PassRanOut(Exception):
-    """Memory ran out in a pass, on this rank or on another."""
+    """Memory ran out in a pass."""
 
 
 class Checker:
@@ -272,7 +263,6 @@ class Checker:
         models: what learns.
         function: what reaches further modules, generators and metrics; None: ``loss_of``.
         around: makes a context for each pass, in which nothing is logged or reported.
-        agree: returns the largest of all ranks' figures, if ranks make these passes together.
         named: attributes of which a line says already that they cannot be put back.
         host_memory_ran_out: just before, which explains errors that have several causes.
     """
@@ -288,14 +278,12 @@ class Checker:
         around: Callable[
             [], AbstractContextManager[object]
         ] = contextlib.nullcontext,
-        agree: Callable[[int], int] = int,
         named: set[str] | None = None,
         host_memory_ran_out: bool = False,
     ) -> None:
         self._loss_of = loss_of
         self._host_memory_ran_out = host_memory_ran_out
         self._around = around
-        self._agree = agree
         self._parts = parts
         reached = loss_of if function is None else function
         self._state = PassState(models, reached, named)
@@ -317,6 +305,7 @@ class Checker:
                 warnings.simplefilter("ignore")
                 check = self._check_what_fits()
         except PassFailed:
+            assert self._error is not None
             seen = described(self._error)
             check = SplitCheck(Kept.UNKNOWN, seen, self._size)
         except Exception:
@@ -346,11 +335,11 @@ class Checker:
             self._whole.clear()
             self._formats = _Formats()
             self._divide(data, self._size // 2)
-            if self._agree(not any(self._weights)):
+            if not any(self._weights):
                 continue
             check = self._compare_in_modes()
             is_zero = check.is_kept and self._draws[0].is_zero
-            if not self._agree(is_zero):
+            if not is_zero:
                 return self._compare_other_pieces(data, check)
         return SplitCheck(Kept.UNKNOWN, NOTHING_TO_SEE, self._size)
 
@@ -363,11 +352,11 @@ class Checker:
         quarter and the rest rarely do as well, nor do, if that leaves no other pieces, the halves
         of other samples.
         """
-        if self._agree(not (check.is_kept and len(self._draws) == 1)):
+        if not check.is_kept or len(self._draws) != 1:
             return check
         first = max(self._size // 4, 1)
         is_small = first == self._size // 2
-        if self._agree(is_small):
+        if is_small:
             self._whole.clear()
             data = self._of_other_samples()
         self._divide(data, first)
@@ -426,6 +415,7 @@ class Checker:
             self._draws = draws
             return self._compare_means(_Mode.CALM)
         if calm is _Outcome.FAILED and still is _Outcome.FAILED:
+            assert self._error is not None
             return SplitCheck(Kept.CANNOT, described(self._error), self._size)
         return SplitCheck(
             Kept.UNKNOWN, "it is not a finite number", self._size
@@ -441,7 +431,7 @@ class Checker:
         """Compare the means of several draws of the random numbers."""
         while len(self._draws) < _DRAWS:
             self._draws.append(self._draw(mode, self._drawn))
-        differs = self._agree(differ_beyond_noise(self._draws))
+        differs = differ_beyond_noise(self._draws)
         text = (
             f"{in_words(mean_of(self._draws), self._size)} (means of {_DRAWS})"
         )
@@ -450,22 +440,20 @@ class Checker:
     def _compare(self, mode: _Mode) -> _Outcome:
         """Return what one comparison shows; a second one separates noise from a difference."""
         self._mode = mode
-        outcome = _Outcome(self._agree(self._first_outcome(mode)))
+        outcome = self._first_outcome(mode)
         if outcome is _Outcome.FAILED and not self._needs_gradients:
             # A gradient penalty needs them, and cannot be computed without.
             self._needs_gradients = True
-            outcome = _Outcome(self._agree(self._first_outcome(mode)))
+            outcome = self._first_outcome(mode)
         if outcome is not _Outcome.DIFFERS:
             return outcome
         assert self._drawn is not None
-        is_noisy = self._agree(
-            not self._drawn.equal(self._state.random_numbers)
-        )
+        is_noisy = not self._drawn.equal(self._state.random_numbers)
         if not is_noisy:
             # Others than the known generators may have been asked.
             self._draws.append(self._draw(mode, self._drawn))
             first, second = self._draws
-            is_noisy = self._agree(first.whole != second.whole)
+            is_noisy = first.whole != second.whole
         return _Outcome.NOISY if is_noisy else _Outcome.DIFFERS
 
     def _first_outcome(self, mode: _Mode) -> _Outcome:
@@ -515,29 +503,24 @@ class Checker:
                 _give_statistics(module)
 
     def _value_of(self, data: Any) -> float:
-        value = math.nan
-        trouble = _Trouble.NONE
         try:
             with self._around(), torch.set_grad_enabled(self._needs_gradients):
                 loss = self._loss_of(data).detach()
                 self._formats.note_loss(loss)
-                value = float(loss)
+                return float(loss)
         except Exception as error:
             failure = classify_failure(
                 error, host_memory_ran_out=self._host_memory_ran_out
             )
-            trouble = _trouble_of(error, failure.kind)
-            if trouble is _Trouble.NONE:
+            kind = failure.kind
+            is_of_program = kind in (FailureKind.BUG, FailureKind.UNKNOWN)
+            # A fault of the device or of a peer says nothing of the pass.
+            if not kind.is_memory and not is_of_program:
                 raise
             clear_frames(error)
             self._error = error.with_traceback(None)
-        # Ranks that make these passes together leave them together.
-        match _Trouble(self._agree(trouble)):
-            case _Trouble.RAN_OUT:
-                raise PassRanOut
-            case _Trouble.FAILED:
-                raise PassFailed
-        return value
+        # The exception is gone here, and with it what its frames held.
+        raise PassRanOut if kind.is_memory else PassFailed
 
     @contextlib.contextmanager
     def _in_mode(self, mode: _Mode) -> Iterator[None]:
@@ -550,14 +533,6 @@ class Checker:
         finally:
             for module in trained:
                 module.training = True
-
-
-def _trouble_of(error: Exception, kind: FailureKind) -> _Trouble:
-    """Return what an error says of a pass; a fault of the device or of a peer says nothing."""
-    if isinstance(error, RanOutElsewhere) or kind.is_memory:
-        return _Trouble.RAN_OUT
-    is_of_program = kind in (FailureKind.BUG, FailureKind.UNKNOWN)
-    return _Trouble.FAILED if is_of_program else _Trouble.NONE
 
 
 def is_restless(module: nn.Module) -> bool:
@@ -580,10 +555,8 @@ def _give_statistics(module: Any) -> None:
     module.running_var = torch.ones(size, device=device)
 
 
-def described(error: Exception | None) -> str:
-    """Return an error in one line; None: only another rank knows it."""
-    if error is None:
-        return "it failed on another rank"
+def described(error: Exception) -> str:
+    """Return an error in one line."""
     name = type(error).__name__
     text = first_line(error)
     return text if text.startswith(name) else f"{name}: {text}"
