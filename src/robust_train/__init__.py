@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from robust_train.attempt.run import Run
     from robust_train.attempt.script.messages import current_run
     from robust_train.cli.train import hydra_main
+    from robust_train.entry import launch
     from robust_train.failures import classify_failure
     from robust_train.folder.checkpoints import save_checkpoint
     from robust_train.folder.state import Summary
     from robust_train.gpu.select import find_best_device
-    from robust_train.launcher.job import launch
     from robust_train.memory.clearing import (
         cleanup_model_memory,
         clear_cuda_memory,
@@ -84,7 +84,7 @@ _NAMES = {
     ),
     "failures": "classify_failure",
     "gpu.select": "find_best_device",
-    "launcher.job": "launch",
+    "entry": "launch",
     "memory.clearing": "cleanup_model_memory clear_cuda_memory clear_gpu_memory",
     "memory.cuda": "enable_memory_efficient_settings set_memory_fraction",
     "memory.stats": (

@@ -9,13 +9,12 @@ import pytest
 
 import robust_train
 from another_user import ANOTHER_USER, needs_root
+from plans import folder_in
 from robust_train.cli.command import load
 from robust_train.cli.commands import COMMANDS
 from robust_train.cli.main import find, main, parser_of
-from robust_train.config.schema import RobustConfig
 from robust_train.folder.state import Summary
 from robust_train.host.signals import SignalWatch
-from robust_train.launcher.run_folder import RunFolder
 
 COMMAND = [sys.executable, "-m", "robust_train.cli.main"]
 
@@ -199,8 +198,7 @@ def test_the_output_of_each_command_that_has_json_is_checked():
 def test_json_has_the_documented_keys(line, here, capsys):
     run_dir = here / "run"
     run_dir.mkdir()
-    config = RobustConfig()
-    with SignalWatch() as signals, RunFolder(run_dir, "a job", signals, config) as folder:
+    with SignalWatch() as signals, folder_in(run_dir, signals) as folder:
         Summary("completed", run_dir, result=0.5).write()
         folder.ended("completed", None)
     code = main([*line.replace("RUN", str(run_dir)).split(" "), "--json"])

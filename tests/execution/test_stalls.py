@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attempts import attempt_request
-from robust_train.config.schema import RobustConfig
+from plans import folder_in
 from robust_train.failures.stack import where_it_stands
 from robust_train.host.signals import SignalWatch
 from robust_train.launcher import stall_watch
-from robust_train.launcher.run_folder import RunFolder
 from robust_train.launcher.stall import (
     SHORTEST_SECONDS,
     STARTUP_SECONDS,
@@ -222,10 +221,10 @@ def test_a_long_pause_counts_in_the_next_launch_of_the_job(watched, tmp_path):
     assert isinstance(learned, PauseLearned)
     assert learned.seconds >= 400
     started = JobStarted(str(tmp_path), "trainer", "c0ffee")
-    with RunFolder(tmp_path, "a job", SignalWatch(), RobustConfig()) as folder:
+    with folder_in(tmp_path, SignalWatch()) as folder:
         folder.record(started)
         folder.record(learned)
-    with RunFolder(tmp_path, "a job", SignalWatch(), RobustConfig()) as folder:
+    with folder_in(tmp_path, SignalWatch()) as folder:
         folder.record(started)
         assert folder.state.longest_pause == learned.seconds
         folder.record(replace(started, job="another"))

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from robust_train import failures, launch
+from robust_train.features.retry_rules import launcher as rules
+from robust_train.launcher import driver
 from robust_train.launcher import job as launcher
 from robust_train.policy import decide as policy
 
@@ -27,8 +29,10 @@ def answers(monkeypatch):
         monkeypatch.setattr(module, name, answer)
 
     collect(failures, "reports_of")
-    for name in ("ended", "with_rule", "with_advice", "decide", "concluded"):
+    for name in ("ended", "with_advice", "concluded"):
         collect(launcher, name)
+    collect(rules, "with_rule")
+    collect(driver, "decide")
     collect(policy, "is_found")
     return given
 

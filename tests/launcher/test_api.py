@@ -29,6 +29,8 @@ from robust_train import (
 )
 from robust_train.attempt.loading import load
 from robust_train.config.trainers import TrainerRef
+from robust_train.features.memory_samples import launcher as memory_samples
+from robust_train.features.report_page import launcher as page
 from robust_train.folder.identity import read_identity
 from robust_train.folder.lock import is_held
 from robust_train.folder.state import read_state, read_summary
@@ -233,7 +235,7 @@ def test_a_signal_after_the_trainer_has_returned_changes_nothing(tmp_path, monke
     """To launcher and attempt before the result is reported, and to the launcher at the end."""
     stop = functools.partial(os.kill, os.getpid(), signal.SIGTERM)
     monkeypatch.setattr(launcher.Summary, "write", lambda summary: stop())
-    monkeypatch.setattr(launcher, "write_report", lambda run_dir: stop())
+    monkeypatch.setattr(page, "write_report", lambda sources: stop())
     trainer = trainers.is_stopped_when_it_has_returned
     summary = launch(trainer, {"isolation": isolation}, run_dir=tmp_path)
     assert (summary.status, summary.result) == ("completed", 0.5)
@@ -245,9 +247,9 @@ def test_a_completed_job_stays_completed_without_figures(tmp_path, monkeypatch, 
     def fails(*given):
         raise MemoryError("no room")
 
-    names = ("goodput_in", "read_sources", "attempt_stability")
-    for name in names:
-        monkeypatch.setattr(launcher, name, fails)
+    names = {"goodput_from": page, "attempt_stability": memory_samples}
+    for name, module in names.items():
+        monkeypatch.setattr(module, name, fails)
     summary = launch(lambda cfg: 0.5, {"isolation": "none"}, run_dir=tmp_path)
     assert (summary.status, read_summary(tmp_path).result) == ("completed", 0.5)
     assert read_state(tmp_path).state == "completed"

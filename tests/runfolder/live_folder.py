@@ -7,9 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from robust_train.config.schema import RobustConfig
+from plans import folder_in
 from robust_train.host.signals import SignalWatch
-from robust_train.launcher.run_folder import RunFolder
 from robust_train.model.errors import JobInterrupted
 from world import ROOT, SUPPORT
 
@@ -32,7 +31,7 @@ def open_folder(run_dir, name="a job", sweep=None):
     with (
         SignalWatch() as signals,
         signals.handed_to(_interrupt),
-        RunFolder(run_dir, name, signals, RobustConfig(), sweep_folder=sweep) as folder,
+        folder_in(run_dir, signals, name, sweep) as folder,
     ):
         yield folder
 

@@ -5,7 +5,7 @@ import json
 import os
 from dataclasses import replace
 
-from robust_train.launcher.slow_watch import SlowWatch
+from robust_train.features.slow.launcher import SlowWatch
 from robust_train.model.events import MicroBatchChanged, Slow, SpeedMeasured
 from robust_train.model.spec import Speed
 from simulated_nvml import Gpu
@@ -16,7 +16,7 @@ OF_A_GPU = """
 import json, os, subprocess, sys
 from robust_train.gpu import processes
 from robust_train.gpu.inventory import read_inventory
-from robust_train.launcher.slow_watch import SlowWatch, _on_gpus
+from robust_train.features.slow.launcher import SlowWatch, _on_gpus
 processes.sees_host_pids = lambda: True
 print(json.dumps(_on_gpus(read_inventory().gpus)))
 """

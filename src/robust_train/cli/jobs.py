@@ -17,6 +17,7 @@ from robust_train.config.checks import unchecked
 from robust_train.config.composition import complete, plain_config
 from robust_train.config.projects import builds_on_ours, with_group
 from robust_train.config.trainers import TrainerRef
+from robust_train.entry import run_job
 from robust_train.folder.hydra_state import (
     changes_each_time,
     remove_refused,
@@ -24,7 +25,6 @@ from robust_train.folder.hydra_state import (
 )
 from robust_train.folder.requests import sweep_stop_requested
 from robust_train.folder.state import EXIT_CODES, Summary
-from robust_train.launcher.job import run_job
 from robust_train.model.errors import (
     EXIT_FAILED,
     ConfigError,

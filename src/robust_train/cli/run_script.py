@@ -141,16 +141,19 @@ def _run(
 ) -> int:
     from omegaconf import OmegaConf
 
+    from robust_train.assembly import FEATURES
     from robust_train.attempt.script.command import check_command
     from robust_train.children import detach
     from robust_train.cli.jobs import exit_code_of, print_failure
     from robust_train.config import refusals
     from robust_train.config.checks import checked, hide_urls
+    from robust_train.entry import plan_launch
     from robust_train.folder.hydra_state import remove_refused
+    from robust_train.launcher.driver import driver_of
     from robust_train.launcher.job import Job
     from robust_train.model.errors import JobInterrupted
 
-    job, overrides = None, ["trainer=command", *arguments.overrides]
+    plan, overrides = None, ["trainer=command", *arguments.overrides]
     try:
         cfg = refusals.composed(overrides)
         for key, value in values.items():
@@ -160,27 +163,28 @@ def _run(
         check_command(config)
         if detach.is_due(config):
             return detach.start()
-        job = Job(None, cfg, arguments.run_dir, explain=print_failure)
-        _log_into(job.run_dir)
-        for warning in _warnings(arguments, config, job.values_used):
+        plan = plan_launch(None, cfg, arguments.run_dir)
+        _log_into(plan.run_dir)
+        for warning in _warnings(arguments, config, plan.values_used):
             log.warning("%s", warning)
-        if arguments.resume_argv and "checkpoint" not in job.values_used:
+        if arguments.resume_argv and "checkpoint" not in plan.values_used:
             log.info(
                 "--resume-argv has no {checkpoint}: the script finds its newest checkpoint itself"
             )
         try:  # as Hydra does
-            (job.run_dir / ".hydra").mkdir(exist_ok=True)
-            OmegaConf.save(cfg, job.run_dir / ".hydra" / "config.yaml")
+            (plan.run_dir / ".hydra").mkdir(exist_ok=True)
+            OmegaConf.save(cfg, plan.run_dir / ".hydra" / "config.yaml")
         except OSError as error:  # a full disk costs the record only
-            log.warning("cannot write %s: %s", job.run_dir, error.strerror)
+            log.warning("cannot write %s: %s", plan.run_dir, error.strerror)
+        job = Job(plan, driver_of(plan), FEATURES, explain=print_failure)
         return exit_code_of(job.run())
     except JobInterrupted as error:
         return error.exit_code
     except refusals.REFUSALS as error:
         line = refusals.explain(error, "robust", overrides)
         print(_in_options(line, arguments), file=sys.stderr)
-        if job is not None and arguments.run_dir is None:
-            remove_refused(job.run_dir)
+        if plan is not None and arguments.run_dir is None:
+            remove_refused(plan.run_dir)
         return refusals.exit_code_of(error)
 
 

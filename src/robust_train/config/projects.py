@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
@@ -28,7 +28,9 @@ from robust_train.config.schema import (
     RobustConfig,
     TrainingConfig,
 )
+from robust_train.model.attempt import Attempt
 from robust_train.model.errors import ConfigError, NoDevice, UserError
+from robust_train.model.spec import Decision, Retry
 
 GROUP = "robust"
 
@@ -226,6 +228,48 @@ def as_typed(
         )
 
     return _our_keys().sub(name, text)
+
+
+@dataclass(frozen=True)
+class Words:
+    """What a job says, with each key as its user writes it; ``theirs`` are :func:`their_keys`."""
+
+    theirs: Mapping[str, str] | None
+
+    def text(self, text: str, quoted: str = "") -> str:
+        """Return a message of ours; ``quoted`` is a part of it that is not ours."""
+        return as_typed(text, self.theirs, quoted)
+
+    def retry(self, retry: Retry, quoted: str = "") -> Retry:
+        """Return a decision to retry; ``quoted`` is the message of what failed."""
+        otherwise = retry.otherwise
+        if otherwise is not None:
+            otherwise = self.decision(otherwise, quoted)
+        return replace(
+            retry,
+            reason=self.text(retry.reason, quoted),
+            warning=self.text(retry.warning, quoted),
+            otherwise=otherwise,
+        )
+
+    def decision(self, decision: Decision, quoted: str = "") -> Decision:
+        """Return any decision; ``quoted`` is the message of what failed."""
+        if isinstance(decision, Retry):
+            return self.retry(decision, quoted)
+        return replace(decision, reason=self.text(decision.reason, quoted))
+
+    def attempt(self, attempt: Attempt) -> Attempt:
+        """Return an attempt with the advice on its failure, and with the message if it is ours."""
+        failure = attempt.failure
+        if failure is None or self.theirs is None:
+            return attempt
+        message = failure.message
+        if failure.evidence.library == "robust_train":
+            message = self.text(message)
+        advice = tuple(map(self.text, failure.advice))
+        return replace(
+            attempt, failure=replace(failure, message=message, advice=advice)
+        )
 
 
 @contextlib.contextmanager

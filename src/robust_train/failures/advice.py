@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import replace
 
-from robust_train.config.projects import as_typed
+from robust_train.compat import torch_cuda_version
 from robust_train.config.schema import RobustConfig
+from robust_train.gpu.inventory import read_inventory
 from robust_train.model.attempt import Attempt
 from robust_train.model.failure import Clue, Evidence, FailureKind
 
@@ -214,6 +215,17 @@ def advice_for(kind: FailureKind, evidence: Evidence) -> tuple[str, ...]:
     return tuple(advice)
 
 
+def cuda_versions(attempt: Attempt, config: RobustConfig) -> str:
+    """Return the driver's CUDA and torch's if they are the reason of a failure, else nothing.
+
+    The torch of a script may be another one than that of this process.
+    """
+    if not attempt.cuda_cannot_work:
+        return ""
+    torchs = None if config.is_script else torch_cuda_version()
+    return read_inventory(processes=False).cuda_versions(torchs)
+
+
 def with_advice(
     attempt: Attempt,
     config: RobustConfig,
@@ -254,14 +266,7 @@ def with_advice(
         if not attempt.cuda_cannot_work:
             advice = [_THE_DEVICE_GIVEN]
     fitting = filter(None, (instead.get(one, one) for one in advice))
-    advice = tuple(as_typed(one, config.theirs) for one in fitting)
-    message = failure.message
-    if failure.evidence.library == "robust_train":
-        message = as_typed(message, config.theirs)
-    return replace(
-        attempt,
-        failure=replace(failure, message=message, advice=advice),
-    )
+    return replace(attempt, failure=replace(failure, advice=tuple(fitting)))
 
 
 def _is_others(evidence: Evidence) -> bool:

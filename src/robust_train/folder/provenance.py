@@ -32,7 +32,6 @@ from robust_train.config.values import is_secret
 from robust_train.files import read_object, read_small, write_json
 from robust_train.gpu.bounded import printed_by
 from robust_train.model.events import Json
-from robust_train.model.gpu import Group
 
 log = logging.getLogger("robust_train")
 
@@ -283,12 +282,18 @@ def changed_files(
 
 
 class Provenance:
-    """Writes the file of one launch in the background."""
+    """Writes the file of one launch in the background.
+
+    Args:
+        run_dir: the run folder.
+        gpus: name and UUID of each GPU of the job.
+        known: what else the file is to hold.
+    """
 
     def __init__(
         self,
         run_dir: Path,
-        gpus: Group,
+        gpus: Sequence[tuple[str, str]],
         known: Mapping[str, Json],
     ) -> None:
         self._run_dir = run_dir
@@ -326,7 +331,7 @@ class Provenance:
                 "cuda": None if cuda == "none" else cuda,
                 "driver": _driver(),
                 "gpus": [
-                    {"name": gpu.name, "uuid": gpu.uuid} for gpu in self._gpus
+                    {"name": name, "uuid": uuid} for name, uuid in self._gpus
                 ],
                 "variables": public_variables(os.environ),
                 "packages": packages,
@@ -334,7 +339,7 @@ class Provenance:
             }
             content |= _code(cwd)
             short = {name: content[name] for name in _SHORT}
-            self._short = {**short, "gpus": [gpu.name for gpu in self._gpus]}
+            self._short = {**short, "gpus": [name for name, _ in self._gpus]}
             write_json(
                 self._run_dir / FILE,
                 content,

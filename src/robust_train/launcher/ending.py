@@ -27,6 +27,12 @@ from robust_train.failures.stack import (
     where_it_stands,
 )
 from robust_train.model.attempt import Attempt, Exit
+from robust_train.model.errors import (
+    ConfigError,
+    JobInterrupted,
+    NoDevice,
+    limit_reached,
+)
 from robust_train.model.events import Failed, Finished, RankDied, ScriptEnded
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 
@@ -70,6 +76,29 @@ def ended(
         traceback=traceback and _without_middle(traceback, _LONGEST_TRACEBACK),
         peak_memory_bytes=memory.get("max_allocated", resident),
     )
+
+
+def failure_of_launcher(
+    error: BaseException, pruned: str
+) -> tuple[str, str, BaseException | None]:
+    """Return how a job ends that an error in the launcher has ended: its status, the reason, and
+    what its caller has to know, None if the summary is enough.
+
+    Args:
+        error: what was raised.
+        pruned: why a sweep has stopped the job; empty if none has.
+    """
+    error = limit_reached(error) or error
+    reason = str(error)
+    if isinstance(error, JobInterrupted):
+        if pruned:
+            return "pruned", pruned, None
+        return "interrupted", reason, error
+    if isinstance(error, NoDevice):
+        return "no_device", reason, None
+    if not isinstance(error, ConfigError):
+        reason = f"error in the launcher: {type(error).__name__}: {reason}"
+    return "failed", reason, error
 
 
 def _without_middle(text: str, longest: int) -> str:

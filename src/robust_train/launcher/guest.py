@@ -26,20 +26,14 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from robust_train.compat import when_cuda_starts
-from robust_train.config.attempt import guest_config
-from robust_train.config.checks import checked, hide_urls
+from robust_train.config.attempt import AttemptRequest, guest_config
 from robust_train.config.schema import RobustConfig
-from robust_train.config.trainers import (
-    Trainer,
-    TrainerRef,
-    job_name_of,
-    target_of,
-)
+from robust_train.config.trainers import Trainer
 from robust_train.files import json_lines, read_object, write_json
 from robust_train.folder.hydra_state import changes_each_time, run_folder
 from robust_train.folder.identity import Beginning
 from robust_train.folder.resolvers import resolvers_of
-from robust_train.folder.state import Summary
+from robust_train.folder.state import RunState, Summary
 from robust_train.host.engine import TORCHRUN, GuestRank
 from robust_train.host.linux import (
     shared_machine_environment,
@@ -47,6 +41,7 @@ from robust_train.host.linux import (
 )
 from robust_train.host.signals import SignalWatch
 from robust_train.host.votes import StoreVotes
+from robust_train.launcher.driver import Executor, stopping_if_lost
 from robust_train.launcher.ending import RankEnd, ended
 from robust_train.launcher.inline import (
     InlineExecutor,
@@ -55,17 +50,19 @@ from robust_train.launcher.inline import (
     shield_workers,
 )
 from robust_train.launcher.inputs import request_for
-from robust_train.model.attempt import Attempt
+from robust_train.launcher.plan import Plan, plan_job
+from robust_train.model.attempt import Attempt, Exit
 from robust_train.model.errors import ConfigError, NoDevice
 from robust_train.model.events import Event, Failed, MalformedEvent, parse
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 from robust_train.model.gpu import Group
 from robust_train.model.json import from_json
-from robust_train.model.spec import AttemptSpec, Retry
+from robust_train.model.spec import AttemptSpec, Decision, GiveUp, Retry
 from robust_train.policy.context import Offers
 from robust_train.policy.decide import decide, first_attempt
 from robust_train.policy.sizes import PolicySettings, size_to_begin_with
 from robust_train.queue.devices import Devices
+from robust_train.queue.waiting import WaitStatus
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -77,12 +74,17 @@ _START_SECONDS = 1800.0
 _POLL_SECONDS = 0.05
 
 
-class Rank:
-    """This process as one rank of an engine's job; rank 0 is its :class:`.job.Job` as well.
+class RankDriver:
+    """This process as one rank of an engine's job; rank 0 drives a :class:`.job.Job` as well.
 
     Raises:
         ConfigError: the config cannot be used by a rank.
     """
+
+    has_remedies = False  # the engine starts the ranks again
+    chooses_devices = False
+    executor: Executor
+    devices: Devices
 
     def __init__(
         self,
@@ -94,12 +96,8 @@ class Rank:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         self.guest = guest
-        self.cfg = guest_config(
-            cfg,
-            guest.engine,
-            guest.world_size,
-        )
-        self.run_dir = _run_dir(guest, run_dir)
+        cfg = guest_config(cfg, guest.engine, guest.world_size)
+        folder = _run_dir(guest, run_dir)
         os.environ.update(
             {**shared_machine_environment(os.environ), **guest.environ}
         )
@@ -107,11 +105,7 @@ class Rank:
             # a rank without its agent is to end
             signal_at_parents_death(signal.SIGKILL)
         shield_workers()
-        self._own_cfg = self.cfg.copy()
-        hide_urls(self._own_cfg, {})
-        self._config = replace(checked(self._own_cfg), isolation="none")
-        trainer = trainer or target_of(self._config)
-        self._trainer_ref = TrainerRef.of(trainer, inline=True)
+        self.plan = plan = plan_job(trainer, cfg, folder, guest=True)
         self._store = PrefixStore("robust_train", _open_store(guest))
         self._has_begun = False
         self.votes = StoreVotes(
@@ -119,15 +113,11 @@ class Rank:
             guest.rank,
             guest.world_size,
         )
-        name = job_name_of(self._config, trainer)
-        self.devices: Devices = RankDevices(
-            guest,
-            self._config,
-            name,
-            self.run_dir,
-        )
+        self.devices = RankDevices(guest, plan.config, plan.name, plan.run_dir)
         self.executor = InlineExecutor(
-            functools.cache(lambda: function_of(trainer, self._trainer_ref)),
+            functools.cache(
+                lambda: function_of(plan.trainer, plan.trainer_ref)
+            ),
             rank=guest.rank,
             flags=self.votes,
             on_failure=lambda request, event: RankFailures(
@@ -135,7 +125,7 @@ class Rank:
             ).leave(request.attempt, guest.rank, event),
         )
 
-    def run(
+    def run_part(
         self,
         run_first: Callable[[], Summary],
         explain: Callable[[Summary], object],
@@ -160,6 +150,47 @@ class Rank:
             finally:  # no rank waits for one that will not begin
                 self.begin({"refusal": refusal})
 
+    # --- the driver of rank 0's job ---
+
+    def open(
+        self,
+        signals: SignalWatch,
+        token: str,
+        sleep: Callable[[float], None],
+        on_wait: Callable[[WaitStatus], None],
+    ) -> None:
+        """Do nothing: the engine has started this process on its GPU."""
+
+    def run(
+        self,
+        request: AttemptRequest,
+        on_event: Callable[[Event], None],
+        signals: SignalWatch,
+        hold: tuple[int, ...],
+        tick: Callable[[], None],
+    ) -> Exit:
+        """Run this rank's attempt here, with ``tick`` in a thread beside it."""
+        return self.executor.run(
+            request,
+            on_event,
+            signals,
+            hold=self.devices.queue.hold + hold,
+            tick=stopping_if_lost(tick, signals),
+        )
+
+    def decide(
+        self, policy: PolicySettings, history: tuple[Attempt, ...]
+    ) -> Decision:
+        """Give up: the engine starts the ranks again, and the next start decides."""
+        failure = history[-1].failure
+        assert failure is not None, "a completed attempt needs no decision"
+        hint = "the next start in this run folder decides how to go on"
+        return GiveUp(f"{failure.message}; {hint}")
+
+    def how_to_resume(self, plan: Plan, state: RunState) -> str:
+        """Return what a person does to resume the job."""
+        return "start all ranks again, with the same run folder"
+
     def begin(self, start: Mapping[str, object]) -> None:
         """Send all ranks how this start begins, as rank 0; the first call counts."""
         if not self._has_begun:
@@ -167,10 +198,7 @@ class Rank:
             self._store.set("start", json.dumps(start))
 
     def first(
-        self,
-        beginning: Beginning,
-        policy: PolicySettings,
-        group: Group,
+        self, beginning: Beginning, policy: PolicySettings, gpus: Group
     ) -> Retry:
         """Return what was decided after the last start, and send it to the other ranks."""
         # the engine decides on devices and the number of ranks: all ranks stay where they are
@@ -183,17 +211,17 @@ class Rank:
             min_num_gpus=None,
         )
         policy = replace(policy, config=config)
-        spec = replace(first_attempt(policy, ()), gpus=group)
+        spec = replace(first_attempt(policy, ()), gpus=gpus)
         spec, why = size_to_begin_with(policy, (), spec)
         first, is_fresh = Retry(spec, "start", why), False
-        failures = RankFailures(self.run_dir)
-        if history := failures.history(beginning.job, group):
+        failures = RankFailures(self.plan.run_dir)
+        if history := failures.history(beginning.job, gpus):
             decided = self._after(history, policy)
             first, is_fresh = decided or first, decided is None
         number, checkpoint = beginning.attempts + 1, beginning.checkpoint
         start = {
             "job": beginning.job,
-            "run_dir": str(self.run_dir),
+            "run_dir": str(self.plan.run_dir),
             "number": number,
             "checkpoint": checkpoint and str(checkpoint),
             "spec": asdict(replace(first.spec, gpus=())),
@@ -250,11 +278,11 @@ class Rank:
             with resolvers_of(run_dir).kept():  # those of rank 0
                 request = request_for(
                     attempt,
-                    self._own_cfg,
-                    self._config,
-                    self._trainer_ref,
+                    self.plan.cfg,
+                    self.plan.config,
+                    self.plan.trainer_ref,
                     run_dir,
-                    PolicySettings.of(self._config).asked,
+                    self.plan.policy.asked,
                 )
 
             def take(event: Event) -> None:

@@ -21,7 +21,6 @@ from robust_train.folder.hydra_state import (
     hydra_config,
     owns_terminal,
 )
-from robust_train.folder.trackers import tracker_environment
 from robust_train.gpu.visible import mask_for
 from robust_train.host.allocator import (
     VARIABLE,
@@ -84,8 +83,6 @@ def request_for(
     run_dir: Path,
     asked: AttemptSpec,  # the split of the batch that the job was asked for
     *,
-    # the identity under which trackers go on; empty: they do not
-    job: str = "",
     # between two reports in the job so far, seconds
     longest_pause: float = 0.0,
     is_first: bool = True,  # of its launch
@@ -93,15 +90,7 @@ def request_for(
     numbers_gpus: bool = False,
 ) -> AttemptRequest:
     """Return the request for an attempt of a job with config ``cfg``."""
-    spec, is_script = attempt.spec, config.is_script
-    trackers: dict[str, str] = {}
-    if job:
-        trackers = tracker_environment(
-            os.environ,
-            run_dir,
-            job,
-            is_script=is_script,
-        )
+    spec = attempt.spec
     environ = attempt_environment(
         os.environ,
         spec.gpus,
@@ -130,8 +119,7 @@ def request_for(
         attempt=attempt.number,
         run_dir=run_dir,
         resume_checkpoint=Path(resumed_from) if resumed_from else None,
-        environ={**environ, **trackers},
-        of_first_rank=tuple(trackers),
+        environ=environ,
         cwd=os.getcwd(),
         longest_pause=longest_pause,
         has_live_status=owns_terminal(config),

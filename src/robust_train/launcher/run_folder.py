@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from robust_train.children import detach
-from robust_train.children.notifier import Notifier
-from robust_train.config.schema import RobustConfig
+from robust_train.config.trainers import name_of
 from robust_train.folder import run_list
-from robust_train.folder.checkpoints import is_read_only, pass_over_damaged
+from robust_train.folder.hydra_state import about_job
 from robust_train.folder.identity import begin_job, count_launch
 from robust_train.folder.journal import Journal
 from robust_train.folder.lock import RunLock
-from robust_train.folder.provenance import (
-    Provenance,
-    changed_files,
-    read_environment,
-)
 from robust_train.folder.requests import (
     LAUNCHERS_VERB,
     NEW,
@@ -46,6 +37,7 @@ from robust_train.folder.state import (
 from robust_train.gpu.processes import user_name
 from robust_train.host.linux import sleep_with_ticks
 from robust_train.host.signals import SignalWatch
+from robust_train.launcher.plan import Plan
 from robust_train.model.attempt import Attempt, AttemptEnded
 from robust_train.model.errors import (
     EXIT_BAD_CONFIG,
@@ -53,12 +45,12 @@ from robust_train.model.errors import (
     RunFolderUnavailable,
 )
 from robust_train.model.events import (
+    SCHEMA,
     AttemptStarted,
     DeviceAcquired,
     Event,
-    Json,
+    JobStarted,
 )
-from robust_train.model.failure import Clue, FailureKind
 from robust_train.model.gpu import Group, device_name
 from robust_train.model.json import finite
 from robust_train.model.spec import Decision
@@ -73,44 +65,43 @@ _TAKING_REQUESTS = ("running", "between attempts", "stopping")
 class RunFolder:
     """Holds the lock, keeps the state and takes the requests of one launch; a context manager.
 
-    Whatever is wrong with the disk, the job goes on, after one warning. ``token`` is the part of
-    the job's id that it has from the start; ``resumed_by`` is the command that resumes the job;
-    ``show`` is given the state twice a second. Raises ConfigError: a live job holds the folder.
-    Nothing in it was written.
+    Whatever is wrong with the disk, the job goes on, after one warning.
+
+    Args:
+        plan: of the job.
+        signals: those of the launcher's process.
+        on_event: called with each event that was recorded, and the last attempt after it.
+
+    Raises:
+        ConfigError: a live job holds the folder, in which nothing was written.
     """
 
     def __init__(
         self,
-        run_dir: Path,
-        name: str,
+        plan: Plan,
         signals: SignalWatch,
-        config: RobustConfig,
-        *,
-        sweep_folder: Path | None = None,
-        resumed_by: str | None = None,
-        show: Callable[[RunState], None] = lambda state: None,
+        on_event: Callable[[Event, Attempt | None], None],
     ) -> None:
+        # the part of the job's id that it has from the start
         self.token = os.urandom(3).hex()
-        self._run_dir = run_dir
+        self._plan = plan
+        self._config = plan.config
+        self._run_dir = run_dir = plan.run_dir
         self._signals = signals
-        self._sweep_folder = sweep_folder
-        self._show = show
-        self._notifier = Notifier(config.notify)
-        self._provenance: Provenance | None = None
-        self._config_files: Mapping[str, Json] = {}
+        self._sweep_folder = plan.surroundings.sweep_folder
+        self._on_event = on_event
         job_id, now = f"0-{self.token}", time.time()
-        self._config = config
         self._lock = RunLock(run_dir, job_id)
         state = RunState(
             id=job_id,
-            name=name,
+            name=plan.name,
             run_dir=str(run_dir),
             pid=os.getpid(),
             host=socket.gethostname(),
             user=user_name(os.geteuid()),
             started=now,
             since=now,
-            resume_command=resumed_by,
+            resume_command=plan.resume_command,
         )
         if (before := read_state(run_dir)) is not None:
             state = replace(
@@ -141,11 +132,6 @@ class RunFolder:
         attempt = self.state.attempt
         assert attempt is not None, "an attempt has started"
         return attempt
-
-    @property
-    def environment(self) -> dict[str, Json] | None:
-        """What the job runs with, in short."""
-        return None if self._provenance is None else self._provenance.short()
 
     def __enter__(self) -> RunFolder:
         try:
@@ -188,10 +174,7 @@ class RunFolder:
             )
         if not isinstance(error, RunFolderLost):
             self._refuse_requests()
-        # the end is recorded: a signal cuts the last deliveries short, and changes nothing else
-        with self._signals.handed_to(lambda signum: self._notifier.hurry()):
-            self._lock.release()
-            self._notifier.finish()
+        self._lock.release()
 
     def _refuse_requests(self) -> None:
         for suffix in (TAKEN, NEW):
@@ -210,7 +193,6 @@ class RunFolder:
         self._lock.check()
         self._change()
         self._file.write_if_due()
-        self._show(self.state)
         for request in find_requests(self._run_dir):
             state = self.state.state
             if request.verb == LAUNCHERS_VERB:
@@ -240,36 +222,25 @@ class RunFolder:
             "seconds_left": finite(round(status.seconds_left, 1)),
         }
         self._change(state="waiting", waiting=waiting)
-        self._detach()
+        self._on_event(status, self.state.attempt)
 
-    def note_config(self, digests: Mapping[str, Json]) -> None:
-        """Note the digests of the job's config files, and warn of those that have changed since the
-        launch that this one resumes."""
-        self._config_files = digests
-        changed = changed_files(read_environment(self._run_dir), digests)
-        if changed and self.beginning.checkpoint is not None:
-            log.warning(
-                "this launch runs today's config; changed since the last launch: %s",
-                ", ".join(changed),
+    def job_starts(self) -> None:
+        """Record that the unfinished job resumes, or a new one starts."""
+        plan = self._plan
+        self.record(
+            JobStarted(
+                run_dir=str(plan.run_dir),
+                trainer=name_of(plan.trainer),
+                job=self.beginning.job,
+                about=about_job(plan.config, plan.name),
+                schema=SCHEMA,
+                keys=plan.config.theirs,
             )
+        )
 
-    def acquired(
-        self,
-        gpus: Group,
-        wait_seconds: float,
-        command_variables: Mapping[str, Json],
-    ) -> None:
+    def acquired(self, gpus: Group, wait_seconds: float) -> None:
         """Record that the job has a device, after a wait, and the trainer is being imported."""
         self._lock.check()
-        self._provenance = Provenance(
-            self._run_dir,
-            gpus,
-            {
-                "job": self.beginning.job,
-                "command_variables": dict(command_variables),
-                "config_files": dict(self._config_files),
-            },
-        )
         self._change(state="starting", waiting=None)
         self.record(
             DeviceAcquired(
@@ -286,16 +257,14 @@ class RunFolder:
         if not self._is_counted:
             self._is_counted = True
             count_launch(self._run_dir, self.beginning.job, 1)
-        self.record(
-            AttemptStarted(attempt.spec, attempt.resumed_from), attempt.number
-        )
         self._change(
             state="running",
             waiting=None,
             reason=None,
             attempt=attempt,
         )
-        self._detach()
+        started = AttemptStarted(attempt.spec, attempt.resumed_from)
+        self.record(started, attempt.number)
 
     def record(
         self,
@@ -307,7 +276,7 @@ class RunFolder:
         if event.is_journaled:
             self._journal.write(event, attempt)
         self._update(lambda state: state.after(event))
-        self._notifier.on_event(event, self.state)
+        self._on_event(event, self.state.attempt)
 
     def decided(
         self,
@@ -325,42 +294,6 @@ class RunFolder:
             request.answer(
                 {"error": f"the attempt ended first ({attempt.outcome})"}
             )
-
-    def with_disk(self, attempt: Attempt) -> Attempt:
-        """Return the attempt with what the disk says of its failure.
-
-        One that could not write to a disk which is read-only since an error of its file system has
-        failed because of the disk; elsewhere that is a mistake. From a checkpoint that its script
-        could not read nothing resumes any more; whether another one comes before it is evidence.
-        """
-        failure, path = (
-            attempt.failure,
-            attempt.checkpoint or attempt.resumed_from,
-        )
-        if failure is None:
-            return attempt
-        lacks_file = f"No such file or directory: '{path}/" in failure.message
-        is_damaged = lacks_file or failure.evidence.clue == Clue.DAMAGED
-        has_begun = attempt.end_step is not None or attempt.saves > 1
-        is_read = attempt.script is not None and not has_begun
-        if os.strerror(errno.EROFS) in failure.message and is_read_only(
-            self._run_dir
-        ):
-            failure = replace(failure, kind=FailureKind.DISK_FULL)
-        elif path is not None and is_damaged and is_read:
-            found = pass_over_damaged(
-                self._run_dir / "checkpoints",
-                self.beginning.job,
-                Path(path),
-                lacks_file=lacks_file,
-            )
-            evidence = replace(
-                failure.evidence,
-                has_checkpoint=found,
-                clue=Clue.DAMAGED,
-            )
-            failure = replace(failure, evidence=evidence)
-        return replace(attempt, failure=failure)
 
     def ended(
         self,
@@ -394,10 +327,6 @@ class RunFolder:
         sweep = self._sweep_folder
         return sweep is not None and sweep_stop_requested(sweep)
 
-    def _detach(self) -> None:
-        state, folder = self.state, self._run_dir
-        detach.has_begun(folder, detach.job_text(state.id, state.name, folder))
-
     def _change(self, **changes: Any) -> None:
         self._update(lambda state: replace(state, **changes))
 
@@ -409,7 +338,6 @@ class RunFolder:
             return state
 
         self._file.update(stopping)
-        self._notifier.poll(self.state)
 
     def _stop(self, request: Request) -> None:
         """Stop the job as SIGTERM does."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from robust_train.config.projects import as_typed
 from robust_train.host.search import is_found
 from robust_train.model.attempt import Attempt
 from robust_train.model.failure import Clue, Failure, FailureKind
@@ -98,7 +97,7 @@ def first_decision(settings: PolicySettings, gpus: Group) -> Retry:
         (),
         first_attempt(settings, gpus),
     )
-    return Retry(spec, "start", as_typed(why, settings.config.theirs))
+    return Retry(spec, "start", why)
 
 
 def first_attempt(settings: PolicySettings, gpus: Group) -> AttemptSpec:
@@ -122,22 +121,7 @@ def decide(
         offers: the GPUs that may be had.
     """
     context = FailureContext(settings, history, offers)
-    return _as_typed(context, _with_first_size(context, _decision(context)))
-
-
-def _as_typed(context: FailureContext, decision: Decision) -> Decision:
-    """Return a decision that names keys as the job's user does."""
-    theirs, message = context.config.theirs, context.failure.message
-    reason = as_typed(decision.reason, theirs, message)
-    if isinstance(decision, GiveUp):
-        return replace(decision, reason=reason)
-    return replace(
-        decision,
-        reason=reason,
-        warning=as_typed(decision.warning, theirs, message),
-        otherwise=decision.otherwise
-        and _as_typed(context, decision.otherwise),
-    )
+    return _with_first_size(context, _decision(context))
 
 
 def on_gpus(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from robust_train.config.projects import as_typed
+from robust_train.config.projects import Words
 from robust_train.config.schema import RobustConfig
 from robust_train.gpu.inventory import (
     NO_DRIVER,
@@ -69,10 +69,9 @@ class Devices:
         self._config = config
         self._environ = environ
         self._sleep = sleep
+        self._words = words = Words(config.theirs)
         self._on_wait = lambda status: on_wait(
-            replace(
-                status, obstacles=as_typed(status.obstacles, config.theirs)
-            )
+            replace(status, obstacles=words.text(status.obstacles))
         )
         self._need_bytes = config.min_gpu_memory_bytes
         self._other_ranks_bytes = 0
@@ -240,7 +239,7 @@ class Devices:
             return self._wait(request, room.counts)
         # these are reserved already
         alone = HostQueue(None, self._read)
-        return self._as_typed(
+        return self._in_words_of_user(
             Waiting(request, alone, self._on_wait, self._sleep).run()
         )
 
@@ -265,13 +264,12 @@ class Devices:
                 return found
             if number == 0 or left:  # the reason of the one that has waited
                 why = found
-        return self._as_typed(why)
+        return self._in_words_of_user(why)
 
-    def _as_typed(self, found: Group | NoGpu) -> Group | NoGpu:
+    def _in_words_of_user(self, found: Group | NoGpu) -> Group | NoGpu:
         if not isinstance(found, NoGpu):
             return found
-        reason = as_typed(found.reason, self._config.theirs)
-        return replace(found, reason=reason)
+        return replace(found, reason=self._words.text(found.reason))
 
     def _request(
         self,

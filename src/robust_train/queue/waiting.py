@@ -12,6 +12,7 @@ from robust_train.gpu.inventory import close_session
 from robust_train.gpu.processes import find_holders
 from robust_train.gpu.select import can_be_one_of, could_ever_fit, label
 from robust_train.gpu.visible import Visible
+from robust_train.model.events import Event
 from robust_train.model.gpu import Group
 from robust_train.queue.host_queue import GpuRequest, HostQueue
 from robust_train.queue.plan import LONGEST, Plan, why_waiting
@@ -41,8 +42,10 @@ class NoGpu:
 
 
 @dataclass(frozen=True)
-class WaitStatus:
+class WaitStatus(Event):
     """Progress of the waiting."""
+
+    is_journaled = False
 
     seconds_left: float  # until the waiting ends; may be infinite
     checks: int = 0  # grows by one with each poll that is reported

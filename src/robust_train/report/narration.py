@@ -6,6 +6,7 @@ import logging
 import re
 import textwrap
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from robust_train.folder.state import Summary
 from robust_train.host.loggers import log_always
@@ -18,10 +19,11 @@ from robust_train.readable import (
     aligned,
     by_processes,
     duration,
+    named_line,
     shortened,
 )
 from robust_train.readable import number as number_text
-from robust_train.report.sources import Entry, attempts_of
+from robust_train.report.sources import Entry, attempts_of, read_entries
 from robust_train.report.wording import (
     action_in_words,
     batch_in_words,
@@ -55,14 +57,13 @@ def announce(number: int, spec: AttemptSpec) -> None:
 
 def show_end(
     summary: Summary,
-    entries: Sequence[Entry],
     explain: Callable[[Summary], object],
     how_to_go_on: str,
 ) -> None:
     """Log how a job ended: its attempts, those of its journal's earlier launches included, what
     ``explain`` shows, and the last lines."""
     if summary.attempts:
-        attempts = list[Attempt](attempts_of(_earlier(entries)))
+        attempts = list[Attempt](attempts_of(_earlier(summary.run_dir)))
         attempts += summary.attempts
         say = _logging_of(summary)
         say("attempts:\n%s", attempts_table(attempts))
@@ -78,8 +79,13 @@ def _logging_of(summary: Summary) -> Callable[..., None]:
     return log.info if went_well else log_always
 
 
-def _earlier(entries: Sequence[Entry]) -> Sequence[Entry]:
-    """Return what a journal has of the job's launches before the last one."""
+def _earlier(run_dir: Path) -> Sequence[Entry]:
+    """Return what a journal has of the job's launches before the last one, if it can be read."""
+    try:
+        entries = read_entries(run_dir)
+    except Exception as error:  # the table is not worth a job
+        log.warning("earlier attempts cannot be shown: %s", named_line(error))
+        return ()
     starts = [
         (number, entry.event.job)
         for number, entry in enumerate(entries)

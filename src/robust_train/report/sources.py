@@ -72,6 +72,11 @@ def read_sources(folder: Path) -> Sources:
     )
 
 
+def read_entries(folder: Path) -> tuple[Entry, ...]:
+    """Read the journal of a run folder; what is damaged is left out."""
+    return tuple(_entries(folder / "journal.jsonl", []))
+
+
 def _entries(path: Path, gaps: list[str]) -> Iterator[Entry]:
     """Yield what the lines of a journal hold; what cannot be read is counted in ``gaps``."""
     latest, skipped = -math.inf, 0

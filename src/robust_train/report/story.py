@@ -84,9 +84,14 @@ def story_of(sources: Sources) -> Story:
 
 
 def goodput_in(run_dir: Path) -> dict[str, float] | None:
+    """Return the goodput of a run folder, see :func:`goodput_from`."""
+    return goodput_from(read_sources(run_dir))
+
+
+def goodput_from(sources: Sources) -> dict[str, float] | None:
     """Return the parts of a job's time, in seconds, and ``share``, the useful one's; None without
     a record of it."""
-    story = story_of(read_sources(run_dir))
+    story = story_of(sources)
     if not story.launches:
         return None
     figures = {**story.parts, "share": story.goodput or 0.0}

@@ -1,20 +1,20 @@
-"""Whether an attempt is slow while it trains, and why, as far as that is measured; and whether it
-computes where it should.
-
-The rule is pure: :func:`hindrances`. A cause that costs more than a fifth of the time for ten
-minutes is named once, until it is over.
-"""
+"""Watches how fast an attempt trains, and says once what costs more than a fifth of the time for
+ten minutes."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
+from robust_train.config.attempt import AttemptRequest
+from robust_train.features.slow.model import MUCH, hindrances, lost_share
 from robust_train.gpu.inventory import close_session, read_inventory
 from robust_train.gpu.processes import CudaProcess, list_cuda_processes
 from robust_train.host.linux import children
+from robust_train.launcher.hooks import InLauncher, JobView, Pause
+from robust_train.model.attempt import Attempt
 from robust_train.model.events import (
     Event,
     MicroBatchChanged,
@@ -22,41 +22,47 @@ from robust_train.model.events import (
     SpeedMeasured,
 )
 from robust_train.model.gpu import GpuInfo, Group
-from robust_train.model.spec import Speed, slowest_rank
-from robust_train.readable import number, percent
+from robust_train.model.spec import Speed
 
 log = logging.getLogger("robust_train")
 
-MUCH = 0.2
 LONG_SECONDS = 600.0
 _POLL_SECONDS = 30.0
 _LEAST_STEPS = 20  # the first ones are slow in their own way
 
 
-def hindrances(
-    speeds: Collection[Speed],  # of each rank, lately
-    # seconds a step, of the job's fastest half minute with this micro-batch; 0 if unknown
-    best: float,
-    on_gpu: Mapping[str, str],  # what hinders the GPUs just now, by kind
-) -> dict[str, Slow]:
-    """Return what costs much, by its kind. What was not measured is no cause."""
-    waited = max((one.data_share or 0 for one in speeds), default=0)
-    text = f"training waits for data {percent(waited)} of the time"
-    found = [Slow("data", text, waited)]
-    if (slowest := slowest_rank(speeds)) is not None:
-        rank, most, usual = slowest
-        text = f"rank {rank} takes {number(most)} s a step, the others {number(usual)} s"
-        found.append(Slow(f"rank {rank}", text, 1 - usual / most))
-    lost = lost_share(speeds, best)
-    how = f", and {percent(lost)} of a step's time is lost"
-    found += [Slow(what, text + how, lost) for what, text in on_gpu.items()]
-    return {one.what: one for one in found if one.share > MUCH}
+class SlowTraining(InLauncher):
+    """Logs and records what slows each attempt down. A trainer in this process is not watched."""
 
+    def __init__(self, job: JobView) -> None:
+        super().__init__(job)
+        self._watch: SlowWatch | None = None
 
-def lost_share(speeds: Collection[Speed], best: float) -> float:
-    """Return which share of a step's time the fastest steps did without."""
-    now = max((one.seconds_per_step_now or 0.0 for one in speeds), default=0.0)
-    return 1 - best / now if best and now else 0.0
+    def request(
+        self, request: AttemptRequest, attempt: Attempt
+    ) -> AttemptRequest:
+        """Watch the attempt that begins."""
+        if not self.job.plan.config.runs_inline:
+            self._watch = SlowWatch(attempt.spec.gpus, self._record)
+        return request
+
+    def event(self, event: Event, attempt: Attempt | None) -> None:
+        """Take the attempt's speed."""
+        if self._watch is not None:
+            self._watch.on_event(event)
+
+    def tick(self, attempt: Attempt | None) -> Pause | None:
+        """Look for what costs much."""
+        if self._watch is not None and attempt is not None:
+            self._watch.poll()
+        return None
+
+    def _record(self, event: Slow) -> None:
+        if event.text:
+            log.warning("%s, for ten minutes by now", event.text)
+        else:
+            log.info("training is no longer slowed down")
+        self.job.record(event)
 
 
 class SlowWatch:
@@ -65,7 +71,7 @@ class SlowWatch:
     def __init__(
         self,
         gpus: Group,
-        on_event: Callable[[Event], None],
+        on_event: Callable[[Slow], None],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._gpus, self._on_event, self._now = gpus, on_event, now

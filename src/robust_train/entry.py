@@ -1,0 +1,128 @@
+"""The doors to a job: :func:`launch` for programs, :func:`run_job` for our own commands."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from robust_train.assembly import FEATURES
+from robust_train.children import detach
+from robust_train.config.composition import complete
+from robust_train.config.projects import as_typed, errors_as_typed, their_keys
+from robust_train.config.schema import RobustConfig
+from robust_train.config.trainers import Trainer, end_import_at_launch
+from robust_train.folder.hydra_state import sweep_folder
+from robust_train.folder.state import Summary, summary_of_earlier_launch
+from robust_train.host.engine import guest_rank
+from robust_train.host.job_logging import logged_to_screen, shorten_lines
+from robust_train.host.loggers import change_words, lines_shown
+from robust_train.host.signals import end_without_traceback_if_uncaught
+from robust_train.launcher.driver import driver_of
+from robust_train.launcher.job import Job
+from robust_train.launcher.plan import Plan, plan_job
+from robust_train.model.errors import ConfigError
+
+
+def launch(
+    trainer: Trainer | None,
+    cfg: Mapping[str, Any] | DictConfig | None = None,
+    *,
+    run_dir: str | Path | None = None,
+) -> Summary:
+    """Run ``trainer`` robustly: pick and wait for a GPU, and recover when memory runs out.
+
+    Args:
+        trainer: a callable, its dotted path, or None: ``cfg.trainer._target_``.
+        cfg: any part of the keys of ``configs/robust.yaml``, and whatever the trainer needs.
+        run_dir: the run folder; by default Hydra's for the job, or a new one under ``outputs/``.
+
+    Returns:
+        The summary of a completed job; ``summary.result`` is what the trainer returned. Of a job
+        that its sweep has pruned, ``summary.status`` is ``pruned``, and there may be no result.
+
+    Raises:
+        ConfigError: config, trainer or run folder cannot be used; NoProgress: see there.
+        NoDevice: no device in time, and the CPU is not allowed.
+        AttemptsExhausted: memory ran out on every device that may be used.
+        TrainerFailed: the trainer failed otherwise; or its own exception.
+        JobInterrupted: Ctrl-C or SIGTERM; uncaught, it ends a script with its exit code.
+    """
+    end_import_at_launch(trainer)
+    with logged_to_screen():
+        try:
+            summary = summary_of_earlier_launch()
+            if summary is None or run_dir is not None:
+                summary = run_job(trainer, complete(cfg or {}), run_dir)
+        except (ConfigError, KeyboardInterrupt) as error:
+            end_without_traceback_if_uncaught()
+            # without our own frames
+            raise error.with_traceback(None) from error.__cause__
+    summary.raise_unless_completed()
+    return summary
+
+
+def run_job(
+    trainer: Trainer | None,
+    cfg: DictConfig,
+    run_dir: str | Path | None = None,
+    *,
+    remedies: bool = True,
+    explain: Callable[[Summary], object] = lambda summary: None,
+) -> Summary:
+    """Run a job, as a launcher or as one rank of an engine's job.
+
+    Args:
+        trainer: as of :func:`launch`.
+        cfg: the complete config.
+        run_dir: as of :func:`launch`.
+        remedies: another attempt may follow one that fails.
+        explain: called with the summary, before the last lines are printed.
+
+    Raises:
+        ConfigError: config, trainer or run folder cannot be used.
+        JobInterrupted: a signal stopped the job.
+    """
+    theirs = their_keys(cfg)
+    shorten_lines()
+    # None also ends what an earlier job of this process has set
+    change_words(None if theirs is None else partial(as_typed, theirs=theirs))
+    with lines_shown(), errors_as_typed(theirs):
+        guest = guest_rank(os.environ) if remedies else None
+        if guest is None:
+            plan = plan_launch(trainer, cfg, run_dir)
+            driver = driver_of(plan, has_remedies=remedies)
+            return Job(plan, driver, FEATURES, explain=explain).run()
+        from robust_train.launcher.guest import RankDriver
+
+        rank = RankDriver(guest, trainer, cfg, run_dir)
+        return rank.run_part(
+            lambda: Job(rank.plan, rank, FEATURES, explain=explain).run(),
+            explain,
+        )
+
+
+def plan_launch(
+    trainer: Trainer | None,
+    cfg: DictConfig,
+    run_dir: str | Path | None = None,
+) -> Plan:
+    """Return the plan of a job that this process runs.
+
+    Raises:
+        ConfigError: config, trainer or run folder cannot be used.
+    """
+    return plan_job(trainer, cfg, run_dir, refuse=_refuse_to_detach)
+
+
+def _refuse_to_detach(config: RobustConfig) -> None:
+    """Raise ConfigError if the job is to go on in the background, which only a command does."""
+    if detach.is_due(config) and sweep_folder() is None:
+        raise ConfigError(
+            "detach=true: only a command goes on in the background, not a call of launch(); "
+            "start the program with nohup, or use robust-train run --detach -- PROGRAM"
+        )

@@ -1,0 +1,87 @@
+"""A disk that ended an attempt: recognised afterwards, and waited for."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from robust_train.folder.checkpoints import (
+    is_read_only,
+    pass_over_damaged,
+    why_full,
+)
+from robust_train.launcher.hooks import History, InLauncher
+from robust_train.model.attempt import Attempt
+from robust_train.model.failure import Clue, Failure, FailureKind
+from robust_train.model.spec import Retry
+
+log = logging.getLogger("robust_train")
+
+_POLL_SECONDS = 5.0
+_LINE_SECONDS = 60.0
+
+
+class Disk(InLauncher):
+    """Says what the disk has to do with a failure, and waits until a full one has space again."""
+
+    def evidence(self, attempt: Attempt, history: History) -> Attempt:
+        """Return the attempt with what the disk says of its failure.
+
+        If the file system became read-only because of an error, an attempt that could not write
+        there failed because of the disk; otherwise that is the user's mistake. A checkpoint that
+        its script could not read is passed over from now on.
+        """
+        failure = attempt.failure
+        if failure is None:
+            return attempt
+        run_dir = self.job.plan.run_dir
+        if os.strerror(errno.EROFS) in failure.message and is_read_only(
+            run_dir
+        ):
+            failure = replace(failure, kind=FailureKind.DISK_FULL)
+        else:
+            failure = self._with_damaged(attempt, failure)
+        return replace(attempt, failure=failure)
+
+    def _with_damaged(self, attempt: Attempt, failure: Failure) -> Failure:
+        """Return the failure with whether a checkpoint comes before one that cannot be read."""
+        path = attempt.checkpoint or attempt.resumed_from
+        lacks_file = f"No such file or directory: '{path}/" in failure.message
+        is_damaged = lacks_file or failure.evidence.clue == Clue.DAMAGED
+        has_begun = attempt.end_step is not None or attempt.saves > 1
+        if (
+            path is None
+            or not is_damaged
+            or attempt.script is None
+            or has_begun
+        ):
+            return failure
+        has_earlier = pass_over_damaged(
+            self.job.plan.run_dir / "checkpoints",
+            self.job.beginning.job,
+            Path(path),
+            lacks_file=lacks_file,
+        )
+        evidence = replace(
+            failure.evidence, has_checkpoint=has_earlier, clue=Clue.DAMAGED
+        )
+        return replace(failure, evidence=evidence)
+
+    def before(self, retry: Retry) -> None:
+        """Wait for space if a full disk ended the last attempt."""
+        last = self.job.state.attempt
+        failure = None if last is None else last.failure
+        if failure is None or failure.kind is not FailureKind.DISK_FULL:
+            return
+        next_line = 0.0
+        while problem := why_full(self.job.plan.run_dir, failure.message):
+            if time.monotonic() >= next_line:
+                next_line = time.monotonic() + _LINE_SECONDS
+                log.warning(
+                    "%s: waiting for space, then training goes on", problem
+                )
+            self.job.sleep(_POLL_SECONDS)

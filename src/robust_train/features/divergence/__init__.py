@@ -1,0 +1,1 @@
+"""Training whose loss is no longer usable: noticed, undone, repeated."""

@@ -1,0 +1,1 @@
+"""GPUs that fail or are taken: evidence of them, and what helps."""

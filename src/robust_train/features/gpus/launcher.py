@@ -1,0 +1,14 @@
+"""What the queue knows of an attempt's GPUs once its processes are gone."""
+
+from __future__ import annotations
+
+from robust_train.launcher.hooks import History, InLauncher
+from robust_train.model.attempt import Attempt
+
+
+class Gpus(InLauncher):
+    """Measures what is free on the GPUs of an attempt, and excludes those that failed."""
+
+    def evidence(self, attempt: Attempt, history: History) -> Attempt:
+        """Return the attempt with the free memory of the GPU on which it failed."""
+        return self.job.driver.devices.ended(attempt)

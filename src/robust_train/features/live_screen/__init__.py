@@ -1,0 +1,1 @@
+"""The live lines on a terminal that a job has to itself."""

@@ -1,0 +1,1 @@
+"""Memory over time: whether it is stable, leaks or fragments."""

@@ -1,0 +1,22 @@
+"""Whether the memory of an attempt was stable, as its samples show."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from robust_train.folder.memory_samples import attempt_stability
+from robust_train.launcher.hooks import History, InLauncher, computed
+from robust_train.model.attempt import Attempt
+from robust_train.model.json import as_json
+
+
+class MemorySamples(InLauncher):
+    """Adds the stability of memory to each attempt that has ended."""
+
+    def evidence(self, attempt: Attempt, history: History) -> Attempt:
+        """Return the attempt with the stability of its memory, None without samples."""
+        stability = computed(
+            "the stability of memory",
+            lambda: attempt_stability(self.job.plan.run_dir, attempt.number),
+        )
+        return replace(attempt, memory_stability=as_json(stability))

@@ -1,0 +1,1 @@
+"""Notifications of a job: by a program of the user's, or by Apprise."""

@@ -1,0 +1,38 @@
+"""Notifies of what happens to a job."""
+
+from __future__ import annotations
+
+from robust_train.children.notifier import Notifier, notifications
+from robust_train.launcher.hooks import InLauncher, JobView, Pause
+from robust_train.model.attempt import Attempt
+from robust_train.model.events import Event
+
+
+class Notifications(InLauncher):
+    """Watches state and events of a job."""
+
+    def __init__(self, job: JobView) -> None:
+        super().__init__(job)
+        plan = job.plan
+        self._notifier = Notifier(
+            notifications(plan.config.notify, plan.environ)
+        )
+
+    def event(self, event: Event, attempt: Attempt | None) -> None:
+        """Notify of an event, and of the state after it."""
+        self._notifier.on_event(event, self.job.state)
+        self._notifier.poll(self.job.state)
+
+    def tick(self, attempt: Attempt | None) -> Pause | None:
+        """Notify of a new state, and end deliveries that take too long."""
+        self._notifier.poll(self.job.state)
+        return None
+
+    def close(self) -> None:
+        """Notify of the end, and wait a moment for what is being delivered.
+
+        The end is recorded: a signal cuts the last deliveries short and changes nothing else.
+        """
+        with self.job.signals.handed_to(lambda signum: self._notifier.hurry()):
+            self._notifier.poll(self.job.state)
+            self._notifier.finish()

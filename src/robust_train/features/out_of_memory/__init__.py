@@ -1,0 +1,1 @@
+"""Memory that ran out: the evidence for it, and what helps."""

@@ -1,0 +1,79 @@
+"""Records what a job runs with, and warns of what has changed since its last launch."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from dataclasses import replace
+
+from robust_train.folder.hydra_state import composed_files
+from robust_train.folder.provenance import (
+    Provenance,
+    changed_files,
+    changed_variables,
+    command,
+    config_digests,
+    read_environment,
+    variables_named,
+)
+from robust_train.folder.state import Summary
+from robust_train.launcher.hooks import InLauncher, JobView
+from robust_train.model.attempt import Attempt
+from robust_train.model.events import DeviceAcquired, Event, JobStarted, Json
+
+log = logging.getLogger("robust_train")
+
+
+class RecordsProvenance(InLauncher):
+    """Writes ``environment.json`` in the background, once the job has a device."""
+
+    def __init__(self, job: JobView) -> None:
+        super().__init__(job)
+        self._record: Provenance | None = None
+        # the variables that the command reads by name, and the digests of the config files
+        self._known: dict[str, Json] = {}
+
+    def event(self, event: Event, attempt: Attempt | None) -> None:
+        """Compare with the last launch when this one starts; record when the device is known."""
+        if isinstance(event, JobStarted):
+            self._compare()
+        elif isinstance(event, DeviceAcquired):
+            gpus = tuple(zip(event.gpu_names, event.gpu_uuids, strict=True))
+            self._record = Provenance(self.job.plan.run_dir, gpus, self._known)
+
+    def _compare(self) -> None:
+        plan, beginning = self.job.plan, self.job.beginning
+        trainer = plan.config.trainer
+        variables = variables_named(
+            [*command(), *(trainer.argv or ()), *trainer.resume_argv],
+            trainer.cwd or ".",
+            os.environ,
+        )
+        digests = config_digests(
+            composed_files(), trainer.argv or sys.argv[1:]
+        )
+        before = read_environment(plan.run_dir)
+        changed = changed_variables(before, beginning.job, variables)
+        if changed:
+            log.warning(
+                "the command reads variables that have changed since the last launch: %s",
+                changed,
+            )
+        files = changed_files(before, digests)
+        if files and beginning.checkpoint is not None:
+            log.warning(
+                "this launch runs today's config; changed since the last launch: %s",
+                ", ".join(files),
+            )
+        self._known = {
+            "job": beginning.job,
+            "command_variables": variables,
+            "config_files": digests,
+        }
+
+    def end(self, summary: Summary) -> Summary:
+        """Return the summary with the short form of the record."""
+        if self._record is None:
+            return summary
+        return replace(summary, environment=self._record.short())

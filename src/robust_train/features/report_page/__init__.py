@@ -1,0 +1,1 @@
+"""The page of a job, its goodput, and advice on its speed."""

@@ -1,0 +1,31 @@
+"""Writes the page of a job that has ended, and the figures that its record shows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from robust_train.folder.state import Summary
+from robust_train.launcher.hooks import InLauncher, computed
+from robust_train.report import wording
+from robust_train.report.html import write_report
+from robust_train.report.sources import read_sources
+from robust_train.report.story import goodput_from
+
+
+class ReportPage(InLauncher):
+    """Reads the job's record once, for summary and page."""
+
+    def end(self, summary: Summary) -> Summary:
+        """Return the summary with goodput and advice, and write the page that shows both."""
+        keys = self.job.plan.config.theirs
+        sources = computed("the record", lambda: read_sources(summary.run_dir))
+        if sources is None:
+            return summary
+        advice = computed(
+            "advice",
+            lambda: tuple(wording.speed_advice(summary.attempts, keys)),
+        )
+        goodput = computed("goodput", lambda: goodput_from(sources))
+        summary = replace(summary, goodput=goodput, advice=advice or ())
+        write_report(replace(sources, summary=summary))
+        return summary

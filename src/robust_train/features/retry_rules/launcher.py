@@ -1,0 +1,17 @@
+"""The rule that applies to a failure is part of its evidence."""
+
+from __future__ import annotations
+
+from robust_train.launcher.hooks import History, InLauncher
+from robust_train.model.attempt import Attempt
+from robust_train.policy.decide import with_rule
+
+
+class RetryRules(InLauncher):
+    """Finds the user's rule for each failure."""
+
+    def evidence(self, attempt: Attempt, history: History) -> Attempt:
+        """Return an attempt with the number of the rule that applies; a stopped one has none."""
+        if not self.job.driver.has_remedies or self.job.was_stopped(attempt):
+            return attempt
+        return with_rule(self.job.policy, tuple(history), attempt)

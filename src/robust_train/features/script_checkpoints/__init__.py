@@ -1,0 +1,1 @@
+"""Checkpoints that a script writes by itself, found by a pattern."""

@@ -1,0 +1,59 @@
+"""Says what a script runs, and why its checkpoints cannot be used."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+from pathlib import Path
+
+from robust_train.launcher.hooks import InLauncher, JobView
+from robust_train.model.attempt import Attempt, AttemptEnded
+from robust_train.model.events import (
+    CheckpointUnused,
+    Event,
+    JobEnded,
+    ScriptStarted,
+)
+
+log = logging.getLogger("robust_train")
+
+
+class ScriptCheckpoints(InLauncher):
+    """Warns once of a pattern that matches nothing, and of each file that is of no use."""
+
+    def __init__(self, job: JobView) -> None:
+        super().__init__(job)
+        self._unused = ""  # why the newest file cannot be used
+        self._ended = 0  # attempts
+        self._has_warned = False
+
+    def event(self, event: Event, attempt: Attempt | None) -> None:
+        """Log what concerns the user."""
+        match event:
+            case ScriptStarted():
+                # logged here, because what the attempt prints is evidence
+                log.info("running %s", shlex.join(event.argv))
+            case CheckpointUnused(text=text):
+                if text != self._unused:
+                    log.warning("%s", text)
+                self._unused = text
+            case AttemptEnded(record=record):
+                self._ended += 1
+                if self._ended == 1 and record.is_retried:
+                    self._warn_of_pattern()
+            case JobEnded() if self._ended:
+                self._warn_of_pattern()
+
+    def _warn_of_pattern(self) -> None:
+        trainer = self.job.plan.config.trainer
+        if self._unused or self._has_warned or self.job.checkpoint is not None:
+            return
+        if trainer.checkpoint_glob is None:
+            return
+        self._has_warned = True
+        log.warning(
+            "no new file matches the pattern for checkpoints %s (in %s): without one an attempt "
+            "starts from the beginning",
+            trainer.checkpoint_glob,
+            Path(trainer.cwd or ".").absolute(),
+        )

@@ -1,0 +1,1 @@
+"""Training that is slower than it could be: what costs the time, said once."""

@@ -1,0 +1,32 @@
+"""The environment in which trackers find the run that the job began."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from robust_train.config.attempt import AttemptRequest
+from robust_train.folder.trackers import tracker_environment
+from robust_train.launcher.hooks import InLauncher
+from robust_train.model.attempt import Attempt
+
+
+class Trackers(InLauncher):
+    """Gives each attempt the ids of the runs that its trackers continue."""
+
+    def request(
+        self, request: AttemptRequest, attempt: Attempt
+    ) -> AttemptRequest:
+        """Return the request with the trackers' variables, which only the first rank has."""
+        plan = self.job.plan
+        variables = tracker_environment(
+            os.environ,
+            plan.run_dir,
+            self.job.beginning.job,
+            is_script=plan.config.is_script,
+        )
+        return replace(
+            request,
+            environ={**request.environ, **variables},
+            of_first_rank=request.of_first_rank + tuple(variables),
+        )

@@ -1,0 +1,276 @@
+"""How the attempts of a job run, and who chooses their devices.
+
+A job asks its driver and nothing else. There are three: interpreters of their own
+(:class:`ProcessDriver`), the launcher's process (:class:`InlineDriver`), and the process that an
+engine such as torchrun has started (:class:`.guest.RankDriver`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from robust_train.config.attempt import AttemptRequest
+from robust_train.folder.provenance import resumed_by_hand
+from robust_train.folder.state import RunState
+from robust_train.host.signals import SignalWatch
+from robust_train.launcher.plan import Plan
+from robust_train.launcher.process import ProcessExecutor
+from robust_train.model.attempt import Attempt, Exit
+from robust_train.model.errors import RunFolderLost
+from robust_train.model.events import Event
+from robust_train.model.gpu import Group
+from robust_train.model.spec import Decision, GiveUp, Retry
+from robust_train.policy.context import Offers
+from robust_train.policy.decide import cannot_work, decide, first_decision
+from robust_train.policy.sizes import PolicySettings
+from robust_train.queue.devices import Devices
+from robust_train.queue.waiting import WaitStatus
+
+if TYPE_CHECKING:
+    from robust_train.folder.identity import Beginning
+    from robust_train.launcher.inline import InlineExecutor
+
+
+class Executor(Protocol):
+    """What runs attempts."""
+
+    def prepare(self, tick: Callable[[], None]) -> object:
+        """Get ready for an attempt; raises ConfigError if the trainer refuses the config."""
+
+    def poll(self) -> None:
+        """Look after what was prepared; raises ConfigError if the trainer refuses the config."""
+
+    def close(self) -> None:
+        """End what was started."""
+
+    def run(
+        self,
+        request: AttemptRequest,
+        on_event: Callable[[Event], None],
+        signals: SignalWatch,
+        *,
+        hold: tuple[int, ...] = (),
+        tick: Callable[[], None] = lambda: None,
+    ) -> Exit:
+        """Run one attempt to its end."""
+
+
+class Driver(Protocol):
+    """What a job asks for."""
+
+    executor: Executor
+    devices: Devices
+    # whether another attempt may follow one that has failed
+    has_remedies: bool
+    # whether the launcher chooses the devices: CUDA that cannot work is then a job refused
+    chooses_devices: bool
+
+    def open(
+        self,
+        signals: SignalWatch,
+        token: str,
+        sleep: Callable[[float], None],
+        on_wait: Callable[[WaitStatus], None],
+    ) -> None:
+        """Make executor and devices; the first interpreter starts right away.
+
+        Args:
+            signals: those of the launcher's process.
+            token: the last part of the job's id.
+            sleep: how to wait; what it raises ends the waiting.
+            on_wait: called with each status of a wait for a GPU.
+        """
+
+    def first(
+        self, beginning: Beginning, policy: PolicySettings, gpus: Group
+    ) -> Retry:
+        """Return what the job begins with on the GPUs that it has."""
+
+    def run(
+        self,
+        request: AttemptRequest,
+        on_event: Callable[[Event], None],
+        signals: SignalWatch,
+        hold: tuple[int, ...],
+        tick: Callable[[], None],
+    ) -> Exit:
+        """Run one attempt to its end; ``tick`` is called at least twice a second."""
+
+    def decide(
+        self, policy: PolicySettings, history: tuple[Attempt, ...]
+    ) -> Decision:
+        """Return what comes after an attempt that has failed."""
+
+    def how_to_resume(self, plan: Plan, state: RunState) -> str:
+        """Return what resumes a job that has not completed."""
+
+
+class HostDriver:
+    """A driver of this host's: the launcher chooses devices, and decides after each attempt.
+
+    Args:
+        plan: of the job.
+        has_remedies: an attempt that fails may be followed by another one.
+    """
+
+    executor: Executor
+    devices: Devices
+    chooses_devices = True
+
+    def __init__(self, plan: Plan, *, has_remedies: bool = True) -> None:
+        self.has_remedies = has_remedies
+        self._plan = plan
+
+    def open(
+        self,
+        signals: SignalWatch,
+        token: str,
+        sleep: Callable[[float], None],
+        on_wait: Callable[[WaitStatus], None],
+    ) -> None:
+        """Make executor and devices."""
+        plan = self._plan
+        self.executor = self._executor(signals, token)
+        try:
+            self.devices = Devices(
+                plan.config,
+                plan.name,
+                os.environ,
+                plan.run_dir,
+                sleep,
+                on_wait,
+                token,
+                in_sweep=plan.surroundings.in_sweep,
+            )
+        except BaseException:
+            self.executor.close()
+            raise
+
+    def _executor(self, signals: SignalWatch, token: str) -> Executor:
+        raise NotImplementedError
+
+    def first(
+        self, beginning: Beginning, policy: PolicySettings, gpus: Group
+    ) -> Retry:
+        """Return what the job begins with on the GPUs that it has."""
+        return first_decision(policy, gpus)
+
+    def decide(
+        self, policy: PolicySettings, history: tuple[Attempt, ...]
+    ) -> Decision:
+        """Return what comes after an attempt that has failed, with the GPUs that are there now."""
+        last, failure = history[-1], history[-1].failure
+        assert failure is not None, "a completed attempt needs no decision"
+        if self.has_remedies:
+            return decide(
+                policy,
+                history,
+                self.devices.offers() if last.spec.gpus else Offers(),
+            )
+        if last.cuda_cannot_work:
+            return GiveUp(cannot_work(failure))
+        hint = (
+            "; train_robust.py would go on" if failure.kind.is_memory else ""
+        )
+        return GiveUp(failure.message + hint)
+
+    def how_to_resume(self, plan: Plan, state: RunState) -> str:
+        """Return the command that resumes a job that has not completed."""
+        if state.resume_command is None:
+            return resumed_by_hand(plan.run_dir)
+        return f"robust-train resume {state.id}"
+
+
+class ProcessDriver(HostDriver):
+    """Runs each attempt in an interpreter of its own, or in one per rank."""
+
+    def _executor(self, signals: SignalWatch, token: str) -> Executor:
+        plan = self._plan
+        config = plan.config
+        return ProcessExecutor(
+            plan.trainer_ref,
+            plan.resolved_cfg,
+            ranks=1 if config.is_script else config.num_gpus,
+            has_standby=not plan.surroundings.in_sweep,
+            job=token,
+        )
+
+    def run(
+        self,
+        request: AttemptRequest,
+        on_event: Callable[[Event], None],
+        signals: SignalWatch,
+        hold: tuple[int, ...],
+        tick: Callable[[], None],
+    ) -> Exit:
+        """Run one attempt, whose processes hold what the job has reserved."""
+
+        def tick_with_queue() -> None:
+            signals.check()
+            tick()
+            self.devices.queue.tick()
+
+        self.devices.begin(request.spec.gpus)
+        return self.executor.run(
+            request,
+            on_event,
+            signals,
+            hold=self.devices.queue.hold + hold,
+            tick=tick_with_queue,
+        )
+
+
+class InlineDriver(HostDriver):
+    """Calls the trainer in this process (``isolation=none``), where a debugger can see it."""
+
+    def _executor(self, signals: SignalWatch, token: str) -> InlineExecutor:
+        # the one door to what runs in an attempt
+        from robust_train.launcher.inline import InlineExecutor, function_of
+
+        # what the user imports takes as long as it likes
+        with signals.handed_to(lambda signum: signals.raise_if_received()):
+            function = function_of(self._plan.trainer, self._plan.trainer_ref)
+        return InlineExecutor(lambda: function)
+
+    def run(
+        self,
+        request: AttemptRequest,
+        on_event: Callable[[Event], None],
+        signals: SignalWatch,
+        hold: tuple[int, ...],
+        tick: Callable[[], None],
+    ) -> Exit:
+        """Run one attempt here, with ``tick`` in a thread beside it."""
+        return self.executor.run(
+            request,
+            on_event,
+            signals,
+            hold=self.devices.queue.hold + hold,
+            tick=stopping_if_lost(tick, signals),
+        )
+
+
+def stopping_if_lost(
+    tick: Callable[[], None], signals: SignalWatch
+) -> Callable[[], None]:
+    """Return a tick for a thread beside the trainer: only a signal stops the trainer when another
+    job has the run folder."""
+
+    def tick_beside() -> None:
+        try:
+            tick()
+        except RunFolderLost:
+            if not signals.received:
+                signals.deliver(signal.SIGTERM)
+
+    return tick_beside
+
+
+def driver_of(plan: Plan, *, has_remedies: bool = True) -> Driver:
+    """Return the driver for a job that the launcher runs by itself."""
+    if plan.config.runs_inline:
+        return InlineDriver(plan, has_remedies=has_remedies)
+    return ProcessDriver(plan, has_remedies=has_remedies)

@@ -1,0 +1,133 @@
+"""What a launch is: its config, its trainer, its run folder, and what surrounds it.
+
+Everything that is known before the first effect is found out here, once, and handed around as one
+frozen value.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from robust_train.config.checks import checked, hide_urls
+from robust_train.config.projects import ours, resolved
+from robust_train.config.schema import RobustConfig
+from robust_train.config.trainers import (
+    Trainer,
+    TrainerRef,
+    job_name_of,
+    target_of,
+)
+from robust_train.folder.hydra_state import (
+    chosen_folder,
+    owns_terminal,
+    run_folder,
+    sweep_folder,
+)
+from robust_train.folder.identity import refuse_other_version
+from robust_train.folder.provenance import resume_command
+from robust_train.folder.resolvers import Resolvers, resolvers_of
+from robust_train.gpu.visible import numbers_gpus
+from robust_train.launcher.inputs import policy_settings, values_used
+from robust_train.policy.sizes import PolicySettings
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What is around a job: it may be one of a sweep's, and it may have the terminal to itself."""
+
+    sweep_folder: Path | None = None
+    owns_terminal: bool = False
+
+    @property
+    def in_sweep(self) -> bool:
+        """Whether the job is one of a sweep's."""
+        return self.sweep_folder is not None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One launch of a job, before anything of it has happened."""
+
+    config: RobustConfig
+    cfg: DictConfig  # as it was composed
+    resolved_cfg: DictConfig  # with every value that can be resolved
+    trainer: Trainer | str
+    trainer_ref: TrainerRef
+    name: str  # the job's, for people
+    run_dir: Path
+    surroundings: Surroundings
+    resolvers: Resolvers  # values of `${now:…}` and the like, the same in all of a job's attempts
+    policy: PolicySettings
+    values_used: frozenset[str]  # values of an attempt that reach its script
+    numbers_gpus: (
+        bool  # CUDA_VISIBLE_DEVICES of attempts has numbers in place of UUIDs
+    )
+    # this process's environment, without the URLs of notifications that the config names
+    environ: dict[str, str]
+    resume_command: str | None = (
+        None  # None if no command of ours resumes the job
+    )
+
+
+def plan_job(
+    trainer: Trainer | None,
+    cfg: DictConfig,
+    run_dir: str | Path | None = None,
+    *,
+    guest: bool = False,
+    refuse: Callable[[RobustConfig], None] = lambda config: None,
+) -> Plan:
+    """Return the plan of a job whose config is complete; its run folder is made.
+
+    Args:
+        trainer: a callable, its dotted path, or None for ``trainer._target_``.
+        cfg: the composed config. A copy is planned with, since a program may call again.
+        run_dir: the run folder; None for Hydra's, or a new one.
+        guest: an engine such as torchrun has started this process and starts it again.
+        refuse: called with the config; raises ConfigError for what this launch cannot do.
+
+    Raises:
+        ConfigError: config, trainer or run folder cannot be used.
+    """
+    cfg = cfg.copy()
+    environ = dict(os.environ)
+    hide_urls(cfg, environ)
+    is_resumed = ours(cfg).get("resume") is not False
+    resolvers = resolvers_of(chosen_folder(run_dir) if is_resumed else None)
+    with resolvers.kept():
+        config = checked(cfg)
+        resolved_cfg = resolved(cfg)
+    if guest:
+        config = replace(config, isolation="none")
+    refuse(config)
+    trainer = trainer or target_of(config)
+    used = values_used(cfg, config)
+    name = job_name_of(config, trainer)
+    trainer_ref = TrainerRef.of(trainer, inline=config.runs_inline)
+    policy = policy_settings(config, used)
+    folder = run_folder(run_dir, name)
+    refuse_other_version(folder, resume=config.resume)
+    resumes = config.resume and not guest
+    return Plan(
+        config=config,
+        cfg=cfg,
+        resolved_cfg=resolved_cfg,
+        trainer=trainer,
+        trainer_ref=trainer_ref,
+        name=name,
+        run_dir=folder,
+        surroundings=Surroundings(sweep_folder(), owns_terminal(config)),
+        resolvers=resolvers,
+        policy=policy,
+        values_used=frozenset(used),
+        numbers_gpus=numbers_gpus(environ, is_script=config.is_script),
+        environ=environ,
+        resume_command=resume_command(folder, is_named=run_dir is not None)
+        if resumes
+        else None,
+    )

@@ -1,0 +1,17 @@
+"""What a feature is: a capability in a folder of its own, which can be deleted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One folder of ``features/``, as :mod:`robust_train.assembly` lists it.
+
+    Its halves are dotted names (``package.module:Class``), so that a process imports its own half
+    and never the other one.
+    """
+
+    name: str
+    launcher: str = ""  # a subclass of `launcher.hooks.InLauncher`; empty if it has no part there
