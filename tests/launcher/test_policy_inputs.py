@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from attempts import failed
 from robust_train.config.checks import checked
 from robust_train.config.composition import complete
-from robust_train.launcher.inputs import policy_settings, values_used
+from robust_train.launcher.plan import policy_settings, values_used
 from robust_train.model.failure import FailureKind
 from robust_train.model.gpu import GpuInfo
 from robust_train.policy.decide import first_attempt, first_decision

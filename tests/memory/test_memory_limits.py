@@ -11,7 +11,7 @@ import torch
 import warm
 from robust_train import set_memory_fraction
 from robust_train.host.allocator import VARIABLE, use_expandable_segments
-from robust_train.launcher.inputs import attempt_environment
+from robust_train.launcher.request import attempt_environment
 from robust_train.memory.cuda import MemoryLimit, apply_to_allocator
 from simulated_nvml import MIB
 

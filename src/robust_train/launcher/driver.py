@@ -24,10 +24,15 @@ from robust_train.model.events import Event
 from robust_train.model.gpu import Group
 from robust_train.model.spec import Decision, GiveUp, Retry
 from robust_train.policy.context import Offers
-from robust_train.policy.decide import cannot_work, decide, first_decision
+from robust_train.policy.decide import (
+    cannot_work,
+    decide,
+    first_decision,
+    on_gpus,
+)
 from robust_train.policy.sizes import PolicySettings
 from robust_train.queue.devices import Devices
-from robust_train.queue.waiting import WaitStatus
+from robust_train.queue.waiting import NoGpu, WaitStatus
 
 if TYPE_CHECKING:
     from robust_train.folder.identity import Beginning
@@ -88,6 +93,15 @@ class Driver(Protocol):
         self, beginning: Beginning, policy: PolicySettings, gpus: Group
     ) -> Retry:
         """Return what the job begins with on the GPUs that it has."""
+
+    def wait_for_room(
+        self,
+        retry: Retry,
+        policy: PolicySettings,
+        history: tuple[Attempt, ...],
+    ) -> Retry | str:
+        """Wait for the GPUs that a retry asks for; return it with them, or why they did not become
+        free in time."""
 
     def run(
         self,
@@ -157,6 +171,24 @@ class HostDriver:
     ) -> Retry:
         """Return what the job begins with on the GPUs that it has."""
         return first_decision(policy, gpus)
+
+    def wait_for_room(
+        self,
+        retry: Retry,
+        policy: PolicySettings,
+        history: tuple[Attempt, ...],
+    ) -> Retry | str:
+        """Wait for the GPUs that a retry asks for, for ever if it has no alternative."""
+        room = retry.room
+        assert room is not None, "nothing is waited for"
+        found = self.devices.wait_for_room(
+            room, for_ever=retry.otherwise is None
+        )
+        if isinstance(found, NoGpu):
+            return found.reason
+        if room.gpu_uuids:
+            return retry
+        return on_gpus(policy, history, retry, found)
 
     def decide(
         self, policy: PolicySettings, history: tuple[Attempt, ...]

@@ -1,4 +1,4 @@
-"""How an attempt ended, and which of its ranks is the reason. Pure.
+"""How an attempt ended, and which of its ranks is the reason. Pure, but for :func:`advised`.
 
 The record is completed once, when all the evidence is there.
 """
@@ -18,6 +18,7 @@ from typing import Any
 
 from robust_train.config.attempt import AttemptRequest
 from robust_train.failures import classify_exit
+from robust_train.failures.advice import cuda_versions, with_advice
 from robust_train.failures.exits import by_oom_killer, in_order
 from robust_train.failures.printed import since_progress
 from robust_train.failures.stack import (
@@ -26,6 +27,7 @@ from robust_train.failures.stack import (
     native_stack_in,
     where_it_stands,
 )
+from robust_train.launcher.plan import Plan
 from robust_train.model.attempt import Attempt, Exit
 from robust_train.model.errors import (
     ConfigError,
@@ -76,6 +78,12 @@ def ended(
         traceback=traceback and _without_middle(traceback, _LONGEST_TRACEBACK),
         peak_memory_bytes=memory.get("max_allocated", resident),
     )
+
+
+def advised(attempt: Attempt, plan: Plan) -> Attempt:
+    """Return an attempt with advice on its failure, in the words of the job's user."""
+    versions = cuda_versions(attempt, plan.config)
+    return plan.words.attempt(with_advice(attempt, plan.config, versions))
 
 
 def failure_of_launcher(

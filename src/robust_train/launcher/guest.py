@@ -49,8 +49,8 @@ from robust_train.launcher.inline import (
     own_modules,
     shield_workers,
 )
-from robust_train.launcher.inputs import request_for
 from robust_train.launcher.plan import Plan, plan_job
+from robust_train.launcher.request import request_for
 from robust_train.model.attempt import Attempt, Exit
 from robust_train.model.errors import ConfigError, NoDevice
 from robust_train.model.events import Event, Failed, MalformedEvent, parse
@@ -178,6 +178,15 @@ class RankDriver:
             tick=stopping_if_lost(tick, signals),
         )
 
+    def wait_for_room(
+        self,
+        retry: Retry,
+        policy: PolicySettings,
+        history: tuple[Attempt, ...],
+    ) -> Retry | str:
+        """Wait for nothing: the engine has given the GPUs."""
+        return retry
+
     def decide(
         self, policy: PolicySettings, history: tuple[Attempt, ...]
     ) -> Decision:
@@ -275,15 +284,11 @@ class RankDriver:
             number, checkpoint = int(start["number"]), start["checkpoint"]
             attempt = Attempt(number, spec, resumed_from=checkpoint)
             run_dir = Path(start["run_dir"])
-            with resolvers_of(run_dir).kept():  # those of rank 0
-                request = request_for(
-                    attempt,
-                    self.plan.cfg,
-                    self.plan.config,
-                    self.plan.trainer_ref,
-                    run_dir,
-                    self.plan.policy.asked,
-                )
+            # the values of resolvers are those of rank 0
+            plan = replace(
+                self.plan, run_dir=run_dir, resolvers=resolvers_of(run_dir)
+            )
+            request = request_for(attempt, plan, plan.policy.asked)
 
             def take(event: Event) -> None:
                 nonlocal attempt

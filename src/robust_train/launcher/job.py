@@ -8,29 +8,29 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import tenacity
 
 from robust_train.config.attempt import AttemptRequest
-from robust_train.config.projects import Words
-from robust_train.failures.advice import cuda_versions, with_advice
-from robust_train.folder.identity import Beginning, complete_job, resume_from
+from robust_train.folder.identity import Beginning
 from robust_train.folder.state import RunState, Summary
 from robust_train.host.linux import sleep_with_ticks
 from robust_train.host.signals import SignalWatch
 from robust_train.launcher.driver import Driver
 from robust_train.launcher.ending import (
+    advised,
     doubt_of,
     ended,
     error_of,
     failure_of_launcher,
 )
 from robust_train.launcher.hooks import Hooks, Pause
-from robust_train.launcher.inputs import request_for
 from robust_train.launcher.plan import Plan
+from robust_train.launcher.request import request_for
 from robust_train.launcher.run_folder import RunFolder
 from robust_train.model.attempt import Attempt
 from robust_train.model.errors import (
@@ -51,8 +51,8 @@ from robust_train.model.events import (
 from robust_train.model.failure import FailureKind
 from robust_train.model.feature import Feature
 from robust_train.model.spec import AttemptSpec, Decision, GiveUp, Retry
-from robust_train.policy.decide import concluded, on_gpus
-from robust_train.queue.waiting import NoGpu, WaitStatus
+from robust_train.policy.decide import concluded
+from robust_train.queue.waiting import WaitStatus
 from robust_train.report import narration
 
 log = logging.getLogger("robust_train")
@@ -85,7 +85,6 @@ class Job:
         self.attempts: list[Attempt] = []
         self.decision: Decision | None = None
         self.checkpoint: Path | None = None
-        self._words = Words(plan.config.theirs)
         self._wait_seconds = 0.0
         self._started = time.monotonic()
         self._explain = explain
@@ -122,8 +121,6 @@ class Job:
     def _begin(self) -> None:
         """Record that the unfinished job resumes, or a new one starts."""
         self.checkpoint = self.beginning.checkpoint
-        self.plan.resolvers.warn_of_earlier_values()
-        self.plan.resolvers.save(self.plan.run_dir, self.beginning.job)
         if self.checkpoint is not None:
             log.info(
                 "this run folder holds an unfinished job: resuming from %s",
@@ -136,18 +133,14 @@ class Job:
         driver = self.driver
         driver.open(self.signals, self.folder.token, self.sleep, self._on_wait)
         try:
-            started = time.monotonic()
-            try:
-                gpus = driver.devices.acquire(
-                    self.policy.fewer_ranks(self.plan.config.num_gpus)
-                )
-            finally:
-                self._wait_seconds = time.monotonic() - started
+            with self._waiting():
+                fewer = self.policy.fewer_ranks(self.plan.config.num_gpus)
+                gpus = driver.devices.acquire(fewer)
             self.folder.queued(driver.devices.queue.job_id)
             self.folder.acquired(gpus, self._wait_seconds)
             driver.executor.prepare(self._tick)
             first = driver.first(self.beginning, self.policy, gpus)
-            self._attempt_until_done(self._words.retry(first))
+            self._attempt_until_done(self.plan.words.retry(first))
         finally:
             driver.executor.close()
             driver.devices.queue.release()
@@ -200,22 +193,25 @@ class Job:
             isinstance(self.decision, Retry) and self.decision.room is not None
         ):
             retry = self.decision
-            assert retry.room is not None
-            started = time.monotonic()
-            found = self.driver.devices.wait_for_room(
-                retry.room,
-                for_ever=retry.otherwise is None,
-            )
-            self._wait_seconds += time.monotonic() - started
-            if not isinstance(found, NoGpu):
-                if not retry.room.gpu_uuids:
-                    self.decision = on_gpus(
-                        self.policy, tuple(self.attempts), retry, found
-                    )
+            with self._waiting():
+                found = self.driver.wait_for_room(
+                    retry, self.policy, tuple(self.attempts)
+                )
+            if isinstance(found, Retry):
+                self.decision = found
                 return
             if retry.otherwise is None:
-                raise NoDevice(found.reason)
-            self._decide_again(retry.otherwise, "waited_in_vain", found.reason)
+                raise NoDevice(found)
+            self._decide_again(retry.otherwise, "waited_in_vain", found)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Count the seconds within the block as a wait for a GPU."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self._wait_seconds += time.monotonic() - started
 
     def _decide_again(
         self, decision: Decision | None, why: str, problem: str
@@ -255,10 +251,9 @@ class Job:
         """Record that an attempt begins from the newest checkpoint; return its request."""
         number = self.beginning.attempts + 1 + len(self.attempts)
         narration.announce(number, spec)
-        job, run_dir = self.beginning.job, self.plan.run_dir
         if self.attempts:  # the first attempt's was read when the launch began
-            self.checkpoint = resume_from(
-                run_dir, job, self.checkpoint, sleep=self.sleep
+            self.checkpoint = self.folder.newest_checkpoint(
+                self.checkpoint, sleep=self.sleep
             )
         resumed_from = (
             None if self.checkpoint is None else str(self.checkpoint)
@@ -271,18 +266,13 @@ class Job:
             number, spec, time.time(), resumed_from, start_step=start_step
         )
         self.folder.attempt_starts(attempt)
-        with self.plan.resolvers.kept():
-            request = request_for(
-                attempt,
-                self.plan.cfg,
-                self.plan.config,
-                self.plan.trainer_ref,
-                run_dir,
-                self.policy.asked,
-                longest_pause=self.state.longest_pause or 0.0,
-                is_first=not self.attempts,
-                numbers_gpus=self.plan.numbers_gpus,
-            )
+        request = request_for(
+            attempt,
+            self.plan,
+            self.policy.asked,
+            longest_pause=self.state.longest_pause or 0.0,
+            is_first=not self.attempts,
+        )
         return self.hooks.request(request, attempt)
 
     def _conclude(self, attempt: Attempt) -> None:
@@ -290,15 +280,11 @@ class Job:
         attempt = self.hooks.evidence(attempt, self.attempts)
         evidence = attempt.evidence
         if evidence.bad_step is not None or evidence.has_checkpoint:
-            self.checkpoint = resume_from(
-                self.plan.run_dir, self.beginning.job
-            )
+            self.checkpoint = self.folder.newest_checkpoint()
             attempt = attempt.with_checkpoint(
                 is_there=self.checkpoint is not None
             )
-        config = self.plan.config
-        attempt = with_advice(attempt, config, cuda_versions(attempt, config))
-        attempt = self._words.attempt(attempt)
+        attempt = advised(attempt, self.plan)
         self.decision = self._decide((*self.attempts, attempt))
         attempt = concluded(attempt, self.decision)
         if isinstance(self.decision, Retry):
@@ -319,7 +305,7 @@ class Job:
         decision = self.hooks.overrule(history)
         if decision is None:
             decision = self.driver.decide(self.policy, history)
-        return self._words.decision(decision, quoted=failure.message)
+        return self.plan.words.decision(decision, quoted=failure.message)
 
     def was_stopped(self, attempt: Attempt) -> bool:
         """Return whether a signal or a pause has ended an attempt, and no failure of its own."""
@@ -378,7 +364,7 @@ class Job:
         """Record the end of a job without a last decision; raise what its caller has to know."""
         status, reason, raised = failure_of_launcher(error, self.folder.pruned)
         code = getattr(raised, "exit_code", None)
-        summary = self._end(status, self._words.text(reason), code)
+        summary = self._end(status, self.plan.words.text(reason), code)
         if raised is None:
             return summary
         if isinstance(raised, JobInterrupted):
@@ -404,8 +390,6 @@ class Job:
         self.folder.record(JobEnded(status, reason))
         # first, because what features compute takes time and may fail
         summary.write()
-        if status == "completed":
-            complete_job(self.plan.run_dir, self.beginning.job)
         self.folder.ended(status, reason, exit_code)
         summary = self.hooks.end(summary)
         summary.write()

@@ -7,14 +7,15 @@ frozen value.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from robust_train.config.checks import checked, hide_urls
-from robust_train.config.projects import ours, resolved
+from robust_train.config.placeholders import placeholders_in
+from robust_train.config.projects import Words, ours, resolved
 from robust_train.config.schema import RobustConfig
 from robust_train.config.trainers import (
     Trainer,
@@ -32,7 +33,11 @@ from robust_train.folder.identity import refuse_other_version
 from robust_train.folder.provenance import resume_command
 from robust_train.folder.resolvers import Resolvers, resolvers_of
 from robust_train.gpu.visible import numbers_gpus
-from robust_train.launcher.inputs import policy_settings, values_used
+from robust_train.host.allocator import (
+    exported_expandable_segments,
+    is_wsl,
+    use_expandable_segments,
+)
 from robust_train.policy.sizes import PolicySettings
 
 
@@ -69,9 +74,12 @@ class Plan:
     )
     # this process's environment, without the URLs of notifications that the config names
     environ: dict[str, str]
-    resume_command: str | None = (
-        None  # None if no command of ours resumes the job
-    )
+    resume_command: str | None = None  # None if no command of ours does
+
+    @property
+    def words(self) -> Words:
+        """How messages name keys."""
+        return Words(self.config.theirs)
 
 
 def plan_job(
@@ -130,4 +138,42 @@ def plan_job(
         resume_command=resume_command(folder, is_named=run_dir is not None)
         if resumes
         else None,
+    )
+
+
+def values_used(cfg: DictConfig, config: RobustConfig) -> set[str]:
+    """Return which values of an attempt the command of a script names: their placeholders, or the
+    keys of its batch."""
+    trainer = config.trainer
+    words = " ".join((trainer.argv or ()) + trainer.resume_argv)
+    written = str(OmegaConf.to_container(ours(cfg).trainer, resolve=False))
+    keys = ("batch_size", "gradient_accumulation_steps")
+    used = placeholders_in(words) | {
+        key for key in keys if f"training.{key}}}" in written
+    }
+    # a script that divides the effective batch by the accumulation has the micro-batch
+    if used >= {"effective_batch_size", "gradient_accumulation_steps"}:
+        used.add("batch_size")
+    if used >= {"effective_batch_size", "batch_size"}:
+        used.add("gradient_accumulation_steps")
+    return used
+
+
+def policy_settings(
+    config: RobustConfig,
+    used: Collection[str],  # values of an attempt that reach its script
+) -> PolicySettings:
+    """Return what the decisions of a job depend on."""
+    return PolicySettings.of(
+        config,
+        expandable_segments=use_expandable_segments(
+            config.memory.expandable_segments,
+            os.environ,
+            is_script=config.is_script,
+            gpus=config.num_gpus,
+        ),
+        may_use_expandable_segments=(
+            exported_expandable_segments(os.environ) is None and not is_wsl()
+        ),
+        used=used,
     )

@@ -10,12 +10,18 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from robust_train.config.trainers import name_of
 from robust_train.folder import run_list
 from robust_train.folder.hydra_state import about_job
-from robust_train.folder.identity import begin_job, count_launch
+from robust_train.folder.identity import (
+    begin_job,
+    complete_job,
+    count_launch,
+    resume_from,
+)
 from robust_train.folder.journal import Journal
 from robust_train.folder.lock import RunLock
 from robust_train.folder.requests import (
@@ -227,6 +233,8 @@ class RunFolder:
     def job_starts(self) -> None:
         """Record that the unfinished job resumes, or a new one starts."""
         plan = self._plan
+        plan.resolvers.warn_of_earlier_values()
+        plan.resolvers.save(plan.run_dir, self.beginning.job)
         self.record(
             JobStarted(
                 run_dir=str(plan.run_dir),
@@ -249,6 +257,17 @@ class RunFolder:
                 gpu_names=tuple(gpu.name for gpu in gpus),
                 wait_seconds=round(wait_seconds, 3),
             )
+        )
+
+    def newest_checkpoint(
+        self,
+        reported: Path | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> Path | None:
+        """Return the checkpoint that the disk has for the job, or what its trainer ``reported``;
+        ``sleep`` is how to wait for a disk that is away."""
+        return resume_from(
+            self._run_dir, self.beginning.job, reported, sleep=sleep
         )
 
     def attempt_starts(self, attempt: Attempt) -> None:
@@ -302,6 +321,8 @@ class RunFolder:
         exit_code: int | None = None,
     ) -> None:
         """Record the job's end; ``status`` and ``reason`` as ``summary.json`` has them."""
+        if status == "completed":
+            complete_job(self._run_dir, self.beginning.job)
         code = EXIT_CODES.get(status) if exit_code is None else exit_code
         was_asked = self._is_users_stop(status)
         if self._is_counted and (code == EXIT_BAD_CONFIG or was_asked):

@@ -1,0 +1,95 @@
+"""The request for one attempt: its config, its environment, where it resumes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from robust_train.config.attempt import (
+    AttemptRequest,
+    for_attempt,
+    trainer_config,
+)
+from robust_train.folder.hydra_state import hydra_config
+from robust_train.gpu.visible import mask_for
+from robust_train.host.allocator import VARIABLE, allocator_settings
+from robust_train.launcher.plan import Plan
+from robust_train.launcher.stall_watch import nccl_variables
+from robust_train.model.attempt import Attempt
+from robust_train.model.gpu import Group
+from robust_train.model.spec import AttemptSpec
+from robust_train.queue.devices import name_for_trainer
+
+
+def request_for(
+    attempt: Attempt,
+    plan: Plan,
+    asked: AttemptSpec,
+    *,
+    longest_pause: float = 0.0,
+    is_first: bool = True,
+) -> AttemptRequest:
+    """Return the request for an attempt that begins.
+
+    Args:
+        attempt: the attempt.
+        plan: of the job.
+        asked: the split of the batch that the job was asked for.
+        longest_pause: between two reports in the job so far, in seconds.
+        is_first: whether the attempt is the first one of its launch.
+    """
+    spec, config = attempt.spec, plan.config
+    environ = attempt_environment(
+        os.environ,
+        spec.gpus,
+        expandable_segments=spec.expandable_segments,
+        by_index=plan.numbers_gpus,
+    )
+    if config.stall_timeout_seconds != 0 and len(spec.gpus) > 1:
+        environ |= nccl_variables(environ, plan.run_dir, attempt.number)
+    device = name_for_trainer(
+        spec.gpus, os.environ, own_process=not config.runs_inline
+    )
+    own_config = for_attempt(config, spec, device)
+    resumed_from = attempt.resumed_from
+    with plan.resolvers.kept():
+        cfg = trainer_config(plan.cfg, own_config)
+    return AttemptRequest(
+        trainer=plan.trainer_ref,
+        cfg=cfg,
+        hydra_cfg=hydra_config(),
+        config=own_config,
+        spec=spec,
+        attempt=attempt.number,
+        run_dir=plan.run_dir,
+        resume_checkpoint=Path(resumed_from) if resumed_from else None,
+        environ=environ,
+        cwd=os.getcwd(),
+        longest_pause=longest_pause,
+        has_live_status=plan.surroundings.owns_terminal,
+        asked=asked,
+        is_first=is_first,
+    )
+
+
+def attempt_environment(
+    environ: Mapping[str, str],  # the launcher's environment
+    gpus: Group,  # the GPUs of the attempt, empty for the CPU
+    *,
+    # for the allocator; what the user has exported takes precedence
+    expandable_segments: bool,
+    # number the GPUs, for programs that read integers; UUIDs otherwise, and where NVML and CUDA may
+    # count differently
+    by_index: bool = False,
+) -> dict[str, str]:
+    """Return the launcher's environment, with these GPUs (or none) visible."""
+    return {
+        **environ,
+        "CUDA_VISIBLE_DEVICES": mask_for(gpus, by_index=by_index),
+        # so that a program that prints or parses indices agrees with nvidia-smi
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        VARIABLE: allocator_settings(
+            environ, expandable_segments=expandable_segments
+        ),
+    }
