@@ -46,10 +46,10 @@ def launch(
         that its sweep has pruned, ``summary.status`` is ``pruned``, and there may be no result.
 
     Raises:
-        ConfigError: config, trainer or run folder cannot be used; NoProgress: see there.
-        NoDevice: no device in time, and the CPU is not allowed.
-        AttemptsExhausted: memory ran out on every device that may be used.
-        TrainerFailed: the trainer failed otherwise; or its own exception.
+        ConfigError: config, trainer or run folder cannot be used; NoProgressError: see there.
+        NoDeviceError: no device in time, and the CPU is not allowed.
+        AttemptsExhaustedError: memory ran out on every device that may be used.
+        TrainerFailedError: the trainer failed otherwise; or its own exception.
         JobInterrupted: Ctrl-C or SIGTERM; uncaught, it ends a script with its exit code.
     """
     end_import_at_launch(trainer)

@@ -29,7 +29,7 @@ from robust_train.config.schema import (
     TrainingConfig,
 )
 from robust_train.model.attempt import Attempt
-from robust_train.model.errors import ConfigError, NoDevice, UserError
+from robust_train.model.errors import ConfigError, NoDeviceError, UserError
 from robust_train.model.spec import Decision, Retry
 
 GROUP = "robust"
@@ -277,7 +277,7 @@ def errors_as_typed(theirs: Mapping[str, str] | None) -> Iterator[None]:
     """Have what ends a job name keys as its user writes them."""
     try:
         yield
-    except (ConfigError, NoDevice, UserError) as error:
+    except (ConfigError, NoDeviceError, UserError) as error:
         error.args = (as_typed(str(error), theirs),)
         raise
 

@@ -19,7 +19,7 @@ from robust_train.host.signals import SignalWatch
 from robust_train.launcher.plan import Plan
 from robust_train.launcher.process import ProcessExecutor
 from robust_train.model.attempt import Attempt, Exit
-from robust_train.model.errors import RunFolderLost
+from robust_train.model.errors import RunFolderLostError
 from robust_train.model.events import Event
 from robust_train.model.gpu import Group
 from robust_train.model.spec import Decision, GiveUp, Retry
@@ -294,7 +294,7 @@ def stopping_if_lost(
     def tick_beside() -> None:
         try:
             tick()
-        except RunFolderLost:
+        except RunFolderLostError:
             if not signals.received:
                 signals.deliver(signal.SIGTERM)
 

@@ -32,7 +32,7 @@ from robust_train.model.attempt import Attempt, Exit
 from robust_train.model.errors import (
     ConfigError,
     JobInterrupted,
-    NoDevice,
+    NoDeviceError,
     limit_reached,
 )
 from robust_train.model.events import Failed, Finished, RankDied, ScriptEnded
@@ -102,7 +102,7 @@ def failure_of_launcher(
         if pruned:
             return "pruned", pruned, None
         return "interrupted", reason, error
-    if isinstance(error, NoDevice):
+    if isinstance(error, NoDeviceError):
         return "no_device", reason, None
     if not isinstance(error, ConfigError):
         reason = f"error in the launcher: {type(error).__name__}: {reason}"

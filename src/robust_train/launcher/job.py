@@ -36,8 +36,8 @@ from robust_train.model.attempt import Attempt
 from robust_train.model.errors import (
     ConfigError,
     JobInterrupted,
-    NoDevice,
-    RunFolderLost,
+    NoDeviceError,
+    RunFolderLostError,
 )
 from robust_train.model.events import (
     BatchTaken,
@@ -114,7 +114,9 @@ class Job:
             except (Exception, JobInterrupted) as error:
                 # Nothing that comes after the end changes how the job has ended, and the end of
                 # this job is not recorded in the folder of another one.
-                if self.state.is_final or isinstance(error, RunFolderLost):
+                if self.state.is_final or isinstance(
+                    error, RunFolderLostError
+                ):
                     raise
                 return self._end_with(error)
 
@@ -201,7 +203,7 @@ class Job:
                 self.decision = found
                 return
             if retry.otherwise is None:
-                raise NoDevice(found)
+                raise NoDeviceError(found)
             self._decide_again(retry.otherwise, "waited_in_vain", found)
 
     @contextmanager

@@ -47,8 +47,8 @@ from robust_train.launcher.plan import Plan
 from robust_train.model.attempt import Attempt, AttemptEnded
 from robust_train.model.errors import (
     EXIT_BAD_CONFIG,
-    RunFolderLost,
-    RunFolderUnavailable,
+    RunFolderLostError,
+    RunFolderUnavailableError,
 )
 from robust_train.model.events import (
     SCHEMA,
@@ -147,7 +147,7 @@ class RunFolder:
                 max_launches=self._config.max_launches,
                 sleep=partial(sleep_with_ticks, tick=self._signals.check),
             )
-        except RunFolderUnavailable:  # nothing could be written there
+        except RunFolderUnavailableError:  # nothing could be written there
             self._lock.release()
             raise
         except BaseException as error:
@@ -178,7 +178,7 @@ class RunFolder:
                 str(error) or type(error).__name__,
                 getattr(error, "exit_code", None),
             )
-        if not isinstance(error, RunFolderLost):
+        if not isinstance(error, RunFolderLostError):
             self._refuse_requests()
         self._lock.release()
 
@@ -191,7 +191,7 @@ class RunFolder:
 
     def tick(self) -> None:
         """Take requests and write what is due. To be called twice a second, by any thread. Raises
-        RunFolderLost: another job has the folder by now."""
+        RunFolderLostError: another job has the folder by now."""
         now = time.monotonic()
         if now < self._next_poll:
             return
@@ -290,7 +290,11 @@ class RunFolder:
         event: Event,
         attempt: int | None = None,
     ) -> None:
-        """Record an event of the job, or of its attempt with this number. Raises RunFolderLost."""
+        """Record an event of the job, or of its attempt with this number.
+
+        Raises:
+            RunFolderLostError: another job has the folder by now.
+        """
         self._lock.check()
         if event.is_journaled:
             self._journal.write(event, attempt)
