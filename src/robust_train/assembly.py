@@ -1,41 +1,41 @@
-"""Which features there are. Deleting one is deleting its folder and its line here."""
+"""What robust-train is assembled from. Deleting a feature is deleting its folder and its line."""
 
 from __future__ import annotations
 
+import importlib
+
 from robust_train.model.feature import Feature
 
-_FOLDER = "robust_train.features"
 
-FEATURES = (
-    Feature("out_of_memory", f"{_FOLDER}.out_of_memory.launcher:OutOfMemory"),
-    Feature("disk", f"{_FOLDER}.disk.launcher:Disk"),
-    Feature("retry_rules", f"{_FOLDER}.retry_rules.launcher:RetryRules"),
-    Feature("gpus", f"{_FOLDER}.gpus.launcher:Gpus"),
-    Feature("divergence", f"{_FOLDER}.divergence.launcher:Divergence"),
-    Feature(
-        "memory_samples", f"{_FOLDER}.memory_samples.launcher:MemorySamples"
-    ),
-    Feature("time_slices", f"{_FOLDER}.time_slices.launcher:TimeSlices"),
-    Feature("trackers", f"{_FOLDER}.trackers.launcher:Trackers"),
-    Feature("slow", f"{_FOLDER}.slow.launcher:SlowTraining"),
-    Feature(
-        "script_checkpoints",
-        f"{_FOLDER}.script_checkpoints.launcher:ScriptCheckpoints",
-    ),
-    Feature("provenance", f"{_FOLDER}.provenance.launcher:RecordsProvenance"),
-    Feature("report_page", f"{_FOLDER}.report_page.launcher:ReportPage"),
-    Feature("detach", f"{_FOLDER}.detach.launcher:Detach"),
-    Feature("live_screen", f"{_FOLDER}.live_screen.launcher:LiveScreen"),
-    Feature(
-        "notifications", f"{_FOLDER}.notifications.launcher:Notifications"
-    ),
+def _load(*names: str) -> tuple[Feature, ...]:
+    """Return the features in these modules of the package."""
+    modules = (importlib.import_module(f"robust_train.{name}") for name in names)
+    return tuple(module.FEATURE for module in modules)
+
+
+FEATURES = _load(
+    "features.out_of_memory",
+    "features.disk",
+    "features.retry_rules",
+    "features.gpus",
+    "features.divergence",
+    "features.memory_samples",
+    "features.time_slices",
+    "features.trackers",
+    "features.slow",
+    "features.script_checkpoints",
+    "features.provenance",
+    "features.report_page",
+    "features.detach",
+    "features.live_screen",
+    "features.notifications",
 )
 """The order is the order of evidence:
 
-- ``out_of_memory`` first: it may turn a failure that nobody could name into a lack of memory, and
-  everything after looks at the kind.
-- ``disk`` before the user's rules, which see the failure as it is in the end.
-- ``retry_rules`` before ``gpus``: the rule ``exclude_gpu`` makes a failure one of the GPU, which is
-  then excluded.
-- The others do not change a failure, so their order does not matter.
+- A lack of memory first: it may be found in a failure that nobody could name, and whatever comes
+  after looks at the kind of the failure.
+- Disks before the user's rules, which see the failure as it is in the end.
+- The user's rules before GPUs: a rule may make a failure one of the GPU, which is then excluded.
+- The others do not change a failure, so their order does not matter. The page of a job comes after
+  its provenance, which it shows.
 """

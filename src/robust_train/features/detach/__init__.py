@@ -1,1 +1,5 @@
 """Jobs in the background, where a logout does not end them (``detach=true``)."""
+
+from robust_train.model.feature import Feature
+
+FEATURE = Feature("detach", launcher=f"{__name__}.launcher:Detach")

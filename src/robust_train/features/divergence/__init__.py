@@ -1,1 +1,5 @@
 """Training whose loss is no longer usable: noticed, undone, repeated."""
+
+from robust_train.model.feature import Feature
+
+FEATURE = Feature("divergence", launcher=f"{__name__}.launcher:Divergence")

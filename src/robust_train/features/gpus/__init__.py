@@ -1,1 +1,5 @@
 """GPUs that fail or are taken: evidence of them, and what helps."""
+
+from robust_train.model.feature import Feature
+
+FEATURE = Feature("gpus", launcher=f"{__name__}.launcher:Gpus")

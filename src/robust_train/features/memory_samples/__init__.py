@@ -1,1 +1,5 @@
 """Memory over time: whether it is stable, leaks or fragments."""
+
+from robust_train.model.feature import Feature
+
+FEATURE = Feature("memory_samples", launcher=f"{__name__}.launcher:MemorySamples")

@@ -1,1 +1,5 @@
 """Notifications of a job: by a program of the user's, or by Apprise."""
+
+from robust_train.model.feature import Feature
+
+FEATURE = Feature("notifications", launcher=f"{__name__}.launcher:Notifications")

@@ -1,1 +1,5 @@
 """Memory that ran out: the evidence for it, and what helps."""
+
+from robust_train.model.feature import Feature
+
+FEATURE = Feature("out_of_memory", launcher=f"{__name__}.launcher:OutOfMemory")

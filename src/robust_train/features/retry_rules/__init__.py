@@ -1,1 +1,5 @@
 """The user's own rules for what to do after a failure (``retry.rules``)."""
+
+from robust_train.model.feature import Feature
+
+FEATURE = Feature("retry_rules", launcher=f"{__name__}.launcher:RetryRules")

@@ -1,1 +1,5 @@
 """Checkpoints that a script writes by itself, found by a pattern."""
+
+from robust_train.model.feature import Feature
+
+FEATURE = Feature("script_checkpoints", launcher=f"{__name__}.launcher:ScriptCheckpoints")

@@ -1,1 +1,5 @@
 """GPUs shared over time: a job leaves its GPU when another user waits (``gpu_slice_minutes``)."""
+
+from robust_train.model.feature import Feature
+
+FEATURE = Feature("time_slices", launcher=f"{__name__}.launcher:TimeSlices")

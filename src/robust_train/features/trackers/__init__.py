@@ -1,1 +1,5 @@
 """Experiment trackers go on in one run through all attempts of a job."""
+
+from robust_train.model.feature import Feature
+
+FEATURE = Feature("trackers", launcher=f"{__name__}.launcher:Trackers")
