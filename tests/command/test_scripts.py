@@ -203,7 +203,7 @@ def test_after_a_checkpoint_that_a_script_cannot_read_comes_the_one_before(
 GOES_ON = """
 import logging, sys
 from pathlib import Path
-from robust_train.attempt.run import Run
+from robust_train.attempt.run import Run, live_of
 from robust_train.attempt.script.command import train
 from robust_train.config.refusals import composed
 
@@ -239,7 +239,7 @@ from robust_train.model.events import ScriptEnded
 
 def report(event):
     if isinstance(event, ScriptEnded):
-        run.request_stop()
+        live_of(run).request_stop()
 
 run = Run(run_dir=Path("run"), report=report)
 print("result", train(composed(sys.argv[1:]), run))
@@ -343,7 +343,7 @@ for step, number in enumerate(run.batches(range(6)), run.load(state) + 1):
     state["seen"].append(number)
     run.progress(step)
     run.save(state, step)
-    run.finish_saving()
+    live_of(run).finish_saving()
     if step == 4 and run.attempt == 1:
         os.kill(os.getpid(), 9)
 run.epoch_ended(1, accuracy=0.25)

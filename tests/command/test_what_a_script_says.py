@@ -18,7 +18,7 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from robust_train.attempt.run import Run
+from robust_train.attempt.run import Run, live_of
 from robust_train.attempt.script.command import NOTHING, CheckpointWatch, stamps
 from robust_train.attempt.script.messages import (
     LineReader,
@@ -147,7 +147,7 @@ def test_what_a_sweep_optimises_is_reported_also_by_the_figures_that_objective_n
         parse('{"event": "report", "step": 3}')
     reported = []
     run = Run(run_dir=tmp_path, report=reported.append)
-    run.configure(RobustConfig(objective="accuracy"))
+    live_of(run).configure(RobustConfig(objective="accuracy"))
     run.progress(4)
     run.epoch_ended(1, accuracy=torch.tensor(0.25), loss=1.0)
     run.record("metrics", {"step": 5, "accuracy": 0.5})
@@ -342,8 +342,8 @@ def test_the_last_of_many_quick_reports_is_kept():
     run = ScriptRun({}, lines.append)
     for step in range(1, 4):
         run.progress(step, loss=1 / step)
-    run.send_last_progress()
-    run.send_last_progress()
+    live_of(run).send_last_progress()
+    live_of(run).send_last_progress()
     assert [line["step"] for line in lines] == [1, 3]
 
 

@@ -5,7 +5,7 @@ import torch
 
 import conformance_trainers
 from framework_config import framework_config
-from robust_train.attempt.run import MicroBatchPlan
+from robust_train.attempt.run import MicroBatchPlan, live_of
 from robust_train.config.checks import unchecked
 from watched_run import WatchedRun
 
@@ -16,7 +16,7 @@ def trained(folder, kind, batch_size, resume=None, **options):
     """Train in this process; return the model and the run."""
     cfg = framework_config(batch_size, conformance_trainers.EFFECTIVE // batch_size)
     run = WatchedRun(folder, resume=resume)
-    run.micro_batch_plan = MicroBatchPlan.of(unchecked(cfg))
+    live_of(run).micro_batch_plan = MicroBatchPlan.of(unchecked(cfg))
     line = getattr(conformance_trainers, kind)(cfg, run, SAMPLES, **options)
     return line, run
 

@@ -17,7 +17,7 @@ import numpy
 import pytest
 import torch
 
-from robust_train.attempt.run import Run
+from robust_train.attempt.run import Run, live_of
 from robust_train.children.attempt_output import AttemptLog
 from robust_train.files import plain, write_json
 from robust_train.host import wire
@@ -113,14 +113,14 @@ def test_steps_and_metrics_may_be_numbers_of_any_library(number, tmp_path, chann
     run.started(number(0))
     run.progress(number(1), total_steps=number(9), loss=number(4))
     run.progress(number(2), total_steps=number(9), loss=number(3))
-    run.send_last_progress()
+    live_of(run).send_last_progress()
     run.checkpoint_saved(tmp_path, number(2))
     run.checkpoint_saved(tmp_path, None)
     run.epoch_ended(number(1), loss=number(3))
-    run.send(Finished(0.9, step=run.last_step))
+    live_of(run).send(Finished(0.9, step=run.last_step))
     received = [*read_events(ours)]
     ours.close()
-    run.send(Finished(1))  # a launcher that is gone is not the trainer's trouble
+    live_of(run).send(Finished(1))  # a launcher that is gone is not the trainer's trouble
     send.flush()
     assert received == [
         TrainingStarted(0),

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 
 from attempts import attempt_request
+from robust_train.attempt.run import live_of
 from robust_train.attempt.runner import run_attempt
 from robust_train.config.placeholders import SavePlan
 from robust_train.launcher.ending import RankEnd, event_of
@@ -41,7 +42,7 @@ def test_a_trainer_that_asks_only_whether_to_save_is_stopped_after_a_last_checkp
     saved = []
 
     def train(run, stop):
-        run.saving.plan = SavePlan(1e9)
+        live_of(run).saving.plan = SavePlan(1e9)
         for step in range(1, 10):
             if goes_on == "backward" and saved:
                 run.backward(None, None)
@@ -58,7 +59,7 @@ def test_a_trainer_that_asks_only_whether_to_save_is_stopped_after_a_last_checkp
 
 def test_a_trainer_that_reads_both_saves_once_and_ends_by_itself(tmp_path):
     def train(run, stop):
-        run.saving.plan, saved = SavePlan(1e9), []
+        live_of(run).saving.plan, saved = SavePlan(1e9), []
         for step in range(1, 10):
             run.progress(step)
             if run.should_save():

@@ -21,7 +21,7 @@ from running_out import Fuse
 
 from forked_ranks import of_ranks
 from framework_config import QUIET, SILENT
-from robust_train.attempt.run import MicroBatchPlan
+from robust_train.attempt.run import MicroBatchPlan, live_of
 from watched_run import WatchedRun
 
 KINDS = {
@@ -56,7 +56,7 @@ def trained(framework, kind, rank, folder):
     fuse = Fuse(*where, fits=fits, training=training) if where and rank == 1 else Fuse()
     layer = torch.nn.Sequential(fuse, Collective()) if kind == "collective" else fuse
     run = WatchedRun(folder)
-    run.micro_batch_plan = MicroBatchPlan(4, 2)
+    live_of(run).micro_batch_plan = MicroBatchPlan(4, 2)
     train = _lightning if framework == "lightning" else _transformers
     seen: dict[str, Any] = {}
     try:

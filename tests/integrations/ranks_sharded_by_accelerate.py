@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from forked_ranks import of_forks, of_ranks
-from robust_train.attempt.run import MicroBatchPlan
+from robust_train.attempt.run import MicroBatchPlan, live_of
 from robust_train.config.checks import unchecked
 from robust_train.host.votes import Votes
 from watched_run import WatchedRun
@@ -54,7 +54,7 @@ def attempt(folder, ranks, fuse, size, resume=None):
 
     def work(rank):
         run = WatchedRun(folder, resume=resume, rank=rank, world_size=ranks, flags=votes)
-        run.micro_batch_plan = MicroBatchPlan.of(unchecked(cfg))
+        live_of(run).micro_batch_plan = MicroBatchPlan.of(unchecked(cfg))
         torch.manual_seed(0)
         burns = fuse if rank == ranks - 1 else Fuse()
         net = nn.Sequential(nn.Linear(1, 4), burns, nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
@@ -75,7 +75,7 @@ def attempt(folder, ranks, fuse, size, resume=None):
                     optimizer.zero_grad()
         except (RuntimeError, MemoryError) as reason:
             error = str(reason)
-        run.finish_saving()  # as an attempt does when its trainer has ended
+        live_of(run).finish_saving()  # as an attempt does when its trainer has ended
         weights = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
         return {
             "kind": type(model).__name__,

@@ -8,7 +8,7 @@ from torch import nn
 from framework_config import framework_config
 from memory_limit import limited_growth
 from noted import Noted
-from robust_train.attempt.run import MicroBatchPlan
+from robust_train.attempt.run import MicroBatchPlan, live_of
 from robust_train.config.checks import unchecked
 from robust_train.failures import classify_failure
 from robust_train.model.failure import MEMORY_FAILURES
@@ -92,8 +92,8 @@ class Fitted:
         self.model = model
         self.run = WatchedRun(folder)
         if asked is not None:
-            self.run.asked = AttemptSpec((), asked, 8 // asked)
-        self.run.micro_batch_plan = MicroBatchPlan.of(unchecked(self.cfg))
+            live_of(self.run).asked = AttemptSpec((), asked, 8 // asked)
+        live_of(self.run).micro_batch_plan = MicroBatchPlan.of(unchecked(self.cfg))
 
     @property
     def weights(self):

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import warm
 from forked_ranks import of_ranks
 from framework_config import framework_config
-from robust_train.attempt.run import MicroBatchPlan
+from robust_train.attempt.run import MicroBatchPlan, live_of
 from robust_train.config.checks import unchecked
 from robust_train.host.votes import Votes
 from robust_train.model.errors import UserError
@@ -53,7 +53,7 @@ def _train(folder, cfg, run=None, **options):
 
     torch.manual_seed(0)
     run = run or WatchedRun(folder)
-    run.micro_batch_plan = MicroBatchPlan.of(unchecked(cfg))
+    live_of(run).micro_batch_plan = MicroBatchPlan.of(unchecked(cfg))
     accelerator = accelerate.Accelerator(cpu=True, **options)
     data = TensorDataset(torch.arange(22.0)[:, None] / 22)
     model = torch.nn.Linear(1, 1)
@@ -86,7 +86,7 @@ def test_a_prepared_schedule_goes_on_by_one_step_whatever_the_ranks(tmp_path):
         cfg = framework_config(4, checkpoint_every_steps=None)
         cfg.num_gpus = 2
         run = WatchedRun(tmp_path, rank=rank, world_size=2, flags=votes)
-        run.micro_batch_plan = MicroBatchPlan.of(unchecked(cfg))
+        live_of(run).micro_batch_plan = MicroBatchPlan.of(unchecked(cfg))
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
         accelerator = accelerate.Accelerator(cpu=True)
         model = torch.nn.Linear(1, 1)
@@ -129,7 +129,7 @@ def test_a_half_written_checkpoint_of_a_killed_attempt_does_no_harm(tmp_path, ca
     _, run = _train(tmp_path, framework_config(8))
     assert not leftover.exists()
     assert len(run.saved_at) == 9
-    assert 0 < run.speed.speed().data_share < 1
+    assert 0 < live_of(run).speed.speed().data_share < 1
     assert not [one for one in caplog.records if one.name.startswith("accelerate")]
 
 

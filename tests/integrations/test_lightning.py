@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from forked_ranks import of_forks
 from framework_config import QUIET, framework_config
 from robust_train import launch
-from robust_train.attempt.run import MicroBatchPlan, Run
+from robust_train.attempt.run import MicroBatchPlan, Run, live_of
 from robust_train.config.checks import unchecked
 from robust_train.config.schema import RobustConfig
 from robust_train.model.errors import TrainingStopped, UserError
@@ -67,7 +67,7 @@ def test_by_max_steps_it_ends_where_an_uninterrupted_run_does(tmp_path):
         return _fit(tmp_path, cfg, trainer=trainer, resume=resume)
 
     whole, _, run = trained(framework_config(8))
-    assert 0 < run.speed.speed().data_share < 1
+    assert 0 < live_of(run).speed.speed().data_share < 1
     rest, _, _ = trained(framework_config(4, 2), run.saved_at[5])
     torch.testing.assert_close(rest.layer.weight, whole.layer.weight)
     assert rest.seen == whole.seen[-len(rest.seen) :]
@@ -210,7 +210,7 @@ def test_of_a_program_s_fits_the_first_that_trains_is_ours(tmp_path, caplog):
             other = _trainer(tmp_path / "other", accumulate_grad_batches=given)
             other.fit(_Line(), _loader(4))
             assert other.accumulate_grad_batches == accumulates
-    assert not run.keeps_batch
+    assert not live_of(run).keeps_batch
 
 
 def test_a_second_fit_of_a_job_is_refused_in_one_line(tmp_path):
@@ -264,7 +264,7 @@ def test_lightning_by_its_other_name_is_adopted_too(tmp_path):
         seen, saved = [], None
         for size in (8, 4):
             model, run = Line(), WatchedRun(tmp_path, resume=saved)
-            run.micro_batch_plan = MicroBatchPlan(size)
+            live_of(run).micro_batch_plan = MicroBatchPlan(size)
             with adopted_fit(framework_config(size, 8 // size), run):
                 where = {"accelerator": "cpu", "devices": 1, "max_epochs": 1}
                 other.Trainer(**where, **QUIET, default_root_dir=tmp_path).fit(model, _loader(size))
@@ -360,8 +360,8 @@ def test_validation_has_the_batches_of_the_job_s_first_attempt(tmp_path):
         torch.manual_seed(0)
         cfg = framework_config(size, 8 // size)
         run = Run(run_dir=tmp_path / str(size))
-        run.asked = asked
-        run.micro_batch_plan = MicroBatchPlan.of(unchecked(cfg))
+        live_of(run).asked = asked
+        live_of(run).micro_batch_plan = MicroBatchPlan.of(unchecked(cfg))
         trainer = _trainer(run.run_dir, limit_val_batches=2)
         validation = DataLoader(_loader(8).dataset, size)
         model = _LimitedValidation()
@@ -374,7 +374,7 @@ def test_validation_has_the_batches_of_the_job_s_first_attempt(tmp_path):
 def test_a_sweep_reads_the_monitored_figure_unless_objective_names_another(tmp_path):
     for objective, figure, mode in ((None, "value", "max"), ("samples", "samples", None)):
         run = WatchedRun(tmp_path / str(mode))
-        run.configure(RobustConfig(objective=objective))
+        live_of(run).configure(RobustConfig(objective=objective))
         monitor = lightning.pytorch.callbacks.EarlyStopping("value", mode="max")
         trainer = _trainer(tmp_path, callbacks=[monitor])
         job = {"trainer": trainer, "model": _LimitedValidation(), "run": run}
@@ -449,7 +449,7 @@ class _Validated(_Line):
     def validation_step(self, batch):
         self.log("right", 1.0)
         if self.run is not None:
-            self.run.request_stop()
+            live_of(self.run).request_stop()
 
 
 def test_a_stop_during_validation_waits_for_no_more_of_it(tmp_path):

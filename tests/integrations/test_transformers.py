@@ -7,6 +7,7 @@ import torch
 from running_out import recorded
 
 from framework_config import SILENT, framework_config
+from robust_train.attempt.run import live_of
 from robust_train.config.schema import DivergenceConfig
 from robust_train.model.errors import TrainingDiverged, TrainingStopped, UserError
 from watched_run import WatchedRun
@@ -80,7 +81,7 @@ def test_gradient_checkpointing_is_turned_on_where_the_model_can(tmp_path, monke
 def test_a_logged_loss_that_stays_not_finite_ends_the_attempt(tmp_path):
     """The Trainer's own filter would log a mean in its place."""
     run = WatchedRun(tmp_path)
-    run.guard.divergence = DivergenceConfig(patience=3)
+    live_of(run).guard.divergence = DivergenceConfig(patience=3)
     with pytest.raises(TrainingDiverged, match="the loss is nan since step 1"):
         _fit(tmp_path, framework_config(8), run=run, label=float("nan"))
 
@@ -201,7 +202,7 @@ class _AsksToStop(transformers.TrainerCallback):
         self.run = run
 
     def on_prediction_step(self, args, state, control, **others):
-        self.run.request_stop()
+        live_of(self.run).request_stop()
 
 
 def test_a_stop_during_evaluation_waits_for_no_more_of_it(tmp_path):
@@ -226,7 +227,7 @@ def test_what_the_trainer_logs_is_recorded(tmp_path):
     reported = [(e["step"], e["value"], e["mode"]) for e in run.of("report")]
     assert reported == [(e["step"], e["eval_loss"], "min") for e in evaluated]
     assert {e["total_steps"] for e in run.of("progress")} == {9}
-    assert 0 < run.speed.speed().data_share < 1
+    assert 0 < live_of(run).speed.speed().data_share < 1
     milestones = {e["milestone"] for e in run.of("memory")}
     assert {"training begins", "first step done"} <= milestones
 

@@ -12,7 +12,7 @@ from torch import nn
 from memory_limit import limited_growth
 from robust_train.attempt import memory_upkeep
 from robust_train.attempt.memory_upkeep import AttemptMemory, CacheChecks, Reserve
-from robust_train.attempt.run import MicroBatchPlan, Run
+from robust_train.attempt.run import MicroBatchPlan, Run, live_of
 from robust_train.config.schema import MemoryConfig, RobustConfig
 from robust_train.folder.memory_samples import FILE_NAME, Sample, attempt_stability, encode
 from robust_train.model.errors import RankFailure
@@ -120,10 +120,10 @@ def looked_after(folder, **memory):
     """A run with its memory's keeper, and what it reports."""
     reported = []
     run = Run(run_dir=folder, report=reported.append)
-    run.micro_batch_plan = MicroBatchPlan(batch_size=16, min_batch_size=2)
+    live_of(run).micro_batch_plan = MicroBatchPlan(batch_size=16, min_batch_size=2)
     memory = MemoryConfig(samples=False, **memory)
     config = RobustConfig(device="cpu", memory=memory)
-    run.memory_keeper = AttemptMemory(run, config)
+    live_of(run).memory_keeper = AttemptMemory(live_of(run), config)
     return run, reported
 
 
@@ -148,9 +148,9 @@ def test_nothing_is_written_down_for_a_bug_or_where_it_is_turned_off(
     tmp_path, error, memory, files, cleared
 ):
     run, reported = looked_after(tmp_path, **memory)
-    with pytest.raises(type(error)), run.memory_keeper:
+    with pytest.raises(type(error)), live_of(run).memory_keeper:
         raise error
-    run.memory_keeper.clean_up(error)
+    live_of(run).memory_keeper.clean_up(error)
     assert [path.name for path in tmp_path.glob("oom-*")] == files
     assert len(of_type(reported, OutOfMemory)) == len(files)
     told = [event.milestone for event in of_type(reported, MemoryReported)]
@@ -167,11 +167,12 @@ def test_running_out_inside_a_step_is_written_down_once_an_attempt(tmp_path):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return model(part).mean()
 
-    with run.memory_keeper:
+    with live_of(run).memory_keeper:
         for step in (1, 2):
             run.backward(loss_of, torch.zeros(16, 1), model)
             assert run.micro_batcher.size == 4
-            run.micro_batch_plan = run.micro_batch_plan  # the next step is tried whole again
+            # the next step is tried whole again
+            live_of(run).micro_batch_plan = live_of(run).micro_batch_plan
             run.progress(step)
     assert len(of_type(reported, OutOfMemory)) == 1
     assert json.loads((tmp_path / "oom-attempt-1.json").read_text())["tensors"]
@@ -183,7 +184,7 @@ def test_a_record_that_cannot_be_written_costs_a_warning_and_hides_nothing(tmp_p
     run, reported = looked_after(tmp_path)
     error = MemoryError("the trainer's own")
     held = torch.empty(MIB)
-    with pytest.raises(MemoryError) as raised, run.memory_keeper:
+    with pytest.raises(MemoryError) as raised, live_of(run).memory_keeper:
         raise error
     assert raised.value is error
     [event] = of_type(reported, OutOfMemory)

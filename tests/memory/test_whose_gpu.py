@@ -11,7 +11,7 @@ import pytest
 
 import robust_train as memory
 from robust_train.attempt.memory_upkeep import AttemptMemory
-from robust_train.attempt.run import Run
+from robust_train.attempt.run import Run, live_of
 from robust_train.config.schema import MemoryConfig, RobustConfig
 from robust_train.failures import classify_failure
 from robust_train.gpu.processes import footprint, learn_context_bytes, learned_context_bytes
@@ -178,7 +178,7 @@ def test_periodic_save_and_epoch_clearings_leave_workspaces_alone(use, tmp_path)
     events = []
     run = Run(run_dir=tmp_path, report=events.append)
     memory = {"samples": False, "empty_cache_frequency": 1, "empty_cache_threshold": 0.0}
-    run.memory_keeper = keeper = AttemptMemory(run, settings(**memory))
+    live_of(run).memory_keeper = keeper = AttemptMemory(live_of(run), settings(**memory))
     with keeper:
         run.progress(1)
         run.progress(2)
@@ -208,12 +208,12 @@ def test_after_a_fault_of_the_device_nothing_that_is_asked_hides_it(use, tmp_pat
     caplog.set_level(logging.INFO)
     use(is_broken=True)
     run = Run(run_dir=tmp_path)
-    keeper = AttemptMemory(run, settings())
+    keeper = AttemptMemory(live_of(run), settings())
     error = AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     def train():
         with keeper:
-            run.record_memory("before the fault")
+            live_of(run).record_memory("before the fault")
             raise error
 
     with pytest.raises(AcceleratorError) as raised:

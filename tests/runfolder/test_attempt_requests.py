@@ -14,7 +14,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimiz
 
 from robust_train.attempt import requests as attempt_requests
 from robust_train.attempt.requests import AttemptRequests
-from robust_train.attempt.run import MicroBatchPlan, Run
+from robust_train.attempt.run import MicroBatchPlan, Run, live_of
 from robust_train.config.placeholders import SavePlan
 from robust_train.files import replacing
 from robust_train.folder.requests import REQUESTS, TAKEN, find_requests, open_requests
@@ -27,10 +27,10 @@ class Asking:
 
     def __init__(self, folder, **options):
         self.run = WatchedRun(folder, **options)
-        self.run.saving.plan = SavePlan(every_seconds=1e9)
+        live_of(self.run).saving.plan = SavePlan(every_seconds=1e9)
         self.path = folder / REQUESTS
         open_requests(folder)
-        self.requests = AttemptRequests(self.run)
+        self.requests = AttemptRequests(live_of(self.run))
         self._number = 0
 
     def ask(self, verb, **options):
@@ -112,12 +112,12 @@ def test_who_looks_late_in_its_loop_is_not_refused(asking):
 
 
 def test_a_batch_that_must_not_be_split_is_not_halved_on_request(asking):
-    asking.run.micro_batch_plan = MicroBatchPlan(batch_size=8)
-    asking.run.keeps_batch = "nobody accumulates"
+    live_of(asking.run).micro_batch_plan = MicroBatchPlan(batch_size=8)
+    live_of(asking.run).keeps_batch = "nobody accumulates"
     asking.ask("halve_batch")
     assert not asking.run.should_stop()
     assert asking.reply()["error"].endswith("would change the training: nobody accumulates")
-    asking.run.keeps_batch = ""
+    live_of(asking.run).keeps_batch = ""
     asking.ask("halve_batch")
     assert not asking.run.should_stop()  # it may split its first batch yet
     assert not asking.has_replied()
@@ -126,7 +126,7 @@ def test_a_batch_that_must_not_be_split_is_not_halved_on_request(asking):
 
 
 def test_halving_before_the_first_split_waits_for_it(asking):
-    asking.run.micro_batch_plan = MicroBatchPlan(batch_size=8, min_batch_size=4)
+    live_of(asking.run).micro_batch_plan = MicroBatchPlan(batch_size=8, min_batch_size=4)
     asking.ask("halve_batch")
     assert not asking.run.should_stop()  # the first boundary comes before the first split
     model = torch.nn.Linear(2, 1)
@@ -206,11 +206,11 @@ def test_a_signal_that_interrupts_the_handler_of_another_holds_nothing_up(tmp_pa
                 return trace
             sys.settrace(None)
             interrupted.set()
-            return run.request_stop()
+            return live_of(run).request_stop()
 
         sys.settrace(trace)
         try:
-            run.request_stop()
+            live_of(run).request_stop()
         finally:
             sys.settrace(None)
 

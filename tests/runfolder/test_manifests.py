@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from another_user import as_another_user, needs_root
-from robust_train.attempt.run import Run
+from robust_train.attempt.run import Run, live_of
 from robust_train.folder.checkpoints import newest_checkpoint, read_manifests, rotate
 from robust_train.folder.identity import (
     begin_job,
@@ -30,7 +30,7 @@ def save(folder, step, *, job="ours", attempt=1):
 
 def record(folder, path, step, job="ours", attempt=1):
     run = Run(run_dir=folder.parent, attempt=attempt)
-    run.saving.folder, run.saving.job = folder, job
+    live_of(run).saving.folder, live_of(run).saving.job = folder, job
     run.checkpoint_saved(path, step)
     return path
 
@@ -126,7 +126,10 @@ def test_a_byte_that_was_flipped_in_the_middle_is_seen_before_a_job_resumes(fold
     if file.suffix == ".zip":
         zipped(file, bytes(500_000))
     last, run = folder / name.partition("/")[0], Run(run_dir=folder.parent)
-    run.saving.job, run.saving.clock.interval = "ours", 60.0  # so that it is read back
+    live_of(run).saving.job, live_of(run).saving.clock.interval = (
+        "ours",
+        60.0,
+    )  # so that it is read back
     run.checkpoint_saved(last, 8)
     assert newest(folder) == last
     with file.open("r+b") as opened:

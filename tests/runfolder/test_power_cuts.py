@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from robust_train.attempt.run import Run
+from robust_train.attempt.run import Run, live_of
 from robust_train.folder.identity import begin_job
 from robust_train.folder.journal import Journal
 from robust_train.folder.state import Summary, read_summary
@@ -94,8 +94,8 @@ def work(disk):
     journal = Journal(run_dir / "journal.jsonl")
     journal.write(AttemptStarted(AttemptSpec((), 8, 1)), 1)
     run = Run(run_dir=run_dir, report=lambda event: journal.write(event, 1))
-    assert run.saving.job == begun.job
-    folder = run.checkpoints(1)
+    assert live_of(run).saving.job == begun.job
+    folder = live_of(run).checkpoints(1)
     for step in range(1, STEPS + 1):
         journal.write(Progress(step), 1)
         folder.save({"step": step, "weights": torch.full((100,), float(step))}, step)

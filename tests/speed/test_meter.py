@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from robust_train.attempt import speed as module
-from robust_train.attempt.run import MicroBatchPlan, Run
+from robust_train.attempt.run import MicroBatchPlan, Run, live_of
 from robust_train.attempt.runner import call_trainer
 from robust_train.attempt.speed import SpeedMeter
 from robust_train.config.checks import checked
@@ -116,7 +116,7 @@ def test_the_share_of_waiting_for_data(clock, explicit):
 
 def test_checkpoints_validation_and_ends_of_epochs_are_left_out(clock, tmp_path):
     run = Run(run_dir=tmp_path)
-    run.micro_batch_plan = MicroBatchPlan(batch_size=4, gradient_accumulation_steps=2)
+    live_of(run).micro_batch_plan = MicroBatchPlan(batch_size=4, gradient_accumulation_steps=2)
     pauses = {
         3: run.epoch_ended,
         4: lambda step: run.checkpoint_saved(tmp_path / "x", step),
@@ -129,7 +129,7 @@ def test_checkpoints_validation_and_ends_of_epochs_are_left_out(clock, tmp_path)
             if step % each == 0:
                 clock.now += 30
                 pause(step)
-    speed = run.speed.speed()
+    speed = live_of(run).speed.speed()
     assert speed.seconds_per_step_p95 == pytest.approx(0.1, rel=0.01)
     assert speed.samples_per_second == pytest.approx(80, rel=0.01)
     assert speed.steps < 29
@@ -148,7 +148,7 @@ def test_the_first_batch_of_an_epoch_counts_where_the_loader_is_known(clock, tmp
             run.progress(next(step))
         clock.now += 500
         run.epoch_ended(epoch)
-    speed = run.speed.speed()
+    speed = live_of(run).speed.speed()
     assert speed.steps == 29
     assert speed.data_share == pytest.approx(2 / (2 + 2.9), rel=0.01)
 
@@ -237,7 +237,7 @@ def test_a_trainer_that_does_not_look_at_the_batch_size_has_no_samples(clock, tm
     for step in range(1, 4):
         run.progress(step)
         clock.now += 2.0
-    assert run.speed.speed().samples_per_second == rate
+    assert live_of(run).speed.speed().samples_per_second == rate
 
 
 def called(folder, look, data):
@@ -261,4 +261,4 @@ def called(folder, look, data):
 )
 def test_a_trainer_may_keep_its_numbers_of_workers_in_any_shape(tmp_path, data, look, reads):
     run = called(tmp_path, lambda cfg: look(cfg.data), data)
-    assert run.has_read("workers") is reads
+    assert live_of(run).has_read("workers") is reads

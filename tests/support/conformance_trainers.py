@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+from robust_train.attempt.run import live_of
 from robust_train.folder.checkpoints import SUFFIX
 
 STEPS, EFFECTIVE, EPOCHS = 12, 8, 4
@@ -64,7 +65,7 @@ def meets(cfg, run) -> None:
     def then(step, **more):
         is_passed_on = progress(step, **more)
         if run.world_size > 1:
-            run.finish_saving()
+            live_of(run).finish_saving()
             # that of rank 0 may be written beside the last rank's last step
             if meeting.what and step == cfg.training.checkpoint_every_steps + 1:
                 wait_for_one(run.checkpoint_dir)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from robust_train.attempt.run import live_of
 from robust_train.folder.checkpoints import mark, save_checkpoint
 from robust_train.model.errors import TrainingDiverged
 
@@ -59,7 +60,7 @@ def train(cfg: Any, run: Any) -> list[float]:
         except TrainingDiverged:
             if how == "recorded late":
                 # another rank has recorded it, which has not met a bad loss yet
-                mark(run.checkpoint_dir, run.saving.job, lambda one: "finite")
+                mark(run.checkpoint_dir, live_of(run).saving.job, lambda one: "finite")
             raise
         if step % 5 == 0:
             path = run.checkpoint_dir / f"step-{step:03d}.pt"
@@ -80,7 +81,7 @@ def script(argv):
     run = robust_train.current_run()
     for step in range(1, 6):
         run.progress(step, loss=float("nan") if float(argv[1]) > 0.1 and step > 2 else 1.0)
-        run.send_last_progress()
+        live_of(run).send_last_progress()
     if float(argv[1]) > 0.1:
         time.sleep(60)  # it is ended before
     run.result(float(argv[1]))

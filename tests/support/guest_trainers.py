@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from robust_train import TrainingStopped, launch
+from robust_train.attempt.run import live_of
 
 STEPS, SAMPLES = 12, 16
 OOM = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free."
@@ -67,7 +68,7 @@ def train(cfg, run):
         optimizer.step()
         run.progress(step, total_steps=STEPS)
         run.save(state, step)
-        run.finish_saving()
+        live_of(run).finish_saving()
         if is_due("waits", step, run):
             (run.run_dir / f"waits-{run.rank}").touch()
             while not run.should_stop():

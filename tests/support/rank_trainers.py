@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memory_limit import MIB, limit_growth
+from robust_train.attempt.run import live_of
 from trainers import saves, steps
 
 WIDE = 1 << 18
@@ -96,4 +97,4 @@ def loses_a_gpu_of_four(cfg, run):
             saves(run, "2", 2)
     dist.destroy_process_group()
     visible = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
-    return {"ranks": int(ranks), "start": run.steps_before, "visible": len(visible)}
+    return {"ranks": int(ranks), "start": live_of(run).steps_before, "visible": len(visible)}

@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+from robust_train.attempt.run import live_of
 from robust_train.model.errors import TrainingStopped
 from robust_train.model.events import MemoryReported
 
@@ -139,7 +140,7 @@ def resumes(cfg, run):
             saves(run, "five", step)
         if step == 7 and run.attempt == 1:
             raise MemoryError
-    return run.steps_before
+    return live_of(run).steps_before
 
 
 def dies_of_segfault(cfg):
@@ -269,7 +270,7 @@ def splits_within_a_budget(cfg, run):
 def tells_its_memory(cfg, run):
     """Tells of GPU memory, then waits to be told; runs out of memory at its first attempt."""
     figures = {"allocated": 2 * 1024**3, "reserved": 3 * 1024**3, "max_allocated": 5 * 1024**3}
-    run.send(MemoryReported("here", **figures))
+    live_of(run).send(MemoryReported("here", **figures))
     waits_for_the_go(f".{run.attempt}")
     if run.attempt == 1:
         raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")

@@ -22,7 +22,7 @@ from torch import nn
 from forked_ranks import of_forks, outcomes
 from robust_train.attempt import checkpoints
 from robust_train.attempt.checkpoints import named_map, read_newest
-from robust_train.attempt.run import Run
+from robust_train.attempt.run import Run, live_of
 from robust_train.folder.checkpoints import CheckpointError, newest_checkpoint, of_job
 from robust_train.model.errors import RankFailure
 from robust_train.step.ranks import of_all_ranks
@@ -39,7 +39,7 @@ class Job:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.train(1)
         run = Run(run_dir=run_dir, rank=dist.get_rank(), world_size=2)
-        self.folder = run.checkpoints(keep, write_folder=folder_writer())
+        self.folder = live_of(run).checkpoints(keep, write_folder=folder_writer())
 
     def train(self, seed):
         torch.manual_seed(seed)
@@ -247,7 +247,7 @@ def ranks_of_a_loop_go_on_from_one_checkpoint(run_dir):
     rank = dist.get_rank()
     run = Run(run_dir=run_dir, rank=rank, world_size=2)
     run.save({"some": 1}, 1)
-    run.finish_saving()
+    live_of(run).finish_saving()
     run.resume_checkpoint, gather = shown_late(run.checkpoint_dir / "step-00000001.pt")
     dist.barrier()
     with pytest.MonkeyPatch.context() as patch:

@@ -7,7 +7,7 @@ from training_world import WatchedRun, config, train
 
 from robust_train.attempt import checkpoints
 from robust_train.attempt.checkpoints import HostCopies, read_newest, together
-from robust_train.attempt.run import Run
+from robust_train.attempt.run import Run, live_of
 from robust_train.folder import identity
 from robust_train.folder.checkpoints import (
     CheckpointError,
@@ -56,7 +56,9 @@ def test_files_of_a_framework_are_copied_at_once_and_seen_once_all_are_there(
 
     def save(run, write):
         files = {"write": write, "publish": lambda: unfinished.rename(whole)}
-        run.try_to_save(lambda: run.checkpoints(1).save_files(unfinished, 1, **files))
+        live_of(run).try_to_save(
+            lambda: live_of(run).checkpoints(1).save_files(unfinished, 1, **files)
+        )
 
     class Waits:
         def __deepcopy__(self, memo):
@@ -77,19 +79,19 @@ def test_files_of_a_framework_are_copied_at_once_and_seen_once_all_are_there(
     weights += 1
     assert not whole.exists()
     may_write.set()
-    run.finish_saving()
+    live_of(run).finish_saving()
     if elsewhere is None:
         assert torch.load(whole / "a.pt")[0].sum() == 0
         assert safetensors.load_file(whole / "b.safetensors")["w"].sum() == 0
         assert [one.path for one in of_job(run.checkpoint_dir, "")] == [whole]
     else:
         assert list(run.checkpoint_dir.iterdir()) == []
-        assert run.saving.owed == f"cannot write {unfinished}: no space left"
+        assert live_of(run).saving.owed == f"cannot write {unfinished}: no space left"
 
 
 def test_what_is_written_in_the_background_is_the_state_of_its_step(tmp_path):
     run = Run(run_dir=tmp_path)
-    folder = run.checkpoints(1)
+    folder = live_of(run).checkpoints(1)
     weights = torch.zeros(1000)
     folder.save_from_copy({"weights": weights, "nested": [(weights,)]}, 1)
     weights += 1
@@ -132,8 +134,8 @@ def test_a_job_whose_folder_was_begun_anew_leaves_the_other_s_checkpoints_alone(
     unfinished.parent.mkdir()
     unfinished.touch()
     run.save({"weights": torch.zeros(3)}, 1)
-    run.finish_saving()
-    assert "begun anew by another job" in run.saving.owed
+    live_of(run).finish_saving()
+    assert "begun anew by another job" in live_of(run).saving.owed
     run.checkpoint_saved(unfinished, 1)
     assert list(unfinished.parent.iterdir()) == [unfinished]
 

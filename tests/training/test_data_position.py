@@ -26,7 +26,7 @@ from robust_train.attempt.data_position import (
     examine,
     without_first,
 )
-from robust_train.attempt.run import Run
+from robust_train.attempt.run import Run, live_of
 from robust_train.config.placeholders import MicroBatchPlan
 
 SAMPLES = 41
@@ -35,7 +35,9 @@ SAMPLES = 41
 def of_size(tmp_path, attempt, size, **options):
     """Return the run of an attempt with micro-batches of this size."""
     run = Run(run_dir=tmp_path, attempt=attempt, **options)
-    run.micro_batch_plan = MicroBatchPlan(batch_size=size, gradient_accumulation_steps=16 // size)
+    live_of(run).micro_batch_plan = MicroBatchPlan(
+        batch_size=size, gradient_accumulation_steps=16 // size
+    )
     return run
 
 
@@ -279,7 +281,7 @@ def test_batches_that_count_something_else_than_samples_are_warned_of(
     run = of_size(tmp_path, 1, sizes[0])
     assert len(list(itertools.islice(run.batches(make(sizes[0])), 3))) == 3
     run.save({}, 1)
-    run.finish_saving()
+    live_of(run).finish_saving()
     later = of_size(tmp_path, 2, sizes[1])
     later.resume_checkpoint = run.checkpoint_dir / "step-00000001.pt"
     later.load({})
@@ -357,7 +359,7 @@ def test_a_third_attempt_goes_on_in_the_middle_of_an_accumulation(tmp_path):
             seen += batch.tolist()
             step += 1
         run.save({}, step)
-        run.finish_saving()
+        live_of(run).finish_saving()
         path = run.checkpoint_dir / f"step-{step:08d}.pt"
     assert seen == list(range(SAMPLES))
 
@@ -388,7 +390,7 @@ def test_what_is_saved_before_the_first_batch_keeps_the_position(tmp_path):
         step = run.load({}) + 1
         seen += _flat(itertools.islice(run.batches(_loader(8)), taken))
         run.save({}, step)
-        run.finish_saving()
+        live_of(run).finish_saving()
         path = run.checkpoint_dir / f"step-{step:08d}.pt"
     assert seen == list(range(SAMPLES))
 

@@ -11,7 +11,7 @@ from training_world import WatchedRun
 
 import warm
 from robust_train import find_batch_size
-from robust_train.attempt.run import MicroBatchPlan
+from robust_train.attempt.run import MicroBatchPlan, live_of
 from robust_train.model.errors import AttemptsExhaustedError
 from robust_train.policy.sizes import BatchSearch
 from robust_train.step.probing import (
@@ -125,8 +125,10 @@ def test_probes_leave_no_trace_in_model_optimizer_scaler_and_generators(tmp_path
 def searching(folder, batch_size, min_batch_size=1):
     """A run that has to find its size, of this one at most."""
     run = WatchedRun(folder)
-    run.micro_batch_plan = MicroBatchPlan(batch_size=batch_size, min_batch_size=min_batch_size)
-    run.batch_search = BatchSearch(batch_size, min_batch_size=min_batch_size)
+    live_of(run).micro_batch_plan = MicroBatchPlan(
+        batch_size=batch_size, min_batch_size=min_batch_size
+    )
+    live_of(run).batch_search = BatchSearch(batch_size, min_batch_size=min_batch_size)
     return run
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from robust_train import launch
-from robust_train.attempt.run import Run
+from robust_train.attempt.run import Run, live_of
 from robust_train.config.placeholders import SavePlan
 from robust_train.config.schema import DivergenceConfig
 from robust_train.folder.checkpoints import mark, read_manifests
@@ -35,7 +35,7 @@ def own_loop(cfg, run):
             if step % 4 == 0:
                 run.save(state, step)
             if step == cfg.get("fails", {}).get(run.attempt):
-                run.finish_saving()
+                live_of(run).finish_saving()
                 raise ConnectionError("the data's server is gone")
     return {"seen": state["seen"], "weight": model.weight.tolist()}
 
@@ -46,7 +46,7 @@ def threads_that_saves_start(cfg, run):
     for step in range(3):
         run.save({"values": torch.zeros(1)}, step)
     started = set(threading.enumerate()) - before
-    run.finish_saving()
+    live_of(run).finish_saving()
     return [thread.name for thread in started | set(threading.enumerate()) - before]
 
 
@@ -106,7 +106,7 @@ class Stream(torch.utils.data.IterableDataset):
 def saved_at(run, step, **state):
     """A later attempt's run that goes on from a checkpoint of this step, saved by ``run``."""
     run.save(state, step)
-    run.finish_saving()
+    live_of(run).finish_saving()
     path = run.checkpoint_dir / f"step-{step:08d}.pt"
     return Run(run_dir=run.run_dir, attempt=2, resume_checkpoint=path)
 
@@ -185,12 +185,12 @@ def test_no_job_begins_again_beside_a_whole_checkpoint_that_it_cannot_use(run):
 
 
 def test_data_with_which_training_diverged_is_passed_over(tmp_path, run):
-    run.saving.job = "j"
+    live_of(run).saving.job = "j"
     for batch in run.batches(range(10)):
         run.progress(batch + 1)
         if batch == 3:
             run.save({}, 4)
-    run.finish_saving()
+    live_of(run).finish_saving()
     later = Run(run_dir=tmp_path, attempt=2)
     later.resume_checkpoint, later.skips_to = tmp_path / "checkpoints/step-00000004.pt", 6
     later.load({})
@@ -203,11 +203,11 @@ def test_data_with_which_training_diverged_is_passed_over(tmp_path, run):
 
 
 def test_a_checkpoint_written_while_training_diverges_is_marked(run):
-    run.guard.divergence = DivergenceConfig(patience=9)
+    live_of(run).guard.divergence = DivergenceConfig(patience=9)
     for step, loss in ((1, 0.5), (2, 0.4), (3, float("nan"))):
         run.progress(step, loss=loss)
         run.save({}, step)
-    run.finish_saving()
+    live_of(run).finish_saving()
     losses = {one.step: one.loss for one in read_manifests(run.checkpoint_dir)}
     assert losses == {1: "finite", 2: "finite", 3: "diverged"}, (
         "the oldest may be the last good one"
@@ -215,7 +215,10 @@ def test_a_checkpoint_written_while_training_diverges_is_marked(run):
 
 
 def test_no_checkpoint_is_due_while_losses_are_not_finite(run):
-    run.guard.divergence, run.saving.plan = DivergenceConfig(patience=9), SavePlan(0.0)
+    live_of(run).guard.divergence, live_of(run).saving.plan = (
+        DivergenceConfig(patience=9),
+        SavePlan(0.0),
+    )
     due = []
     for step, loss in enumerate((0.5, float("nan"), float("inf"), 0.4), 1):
         run.progress(step, loss=loss)

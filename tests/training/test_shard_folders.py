@@ -8,7 +8,7 @@ import pytest
 
 import warm
 from robust_train.attempt.checkpoints import read_newest
-from robust_train.attempt.run import Run
+from robust_train.attempt.run import Run, live_of
 from robust_train.folder.checkpoints import newest_checkpoint
 
 PROGRAM = Path(__file__).with_name("group_of_shard_writers.py").read_text()
@@ -47,5 +47,5 @@ def test_a_kill_before_the_folder_has_its_name_leaves_the_one_before(seen):
     newest = newest_checkpoint(run.checkpoint_dir, "")
     found = read_newest(newest.path)
     assert found[1]["step"] == 1
-    run.checkpoints(2).remove_leftovers(None)
+    live_of(run).checkpoints(2).remove_leftovers(None)
     assert not torn.exists()

@@ -11,6 +11,7 @@ from hydra import compose, initialize_config_module
 from PIL import Image, ImageChops
 from scipy.io import savemat
 
+from robust_train.attempt.run import live_of
 from robust_train.config.checks import unchecked
 from robust_train.vision import trainer
 from watched_run import WatchedRun
@@ -33,7 +34,7 @@ def config(*overrides):
 
 def train(cfg, run):
     """Call the built-in trainer with the plans that an attempt sets."""
-    run.configure(unchecked(cfg))
+    live_of(run).configure(unchecked(cfg))
     return trainer.train(cfg, run)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import psutil
 
-from robust_train.attempt.run import MemoryKeeper, Run
+from robust_train.attempt.live import LiveAttempt, MemoryKeeper
 from robust_train.attempt.sampler import Sampler
 from robust_train.config.schema import RobustConfig
 from robust_train.failures import classify_failure
@@ -105,7 +105,7 @@ class AttemptMemory(MemoryKeeper):
 
     def __init__(
         self,
-        run: Run,
+        run: LiveAttempt,
         config: RobustConfig,  # of the attempt
     ) -> None:
         self._run = run

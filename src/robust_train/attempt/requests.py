@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from robust_train import compat
-from robust_train.attempt.run import Run, memory_in_use
+from robust_train.attempt.live import LiveAttempt, memory_in_use
 from robust_train.config.projects import as_typed
 from robust_train.folder.requests import (
     LAUNCHERS_VERB,
@@ -56,7 +56,7 @@ class AttemptRequests:
 
     def __init__(
         self,
-        run: Run,
+        run: LiveAttempt,
         tick: Callable[[], None] = lambda: None,
     ) -> None:
         self._run = run

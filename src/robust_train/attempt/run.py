@@ -1,13 +1,11 @@
 """What a trainer that takes a second parameter, ``run``, can read and report.
 
-The same class serves all kinds of attempts; they differ only in where reports go.
+The same class serves all kinds of attempts; they differ only in where reports go. What stands
+behind it is :class:`.live.LiveAttempt`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import time
 from collections.abc import (
     Callable,
     Iterable,
@@ -15,79 +13,20 @@ from collections.abc import (
     Mapping,
     MutableMapping,
 )
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from robust_train.attempt.cadence import Saving
-from robust_train.attempt.data_position import Attempt
-from robust_train.attempt.guard import REPORTED, Guard
-from robust_train.attempt.speed import SpeedMeter
-from robust_train.config.placeholders import MicroBatchPlan as MicroBatchPlan
-from robust_train.config.placeholders import SavePlan, SplitRule
-from robust_train.files import plain
-from robust_train.folder.checkpoints import CheckpointError, Content, Position
-from robust_train.folder.trackers import TrackerNote
-from robust_train.host.votes import CHECKPOINT, STOP, Flags, OneRank
-from robust_train.memory.stats import describe_memory
-from robust_train.memory.stats import memory_in_use as memory_in_use
-from robust_train.model.errors import TrainingDiverged, TrainingStopped
-from robust_train.model.events import (
-    CheckpointFailed,
-    CheckpointSaved,
-    EpochEnded,
-    Event,
-    Json,
-    MemoryReported,
-    MicroBatchChanged,
-    MicroBatchExhausted,
-    Progress,
-    SpeedMeasured,
-    SplitChecked,
-    TrainingStarted,
-    UserEvent,
-    ValueReported,
-)
-from robust_train.model.failure import Evidence, Failure, FailureKind
+from robust_train.attempt.live import LiveAttempt, Report
+from robust_train.host.votes import Flags
+from robust_train.model.events import Json
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from robust_train.attempt.checkpoints import CheckpointFolder
-    from robust_train.config.schema import RobustConfig
-    from robust_train.model.spec import AttemptSpec
-    from robust_train.policy.sizes import BatchSearch
     from robust_train.step.batcher import MicroBatcher
     from robust_train.step.rewind import Models
-    from robust_train.step.split_check import SplitCheck
-
-log = logging.getLogger("robust_train")
-
-_PROGRESS_INTERVAL_SECONDS = 0.1
 
 T = TypeVar("T")
-
-Report = Callable[[Event], None]
-"""Takes one event."""
-
-Answer = Callable[[dict[str, Json]], None]
-"""Takes the reply to a request that was made of a live run."""
-
-
-class MemoryKeeper:
-    """Looks after the memory of an attempt; this one does nothing."""
-
-    def step_done(self, step: int) -> None:
-        """Check memory after a step."""
-
-    def occasion(self, reason: str) -> None:
-        """Check memory after a step, save or epoch."""
-
-    def ran_out(self, error: BaseException, failure: Failure) -> None:
-        """Record what filled the memory."""
-
-    def clean_up(self, error: BaseException | None) -> None:
-        """Return memory that is not in use any more."""
 
 
 class Run:
@@ -96,36 +35,11 @@ class Run:
     Attributes:
         attempt: number of this attempt, counted from 1.
         rank: number of this process among those that share the optimizer steps, from 0.
-        run_dir: the job's run folder.
-        checkpoint_dir: where checkpoints belong; shared by all attempts of the job.
-        resume_checkpoint: the checkpoint to go on from, None if it starts afresh.
-        saving: when the next checkpoint is due, and what was saved.
-        speed: measures how fast the steps follow each other.
-        trackers: notes which run of an experiment tracker is this job's.
-        steps_before: optimizer steps that earlier attempts have done, 0 for a fresh start.
-        asked: the split of the batch that the job was asked for; None: this attempt's own.
-        keeps_batch: why no attempt may split the batch in another way; empty if it may.
-        last_step: last optimizer step that was reported, None before the first.
-        last_micro_batch: the smallest micro-batch that running out of memory has led to inside the
-            steps of this attempt, None if it never did.
-        skips_to: the data up to this optimizer step are to be passed over: training has diverged
-            there.
-        passes_over: whether the trainer heeds that.
-        is_steered: a framework's trainer goes on from its checkpoints.
-        is_cooperative: the trainer has called :meth:`should_stop` or :meth:`should_save`.
-        saves_on_request: it has called :meth:`should_save`.
-        was_told_to_stop: :meth:`should_stop` has returned true.
-        at_boundary: set by whoever calls the trainer; called between two steps with what the
-            trainer does there.
-        guard: watches whether what it trains is of use.
-        has_live_status: the launcher shows steps and loss on a terminal.
-        send: sends an event to the launcher.
-        micro_batch_plan: how :meth:`backward` begins; set by whoever calls the trainer.
-        memory_keeper, batch_search: the same.
-        has_read: the same; returns whether the trainer has read a key that ends like this.
-        supports: the same; returns whether the trainer supports a feature.
         world_size: how many ranks share the optimizer steps. Only rank 0's progress, checkpoints,
             epochs and result count; the others may report them as well.
+        is_main: whether this is rank 0, which saves the checkpoints and reports.
+        run_dir: the job's run folder.
+        checkpoint_dir: where checkpoints belong; shared by all attempts of the job.
     """
 
     def __init__(
@@ -140,63 +54,37 @@ class Run:
         flags: Flags | None = None,
         has_live_status: bool = False,
     ) -> None:
+        self._live = LiveAttempt(
+            run_dir=run_dir,
+            attempt=attempt,
+            resume_checkpoint=resume_checkpoint,
+            report=report,
+            rank=rank,
+            world_size=world_size,
+            flags=flags,
+            has_live_status=has_live_status,
+        )
         self.attempt = attempt
         self.rank = rank
-        self.run_dir = run_dir
-        self.checkpoint_dir = run_dir / "checkpoints"
-        self.resume_checkpoint = resume_checkpoint
-        self.send = report
         self.world_size = world_size
-        self.has_live_status = has_live_status
-        self.steps_before = 0
-        self.last_step: int | None = None
-        self.last_micro_batch: int | None = None
-        self.asked: AttemptSpec | None = None
-        self.keeps_batch = ""
-        self.their_keys: Mapping[str, str] | None = None
-        self.skips_to = 0
-        self.passes_over = self.is_steered = False
-        self.is_cooperative = self.saves_on_request = False
-        self.was_told_to_stop = False
-        self._asks_whether_to_stop = self._saves_last = False
-        self._total_steps: int | None = None
-        self.at_boundary: Callable[[str], None] = lambda boundary: None
-        self.memory_keeper = MemoryKeeper()
-        self.batch_search: BatchSearch | None = None
-        self.has_read: Callable[[str], bool] = lambda key: True
-        self.supports: Callable[[str], bool] = lambda feature: False
-        self.guard = Guard(
-            lambda event: self.send(event),
-            self._spoiled,
-            is_main=self.is_main,
-        )
-        self.saving = Saving(run_dir, attempt, self.guard.proves)
-        self.trackers = TrackerNote(
-            run_dir, self.saving.job if rank == 0 else None
-        )
-        self.speed = SpeedMeter(
-            world_size,
-            self._samples,
-            lambda speed: self.send(SpeedMeasured(speed, rank)),
-        )
-        self._objective = ""
-        self._mode: str | None = None
-        self.micro_batch_plan = MicroBatchPlan()
-        self.split_rule = SplitRule()
-        self._micro_batcher: MicroBatcher | None = None
-        self._folder: CheckpointFolder | None = None  # of `save`
-        self._keeps = 2
-        self._has_resumed = False
-        self._flags = flags or OneRank()
-        self._checkpoint_flag_seen = 0
-        self._checkpoint_answers: list[Answer] = []
-        self._unsent: Progress | None = None
-        self._next_progress = 0.0
+        self.is_main = self._live.is_main
+        self.run_dir = run_dir
+        self.checkpoint_dir = self._live.checkpoint_dir
 
     @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0, which saves the checkpoints and reports."""
-        return self.rank == 0
+    def resume_checkpoint(self) -> Path | None:
+        """The checkpoint to go on from, None if it starts afresh."""
+        return self._live.resume_checkpoint
+
+    @property
+    def last_step(self) -> int | None:
+        """The last optimizer step that was reported, None before the first."""
+        return self._live.last_step
+
+    @property
+    def micro_batcher(self) -> MicroBatcher:
+        """What splits this attempt's batches."""
+        return self._live.micro_batcher
 
     def should_stop(self) -> bool:
         """Return whether to save a checkpoint now and raise :class:`TrainingStopped`.
@@ -205,34 +93,7 @@ class Run:
         at the same step. A trainer that calls neither this nor :meth:`should_save` gets a
         KeyboardInterrupt instead.
         """
-        self._asks_whether_to_stop = True
-        self.at_boundary("should_stop")
-        stops = self._sees_stop()
-        self.was_told_to_stop |= stops
-        return stops
-
-    def _sees_stop(self) -> bool:
-        self.is_cooperative = True
-        return bool(self._flags.look(STOP, self.rank))
-
-    def request_stop(self) -> None:
-        """Ask the trainer to stop at its next step boundary."""
-        self._flags.raise_flag(STOP)
-
-    def request_checkpoint(self, answer: Answer) -> None:
-        """Ask for a checkpoint; ``answer`` gets ``{"answer": …}`` or ``{"error": …}``."""
-        self._checkpoint_answers.append(answer)
-
-    def withdraw_checkpoint_request(self, answer: Answer) -> None:
-        """Forget a request, where it was not answered yet."""
-        if answer in self._checkpoint_answers:
-            self._checkpoint_answers.remove(answer)
-
-    def answer_checkpoint(self, reply: dict[str, Json]) -> None:
-        """Answer all requests for a checkpoint."""
-        answers, self._checkpoint_answers = self._checkpoint_answers, []
-        for answer in answers:
-            answer(reply)
+        return self._live.should_stop()
 
     def should_save(self) -> bool:
         """Return whether to save a checkpoint now, by :meth:`save` or in another way that
@@ -248,43 +109,16 @@ class Run:
         Raises:
             TrainingStopped: see above.
         """
-        self.saves_on_request = True
-        self._end_after_last_checkpoint()
-        is_time = self.is_main and self.saving.clock.is_due(self.last_step)
-        # of weights worth nothing: a framework's own rotation would remove a good one for it
-        if is_time and not self.guard.losses.not_finite:
-            self._flags.raise_flag(CHECKPOINT)
-        self.at_boundary("should_save")
-        if self._checkpoint_answers:
-            self._flags.raise_flag(CHECKPOINT)
-        before = self._checkpoint_flag_seen
-        self._checkpoint_flag_seen = self._flags.look(CHECKPOINT, self.rank)
-        is_due = self._checkpoint_flag_seen > before
-        if self._sees_stop() and not self._saves_last:
-            self._saves_last = is_due = True
-        if is_due:
-            self.saving.clock.begin(self.last_step)
-            self.speed.pause()
-        return is_due
-
-    def _end_after_last_checkpoint(self) -> None:
-        """End a trainer that does not know that it is to stop, once it has saved for that."""
-        if self._saves_last and not self._asks_whether_to_stop:
-            self.finish_saving()
-            raise TrainingStopped(f"stopped after step {self.steps_done}")
+        return self._live.should_save()
 
     def checkpoint_failed(self, reason: str) -> None:
         """Report that no checkpoint could be saved: training goes on, the user is notified, and
         :meth:`should_save` returns true again in a minute."""
-        if self.is_main:
-            self.saving.failed(reason)
-            self.send(CheckpointFailed(reason))
-        self.answer_checkpoint({"error": f"no checkpoint: {reason}"})
+        self._live.checkpoint_failed(reason)
 
     def started(self, step: int) -> None:
         """Report which optimizer step this attempt starts from (0 for a fresh start)."""
-        self.steps_before = step = int(step)
-        self.send(TrainingStarted(step))
+        self._live.started(step)
 
     def progress(
         self,
@@ -299,71 +133,7 @@ class Run:
         May be called after every step: at most ten reports a second are passed on. Returns whether
         this one was.
         """
-        self.last_step = step = int(step)
-        self.speed.step_done(step)
-        self.memory_keeper.step_done(step)
-        self.at_boundary("progress")
-        self.finish_saving(wait=False)
-        if (loss := scalars.get("loss")) is not None:
-            self.guard.take(step, loss, REPORTED)
-        total = None if total_steps is None else int(total_steps)
-        self._total_steps = total
-        self._unsent = Progress(step, total, scalars)
-        now = time.monotonic()
-        if now < self._next_progress:
-            return False
-        self._next_progress = now + _PROGRESS_INTERVAL_SECONDS
-        self.send_last_progress()
-        self.trackers.poll()
-        return True
-
-    def send_last_progress(self) -> None:
-        """Pass on the last report, unless that is done."""
-        unsent, self._unsent = self._unsent, None
-        if unsent is not None:
-            self.send(replace(unsent, metrics=plain(unsent.metrics)))
-
-    def splits_no_more(self) -> None:
-        """Refuse requests for a smaller micro-batch from here on."""
-        self._micro_batcher = None
-
-    def configure(self, config: RobustConfig) -> None:
-        """Split batches, save and log as an attempt's config has it."""
-        self.micro_batch_plan = MicroBatchPlan.of(config)
-        self.saving.plan = SavePlan.of(config)
-        self._keeps = config.training.keep_checkpoints
-        self._objective = config.objective or ""
-        self.their_keys = config.theirs
-        self.guard.configure(config)
-
-    @property
-    def micro_batcher(self) -> MicroBatcher:
-        """What splits this attempt's batches; made from :attr:`micro_batch_plan` at first use."""
-        if self._micro_batcher is None:
-            # torch comes with it, and the launcher does without
-            from robust_train.step.batcher import MicroBatcher
-            from robust_train.step.engine import Recorder
-            from robust_train.step.split_watch import SplitWatch
-
-            recorder = Recorder(
-                lambda: 1 + self.steps_done,
-                self._micro_batch_event,
-                self.memory_keeper.ran_out,
-                self.speed,
-                SplitWatch(
-                    self.split_rule, self._on_split_checked, self._muted
-                ),
-            )
-            self._micro_batcher = MicroBatcher(
-                **asdict(self.micro_batch_plan),
-                search=self.batch_search,
-                recorder=recorder,
-            )
-        return self._micro_batcher
-
-    def shrink(self, reason: str) -> tuple[int, int] | None:
-        """Split finer from the next batch on; return (from, to), or None if no size is smaller."""
-        return self.micro_batcher.shrink(reason)
+        return self._live.progress(step, total_steps=total_steps, **scalars)
 
     def backward(
         self,
@@ -385,21 +155,7 @@ class Run:
         If memory runs out in it, it starts over with smaller parts, as if the step had not begun.
         For the arguments see :meth:`robust_train.step.batcher.MicroBatcher.backward`.
         """
-        self._end_after_last_checkpoint()
-        batcher = self.micro_batcher
-        self.at_boundary("backward")
-        result = batcher.backward(
-            loss_of,
-            batch,
-            model,
-            **options,
-        )
-        if options.get("training", True):
-            self.guard.computed(
-                1 + self.steps_done,
-                result[0] if isinstance(result, tuple) else result,
-            )
-        return result
+        return self._live.backward(loss_of, batch, model, **options)
 
     def step(
         self,
@@ -430,12 +186,7 @@ class Run:
             TrainingDiverged: more than three times ``divergence.patience`` updates in a row were
                 left out.
         """
-        return self.guard.step(
-            1 + self.steps_done,
-            optimizer,
-            scaler,
-            max_grad_norm,
-        )
+        return self._live.step(optimizer, scaler, max_grad_norm)
 
     def forward(
         self,
@@ -451,14 +202,7 @@ class Run:
 
         If memory runs out, the part that failed is repeated in smaller ones.
         """
-        batcher = self.micro_batcher
-        self.at_boundary("forward")
-        return batcher.forward(
-            function,
-            batch,
-            model,
-            **options,
-        )
+        return self._live.forward(function, batch, model, **options)
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield from ``loader``, the data to train on, and measure how long training waits for it::
@@ -470,85 +214,7 @@ class Run:
         size of batches is by then. The order of samples has to be the same again, as by a generator
         that is seeded with the epoch; where that is uncertain, a warning comes first.
         """
-        return self.speed.waits(self._pass_over(loader))
-
-    def _pass_over(self, loader: Iterable[T]) -> Iterator[T]:
-        self.passes_over = True
-        self._find_position()
-        plan = self.micro_batch_plan
-        attempt = Attempt(
-            batch_size=plan.batch_size or 0,
-            effective=plan.samples or 0,
-            reads_batch_size=(
-                self.has_read("batch_size") or bool(self.their_keys)
-            ),
-            rank=self.rank,
-            ranks=self.world_size,
-        )
-        yield from self.saving.batches.over(loader, attempt)
-
-    def _find_position(self) -> None:
-        """Find where an earlier attempt was in the data, with the first batch or checkpoint: by
-        then the trainer has reported where it begins."""
-        if self.resume_checkpoint is not None and not self._has_resumed:
-            self.saving.batches.resume(
-                self.resume_checkpoint,
-                self.steps_before,
-                self.skips_to,
-            )
-        self._has_resumed = True
-
-    @property
-    def splits_batches(self) -> bool:
-        """Whether the trainer has begun to use :meth:`backward` or :meth:`forward`."""
-        return self._micro_batcher is not None
-
-    def _samples(self) -> int:
-        counts = self.has_read("batch_size")
-        return (self.micro_batch_plan.samples or 0) if counts else 0
-
-    @property
-    def steps_done(self) -> int:
-        """Optimizer steps that are done, those of earlier attempts included."""
-        return self.steps_before if self.last_step is None else self.last_step
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the last of all optimizer steps is done, as far as the trainer reports them."""
-        total = self._total_steps
-        return total is not None and self.steps_done >= total
-
-    def _on_split_checked(
-        self, step: int, check: SplitCheck, ends_attempt: bool
-    ) -> None:
-        kept = check.kept.value
-        self.send(
-            SplitChecked(
-                step, kept, check.message, check.samples, ends_attempt
-            )
-        )
-
-    @contextlib.contextmanager
-    def _muted(self) -> Iterator[None]:
-        """Send nothing that a trainer's function reports within the block."""
-        send = self.send
-        unsent = self._unsent
-        self.send = lambda event: None
-        try:
-            yield
-        finally:
-            self.send = send
-            self._unsent = unsent
-
-    def _micro_batch_event(self, event: Event) -> None:
-        if isinstance(event, (MicroBatchChanged, MicroBatchExhausted)):
-            if event.training:
-                size = getattr(event, "after", None) or event.before
-                self.last_micro_batch = min(
-                    size, self.last_micro_batch or size
-                )
-            event = replace(event, last_micro_batch=self.last_micro_batch)
-        self.send(event)
+        return self._live.batches(loader)
 
     def save(
         self,
@@ -569,52 +235,7 @@ class Run:
         newest ``training.keep_checkpoints`` stay. A disk that takes none costs a warning. Of
         several ranks the first one saves; sharded tensors are refused.
         """
-        from robust_train.attempt.checkpoints import contents_of
-
-        if self.is_main:
-            self.save_content(
-                contents_of(state, int(step)),
-                int(step),
-                keep=self._keeps,
-            )
-
-    def save_content(
-        self,
-        content: Content,
-        step: int,
-        *,
-        keep: int,
-        suffix: str = ".pt",
-    ) -> None:
-        """Save a dictionary of values and tensors, as a framework has gathered it, as above."""
-        self.saving.clock.begin(step)
-        self.speed.pause()
-        self._find_position()
-        is_first = self._folder is None
-        folder = self.checkpoints(keep, suffix)
-        if is_first:
-            folder.remove_leftovers(self.resume_checkpoint)
-        self.try_to_save(lambda: folder.save_from_copy(content, step))
-
-    def checkpoints(
-        self,
-        keep: int,
-        suffix: str = ".pt",
-        **options: Any,
-    ) -> CheckpointFolder:
-        """Return what writes and reports checkpoints; for the arguments see there."""
-        from robust_train.attempt.checkpoints import CheckpointFolder
-
-        if self._folder is None:
-            self._folder = CheckpointFolder(
-                self.saving,
-                self.checkpoint_saved,
-                is_main=self.is_main,
-                keep=keep,
-                suffix=suffix,
-                **options,
-            )
-        return self._folder
+        self._live.save(state, step)
 
     def load(self, state: MutableMapping[str, Any]) -> int:
         """Restore what :meth:`save` has saved into ``state``, and report that training begins.
@@ -623,115 +244,11 @@ class Run:
         optimizer steps that are done, 0 for a fresh start. Of several ranks all have to call it,
         and go on from the same checkpoint.
         """
-        from robust_train.attempt.checkpoints import STEP, read_newest, restore
-        from robust_train.step.ranks import of_all_ranks
+        return self._live.load(state)
 
-        step, path = 0, self.resume_checkpoint
-        self.resume_checkpoint = None
-        if path is not None:
-            required = {STEP} | state.keys()
-            found = read_newest(path, required, gather=of_all_ranks)
-            if found is not None:
-                self.resume_checkpoint, content = found
-                step = restore(state, content)
-        self.started(step)
-        return step
-
-    def _spoiled(
-        self,
-        message: str,
-        good: int | None,
-        bad: int,
-    ) -> TrainingDiverged:
-        """Have no attempt resume from what was saved since the good step; return the error."""
-        begun = self.steps_before
-        if good is None or good <= begun:
-            # none was good in this attempt: so may be what it resumed from
-            good = begun - 1
-        self.finish_saving()
-        # each rank: that of any may be the one that counts
-        before = self.saving.spoiled(good, self.guard.good_since)
-        last = "no checkpoint before it"
-        if before is not None:
-            step = "" if before.step is None else f" (step {before.step})"
-            last = f"the checkpoint before it is {before.path.name}{step}"
-            # from there its data was passed over already
-            if self.passes_over and before.step == begun:
-                bad += max(self.skips_to - begun, 0)
-        evidence = Evidence(
-            good_step=good,
-            bad_step=bad,
-            has_checkpoint=before is not None,
-            passes_over=self.passes_over,
-            reads_lr=self.has_read("lr"),
-        )
-        return TrainingDiverged(
-            Failure(FailureKind.DIVERGED, f"{message}; {last}", evidence)
-        )
-
-    def finish_saving(self, *, wait: bool = True) -> None:
-        """Report the checkpoint that is written in the background; ``wait`` until it is."""
-        if (folder := self._folder) is not None:
-            self.try_to_save(lambda: folder.report_written(wait=wait))
-
-    def try_to_save(self, write: Callable[[], object]) -> None:
-        """Write a checkpoint; go on if the disk does not take it."""
-        try:
-            write()
-        except CheckpointError as error:
-            if self.is_main:
-                log.warning(
-                    "%s; training goes on, earlier ones are kept", error
-                )
-            self.checkpoint_failed(str(error))
-
-    def checkpoint_saved(
-        self,
-        path: Path,
-        step: int | None,
-        position: Position | None = None,
-    ) -> None:
-        """Report a complete checkpoint at ``path``: a later attempt resumes from it. ``position``
-        is where it is in the data, of one that was checked and written a while ago."""
-        step = self.last_step if step is None else int(step)
-        loss, spent = self.guard.losses.of_checkpoint(step), 0.0
-        if self.is_main:
-            damage, at = "", position
-            if at is None:
-                self._find_position()
-                damage = self.saving.damage_in(Path(path))
-                at = self.saving.batches.position
-            self.saving.saved(
-                Path(path),
-                step,
-                loss,
-                at,
-                is_good=not damage,
-            )
-            if damage:
-                log.warning(
-                    "checkpoint %s: %s; it is not used",
-                    path,
-                    damage,
-                )
-                self.checkpoint_failed(damage)
-                return
-            spent = round(self.saving.clock.spent, 3)
-        self.send(
-            CheckpointSaved(
-                str(path),
-                step,
-                loss,
-                self.saving.rotates and loss != "unknown",
-                spent,
-            )
-        )
-        self.speed.pause()
-        self.memory_keeper.occasion("save")
-        if self._checkpoint_answers:
-            self.answer_checkpoint(
-                {"answer": {"path": str(path), "step": step}}
-            )
+    def checkpoint_saved(self, path: Path, step: int | None) -> None:
+        """Report a complete checkpoint at ``path``: a later attempt resumes from it."""
+        self._live.checkpoint_saved(path, step)
 
     def epoch_ended(
         self,
@@ -740,17 +257,7 @@ class Run:
         **scalars: float,
     ) -> None:
         """Report that epoch ``epoch`` (from 1) is done; ``scalars`` go to the journal."""
-        epoch, figures = int(epoch), plain(scalars)
-        self.send(
-            EpochEnded(
-                epoch,
-                self.steps_done,
-                figures,
-            )
-        )
-        self.report_objective(figures, epoch)
-        self.speed.pause()
-        self.memory_keeper.occasion("epoch")
+        self._live.epoch_ended(epoch, **scalars)
 
     def report(
         self,
@@ -760,15 +267,7 @@ class Run:
         """Report the figure that a sweep optimises, as it is after ``step`` (default: the last one
         of :meth:`progress`). A sweep may stop a job that does worse than others at the same step,
         so report at the same steps in all jobs, as after each epoch."""
-        if self.is_main:
-            step = self.steps_done if step is None else int(step)
-            self.send(ValueReported(float(value), step))
-
-    def record_memory(self, name: str) -> None:
-        """Record how much memory is in use."""
-        figures = memory_in_use(context=False)
-        log.debug("%s: %s", name, describe_memory(figures))
-        self.send(MemoryReported(name, **figures))
+        self._live.report(value, step)
 
     def record(
         self,
@@ -776,31 +275,9 @@ class Run:
         fields: Mapping[str, Json],
     ) -> None:
         """Record an event of the trainer's own in the journal: any name, any fields."""
-        figures = plain(dict(fields))
-        self.send(UserEvent(str(event), figures))
-        self.report_objective(figures, figures.get("step"))
+        self._live.record(event, fields)
 
-    def report_objective(
-        self,
-        figures: Mapping[str, Json],
-        step: Json,
-    ) -> None:
-        """Report the figure that ``objective`` names, if it is among these."""
-        value = figures.get(self._objective)
-        if (
-            self.is_main
-            and isinstance(value, (int, float))
-            and not isinstance(value, bool)
-            and isinstance(step, int)
-        ):
-            self.send(ValueReported(float(value), step, self._mode))
 
-    def monitors(
-        self,
-        figure: str,
-        mode: str,
-    ) -> None:
-        """Report the figure whenever it is recorded, unless ``objective`` names another one.
-        ``mode``: ``min`` or ``max``, what its framework takes for the best."""
-        if not self._objective:
-            self._objective, self._mode = figure, mode
+def live_of(run: Run) -> LiveAttempt:
+    """Return what stands behind a run, for our own code."""
+    return run._live

@@ -27,6 +27,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
+from robust_train.attempt.live import LiveAttempt, memory_in_use
 from robust_train.attempt.loading import (
     CHECKPOINTING,
     WORKERS,
@@ -37,7 +38,7 @@ from robust_train.attempt.loading import (
 )
 from robust_train.attempt.memory_upkeep import AttemptMemory
 from robust_train.attempt.requests import AttemptRequests
-from robust_train.attempt.run import Run, memory_in_use
+from robust_train.attempt.run import Run, live_of
 from robust_train.config.attempt import AttemptRequest
 from robust_train.config.placeholders import SplitRule
 from robust_train.config.schema import RobustConfig
@@ -95,19 +96,20 @@ def run_attempt(
         flags=flags,
         has_live_status=request.has_live_status,
     )
-    run.saving.start_writer()
-    run.asked = request.asked
-    run.skips_to = request.spec.skips_to
-    run.split_rule = SplitRule.of(request.config, request.spec)
+    live = live_of(run)
+    live.saving.start_writer()
+    live.asked = request.asked
+    live.skips_to = request.spec.skips_to
+    live.split_rule = SplitRule.of(request.config, request.spec)
     if request.spec.searches:
-        run.batch_search = BatchSearch.of(request.config, request.spec)
+        live.batch_search = BatchSearch.of(request.config, request.spec)
     error: BaseException | None = None
     ending: Finished | Failed
     with contextlib.ExitStack() as signals:
         try:
             # a signal may be waiting to stop it at once
-            signals.enter_context(stopping(stop_trainer(run)))
-            with AttemptRequests(run, tick):
+            signals.enter_context(stopping(stop_trainer(live)))
+            with AttemptRequests(live, tick):
                 try:
                     result = call_trainer(
                         load(),
@@ -116,11 +118,11 @@ def run_attempt(
                         run,
                     )
                 finally:
-                    run.finish_saving()
+                    live.finish_saving()
                 # a signal has nothing to interrupt any more
-                run.is_cooperative = True
-                if run.saving.owed and not run.was_told_to_stop:
-                    unsaved = CheckpointError(run.saving.owed)
+                live.is_cooperative = True
+                if live.saving.owed and not live.was_told_to_stop:
+                    unsaved = CheckpointError(live.saving.owed)
                     # its last steps are repeated once there is room on the disk
                     if classify_failure(unsaved).kind is FailureKind.DISK_FULL:
                         raise unsaved
@@ -133,19 +135,19 @@ def run_attempt(
                 error = raised
                 if not request.config.runs_inline:
                     error = _lacks_resolver(raised) or raised
-                ending = _failed(_failure_of(error, run), error)
+                ending = _failed(_failure_of(error, live), error)
         # one that has done its last step had nothing left to stop, and keeps its result
-        was_cut_short = run.was_told_to_stop and not run.is_done
+        was_cut_short = live.was_told_to_stop and not live.is_done
         if was_cut_short and isinstance(ending, Finished):
             why = "it was asked to stop, and did"
             ending = Failed(Failure(FailureKind.INTERRUPTED, why))
-        run.speed.send()
-        if run.supports(CHECKPOINTING):
+        live.speed.send()
+        if live.supports(CHECKPOINTING):
             send(TrainerSupports((CHECKPOINTING,)))
         memory, now = memory_in_use(), time.monotonic()
-        send(replace(ending, step=run.last_step, memory=memory, at=now))
+        send(replace(ending, step=live.last_step, memory=memory, at=now))
         if error is None or not process_ends:
-            run.memory_keeper.clean_up(error)
+            live.memory_keeper.clean_up(error)
     return error
 
 
@@ -171,15 +173,16 @@ def call_trainer(
     run: Run,
 ) -> Any:
     """Call the trainer with its config, and with ``run`` if it takes that; return its result."""
-    run.memory_keeper = keeper = AttemptMemory(run, config)
-    run.configure(config)
-    run.has_read = note_reads(cfg, config.training.batch_size)
-    run.supports = support_of(trainer, run.has_read)
+    live = live_of(run)
+    live.memory_keeper = keeper = AttemptMemory(live, config)
+    live.configure(config)
+    live.has_read = note_reads(cfg, config.training.batch_size)
+    live.supports = support_of(trainer, live.has_read)
     with keeper:
         return call_with_run(trainer, cfg, run)
 
 
-def _failure_of(error: BaseException, run: Run) -> Failure:
+def _failure_of(error: BaseException, live: LiveAttempt) -> Failure:
     if isinstance(error, (TrainingStopped, KeyboardInterrupt)):
         return Failure(FailureKind.INTERRUPTED, str(error) or "interrupted")
     if isinstance(error, SystemExit):
@@ -196,7 +199,7 @@ def _failure_of(error: BaseException, run: Run) -> Failure:
     failure = classify_failure(error)
     if isinstance(error, (ConfigKeyError, ConfigAttributeError)):
         failure = replace(failure, message=_missing_key(error))
-    if failure.kind is FailureKind.HOST_OOM and not run.supports(WORKERS):
+    if failure.kind is FailureKind.HOST_OOM and not live.supports(WORKERS):
         failure = replace(
             failure, evidence=replace(failure.evidence, no_workers=True)
         )
@@ -289,7 +292,7 @@ def _pickled(error: BaseException) -> str:
     return base64.b64encode(data).decode()
 
 
-def stop_trainer(run: Run) -> Callable[[], None]:
+def stop_trainer(live: LiveAttempt) -> Callable[[], None]:
     """Return what asks a trainer to stop; one that never reads ``run`` is interrupted, once.
 
     More signals change nothing: a job's processes may get each of them several times, and only the
@@ -299,8 +302,8 @@ def stop_trainer(run: Run) -> Callable[[], None]:
 
     def stop() -> None:
         nonlocal is_interrupted
-        run.request_stop()
-        if not run.is_cooperative and not is_interrupted:
+        live.request_stop()
+        if not live.is_cooperative and not is_interrupted:
             is_interrupted = True
             raise TrainingStopped("interrupted by a signal")
 

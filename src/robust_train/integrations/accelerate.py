@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from omegaconf import DictConfig
 
-from robust_train.attempt.run import Run
+from robust_train.attempt.run import Run, live_of
 from robust_train.compat import prepared_schedulers
 from robust_train.integrations.sample_order import StepShares, take_over
 from robust_train.integrations.steering import (
@@ -85,7 +85,7 @@ class RobustLoop:
         self._cfg = cfg.training
         self._steps = Steps(cfg, run)
         self._saved_step: int | None = None
-        run.passes_over = True
+        live_of(run).passes_over = True
         self._total: int | None = None
         self._loss: Any = None  # of the step that was made last
         accelerator.register_for_checkpointing(self)
@@ -105,7 +105,8 @@ class RobustLoop:
             self.accelerator.load_state(str(path))
             # data of this epoch with which training diverged is passed over
             passes_over = (
-                max(self.run.skips_to - self.step, 0) * self._effective
+                max(live_of(self.run).skips_to - self.step, 0)
+                * self._effective
             )
             self.samples = min(self.samples + passes_over, self._order.samples)
         if self.run.world_size > 1:
@@ -114,13 +115,13 @@ class RobustLoop:
                 scheduler.split_batches = True
         self._total = count * -(-self._order.samples // self._effective)
         self.run.started(self.step)
-        self.run.record_memory("training begins")
+        live_of(self.run).record_memory("training begins")
         while self.epoch < count:
             yield self.epoch
             self.epoch, self.samples = self.epoch + 1, 0
             if self.epoch < count and self._saved_step is None:
                 self.save()
-        self.run.finish_saving()
+        live_of(self.run).finish_saving()
 
     def batches(self) -> Iterator[Any]:
         """Yield the batches of the current epoch that are left; the next one ends the step.
@@ -131,7 +132,7 @@ class RobustLoop:
         self._order.begin(self.epoch, self.samples)
         if self.samples >= self._order.samples:
             return
-        for batch in self.run.speed.waits(self._own_batches()):
+        for batch in live_of(self.run).speed.waits(self._own_batches()):
             yield batch
             self.samples = min(
                 self.samples + self._effective, self._order.samples
@@ -192,7 +193,7 @@ class RobustLoop:
         """Save a checkpoint while training goes on, as ``run.save`` does."""
         path = self.run.checkpoint_dir / f"{_SAVED}{self.step:08d}"
         unfinished = path.with_name(f".{path.name}.tmp")
-        self.run.finish_saving()
+        live_of(self.run).finish_saving()
         is_there = path.exists() and self._saved_step == self.step
         if self.run.is_main and not is_there:
             # of attempts that were killed while they saved, and of this very step
@@ -202,14 +203,16 @@ class RobustLoop:
         if of_all_ranks(is_there)[0]:
             return
         self._saved_step = self.step
-        self.run.try_to_save(
-            lambda: self.run.checkpoints(
-                self._cfg.keep_checkpoints
-            ).save_files(
-                unfinished,
-                self.step,
-                write=lambda: self.accelerator.save_state(str(unfinished)),
-                publish=lambda: unfinished.rename(path),
+        live_of(self.run).try_to_save(
+            lambda: (
+                live_of(self.run)
+                .checkpoints(self._cfg.keep_checkpoints)
+                .save_files(
+                    unfinished,
+                    self.step,
+                    write=lambda: self.accelerator.save_state(str(unfinished)),
+                    publish=lambda: unfinished.rename(path),
+                )
             )
         )
 
@@ -237,7 +240,7 @@ class RobustLoop:
         self._loss = None
         if self.run.should_stop():
             self.save()
-            self.run.finish_saving()
+            live_of(self.run).finish_saving()
             raise TrainingStopped(f"stopped after step {self.step}")
         if self.run.should_save():
             self.save()

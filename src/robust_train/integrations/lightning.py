@@ -23,7 +23,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict
 
 from robust_train import compat
-from robust_train.attempt.run import Run
+from robust_train.attempt.run import Run, live_of
 from robust_train.config.projects import errors_as_typed
 from robust_train.config.schema import TrainingConfig
 from robust_train.integrations.lightning_callback import (
@@ -176,7 +176,7 @@ def _fit(
             ) from None
         raise
     finally:
-        run.finish_saving()
+        live_of(run).finish_saving()
         callback.leave(trainer)
 
 
@@ -197,7 +197,7 @@ def adopted_fit(cfg: DictConfig, run: Run) -> Iterator[None]:
         options["val_dataloaders"] = val_dataloaders
         data = train_dataloaders if datamodule is None else datamodule
         reason = _counts_micro_batches(trainer)
-        if run.is_steered:
+        if live_of(run).is_steered:
             log.warning(
                 "only one fit of a job goes on from its checkpoints; this fit is Lightning's own, "
                 "and begins again in each attempt"
@@ -210,7 +210,7 @@ def adopted_fit(cfg: DictConfig, run: Run) -> Iterator[None]:
                 f"Trainer: starts {trainer.world_size} processes of its own"
             )
         elif not compat.searches(trainer):
-            with errors_as_typed(run.their_keys):
+            with errors_as_typed(live_of(run).their_keys):
                 if reason is None:
                     fit = partial(own, trainer)
                     _fit(
@@ -253,7 +253,7 @@ def _with_batch_of(
     if not hasattr(data, "train_dataloader") or type(theirs) is not int:
         return cfg
     steps = cfg.training.gradient_accumulation_steps
-    asked = run.asked or AttemptSpec(
+    asked = live_of(run).asked or AttemptSpec(
         (),
         cfg.training.batch_size,
         steps,
@@ -273,13 +273,13 @@ def _with_batch_of(
         name,
         theirs,
     )
-    run.asked = asked.with_batch(theirs, None)
-    run.micro_batch_plan = replace(
-        run.micro_batch_plan, batch_size=micro_batch
+    live_of(run).asked = asked.with_batch(theirs, None)
+    live_of(run).micro_batch_plan = replace(
+        live_of(run).micro_batch_plan, batch_size=micro_batch
     )
-    run.splits_no_more()  # as an earlier fit of this trainer may have
+    live_of(run).splits_no_more()  # as an earlier fit of this trainer may have
     if run.is_main:
-        run.send(BatchTaken(theirs, micro_batch, steps))
+        live_of(run).send(BatchTaken(theirs, micro_batch, steps))
     cfg = cfg.copy()
     with open_dict(cfg):
         cfg.training.batch_size = micro_batch

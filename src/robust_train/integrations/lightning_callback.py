@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from robust_train.attempt.run import Run
+from robust_train.attempt.run import Run, live_of
 from robust_train.compat import step_schedulers
 from robust_train.integrations.sample_order import (
     SampleOrder,
@@ -169,7 +169,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
             if self._is_saving:
                 self._saved_step = checkpoint["global_step"]
                 keep = self._cfg.training.keep_checkpoints
-                self.run.save_content(
+                live_of(self.run).save_content(
                     checkpoint,
                     self._saved_step,
                     keep=keep,
@@ -231,11 +231,13 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
             0 if self.position.is_between_epochs else self.position.samples
         )
         self.run.started(trainer.global_step)
-        self.run.record_memory("fit begins")
+        live_of(self.run).record_memory("fit begins")
         # of a ModelCheckpoint or EarlyStopping
         for one in trainer.callbacks:
             if getattr(one, "monitor", None) is not None:
-                self.run.monitors(one.monitor, getattr(one, "mode", "min"))
+                live_of(self.run).monitors(
+                    one.monitor, getattr(one, "mode", "min")
+                )
 
     def _lower_rates(self, trainer: Any) -> None:
         """Make the epoch's step of ReduceLROnPlateau, which comes after the last checkpoint."""
@@ -250,8 +252,8 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
 
     def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
         """Begin an epoch; not called if one is resumed in the middle."""
-        self.run.speed.begin()
-        self.run.speed.wait_begins()
+        live_of(self.run).speed.begin()
+        live_of(self.run).speed.wait_begins()
         self.position = replace(
             self.position,
             epoch=trainer.current_epoch,
@@ -264,7 +266,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
 
     def on_train_batch_start(self, *_: Any) -> None:
         """Take the time: the batch is there."""
-        self.run.speed.wait_ends()
+        live_of(self.run).speed.wait_ends()
 
     def on_before_backward(
         self,
@@ -295,7 +297,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
             self.position = after
         if is_step:
             self._after_step(trainer, outputs)
-        self.run.speed.wait_begins()
+        live_of(self.run).speed.wait_begins()
 
     def _after_batch(self) -> LightningPosition:
         """Return the position once the batch in progress is done."""
@@ -326,7 +328,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
 
     def on_validation_start(self, *_: Any) -> None:
         """Leave validation out of the time of the steps."""
-        self.run.speed.pause()
+        live_of(self.run).speed.pause()
 
     def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
         """Stop during validation if requested; what it has computed is not kept."""

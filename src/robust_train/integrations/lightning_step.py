@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler
 
-from robust_train.attempt.run import Run
+from robust_train.attempt.run import Run, live_of
 from robust_train.compat import LATEST, accumulates_now, logged_by
 from robust_train.integrations.sample_order import SampleOrder
 from robust_train.integrations.steering import InStep, OpenStep, lightning
@@ -86,7 +86,8 @@ def _keep_evaluation_batches(
     """Let loaders of validation and test have the batches that they had in the job's first attempt;
     their figures may depend on that, and so does what ``limit_val_batches`` leaves out."""
     own: int = callback.shares.micro_batch
-    asked = own if run.asked is None else run.asked.batch_size
+    spec = live_of(run).asked
+    asked = own if spec is None else spec.batch_size
     if asked == own:
         return
     process = trainer.strategy.process_dataloader

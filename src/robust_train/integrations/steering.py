@@ -17,7 +17,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from robust_train.attempt.run import Run
+from robust_train.attempt.run import Run, live_of
 from robust_train.compat import TorchDispatchMode
 from robust_train.config.checks import unchecked
 from robust_train.config.placeholders import SavePlan
@@ -75,9 +75,9 @@ def refuse_saving_on_each_node(owner: str, options: Any) -> None:
 
 def keep_batch(run: Run, reason: str) -> None:
     """Let no attempt split the batch in another way, which would change the training."""
-    run.keeps_batch = reason
+    live_of(run).keeps_batch = reason
     if run.is_main:
-        run.send(BatchKept(reason))
+        live_of(run).send(BatchKept(reason))
 
 
 class Steps:
@@ -88,14 +88,14 @@ class Steps:
         cfg: DictConfig,
         run: Run,
     ) -> None:
-        if run.is_steered:
+        if live_of(run).is_steered:
             raise UserError(
                 "a second fit or loop in one job, which the next attempt would begin with the "
                 "checkpoint of the first: make each a job of its own (-m fold=0,1,2), or leave the "
                 "other to the framework (trainer.fit, trainer.train)"
             )
-        run.is_steered = True
-        run.saving.plan = SavePlan.of(unchecked(cfg))
+        live_of(run).is_steered = True
+        live_of(run).saving.plan = SavePlan.of(unchecked(cfg))
         self._run = run
         self._every = max(cfg.training.log_every_steps, 1)
         self._loss: dict[str, float] = {}
@@ -112,7 +112,7 @@ class Steps:
     ) -> None:
         """Send that optimizer step ``step`` is done, now and then with its loss."""
         if loss is not None:
-            self._run.guard.take(step, loss)
+            live_of(self._run).guard.take(step, loss)
             if step % self._every == 0:  # reading it waits for the GPU
                 self._loss = {"loss": float(loss)}
         is_first = self._run.last_step is None
@@ -123,7 +123,7 @@ class Steps:
         ):
             self._loss = {}
         if is_first:
-            self._run.record_memory("first step done")
+            live_of(self._run).record_memory("first step done")
 
 
 def result_of(metric: str | None, logged: Mapping[str, float]) -> Any:
@@ -258,7 +258,7 @@ class InStep:
         """Log why memory that runs out ends the attempt; later reasons change nothing."""
         if self._said:
             return
-        kept = self._run.keeps_batch
+        kept = live_of(self._run).keeps_batch
         log.log(
             logging.DEBUG
             if on_all_ranks and not self._run.is_main
@@ -271,7 +271,7 @@ class InStep:
             f"; {kept}" if kept and kept != reason else "",
         )
         self._said = True
-        self._run.splits_no_more()
+        live_of(self._run).splits_no_more()
 
     def keep_batch(self, reason: str) -> None:
         """Neither repeat a step nor let an attempt split its batch in another way."""

@@ -19,7 +19,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from robust_train.attempt.checkpoints import together
-from robust_train.attempt.run import Run
+from robust_train.attempt.run import Run, live_of
 from robust_train.compat import load_best, save_trainer, saving_through
 from robust_train.config.trainers import require
 from robust_train.folder.checkpoints import is_whole
@@ -61,7 +61,7 @@ def training_arguments(cfg: DictConfig, run: Run) -> dict[str, Any]:
     Device, micro-batch, accumulation, data-loader workers, seeds, and checkpoints: their folder,
     how many to keep, and which one to resume from.
     """
-    training, asked = cfg.training, run.asked
+    training, asked = cfg.training, live_of(run).asked
     workers = training.num_workers
     checkpoint = run.resume_checkpoint
     return {
@@ -112,7 +112,7 @@ def fit(
     if run.should_stop():
         raise TrainingStopped("stopped before the first step")
     _checkpoint_gradients(trainer, cfg)
-    if run.guard.divergence is not None:
+    if live_of(run).guard.divergence is not None:
         # it would log a mean in place of a loss that is not finite
         trainer.args.logging_nan_inf_filter = False
     callback = TransformersCallback(cfg, run)
@@ -151,7 +151,7 @@ def fit(
                 load_best(trainer)
         return _result(trainer, metric)
     except _StoppedInEvaluation:
-        run.finish_saving()
+        live_of(run).finish_saving()
         if not of_all_ranks(is_whole(_folder(trainer.args, trainer.state)))[0]:
             # nothing was trained since the last step
             save_trainer(trainer)
@@ -159,7 +159,7 @@ def fit(
             f"stopped after step {trainer.state.global_step}"
         ) from None
     finally:
-        run.finish_saving()
+        live_of(run).finish_saving()
 
 
 class _AlreadyDone(Exception):  # noqa: N818 - an event
@@ -222,10 +222,12 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
                 type(batches).__name__,
             )
         self.run.started(state.global_step)
-        self.run.record_memory("training begins")
+        live_of(self.run).record_memory("training begins")
         name = args.metric_for_best_model or "loss"
         name = name if name.startswith("eval_") else f"eval_{name}"
-        self.run.monitors(name, "max" if args.greater_is_better else "min")
+        live_of(self.run).monitors(
+            name, "max" if args.greater_is_better else "min"
+        )
 
     def on_epoch_begin(
         self,
@@ -237,8 +239,8 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
         """Take the time: the epoch's first batches are read from here on."""
         if self._order is not None:
             self._order.begin(int(state.epoch))
-        self.run.speed.begin()
-        self.run.speed.wait_begins()
+        live_of(self.run).speed.begin()
+        live_of(self.run).speed.wait_begins()
 
     def on_step_begin(
         self,
@@ -248,7 +250,7 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
         **others: Any,
     ) -> None:
         """Refuse a step after the last, which comes if that is within an epoch."""
-        self.run.speed.wait_ends()
+        live_of(self.run).speed.wait_ends()
         self._loss = None
         if self._has_ended or state.global_step >= state.max_steps:
             raise _AlreadyDone
@@ -265,7 +267,7 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
         **others: Any,
     ) -> Any:
         """Save after an optimizer step if it is time or a stop is requested."""
-        self.run.guard.take(state.global_step, self._loss)
+        live_of(self.run).guard.take(state.global_step, self._loss)
         self._steps.done(state.global_step, state.max_steps)
         saves_soon = args.save_strategy == "epoch" and state.epoch == round(
             state.epoch
@@ -275,7 +277,7 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
             control.should_save = True
         elif self.run.should_save() and not saves_soon:
             control.should_save = True
-        self.run.speed.wait_begins()
+        live_of(self.run).speed.wait_begins()
         return control
 
     def on_prediction_step(self, *_: Any, **__: Any) -> None:
@@ -296,7 +298,7 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
         if "loss" in figures:
             self._steps.log_loss(figures["loss"])
         if "train_loss" in figures:
-            self.run.finish_saving()  # the best one may be loaded next
+            live_of(self.run).finish_saving()  # the best one may be loaded next
         self.run.record("metrics", {"step": state.global_step, **figures})
 
     def on_evaluate(
@@ -307,8 +309,8 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
         **others: Any,
     ) -> None:
         """Start the clock of saving, which comes after evaluating."""
-        self.run.saving.clock.begin(state.global_step)
-        self.run.speed.pause()
+        live_of(self.run).saving.clock.begin(state.global_step)
+        live_of(self.run).speed.pause()
 
     def save(
         self,
@@ -333,13 +335,17 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
             (path / _MARK).unlink()
             return path
 
-        self.run.try_to_save(
-            lambda: self.run.checkpoints(keep=0).save_files(
-                path,
-                state.global_step,
-                write=write_all,
-                publish=publish,
-                at_once=args.push_to_hub,
+        live_of(self.run).try_to_save(
+            lambda: (
+                live_of(self.run)
+                .checkpoints(keep=0)
+                .save_files(
+                    path,
+                    state.global_step,
+                    write=write_all,
+                    publish=publish,
+                    at_once=args.push_to_hub,
+                )
             )
         )
 

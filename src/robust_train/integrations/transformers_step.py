@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from robust_train.attempt.run import Run
+from robust_train.attempt.run import Run, live_of
 from robust_train.compat import (
     TOKENS_SEEN,
     logged_of_passes,
@@ -45,7 +45,7 @@ def recover_in_steps(trainer: Any, run: Run) -> None:
         InStep(run, "transformers"),
     )
     own = args.gradient_accumulation_steps, run.world_size
-    asked = run.asked
+    asked = live_of(run).asked
     if asked and (asked.gradient_accumulation_steps, asked.ranks) != own:
         loss.weigh_as(asked)
     if args.optim in ("lomo", "adalomo"):
@@ -60,7 +60,7 @@ def recover_in_steps(trainer: Any, run: Run) -> None:
 
 def _evaluate_in_own_batches(trainer: Any, run: Run) -> None:
     """Evaluate in this attempt's batches, for the job's cannot be repeated in parts."""
-    args, asked = trainer.args, run.asked
+    args, asked = trainer.args, live_of(run).asked
     own, evaluated = (
         args.per_device_train_batch_size,
         args.per_device_eval_batch_size,

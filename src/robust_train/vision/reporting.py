@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 from torch import Tensor
 
-from robust_train.attempt.run import Run
+from robust_train.attempt.run import Run, live_of
 from robust_train.readable import first_line
 from robust_train.vision.keys import logger_of
 from robust_train.vision.step import EpochPosition, LossAverage, Score
@@ -92,11 +92,11 @@ class Reporter:
             value = self._recent.value()
             self._next_reading = time.monotonic() + _READING_INTERVAL_SECONDS
             self._unsent = {"loss": value}
-            self._run.guard.take(step, value)
+            live_of(self._run).guard.take(step, value)
             if is_first or is_marked:
                 self._recent = LossAverage()
                 self._draw(step, {"train/loss": value, "train/lr": lr})
-            if is_marked and not self._run.has_live_status:
+            if is_marked and not live_of(self._run).has_live_status:
                 log.info(
                     "step %d/%d: loss %.4f, learning rate %.2e",
                     step,
@@ -138,7 +138,7 @@ class Reporter:
             position.step,
             {"val/accuracy": score.accuracy, "val/loss": score.loss},
         )
-        self._run.record_memory(f"epoch {epoch}")
+        live_of(self._run).record_memory(f"epoch {epoch}")
         self._run.report(score.accuracy, epoch)
         self._run.epoch_ended(
             epoch,

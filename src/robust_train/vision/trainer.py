@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from robust_train.attempt.checkpoints import read_newest
-from robust_train.attempt.run import Run
+from robust_train.attempt.run import Run, live_of
 from robust_train.failures import classify_failure
 from robust_train.folder.checkpoints import write_atomically
 from robust_train.model.errors import ConfigError, RankFailure, TrainingStopped
@@ -108,7 +108,7 @@ def train(cfg: DictConfig, run: Run) -> dict[str, float | str]:
         torch.cuda.set_device(device.index or 0)
         torch.cuda.init()  # type: ignore[no-untyped-call]
     seed_everything(cfg.seed)
-    run.record_memory("start")
+    live_of(run).record_memory("start")
     if run.world_size > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     with Reporter(run, cfg) as reporter:
@@ -165,11 +165,11 @@ class Training:
             lr=training.lr,
             weight_decay=training.weight_decay,
         )
-        run.record_memory("optimizer created")
+        live_of(run).record_memory("optimizer created")
         self.position = EpochPosition()
         self.epoch_loss = LossAverage()
-        run.passes_over = True
-        self.folder = run.checkpoints(
+        live_of(run).passes_over = True
+        self.folder = live_of(run).checkpoints(
             training.keep_checkpoints,
             write_folder=sharding.folder_writer() if self.is_sharded else None,
             copies=run.world_size if self.is_sharded else 1,
@@ -187,7 +187,7 @@ class Training:
             num_samples=len(self.train_set),
             effective_batch=effective,
             at_once=size
-            if run.batch_search is None
+            if live_of(run).batch_search is None
             else read_at_once(effective),
             seed=self.cfg.seed,
             ranks=run.world_size,
@@ -227,7 +227,7 @@ class Training:
                     "does not go with shards; write training.mixed_precision=false"
                 )
             sharding.shard(module)
-        self.run.record_memory(f"model moved to {self.device}")
+        live_of(self.run).record_memory(f"model moved to {self.device}")
         return module
 
     def resume(self) -> None:
@@ -252,7 +252,7 @@ class Training:
                     path,
                     self.position.step,
                 )
-                self._skip_to(run.skips_to)
+                self._skip_to(live_of(run).skips_to)
         if run.world_size > 1:
             if not self.is_sharded:
                 # all ranks have read the checkpoint when this returns, and hold the same weights
@@ -305,7 +305,7 @@ class Training:
         steps = list(self.plan.steps(position.epoch, position.samples))
         # a rank without a sample of the step takes part in it with one that has no weight
         reads = [own or [[0]] for own in steps]
-        batches = run.speed.waits(
+        batches = live_of(run).speed.waits(
             self._batches(
                 self.train_set,
                 list(itertools.chain.from_iterable(reads)),
@@ -343,7 +343,7 @@ class Training:
             if run.should_save():
                 self._save(in_background=True)
         # validation may last
-        run.finish_saving()
+        live_of(run).finish_saving()
 
     def _batches(
         self,
@@ -448,14 +448,14 @@ class Training:
         """Save a checkpoint."""
         step = self.position.step
         self.has_checkpoint = True
-        self.run.finish_saving()
+        live_of(self.run).finish_saving()
         if self.run.is_main or self.is_sharded:
             save = (
                 self.folder.save_from_copy
                 if in_background
                 else self.folder.save
             )
-            self.run.try_to_save(lambda: save(self._content(), step))
+            live_of(self.run).try_to_save(lambda: save(self._content(), step))
 
     def _content(self) -> dict[str, object]:
         """Return what to save, everything needed to resume as if nothing had happened: tensors

@@ -22,8 +22,9 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from robust_train.attempt.live import MemoryKeeper
 from robust_train.attempt.loading import WORKERS
-from robust_train.attempt.run import MemoryKeeper, Run
+from robust_train.attempt.run import Run, live_of
 from robust_train.attempt.script.messages import LineReader, Result, parse
 from robust_train.attempt.script.program import Program
 from robust_train.attempt.script.rendezvous import rendezvous_environment
@@ -115,12 +116,16 @@ def train(cfg: DictConfig, run: Run) -> Json:
     config = read(RobustConfig, cfg, "")
     cwd, trainer = check_command(config), config.trainer
     # any may have workers, and read their number from its environment
-    run.supports = lambda name: name == WORKERS or _asks_for(name, config)
-    run.has_read = lambda key: _asks_for(_PLACEHOLDERS.get(key, key), config)
+    live_of(run).supports = lambda name: (
+        name == WORKERS or _asks_for(name, config)
+    )
+    live_of(run).has_read = lambda key: _asks_for(
+        _PLACEHOLDERS.get(key, key), config
+    )
     # nothing is held here, and what is logged here would be read as the end of the output
-    run.memory_keeper = MemoryKeeper()
+    live_of(run).memory_keeper = MemoryKeeper()
     # its messages are read so often
-    run.speed.least_seconds = 10 * TICK_SECONDS
+    live_of(run).speed.least_seconds = 10 * TICK_SECONDS
     values = _values(config, run)
     watch = _watch(config, cwd, values, run)
     checkpoint = _checkpoint(watch, run)
@@ -138,7 +143,7 @@ def train(cfg: DictConfig, run: Run) -> Json:
     # from here on a signal is for the script, and interrupts nothing here
     if run.should_stop():
         raise TrainingStopped("asked to stop before the script was started")
-    run.send(ScriptStarted(argv, str(cwd)))
+    live_of(run).send(ScriptStarted(argv, str(cwd)))
     stop_signal = signal.Signals[f"SIG{trainer.stop_signal}"]
     environ = {
         # or what a Python script prints would be seen when a buffer is full, and lost at a kill
@@ -164,7 +169,7 @@ def train(cfg: DictConfig, run: Run) -> Json:
         )
     finally:
         attempt.finish(was_killed=signal_of(returncode) > 0)
-    run.send(ScriptEnded(returncode, program.pid))
+    live_of(run).send(ScriptEnded(returncode, program.pid))
     # one that had completed when the stop arrived keeps its result
     has_completed = program.has_ended_by_itself and returncode == 0
     if not has_completed and run.should_stop():
@@ -181,8 +186,8 @@ def train(cfg: DictConfig, run: Run) -> Json:
 def _most_ranks(config: RobustConfig, run: Run) -> int:
     """Return in how many processes the script may train: a command that does not name
     ``{num_gpus}`` starts as many on the CPU."""
-    asked = 1 if run.asked is None else run.asked.ranks
-    return max(config.num_gpus, asked)
+    asked = live_of(run).asked
+    return max(config.num_gpus, 1 if asked is None else asked.ranks)
 
 
 def _asks_for(name: str, config: RobustConfig) -> bool:
@@ -245,7 +250,7 @@ class _Attempt:
         self.poll([self._known[0]] if was_killed else None)
         unused = self._watch.unused(self._known)
         if unused is not None:
-            self._run.send(unused)
+            live_of(self._run).send(unused)
         with contextlib.suppress(OSError):  # the script may have removed it
             if self.events.stat().st_size == 0:
                 self.events.unlink()
@@ -263,7 +268,7 @@ class _Attempt:
         self._known = _stamped(path)
         has_size = self._known[1][1] or self._known == NOTHING
         is_empty = not has_size and not is_whole(path)
-        damage = self._run.saving.damage_in(path) or is_empty
+        damage = live_of(self._run).saving.damage_in(path) or is_empty
         seen = path, self._known, step
         if damage and not self._has_ended and seen not in self._doubted:
             self._doubted = [seen]
@@ -272,7 +277,7 @@ class _Attempt:
         if is_empty:
             log.warning("checkpoint %s is empty; it is not used", path)
         else:
-            self._run.checkpoint_saved(
+            live_of(self._run).checkpoint_saved(
                 path,
                 step,
                 None if damage else self._position_in(path),
@@ -305,15 +310,15 @@ class _Attempt:
                 self.result = value
             # a script does not know which figure `objective` names
             case EpochEnded(epoch=epoch, metrics=metrics) as event:
-                self._run.send(event)
-                self._run.report_objective(metrics, epoch)
+                live_of(self._run).send(event)
+                live_of(self._run).report_objective(metrics, epoch)
             case UserEvent(fields=fields) as event:
-                self._run.send(event)
-                self._run.report_objective(fields, fields.get("step"))
+                live_of(self._run).send(event)
+                live_of(self._run).report_objective(fields, fields.get("step"))
             case event:
                 if isinstance(event, SpeedMeasured):
-                    self._run.speed.stop()
-                self._run.send(event)
+                    live_of(self._run).speed.stop()
+                live_of(self._run).send(event)
 
 
 def _values(config: RobustConfig, run: Run) -> ScriptValues:
@@ -336,7 +341,7 @@ def _values(config: RobustConfig, run: Run) -> ScriptValues:
         checkpoint_every_steps=training.checkpoint_every_steps or 0,
         keep_checkpoints=training.keep_checkpoints,
         gradient_checkpointing=str(training.gradient_checkpointing).lower(),
-        split_rule=run.split_rule.name,
+        split_rule=live_of(run).split_rule.name,
     )
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from robust_train.attempt.run import Run
+from robust_train.attempt.run import Run, live_of
 from robust_train.config.placeholders import (
     AUTO,
     EVENTS_VARIABLE,
@@ -41,7 +41,7 @@ from robust_train.host.linux import release_blocks
 from robust_train.model import events
 
 if TYPE_CHECKING:
-    from robust_train.step.batcher import MicroBatcher
+    pass
 
 ReportLine = Callable[[dict[str, events.Json]], None]
 
@@ -209,23 +209,24 @@ class ScriptRun(Run):
             rank=int(environ.get("RANK", 0)),
             world_size=int(environ.get("WORLD_SIZE", 1)),
         )
+        live = live_of(self)
         if not value_from(environ, "run_dir"):
-            self.saving.job = None  # no one resumes
+            live.saving.job = None  # no one resumes
         minutes = value_from(environ, "checkpoint_every_minutes")
-        self.saving.plan = SavePlan(
+        live.saving.plan = SavePlan(
             every_seconds=None
             if minutes in (None, "", AUTO)
             else 60 * float(minutes),
             every_steps=_number(environ, "checkpoint_every_steps") or 0,
         )
-        self._keeps = _number(environ, "keep_checkpoints") or self._keeps
+        live.keeps = _number(environ, "keep_checkpoints") or live.keeps
         self._report_line = report_line
         self._split = {name: _number(environ, name) for name in _SPLIT}
         self._has_read: set[str] = set()
         # `cuda:0` or `cpu`, None without the launcher
         self.device = value_from(environ, "device")
-        self.split_rule = SplitRule.named(value_from(environ, "split_rule"))
-        self.micro_batch_plan = MicroBatchPlan(
+        live.split_rule = SplitRule.named(value_from(environ, "split_rule"))
+        live.micro_batch_plan = MicroBatchPlan(
             batch_size=self._split["batch_size"],
             gradient_accumulation_steps=self._split[
                 "gradient_accumulation_steps"
@@ -233,6 +234,7 @@ class ScriptRun(Run):
             or 1,
             min_batch_size=_number(environ, "min_batch_size") or 1,
         )
+        live.before_splitting = self._read_split
 
     @property
     def batch_size(self) -> int | None:
@@ -245,17 +247,15 @@ class ScriptRun(Run):
         """Micro-batches per optimizer step; None without the launcher."""
         return self._read("gradient_accumulation_steps")
 
-    @property
-    def micro_batcher(self) -> MicroBatcher:
-        """What splits this attempt's batches, which keeps the effective batch size."""
+    def _read_split(self) -> None:
+        """Report that the script is given its batch: what splits it keeps the effective batch."""
         for name in _SPLIT:
             self._read(name)
-        return super().micro_batcher
 
     def _read(self, name: str) -> int | None:
         if name not in self._has_read:
             self._has_read.add(name)
-            self.send(events.TrainerSupports((name,)))
+            live_of(self).send(events.TrainerSupports((name,)))
         return self._split[name]
 
     def result(self, value: events.Json) -> None:
@@ -276,8 +276,8 @@ def current_run() -> ScriptRun:
         return ScriptRun(os.environ)
     if os.environ.get("RANK", "0") == "0":
         run = ScriptRun(os.environ, appending_to(Path(path)))
-        atexit.register(run.send_last_progress)
-        atexit.register(run.speed.send)
+        atexit.register(live_of(run).send_last_progress)
+        atexit.register(live_of(run).speed.send)
     else:
         run = ScriptRun(os.environ)
     if threading.current_thread() is threading.main_thread():
@@ -302,8 +302,8 @@ def _stop_on_sigterm(run: Run) -> None:
         return
 
     def stop(signum: int, frame: FrameType | None) -> None:
-        run.request_stop()
-        if not run.is_cooperative:
+        live_of(run).request_stop()
+        if not live_of(run).is_cooperative:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
 

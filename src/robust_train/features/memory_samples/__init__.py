@@ -2,4 +2,6 @@
 
 from robust_train.model.feature import Feature
 
-FEATURE = Feature("memory_samples", launcher=f"{__name__}.launcher:MemorySamples")
+FEATURE = Feature(
+    "memory_samples", launcher=f"{__name__}.launcher:MemorySamples"
+)

@@ -2,4 +2,6 @@
 
 from robust_train.model.feature import Feature
 
-FEATURE = Feature("provenance", launcher=f"{__name__}.launcher:RecordsProvenance")
+FEATURE = Feature(
+    "provenance", launcher=f"{__name__}.launcher:RecordsProvenance"
+)

@@ -1,0 +1,142 @@
+"""Delete a feature from a copy of the project, and check that the rest works without it.
+
+    python tests/architecture/without_feature.py NAME [--to DIR] [--quick]
+
+The copy differs by the feature's folder, its tests, the lines of ``assembly.py`` that name it, and
+what ``just keys`` writes. If another file needed a change, it would not be a feature. ``--to DIR``
+leaves the copy there and checks nothing; ``--quick`` leaves out the conformance matrix.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = Path("src/robust_train")
+
+IMPORT_ALL = """
+import importlib, pkgutil, robust_train
+left_out = ("robust_train.vision", "robust_train.project_template", "robust_train.configs")
+for found in pkgutil.walk_packages(robust_train.__path__, "robust_train."):
+    if found.name.endswith("__main__") or found.name.startswith(left_out):
+        continue
+    importlib.import_module(found.name)
+"""
+
+OUT_OF_MEMORY = """
+import sys
+from robust_train import launch
+
+def train(cfg, run):
+    if run.attempt == 1:
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    return cfg.training.batch_size
+
+if __name__ == "__main__":
+    cfg = {"device": "cpu", "training": {"batch_size": 8}, "min_batch_size": 2}
+    summary = launch(train, cfg, run_dir=sys.argv[1])
+    assert summary.status == "completed", summary
+    assert [attempt.outcome for attempt in summary.attempts][-1] == "completed", summary
+    assert len(summary.attempts) == 2, summary
+    assert summary.result == 4, summary
+"""
+
+TEST = "test_a_job_ends_or_goes_on_leaves_nothing_and_is_completed_by_the_same_command"
+CELLS = (
+    "function-SIGTERM then a new job",
+    "function-SIGKILL of process 1",
+    "ranks-out of memory",
+    "script-SIGKILL of process 2",
+    "lightning-losses that are not finite",
+    "vision-SIGKILL to all",
+)
+
+
+def features() -> list[str]:
+    """Return the names of all features."""
+    folders = (ROOT / PACKAGE / "features").iterdir()
+    return sorted(folder.name for folder in folders if (folder / "__init__.py").is_file())
+
+
+def copy_without(name: str, to: Path) -> None:
+    """Copy the project's files, without a feature."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    deleted = (str(PACKAGE / "features" / name), f"tests/features/{name}")
+    for path in filter(None, listed.stdout.split("\0")):
+        if path.startswith(tuple(f"{folder}/" for folder in deleted)):
+            continue
+        source = ROOT / path
+        if not source.exists() and not source.is_symlink():
+            continue  # deleted, and not committed yet
+        target = to / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source, target, follow_symlinks=False)
+    assembly = to / PACKAGE / "assembly.py"
+    lines = assembly.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if f"features.{name}" not in line]
+    if kept == lines:
+        raise SystemExit(f"{name}: assembly.py names no such feature; there are {features()}")
+    assembly.write_text("".join(kept))
+
+
+def check(folder: Path, *, quick: bool) -> None:
+    """Raise CalledProcessError if the project in ``folder`` does not work."""
+    paths = [str(folder / "src"), os.environ.get("PYTHONPATH", "")]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+    def run(*words: str) -> None:
+        print("+", *words[:4], flush=True)
+        subprocess.run([sys.executable, *words], cwd=folder, env=environ, check=True)
+
+    script = folder / "out_of_memory.py"
+    script.write_text(OUT_OF_MEMORY)
+    run("-c", IMPORT_ALL)
+    run("-c", "from importlinter.cli import lint_imports_command as lint; lint()")
+    run("tests/support/keys.py")
+    with tempfile.TemporaryDirectory() as run_dir:
+        run(str(script), run_dir)
+    if not quick:
+        ids = [f"tests/conformance/test_conformance.py::{TEST}[{cell}]" for cell in CELLS]
+        run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", "-m", "", *ids)
+
+
+def main() -> None:
+    """Delete one feature, or all of them one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name", nargs="+", help=f"of {', '.join(features())}; or all")
+    parser.add_argument("--to", type=Path, help="leave the copy here, and check nothing")
+    parser.add_argument("--quick", action="store_true", help="run no conformance cells")
+    given = parser.parse_args()
+    names = features() if given.name == ["all"] else given.name
+    failed = []
+    for name in names:
+        if given.to is not None:
+            copy_without(name, given.to)
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            print(f"without {name}:", flush=True)
+            copy_without(name, Path(folder))
+            try:
+                check(Path(folder), quick=given.quick)
+            except subprocess.CalledProcessError as error:
+                failed.append(name)
+                print(f"{name}: {error.cmd[1:3]} fails", flush=True)
+    if failed:
+        sys.exit(f"not deletable: {', '.join(failed)}")
+    print(f"deletable: {', '.join(names)}")
+
+
+if __name__ == "__main__":
+    main()
