@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from robust_train.attempt.run import Run
+from robust_train.attempt.run import Run, live_of
 
 
 class WatchedRun(Run):
@@ -12,25 +12,21 @@ class WatchedRun(Run):
 
     def __init__(self, folder, *, resume=None, stop_at_step=None, stop_at_checkpoint=None, **more):
         self.events: list[dict[str, Any]] = []
-        super().__init__(
-            run_dir=folder,
-            resume_checkpoint=resume,
-            report=lambda event: self.events.append(event.as_json()),
-            **more,
-        )
         self.stop_at_step = stop_at_step
         self.stop_at_checkpoint = stop_at_checkpoint
+        super().__init__(run_dir=folder, resume_checkpoint=resume, report=self._keep, **more)
+
+    def _keep(self, event):
+        content = event.as_json()
+        self.events.append(content)
+        if content["event"] == "checkpoint" and content["step"] == self.stop_at_checkpoint:
+            live_of(self).request_stop()
 
     def progress(self, step, *, total_steps=None, **scalars):
         was_told = super().progress(step, total_steps=total_steps, **scalars)
         if step == self.stop_at_step:
-            self.request_stop()
+            live_of(self).request_stop()
         return was_told
-
-    def checkpoint_saved(self, path, step, position=None):
-        super().checkpoint_saved(path, step, position)
-        if step == self.stop_at_checkpoint:
-            self.request_stop()
 
     def of(self, event: str) -> list[dict[str, Any]]:
         return [one for one in self.events if one["event"] == event]
