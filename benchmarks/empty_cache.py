@@ -20,9 +20,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from robust_train.attempt.memory_upkeep import AttemptMemory
-from robust_train.attempt.run import Run
+from robust_train.attempt.hooks import AttemptHooks
+from robust_train.attempt.run import Run, live_of
 from robust_train.config.schema import MemoryConfig, RobustConfig
+from robust_train.features.memory_upkeep.attempt import MemoryUpkeep
 from robust_train.memory.clearing import return_memory
 
 AfterStep = Callable[[int], None]
@@ -60,7 +61,9 @@ def steered(folder: Path) -> AfterStep:
     """As a run does it."""
     run = Run(run_dir=folder)
     memory = MemoryConfig(samples=False, fraction=1.0)
-    run.memory_keeper = AttemptMemory(run, RobustConfig(device="cuda:0", memory=memory))
+    live = live_of(run)
+    upkeep = MemoryUpkeep(live, RobustConfig(device="cuda:0", memory=memory))
+    live.hooks = AttemptHooks([upkeep])
     steps = itertools.count(1)
     return lambda number: run.progress(next(steps))
 

@@ -43,8 +43,8 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from robust_train import compat  # noqa: E402
-from robust_train.attempt.sampler import Sampler  # noqa: E402
 from robust_train.failures import classify_failure  # noqa: E402
+from robust_train.features.memory_samples.sampler import Sampler  # noqa: E402
 from robust_train.gpu.cuda_order import started_driver  # noqa: E402
 from robust_train.gpu.inventory import close_session, read_inventory  # noqa: E402
 from robust_train.gpu.processes import find_holders  # noqa: E402

@@ -179,7 +179,7 @@ def _attempt(job: Job, folder: Path) -> tuple[Any, Any]:
     """Return the config and the run of an attempt that saves at its end alone."""
     from omegaconf import OmegaConf
 
-    from robust_train.attempt.run import MicroBatchPlan, Run
+    from robust_train.attempt.run import MicroBatchPlan, Run, live_of
     from robust_train.config.checks import unchecked
 
     training = {
@@ -196,7 +196,7 @@ def _attempt(job: Job, folder: Path) -> tuple[Any, Any]:
         {"device": "cpu", "min_batch_size": 1, "seed": SEED, "training": training}
     )
     run = Run(run_dir=folder)
-    run.micro_batch_plan = MicroBatchPlan.of(unchecked(cfg))
+    live_of(run).micro_batch_plan = MicroBatchPlan.of(unchecked(cfg))
     return cfg, run
 
 

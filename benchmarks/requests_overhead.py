@@ -16,9 +16,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from robust_train.attempt.requests import AttemptRequests
-from robust_train.attempt.run import Run
+from robust_train.attempt.hooks import AttemptHooks
+from robust_train.attempt.run import Run, live_of
+from robust_train.attempt.runner import beside_the_trainer
 from robust_train.config.placeholders import SavePlan
+from robust_train.config.schema import RobustConfig
+from robust_train.features.requests.attempt import Requests
 from robust_train.folder.requests import open_requests
 
 
@@ -54,9 +57,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         deaf, listening = Run(run_dir=Path(folder)), Run(run_dir=Path(folder))
         for run in (deaf, listening):
-            run.saving.plan = SavePlan(every_seconds=1e9)
+            live_of(run).saving.plan = SavePlan(every_seconds=1e9)
         open_requests(Path(folder))
-        with AttemptRequests(listening):
+        live = live_of(listening)
+        live.hooks = AttemptHooks([Requests(live, RobustConfig())])
+        with beside_the_trainer(live):
             plain, served = step_of(deaf), step_of(listening)
             for _ in range(50):
                 plain(), served()

@@ -76,7 +76,7 @@ def block(
     step: Callable[[], None], count: int, device: str, interval: float | None
 ) -> Block:
     """So many steps, with a sampler or without."""
-    from robust_train.attempt.sampler import Sampler
+    from robust_train.features.memory_samples.sampler import Sampler
 
     with tempfile.TemporaryDirectory() as folder:
         sampler = (

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from robust_train.attempt.run import Run
+from robust_train.attempt.run import Run, live_of
 from robust_train.model.events import CheckpointSaved, Event
 
 TENSORS = 64
@@ -101,13 +101,13 @@ def contestants(folder: Path, state: dict[str, Any]) -> dict[str, Save]:
     """Return how each of them saves."""
     events: list[Event] = []
     run = Run(run_dir=folder / "run", report=events.append)
-    run.saving.job = "benchmark"
+    live_of(run).saving.job = "benchmark"
 
     def ours(number: int) -> Callable[[], bool]:
         run.save(state, number)
 
         def is_written() -> bool:
-            run.finish_saving(wait=False)
+            live_of(run).finish_saving(wait=False)
             saved = [one.step for one in events if isinstance(one, CheckpointSaved)]
             return number in saved
 

@@ -26,6 +26,8 @@ FEATURES = _load(
     "features.trackers",
     "features.slow",
     "features.script_checkpoints",
+    "features.memory_upkeep",
+    "features.requests",
     "features.provenance",
     "features.report_page",
     "features.detach",

@@ -96,12 +96,12 @@ def run_job(
         if guest is None:
             plan = plan_launch(trainer, cfg, run_dir)
             driver = driver_of(plan, has_remedies=remedies)
-            return Job(plan, driver, FEATURES, explain=explain).run()
+            return Job(plan, driver, explain=explain).run()
         from robust_train.launcher.guest import RankDriver
 
-        rank = RankDriver(guest, trainer, cfg, run_dir)
+        rank = RankDriver(guest, trainer, cfg, run_dir, FEATURES)
         return rank.run_part(
-            lambda: Job(rank.plan, rank, FEATURES, explain=explain).run(),
+            lambda: Job(rank.plan, rank, explain=explain).run(),
             explain,
         )
 
@@ -116,7 +116,9 @@ def plan_launch(
     Raises:
         ConfigError: config, trainer or run folder cannot be used.
     """
-    return plan_job(trainer, cfg, run_dir, refuse=_refuse_to_detach)
+    return plan_job(
+        trainer, cfg, run_dir, features=FEATURES, refuse=_refuse_to_detach
+    )
 
 
 def _refuse_to_detach(config: RobustConfig) -> None:

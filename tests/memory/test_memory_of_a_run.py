@@ -11,14 +11,15 @@ from torch import nn
 
 from memory_limit import limited_growth
 from robust_train.attempt import memory_upkeep
-from robust_train.attempt.memory_upkeep import AttemptMemory, CacheChecks, Reserve
 from robust_train.attempt.run import MicroBatchPlan, Run, live_of
 from robust_train.config.schema import MemoryConfig, RobustConfig
+from robust_train.features.memory_upkeep.attempt import CacheChecks, MemoryUpkeep, Reserve
 from robust_train.folder.memory_samples import FILE_NAME, Sample, attempt_stability, encode
 from robust_train.model.errors import RankFailure
 from robust_train.model.events import MemoryCleared, MemoryReported, MemoryTight, OutOfMemory
 from robust_train.model.failure import Failure, FailureKind
 from robust_train.readable import MIB
+from taking_part import hooked, trained
 
 IN_ANY_PROCESS = pytest.mark.parametrize(
     "isolation", ["process", pytest.param("none", marks=pytest.mark.slow)]
@@ -123,7 +124,7 @@ def looked_after(folder, **memory):
     live_of(run).micro_batch_plan = MicroBatchPlan(batch_size=16, min_batch_size=2)
     memory = MemoryConfig(samples=False, **memory)
     config = RobustConfig(device="cpu", memory=memory)
-    live_of(run).memory_keeper = AttemptMemory(live_of(run), config)
+    hooked(run, MemoryUpkeep, config)
     return run, reported
 
 
@@ -148,9 +149,9 @@ def test_nothing_is_written_down_for_a_bug_or_where_it_is_turned_off(
     tmp_path, error, memory, files, cleared
 ):
     run, reported = looked_after(tmp_path, **memory)
-    with pytest.raises(type(error)), live_of(run).memory_keeper:
+    with pytest.raises(type(error)), trained(run):
         raise error
-    live_of(run).memory_keeper.clean_up(error)
+    live_of(run).hooks.close(error)
     assert [path.name for path in tmp_path.glob("oom-*")] == files
     assert len(of_type(reported, OutOfMemory)) == len(files)
     told = [event.milestone for event in of_type(reported, MemoryReported)]
@@ -167,7 +168,7 @@ def test_running_out_inside_a_step_is_written_down_once_an_attempt(tmp_path):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return model(part).mean()
 
-    with live_of(run).memory_keeper:
+    with trained(run):
         for step in (1, 2):
             run.backward(loss_of, torch.zeros(16, 1), model)
             assert run.micro_batcher.size == 4
@@ -184,7 +185,7 @@ def test_a_record_that_cannot_be_written_costs_a_warning_and_hides_nothing(tmp_p
     run, reported = looked_after(tmp_path)
     error = MemoryError("the trainer's own")
     held = torch.empty(MIB)
-    with pytest.raises(MemoryError) as raised, live_of(run).memory_keeper:
+    with pytest.raises(MemoryError) as raised, trained(run):
         raise error
     assert raised.value is error
     [event] = of_type(reported, OutOfMemory)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from robust_train import files
-from robust_train.attempt.sampler import SampleFile
+from robust_train.features.memory_samples.sampler import SampleFile
 from robust_train.folder.memory_samples import FILE_NAME, Sample, encode, read_samples
 from robust_train.readable import MIB
 from simulated_nvml import Gpu
@@ -74,7 +74,7 @@ FORKS_AT_ONCE = """
 import os, sys, threading, time
 from pathlib import Path
 os.register_at_fork(before=lambda: time.sleep(2 * (threading.current_thread() is slow)))
-from robust_train.attempt.sampler import Sampler
+from robust_train.features.memory_samples.sampler import Sampler
 
 def fork():
     if child := os.fork():
@@ -109,7 +109,7 @@ def test_nvml_stays_open_for_a_minute_and_not_for_days(machine_with):
         f"""
         import json, pathlib, time
         from robust_train.gpu.inventory import known_session
-        from robust_train.attempt.sampler import Sampler
+        from robust_train.features.memory_samples.sampler import Sampler
         folder = pathlib.Path({str(machine.folder)!r})
         often = {{"interval_seconds": 0.001, "cost_share": 1, "nvml_seconds": 0.05}}
         sampler = Sampler(folder, 1, "cuda:0", lambda: 1, **often)

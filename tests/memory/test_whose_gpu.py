@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 import robust_train as memory
-from robust_train.attempt.memory_upkeep import AttemptMemory
 from robust_train.attempt.run import Run, live_of
 from robust_train.config.schema import MemoryConfig, RobustConfig
 from robust_train.failures import classify_failure
+from robust_train.features.memory_upkeep.attempt import MemoryUpkeep
 from robust_train.gpu.processes import footprint, learn_context_bytes, learned_context_bytes
 from robust_train.memory import stats as in_use
 from robust_train.memory.clearing import return_memory
@@ -21,6 +21,7 @@ from robust_train.memory.cuda import busiest_gpu, cached_on, limit_when_cuda_sta
 from robust_train.model.failure import FailureKind
 from robust_train.model.gpu import GpuInfo, GpuProcess, Inventory
 from robust_train.readable import GIB, MIB
+from taking_part import hooked, trained
 
 OWN, PRIVATE = (0, 0), (0, 1)
 
@@ -178,12 +179,12 @@ def test_periodic_save_and_epoch_clearings_leave_workspaces_alone(use, tmp_path)
     events = []
     run = Run(run_dir=tmp_path, report=events.append)
     memory = {"samples": False, "empty_cache_frequency": 1, "empty_cache_threshold": 0.0}
-    live_of(run).memory_keeper = keeper = AttemptMemory(live_of(run), settings(**memory))
-    with keeper:
+    keeper = hooked(run, MemoryUpkeep, settings(**memory))
+    with trained(run):
         run.progress(1)
         run.progress(2)
-        keeper.occasion("save")
-        keeper.occasion("epoch")
+        keeper.pause("save")
+        keeper.pause("epoch")
     reasons = [event.reason for event in events if event.name == "memory_cleared"]
     assert reasons[:2] == ["start", "step"]
     assert cuda.workspaces_cleared == 0
@@ -195,12 +196,14 @@ def test_the_allocators_history_ends_after_some_hundred_steps(use, tmp_path):
     cuda = use()
     cuda.memory = SimpleNamespace(_record_memory_history=lambda **given: calls.append(given))
     (tmp_path / "oom-attempt-1.json").touch()
-    with AttemptMemory(Run(run_dir=tmp_path), settings(samples=False)) as keeper:
+    run = Run(run_dir=tmp_path)
+    hooked(run, MemoryUpkeep, settings(samples=False))
+    with trained(run):
         for step in range(299):
-            keeper.step_done(step)
+            run.progress(step)
         assert [given.get("enabled", True) for given in calls] == [True]
         for step in range(299, 900):
-            keeper.step_done(step)
+            run.progress(step)
     assert [given.get("enabled", True) for given in calls] == [True, None]
 
 
@@ -208,11 +211,11 @@ def test_after_a_fault_of_the_device_nothing_that_is_asked_hides_it(use, tmp_pat
     caplog.set_level(logging.INFO)
     use(is_broken=True)
     run = Run(run_dir=tmp_path)
-    keeper = AttemptMemory(live_of(run), settings())
+    keeper = hooked(run, MemoryUpkeep, settings())
     error = AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     def train():
-        with keeper:
+        with trained(run):
             live_of(run).record_memory("before the fault")
             raise error
 
@@ -220,7 +223,7 @@ def test_after_a_fault_of_the_device_nothing_that_is_asked_hides_it(use, tmp_pat
         train()
     assert raised.value is error
     assert in_use.memory_in_use().keys() == {"resident", "max_resident"}
-    keeper.clean_up(error)
+    keeper.close(error)
     assert cached_on(0) is None
     assert "cannot empty the CUDA cache: CUDA error: an illegal memory access" in caplog.text
     failure = classify_failure(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."))

@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
 
-from robust_train.attempt import requests as attempt_requests
-from robust_train.attempt.requests import AttemptRequests
+from robust_train.attempt import runner
 from robust_train.attempt.run import MicroBatchPlan, Run, live_of
 from robust_train.config.placeholders import SavePlan
+from robust_train.features.requests.attempt import Requests
 from robust_train.files import replacing
 from robust_train.folder.requests import REQUESTS, TAKEN, find_requests, open_requests
+from taking_part import hooked, trained
 from watched_run import WatchedRun
 from world import wait_until
 
@@ -30,7 +31,7 @@ class Asking:
         live_of(self.run).saving.plan = SavePlan(every_seconds=1e9)
         self.path = folder / REQUESTS
         open_requests(folder)
-        self.requests = AttemptRequests(live_of(self.run))
+        self.requests = hooked(self.run, Requests)
         self._number = 0
 
     def ask(self, verb, **options):
@@ -58,12 +59,12 @@ class Asking:
 @pytest.fixture
 def attempt(tmp_path, monkeypatch):
     """Begins attempts."""
-    monkeypatch.setattr(attempt_requests, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(runner, "TICK_SECONDS", 0.01)
     with contextlib.ExitStack() as begun:
 
         def begin(**options):
             asking = Asking(tmp_path, **options)
-            begun.enter_context(asking.requests)
+            begun.enter_context(trained(asking.run))
             return asking
 
         yield begin
@@ -167,7 +168,7 @@ def test_an_optimizers_step_is_a_boundary_if_no_other_hook_is_there(attempt, has
             wait_until(lambda: hooks, "it is hooked in")
             optimizer.step()
         assert "knows no such request" in asking.reply()["error"]
-        asking.requests.__exit__(None, None, None)
+        asking.requests.end(None)
         assert len(hooks) == has_other
 
 

@@ -5,6 +5,7 @@ import re
 
 from omegaconf import DictConfig
 
+from robust_train.assembly import FEATURES
 from robust_train.config.attempt import AttemptRequest
 from robust_train.config.checks import checked
 from robust_train.config.composition import complete
@@ -134,5 +135,6 @@ def attempt_request(run_dir, path="own.train", keys=(), **more):
         "resume_checkpoint": None,
         "environ": {},
         "cwd": str(run_dir),
+        "features": tuple(feature.attempt for feature in FEATURES if feature.attempt),
     }
     return AttemptRequest(TrainerRef(path), cfg, **{**fields, **more})

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from robust_train.attempt.cadence import Saving
 from robust_train.attempt.data_position import Attempt
 from robust_train.attempt.guard import REPORTED, Guard
+from robust_train.attempt.hooks import AttemptHooks
 from robust_train.attempt.speed import SpeedMeter
 from robust_train.config.placeholders import MicroBatchPlan as MicroBatchPlan
 from robust_train.config.placeholders import SavePlan, SplitRule
 from robust_train.files import plain
 from robust_train.folder.checkpoints import CheckpointError, Content, Position
-from robust_train.folder.trackers import TrackerNote
 from robust_train.host.votes import CHECKPOINT, STOP, Flags, OneRank
 from robust_train.memory.stats import describe_memory
 from robust_train.memory.stats import memory_in_use as memory_in_use
@@ -71,22 +71,6 @@ Answer = Callable[[dict[str, Json]], None]
 """Takes the reply to a request that was made of a live run."""
 
 
-class MemoryKeeper:
-    """Looks after the memory of an attempt; this one does nothing."""
-
-    def step_done(self, step: int) -> None:
-        """Check memory after a step."""
-
-    def occasion(self, reason: str) -> None:
-        """Check memory after a step, save or epoch."""
-
-    def ran_out(self, error: BaseException, failure: Failure) -> None:
-        """Record what filled the memory."""
-
-    def clean_up(self, error: BaseException | None) -> None:
-        """Return memory that is not in use any more."""
-
-
 class LiveAttempt:
     """One attempt while it trains; what the trainer calls is described in :class:`.run.Run`.
 
@@ -98,7 +82,6 @@ class LiveAttempt:
         resume_checkpoint: the checkpoint to go on from, None if it starts afresh.
         saving: when the next checkpoint is due, and what was saved.
         speed: measures how fast the steps follow each other.
-        trackers: notes which run of an experiment tracker is this job's.
         steps_before: optimizer steps that earlier attempts have done, 0 for a fresh start.
         asked: the split of the batch that the job was asked for; None: this attempt's own.
         keeps_batch: why no attempt may split the batch in another way; empty if it may.
@@ -112,13 +95,12 @@ class LiveAttempt:
         is_cooperative: the trainer has called :meth:`should_stop` or :meth:`should_save`.
         saves_on_request: it has called :meth:`should_save`.
         was_told_to_stop: :meth:`should_stop` has returned true.
-        at_boundary: set by whoever calls the trainer; called between two steps with what the
-            trainer does there.
+        hooks: the features that take part; set by whoever calls the trainer.
         guard: watches whether what it trains is of use.
         has_live_status: the launcher shows steps and loss on a terminal.
         send: sends an event to the launcher.
         micro_batch_plan: how :meth:`backward` begins; set by whoever calls the trainer.
-        memory_keeper, batch_search: the same.
+        batch_search: the same.
         has_read: the same; returns whether the trainer has read a key that ends like this.
         supports: the same; returns whether the trainer supports a feature.
         world_size: how many ranks share the optimizer steps. Only rank 0's progress, checkpoints,
@@ -157,8 +139,7 @@ class LiveAttempt:
         self.was_told_to_stop = False
         self._asks_whether_to_stop = self._saves_last = False
         self._total_steps: int | None = None
-        self.at_boundary: Callable[[str], None] = lambda boundary: None
-        self.memory_keeper = MemoryKeeper()
+        self.hooks = AttemptHooks()
         self.batch_search: BatchSearch | None = None
         self.has_read: Callable[[str], bool] = lambda key: True
         self.supports: Callable[[str], bool] = lambda feature: False
@@ -168,9 +149,6 @@ class LiveAttempt:
             is_main=self.is_main,
         )
         self.saving = Saving(run_dir, attempt, self.guard.proves)
-        self.trackers = TrackerNote(
-            run_dir, self.saving.job if rank == 0 else None
-        )
         self.speed = SpeedMeter(
             world_size,
             self._samples,
@@ -199,7 +177,7 @@ class LiveAttempt:
     def should_stop(self) -> bool:
         """See :meth:`.run.Run.should_stop`."""
         self._asks_whether_to_stop = True
-        self.at_boundary("should_stop")
+        self.hooks.boundary("should_stop")
         stops = self._sees_stop()
         self.was_told_to_stop |= stops
         return stops
@@ -235,7 +213,7 @@ class LiveAttempt:
         # of weights worth nothing: a framework's own rotation would remove a good one for it
         if is_time and not self.guard.losses.not_finite:
             self._flags.raise_flag(CHECKPOINT)
-        self.at_boundary("should_save")
+        self.hooks.boundary("should_save")
         if self._checkpoint_answers:
             self._flags.raise_flag(CHECKPOINT)
         before = self._checkpoint_flag_seen
@@ -277,8 +255,7 @@ class LiveAttempt:
         """See :meth:`.run.Run.progress`."""
         self.last_step = step = int(step)
         self.speed.step_done(step)
-        self.memory_keeper.step_done(step)
-        self.at_boundary("progress")
+        self.hooks.boundary("progress")
         self.finish_saving(wait=False)
         if (loss := scalars.get("loss")) is not None:
             self.guard.take(step, loss, REPORTED)
@@ -290,7 +267,7 @@ class LiveAttempt:
             return False
         self._next_progress = now + _PROGRESS_INTERVAL_SECONDS
         self.send_last_progress()
-        self.trackers.poll()
+        self.hooks.boundary("reported")
         return True
 
     def send_last_progress(self) -> None:
@@ -325,7 +302,7 @@ class LiveAttempt:
             recorder = Recorder(
                 lambda: 1 + self.steps_done,
                 self._micro_batch_event,
-                self.memory_keeper.ran_out,
+                self.hooks.ran_out,
                 self.speed,
                 SplitWatch(
                     self.split_rule, self._on_split_checked, self._muted
@@ -352,7 +329,7 @@ class LiveAttempt:
         """See :meth:`.run.Run.backward`."""
         self._end_after_last_checkpoint()
         batcher = self.micro_batcher
-        self.at_boundary("backward")
+        self.hooks.boundary("backward")
         result = batcher.backward(
             loss_of,
             batch,
@@ -389,7 +366,7 @@ class LiveAttempt:
     ) -> list[T]:
         """See :meth:`.run.Run.forward`."""
         batcher = self.micro_batcher
-        self.at_boundary("forward")
+        self.hooks.boundary("forward")
         return batcher.forward(
             function,
             batch,
@@ -637,7 +614,7 @@ class LiveAttempt:
             )
         )
         self.speed.pause()
-        self.memory_keeper.occasion("save")
+        self.hooks.pause("save")
         if self._checkpoint_answers:
             self.answer_checkpoint(
                 {"answer": {"path": str(path), "step": step}}
@@ -660,7 +637,7 @@ class LiveAttempt:
         )
         self.report_objective(figures, epoch)
         self.speed.pause()
-        self.memory_keeper.occasion("epoch")
+        self.hooks.pause("epoch")
 
     def report(
         self,

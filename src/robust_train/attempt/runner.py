@@ -27,6 +27,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
+from robust_train.attempt.hooks import load_hooks
 from robust_train.attempt.live import LiveAttempt, memory_in_use
 from robust_train.attempt.loading import (
     CHECKPOINTING,
@@ -36,8 +37,6 @@ from robust_train.attempt.loading import (
     note_reads,
     support_of,
 )
-from robust_train.attempt.memory_upkeep import AttemptMemory
-from robust_train.attempt.requests import AttemptRequests
 from robust_train.attempt.run import Run, live_of
 from robust_train.config.attempt import AttemptRequest
 from robust_train.config.placeholders import SplitRule
@@ -54,7 +53,13 @@ from robust_train.model.errors import (
     TrainingStopped,
     UserError,
 )
-from robust_train.model.events import Event, Failed, Finished, TrainerSupports
+from robust_train.model.events import (
+    AttemptProcess,
+    Event,
+    Failed,
+    Finished,
+    TrainerSupports,
+)
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 from robust_train.policy.sizes import BatchSearch
 
@@ -64,6 +69,8 @@ Send = Callable[[Event], None]
 Stopping = Callable[[Callable[[], None]], AbstractContextManager[Any]]
 """Within such a context signals call the given function, which asks the trainer to stop."""
 
+TICK_SECONDS = 0.5
+_JOIN_SECONDS = 1.0
 _LARGEST_ERROR_BYTES = 20_000
 _WORKER_REPRIEVE_SECONDS = 5.0
 _WAKES_MAIN_THREAD = signal.SIGURG
@@ -98,6 +105,7 @@ def run_attempt(
     )
     live = live_of(run)
     live.saving.start_writer()
+    live.hooks = load_hooks(request.features, live, request.config)
     live.asked = request.asked
     live.skips_to = request.spec.skips_to
     live.split_rule = SplitRule.of(request.config, request.spec)
@@ -109,7 +117,7 @@ def run_attempt(
         try:
             # a signal may be waiting to stop it at once
             signals.enter_context(stopping(stop_trainer(live)))
-            with AttemptRequests(live, tick):
+            with beside_the_trainer(live, tick):
                 try:
                     result = call_trainer(
                         load(),
@@ -147,7 +155,7 @@ def run_attempt(
         memory, now = memory_in_use(), time.monotonic()
         send(replace(ending, step=live.last_step, memory=memory, at=now))
         if error is None or not process_ends:
-            live.memory_keeper.clean_up(error)
+            live.hooks.close(error)
     return error
 
 
@@ -174,12 +182,53 @@ def call_trainer(
 ) -> Any:
     """Call the trainer with its config, and with ``run`` if it takes that; return its result."""
     live = live_of(run)
-    live.memory_keeper = keeper = AttemptMemory(live, config)
     live.configure(config)
     live.has_read = note_reads(cfg, config.training.batch_size)
     live.supports = support_of(trainer, live.has_read)
-    with keeper:
-        return call_with_run(trainer, cfg, run)
+    live.hooks.begin()
+    try:
+        result = call_with_run(trainer, cfg, run)
+    except BaseException as error:
+        live.hooks.end(error)
+        raise
+    live.hooks.end(None)
+    return result
+
+
+@contextlib.contextmanager
+def beside_the_trainer(
+    live: LiveAttempt, tick: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Do what is due twice a second in a thread beside the trainer of the first rank.
+
+    Args:
+        live: the attempt.
+        tick: the launcher's share, if it runs the attempt itself.
+    """
+    if not live.is_main:
+        yield
+        return
+    ended = threading.Event()
+
+    def work() -> None:
+        while not ended.wait(TICK_SECONDS):
+            live.hooks.tick()
+            tick()
+
+    live.send(AttemptProcess(os.getpid()))
+    thread = threading.Thread(
+        target=work, name="robust-train ticks", daemon=True
+    )
+    try:
+        thread.start()
+    except RuntimeError as error:
+        log.warning("this attempt takes no requests: %s", error)
+    try:
+        yield
+    finally:
+        ended.set()
+        if thread.ident is not None:
+            thread.join(_JOIN_SECONDS)  # a disk may hang
 
 
 def _failure_of(error: BaseException, live: LiveAttempt) -> Failure:

@@ -141,7 +141,6 @@ def _run(
 ) -> int:
     from omegaconf import OmegaConf
 
-    from robust_train.assembly import FEATURES
     from robust_train.attempt.script.command import check_command
     from robust_train.children import detach
     from robust_train.cli.jobs import exit_code_of, print_failure
@@ -176,7 +175,7 @@ def _run(
             OmegaConf.save(cfg, plan.run_dir / ".hydra" / "config.yaml")
         except OSError as error:  # a full disk costs the record only
             log.warning("cannot write %s: %s", plan.run_dir, error.strerror)
-        job = Job(plan, driver_of(plan), FEATURES, explain=print_failure)
+        job = Job(plan, driver_of(plan), explain=print_failure)
         return exit_code_of(job.run())
     except JobInterrupted as error:
         return error.exit_code

@@ -153,6 +153,8 @@ class AttemptRequest:
     # the split of the batch that the job was asked for; None: this attempt's own
     asked: AttemptSpec | None = None
     is_first: bool = True  # of its launch
+    # dotted names of the features' halves in the attempt
+    features: tuple[str, ...] = ()
 
     def __getstate__(self) -> dict[str, object]:
         """Return what is carried to the attempt."""

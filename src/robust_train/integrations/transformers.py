@@ -298,7 +298,9 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
         if "loss" in figures:
             self._steps.log_loss(figures["loss"])
         if "train_loss" in figures:
-            live_of(self.run).finish_saving()  # the best one may be loaded next
+            live_of(
+                self.run
+            ).finish_saving()  # the best one may be loaded next
         self.run.record("metrics", {"step": state.global_step, **figures})
 
     def on_evaluate(

@@ -55,6 +55,7 @@ from robust_train.model.attempt import Attempt, Exit
 from robust_train.model.errors import ConfigError, NoDeviceError
 from robust_train.model.events import Event, Failed, MalformedEventError, parse
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
+from robust_train.model.feature import Feature
 from robust_train.model.gpu import Group
 from robust_train.model.json import from_json
 from robust_train.model.spec import AttemptSpec, Decision, GiveUp, Retry
@@ -92,6 +93,7 @@ class RankDriver:
         trainer: Trainer | None,
         cfg: DictConfig,
         run_dir: str | Path | None,
+        features: tuple[Feature, ...],
     ) -> None:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
@@ -105,7 +107,9 @@ class RankDriver:
             # a rank without its agent is to end
             signal_at_parents_death(signal.SIGKILL)
         shield_workers()
-        self.plan = plan = plan_job(trainer, cfg, folder, guest=True)
+        self.plan = plan = plan_job(
+            trainer, cfg, folder, features=features, guest=True
+        )
         self._store = PrefixStore("robust_train", _open_store(guest))
         self._has_begun = False
         self.votes = StoreVotes(

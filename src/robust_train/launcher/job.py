@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -49,7 +49,6 @@ from robust_train.model.events import (
     TrainerSupports,
 )
 from robust_train.model.failure import FailureKind
-from robust_train.model.feature import Feature
 from robust_train.model.spec import AttemptSpec, Decision, GiveUp, Retry
 from robust_train.policy.decide import concluded
 from robust_train.queue.waiting import WaitStatus
@@ -64,7 +63,6 @@ class Job:
     Args:
         plan: what was known before.
         driver: how attempts run.
-        features: what else takes part, in the order of evidence.
         explain: called with the summary, before the last lines are printed.
     """
 
@@ -72,7 +70,6 @@ class Job:
         self,
         plan: Plan,
         driver: Driver,
-        features: Sequence[Feature],
         *,
         explain: Callable[[Summary], object] = lambda summary: None,
     ) -> None:
@@ -80,7 +77,7 @@ class Job:
         self.driver = driver
         self.policy = plan.policy
         self.signals = SignalWatch()
-        self.hooks = Hooks(features, self)
+        self.hooks = Hooks(plan.features, self)
         self.folder = RunFolder(plan, self.signals, self.hooks.event)
         self.attempts: list[Attempt] = []
         self.decision: Decision | None = None

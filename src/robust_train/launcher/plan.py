@@ -38,6 +38,7 @@ from robust_train.host.allocator import (
     is_wsl,
     use_expandable_segments,
 )
+from robust_train.model.feature import Feature
 from robust_train.policy.sizes import PolicySettings
 
 
@@ -74,6 +75,7 @@ class Plan:
     )
     # this process's environment, without the URLs of notifications that the config names
     environ: dict[str, str]
+    features: tuple[Feature, ...] = ()
     resume_command: str | None = None  # None if no command of ours does
 
     @property
@@ -87,6 +89,7 @@ def plan_job(
     cfg: DictConfig,
     run_dir: str | Path | None = None,
     *,
+    features: tuple[Feature, ...] = (),
     guest: bool = False,
     refuse: Callable[[RobustConfig], None] = lambda config: None,
 ) -> Plan:
@@ -96,6 +99,7 @@ def plan_job(
         trainer: a callable, its dotted path, or None for ``trainer._target_``.
         cfg: the composed config. A copy is planned with, since a program may call again.
         run_dir: the run folder; None for Hydra's, or a new one.
+        features: what takes part, in the order of evidence.
         guest: an engine such as torchrun has started this process and starts it again.
         refuse: called with the config; raises ConfigError for what this launch cannot do.
 
@@ -135,6 +139,7 @@ def plan_job(
         values_used=frozenset(used),
         numbers_gpus=numbers_gpus(environ, is_script=config.is_script),
         environ=environ,
+        features=features,
         resume_command=resume_command(folder, is_named=run_dir is not None)
         if resumes
         else None,

@@ -70,6 +70,9 @@ def request_for(
         has_live_status=plan.surroundings.owns_terminal,
         asked=asked,
         is_first=is_first,
+        features=tuple(
+            feature.attempt for feature in plan.features if feature.attempt
+        ),
     )
 
 

@@ -14,4 +14,6 @@ class Feature:
     """
 
     name: str
-    launcher: str = ""  # a subclass of `launcher.hooks.InLauncher`; empty if it has no part there
+    # subclasses of `launcher.hooks.InLauncher` and `attempt.hooks.InAttempt`; empty: no part there
+    launcher: str = ""
+    attempt: str = ""

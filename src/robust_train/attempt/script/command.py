@@ -22,7 +22,6 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from robust_train.attempt.live import MemoryKeeper
 from robust_train.attempt.loading import WORKERS
 from robust_train.attempt.run import Run, live_of
 from robust_train.attempt.script.messages import LineReader, Result, parse
@@ -122,8 +121,6 @@ def train(cfg: DictConfig, run: Run) -> Json:
     live_of(run).has_read = lambda key: _asks_for(
         _PLACEHOLDERS.get(key, key), config
     )
-    # nothing is held here, and what is logged here would be read as the end of the output
-    live_of(run).memory_keeper = MemoryKeeper()
     # its messages are read so often
     live_of(run).speed.least_seconds = 10 * TICK_SECONDS
     values = _values(config, run)

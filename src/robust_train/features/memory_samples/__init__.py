@@ -3,5 +3,7 @@
 from robust_train.model.feature import Feature
 
 FEATURE = Feature(
-    "memory_samples", launcher=f"{__name__}.launcher:MemorySamples"
+    "memory_samples",
+    launcher=f"{__name__}.launcher:MemorySamples",
+    attempt=f"{__name__}.attempt:TakesSamples",
 )

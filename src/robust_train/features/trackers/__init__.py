@@ -2,4 +2,8 @@
 
 from robust_train.model.feature import Feature
 
-FEATURE = Feature("trackers", launcher=f"{__name__}.launcher:Trackers")
+FEATURE = Feature(
+    "trackers",
+    launcher=f"{__name__}.launcher:Trackers",
+    attempt=f"{__name__}.attempt:TrackersOfAttempt",
+)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import psutil
 
-from robust_train.attempt.live import LiveAttempt, MemoryKeeper
-from robust_train.attempt.sampler import Sampler
+from robust_train.attempt.hooks import InAttempt
+from robust_train.attempt.live import LiveAttempt
 from robust_train.config.schema import RobustConfig
 from robust_train.failures import classify_failure
 from robust_train.host.memory import resident_bytes
@@ -97,18 +97,15 @@ class CacheChecks:
         return empties
 
 
-class AttemptMemory(MemoryKeeper):
-    """Looks after the memory of one attempt: a context manager around the call of the trainer.
+class MemoryUpkeep(InAttempt):
+    """Looks after the memory of one attempt.
 
-    Emptying the cache at the start and during training concerns CUDA only.
+    Emptying the cache at the start and during training concerns CUDA only. A script is left alone:
+    it has its own process, and what is logged here would be read as the end of its output.
     """
 
-    def __init__(
-        self,
-        run: LiveAttempt,
-        config: RobustConfig,  # of the attempt
-    ) -> None:
-        self._run = run
+    def __init__(self, live: LiveAttempt, config: RobustConfig) -> None:
+        super().__init__(live, config)
         self._alloc_retries: int | None = None  # before the present step
         self._tight_steps = 0  # in a row that had to empty the cache
         self._has_warned = False
@@ -126,48 +123,20 @@ class AttemptMemory(MemoryKeeper):
         self._end_history: Callable[[], None] | None = None
         self._steps_with_history = 0
         self._reserve = Reserve()
-        self._sampler: Sampler | None = None
-        if memory.samples:
-            self._sampler = Sampler(
-                run.run_dir,
-                run.attempt,
-                config.device,
-                lambda: run.last_step,
-                whole_tree=config.is_script,
-            )
 
-    def __enter__(self) -> AttemptMemory:
+    def begin(self) -> None:
+        """Clear what is left of earlier work, and set the limit."""
+        if self.config.is_script:
+            return
         if self._settings.clear_on_start and self._cached().reserved:
             self._clear("start")
         self._set_up_cuda()
         self._reserve.hold()
-        if self._sampler is not None:
-            self._sampler.start()
-        return self
 
-    def __exit__(
-        self,
-        kind: object,
-        error: object,
-        frames: object,
-    ) -> None:
-        self._reserve.release()
-        try:
-            # another rank records itself what it has run out of
-            is_elsewhere = (
-                isinstance(error, RankFailure) and error.is_elsewhere
-            )
-            if isinstance(error, Exception) and not is_elsewhere:
-                failure = classify_failure(error)
-                if failure.kind.is_memory:
-                    self._run.record_memory("out of memory")
-                    self._write_oom(failure)
-        finally:
-            if self._sampler is not None:
-                self._sampler.stop()
-
-    def step_done(self, step: int) -> None:
-        """Check the cache when it is time to."""
+    def boundary(self, what: str) -> None:
+        """Check the cache after a step, when it is time to."""
+        if what != "progress" or self.config.is_script:
+            return
         self._reserve.hold()
         if not self._is_set_up:
             self._set_up_cuda()
@@ -176,35 +145,46 @@ class AttemptMemory(MemoryKeeper):
             if self._steps_with_history == _STEPS_WITH_HISTORY:
                 self._end_history()
                 self._end_history = None
-        self._watch_allocator(step)
-        self.occasion("step")
+        self._watch_allocator(self.live.last_step or 0)
+        self.pause("step")
 
-    def occasion(self, reason: str) -> None:
+    def pause(self, why: str) -> None:
         """Empty the CUDA cache after a step, save or epoch, if that is due and pays."""
-        if self._checks[reason].empties(lambda: self._cached().unused_share):
-            self._clear(reason, thorough=False)
+        if self.config.is_script:
+            return
+        if self._checks[why].empties(lambda: self._cached().unused_share):
+            self._clear(why, thorough=False)
 
-    def ran_out(
-        self,
-        error: BaseException,
-        failure: Failure,
-    ) -> None:
+    def ran_out(self, error: BaseException, failure: Failure) -> None:
         """Record what filled the memory; once an attempt, because it takes time."""
         self._reserve.release()
         if not self._has_written_oom:
             self._write_oom(failure)
 
-    def clean_up(self, error: BaseException | None) -> None:
+    def end(self, error: BaseException | None) -> None:
+        """Record what filled the memory, if that ended the attempt.
+
+        Another rank records itself what it has run out of.
+        """
+        if self.config.is_script:
+            return
+        self._reserve.release()
+        is_elsewhere = isinstance(error, RankFailure) and error.is_elsewhere
+        if isinstance(error, Exception) and not is_elsewhere:
+            failure = classify_failure(error)
+            if failure.kind.is_memory:
+                self.live.record_memory("out of memory")
+                self._write_oom(failure)
+
+    def close(self, error: BaseException | None) -> None:
         """Return memory that is not in use any more; the frames of ``error`` are emptied."""
+        if self.config.is_script:
+            return
         if error is None:
             self._clear("end")
         elif "failure" in self._settings.clear_after:
             # a thorough check of what is left follows
-            self._clear(
-                "failure",
-                thorough=False,
-                error=error,
-            )
+            self._clear("failure", thorough=False, error=error)
 
     def _watch_allocator(self, step: int) -> None:
         """Warn, once, if steps in a row had to empty the cache."""
@@ -226,7 +206,7 @@ class AttemptMemory(MemoryKeeper):
             "find room, which is slow; robust-train halve-batch takes a smaller micro-batch",
             step,
         )
-        self._run.send(MemoryTight(step, total))
+        self.live.send(MemoryTight(step, total))
 
     def _set_up_cuda(self) -> None:
         """Set the limit as soon as torch is there, which may start CUDA later."""
@@ -237,7 +217,7 @@ class AttemptMemory(MemoryKeeper):
             self._index is not None and self._settings.snapshot_on_oom
         )
         if self._is_set_up and has_history:
-            self._end_history = record_history_after_an_oom(self._run.run_dir)
+            self._end_history = record_history_after_an_oom(self.live.run_dir)
 
     def _clear(
         self,
@@ -255,8 +235,8 @@ class AttemptMemory(MemoryKeeper):
         seconds = round(time.perf_counter() - started, 6)
         after = self._in_use()[1]
         # another thread may have allocated meanwhile
-        returned, step = max(before - after, 0), self._run.last_step
-        self._run.send(
+        returned, step = max(before - after, 0), self.live.last_step
+        self.live.send(
             MemoryCleared(reason, of, before, after, returned, seconds, step)
         )
         log.debug(
@@ -286,7 +266,7 @@ class AttemptMemory(MemoryKeeper):
         if not self._settings.snapshot_on_oom:
             return
         self._has_written_oom = True
-        run = self._run
+        run = self.live
         event = write_out_of_memory(
             run.run_dir,
             failure,

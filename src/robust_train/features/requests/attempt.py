@@ -15,8 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from robust_train import compat
+from robust_train.attempt.hooks import InAttempt
 from robust_train.attempt.live import LiveAttempt, memory_in_use
 from robust_train.config.projects import as_typed
+from robust_train.config.schema import RobustConfig
 from robust_train.folder.requests import (
     LAUNCHERS_VERB,
     RefusedError,
@@ -25,13 +27,11 @@ from robust_train.folder.requests import (
     find_requests,
 )
 from robust_train.memory.reports import perform
-from robust_train.model.events import AttemptProcess, RequestDone
+from robust_train.model.events import RequestDone
 from robust_train.readable import named_line
 
 log = logging.getLogger("robust_train")
 
-POLL_SECONDS = 0.5
-_JOIN_SECONDS = 1.0
 _READ_ONLY = frozenset({"figures", "memory_info"})
 _ROUNDS = 2
 """Boundaries of one kind after which the trainer has gone through its loop once, so that its habits
@@ -50,68 +50,45 @@ class _Pending:
         return max(self.seen.values(), default=0) >= _ROUNDS
 
 
-class AttemptRequests:
-    """Takes and carries out the requests to one attempt; a context manager. What is not answered
-    when it is left stays ``.taken``: the launcher knows what comes next."""
+class Requests(InAttempt):
+    """Takes and carries out the requests to one attempt, on its first rank. What is not answered at
+    its end stays ``.taken``: the launcher knows what comes next."""
 
-    def __init__(
-        self,
-        run: LiveAttempt,
-        tick: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._run = run
-        self._tick = tick
+    def __init__(self, live: LiveAttempt, config: RobustConfig) -> None:
+        super().__init__(live, config)
         self.waiting: list[_Pending] = []  # for a step boundary
         self._is_busy = threading.Lock()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(
-            target=self._poll,
-            name="robust-train requests",
-            daemon=True,
-        )
         self._stop_watching: Callable[[], None] | None = None
 
-    def __enter__(self) -> AttemptRequests:
-        if self._run.is_main:
-            self._run.at_boundary = self._at_boundary
-            self._run.send(AttemptProcess(os.getpid()))
-            try:
-                self._thread.start()
-            except RuntimeError as error:
-                log.warning("this attempt takes no requests: %s", error)
-        return self
+    def tick(self) -> None:
+        """Take new requests; those that only read are carried out at once."""
+        # those of another job that has the folder by now are not for this one
+        if not self.live.saving.owns_folder():
+            return
+        for request in find_requests(self.live.run_dir):
+            if request.verb == LAUNCHERS_VERB or not request.take():
+                continue
+            if request.verb in _READ_ONLY:
+                self._carry_out(_Pending(request))
+                continue
+            self.waiting.append(_Pending(request))
+            if self._stop_watching is None:
+                self._stop_watching = compat.watch_optimizer_steps(
+                    lambda: self.boundary("optimizer")
+                )
 
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        if self._thread.ident is not None:
-            self._thread.join(_JOIN_SECONDS)  # a disk may hang
+    def end(self, error: BaseException | None) -> None:
+        """Watch the optimizer no more."""
         if self._stop_watching is not None:
             self._stop_watching()
 
-    def _poll(self) -> None:
-        while not self._ended.wait(POLL_SECONDS):
-            # those of another job that has the folder by now are not for this one
-            is_ours = self._run.saving.owns_folder()
-            for request in find_requests(self._run.run_dir) if is_ours else ():
-                if request.verb == LAUNCHERS_VERB or not request.take():
-                    continue
-                if request.verb in _READ_ONLY:
-                    self._carry_out(_Pending(request))
-                    continue
-                self.waiting.append(_Pending(request))
-                if self._stop_watching is None:
-                    self._stop_watching = compat.watch_optimizer_steps(
-                        lambda: self._at_boundary("optimizer")
-                    )
-            self._tick()
-
-    def _at_boundary(self, boundary: str) -> None:
-        """Carry out what can be. Called by whoever runs the trainer's loop, between two steps."""
+    def boundary(self, what: str) -> None:
+        """Carry out what can be, between two steps of the trainer's loop."""
         if not self.waiting or not self._is_busy.acquire(blocking=False):
             return  # another thread of the trainer is at it
         try:
             for waiting in list(self.waiting):
-                waiting.seen[boundary] += 1
+                waiting.seen[what] += 1
                 if self._carry_out(waiting):
                     self.waiting.remove(waiting)
         finally:
@@ -123,7 +100,7 @@ class AttemptRequests:
         try:
             reply = self._reply(waiting)
         except RefusedError as refusal:
-            problem = as_typed(str(refusal), self._run.their_keys)
+            problem = as_typed(str(refusal), self.live.their_keys)
             reply = {"error": problem}
         except (ValueError, OSError) as error:  # of an option, or of a file
             reply = {"error": f"{verb}: {error}"}
@@ -150,23 +127,23 @@ class AttemptRequests:
             return self._split_finer(waiting)
         if not verb.startswith("memory_"):
             raise RefusedError(f"{verb}: an attempt knows no such request")
-        answer = perform(verb, request.options, self._run.run_dir)
+        answer = perform(verb, request.options, self.live.run_dir)
         if verb not in _READ_ONLY:
             sentence = str(answer.get("sentence"))
             # clearing and limiting log their sentence themselves
             if verb not in ("memory_clear", "memory_fraction"):
                 log.info("%s on request: %s", verb, sentence)
-            self._run.send(
+            self.live.send(
                 RequestDone(
                     verb,
-                    self._run.last_step,
+                    self.live.last_step,
                     sentence,
                 )
             )
         return {"answer": answer}
 
     def _checkpoint(self, waiting: _Pending) -> Reply | None:
-        run, answer = self._run, waiting.request.answer
+        run, answer = self.live, waiting.request.answer
         if waiting.seen.total() == 1:
             log.info("a checkpoint is requested")
             run.request_checkpoint(answer)
@@ -182,7 +159,7 @@ class AttemptRequests:
         )
 
     def _split_finer(self, waiting: _Pending) -> Reply | None:
-        run = self._run
+        run = self.live
         if run.keeps_batch:
             raise RefusedError(
                 f"half the micro-batch would change the training: {run.keeps_batch}"

@@ -1,0 +1,34 @@
+"""Samples the memory of an attempt in a thread beside the training."""
+
+from __future__ import annotations
+
+from robust_train.attempt.hooks import InAttempt
+from robust_train.attempt.live import LiveAttempt
+from robust_train.config.schema import RobustConfig
+from robust_train.features.memory_samples.sampler import Sampler
+
+
+class TakesSamples(InAttempt):
+    """Starts and stops the sampler (``memory.samples``)."""
+
+    def __init__(self, live: LiveAttempt, config: RobustConfig) -> None:
+        super().__init__(live, config)
+        self._sampler: Sampler | None = None
+        if config.memory.samples:
+            self._sampler = Sampler(
+                live.run_dir,
+                live.attempt,
+                config.device,
+                lambda: live.last_step,
+                whole_tree=config.is_script,
+            )
+
+    def begin(self) -> None:
+        """Begin to sample."""
+        if self._sampler is not None:
+            self._sampler.start()
+
+    def end(self, error: BaseException | None) -> None:
+        """Write the last sample."""
+        if self._sampler is not None:
+            self._sampler.stop()

@@ -1,0 +1,5 @@
+"""The memory of an attempt while it runs: its limit, its cache, and what filled it."""
+
+from robust_train.model.feature import Feature
+
+FEATURE = Feature("memory_upkeep", attempt=f"{__name__}.attempt:MemoryUpkeep")

@@ -1,0 +1,23 @@
+"""Notes which runs of MLflow and trackio an attempt logs to."""
+
+from __future__ import annotations
+
+from robust_train.attempt.hooks import InAttempt
+from robust_train.attempt.live import LiveAttempt
+from robust_train.config.schema import RobustConfig
+from robust_train.folder.trackers import TrackerNote
+
+
+class TrackersOfAttempt(InAttempt):
+    """Keeps the note up to date, on the first rank."""
+
+    def __init__(self, live: LiveAttempt, config: RobustConfig) -> None:
+        super().__init__(live, config)
+        self._note = TrackerNote(
+            live.run_dir, live.saving.job if live.is_main else None
+        )
+
+    def boundary(self, what: str) -> None:
+        """Look for a run that has begun, when progress is passed on."""
+        if what == "reported":
+            self._note.poll()

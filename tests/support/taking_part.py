@@ -1,0 +1,30 @@
+"""Features in an attempt of this process."""
+
+import contextlib
+
+from robust_train.attempt.hooks import AttemptHooks
+from robust_train.attempt.run import live_of
+from robust_train.attempt.runner import beside_the_trainer
+from robust_train.config.schema import RobustConfig
+
+
+def hooked(run, feature, config=None):
+    """Let one feature take part in a run; return it."""
+    live = live_of(run)
+    made = feature(live, config or RobustConfig())
+    live.hooks = AttemptHooks([made])
+    return made
+
+
+@contextlib.contextmanager
+def trained(run):
+    """Begin and end what takes part, as around a trainer."""
+    hooks = live_of(run).hooks
+    hooks.begin()
+    try:
+        with beside_the_trainer(live_of(run)):
+            yield
+    except BaseException as error:
+        hooks.end(error)
+        raise
+    hooks.end(None)
