@@ -40,13 +40,11 @@ from robust_train.model.errors import (
     RunFolderLostError,
 )
 from robust_train.model.events import (
-    BatchTaken,
     CheckpointSaved,
     DecidedAgain,
     Event,
     Failed,
     JobEnded,
-    TrainerSupports,
 )
 from robust_train.model.failure import FailureKind
 from robust_train.model.spec import AttemptSpec, Decision, GiveUp, Retry
@@ -249,7 +247,6 @@ class Job:
     def _begin_attempt(self, spec: AttemptSpec) -> AttemptRequest:
         """Record that an attempt begins from the newest checkpoint; return its request."""
         number = self.beginning.attempts + 1 + len(self.attempts)
-        narration.announce(number, spec)
         if self.attempts:  # the first attempt's was read when the launch began
             self.checkpoint = self.folder.newest_checkpoint(
                 self.checkpoint, sleep=self.sleep
@@ -290,7 +287,6 @@ class Job:
             # its frames would hold memory through the next attempt in this process
             attempt = replace(attempt, exit=replace(attempt.exit, error=None))
         self.attempts.append(attempt)
-        narration.log_end(attempt, self.decision)
         self.folder.decided(attempt, self.decision)
 
     def _decide(self, history: tuple[Attempt, ...]) -> Decision | None:
@@ -316,14 +312,9 @@ class Job:
 
     def _on_event(self, event: Event) -> None:
         """Record an event of the attempt that runs."""
-        match event:
-            case TrainerSupports():
-                self.policy = self.policy.supporting(event.features)
-            case BatchTaken():
-                asked = self.policy.asked.with_batch(event.asked, None)
-                self.policy = replace(self.policy, asked=asked)
-            case CheckpointSaved() if event.loss != "diverged":
-                self.checkpoint = Path(event.path)
+        self.policy = self.policy.after(event)
+        if isinstance(event, CheckpointSaved) and event.loss != "diverged":
+            self.checkpoint = Path(event.path)
         self.driver.devices.on_event(event)
         self.record(event)
 

@@ -61,6 +61,7 @@ from robust_train.model.gpu import Group, device_name
 from robust_train.model.json import finite
 from robust_train.model.spec import Decision
 from robust_train.queue.waiting import WaitStatus
+from robust_train.report import narration
 
 log = logging.getLogger("robust_train")
 
@@ -271,7 +272,8 @@ class RunFolder:
         )
 
     def attempt_starts(self, attempt: Attempt) -> None:
-        """Record the start of an attempt; with the first one the launch counts."""
+        """Log and record the start of an attempt; with the first one the launch counts."""
+        narration.announce(attempt.number, attempt.spec)
         self._lock.check()
         if not self._is_counted:
             self._is_counted = True
@@ -306,7 +308,8 @@ class RunFolder:
         attempt: Attempt,
         decision: Decision | None,
     ) -> None:
-        """Record an attempt's end and what comes next; refuse the requests it left open."""
+        """Log and record an attempt's end and what comes next; refuse requests it left open."""
+        narration.log_end(attempt, decision)
         self.record(AttemptEnded(attempt), attempt.number)
         self._change(
             state="between attempts",

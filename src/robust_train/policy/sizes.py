@@ -15,6 +15,7 @@ from typing import Any
 from robust_train.config.placeholders import placeholders_in
 from robust_train.config.schema import CHECKPOINTING, RobustConfig
 from robust_train.model.attempt import Attempt
+from robust_train.model.events import BatchTaken, Event, TrainerSupports
 from robust_train.model.spec import AttemptSpec
 from robust_train.readable import MIB
 
@@ -69,6 +70,18 @@ class PolicySettings:
         )
         settings = cls(config, asked, **known)
         return settings.supporting(used) if is_script else settings
+
+    def after(self, event: Event) -> PolicySettings:
+        """Return the settings after an event: what an attempt's trainer supports, and the batch
+        that it has asked for, are known from then on."""
+        match event:
+            case TrainerSupports():
+                return self.supporting(event.features)
+            case BatchTaken():
+                return replace(
+                    self, asked=self.asked.with_batch(event.asked, None)
+                )
+        return self
 
     def supporting(self, features: Collection[str]) -> PolicySettings:
         """Return the settings of a trainer that reads these values of an attempt."""
