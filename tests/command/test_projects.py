@@ -59,7 +59,9 @@ def test_a_new_project_that_resumes_draws_what_it_would_have_drawn(tmp_path):
         keys = {"device": "cpu", "seed": 3, "training": training}
         cfg = OmegaConf.create({**keys, "spirals": {**spirals, "steps": steps}})
         (tmp_path / folder).mkdir()
-        code["train"](cfg, Watched(run_dir=tmp_path / folder, resume_checkpoint=resume))
+        run = Watched(run_dir=tmp_path / folder, resume_checkpoint=resume)
+        code["train"](cfg, run)
+        run.finish_saving()  # as the attempt does
         return seen
 
     whole = batches_of("whole", 4)
