@@ -402,10 +402,10 @@ def limit(arguments: Namespace) -> Answer:
             )
         if is_held(folder) is False:
             raise requests.RefusedError("this sweep has ended")
-        requests.request_max_jobs(folder, number)
+        requests.request_sweep_limit(folder, number)
     except (OSError, requests.RefusedError) as error:
         raise NotDoneError(f"{folder}: {error}") from error
-    data: dict[str, Json] = {"sweep": str(folder), "max_jobs": number}
+    data: dict[str, Json] = {"sweep": str(folder), "limit": number}
     most = f"at most {counted(number, 'job')} at once from now on"
     return Answer(data, [f"{folder}: {most}"])
 

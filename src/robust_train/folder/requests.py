@@ -25,7 +25,7 @@ from robust_train.model.events import Json
 log = logging.getLogger("robust_train")
 
 REQUESTS = "requests"
-SWEEP_STOP_FILE, MAX_JOBS_FILE = "stop.json", "max_jobs.json"
+SWEEP_STOP_FILE, SWEEP_LIMIT_FILE = "stop.json", "limit.json"
 LAUNCHERS_VERB = "stop"
 NEW, TAKEN, ANSWER = ".json", ".taken", ".answer"
 _MAX_BYTES = 64 * 1024
@@ -148,16 +148,19 @@ def sweep_stop_requested(folder: Path) -> bool:
         return False
 
 
-def request_max_jobs(folder: Path, number: int) -> None:
-    """Have each launcher of a sweep run that many jobs at once from now on; OSError if it cannot
-    be written."""
-    write_json(folder / MAX_JOBS_FILE, {"max_jobs": number})
+def request_sweep_limit(folder: Path, number: int) -> None:
+    """Request that at most ``number`` jobs of a sweep run at once from now on.
+
+    Raises:
+        OSError: the request cannot be written.
+    """
+    write_json(folder / SWEEP_LIMIT_FILE, {"limit": number})
 
 
-def requested_max_jobs(folder: Path) -> int | None:
+def requested_sweep_limit(folder: Path) -> int | None:
     """Return how many jobs of a sweep may run at once; None if no one has changed that."""
     try:
-        number = _read_own(folder / MAX_JOBS_FILE)["max_jobs"]
+        number = _read_own(folder / SWEEP_LIMIT_FILE)["limit"]
     except (OSError, ValueError, KeyError):
         return None
     return number if isinstance(number, int) else None

@@ -40,7 +40,7 @@ from robust_train.config.refusals import REFUSALS, explain_job
 from robust_train.config.schema import RobustConfig
 from robust_train.folder.requests import (
     request_pruning,
-    requested_max_jobs,
+    requested_sweep_limit,
     sweep_stop_requested,
 )
 from robust_train.gpu.inventory import read_inventory
@@ -236,7 +236,7 @@ class GpuQueue:
         """Start jobs while there is room; return whether the sweep goes on."""
         while not (is_over := self._is_stopping or bool(self._received)):
             # robust-train sweep limit
-            most = requested_max_jobs(self.folder)
+            most = requested_sweep_limit(self.folder)
             if len(self._running) >= (slots if most is None else most):
                 break
             if (found := self._jobs.next()) is None:

@@ -52,7 +52,7 @@ from robust_train.folder.provenance import (
     sweep_resume_command,
 )
 from robust_train.folder.requests import (
-    MAX_JOBS_FILE,
+    SWEEP_LIMIT_FILE,
     RefusedError,
     request_sweep_stop,
     sweep_stop_requested,
@@ -263,7 +263,7 @@ class HydraSession:
                 repeat=repeat_of(config),
             )
             # what an earlier launch was asked for
-            (folder / MAX_JOBS_FILE).unlink(missing_ok=True)
+            (folder / SWEEP_LIMIT_FILE).unlink(missing_ok=True)
             table.write(folder)
         except OSError as error:
             raise ConfigError(
