@@ -303,7 +303,8 @@ class PlainConfig:
     device: str = key(
         "auto",
         "`auto`, `cpu`, `cuda` (any GPU), `cuda:1`, or a GPU's UUID (or its beginning)",
-        more="Without a GPU here, all but `auto` and `cpu` are refused",
+        more="Without a GPU here, all but `auto` and `cpu` are refused "
+        "([some of the GPUs](queue.md#use-only-some-of-the-gpus))",
         section="Device and queue",
     )
     seed: int = key(
