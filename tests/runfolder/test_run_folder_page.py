@@ -20,15 +20,6 @@ from robust_train.model.failure import Failure, FailureKind
 from robust_train.model.spec import AttemptSpec
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "run-folder.md"
-_TYPES = {
-    "str": "string",
-    "int": "integer",
-    "float": "number",
-    "bool": "boolean",
-    "tuple[str, ...]": "list of strings",
-    "Mapping[str, Json]": "object",
-    "Attempt": "object",
-}
 
 
 def events_table():
@@ -52,10 +43,9 @@ def state_table():
     }
     rows = []
     for item in dataclasses.fields(RunState):
-        kind = _TYPES[str(item.type).removesuffix(" | None")]
         meaning = " ".join(told[item.name].split())
         meaning += "." * bool(meaning)
-        rows.append(f"| `{item.name}` | {kind} | {_plain(meaning)} |")
+        rows.append(f"| `{item.name}` | {_plain(meaning)} |")
     return "\n".join(rows)
 
 

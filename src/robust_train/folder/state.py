@@ -64,7 +64,7 @@ class RunState:
 
     # the job's id in `robust-train queue`, or `0-…` for one that never queued
     id: str
-    # `job_name`, or how model and dataset, the function or the script are called
+    # `job_name`, or the name of model and dataset, function or script
     name: str
     run_dir: str  # where the folder was when the job started
     pid: int  # of the launcher, on `host`
@@ -80,8 +80,7 @@ class RunState:
     earlier_ids: tuple[str, ...] = ()  # ids that the job had before
     job: str | None = None  # identity of the job through all its launches
     earlier_seconds: float = 0.0  # duration of the job's launches before
-    # `position`, `reason` and `seconds_left` (null after a time slice: as long as it takes) while
-    # it waits for a GPU
+    # for a GPU: `position`, `reason`, `seconds_left` (null after a time slice: no limit)
     waiting: Mapping[str, Json] | None = None
     attempt: Attempt | None = None  # the last one, as in `summary.json`
     checkpoint: str | None = None  # the last one that was reported
@@ -90,8 +89,8 @@ class RunState:
     longest_pause: float | None = None
     reason: str | None = None  # why the last attempt, or the job, ended
     exit_code: int | None = None  # of the job that ended
-    # of `robust-train resume`; None: no command of ours started the job, an engine such as torchrun
-    # started its ranks, or it holds a secret
+    # of `robust-train resume`; None: started without a command of ours, by an engine such as
+    # torchrun, or with a secret
     resume_command: str | None = None
     was_asked_to_end: bool = False  # by a person, as far as is known
 
