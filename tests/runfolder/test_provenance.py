@@ -100,7 +100,8 @@ FORMS = """
 ghp_ gho_ ghu_ ghs_ ghr_ github_pat_ glpat- glrt- hf_ wandb_v1_ sk- sk-proj- sk-ant- sk-or-
 gsk_ r8_ SG.aB3xxxxxxxxxxxxxxxxxxx. nvapi- xoxb- xoxp- xapp- AIza ya29. GOCSPX- npm_ pypi-
 dckr_pat_ dckr_oat_ sk_live_ rk_live_ sk_test_ whsec_
-shpat_ shpca_ shppa_ shpss_ hvs. hvb. glsa_ sntrys_ sntryu_ tskey-auth- ntn_ eyJhbGciOiJIUzI1NiJ9.eyJ
+shpat_ shpca_ shppa_ shpss_ hvs. hvb. glsa_ sntrys_ sntryu_
+tskey-auth- ntn_ eyJhbGciOiJIUzI1NiJ9.eyJ
 """
 """What the tokens of an issuer begin with, in front of letters and digits."""
 HEX = "key- dop_v1_ dapi"
