@@ -35,18 +35,16 @@ DIAGONAL = {
     ("lightning", "losses that are not finite"),
     ("lightning", "pruned"),
     ("ranks", "SIGTERM to all"),
-    ("ranks", "out of memory in a step"),
     ("ranks", "out of memory"),
     ("script", "SIGKILL of process 2"),
     ("script", "SIGSTOP of process 2"),
-    ("script", "requested half batch"),
     ("sweep", "requested checkpoint"),
     ("transformers", "requested half batch"),
     ("vision in shards", "SIGTERM then one rank"),
     ("vision", "SIGKILL to all"),
 }
-"""The cheapest cells that have every kind and every sort of event; a bug, a hang, unread output and
-a second launcher have tests of their own in the default suite."""
+"""The cheapest cells that have every kind and every sort of event; a bug, a hang, unread output, a
+second launcher and memory that runs out in a step have tests of their own in the default suite."""
 
 
 def leaves_nothing(day):

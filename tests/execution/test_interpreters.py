@@ -195,6 +195,7 @@ def test_the_reaper_has_neither_the_packages_name_nor_pythons(world):
     not has_room_for_standby(600 * MIB), reason="too little memory is free for a standby"
 )
 def test_a_retry_begins_with_what_the_attempt_before_it_had_imported(world):
+    world.alone = True
     trainer = "trainer._target_=trainers.waits_for_the_standby"
     ended = world.run(trainer, "max_retries=1", code=0)
     assert ended.summary["result"] == {"was_there": True}

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from framework_config import QUIET
 from robust_train.integrations import lightning_step
 from robust_train.step import engine
+from robust_train.step.batcher import MicroBatcher
 
 lightning = pytest.importorskip("lightning", reason="the extra [lightning] is not installed")
 torchmetrics = pytest.importorskip("torchmetrics")
@@ -219,6 +220,26 @@ def test_metric_objects_and_extremes_are_those_of_whole_batches(tmp_path, caplog
     assert len(lines) == 4, "of two maxima over samples in training and validation"
     assert all("_far'" in line or "_hardest'" in line for line in lines)
     assert all("not of a mean" in line for line in lines)
+
+
+def test_metrics_that_no_module_holds_count_each_sample_once():
+    """In a dictionary and in a closure, without Lightning: only its own metrics are submodules."""
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), Fuse("forward", fits=8))
+    model.metrics = {"samples": torchmetrics.SumMetric()}
+    mean = torchmetrics.MeanMetric()
+    both = torchmetrics.MetricCollection([torchmetrics.SumMetric(), torchmetrics.MaxMetric()])
+
+    def loss_of(x):
+        model.metrics["samples"](len(x))
+        mean.update(x)
+        both.update(float(len(x)))
+        return model(x).mean()
+
+    MicroBatcher().backward(loss_of, torch.ones(32, 1), model)
+    assert model.metrics["samples"].compute() == 32
+    assert (float(mean.weight), float(mean.compute())) == (32, 1)
+    found = {name: float(value) for name, value in both.compute().items()}
+    assert found == {"SumMetric": 32, "MaxMetric": 8}
 
 
 class _TooMuchToKeep(torchmetrics.MeanSquaredError):
