@@ -523,8 +523,9 @@ _States = dict[str, Any]
 
 
 def _states_of(metric: Any) -> _States:
-    """Return a metric's states, to know later what was added; empty if they are large."""
-    states: _States = metric.metric_state
+    """Return a metric's states, to know later what was added; empty if they are large, or not
+    known, as of an old torchmetrics."""
+    states: _States = getattr(metric, "metric_state", {})
     found = [one for one in states.values() if isinstance(one, Tensor)]
     if not all(map(is_small, found)):
         return {}
