@@ -226,3 +226,15 @@ def test_an_evaluation_leaves_nothing_behind():
     state.restore()
     assert (model.state(), torch.get_rng_state().tolist()) == before
     assert model.moved == 0
+
+
+def test_an_attribute_that_takes_the_place_of_another_goes_back_as_well():
+    model, watch = Counting(), Watch()
+    StepStart(watch, [model]).end()
+    del model.passes
+    model.calls = 5
+    start = StepStart(watch, [model])
+    model.calls, model.samples = 6, 1
+    start.rewind()
+    start.end()
+    assert (model.calls, model.samples) == (5, 0)

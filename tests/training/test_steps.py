@@ -579,6 +579,20 @@ def test_a_step_that_is_left_gives_back_the_gradients_that_were_there(error):
     assert_same(gradients(model), before)
 
 
+@pytest.mark.parametrize("most", [10**9, 4])
+def test_zeros_of_zero_grad_are_added_to_without_a_second_set(most):
+    model, wanted = Network(most, "backward"), unlimited()
+    model.last.weight.grad = torch.zeros_like(model.last.weight)
+    zeros, sets = model.last.weight.grad, []
+    model.first.weight.register_hook(lambda _: sets.append(model.last.weight.grad is zeros))
+    with pytest.raises(KeyError):
+        MicroBatcher().backward(lambda batch: {}[0], data(), model)
+    step(MicroBatcher(), model)
+    assert set(sets) == {True}
+    assert model.last.weight.grad is zeros
+    assert_same(gradients(model), gradients(wanted))
+
+
 @pytest.mark.parametrize("zeroes", [False, True])
 def test_gradients_of_earlier_batches_leave_the_gpu_before_the_batch_is_split(
     monkeypatch, caplog, zeroes

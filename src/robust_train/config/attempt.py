@@ -153,6 +153,9 @@ class AttemptRequest:
     # the split of the batch that the job was asked for; None: this attempt's own
     asked: AttemptSpec | None = None
     is_first: bool = True  # of its launch
+    # how the script has multiprocessing start processes, if it has chosen: it may have done so
+    # under its guard, which does not run in the attempt
+    start_method: str | None = None
 
     def __getstate__(self) -> dict[str, object]:
         """Return what is carried to the attempt."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -137,6 +138,7 @@ def request_for(
         has_live_status=owns_terminal(config),
         asked=asked,
         is_first=is_first,
+        start_method=multiprocessing.get_start_method(allow_none=True),
     )
 
 
