@@ -206,6 +206,7 @@ def _open(
         more.append(_RECORD_SWEEPS)
     sys.argv[1:] = compat.with_overrides(sys.argv[1:], more)
     session.sets_exit_code = True
+    session.arguments = arguments
     session.check = jobs.check if name else None
     wants_traceback = os.environ.get(_FULL_ERROR) == "1"
     # otherwise Hydra prints errors its own way and exits with 1

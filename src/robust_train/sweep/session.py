@@ -199,7 +199,14 @@ class HydraSession:
     sets_exit_code: bool = False  # a command of ours ends the process with it
     # raises ConfigError if a job must not start
     check: Callable[[DictConfig], None] | None = None
+    # what the user typed; Hydra is given more
+    arguments: list[str] | None = None
     _refusals: set[str] = field(default_factory=set)
+
+    def restore_arguments(self) -> None:
+        """Make the command line the user's again, which their code may read: Hydra has read it."""
+        if self.arguments is not None:
+            sys.argv[1:] = self.arguments
 
     def note(self, exit_code: int) -> None:
         """Record the exit code of a job."""
@@ -390,6 +397,7 @@ class SweepCallback(Callback):
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Check the job before anything is written to its run folder."""
+        session.restore_arguments()
         hide_urls(config)
         guest = guest_rank(os.environ)
         detaches = detach.is_due(unchecked(config))
@@ -409,6 +417,7 @@ class SweepCallback(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Begin the sweep, before the launcher is made."""
+        session.restore_arguments()
         hide_urls(config)
         name_keys_as_typed(config)
         self._launcher = launcher_of(config)
