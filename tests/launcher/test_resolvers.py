@@ -89,7 +89,12 @@ def test_a_later_launch_sees_the_values_of_its_job(config, tmp_path, monkeypatch
     config.read = "${numbered:read}"
     before = launched(config)
     written = json.loads(Path("run/resolved.json").read_text())
-    assert {one["key"] for one in written["values"]} == set(KEYS) - {"api_key", "login", "same", "looks"}
+    assert {one["key"] for one in written["values"]} == set(KEYS) - {
+        "api_key",
+        "login",
+        "same",
+        "looks",
+    }
     again = launched(config, fails_below=0)
     assert {key for key in KEYS if before[0][key] != again[0][key]} == {"api_key", "login"}
     new = launched(config, fails_below=0)

@@ -59,6 +59,7 @@ from robust_train.folder.requests import (
 )
 from robust_train.folder.state import note_ended_earlier
 from robust_train.host.engine import guest_rank
+from robust_train.host.loggers import standard_error
 from robust_train.host.signals import SignalWatch
 from robust_train.model.errors import EXIT_FAILED, ConfigError
 from robust_train.readable import duration, named_line, one_line
@@ -236,7 +237,7 @@ class HydraSession:
         message = str(error)
         if message not in self._refusals:
             self._refusals.add(message)
-            print(message, file=sys.stderr)
+            print(message, file=standard_error())
 
     def begin(self, config: DictConfig) -> None:
         """Begin a sweep, before its first job: lock its folder and write ``sweep.json``. Raises
@@ -488,7 +489,7 @@ class SweepCallback(Callback):
 
 
 def _end(error: ConfigError) -> NoReturn:
-    print(error, file=sys.stderr)
+    print(error, file=standard_error())
     # not an Exception: those of callbacks are turned into warnings
     raise SystemExit(error.exit_code)
 

@@ -79,8 +79,12 @@ _BEGAN_AGAIN = (
     "the script was given %s, and has written %s: it begins again in each attempt, or counts "
     "from 0 again; does it load what it is given?"
 )
-_OF_TRANSFORMERS = "trainer_state.json"  # each checkpoint of its Trainer has it
-_WITH_TRANSFORMERS = " trainer.train(resume_from_checkpoint=args.resume_from_checkpoint) does"
+_OF_TRANSFORMERS = (
+    "trainer_state.json"  # each checkpoint of its Trainer has it
+)
+_WITH_TRANSFORMERS = (
+    " trainer.train(resume_from_checkpoint=args.resume_from_checkpoint) does"
+)
 _BEFORE = "checkpoints_before.json"
 _PLACEHOLDERS = {"lr": "learning_rate"}
 """How keys of ``training`` are called in a command."""
@@ -262,9 +266,7 @@ class _Attempt:
             advice = ""
             if (path / _OF_TRANSFORMERS).exists():
                 advice = _WITH_TRANSFORMERS
-            log.warning(
-                _BEGAN_AGAIN + advice, self._resumed.name, path.name
-            )
+            log.warning(_BEGAN_AGAIN + advice, self._resumed.name, path.name)
             self._resumed = NOTHING[0]
         self._known = _stamped(path)
         has_size = self._known[1][1] or self._known == NOTHING
