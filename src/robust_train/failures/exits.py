@@ -70,7 +70,8 @@ _MAY_BE_SHORT = re.compile(
 # The words of a program that has gone on without the step.
 _HANDLED = re.compile(
     r"\b(?:trying (?!to )|retrying|skipp(?:ing|ed)|halving|recover(?:ing|ed)?\b|falling back"
-    r"|continuing|ignor(?:ing|ed)|(?<!try )(?<!consider )(?<!by )using [\w ]*?(?:batch|default|CPU))"
+    r"|continuing|ignor(?:ing|ed)"
+    r"|(?<!try )(?<!consider )(?<!by )using [\w ]*?(?:batch|default|CPU))"
     r"|跳[过過]|重[试試]|改[用为為]|自[动動]",
     re.IGNORECASE,
 )

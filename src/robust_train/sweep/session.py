@@ -78,6 +78,7 @@ from robust_train.sweep.record import (
     SweepTable,
     begun,
     exit_code_of,
+    is_anothers,
     job_folders,
     link_outside,
     of_jobs,
@@ -97,6 +98,10 @@ log = logging.getLogger("robust_train")
 
 SWEEP_VARIABLE = "ROBUST_TRAIN_SWEEP"
 """The id of this launch of a sweep, for the processes that launchers start for its jobs."""
+LOST = (
+    "%s: this sweep folder was removed, and another sweep has begun there; this sweep starts no "
+    "more jobs and writes nothing more there"
+)
 _OWN_MASK, _MASK = "ROBUST_TRAIN_SWEEP_MASK", "CUDA_VISIBLE_DEVICES"
 
 
@@ -125,6 +130,9 @@ class Sweep:
     def show_and_write(self) -> int:
         """Show the table and write the files; return the exit code that the jobs ask for."""
         rows, folder = self.rows(), self.folder
+        if is_anothers(folder, self.table.sweep):
+            log.error(LOST, folder)
+            return exit_code_of(rows) or EXIT_FAILED
         if all(row.status == Status.NOT_STARTED for row in rows):
             # one of an earlier launch has its command
             if not any(job_folders(folder)):
@@ -202,6 +210,7 @@ class HydraSession:
     check: Callable[[DictConfig], None] | None = None
     # what the user typed; Hydra is given more
     arguments: list[str] | None = None
+    sweep_folder: Path = Path()  # of the job
     _refusals: set[str] = field(default_factory=set)
 
     def restore_arguments(self) -> None:
@@ -230,7 +239,8 @@ class HydraSession:
                 reason=reason,
                 result=result,
             )
-            self.job.write(self.job.path)
+            if not is_anothers(self.sweep_folder, self.job.sweep):
+                self.job.write(self.job.path)
 
     def refuse(self, error: ConfigError) -> None:
         """Print why a job was refused, once for the jobs of a sweep that share the mistake."""
@@ -338,6 +348,8 @@ def prepare(config: DictConfig, folder: Path) -> SweepJob:
         folder=str(folder),
         trial=config.hydra.job.num // repeat_of(config),
     )
+    if is_anothers(sweep_folder_of(config), own.sweep):
+        return own.refused(LOST % sweep_folder_of(config))
     if (problem := refusal(folder)) is not None:
         return own.refused(problem)  # what a live job has there stays
     job, stays = begun(own, read_row(folder), resume=unchecked(config).resume)
@@ -452,6 +464,7 @@ class SweepCallback(Callback):
         elif config.hydra.mode == RunMode.MULTIRUN:
             with contextlib.suppress(OSError):  # it was removed
                 self._working_directory = os.getcwd()
+            session.sweep_folder = sweep_folder_of(config)
             session.job = prepare(config, folder)
             # a `main` that calls `launch` itself is called by Hydra in any case
             is_over = session.job.has_completed or session.job.is_pruned
