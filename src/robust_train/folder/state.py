@@ -411,11 +411,11 @@ def with_lacked_by_json(content: Any) -> Any:
     an entry is not one of :func:`lacked_by_json`."""
     if not isinstance(content, dict):
         return content
-    result = copy.deepcopy(content.get("result"))
+    result: Any = copy.deepcopy(content.get("result"))
     with contextlib.suppress(LookupError, TypeError):
         for entry in content.get(_LACKED_WITHIN) or ():
             *parents, last = entry["at"]
-            holder = result
+            holder: Any = result
             for key in parents:
                 holder = holder[key]
             holder[last] = float(entry["value"])
