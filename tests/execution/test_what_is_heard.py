@@ -70,6 +70,12 @@ sys.stdout = open("/dev/null", "w")
 logging.getLogger().handlers[-1].setStream(sys.stdout)""",
     "both streams": "add(logging.StreamHandler(io.StringIO()))\n"
     "sys.stdout = sys.stderr = open('/dev/null', 'w')",
+    "an object that swallows all": """
+class Nothing:
+    def write(self, text): pass
+    def flush(self): pass
+add(logging.StreamHandler(Nothing()))
+sys.stdout = sys.stderr = logging.getLogger().handlers[-1].stream""",
     "a redirection": "sys.stderr = io.StringIO()\nadd(logging.StreamHandler())",
     "handlers removed": "logging.basicConfig(force=True)\nlogging.getLogger().handlers.clear()",
 }
@@ -79,10 +85,12 @@ SHOWN_BY = {
     "rich's": "add(Rich())",
     "a wrapper's": """
 class Tee:
+    def __init__(self):
+        self.streams = [sys.__stdout__]
     def write(self, text):
-        sys.__stdout__.write(text)
+        self.streams[0].write(text)
     def flush(self):
-        sys.__stdout__.flush()
+        self.streams[0].flush()
 sys.stdout = Tee()
 add(logging.StreamHandler(sys.stdout))""",
     "a stream that was stderr": """

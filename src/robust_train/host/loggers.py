@@ -145,8 +145,19 @@ def is_screen(stream: Any) -> bool:
         if isinstance(stream, io.TextIOWrapper):
             return False
     screens = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
-    is_buffer = isinstance(stream, io.StringIO)
-    return not is_buffer and any(stream is screen for screen in screens)
+    return _may_pass_on(stream) and any(stream is one for one in screens)
+
+
+def _may_pass_on(stream: Any) -> bool:
+    """Return whether an object without a descriptor may write elsewhere: a wrapper has a stream
+    among its attributes, or a list of them, and one that swallows all has none."""
+    if isinstance(stream, io.TextIOBase):
+        return not isinstance(stream, io.StringIO)
+    for value in getattr(stream, "__dict__", {}).values():
+        parts = value if isinstance(value, (list, tuple)) else [value]
+        if any(hasattr(part, "write") for part in parts):
+            return True
+    return False
 
 
 def standard_error() -> TextIO:
