@@ -318,10 +318,17 @@ def test_what_a_projects_job_says_names_keys_as_its_user_writes_them(world, fore
 
 
 OF_DATACLASSES = """
+import sys
 from dataclasses import dataclass, field
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 import robust_train
+
+class Nothing:
+    def write(self, text): pass
+    def flush(self): pass
+
+sys.stdout = sys.stderr = Nothing()
 
 @dataclass
 class Optimizer:
@@ -338,6 +345,7 @@ ConfigStore.instance().store(name="mine", node=Config)
 def main(cfg):
     own = OmegaConf.to_object(cfg)
     assert isinstance(own.optimizer, Optimizer)
+    assert sys.argv[1:] == ["optimizer.lr=0.5", "robust.num_gpus=1"], sys.argv
     return own.batch_size * own.optimizer.lr
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """However a sweep ends: each job has its checkpoint, nothing is left behind, and it can go on."""
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -48,6 +49,20 @@ def test_a_signal_ends_every_job_with_a_checkpoint_and_the_same_command_goes_on(
     assert sweeps.column("reused") == [True, False, False]
     stopped = sweeps.world.robust_train("stop", str(sweeps.folder), code=1)
     assert "this sweep has ended" in stopped.stderr
+
+
+def test_a_sweep_whose_folder_another_one_has_by_now_writes_nothing_there(sweeps):
+    process = sweeps.start("first_waits_for_the_third", "seed=1,2,3", n_jobs=1)
+    wait_until((sweeps.place / "here-0").exists, "job 0 is at work")
+    shutil.rmtree(sweeps.folder)
+    sweeps.sweep("objective", "seed=4,5").with_code(0)
+    left = {path: path.stat().st_mtime_ns for path in sweeps.folder.rglob("*")}
+    (sweeps.place / "here-2").touch()
+    ended = sweeps.end(process)
+    assert ended.returncode == 1
+    assert ended.output.count("another sweep has begun there; this sweep starts no more jobs") == 1
+    assert {path: path.stat().st_mtime_ns for path in sweeps.folder.rglob("*")} == left
+    assert sweeps.column("result") == [6.0, 7.5]
 
 
 def test_a_second_signal_kills(sweeps):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from robust_train.folder.hydra_state import (
 )
 from robust_train.folder.requests import sweep_stop_requested
 from robust_train.folder.state import EXIT_CODES, Summary
+from robust_train.host.loggers import standard_error
 from robust_train.launcher.job import run_job
 from robust_train.model.errors import (
     EXIT_FAILED,
@@ -154,7 +154,7 @@ def exit_code_of_error(error: BaseException) -> int | None:
     code: int | None = getattr(shown, "exit_code", None)
     if code is not None:
         text = error if isinstance(error, UserError) else shown
-        print(str(text).rstrip(), file=sys.stderr)
+        print(str(text).rstrip(), file=standard_error())
     return code
 
 
@@ -178,6 +178,6 @@ def print_failure(summary: Summary) -> None:
         return
     traceback = last.traceback if last and kind not in MEMORY_FAILURES else ""
     if traceback:  # a mistake that the trainer has put into words has none
-        print(traceback, file=sys.stderr, end="")
+        print(traceback, file=standard_error(), end="")
     if not is_shown and not (traceback and kind is FailureKind.BUG):
-        print(f"{summary.status}: {summary.reason}", file=sys.stderr)
+        print(f"{summary.status}: {summary.reason}", file=standard_error())

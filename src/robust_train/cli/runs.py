@@ -25,7 +25,7 @@ from robust_train.folder.run_list import (
     find_runs,
     read_run,
 )
-from robust_train.folder.state import read_summary
+from robust_train.folder.state import lacked_by_json, read_summary
 from robust_train.host import screen
 from robust_train.host.linux import end_processes_of, named
 from robust_train.host.signals import ORPHAN_GRACE_SECONDS
@@ -109,13 +109,14 @@ def list_jobs(arguments: Namespace) -> Answer:
 
 
 def _listed(run: KnownRun) -> About:
-    """Return a run as `--json` lists it, with the result of a completed one."""
+    """Return a run as `--json` lists it, with the result of a completed run."""
     about = run.about()
     if (
         run.status == "completed"
         and (summary := read_summary(run.run_dir)) is not None
     ):
         about["result"] = summary.objective
+        about |= lacked_by_json(summary.objective)
     return about
 
 
@@ -428,6 +429,7 @@ def best(arguments: Namespace) -> Answer:
     data: dict[str, Json] = {
         "job": row.job,
         "result": row.result,
+        **lacked_by_json(row.result),
         "values": values_of(known),
         "overrides": row.overrides,
         "folder": row.folder,

@@ -273,7 +273,8 @@ def _write(run_dir: Path, identity: Identity) -> None:
         )
     except OSError as error:
         problem = f"cannot write {path}: {error.strerror or error}"
-        raise unusable_folder(problem, error) from error
+        way_out = "; choose another run folder (hydra.run.dir=…, --run-dir)"
+        raise unusable_folder(problem + way_out, error) from error
 
 
 def _set_aside(folder: Path) -> None:

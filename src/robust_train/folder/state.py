@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
@@ -307,7 +309,7 @@ class Summary:
         for name in ("wall_seconds", "wait_seconds"):
             known[name] = known[name] and round(known[name], 3)
         known["checkpoint"] = self.checkpoint and str(self.checkpoint)
-        known |= lacked_by_json(self.objective)
+        known |= lacked_by_json(self.result)
         content: dict[str, Json] = strict_json({"schema": SCHEMA, **known})
         return content
 
@@ -370,21 +372,56 @@ def objective_of(result: Any) -> Any:
 
 
 _LACKED = "not_finite"
+_LACKED_WITHIN = "not_finite_within"
+_Place = tuple[str | int, ...]
 
 
-def lacked_by_json(objective: Any) -> dict[str, Json]:
-    """Return the entry of a file that keeps an objective which JSON lacks: NaN or an infinity."""
+def lacked_by_json(result: Any) -> dict[str, Json]:
+    """Return the entries of a file that keep what JSON lacks in a result, NaN and infinities: its
+    objective, and the place and value of each in a dictionary or list."""
+    found: dict[str, Json] = {}
+    objective = objective_of(result)
     if isinstance(objective, float) and not math.isfinite(objective):
-        return {_LACKED: str(float(objective))}
-    return {}
+        found[_LACKED] = str(float(objective))
+    within = [
+        {"at": list(place), "value": value}
+        for place, value in _not_finite(result, ())
+        if place
+    ]
+    if within:
+        found[_LACKED_WITHIN] = within
+    return found
+
+
+def _not_finite(value: Any, place: _Place) -> Iterator[tuple[_Place, str]]:
+    if isinstance(value, float) and not math.isfinite(value):
+        yield place, str(float(value))
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
+    for key, item in items:
+        yield from _not_finite(item, (*place, key))
 
 
 def with_lacked_by_json(content: Any) -> Any:
-    """Return the content of a file with such an objective back in its result."""
-    if not isinstance(content, dict) or content.get(_LACKED) is None:
+    """Return the content of a file with NaN and infinities back in its result. Raises ValueError:
+    an entry is not one of :func:`lacked_by_json`."""
+    if not isinstance(content, dict):
         return content
-    objective = float(content[_LACKED])
-    result = content.get("result")
-    if isinstance(result, dict):
-        return {**content, "result": {**result, "objective": objective}}
-    return {**content, "result": objective}
+    result: Any = copy.deepcopy(content.get("result"))
+    with contextlib.suppress(LookupError, TypeError):
+        for entry in content.get(_LACKED_WITHIN) or ():
+            *parents, last = entry["at"]
+            holder: Any = result
+            for key in parents:
+                holder = holder[key]
+            holder[last] = float(entry["value"])
+    if content.get(_LACKED) is not None:
+        objective = float(content[_LACKED])
+        if isinstance(result, dict):
+            result["objective"] = objective
+        else:
+            result = objective
+    return {**content, "result": result} if "result" in content else content

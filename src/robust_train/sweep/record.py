@@ -379,6 +379,13 @@ def read_table(folder: Path) -> SweepTable | None:
     return None
 
 
+def is_anothers(sweep_folder: Path, sweep: str) -> bool:
+    """Return whether another sweep than the one with this id has begun in a folder, which was
+    removed while this one ran. Whoever writes into it calls this first."""
+    table = read_table(sweep_folder)
+    return bool(sweep) and table is not None and table.sweep != sweep
+
+
 def storage_in(folder: Path) -> JournalStorage:
     """Return the storage of the study in ``folder``. It takes no lock of its own: a sweep has one
     launcher, and Optuna's lock is broken after 30 s."""
