@@ -168,7 +168,7 @@ def parser_of(command: Command) -> argparse.ArgumentParser:
     epilog = load(command.epilog) if command.epilog else ""
     if members := " | ".join(members_of(command.name)):
         epilog += f"\nsee also: robust-train {command.name} {members}\n"
-    about = command.about or f"{command.help.capitalize()}."
+    about = command.about or f"{command.help[0].upper()}{command.help[1:]}."
     parser = _Parser(
         prog=f"robust-train {command.name}",
         description=textwrap.fill(about, _COLUMNS),

@@ -12,11 +12,18 @@ from robust_train.children.detach import OUTPUT_FILE, past_logout
 from robust_train.cli.command import Answer
 from robust_train.folder.lock import is_alive
 from robust_train.folder.provenance import folder_override
-from robust_train.folder.run_list import DIED, KnownRun, choose_run, find_runs
+from robust_train.folder.requests import SWEEP_FILE
+from robust_train.folder.run_list import (
+    DIED,
+    KnownRun,
+    choose_run,
+    find_runs,
+    sweep_at,
+)
 from robust_train.folder.state import STATE_FILE
 from robust_train.gpu.processes import user_name
 from robust_train.model.errors import EXIT_TRY_LATER, NotDone
-from robust_train.sweep.record import SWEEP_FILE, read_table
+from robust_train.sweep.record import read_table
 
 UNIT = """
 a unit that resumes your jobs whenever the host starts
@@ -42,22 +49,14 @@ def resume(arguments: Namespace) -> Answer:
         if arguments.which:
             raise NotDone(f"--all or {arguments.which}, not both")
         return _resume_all()
-    which = arguments.which
-    if which and os.path.isfile(Path(which) / SWEEP_FILE):
-        command = _of_sweep(Path(which).resolve())
+    sweep = sweep_at(arguments.which)
+    if sweep is not None:
+        command = _of_sweep(sweep)
     else:
-        command = _of_job(
-            choose_run(which, dead_too=True) if which else _unfinished()
-        )
+        run = choose_run(arguments.which, dead_too=True, command="resume")
+        command = _of_job(run)
     print(command, flush=True)
     return os.execvp("sh", _words_of(command))
-
-
-def _unfinished() -> KnownRun:
-    ended = [run for run in find_runs() if run.is_unfinished]
-    if not ended:
-        raise NotDone("no job of yours has ended before it was complete")
-    return ended[-1]
 
 
 def _of_job(run: KnownRun) -> str:

@@ -42,6 +42,7 @@ T = TypeVar("T")
 
 PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 _NEW_LEVELS = 3  # of outputs/<date>/<time>
+_ID_LENGTH = 8
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,11 @@ class Identity:
     launches: int = 0
     # step of the newest checkpoint when the last launch began, or time of one without a step
     reached: float | None = None
+
+
+def shown_id(job: str) -> str:
+    """Return the id that people see of the job with this identity, the same in all its launches."""
+    return job[:_ID_LENGTH]
 
 
 @dataclass(frozen=True)

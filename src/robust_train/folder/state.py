@@ -62,7 +62,7 @@ _MAX_BYTES = 1 << 20
 class RunState:
     """State of a job. Bytes and seconds (of the epoch); None if unknown."""
 
-    # the job's id in `robust-train queue`, or `0-…` for one that never queued
+    # the job's id in all its launches: the first eight digits of `job`
     id: str
     # `job_name`, or how model and dataset, the function or the script are called
     name: str
@@ -77,7 +77,9 @@ class RunState:
     state: str = "starting"
     updated: float = 0.0  # when this was written
     schema: int = SCHEMA
-    earlier_ids: tuple[str, ...] = ()  # ids that the job had before
+    # ids of the jobs that this folder has had before
+    earlier_ids: tuple[str, ...] = ()
+    working_directory: str = ""  # where the command was typed
     job: str | None = None  # identity of the job through all its launches
     earlier_seconds: float = 0.0  # duration of the job's launches before
     # `position`, `reason` and `seconds_left` (null after a time slice: as long as it takes) while

@@ -389,6 +389,7 @@ class Job:
                     self.sleep,
                     self._on_wait,
                     self.folder.token,
+                    job_id=self.folder.state.id,
                     in_sweep=sweep_folder() is not None,
                 )
             except BaseException:
@@ -445,7 +446,6 @@ class Job:
             group = self.devices.acquire(fewer)
         finally:
             self.wait_seconds = time.monotonic() - started
-        self.folder.queued(self.devices.queue.job_id)
         self.folder.acquired(group, self.wait_seconds, self._command_variables)
         return group
 
@@ -756,7 +756,7 @@ class Job:
         if self.folder.attempt.saves and not self.signals.received:
             other = self.devices.who_waits()
             if other is not None:
-                whose = f"{other.id} of {user_name(other.owner)}, who holds fewer GPUs"
+                whose = f"{other.shown_id} of {user_name(other.owner)}, who holds fewer GPUs"
                 log.info("the time slice is over, and job %s, waits", whose)
                 self.signals.pause()
 
@@ -774,7 +774,6 @@ class Job:
         self.executor.poll()
 
     def _on_wait(self, status: WaitStatus) -> None:
-        self.folder.queued(self.devices.queue.job_id)
         self.folder.waits(status)
         self.live.log_waiting(status)
 

@@ -53,6 +53,7 @@ from robust_train.folder.provenance import (
 )
 from robust_train.folder.requests import (
     MAX_JOBS_FILE,
+    SWEEP_FILE,
     Refused,
     request_sweep_stop,
     sweep_stop_requested,
@@ -71,7 +72,6 @@ from robust_train.sweep.checks import (
 )
 from robust_train.sweep.page import write_sweep_report
 from robust_train.sweep.record import (
-    SWEEP_FILE,
     Status,
     SweepJob,
     SweepTable,
