@@ -122,4 +122,4 @@ def test_the_time_of_a_job_is_that_of_all_its_launches(tmp_path):
             assert folder.state.earlier_seconds == earlier
             folder.ended("completed", None, 0)
         assert earlier <= read_run(tmp_path).about()["seconds"] < earlier + 60
-        change_json(tmp_path / "state.json", started=1000.0, updated=1100.0)
+        change_json(tmp_path / "state.json", started=1000.0, ended=1100.0)

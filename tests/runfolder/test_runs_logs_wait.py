@@ -84,14 +84,14 @@ def test_runs_are_listed_newest_first_with_result_and_the_command_that_goes_on(t
         listed = json.loads(says("ps", "--json").out)["runs"]
     assert [line.split()[:3] for line in lines[1:5]] == [
         [live.state.id, "starting", "alive"],
-        [third, "interrupted", "clip"],
+        [third, "died", "clip"],
         [second, "failed", "probe"],
         [first, "completed", "lora"],
     ]
     assert "0.875" in lines[4]
     assert "it broke" in lines[3]
     assert lines[5:] == [
-        f"{third} was interrupted: the host went down; to go on: robust-train resume {third}",
+        f"{third} died: the host went down; to go on: robust-train resume {third}",
     ]
     assert [line.split()[0] for line in only_live] == ["id", live.state.id]
     assert [run["state"] for run in listed] == ["starting", "died", "failed", "completed"]

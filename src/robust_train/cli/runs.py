@@ -33,9 +33,10 @@ from robust_train.host.signals import ORPHAN_GRACE_SECONDS
 from robust_train.model.errors import EXIT_FAILED, NotDone
 from robust_train.model.events import Json
 from robust_train.readable import (
-    as_clock,
     counted,
+    duration,
     mib,
+    number,
     of_all,
     shortened,
 )
@@ -91,7 +92,7 @@ About = dict[str, Json]  # State of a run, or its answer, as `--json` prints it
 
 
 def list_jobs(arguments: Namespace) -> Answer:
-    """List the user's jobs, live and past, the newest first, and how interrupted ones go on."""
+    """List the user's jobs, live and past, the newest first, and how those that died go on."""
     runs = [
         run for run in find_runs()[::-1] if run.alive or not arguments.live
     ]
@@ -104,7 +105,7 @@ def list_jobs(arguments: Namespace) -> Answer:
     rows = [_row(run, about) for run, about in zip(shown, listed, strict=True)]
     lines: list[str | Table] = [Table(_COLUMNS, rows)]
     lines += [
-        f"{run.id} was interrupted: {run.why_died}; to go on: robust-train resume {run.id}"
+        f"{run.id} {DIED}: {run.why_died}; to go on: robust-train resume {run.id}"
         for run in shown
         if run.status == DIED and run.state is not None
     ]
@@ -130,12 +131,12 @@ def _row(run: KnownRun, about: About) -> list[object]:
         result = about.get("reason")
     return [
         run.id,
-        "interrupted" if run.status == DIED else run.status,
+        run.status,
         about.get("name"),
         (about.get("device") or "-")
         + ("" if run.is_here else f" on {about['host']}"),
         of_all(about.get("step"), about.get("total_steps")),
-        as_clock(int(about["seconds"])) if "seconds" in about else None,
+        duration(about["seconds"]) if "seconds" in about else None,
         short_result(result),
         run.run_dir,
     ]
@@ -148,10 +149,11 @@ def status(arguments: Namespace) -> Answer:
     run = choose_run(arguments.which, dead_too=True)
     about = live.status(run)
     state, waiting = about["state"], about.get("waiting") or {}
-    since = f"{state} for {as_clock(int(about.get('seconds_in_state', 0)))}"
+    since = f"{state} for {duration(about.get('seconds_in_state', 0.0))}"
     if "last_state" in about:
         since = f"{state}; the last state was {about['last_state']}"
     attempt = run.state and run.state.attempt
+    loss = about.get("loss")
     memory = (about.get("memory") or {}).items()
     facts = {
         "run": run.id,
@@ -162,6 +164,7 @@ def status(arguments: Namespace) -> Answer:
         "batch": attempt and batch_in_words(attempt),
         "step": of_all(about.get("step"), about.get("total_steps")),
         **{name.replace("_", " "): about.get(name) for name in _FACTS},
+        "loss": loss if loss is None else number(loss),
         "slow": run.alive and about.get("slow"),
         "memory": ", ".join(f"{name} {mib(taken)}" for name, taken in memory),
         "to go on": run.is_unfinished and f"robust-train resume {run.id}",

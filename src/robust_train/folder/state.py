@@ -80,6 +80,7 @@ class RunState:
     # ids of the jobs that this folder has had before
     earlier_ids: tuple[str, ...] = ()
     working_directory: str = ""  # where the command was typed
+    ended: float | None = None  # when the job ended; None: it has not
     job: str | None = None  # identity of the job through all its launches
     earlier_seconds: float = 0.0  # duration of the job's launches before
     # `position`, `reason` and `seconds_left` (null after a time slice: as long as it takes) while
@@ -98,8 +99,9 @@ class RunState:
     was_asked_to_end: bool = False  # by a person, as far as is known
 
     def seconds(self, now: float) -> float:
-        """Return the duration of all launches of the job until ``now``."""
-        return max(self.earlier_seconds + now - self.started, 0.0)
+        """Return the duration of all launches of the job until its end, or ``now``."""
+        end = now if self.ended is None else self.ended
+        return max(self.earlier_seconds + end - self.started, 0.0)
 
     @property
     def is_final(self) -> bool:

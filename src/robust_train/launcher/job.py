@@ -804,7 +804,7 @@ class Job:
         summary.write()
         if status == "completed":
             complete_job(self.run_dir, self.beginning.job)
-        self.folder.ended(status, reason, exit_code)
+        self.folder.ended(status, reason, exit_code, summary.wall_seconds)
         summary = self._evaluated(summary)
         found = _try("the record", lambda: read_sources(self.run_dir))
         if found is not None:

@@ -375,8 +375,10 @@ class RunFolder:
         status: str,
         reason: str | None,
         exit_code: int | None = None,
+        wall_seconds: float | None = None,
     ) -> None:
-        """Record the job's end; ``status`` and ``reason`` as ``summary.json`` has them."""
+        """Record the job's end; ``status``, ``reason`` and ``wall_seconds`` as ``summary.json`` has
+        them: screen, commands, report and notifications show one duration."""
         code = EXIT_CODES.get(status) if exit_code is None else exit_code
         was_asked = self._is_users_stop(status)
         if self._is_counted and (code == EXIT_BAD_CONFIG or was_asked):
@@ -388,6 +390,9 @@ class RunFolder:
             exit_code=code,
             waiting=None,
             was_asked_to_end=was_asked,
+            ended=time.time()
+            if wall_seconds is None
+            else self.state.started + wall_seconds,
         )
 
     def _is_users_stop(self, status: str) -> bool:
