@@ -184,6 +184,12 @@ _STARTING = (
                 metavar="RUN",
                 help=_WHICH_HELP,
             ),
+            option(
+                "overrides",
+                nargs="*",
+                metavar="KEY=VALUE",
+                help="other values from now on",
+            ),
             flag("--all", help="all that no one ended, in the background"),
         ),
         about="Go on with a job, script or sweep by its own command, in its own working directory, "

@@ -26,6 +26,7 @@ from robust_train.folder.checkpoints import (
     read_manifests,
 )
 from robust_train.folder.journal import attempts_in
+from robust_train.folder.provenance import changed_sources
 from robust_train.folder.state import read_summary
 from robust_train.model.errors import (
     ConfigError,
@@ -43,6 +44,7 @@ T = TypeVar("T")
 PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 _NEW_LEVELS = 3  # of outputs/<date>/<time>
 _ID_LENGTH = 8
+_LONGEST_NAMES = 200
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,14 @@ def _check_progress(
             lambda one: replace(one, launches=0, reached=reached),
         )
     elif 0 < max_launches <= job.launches:
+        changed = changed_sources(run_dir)
+        if changed:
+            log.info(
+                "launches without a new checkpoint are counted anew, for files have changed: %s",
+                shortened(", ".join(changed), _LONGEST_NAMES),
+            )
+            _change(run_dir, job.id, lambda one: replace(one, launches=0))
+            return
         last, why = read_summary(run_dir), ""
         if last is not None and last.reason:
             why = f" (the last: {shortened(last.reason, 160)})"
@@ -186,7 +196,8 @@ def _check_progress(
             why += ", and none was ever reported (a script's: --checkpoint)"
         raise NoProgress(
             f"launches in a row without a new checkpoint in {run_dir}: {job.launches}{why}; "
-            "nothing was started: mend the cause and repeat the command with max_launches=0"
+            "nothing was started: fix the cause, then robust-train resume "
+            f"{shown_id(job.id)} max_launches=0, or repeat the command with max_launches=0"
         )
 
 

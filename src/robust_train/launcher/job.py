@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import tenacity
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from robust_train.children import detach
 from robust_train.children.notifier import notifications
@@ -66,6 +66,7 @@ from robust_train.folder.provenance import (
     read_environment,
     resume_command,
     resumed_by_hand,
+    resumed_overrides,
     variables_named,
 )
 from robust_train.folder.resolvers import resolvers_of
@@ -176,7 +177,8 @@ def launch(
         try:
             summary = summary_of_earlier_launch()
             if summary is None or run_dir is not None:
-                summary = run_job(trainer, complete(cfg or {}), run_dir)
+                whole = complete(with_resumed_values(cfg or {}, run_dir))
+                summary = run_job(trainer, whole, run_dir)
         except (ConfigError, KeyboardInterrupt) as error:
             end_without_traceback_if_uncaught()
             # without our own frames
@@ -222,6 +224,21 @@ def run_job(
             ).run()
 
         return rank.run(run_first, explain)
+
+
+def with_resumed_values(
+    cfg: Mapping[str, Any] | DictConfig, run_dir: str | Path | None
+) -> Mapping[str, Any] | DictConfig:
+    """Return a config with the values that ``robust-train resume ID key=value`` has given."""
+    folder = chosen_folder(run_dir)
+    overrides = [] if folder is None else resumed_overrides(folder)
+    if not overrides:
+        return cfg
+    whole = OmegaConf.merge({}, cfg)
+    assert isinstance(whole, DictConfig)
+    with open_dict(whole):
+        whole.merge_with_dotlist(overrides)
+    return whole
 
 
 class Job:

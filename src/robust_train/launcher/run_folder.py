@@ -381,7 +381,13 @@ class RunFolder:
         them: screen, commands, report and notifications show one duration."""
         code = EXIT_CODES.get(status) if exit_code is None else exit_code
         was_asked = self._is_users_stop(status)
-        if self._is_counted and (code == EXIT_BAD_CONFIG or was_asked):
+        attempt = self.state.attempt
+        is_bug = (
+            status == "failed" and attempt is not None and attempt.is_sure_bug
+        )
+        if self._is_counted and (
+            code == EXIT_BAD_CONFIG or was_asked or is_bug
+        ):
             self._is_counted = False
             count_launch(self._run_dir, self.beginning.job, -1)
         self._change(
