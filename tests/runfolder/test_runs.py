@@ -11,8 +11,8 @@ from robust_train.folder import run_list
 from robust_train.folder.identity import complete_job
 from robust_train.folder.live import ControlError, ask
 from robust_train.folder.run_list import (
-    NoLiveRun,
-    NothingAlive,
+    NoLiveRunError,
+    NothingAliveError,
     choose_run,
     find_runs,
     read_run,
@@ -23,22 +23,22 @@ from robust_train.folder.run_list import (
 
 def test_one_live_run_is_the_default_and_two_have_to_be_named(tmp_path):
     for which in (None, "~nobody/run"):  # a user who is not there
-        with pytest.raises(NoLiveRun, match="no run of yours"):
+        with pytest.raises(NoLiveRunError, match="no run of yours"):
             choose_run(which)
     with open_folder(tmp_path / "one") as one:
         assert choose_run(None).id == one.state.id
         with open_folder(tmp_path / "two") as two:
-            with pytest.raises(NoLiveRun, match="2 runs of yours") as refusal:
+            with pytest.raises(NoLiveRunError, match="2 runs of yours") as refusal:
                 choose_run(None, command="stop")
             for folder in (one, two):
                 assert f"\n  robust-train stop {folder.state.id}  starting" in str(refusal.value)
             assert choose_run(two.state.id).run_dir == tmp_path / "two"
             assert choose_run(str(tmp_path / "one" / "requests")).id == one.state.id
-            with pytest.raises(NoLiveRun, match="means 2 runs"):
+            with pytest.raises(NoLiveRunError, match="means 2 runs"):
                 choose_run(str(os.getpid()))
-            with pytest.raises(NoLiveRun, match="means 2 runs"):
+            with pytest.raises(NoLiveRunError, match="means 2 runs"):
                 choose_run(str(tmp_path), dead_too=True)
-            with pytest.raises(NoLiveRun, match=r"3-cccccc: no run of yours .* alive are:"):
+            with pytest.raises(NoLiveRunError, match=r"3-cccccc: no run of yours .* alive are:"):
                 choose_run("3-cccccc")
 
 
@@ -65,12 +65,12 @@ def test_the_default_is_the_last_of_this_directory(tmp_path, started_in, monkeyp
         only_live = choose_run(None, dead_too=True)
         assert only_live.id == elsewhere.state.id
     assert choose_run(None, dead_too=True).id == last.state.id
-    with pytest.raises(NothingAlive, match=f"the last of this directory is {last.state.id}"):
+    with pytest.raises(NothingAliveError, match=f"the last of this directory is {last.state.id}"):
         choose_run(None)
     monkeypatch.chdir(only_live.run_dir)
     assert choose_run(None, dead_too=True).id == elsewhere.state.id
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(NoLiveRun, match="none was started in this directory") as refusal:
+    with pytest.raises(NoLiveRunError, match="none was started in this directory") as refusal:
         choose_run(None, dead_too=True, command="logs")
     assert f"robust-train logs {last.state.id}" in str(refusal.value)
 
@@ -78,7 +78,7 @@ def test_the_default_is_the_last_of_this_directory(tmp_path, started_in, monkeyp
 def test_of_several_live_runs_the_only_one_of_this_directory(started_in):
     with started_in("a"), started_in("b") as here:
         assert choose_run(None).id == here.state.id
-        with started_in("b"), pytest.raises(NoLiveRun, match="2 runs of yours are alive"):
+        with started_in("b"), pytest.raises(NoLiveRunError, match="2 runs of yours are alive"):
             choose_run(None)
 
 
@@ -92,7 +92,7 @@ def test_a_job_has_one_id_in_all_its_launches(tmp_path):
         job = folder.beginning.job
         for which in (first, first[:4], job):
             assert choose_run(which).id == first, which
-        with pytest.raises(NoLiveRun):
+        with pytest.raises(NoLiveRunError):
             choose_run(first[:3])
     complete_job(tmp_path, job)
     with open_folder(tmp_path) as folder:
@@ -134,7 +134,7 @@ def test_a_job_of_another_host_on_the_same_disk_is_seen_and_answers(tmp_path):
         assert (run.alive, run.is_here) == (True, False)
         assert run.about()["host"] == "another-host.example"
         assert read_run(tmp_path / "theirs").status == "starting", "its pid says nothing here"
-        with pytest.raises(NoLiveRun):
+        with pytest.raises(NoLiveRunError):
             choose_run(str(run.pid))
         with open_folder(tmp_path / "ours") as ours:
             assert choose_run(None).id == ours.state.id, "the only one on this host"

@@ -25,7 +25,7 @@ from robust_train.folder.lock import (
 from robust_train.folder.requests import SWEEP_FILE
 from robust_train.folder.state import STATE_FILE, RunState, read_state
 from robust_train.host.linux import marked_processes
-from robust_train.model.errors import ConfigError, NotDone
+from robust_train.model.errors import ConfigError, NotDoneError
 from robust_train.model.events import Json
 from robust_train.readable import aligned
 
@@ -39,11 +39,11 @@ _MOST_LISTED = 5
 _COLUMNS = ("command", "state", "job", "run folder")
 
 
-class NoLiveRun(NotDone):
+class NoLiveRunError(NotDoneError):
     """There is no such run, or more than one. The message lists the live ones."""
 
 
-class NothingAlive(NoLiveRun):
+class NothingAliveError(NoLiveRunError):
     """The user has no live run."""
 
 
@@ -283,14 +283,14 @@ def choose_run(
         command: the words that a refusal proposes.
 
     Raises:
-        NothingAlive: it is none that lives.
-        NoLiveRun: there is no such run, or more than one.
+        NothingAliveError: it is none that lives.
+        NoLiveRunError: there is no such run, or more than one.
     """
     if which is None:
         run = _default_run(command)
         if run.alive or dead_too:
             return run
-        raise NothingAlive(
+        raise NothingAliveError(
             f"no run of yours is alive on this machine; the last of this directory is "
             f"{run.id}, {run.status}{_goes_on(run)}"
         )
@@ -305,19 +305,19 @@ def choose_run(
     if len(found) == 1:
         return found[0]
     if found:
-        raise NoLiveRun(
+        raise NoLiveRunError(
             f"{which} means {len(found)} runs; name one:{_listed(found, command)}"
         )
     if meant:
         last = meant[-1]
-        raise NoLiveRun(
+        raise NoLiveRunError(
             f"{which} is not alive: {last.id} {last.status}{_goes_on(last)}"
         )
     alive = [run for run in known if run.alive]
     hint = "robust-train ps lists them"
     if alive:
         hint = f"alive are:{_listed(alive, command)}"
-    raise NoLiveRun(
+    raise NoLiveRunError(
         f"{which}: no run of yours has that id, folder, name or pid; {hint}"
     )
 
@@ -339,16 +339,16 @@ def _default_run(command: str) -> KnownRun:
         return of_directory[-1]
     if alive:
         listed = _listed(alive_here or alive, command)
-        raise NoLiveRun(
+        raise NoLiveRunError(
             f"{len(alive_here or alive)} runs of yours are alive; name one:{listed}"
         )
     if known:
         listed = _listed(known[-_MOST_LISTED:], command)
-        raise NothingAlive(
+        raise NothingAliveError(
             "no run of yours is alive, and none was started in this directory; the last "
             f"ones elsewhere:{listed}"
         )
-    raise NothingAlive(
+    raise NothingAliveError(
         f"no run of yours is alive, and none is on the list in {state_directory()}"
     )
 

@@ -245,11 +245,11 @@ class _Outcome(Enum):
     DIFFERS = 4
 
 
-class PassFailed(Exception):
+class PassFailedError(Exception):
     """A part or one of its halves cannot be computed."""
 
 
-class PassRanOut(Exception):
+class PassRanOutError(Exception):
     """Memory ran out in a pass."""
 
 
@@ -304,7 +304,7 @@ class Checker:
             with warnings.catch_warnings(), runs_eagerly(torch):
                 warnings.simplefilter("ignore")
                 check = self._check_what_fits()
-        except PassFailed:
+        except PassFailedError:
             assert self._error is not None
             seen = described(self._error)
             check = SplitCheck(Kept.UNKNOWN, seen, self._size)
@@ -321,7 +321,7 @@ class Checker:
         while self._size > 1:
             try:
                 return self._compare_what_shows_something()
-            except PassRanOut:
+            except PassRanOutError:
                 self._pieces = []
             # The exception is gone here, and with it what its frames held.
             return_memory(thorough=False, workspaces=True)
@@ -460,7 +460,7 @@ class Checker:
         self._draws = []
         try:
             losses = self._draw(mode)
-        except PassFailed:
+        except PassFailedError:
             return _Outcome.FAILED
         self._draws = [losses]
         if not math.isfinite(losses.whole):
@@ -473,8 +473,8 @@ class Checker:
         """Return the losses of the part and of its halves, one after the other as in a step.
 
         Raises:
-            PassFailed: one of them cannot be computed.
-            PassRanOut: memory ran out in one of them.
+            PassFailedError: one of them cannot be computed.
+            PassRanOutError: memory ran out in one of them.
         """
         with self._in_mode(mode), self._formats:
             whole = self._whole.get(mode)
@@ -520,7 +520,7 @@ class Checker:
             clear_frames(error)
             self._error = error.with_traceback(None)
         # The exception is gone here, and with it what its frames held.
-        raise PassRanOut if kind.is_memory else PassFailed
+        raise PassRanOutError if kind.is_memory else PassFailedError
 
     @contextlib.contextmanager
     def _in_mode(self, mode: _Mode) -> Iterator[None]:
