@@ -78,6 +78,12 @@ except JobInterrupted as error:
     print('caught', error.exit_code)
 launch(stopped, {'isolation': 'none'})
 """
+FAILS = """
+from robust_train import launch
+def train(cfg):
+    return undefined_name
+launch(train, {'isolation': 'none'})
+"""
 STOPPED_EARLY = """
 from omegaconf import OmegaConf
 from robust_train import launch
@@ -130,6 +136,15 @@ def test_a_stop_that_nobody_catches_ends_a_script_with_its_code_and_no_traceback
     assert "Traceback" not in process.stderr
     process = run_script(STOPPED_EARLY)
     assert (process.returncode, process.stderr) == (130, ""), "also before the job has begun"
+
+
+def test_a_failure_that_nobody_catches_ends_a_script_as_the_command_does(run_script):
+    """The trainer's traceback once, without our frames; the last line resumes it."""
+    process = run_script(FAILS)
+    assert process.returncode == 1
+    assert process.stderr.count("Traceback") == process.stderr.count("NameError: ") == 1
+    assert "robust_train" not in process.stderr
+    assert re.search(r"after fixing it: robust-train resume [0-9a-f]{8}\n$", process.stdout)
 
 
 def test_a_missing_key_is_one_line_that_names_its_reader(tmp_path, caplog):

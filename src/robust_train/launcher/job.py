@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import tenacity
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from robust_train.children import detach
@@ -81,6 +82,7 @@ from robust_train.host.loggers import change_words, lines_shown
 from robust_train.host.signals import (
     SignalWatch,
     end_without_traceback_if_uncaught,
+    is_at_prompt,
 )
 from robust_train.launcher.ending import doubt_of, ended, error_of
 from robust_train.launcher.inputs import (
@@ -132,6 +134,7 @@ from robust_train.queue.waiting import NoGpu, WaitStatus
 from robust_train.readable import named_line
 from robust_train.report import narration, wording
 from robust_train.report.html import write_report
+from robust_train.report.narration import print_failure
 from robust_train.report.sources import read_sources
 from robust_train.report.status import LiveStatus
 from robust_train.report.story import goodput_in
@@ -173,18 +176,30 @@ def launch(
         JobInterrupted: Ctrl-C or SIGTERM; uncaught, it ends a script with its exit code.
     """
     end_import_at_launch(trainer)
+    # a prompt shows what is raised; of a Hydra project the command does
+    ends_here = not is_at_prompt() and not HydraConfig.initialized()
     with logged_to_screen():
         try:
             summary = summary_of_earlier_launch()
             if summary is None or run_dir is not None:
                 whole = complete(with_resumed_values(cfg or {}, run_dir))
-                summary = run_job(trainer, whole, run_dir)
+                explain = print_failure if ends_here else _say_nothing
+                summary = run_job(trainer, whole, run_dir, explain=explain)
         except (ConfigError, KeyboardInterrupt) as error:
             end_without_traceback_if_uncaught()
             # without our own frames
             raise error.with_traceback(None) from error.__cause__
-    summary.raise_unless_completed()
+    try:
+        summary.raise_unless_completed()
+    except Exception as error:
+        if ends_here:
+            end_without_traceback_if_uncaught(error)
+        raise
     return summary
+
+
+def _say_nothing(summary: Summary) -> None:
+    """Explain nothing: whoever gets the exception shows it."""
 
 
 def run_job(
@@ -193,7 +208,7 @@ def run_job(
     run_dir: str | Path | None = None,
     *,
     remedies: bool = True,
-    explain: Callable[[Summary], object] = lambda summary: None,
+    explain: Callable[[Summary], object] = _say_nothing,
 ) -> Summary:
     """Run a job, as a launcher or as one rank of an engine's job; for the arguments see `Job`."""
     theirs = their_keys(cfg)

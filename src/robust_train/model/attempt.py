@@ -78,6 +78,7 @@ class Exit:
     stacks: str = field(default="", repr=False)
     stalled: str = ""  # what stood still, for an attempt that was ended for it
     was_stopped: bool = False  # the launcher had asked it to stop
+    was_hurried: bool = False  # a second signal has killed it at once
     oom_killed: bool | None = None  # by the kernel; None if unknown
     # the data-loader workers of its processes, and whether they held most of the memory; None if
     # unknown
