@@ -19,6 +19,7 @@ from robust_train.folder import live, requests, run_list
 from robust_train.folder.lock import is_alive, is_held, left_of
 from robust_train.folder.run_list import (
     DIED,
+    NO_ANSWER,
     KnownRun,
     choose_run,
     find_live_runs,
@@ -152,6 +153,9 @@ def status(arguments: Namespace) -> Answer:
     since = f"{state} for {duration(about.get('seconds_in_state', 0.0))}"
     if "last_state" in about:
         since = f"{state}; the last state was {about['last_state']}"
+    if state == NO_ANSWER:
+        # for how long is not known
+        since = f"{state}: stopped by Ctrl-Z; fg or kill -CONT {run.pid} continues it"
     attempt = run.state and run.state.attempt
     loss = about.get("loss")
     memory = (about.get("memory") or {}).items()
