@@ -87,6 +87,16 @@ def is_completed_by_the_same_command(day):
         assert began["step"] == done, "no step is repeated, none is lost"
 
 
+def knows_the_commands_that_it_proposed(day):
+    """Each that the screen has named still finds the job once it is complete."""
+    for command in day.proposed:
+        verb, which = command.split()
+        shown = warm.robust_train(verb, which, environ=day.world.environ, cwd=day.world.folder)
+        over = {"resume": "has completed: nothing is left to do", "stop": "is not alive"}
+        assert over.get(verb, "") in shown.stderr, shown
+        assert "no run of yours" not in shown.stderr, shown
+
+
 def has_one_story(day):
     """In the journal: attempts follow each other, from what was saved, to one completed end."""
     started, has_saved, job = 0, False, ""
@@ -179,5 +189,6 @@ def test_a_job_ends_or_goes_on_leaves_nothing_and_is_completed_by_the_same_comma
         what.happens(day)
         leaves_nothing(day)
         is_completed_by_the_same_command(day)
+        knows_the_commands_that_it_proposed(day)
         has_one_story(day)
         has_the_weights(day, undisturbed(kind), is_exact=what.is_exact)

@@ -139,6 +139,7 @@ def run_attempt(
         if was_cut_short and isinstance(ending, Finished):
             why = "it was asked to stop, and did"
             ending = Failed(Failure(FailureKind.INTERRUPTED, why))
+        run.send_last_progress()
         run.speed.send()
         if run.supports(CHECKPOINTING):
             send(TrainerSupports((CHECKPOINTING,)))

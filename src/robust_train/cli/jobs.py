@@ -32,7 +32,7 @@ from robust_train.model.errors import (
     TrainerFailedError,
     UserError,
 )
-from robust_train.model.failure import MEMORY_FAILURES, FailureKind
+from robust_train.report.narration import print_failure
 from robust_train.sweep.record import Status
 from robust_train.sweep.session import session
 
@@ -161,23 +161,3 @@ def exit_code_of_error(error: BaseException) -> int | None:
 def exit_code_of(summary: Summary) -> int:
     """Return the exit code of a job that was not interrupted."""
     return EXIT_CODES.get(summary.status, EXIT_FAILED)
-
-
-def print_failure(summary: Summary) -> None:
-    """Print to stderr why a job failed, unless that is shown already.
-
-    The trainer's traceback where it explains more than a sentence; else, or also, the reason.
-    Where stderr is what stdout is, the log has the reason, and a script has shown its own end.
-    """
-    last = summary.attempts[-1] if summary.attempts else None
-    is_refusal = summary.status == "failed" and last is None
-    if is_refusal or summary.status not in ("failed", "no_device"):
-        return
-    is_shown, kind = os.path.sameopenfile(1, 2), last and last.kind
-    if is_shown and last is not None and last.script is not None:
-        return
-    traceback = last.traceback if last and kind not in MEMORY_FAILURES else ""
-    if traceback:  # a mistake that the trainer has put into words has none
-        print(traceback, file=standard_error(), end="")
-    if not is_shown and not (traceback and kind is FailureKind.BUG):
-        print(f"{summary.status}: {summary.reason}", file=standard_error())

@@ -143,12 +143,13 @@ def _run(
 
     from robust_train.attempt.script.command import check_command
     from robust_train.children import detach
-    from robust_train.cli.jobs import exit_code_of, print_failure
+    from robust_train.cli.jobs import exit_code_of
     from robust_train.config import refusals
     from robust_train.config.checks import checked, hide_urls
     from robust_train.folder.hydra_state import remove_refused
     from robust_train.launcher.job import Job
     from robust_train.model.errors import JobInterrupted
+    from robust_train.report.narration import print_failure
 
     job, overrides = None, ["trainer=command", *arguments.overrides]
     try:

@@ -146,6 +146,13 @@ def sweep_folder() -> Path | None:
     return Path(str(hydra.runtime.cwd)) / str(hydra.sweep.dir)
 
 
+def working_directory() -> str:
+    """Return the directory in which this process's command was typed; Hydra may have left it."""
+    if HydraConfig.initialized():
+        return str(HydraConfig.get().runtime.cwd)
+    return os.getcwd()
+
+
 def about_job(config: RobustConfig, name: str) -> dict[str, str]:
     """Return what a launch records of its job: name, model, data set, overrides and command without
     secrets."""

@@ -25,6 +25,7 @@ from robust_train.model.events import Json
 log = logging.getLogger("robust_train")
 
 REQUESTS = "requests"
+SWEEP_FILE = "sweep.json"
 SWEEP_STOP_FILE, SWEEP_LIMIT_FILE = "stop.json", "limit.json"
 LAUNCHERS_VERB = "stop"
 NEW, TAKEN, ANSWER = ".json", ".taken", ".answer"
@@ -124,7 +125,7 @@ def _read_own(path: Path) -> dict[str, Json]:
 
 def request_sweep_stop(folder: Path) -> None:
     """Request that a sweep and all its jobs stop; RefusedError if it has ended."""
-    sweep = read_object(folder / "sweep.json")
+    sweep = read_object(folder / SWEEP_FILE)
     if sweep.get("status", "running") != "running":
         raise RefusedError("this sweep has ended")
     content = {"sweep": sweep.get("sweep"), "user": user_name(os.geteuid())}
@@ -135,7 +136,7 @@ def sweep_stop_requested(folder: Path) -> bool:
     """Return whether this launch of the sweep was stopped, by someone or its own failure."""
     path = folder / SWEEP_STOP_FILE
     try:
-        sweep = read_object(folder / "sweep.json")
+        sweep = read_object(folder / SWEEP_FILE)
         return bool(_read_own(path)["sweep"] == sweep.get("sweep"))
     except FileNotFoundError:
         return False

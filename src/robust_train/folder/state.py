@@ -64,7 +64,7 @@ _MAX_BYTES = 1 << 20
 class RunState:
     """State of a job. Bytes and seconds (of the epoch); None if unknown."""
 
-    # the job's id in `robust-train queue`, or `0-…` for one that never queued
+    # the job's id in all its launches: the first eight digits of `job`
     id: str
     # `job_name`, or the name of model and dataset, function or script
     name: str
@@ -79,7 +79,10 @@ class RunState:
     state: str = "starting"
     updated: float = 0.0  # when this was written
     schema: int = SCHEMA
-    earlier_ids: tuple[str, ...] = ()  # ids that the job had before
+    # ids of the jobs that this folder has had before
+    earlier_ids: tuple[str, ...] = ()
+    working_directory: str = ""  # where the command was typed
+    ended: float | None = None  # when the job ended; None: it has not
     job: str | None = None  # identity of the job through all its launches
     earlier_seconds: float = 0.0  # duration of the job's launches before
     # for a GPU: `position`, `reason`, `seconds_left` (null after a time slice: no limit)
@@ -97,8 +100,9 @@ class RunState:
     was_asked_to_end: bool = False  # by a person, as far as is known
 
     def seconds(self, now: float) -> float:
-        """Return the duration of all launches of the job until ``now``."""
-        return max(self.earlier_seconds + now - self.started, 0.0)
+        """Return the duration of all launches of the job until its end, or ``now``."""
+        end = now if self.ended is None else self.ended
+        return max(self.earlier_seconds + end - self.started, 0.0)
 
     @property
     def is_final(self) -> bool:

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import tenacity
-from omegaconf import DictConfig
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from robust_train.children import detach
 from robust_train.children.notifier import notifications
@@ -66,6 +67,7 @@ from robust_train.folder.provenance import (
     read_environment,
     resume_command,
     resumed_by_hand,
+    resumed_overrides,
     variables_named,
 )
 from robust_train.folder.resolvers import resolvers_of
@@ -80,6 +82,7 @@ from robust_train.host.loggers import change_words, lines_shown
 from robust_train.host.signals import (
     SignalWatch,
     end_without_traceback_if_uncaught,
+    is_at_prompt,
 )
 from robust_train.launcher.ending import doubt_of, ended, error_of
 from robust_train.launcher.inputs import (
@@ -131,6 +134,7 @@ from robust_train.queue.waiting import NoGpu, WaitStatus
 from robust_train.readable import named_line
 from robust_train.report import narration, wording
 from robust_train.report.html import write_report
+from robust_train.report.narration import print_failure
 from robust_train.report.sources import read_sources
 from robust_train.report.status import LiveStatus
 from robust_train.report.story import goodput_in
@@ -172,17 +176,30 @@ def launch(
         JobInterrupted: Ctrl-C or SIGTERM; uncaught, it ends a script with its exit code.
     """
     end_import_at_launch(trainer)
+    # a prompt shows what is raised; of a Hydra project the command does
+    ends_here = not is_at_prompt() and not HydraConfig.initialized()
     with logged_to_screen():
         try:
             summary = summary_of_earlier_launch()
             if summary is None or run_dir is not None:
-                summary = run_job(trainer, complete(cfg or {}), run_dir)
+                whole = complete(with_resumed_values(cfg or {}, run_dir))
+                explain = print_failure if ends_here else _say_nothing
+                summary = run_job(trainer, whole, run_dir, explain=explain)
         except (ConfigError, KeyboardInterrupt) as error:
             end_without_traceback_if_uncaught()
             # without our own frames
             raise error.with_traceback(None) from error.__cause__
-    summary.raise_unless_completed()
+    try:
+        summary.raise_unless_completed()
+    except Exception as error:
+        if ends_here:
+            end_without_traceback_if_uncaught(error)
+        raise
     return summary
+
+
+def _say_nothing(summary: Summary) -> None:
+    """Explain nothing: whoever gets the exception shows it."""
 
 
 def run_job(
@@ -191,7 +208,7 @@ def run_job(
     run_dir: str | Path | None = None,
     *,
     remedies: bool = True,
-    explain: Callable[[Summary], object] = lambda summary: None,
+    explain: Callable[[Summary], object] = _say_nothing,
 ) -> Summary:
     """Run a job, as a launcher or as one rank of an engine's job; for the arguments see `Job`."""
     theirs = their_keys(cfg)
@@ -222,6 +239,21 @@ def run_job(
             ).run()
 
         return rank.run(run_first, explain)
+
+
+def with_resumed_values(
+    cfg: Mapping[str, Any] | DictConfig, run_dir: str | Path | None
+) -> Mapping[str, Any] | DictConfig:
+    """Return a config with the values that ``robust-train resume ID key=value`` has given."""
+    folder = chosen_folder(run_dir)
+    overrides = [] if folder is None else resumed_overrides(folder)
+    if not overrides:
+        return cfg
+    whole = OmegaConf.merge({}, cfg)
+    assert isinstance(whole, DictConfig)
+    with open_dict(whole):
+        whole.merge_with_dotlist(overrides)
+    return whole
 
 
 class Job:
@@ -389,6 +421,7 @@ class Job:
                     self.sleep,
                     self._on_wait,
                     self.folder.token,
+                    job_id=self.folder.state.id,
                     in_sweep=sweep_folder() is not None,
                 )
             except BaseException:
@@ -445,7 +478,6 @@ class Job:
             group = self.devices.acquire(fewer)
         finally:
             self.wait_seconds = time.monotonic() - started
-        self.folder.queued(self.devices.queue.job_id)
         self.folder.acquired(group, self.wait_seconds, self._command_variables)
         return group
 
@@ -756,7 +788,7 @@ class Job:
         if self.folder.attempt.saves and not self.signals.received:
             other = self.devices.who_waits()
             if other is not None:
-                whose = f"{other.id} of {user_name(other.owner)}, who holds fewer GPUs"
+                whose = f"{other.shown_id} of {user_name(other.owner)}, who holds fewer GPUs"
                 log.info("the time slice is over, and job %s, waits", whose)
                 self.signals.pause()
 
@@ -774,7 +806,6 @@ class Job:
         self.executor.poll()
 
     def _on_wait(self, status: WaitStatus) -> None:
-        self.folder.queued(self.devices.queue.job_id)
         self.folder.waits(status)
         self.live.log_waiting(status)
 
@@ -805,7 +836,7 @@ class Job:
         summary.write()
         if status == "completed":
             complete_job(self.run_dir, self.beginning.job)
-        self.folder.ended(status, reason, exit_code)
+        self.folder.ended(status, reason, exit_code, summary.wall_seconds)
         summary = self._evaluated(summary)
         found = _try("the record", lambda: read_sources(self.run_dir))
         if found is not None:

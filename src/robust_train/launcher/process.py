@@ -316,6 +316,7 @@ class RunningAttempt:
         self._request = request
         self._on_event = on_event
         self._grace_seconds = request.config.stop_grace_seconds
+        self._was_hurried = False
         self._oom_kills = OomKillWatch()
         interpreters.pump.start_log(request.log_file)
         pids = [one.pid for one in processes]
@@ -542,6 +543,7 @@ class RunningAttempt:
             stacks=stacks,
             stalled="" if stalled is None else stalled.what,
             was_stopped=bool(signals.received),
+            was_hurried=self._was_hurried,
             oom_killed=self._oom_kills.killed(),
             workers=workers.count if is_known else None,
             workers_hold_most=workers.hold_most if is_known else None,
@@ -549,6 +551,7 @@ class RunningAttempt:
 
     def _on_signal(self, signum: int) -> None:
         if self._is_stopping:
+            self._was_hurried = True
             self._kill_in(0.0)
             return
         self._is_stopping = True

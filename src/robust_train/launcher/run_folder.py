@@ -19,7 +19,8 @@ from robust_train.children.notifier import Notifier
 from robust_train.config.schema import RobustConfig
 from robust_train.folder import run_list
 from robust_train.folder.checkpoints import is_read_only, pass_over_damaged
-from robust_train.folder.identity import begin_job, count_launch
+from robust_train.folder.hydra_state import working_directory
+from robust_train.folder.identity import begin_job, count_launch, shown_id
 from robust_train.folder.journal import Journal
 from robust_train.folder.lock import RunLock
 from robust_train.folder.provenance import (
@@ -68,15 +69,16 @@ log = logging.getLogger("robust_train")
 
 _POLL_SECONDS = 0.4
 _TAKING_REQUESTS = ("running", "between attempts", "stopping")
+_MOST_IDS = 50
 
 
 class RunFolder:
     """Holds the lock, keeps the state and takes the requests of one launch; a context manager.
 
-    Whatever is wrong with the disk, the job goes on, after one warning. ``token`` is the part of
-    the job's id that it has from the start; ``resumed_by`` is the command that resumes the job;
-    ``show`` is given the state twice a second. Raises ConfigError: a live job holds the folder.
-    Nothing in it was written.
+    Whatever is wrong with the disk, the job goes on, after one warning. ``token`` marks the
+    processes of this launch; ``resumed_by`` is the command that resumes the job; ``show`` is given
+    the state twice a second. Raises ConfigError: a live job holds the folder. Nothing in it was
+    written.
     """
 
     def __init__(
@@ -98,11 +100,11 @@ class RunFolder:
         self._notifier = Notifier(config.notify)
         self._provenance: Provenance | None = None
         self._config_files: Mapping[str, Json] = {}
-        job_id, now = f"0-{self.token}", time.time()
+        now = time.time()
         self._config = config
-        self._lock = RunLock(run_dir, job_id)
+        self._lock = RunLock(run_dir, self.token)
         state = RunState(
-            id=job_id,
+            id=self.token,  # until `begin_job` has read whose folder it is
             name=name,
             run_dir=str(run_dir),
             pid=os.getpid(),
@@ -111,10 +113,13 @@ class RunFolder:
             started=now,
             since=now,
             resume_command=resumed_by,
+            working_directory=working_directory(),
         )
         if (before := read_state(run_dir)) is not None:
             state = replace(
                 state,
+                id=before.id,
+                earlier_ids=before.earlier_ids,
                 job=before.job,
                 longest_pause=before.longest_pause,
                 earlier_seconds=round(before.seconds(before.updated), 3),
@@ -169,9 +174,20 @@ class RunFolder:
                 self._run_dir / REQUESTS,
                 error.strerror,
             )
+        self._take_id(shown_id(self.beginning.job))
         self._file.write_if_due()
         run_list.register(self._run_dir, self.token)
         return self
+
+    def _take_id(self, job: str) -> None:
+        """Take the job's id; that of another job which had the folder before still finds it."""
+        before = self.state
+        if before.id == job:
+            return
+        earlier = before.earlier_ids
+        if before.id != self.token:
+            earlier += (before.id,)
+        self._change(id=job, earlier_ids=earlier[-_MOST_IDS:])
 
     def __exit__(
         self,
@@ -223,14 +239,6 @@ class RunFolder:
         if not self._signals.received and self._sweep_is_stopped():
             log.info("the sweep is stopped")
             self._signals.deliver(signal.SIGTERM)
-
-    def queued(self, job_id: str) -> None:
-        """Take over the job's id in the host's queue, empty if it has none."""
-        state = self.state
-        if job_id not in ("", state.id):
-            self._change(
-                id=job_id, earlier_ids=state.earlier_ids + (state.id,)
-            )
 
     def waits(self, status: WaitStatus) -> None:
         """Record that the job waits for a GPU."""
@@ -371,11 +379,19 @@ class RunFolder:
         status: str,
         reason: str | None,
         exit_code: int | None = None,
+        wall_seconds: float | None = None,
     ) -> None:
-        """Record the job's end; ``status`` and ``reason`` as ``summary.json`` has them."""
+        """Record the job's end; ``status``, ``reason`` and ``wall_seconds`` as ``summary.json`` has
+        them: screen, commands, report and notifications show one duration."""
         code = EXIT_CODES.get(status) if exit_code is None else exit_code
         was_asked = self._is_users_stop(status)
-        if self._is_counted and (code == EXIT_BAD_CONFIG or was_asked):
+        attempt = self.state.attempt
+        is_bug = (
+            status == "failed" and attempt is not None and attempt.is_sure_bug
+        )
+        if self._is_counted and (
+            code == EXIT_BAD_CONFIG or was_asked or is_bug
+        ):
             self._is_counted = False
             count_launch(self._run_dir, self.beginning.job, -1)
         self._change(
@@ -384,6 +400,9 @@ class RunFolder:
             exit_code=code,
             waiting=None,
             was_asked_to_end=was_asked,
+            ended=time.time()
+            if wall_seconds is None
+            else self.state.started + wall_seconds,
         )
 
     def _is_users_stop(self, status: str) -> bool:

@@ -52,6 +52,7 @@ from robust_train.folder.provenance import (
     sweep_resume_command,
 )
 from robust_train.folder.requests import (
+    SWEEP_FILE,
     SWEEP_LIMIT_FILE,
     RefusedError,
     request_sweep_stop,
@@ -72,7 +73,6 @@ from robust_train.sweep.checks import (
 )
 from robust_train.sweep.page import write_sweep_report
 from robust_train.sweep.record import (
-    SWEEP_FILE,
     Status,
     SweepJob,
     SweepTable,
