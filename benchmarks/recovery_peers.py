@@ -179,8 +179,9 @@ def _attempt(job: Job, folder: Path) -> tuple[Any, Any]:
     """Return the config and the run of an attempt that saves at its end alone."""
     from omegaconf import OmegaConf
 
-    from robust_train.attempt.run import MicroBatchPlan, Run, live_of
+    from robust_train.attempt.run import Run, live_of
     from robust_train.config.checks import unchecked
+    from robust_train.config.placeholders import MicroBatchPlan
 
     training = {
         "batch_size": job.batch,

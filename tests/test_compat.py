@@ -1,5 +1,7 @@
 """Private symbols of torch and others: what is relied on is there, and does what it is used for."""
 
+import __future__
+
 import ast
 import contextlib
 import inspect
@@ -521,6 +523,14 @@ def test_a_resolver_is_registered_without_a_warning(recwarn):
         assert OmegaConf.create({"x": "${a_number_of_ours:}"}).x == value
     OmegaConf.clear_resolver("a_number_of_ours")
     assert not list(recwarn)
+
+
+def test_a_signature_needs_no_values_of_annotations():
+    """Deferred by Python 3.14, and by earlier ones where a file asks for it."""
+    flags = 0 if sys.version_info >= (3, 14) else __future__.annotations.compiler_flag
+    names = {}
+    exec(compile("def step(x: NoSuchName): ...", "optim.py", "exec", flags=flags), names)
+    assert str(compat.signature_as_written(names["step"])) == "(x: 'NoSuchName')"
 
 
 def test_resolvers_are_replaced_but_those_that_look_at_the_config():

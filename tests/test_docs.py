@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
 import proved
 import robust_train
@@ -204,9 +205,13 @@ def _compose(config, words):
     checked(cfg)
 
 
+def _recipes():
+    justfile = (ROOT / "justfile").read_text()
+    return {*re.findall(r"^([a-z-]+)(?: [a-z*]+)*:", justfile, re.M)}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_every_command_parses(page):
-    recipes = re.findall(r"^([a-z-]+)(?: [a-z*]+)*:", (ROOT / "justfile").read_text(), re.M)
     for words in _commands(page):
         match words:
             case [_, "train_robust.py", *rest] | ["robust-train", "train", *rest]:
@@ -219,7 +224,7 @@ def test_every_command_parses(page):
                 if command.name == "run":
                     values_of(arguments)
             case ["just", recipe, *_]:
-                assert recipe in recipes
+                assert recipe in _recipes()
 
 
 def test_the_table_of_what_is_recovered_where_says_what_tests_prove():
@@ -236,6 +241,22 @@ def test_a_mark_of_what_is_proved_with_an_unknown_word_is_refused(tmp_path, wron
 
 def test_readme_has_at_most_150_lines():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_names_that_stay_exist():
+    _, _, section = (ROOT / "README.md").read_text().partition("## Names that stay")
+    rows = re.findall(r"^\| (\w+) \| (`.+`) \|$", section, re.M)
+    names = {kind: re.findall("`(.+?)`", row) for kind, row in rows}
+    with initialize_config_module("robust_train.configs", version_base="1.3"):
+        cfg = compose("robust")
+    absent = object()
+    missing = [key for key in names["keys"] if OmegaConf.select(cfg, key, default=absent) is absent]
+    missing += {*names["functions"]} - {*robust_train.__all__}
+    assert missing == []
+    for command in names["commands"]:
+        find(command.split()[1:])
+    assert {recipe.removeprefix("just ") for recipe in names["recipes"]} <= _recipes()
+    assert [*map(len, names.values())] == [16, 15, 6, 6], "none is taken off the list"
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=_name)

@@ -44,6 +44,8 @@ def project(text):
         ),
         ("global_batch_size: 64, micro_batch_size: 8", "micro_batch_size"),
         ("global_batch_size: 64", None),
+        ("algo: {ppo_mini_batch_size: 64}", "algo.ppo_mini_batch_size"),
+        ("val_minibatch_size: 64, bs: 8", "bs"),
         (
             "per_device_train_batch_size: 8, per_device_eval_batch_size: 9",
             "per_device_train_batch_size",
@@ -66,6 +68,10 @@ def test_the_batch_of_training_is_found(config, key):
         ),
         ("pretrained: {batch_size: 8}, bs: 8", "pretrained.batch_size, bs"),
         ("loaders: [{bs: 8}, {bs: 8}]", "loaders[0].bs, loaders[1].bs"),
+        # reinforcement learning collects the one and trains on the other
+        ("minibatch_size: 8, batch_size: 64", "minibatch_size, batch_size"),
+        ("sgd_minibatch_size: 8, train_batch_size: 64", "sgd_minibatch_size, train_batch_size"),
+        ("train: {batch_size: 64}, ppo: {minibatch: 8}", "train.batch_size, ppo.minibatch"),
     ],
 )
 def test_of_several_batches_one_line_asks(config, keys):

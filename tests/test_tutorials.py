@@ -18,7 +18,10 @@ SEEN = {
         r"runs/long",
     ],
     "tutorial-function.md": [r"completed: 0\.\d\d", "128 → 32 .*completed", "runs/function"],
-    "tutorial-sweep.md": [r"4 jobs|completed", r"training\.lr=1e-1 training\.batch_size=\d\d$"],
+    "tutorial-sweep.md": [
+        "ended with exit code 0",
+        r"training\.lr=0\.1 training\.batch_size=\d\d$",
+    ],
 }
 
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import fully_shard
 
-from robust_train import TrainingStopped, save_checkpoint
+from robust_train import TrainingStopped
 
 WHOLE = {"full_state_dict": True, "cpu_offload": True}
 
@@ -66,26 +66,22 @@ def train(cfg, run):
     images, labels = digits()
     model = build(cfg, run)
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.training.lr)
-    step = 0
-    if run.resume_checkpoint is not None:  # any number of ranks can go on
-        state = torch.load(run.resume_checkpoint, weights_only=True)
-        options = StateDictOptions(full_state_dict=True)
-        weights, moments = state["model"], state["optimizer"]
+    state = {"model": None, "optimizer": None}
+    step = run.load(state)
+    if step:  # any number of ranks can go on
         set_state_dict(
             model,
             optimizer,
-            model_state_dict=weights,
-            optim_state_dict=moments,
-            options=options,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=StateDictOptions(full_state_dict=True),
         )
-        step = state["step"]
     per_step = (
         cfg.training.batch_size
         * cfg.training.gradient_accumulation_steps
         * run.world_size
     )
     in_epoch = -(-len(labels) // per_step)
-    run.started(step)
 
     def loss_of(batch):
         x, y = (tensor.to(cfg.device) for tensor in batch)
@@ -96,10 +92,7 @@ def train(cfg, run):
         weights, moments = get_state_dict(
             model, optimizer, options=StateDictOptions(**WHOLE)
         )
-        if run.is_main:
-            state = {"step": step, "model": weights, "optimizer": moments}
-            path = save_checkpoint(state, run.checkpoint_dir / "last.pt")
-            run.checkpoint_saved(path, step)
+        run.save({"model": weights, "optimizer": moments}, step)
 
     while step < cfg.training.epochs * in_epoch:
         epoch, number = divmod(step, in_epoch)

@@ -25,15 +25,14 @@ def train(cfg, run):
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.training.lr)
     criterion = nn.CrossEntropyLoss()
-    done = resume(run, model, optimizer)
-    step = done * -(-len(x_train) // in_a_step)
-    run.started(step)
+    state = {"model": model, "optimizer": optimizer, "epoch": 0}
+    step = run.load(state)
 
     def loss_of(batch):
         x, y = batch
         return criterion(whole(x.to(cfg.device)), y.to(cfg.device))
 
-    for epoch in range(done + 1, cfg.training.epochs + 1):
+    for epoch in range(state["epoch"] + 1, cfg.training.epochs + 1):
         order = torch.randperm(
             len(x_train), generator=torch.Generator().manual_seed(epoch)
         )
@@ -44,8 +43,8 @@ def train(cfg, run):
             optimizer.step()
             step += 1
             run.progress(step)
-        if run.is_main:
-            save(run, model, optimizer, epoch, step)
+        state["epoch"] = epoch
+        run.save(state, step)
         if run.should_stop():
             break
     with torch.no_grad():
@@ -70,25 +69,3 @@ def read(path, test_every):
     x = (x - x.mean(0)) / x.std(0)
     is_test = torch.arange(len(x)) % test_every == 0
     return x[~is_test], y[~is_test], x[is_test], y[is_test]
-
-
-def save(run, model, optimizer, epoch, step):
-    run.checkpoint_dir.mkdir(exist_ok=True)
-    path = run.checkpoint_dir / "last.pt"
-    state = {
-        "epoch": epoch,
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-    }
-    torch.save(state, path.with_suffix(".tmp"))
-    path.with_suffix(".tmp").replace(path)  # whole or not at all
-    run.checkpoint_saved(path, step)
-
-
-def resume(run, model, optimizer):
-    if run.resume_checkpoint is None:
-        return 0
-    state = torch.load(run.resume_checkpoint, weights_only=True)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    return state["epoch"]

@@ -39,15 +39,6 @@ def network(width):
     )
 
 
-def save(run, step, **state):
-    """Write a checkpoint that is whole or not there."""
-    run.checkpoint_dir.mkdir(parents=True, exist_ok=True)
-    path = run.checkpoint_dir / f"step-{step:06d}.pt"
-    torch.save({"step": step, **state}, path.with_suffix(".tmp"))
-    path.with_suffix(".tmp").replace(path)
-    run.checkpoint_saved(path, step)
-
-
 def accuracy(model, images, labels, cfg, run):
     """Share of the digits that are recognised; also found where only a part fits into memory."""
 
@@ -68,14 +59,8 @@ def train(cfg, run):
     images, labels = digits()
     model = network(cfg.model.width).to(cfg.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.training.lr)
-    step = 0
-    if run.resume_checkpoint is not None:
-        saved = torch.load(
-            run.resume_checkpoint, weights_only=True, map_location=cfg.device
-        )
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        step = saved["step"]
+    state = {"model": model, "optimizer": optimizer}
+    step = run.load(state)
     whole = DistributedDataParallel(model) if run.world_size > 1 else model
     per_step = (
         cfg.training.batch_size
@@ -83,15 +68,10 @@ def train(cfg, run):
         * run.world_size
     )
     in_epoch = -(-len(labels) // per_step)
-    run.started(step)
 
     def loss_of(batch):
         x, y = (tensor.to(cfg.device) for tensor in batch)
         return nn.functional.cross_entropy(whole(x), y)
-
-    def checkpoint():
-        if run.is_main:
-            save(run, step, model=model.state_dict(), optimizer=optimizer.state_dict())
 
     while step < cfg.training.epochs * in_epoch:
         epoch, number = divmod(step, in_epoch)
@@ -107,10 +87,10 @@ def train(cfg, run):
         run.progress(step, loss=loss)
         stops = run.should_stop()
         if run.should_save() or stops:
-            checkpoint()
+            run.save(state, step)
         if stops:
             raise TrainingStopped
-    checkpoint()
+    run.save(state, step)
     return accuracy(model, images, labels, cfg, run)
 
 

@@ -423,6 +423,25 @@ def importing_main() -> Iterator[None]:
         del process._inheriting
 
 
+def signature_as_written(
+    function: Callable[..., Any], *, follow_wrapped: bool = True
+) -> inspect.Signature:
+    """Return a callable's signature with annotations as text. Python 3.14 looks up their values
+    only when it is asked for them, and a name that is imported for type checkers has none.
+
+    Raises:
+        TypeError, ValueError: it has no signature, as some that are written in C.
+    """
+    options: dict[str, Any] = {}
+    if sys.version_info >= (3, 14):
+        from annotationlib import Format
+
+        options["annotation_format"] = Format.STRING
+    return inspect.signature(
+        function, follow_wrapped=follow_wrapped, **options
+    )
+
+
 def register_resolver(
     name: str,
     resolver: Callable[..., Any],

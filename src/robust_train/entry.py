@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from robust_train.assembly import FEATURES
 from robust_train.children import detach
@@ -16,16 +17,21 @@ from robust_train.config.composition import complete
 from robust_train.config.projects import as_typed, errors_as_typed, their_keys
 from robust_train.config.schema import RobustConfig
 from robust_train.config.trainers import Trainer, end_import_at_launch
-from robust_train.folder.hydra_state import sweep_folder
+from robust_train.folder.hydra_state import chosen_folder, sweep_folder
+from robust_train.folder.provenance import resumed_overrides
 from robust_train.folder.state import Summary, summary_of_earlier_launch
 from robust_train.host.engine import guest_rank
 from robust_train.host.job_logging import logged_to_screen, shorten_lines
 from robust_train.host.loggers import change_words, lines_shown
-from robust_train.host.signals import end_without_traceback_if_uncaught
+from robust_train.host.signals import (
+    end_without_traceback_if_uncaught,
+    is_at_prompt,
+)
 from robust_train.launcher.driver import driver_of
 from robust_train.launcher.job import Job
 from robust_train.launcher.plan import Plan, plan_job
 from robust_train.model.errors import ConfigError
+from robust_train.report.narration import print_failure
 
 
 def launch(
@@ -53,17 +59,45 @@ def launch(
         JobInterrupted: Ctrl-C or SIGTERM; uncaught, it ends a script with its exit code.
     """
     end_import_at_launch(trainer)
+    # a prompt shows what is raised; of a Hydra project the command does
+    ends_here = not is_at_prompt() and not HydraConfig.initialized()
     with logged_to_screen():
         try:
             summary = summary_of_earlier_launch()
             if summary is None or run_dir is not None:
-                summary = run_job(trainer, complete(cfg or {}), run_dir)
+                whole = complete(with_resumed_values(cfg or {}, run_dir))
+                explain = print_failure if ends_here else _say_nothing
+                summary = run_job(trainer, whole, run_dir, explain=explain)
         except (ConfigError, KeyboardInterrupt) as error:
             end_without_traceback_if_uncaught()
             # without our own frames
             raise error.with_traceback(None) from error.__cause__
-    summary.raise_unless_completed()
+    try:
+        summary.raise_unless_completed()
+    except Exception as error:
+        if ends_here:
+            end_without_traceback_if_uncaught(error)
+        raise
     return summary
+
+
+def _say_nothing(summary: Summary) -> None:
+    """Explain nothing: whoever gets the exception shows it."""
+
+
+def with_resumed_values(
+    cfg: Mapping[str, Any] | DictConfig, run_dir: str | Path | None
+) -> Mapping[str, Any] | DictConfig:
+    """Return a config with the values that ``robust-train resume ID key=value`` has given."""
+    folder = chosen_folder(run_dir)
+    overrides = [] if folder is None else resumed_overrides(folder)
+    if not overrides:
+        return cfg
+    whole = OmegaConf.merge({}, cfg)
+    assert isinstance(whole, DictConfig)
+    with open_dict(whole):
+        whole.merge_with_dotlist(overrides)
+    return whole
 
 
 def run_job(
@@ -72,7 +106,7 @@ def run_job(
     run_dir: str | Path | None = None,
     *,
     remedies: bool = True,
-    explain: Callable[[Summary], object] = lambda summary: None,
+    explain: Callable[[Summary], object] = _say_nothing,
 ) -> Summary:
     """Run a job, as a launcher or as one rank of an engine's job.
 

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 import warm
 from attempts import keys_at_the_root
 from robust_train import launch
-from robust_train.attempt.run import Run
+from robust_train.attempt.run import Run, live_of
 from world import ROOT
 
 
@@ -59,12 +59,14 @@ def test_a_new_project_that_resumes_draws_what_it_would_have_drawn(tmp_path):
         keys = {"device": "cpu", "seed": 3, "training": training}
         cfg = OmegaConf.create({**keys, "spirals": {**spirals, "steps": steps}})
         (tmp_path / folder).mkdir()
-        code["train"](cfg, Watched(run_dir=tmp_path / folder, resume_checkpoint=resume))
+        run = Watched(run_dir=tmp_path / folder, resume_checkpoint=resume)
+        code["train"](cfg, run)
+        live_of(run).finish_saving()  # as the attempt does
         return seen
 
     whole = batches_of("whole", 4)
     first = batches_of("first", 2)
-    rest = batches_of("rest", 4, tmp_path / "first" / "checkpoints" / "last.pt")
+    rest = batches_of("rest", 4, tmp_path / "first" / "checkpoints" / "step-00000002.pt")
     assert first + rest == whole
 
 
@@ -77,9 +79,9 @@ def test_a_new_project_trains_at_once_and_its_recipe_goes_on_from_its_checkpoint
     (summary,) = _summaries(project)
     assert summary["status"] == "completed"
     assert summary["result"] > 0.95
-    assert str(summary["checkpoint"]).endswith("last.pt")
     (attempt,) = summary["attempts"]
     steps = attempt["end_step"]
+    assert summary["checkpoint"].endswith(f"step-{steps:08}.pt")
     # as if it had been killed after the checkpoint
     identity = folder / "job.json"
     identity.write_text(json.dumps(json.loads(identity.read_text()) | {"completed": None}))
@@ -316,10 +318,17 @@ def test_what_a_projects_job_says_names_keys_as_its_user_writes_them(world, fore
 
 
 OF_DATACLASSES = """
+import sys
 from dataclasses import dataclass, field
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 import robust_train
+
+class Nothing:
+    def write(self, text): pass
+    def flush(self): pass
+
+sys.stdout = sys.stderr = Nothing()
 
 @dataclass
 class Optimizer:
@@ -336,6 +345,7 @@ ConfigStore.instance().store(name="mine", node=Config)
 def main(cfg):
     own = OmegaConf.to_object(cfg)
     assert isinstance(own.optimizer, Optimizer)
+    assert sys.argv[1:] == ["optimizer.lr=0.5", "robust.num_gpus=1"], sys.argv
     return own.batch_size * own.optimizer.lr
 
 if __name__ == "__main__":

@@ -84,6 +84,7 @@ BEGINS_AGAIN = """
 import os, sys
 first, *later = sys.argv[1].split()
 for name in [first] if len(sys.argv) == 2 else later:
+    os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
     open(name, "w").write(str(len(sys.argv)))
 if len(sys.argv) == 2:
     os.kill(os.getpid(), 9)
@@ -92,17 +93,22 @@ RESUMES = ("--checkpoint", "*.pt", "--resume-argv")
 
 
 @pytest.mark.parametrize(
-    ("names", "is_seen"),
-    [("checkpoint-2.pt checkpoint-1.pt", True), ("at1-loss0.52.pt at2-loss0.48.pt v1.pt", False)],
+    ("names", "is_seen", "advice"),
+    [
+        ("model-2.pt model-1.pt/trainer_state.json", True, 1),
+        ("at1-loss0.52.pt at2-loss0.48.pt v1.pt", False, 0),
+        pytest.param("model-2.pt model-1.pt", True, 0, marks=pytest.mark.slow),
+    ],
+    ids=["transformers", "goes on", "another library"],
 )
 def test_a_script_that_begins_again_beside_its_checkpoint_is_seen_by_what_it_writes(
-    scripts, names, is_seen
+    scripts, names, is_seen, advice
 ):
     own = (*RESUMES, "--resume_from_checkpoint {checkpoint}")
     ended = run_program(scripts, BEGINS_AGAIN, *own, words=(names,))
-    seen = "was given checkpoint-2.pt, and has written checkpoint-1.pt"
+    seen = "was given model-2.pt, and has written model-1.pt"
     assert (seen in ended.stdout) == is_seen
-    assert ("trainer.train(resume_from_checkpoint=" in ended.stdout) == is_seen
+    assert ended.stdout.count("trainer.train(resume_from_checkpoint=") == advice
 
 
 ADDS_UP_MEANS = """

@@ -3,6 +3,7 @@
 import os
 import signal
 
+import psutil
 import pytest
 
 from command_world import all_gone, argv, script
@@ -60,6 +61,20 @@ def test_forks_of_a_script_end_without_its_stop_signal(scripts):
     scripts.world.end(process).with_code(143)
     assert saved.read_text().split() == [str(pid)], "the fork has its handler, and not its work"
     all_gone([pid, fork])
+
+
+def test_forks_of_a_script_end_without_its_stop_signal_whoever_was_killed(scripts):
+    """Their program is killed with the attempt, whose launcher is not there to end them."""
+    ready, saved = scripts.folder / "ready", scripts.folder / "saved"
+    process = scripts.start("--", *script("forks.py", ready, saved))
+    pid = scripts.started_script(ready)
+    fork = int(ready.with_suffix(".fork").read_text())
+    attempt = psutil.Process(pid).ppid()
+    process.kill()
+    os.kill(attempt, signal.SIGKILL)
+    scripts.world.end(process)
+    all_gone([pid, fork])
+    assert not saved.exists()
 
 
 def test_our_run_tells_a_python_script_to_stop(scripts):

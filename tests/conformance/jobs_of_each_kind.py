@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import sys
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,7 @@ from robust_train.folder.checkpoints import SUFFIX
 from world import SUPPORT, Ended, wait_until
 
 BOUND_SECONDS = 90
+PROPOSED = re.compile(r"robust-train ((?:resume|attach|status|stop|logs|wait|report) [^\s,;:)]+)")
 
 COMMON = (
     "min_batch_size=1",
@@ -124,6 +126,8 @@ class Day:
             "READY_FILE": str(self.ready_file),
             "WEIGHTS_FILE": str(self.weights_file),
         }
+        self.proposed: set[str] = set()
+        """Commands that the screen has named."""
         self.pids: list[int] = []
         self.chain: list[int] = []
         """Process ids from the trainer outwards to the command."""
@@ -176,6 +180,7 @@ class Day:
     def ended(self, process, code=None):
         """Wait for a command, which has a bound, and assert its exit code, if one is given."""
         stdout, stderr = process.communicate(timeout=BOUND_SECONDS)
+        self.proposed |= set(PROPOSED.findall(stdout + stderr))
         return Ended(process.returncode, stdout, stderr, self.run_dir).with_code(code)
 
     def journal(self, event):

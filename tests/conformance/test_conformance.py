@@ -35,18 +35,16 @@ DIAGONAL = {
     ("lightning", "losses that are not finite"),
     ("lightning", "pruned"),
     ("ranks", "SIGTERM to all"),
-    ("ranks", "out of memory in a step"),
     ("ranks", "out of memory"),
     ("script", "SIGKILL of process 2"),
     ("script", "SIGSTOP of process 2"),
-    ("script", "requested half batch"),
     ("sweep", "requested checkpoint"),
     ("transformers", "requested half batch"),
     ("vision in shards", "SIGTERM then one rank"),
     ("vision", "SIGKILL to all"),
 }
-"""The cheapest cells that have every kind and every sort of event; a bug, a hang, unread output and
-a second launcher have tests of their own in the default suite."""
+"""The cheapest cells that have every kind and every sort of event; a bug, a hang, unread output, a
+second launcher and memory that runs out in a step have tests of their own in the default suite."""
 
 
 def leaves_nothing(day):
@@ -87,6 +85,16 @@ def is_completed_by_the_same_command(day):
     if summary["status"] == "interrupted" and day.kind.splits:
         began, done = day.journal("training_started")[-1], summary["attempts"][-1]["end_step"]
         assert began["step"] == done, "no step is repeated, none is lost"
+
+
+def knows_the_commands_that_it_proposed(day):
+    """Each that the screen has named still finds the job once it is complete."""
+    for command in day.proposed:
+        verb, which = command.split()
+        shown = warm.robust_train(verb, which, environ=day.world.environ, cwd=day.world.folder)
+        over = {"resume": "has completed: nothing is left to do", "stop": "is not alive"}
+        assert over.get(verb, "") in shown.stderr, shown
+        assert "no run of yours" not in shown.stderr, shown
 
 
 def has_one_story(day):
@@ -181,5 +189,6 @@ def test_a_job_ends_or_goes_on_leaves_nothing_and_is_completed_by_the_same_comma
         what.happens(day)
         leaves_nothing(day)
         is_completed_by_the_same_command(day)
+        knows_the_commands_that_it_proposed(day)
         has_one_story(day)
         has_the_weights(day, undisturbed(kind), is_exact=what.is_exact)

@@ -25,7 +25,11 @@ def start(world, trainer):
 
 
 @pytest.mark.parametrize(
-    "signum", [signal.SIGHUP, signal.SIGUSR1, pytest.param(signal.SIGUSR2, marks=pytest.mark.slow)]
+    "signum",
+    [
+        signal.SIGHUP,
+        *(pytest.param(one, marks=pytest.mark.slow) for one in (signal.SIGUSR1, signal.SIGUSR2)),
+    ],
 )
 def test_a_signal_to_every_process_of_a_job_does_not_break_off_its_last_checkpoint(world, signum):
     """SIGTERM, and other kinds of trainers: see tests/conformance."""
@@ -93,7 +97,9 @@ def _has_handler(pid):
     ("job", "words"),
     [
         (("trainer=command", "trainer.argv=[sh,-c,exit 3]"), "exit code 3"),
-        (("trainer._target_=trainers.dies_of_segfault",), "SIGSEGV"),
+        pytest.param(
+            ("trainer._target_=trainers.dies_of_segfault",), "SIGSEGV", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_how_an_attempt_ended_is_known_where_children_are_not_waited_for(world, job, words):

@@ -190,11 +190,27 @@ def test_the_reaper_has_neither_the_packages_name_nor_pythons(world):
     world.end(process)
 
 
+DIES_EARLY = """
+import os, signal, sys
+if "trainers" not in sys.modules:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_module_that_ends_an_interpreter_before_its_attempt_is_left_to_the_attempt(world):
+    (world.folder / "fragile.py").write_text(DIES_EARLY)
+    world.environ["PYTHONPATH"] = f"{world.folder}:{world.environ['PYTHONPATH']}"
+    trainer = ("trainer._target_=trainers.what_it_was_given", "max_retries=0")
+    ended = world.run(*trainer, "trainer.preload_modules=[fragile]", code=0)
+    assert "importing libraries early ended the process (SIGKILL)" in ended.output
+
+
 # a standby of torch takes as much, and is started where that is little
 @pytest.mark.skipif(
     not has_room_for_standby(600 * MIB), reason="too little memory is free for a standby"
 )
 def test_a_retry_begins_with_what_the_attempt_before_it_had_imported(world):
+    world.alone = True
     trainer = "trainer._target_=trainers.waits_for_the_standby"
     ended = world.run(trainer, "max_retries=1", code=0)
     assert ended.summary["result"] == {"was_there": True}

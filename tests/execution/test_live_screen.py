@@ -5,6 +5,7 @@ import fcntl
 import os
 import pty
 import select
+import signal
 import struct
 import termios
 from dataclasses import replace
@@ -206,3 +207,19 @@ def test_the_last_lines_are_left_alone_while_the_shell_has_the_terminal(terminal
         assert lines_shown("$ fg\r\n" + seen, 80) == ["$ fg", "", "step 3"]
         monkeypatch.setattr(*of_the_shell)
     assert "\x1b" not in shown_on(reads)
+
+
+def test_ctrl_z_leaves_no_status_for_the_shell_to_write_into(terminal, monkeypatch):
+    reads, descriptor = terminal
+    stopped = []
+    monkeypatch.setattr("os.kill", lambda pid, signum: stopped.append((pid, signum)))
+    with LiveArea(descriptor) as area:
+        for step in (1, 2):
+            screen.show(descriptor, b"loss 0.5")
+            area.show([Text("running"), Text(f"step {step}")])
+            signal.raise_signal(signal.SIGTSTP)
+            shown = lines_shown(shown_on(reads) + "[1]+  Stopped\r\n$", 80)
+            said = "stopped by Ctrl-Z: training continues meanwhile; fg shows it again"
+            assert shown == ["loss 0.5", said, "[1]+  Stopped", "$"]
+    assert stopped == [(os.getpid(), signal.SIGTSTP)] * 2
+    assert signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL

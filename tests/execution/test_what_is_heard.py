@@ -64,12 +64,35 @@ stream = open("closed.txt", "w")
 stream.close()
 logging.raiseExceptions = False
 add(logging.StreamHandler(stream))""",
+    "stdout that is thrown away": """
+add(logging.StreamHandler(sys.stdout))
+sys.stdout = open("/dev/null", "w")
+logging.getLogger().handlers[-1].setStream(sys.stdout)""",
+    "both streams": "add(logging.StreamHandler(io.StringIO()))\n"
+    "sys.stdout = sys.stderr = open('/dev/null', 'w')",
+    "an object that swallows all": """
+class Nothing:
+    def write(self, text): pass
+    def flush(self): pass
+add(logging.StreamHandler(Nothing()))
+sys.stdout = sys.stderr = logging.getLogger().handlers[-1].stream""",
+    "a redirection": "sys.stderr = io.StringIO()\nadd(logging.StreamHandler())",
     "handlers removed": "logging.basicConfig(force=True)\nlogging.getLogger().handlers.clear()",
 }
 SHOWN_BY = {
     "their own": "add(logging.StreamHandler(), 'robust_train')",
     "the root's": "add(logging.StreamHandler(sys.stdout))",
     "rich's": "add(Rich())",
+    "a wrapper's": """
+class Tee:
+    def __init__(self):
+        self.streams = [sys.__stdout__]
+    def write(self, text):
+        self.streams[0].write(text)
+    def flush(self):
+        self.streams[0].flush()
+sys.stdout = Tee()
+add(logging.StreamHandler(sys.stdout))""",
     "a stream that was stderr": """
 add(logging.StreamHandler())
 sys.stderr = open(2, "w", closefd=False)""",
@@ -128,6 +151,12 @@ def test_a_job_shows_its_lines_unless_the_program_has_set_up_logging(tmp_path):
     assert later.stdout.count("\n") == 1
     assert [line[9:] for line in later.stderr.splitlines()] == [
         *("a line of the job", "warning: a warning", "the last line", "error: an error"),
+    ]
+    nowhere = run(
+        tmp_path, "sys.stdout = open('/dev/null', 'w')\n" + block.replace("SETUP", "pass")
+    )
+    assert [line[9:] for line in nowhere.stderr.splitlines()] == [
+        *("begins", "warning: a warning", "the last line", "error: an error"),
     ]
     level = run(tmp_path, block.replace("SETUP", "log.setLevel(logging.WARNING)"))
     assert "a line of the job" not in level.stdout + level.stderr

@@ -48,6 +48,8 @@ def test_a_shortage_is_found_in_any_line_whatever_was_printed_below(line, below)
 OTHERS = {
     "handled long before": f"{WORDS}\n{STEPS}",
     "handled in words": f"WARNING: {WORDS} Skipping this batch\nbad checkpoint\n",
+    "a warning before another error": f"WARNING {WORDS}\nOSError: cannot open shard 3\n",
+    "a smaller batch": "WARNING not enough memory, using batch-size 16\nbad checkpoint\n",
     "a table without one": "|   CUDA OOMs: 0   |   cudaMalloc retries: 3   |\n" + TABLE,
     "figures without one": f"GPU out of memory errors: 0\n{CONFIG}",
     "a remark": f"INFO: not enough memory for the cache, reading from disk\n{CONFIG}",
@@ -94,6 +96,10 @@ LAYOUTS = {
     "a narrow panel": boxed(WORDS, 24),
     "a panel in a panel": boxed(boxed(WORDS, 40, "Error"), 44),
     "a panel of ASCII": boxed(WORDS, 40, "Error", "|++++-"),
+    "stars": boxed(WORDS, 40, "Error", "******"),
+    "hashes": boxed(WORDS, 40, "", "######"),
+    "stars at the left": "*" * 40 + "\n" + textwrap.indent(textwrap.fill(WORDS, 36), "*  ") + "\n",
+    "a line between hashes": f"### {WORDS} ###\n",
     "a log handler": logged_in_columns(WORDS, 16),
     "indented lines": f"ERROR {INDENTED}\n",
     "broken within words": f"{BROKEN}\n",
@@ -106,11 +112,12 @@ def test_a_wrapped_or_boxed_message_is_read_whole_without_its_frame(output):
     assert failure.kind is FailureKind.DEVICE_OOM
     figures = failure.evidence
     assert (figures.requested_bytes, figures.free_bytes) == (2 * GIB, int(1.2 * GIB))
-    assert not set("│|╭╰") & set(failure.message)
+    assert not set("│|╭╰*#") & set(failure.message)
 
 
-def test_a_box_of_another_error_is_shown_without_its_frame():
-    output = boxed("Cannot open the archive: checksum differs", 30, "Error")
+@pytest.mark.parametrize("frame", ["│╭╮╰╯─", "******", "######"])
+def test_a_box_of_another_error_is_shown_without_its_frame(frame):
+    output = boxed("Cannot open the archive: checksum differs", 30, "Error", frame)
     message = "ended with exit code 1: Cannot open the archive: checksum differs"
     assert classify_exit(1, output).message == message
 

@@ -9,6 +9,8 @@ import itertools
 import re
 from collections import Counter
 
+import pytest
+
 from attempts import decided, failed, gpu, policy
 from failures.messages import CASES, raised
 from robust_train.failures import classify_exit, classify_failure
@@ -118,6 +120,7 @@ def test_other_sizes_and_gpu_numbers_change_nothing():
     assert wrong_outcomes(changed, 120) == []
 
 
+@pytest.mark.slow
 def test_an_error_raised_for_another_is_of_the_first_ones_kind():
     links = itertools.cycle(["__cause__", "__context__"])
 
@@ -142,6 +145,7 @@ def quotable():
     ]
 
 
+@pytest.mark.slow
 def test_a_workers_traceback_tells_as_much_as_the_error_itself():
     told = f"Caught it in DataLoader worker process 0.\nOriginal {TRACEBACK}"
     assert wrong_outcomes([(case, RuntimeError(told + end)) for case, end in quotable()], 500) == []

@@ -34,7 +34,7 @@ words = st.lists(
     max_size=12,
 ).map(" ".join)
 texts = st.one_of(st.text(max_size=200), real_messages, words)
-anything = settings(max_examples=200)
+anything = settings(max_examples=100)
 
 
 @anything

@@ -10,8 +10,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import warm
 from forked_ranks import of_ranks
 from framework_config import framework_config
-from robust_train.attempt.run import MicroBatchPlan, live_of
+from robust_train.attempt.run import live_of
 from robust_train.config.checks import unchecked
+from robust_train.config.placeholders import MicroBatchPlan
 from robust_train.host.votes import Votes
 from robust_train.model.errors import UserError
 from watched_run import WatchedRun
@@ -48,7 +49,11 @@ def test_ranks_whose_model_accelerate_shards_end_with_the_weights_of_one_process
     assert "go on with num_gpus=2 or more" in seen["alone"][0]["error"]
 
 
-def _train(folder, cfg, run=None, **options):
+def _mean_square(found):
+    return found.square().mean()
+
+
+def _train(folder, cfg, run=None, loss=_mean_square, **options):
     from robust_train.integrations.accelerate import RobustLoop, effective_batch_size
 
     torch.manual_seed(0)
@@ -65,7 +70,7 @@ def _train(folder, cfg, run=None, **options):
     loop = RobustLoop(accelerator, model, loader, cfg=cfg, run=run)
     for _ in loop.epochs(3):
         for batch in loop.batches():
-            loop.backward(lambda part: (model(part[0]) ** 2).mean(), batch)
+            loop.backward(lambda part: loss(model(part[0])), batch)
             optimizer.step()
             optimizer.zero_grad()
     return accelerator.unwrap_model(model).weight.detach(), run
@@ -75,6 +80,12 @@ def test_a_second_loop_of_a_job_is_refused_in_one_line(tmp_path):
     _, run = _train(tmp_path, framework_config(8))
     with pytest.raises(UserError, match="a second fit or loop in one job"):
         _train(tmp_path, framework_config(8), run)
+
+
+@pytest.mark.parametrize(("loss", "lines"), [(_mean_square, 0), (torch.std, 1)])
+def test_a_split_that_changes_the_loss_is_warned_of_once(tmp_path, caplog, loss, lines):
+    _train(tmp_path, framework_config(4, 2, checkpoint_every_steps=None), loss=loss)
+    assert caplog.text.count("splitting changes this loss: a part of 4 has loss") == lines
 
 
 def test_a_prepared_schedule_goes_on_by_one_step_whatever_the_ranks(tmp_path):

@@ -7,8 +7,8 @@ import torch
 from hydra import compose, initialize_config_module
 
 import integration_trainers
-from robust_train.attempt.run import MicroBatchPlan
 from robust_train.config.checks import unchecked
+from robust_train.config.placeholders import MicroBatchPlan
 from watched_run import WatchedRun
 
 JOB = (

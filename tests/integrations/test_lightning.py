@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from forked_ranks import of_forks
 from framework_config import QUIET, framework_config
 from robust_train import launch
-from robust_train.attempt.run import MicroBatchPlan, Run, live_of
+from robust_train.attempt.run import Run, live_of
 from robust_train.config.checks import unchecked
+from robust_train.config.placeholders import MicroBatchPlan
 from robust_train.config.schema import RobustConfig
 from robust_train.model.errors import TrainingStopped, UserError
 from robust_train.model.spec import AttemptSpec

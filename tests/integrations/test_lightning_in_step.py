@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from framework_config import QUIET
 from robust_train.integrations import lightning_step
 from robust_train.step import engine
+from robust_train.step.batcher import MicroBatcher
 
 lightning = pytest.importorskip("lightning", reason="the extra [lightning] is not installed")
 torchmetrics = pytest.importorskip("torchmetrics")
@@ -150,6 +151,7 @@ class _Measured(Net):
             self.add_module(f"{stage}_worst", torchmetrics.MaxMetric())
             self.add_module(f"{stage}_samples", torchmetrics.SumMetric())
             self.add_module(f"{stage}_right", torchmetrics.Accuracy("binary"))
+            self.add_module(f"{stage}_f1", torchmetrics.F1Score("binary"))
             both = {"mse": torchmetrics.MeanSquaredError(), "mae": torchmetrics.MeanAbsoluteError()}
             self.add_module(
                 f"{stage}_both", torchmetrics.MetricCollection(both, prefix=f"{stage}_")
@@ -167,6 +169,7 @@ class _Measured(Net):
             ("worst", (losses,)),
             ("samples", (float(len(x)),)),
             ("right", (found.flatten(), (y > 0.5).int().flatten())),
+            ("f1", (found.flatten(), (y > 0.5).int().flatten())),
         ):
             metric = getattr(self, f"{stage}_{name}")
             metric(*given)
@@ -194,7 +197,8 @@ class _Measured(Net):
     test_step = validation_step
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
-        metrics = self.trainer.callback_metrics
+        metrics = dict(self.trainer.callback_metrics)
+        metrics.pop("train_f1"), metrics.pop("train_f1_step")
         self.steps.append({name: float(value) for name, value in metrics.items()})
 
 
@@ -214,11 +218,36 @@ def test_metric_objects_and_extremes_are_those_of_whole_batches(tmp_path, caplog
         differ_by_rounding_alone(split.weights, whole.weights)
         for one, other in zip(split.model.steps, whole.model.steps, strict=True):
             assert one == pytest.approx(other, abs=1e-5), (fuse.where, fuse.at)
+        split.result["train_f1_step"] = whole.result["train_f1_step"]
         assert split.result == pytest.approx(whole.result, abs=1e-5), (fuse.where, fuse.at)
     lines = {r.getMessage() for r in caplog.records if "reduce_fx" in r.getMessage()}
     assert len(lines) == 4, "of two maxima over samples in training and validation"
     assert all("_far'" in line or "_hardest'" in line for line in lines)
     assert all("not of a mean" in line for line in lines)
+    # the mean of an accuracy's parts is the batch's, that of F1 scores is not
+    steps = {r.getMessage() for r in caplog.records if "on_step=True" in r.getMessage()}
+    names = {line.partition(",")[0] for line in steps}
+    assert names == {"self.log('train_f1'", "self.log('val_f1'"}
+
+
+def test_metrics_that_no_module_holds_count_each_sample_once():
+    """In a dictionary and in a closure, without Lightning: only its own metrics are submodules."""
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), Fuse("forward", fits=8))
+    model.metrics = {"samples": torchmetrics.SumMetric()}
+    mean = torchmetrics.MeanMetric()
+    both = torchmetrics.MetricCollection([torchmetrics.SumMetric(), torchmetrics.MaxMetric()])
+
+    def loss_of(x):
+        model.metrics["samples"](len(x))
+        mean.update(x)
+        both.update(float(len(x)))
+        return model(x).mean()
+
+    MicroBatcher().backward(loss_of, torch.ones(32, 1), model)
+    assert model.metrics["samples"].compute() == 32
+    assert (float(mean.weight), float(mean.compute())) == (32, 1)
+    found = {name: float(value) for name, value in both.compute().items()}
+    assert found == {"SumMetric": 32, "MaxMetric": 8}
 
 
 class _TooMuchToKeep(torchmetrics.MeanSquaredError):

@@ -1,6 +1,7 @@
 """The launcher from Python: ``launch(trainer, cfg)`` in a script and in a notebook-like session."""
 
 import code
+import contextlib
 import functools
 import io
 import json
@@ -38,6 +39,8 @@ from robust_train.host import search
 from robust_train.host.signals import SignalWatch
 from robust_train.launcher import job as launcher
 from robust_train.queue.host_queue import HostQueue
+from robust_train.report.sources import read_sources
+from robust_train.report.story import story_of
 
 SCRIPT = """
 import pathlib, sys
@@ -76,6 +79,12 @@ try:
 except JobInterrupted as error:
     print('caught', error.exit_code)
 launch(stopped, {'isolation': 'none'})
+"""
+FAILS = """
+from robust_train import launch
+def train(cfg):
+    return undefined_name
+launch(train, {'isolation': 'none'})
 """
 STOPPED_EARLY = """
 from omegaconf import OmegaConf
@@ -129,6 +138,15 @@ def test_a_stop_that_nobody_catches_ends_a_script_with_its_code_and_no_traceback
     assert "Traceback" not in process.stderr
     process = run_script(STOPPED_EARLY)
     assert (process.returncode, process.stderr) == (130, ""), "also before the job has begun"
+
+
+def test_a_failure_that_nobody_catches_ends_a_script_as_the_command_does(run_script):
+    """The trainer's traceback once, without our frames; the last line resumes it."""
+    process = run_script(FAILS)
+    assert process.returncode == 1
+    assert process.stderr.count("Traceback") == process.stderr.count("NameError: ") == 1
+    assert "robust_train" not in process.stderr
+    assert re.search(r"after fixing it: robust-train resume [0-9a-f]{8}\n$", process.stdout)
 
 
 def test_a_missing_key_is_one_line_that_names_its_reader(tmp_path, caplog):
@@ -208,7 +226,7 @@ def test_the_last_lines_say_how_it_ended_and_how_it_goes_on(tmp_path, caplog, mo
     (completed,) = [one for one in said if one.startswith("completed after")]
     assert completed.endswith("on cpu with micro-batch 64; result: none")
     assert said[said.index(completed) + 1] == f"run folder: {tmp_path / 'a'}"
-    assert re.fullmatch(r"after fixing it: robust-train resume 0-\w+", said[-1])
+    assert re.fullmatch(r"after fixing it: robust-train resume [0-9a-f]{8}", said[-1])
     failed = read_summary(tmp_path / "b")
     assert repr(failed).startswith("Summary(failed, reason='no weights here', 1 attempt in ")
     assert (tmp_path / "b" / "report.html").as_uri() in failed._repr_html_()
@@ -241,6 +259,32 @@ def test_a_signal_after_the_trainer_has_returned_changes_nothing(tmp_path, monke
     assert (summary.status, summary.result) == ("completed", 0.5)
     assert read_state(tmp_path).exit_code == 0
     assert read_identity(tmp_path).completed is not None
+
+
+@pytest.mark.parametrize("isolation", ["process", "none"])
+@pytest.mark.parametrize("trainer", [trainers.takes_short_steps, trainers.fails_after_short_steps])
+def test_the_last_figures_of_a_short_job_are_those_of_its_end(tmp_path, trainer, isolation):
+    """Of steps shorter than the interval at which reports are passed on."""
+    with contextlib.suppress(ZeroDivisionError):
+        launch(trainer, {"isolation": isolation}, run_dir=tmp_path)
+    last = read_state(tmp_path).attempt
+    assert (last.step, last.loss) == (9, 1 / 9)
+    story = story_of(read_sources(tmp_path))
+    assert [curve.points[-1] for curve in story.curves][-1:] == [(9, 1 / 9)]
+
+
+def test_screen_report_and_commands_show_one_duration(tmp_path, caplog, says):
+    with caplog.at_level("INFO", "robust_train"), pytest.raises(KeyError):
+        launch(trainers.has_a_bug, {"isolation": "none"}, run_dir=tmp_path)
+    state = json.loads((tmp_path / "state.json").read_text())
+    state |= {"started": 1000.0, "ended": 1070.9, "updated": 1072.0}
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    with caplog.at_level("INFO", "robust_train"):
+        launch(lambda cfg: None, {"isolation": "none"}, run_dir=tmp_path)
+    ending = next(one.message for one in caplog.records if "completed after" in one.message)
+    took = re.match(r"completed after (1 min \d+ s)", ending)[1]
+    assert f"  {took}  " in says("ps").out
+    assert story_of(read_sources(tmp_path)).sentence.startswith(f"Completed in {took} ")
 
 
 def test_a_completed_job_stays_completed_without_figures(tmp_path, monkeypatch, caplog):

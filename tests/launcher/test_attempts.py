@@ -77,7 +77,7 @@ def test_a_signal_ends_the_attempt_with_all_it_started_after_what_it_does_at_a_s
         assert [a["outcome"] for a in ended.attempts] == ["interrupted"]
         assert Path(ended.summary["checkpoint"]).exists()
         assert "stopping: saving a checkpoint, at most 20 s; " in ended.stdout
-        assert "to go on: robust-train resume 0-" in ended.stdout.splitlines()[-1]
+        assert "to go on: robust-train resume " in ended.stdout.splitlines()[-1]
 
 
 def test_inline_attempts_recover_like_isolated_ones(world):

@@ -1,7 +1,10 @@
 """Which arguments a trainer is called with: its own signature says so, whatever it wraps."""
 
+import __future__
+
 import functools
 import inspect
+import sys
 
 import pytest
 
@@ -93,8 +96,18 @@ def bound_first(extra, cfg, run):
     return cfg, run
 
 
+def with_annotations_for_type_checkers():
+    """A name that is imported under ``TYPE_CHECKING``: Python 3.14 does not miss it either."""
+    flags = 0 if sys.version_info >= (3, 14) else __future__.annotations.compiler_flag
+    source = "def train(cfg: DictConfig, run: Run): return cfg, run"
+    names = {}
+    exec(compile(source, "train.py", "exec", flags=flags), names)
+    return names["train"]
+
+
 BOTH = [
     main,
+    with_annotations_for_type_checkers(),
     with_default,
     positional_only,
     keyword_only,

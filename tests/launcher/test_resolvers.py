@@ -21,6 +21,8 @@ def config():
         "numbered": (lambda *words: f"{'-'.join(map(str, words))}{next(numbers)}", False),
         "cached": (lambda: next(numbers), True),
         "doubled": (lambda size: 2 * size, True),
+        "listed": (lambda: [next(numbers), {"of": [next(numbers)]}], False),
+        "secret": (lambda: {"user": "me", "password": f"p{next(numbers)}"}, False),
         "looks": (lambda _root_: f"at {_root_.training.batch_size}", False),
     }
     for name, (resolver, is_cached) in resolvers.items():
@@ -33,6 +35,8 @@ def config():
             "min_batch_size": 1,
             "read": "${cached:}",
             "name": "${numbered:run}",
+            "split": "${listed:}",
+            "login": "${secret:}",
             "other": "${numbered:run}",
             "same": "${name}",
             "of_batch": "${numbered:run,${training.batch_size}}",
@@ -46,7 +50,8 @@ def config():
         OmegaConf.clear_resolver(name)
 
 
-KEYS = ("read", "name", "other", "same", "of_batch", "mixed", "looks", "double", "api_key")
+KEYS = ("read", "name", "split", "login", "other", "same", "of_batch", "mixed", "looks", "double")
+KEYS += ("api_key",)
 
 
 def launched(config, *, fails_below=9):
@@ -84,9 +89,14 @@ def test_a_later_launch_sees_the_values_of_its_job(config, tmp_path, monkeypatch
     config.read = "${numbered:read}"
     before = launched(config)
     written = json.loads(Path("run/resolved.json").read_text())
-    assert {one["key"] for one in written["values"]} == set(KEYS) - {"api_key", "same", "looks"}
+    assert {one["key"] for one in written["values"]} == set(KEYS) - {
+        "api_key",
+        "login",
+        "same",
+        "looks",
+    }
     again = launched(config, fails_below=0)
-    assert {key for key in KEYS if before[0][key] != again[0][key]} == {"api_key"}
+    assert {key for key in KEYS if before[0][key] != again[0][key]} == {"api_key", "login"}
     new = launched(config, fails_below=0)
     assert new[0]["name"] != again[0]["name"], "the job has completed, so this is another one"
 

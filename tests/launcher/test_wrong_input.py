@@ -18,6 +18,7 @@ OF_THE_COMMAND = [
     (["training.batch_size=0"], ["training.batch_size=0", "1 or more"]),
     (["trainer._target_=no_such_module.train"], ["no_such_module.train", "Python path"]),
     (["dataset=image_folder", "dataset.root=/no/such"], ["dataset.root=/no/such"]),
+    (["logger=tensorbord"], ["logger=tensorbord: did you mean tensorboard?"]),
     (["trainer._target_=trainers"], ["trainer._target_=trainers", "package.module.function"]),
 ]
 OF_THE_CONFIGURATION = [
@@ -55,8 +56,9 @@ OF_THE_CONFIGURATION = [
 
 @pytest.mark.parametrize(("arguments", "words"), OF_THE_COMMAND, ids=str)
 def test_the_command_refuses_in_one_line(world, arguments, words):
-    # which trainer it is does not matter but for its own name and for the built-in one's data
-    is_light = not any(one.startswith(("trainer._target_", "dataset.root")) for one in arguments)
+    # which trainer it is does not matter but for its own name and for keys of the built-in one
+    of_a_trainer = ("trainer._target_", "dataset.root", "logger")
+    is_light = not any(one.startswith(of_a_trainer) for one in arguments)
     light = ("trainer._target_=trainers.uses_run",) if is_light else ()
     ended = world.run(*arguments, *light)
     ended.was_refused(words)

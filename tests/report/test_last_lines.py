@@ -1,13 +1,13 @@
 """What the screen shows at a job's end: the job's figures, and each error whole only once."""
 
 from journals import Journal
-from robust_train.cli.jobs import print_failure
 from robust_train.folder.state import Summary
 from robust_train.model.attempt import Attempt
 from robust_train.model.events import Failed, JobEnded, JobStarted
 from robust_train.model.failure import Failure, FailureKind
 from robust_train.model.spec import AttemptSpec, GiveUp
 from robust_train.report import narration
+from robust_train.report.narration import print_failure
 from robust_train.report.sources import read_sources
 
 SPEC = AttemptSpec((), 32, 2)

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from robust_train.model.attempt import Attempt
+from robust_train.model.attempt import Attempt, Exit
 from robust_train.model.failure import Failure, FailureKind
-from robust_train.model.spec import AttemptSpec
-from robust_train.report.narration import attempts_table
+from robust_train.model.spec import AttemptSpec, GiveUp
+from robust_train.report.narration import attempts_table, log_end
 
 
 def row_of(attempt):
@@ -53,6 +53,26 @@ KILLED = "killed by SIGKILL (sender unknown)"
 )
 def test_a_row_ends_with_these_cells(attempt, cells):
     assert row_of(attempt)[-len(cells) :] == cells
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        ({"end_step": None}, "without a last checkpoint"),
+        ({"end_step": 49, "saved_step": 47}, "steps 48 to 49 are lost, it goes on from step 47"),
+        ({"end_step": 1}, "step 1 is lost, it starts over"),
+        ({"end_step": 47, "saved_step": 47}, "the checkpoint of step 47 has all"),
+    ],
+)
+def test_a_second_signal_is_said_to_cost_steps(own, said, caplog):
+    killed = replace(interrupted("killed", exit=Exit(was_hurried=True)), **own)
+    with caplog.at_level("INFO", "robust_train"):
+        log_end(killed, GiveUp("interrupted", action="stopped"))
+        log_end(replace(killed, exit=Exit()), GiveUp("interrupted", action="stopped"))
+    first, second = (one.message for one in caplog.records)
+    assert first.startswith("attempt 3: stopped at once by a second signal")
+    assert first.endswith(said)
+    assert second == "attempt 3: stopped"
 
 
 def test_without_a_batch_there_is_none_in_the_summary():

@@ -1,9 +1,11 @@
 """Launches of a run folder that bring no new checkpoint: counted, and in the end refused."""
 
 import contextlib
+import hashlib
 import json
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 from live_folder import change_json, open_folder
@@ -15,6 +17,7 @@ from robust_train.folder.run_list import read_run
 from robust_train.model.attempt import Attempt
 from robust_train.model.errors import ConfigError, NoProgressError
 from robust_train.model.events import JobStarted
+from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 from robust_train.model.spec import AttemptSpec
 
 
@@ -52,6 +55,44 @@ def test_after_three_launches_in_a_row_without_a_new_checkpoint_the_next_is_refu
     assert "\n" not in message
     launch(tmp_path, most=0)
     assert launches(tmp_path) == 1, "counted anew"
+
+
+@pytest.mark.parametrize("name", ["train.py", "conf.yaml"])
+def test_files_that_have_changed_begin_the_count_anew(tmp_path, caplog, name):
+    for _ in range(3):
+        launch(tmp_path)
+    file = tmp_path / name
+    file.write_text("as it was")
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    code = {"name": "train", "path": str(tmp_path / "train.py"), "digest": digest, "attempt": 1}
+    (tmp_path / "code.jsonl").write_text(json.dumps(code) + "\n")
+    environment = {"config_files": {str(tmp_path / "conf.yaml"): digest}}
+    (tmp_path / "environment.json").write_text(json.dumps(environment))
+    with pytest.raises(NoProgressError):
+        launch(tmp_path)
+    file.write_text("fixed")
+    with caplog.at_level("INFO", "robust_train"):
+        launch(tmp_path)
+    assert f"files have changed: {os.path.relpath(file)}" in caplog.text
+    assert launches(tmp_path) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "clue", "counts"),
+    [
+        (FailureKind.BUG, None, 0),
+        (FailureKind.BUG, Clue.UNKNOWN, 1),
+        (FailureKind.DEVICE_FAULT, None, 1),
+    ],
+)
+def test_a_bug_of_the_trainer_does_not_count(tmp_path, kind, clue, counts):
+    failure = Failure(kind, "NameError: x", Evidence(clue=clue))
+    with open_folder(tmp_path) as folder:
+        attempt = Attempt(1, AttemptSpec((), 8, 1))
+        folder.attempt_starts(attempt)
+        folder.decided(replace(attempt, failure=failure), None)
+        folder.ended("failed", "NameError: x")
+    assert launches(tmp_path) == counts
 
 
 def test_a_new_checkpoint_or_a_completed_job_begins_the_count_anew(tmp_path):
@@ -124,4 +165,4 @@ def test_the_time_of_a_job_is_that_of_all_its_launches(tmp_path):
             assert folder.state.earlier_seconds == earlier
             folder.ended("completed", None, 0)
         assert earlier <= read_run(tmp_path).about()["seconds"] < earlier + 60
-        change_json(tmp_path / "state.json", started=1000.0, updated=1100.0)
+        change_json(tmp_path / "state.json", started=1000.0, ended=1100.0)

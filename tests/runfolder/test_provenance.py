@@ -97,9 +97,10 @@ def test_an_override_is_hidden_for_its_name_or_for_its_form(word):
 
 
 FORMS = """
-ghp_ gho_ ghu_ ghs_ ghr_ github_pat_ glpat- glrt- hf_ sk- sk-proj- sk-ant- sk-or-
+ghp_ gho_ ghu_ ghs_ ghr_ github_pat_ glpat- glrt- hf_ wandb_v1_ sk- sk-proj- sk-ant- sk-or-
 gsk_ r8_ SG.aB3xxxxxxxxxxxxxxxxxxx. nvapi- xoxb- xoxp- xapp- AIza ya29. GOCSPX- npm_ pypi-
-dckr_pat_ dckr_oat_ sk_live_ rk_live_ sk_test_ whsec_ shpat_ shpss_ hvs. hvb. glsa_ sntrys_ sntryu_
+dckr_pat_ dckr_oat_ sk_live_ rk_live_ sk_test_ whsec_
+shpat_ shpca_ shppa_ shpss_ hvs. hvb. glsa_ sntrys_ sntryu_
 tskey-auth- ntn_ eyJhbGciOiJIUzI1NiJ9.eyJ
 """
 """What the tokens of an issuer begin with, in front of letters and digits."""
@@ -107,7 +108,9 @@ HEX = "key- dop_v1_ dapi"
 WHOLE = (
     "AKIAIOSFODNN7EXAMPLE",
     "ASIAIOSFODNN7EXAMPLE",
-    "12345678:AAxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx",
+    "ABIAIOSFODNN7EXAMPLE",
+    "ACCAIOSFODNN7EXAMPLE",
+    "123456:ABC-DEF1234ghIkl-zyx57W2v1u123ew11",
     "https://hooks.slack.com/services/T0/B0/X",
     "https://discord.com/api/webhooks/1/x",
     "-----BEGIN OPENSSH PRIVATE KEY-----",

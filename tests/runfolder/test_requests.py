@@ -121,11 +121,12 @@ def test_the_directory_is_closed_to_others_and_cleared_at_the_start(inbox):
 
 
 def test_a_stopped_launcher_does_not_answer_and_who_waits_for_it_is_told_when_it_is_killed(
-    tmp_path,
+    tmp_path, says
 ):
     with another_launcher(tmp_path) as process:
         process.send_signal(signal.SIGSTOP)
         wait_until(lambda: read_run(tmp_path).status == "does not answer", "it is stopped")
+        assert f"fg or kill -CONT {process.pid} continues it" in says("status").out
         continued = rf"is stopped \(Ctrl-Z\): .* kill -CONT {process.pid}"
         for verb, wait_seconds in (("checkpoint", 0.1), ("stop", float("inf"))):
             with pytest.raises(ControlError, match=continued):

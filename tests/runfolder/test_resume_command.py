@@ -1,15 +1,19 @@
 """``robust-train resume`` of scripts and sweeps that real signals have ended."""
 
 import os
+import re
 import shutil
 import signal
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import warm
 from another_user import ANOTHER_USER
 from robust_train.children.detach import OUTPUT_FILE
+from robust_train.folder.provenance import with_overrides
 from robust_train.folder.run_list import find_runs
 from sweep_world import SweepWorld
 from world import ROOT, wait_until
@@ -69,6 +73,77 @@ def test_a_script_goes_on_by_one_word_wherever_that_is_said(here, tmp_path, says
     assert "step 0" not in resumed.stdout
     (run,) = find_runs()
     assert run.status == "completed"
+
+
+def test_other_values_replace_those_of_the_command():
+    """A program that calls ``launch`` gets a variable."""
+    hydra = with_overrides(
+        "cd '/my work' && python train.py lr=1 +seed=2 hydra.run.dir=/run", Path("/run"), ["lr=3"]
+    )
+    assert hydra == "cd '/my work' && python train.py +seed=2 hydra.run.dir=/run lr=3"
+    launched = with_overrides("cd /w && python loop.py lr=1", Path("/run"), ["lr=3"])
+    assert launched.startswith('cd /w && env \'ROBUST_TRAIN_OVERRIDES={"run_dir": "/run", ')
+    assert launched.endswith(" python loop.py lr=1")
+
+
+def interpreted(here, *words):
+    """Run an interpreter of its own, whose command line is the one that resumes."""
+    return subprocess.run([sys.executable, *words], cwd=here, capture_output=True, text=True)
+
+
+def typed(here, *words):
+    return interpreted(here, "-m", "robust_train.cli.main", *words)
+
+
+SIZES = """
+import sys
+print("given", sys.argv[1:])
+undefined_name
+"""
+
+
+@pytest.mark.slow
+def test_a_mistake_is_fixed_and_resumed_as_often_as_it_takes(here, says):
+    """A bug of the program does not count as a launch without progress, and ``resume`` takes other
+    values, also of what an option gave."""
+    program = here / "sizes.py"
+    program.write_text(SIZES)
+    words = ["run", "wait_for_gpu=false", "max_launches=1", "--batch-size", "8", "--name", "mine"]
+    words += ["--", sys.executable, "sizes.py", "{batch_size}"]
+    first = typed(here, *words)
+    assert "after fixing it: robust-train resume" in first.stdout
+    again = typed(here, "resume", "mine", "training.batch_size=4")
+    assert "given ['4']" in again.stdout, again.stderr
+    program.write_text(SIZES.replace("undefined_name", "print('fixed')"))
+    fixed = typed(here, "resume")
+    assert fixed.returncode == 0, fixed.stderr
+    assert "given ['4']" in fixed.stdout, "from now on"
+    assert "fixed" in fixed.stdout
+    assert "not KEY=VALUE" in says("resume", "mine", "lr", code=1).err
+
+
+LAUNCHES = """
+from robust_train import launch
+def train(cfg):
+    print("given", cfg.max_launches, cfg.mine)
+    raise RuntimeError("at times")
+launch(train, {"device": "cpu", "mine": 1, "max_retries": 0, "max_launches": 1})
+"""
+
+
+@pytest.mark.slow
+def test_a_program_that_calls_launch_takes_other_values_too(here):
+    """The refusal of a launch without progress names the command that starts one."""
+    (here / "loop.py").write_text(LAUNCHES)
+    assert "given 1 1" in interpreted(here, "loop.py").stdout
+    refused = typed(here, "resume")
+    assert refused.returncode == 76, refused.stderr
+    proposed = re.search(r"robust-train (resume \w+ max_launches=0)", refused.stderr)[1]
+    assert "given 0 1" in typed(here, *proposed.split()).stdout
+    (here / "loop.py").write_text(LAUNCHES.replace("at times", "at other times"))
+    changed = typed(here, "resume", "mine=2", "max_launches=1")
+    assert "counted anew, for files have changed: loop.py" in changed.stdout
+    assert "given 1 2" in changed.stdout
 
 
 @pytest.mark.slow

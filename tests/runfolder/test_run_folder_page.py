@@ -20,15 +20,6 @@ from robust_train.model.failure import Failure, FailureKind
 from robust_train.model.spec import AttemptSpec
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "run-folder.md"
-_TYPES = {
-    "str": "string",
-    "int": "integer",
-    "float": "number",
-    "bool": "boolean",
-    "tuple[str, ...]": "list of strings",
-    "Mapping[str, Json]": "object",
-    "Attempt": "object",
-}
 
 
 def events_table():
@@ -52,10 +43,9 @@ def state_table():
     }
     rows = []
     for item in dataclasses.fields(RunState):
-        kind = _TYPES[str(item.type).removesuffix(" | None")]
         meaning = " ".join(told[item.name].split())
         meaning += "." * bool(meaning)
-        rows.append(f"| `{item.name}` | {kind} | {_plain(meaning)} |")
+        rows.append(f"| `{item.name}` | {_plain(meaning)} |")
     return "\n".join(rows)
 
 
@@ -106,32 +96,32 @@ def test_what_a_newer_version_adds_is_ignored(tmp_path):
 
 
 @pytest.fixture
-def of_0_2(tmp_path):
-    """An unfinished job of version 0.2: its trainer failed after the checkpoint of step 2."""
-    recorded = Path(__file__).resolve().parents[1] / "recorded" / "run_folder_0_2"
+def foreign(tmp_path):
+    """An unfinished job of another version: its trainer failed after the checkpoint of step 2."""
+    recorded = Path(__file__).resolve().parents[1] / "recorded" / "run_folder_of_schema_1"
     return Path(shutil.copytree(recorded, tmp_path / "run"))
 
 
-def test_an_unfinished_job_of_0_2_is_refused_in_a_line_and_nothing_is_changed(of_0_2):
-    before = {path: path.read_bytes() for path in of_0_2.rglob("*") if path.is_file()}
+def test_an_unfinished_job_of_another_version_is_refused_and_nothing_is_changed(foreign):
+    before = {path: path.read_bytes() for path in foreign.rglob("*") if path.is_file()}
     with pytest.raises(ConfigError) as refused:
-        refuse_other_version(of_0_2, resume=True)
+        refuse_other_version(foreign, resume=True)
     (line,) = str(refused.value).splitlines()
     assert "another version of robust-train (state.json has schema 1, this version 2)" in line
     assert "resume=false" in line
-    assert {path: path.read_bytes() for path in of_0_2.rglob("*") if path.is_file()} == before
-    assert read_state(of_0_2) is None
-    assert read_summary(of_0_2).status == "failed"
+    assert {path: path.read_bytes() for path in foreign.rglob("*") if path.is_file()} == before
+    assert read_state(foreign) is None
+    assert read_summary(foreign).status == "failed"
 
 
-def test_with_resume_false_it_begins_again_and_keeps_the_checkpoints_aside(of_0_2):
-    (manifest,) = read_manifests(of_0_2 / "checkpoints")
+def test_with_resume_false_it_begins_again_and_keeps_the_checkpoints_aside(foreign):
+    (manifest,) = read_manifests(foreign / "checkpoints")
     saved = manifest.path.read_bytes()
-    refuse_other_version(of_0_2, resume=False)
-    beginning = begin_job(of_0_2, resume=False)
+    refuse_other_version(foreign, resume=False)
+    beginning = begin_job(foreign, resume=False)
     assert (beginning.checkpoint, beginning.attempts) == (None, 1)
     assert beginning.job != manifest.job
-    assert (of_0_2 / "checkpoints" / "earlier-1" / manifest.path.name).read_bytes() == saved
+    assert (foreign / "checkpoints" / "earlier-1" / manifest.path.name).read_bytes() == saved
 
 
 if __name__ == "__main__":

@@ -8,9 +8,11 @@ import pytest
 from live_folder import another_launcher, as_on_another_host, change_json, open_folder
 
 from robust_train.folder import run_list
+from robust_train.folder.identity import complete_job
 from robust_train.folder.live import ControlError, ask
 from robust_train.folder.run_list import (
     NoLiveRunError,
+    NothingAliveError,
     choose_run,
     find_runs,
     read_run,
@@ -19,7 +21,7 @@ from robust_train.folder.run_list import (
 )
 
 
-def test_one_run_is_the_default_and_two_have_to_be_named(tmp_path):
+def test_one_live_run_is_the_default_and_two_have_to_be_named(tmp_path):
     for which in (None, "~nobody/run"):  # a user who is not there
         with pytest.raises(NoLiveRunError, match="no run of yours"):
             choose_run(which)
@@ -27,22 +29,77 @@ def test_one_run_is_the_default_and_two_have_to_be_named(tmp_path):
         assert choose_run(None).id == one.state.id
         with open_folder(tmp_path / "two") as two:
             with pytest.raises(NoLiveRunError, match="2 runs of yours") as refusal:
-                choose_run(None)
-            listed = f"{one.state.id} ({tmp_path}/one), {two.state.id} ({tmp_path}/two)"
-            assert listed in str(refusal.value)
+                choose_run(None, command="stop")
+            for folder in (one, two):
+                assert f"\n  robust-train stop {folder.state.id}  starting" in str(refusal.value)
             assert choose_run(two.state.id).run_dir == tmp_path / "two"
             assert choose_run(str(tmp_path / "one" / "requests")).id == one.state.id
             with pytest.raises(NoLiveRunError, match="means 2 runs"):
                 choose_run(str(os.getpid()))
-            with pytest.raises(NoLiveRunError, match=r"3-cccccc: no run .* alive are 0-"):
+            with pytest.raises(NoLiveRunError, match="means 2 runs"):
+                choose_run(str(tmp_path), dead_too=True)
+            with pytest.raises(NoLiveRunError, match=r"3-cccccc: no run of yours .* alive are:"):
                 choose_run("3-cccccc")
 
 
-def test_a_run_keeps_its_earlier_ids(tmp_path):
+@pytest.fixture
+def started_in(tmp_path, monkeypatch):
+    """Begin a job in a directory of this name, from where later commands are typed too."""
+
+    def start(name):
+        directory = tmp_path / name
+        directory.mkdir(exist_ok=True)
+        monkeypatch.chdir(directory)
+        return open_folder(directory / f"run-{len(list(directory.iterdir()))}", name)
+
+    return start
+
+
+def test_the_default_is_the_last_of_this_directory(tmp_path, started_in, monkeypatch):
+    with started_in("a"):
+        pass
+    with started_in("a") as last:
+        pass
+    with started_in("b") as elsewhere:
+        monkeypatch.chdir(tmp_path / "a")
+        only_live = choose_run(None, dead_too=True)
+        assert only_live.id == elsewhere.state.id
+    assert choose_run(None, dead_too=True).id == last.state.id
+    with pytest.raises(NothingAliveError, match=f"the last of this directory is {last.state.id}"):
+        choose_run(None)
+    monkeypatch.chdir(only_live.run_dir)
+    assert choose_run(None, dead_too=True).id == elsewhere.state.id
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(NoLiveRunError, match="none was started in this directory") as refusal:
+        choose_run(None, dead_too=True, command="logs")
+    assert f"robust-train logs {last.state.id}" in str(refusal.value)
+
+
+def test_of_several_live_runs_the_only_one_of_this_directory(started_in):
+    with started_in("a"), started_in("b") as here:
+        assert choose_run(None).id == here.state.id
+        with started_in("b"), pytest.raises(NoLiveRunError, match="2 runs of yours are alive"):
+            choose_run(None)
+
+
+def test_a_job_has_one_id_in_all_its_launches(tmp_path):
+    """Its first digits and the identity in the journal find it; so does the id of a job that the
+    folder had before."""
     with open_folder(tmp_path) as folder:
         first = folder.state.id
-        folder.queued(f"7-{folder.token}")
-        assert choose_run(first).id == f"7-{folder.token}" == choose_run(f"7-{folder.token}").id
+    with open_folder(tmp_path) as folder:
+        assert folder.state.id == first
+        job = folder.beginning.job
+        for which in (first, first[:4], job):
+            assert choose_run(which).id == first, which
+        with pytest.raises(NoLiveRunError):
+            choose_run(first[:3])
+    complete_job(tmp_path, job)
+    with open_folder(tmp_path) as folder:
+        second = folder.state.id
+        assert second != first
+        for which in (first, job, second, folder.beginning.job):
+            assert choose_run(which).id == second, which
 
 
 @pytest.mark.parametrize(

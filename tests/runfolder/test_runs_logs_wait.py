@@ -84,18 +84,50 @@ def test_runs_are_listed_newest_first_with_result_and_the_command_that_goes_on(t
         listed = json.loads(says("ps", "--json").out)["runs"]
     assert [line.split()[:3] for line in lines[1:5]] == [
         [live.state.id, "starting", "alive"],
-        [third, "interrupted", "clip"],
+        [third, "died", "clip"],
         [second, "failed", "probe"],
         [first, "completed", "lora"],
     ]
     assert "0.875" in lines[4]
     assert "it broke" in lines[3]
     assert lines[5:] == [
-        f"{third} was interrupted: the host went down; to go on: robust-train resume {third}",
+        f"{third} died: the host went down; to go on: robust-train resume {third}",
     ]
     assert [line.split()[0] for line in only_live] == ["id", live.state.id]
     assert [run["state"] for run in listed] == ["starting", "died", "failed", "completed"]
     assert listed[3]["result"] == 0.875
+
+
+def test_without_a_name_all_commands_mean_the_same_run(tmp_path, says):
+    """The last of this directory, where none is alive; ``stop`` refuses to stop what has ended."""
+    job = ended(tmp_path / "a", "lora", "completed")
+    (tmp_path / "a" / "attempt-1.log").write_text("its output\n")
+    assert f"run      {job}\n" in says("status").out
+    assert says("logs").out == "its output\n"
+    assert says("attach").out == f"its output\n{job} completed; {tmp_path / 'a'}\n"
+    assert says("wait").out == f"{job} completed; {tmp_path / 'a'}\n"
+    assert says("report").out == f"{tmp_path / 'a' / 'report.html'}\n"
+    assert f"{job} has completed: nothing is left to do" in says("resume", code=1).err
+    assert f"the last of this directory is {job}, completed" in says("stop", code=1).err
+
+
+def test_the_name_of_a_sweep_is_its_folder_for_all_commands(tmp_path, says):
+    sweep = tmp_path / "sweep"
+    jobs = [died(sweep / number) for number in ("0", "1")]
+    for number in (0, 1):
+        SweepJob(number, (f"lr={number}",), "id", folder=str(sweep / str(number))).write(
+            sweep / str(number)
+        )
+    SweepTable("id", "gpu_queue").write(sweep)
+    (sweep / "1" / "attempt-1.log").write_text("its output\n")
+    for which in (sweep, sweep / "sweep.json"):
+        shown = says("status", which).out
+        assert shown.startswith(f"{sweep}: died\n")
+        assert f"to go on: robust-train resume {sweep}" in shown
+        assert [line.split()[-1] for line in shown.splitlines()[2:4]] == ["lr=0", "lr=1"]
+        assert says("wait", which, code=1).out.startswith(f"{sweep}: died")
+    assert says("logs", sweep).out == "its output\n"
+    assert jobs[1] in says("stop", sweep / "1", code=1).err
 
 
 def test_a_sweep_that_cannot_be_resumed_is_named_once_for_all_its_jobs(tmp_path, says):

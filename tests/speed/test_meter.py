@@ -8,11 +8,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from robust_train.attempt import speed as module
-from robust_train.attempt.run import MicroBatchPlan, Run, live_of
+from robust_train.attempt.run import Run, live_of
 from robust_train.attempt.runner import call_trainer
 from robust_train.attempt.speed import SpeedMeter
 from robust_train.config.checks import checked
 from robust_train.config.composition import complete
+from robust_train.config.placeholders import MicroBatchPlan
 
 
 class Clock:

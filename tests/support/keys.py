@@ -57,18 +57,25 @@ class Declared:
     default: object  # as it is written
 
     @property
-    def type_name(self) -> str:
-        """The accepted values, for people."""
+    def shown_default(self) -> str:
+        """The default, and what it does not show of the accepted values, for people."""
+        default = f"`{self.key.follows or _text(self.default)}`"
+        others = [f"`{_text(one)}`" for one in self.key.choices]
+        unsaid = [one for one in others if one != default and one not in self.meaning]
         if self.key.choices:
-            *most, last = (f"`{_text(one)}`" for one in self.key.choices)
-            return f"{', '.join(most)} or {last}"
-        if self.key.accepts:
-            return self.key.accepts
+            return " or ".join((default, *unsaid))
+        if self.default == MISSING:
+            return f"— ({self.type_name})"
+        if self.default is None or self.default == AUTO or self.key.follows:
+            return f"{default} or {self.key.unit or self.type_name}"
+        return f"{default} {self.key.unit}".rstrip()
+
+    @property
+    def type_name(self) -> str:
+        """The type, for people."""
         is_union = isinstance(self.type, types.UnionType)
         kind = typing.get_args(self.type)[0] if is_union else self.type
-        accepted = _NAMES[typing.get_origin(kind) or kind]
-        accepted += f" ({self.key.unit})" if self.key.unit else ""
-        return accepted + (f" or `{AUTO}`" if self.key.written == AUTO else "")
+        return self.key.accepts or _NAMES[typing.get_origin(kind) or kind]
 
     @property
     def meaning(self) -> str:
@@ -77,9 +84,7 @@ class Declared:
         return f"{self.key.meaning}{stop} {more}".rstrip()
 
     def row(self, meaning: str) -> str:
-        default = "—" if self.default == MISSING else f"`{_text(self.default)}`"
-        default = f"`{self.key.follows}`" if self.key.follows else default
-        return f"| `{self.name}` | {self.type_name} | {default} | {meaning} |"
+        return f"| `{self.name}` | {self.shown_default} | {meaning} |"
 
     @property
     def yaml(self) -> list[str]:
@@ -158,7 +163,7 @@ def _merged(options: list[tuple[str, Declared]]) -> str:
 def page(text: str, tables: dict[str, list[str]]) -> str:
     """Return a page with its tables written anew."""
     for section, rows in tables.items():
-        table = ["| key | type | default | meaning |", "|---|---|---|---|", *rows]
+        table = ["| key | default | meaning |", "|---|---|---|", *rows]
         pattern = rf"(?ms)(^## {section}\n.*?)^\|.*?(?=^[^|]|\Z)"
         text, found = re.subn(pattern, lambda m, t=table: m[1] + "\n".join(t) + "\n", text, count=1)
         assert found, f"no table under '## {section}'"

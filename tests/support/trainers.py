@@ -37,6 +37,16 @@ def steps(run, last=sys.maxsize, *, pause=0.01, **reported):
         time.sleep(pause)
 
 
+def takes_short_steps(cfg, run):
+    for step in range(1, 10):
+        run.progress(step, total_steps=9, loss=1 / step)
+
+
+def fails_after_short_steps(cfg, run):
+    takes_short_steps(cfg, run)
+    return 1 / 0
+
+
 def stops_when_told(run, step, name="when-told"):
     if run.should_stop():
         saves(run, name, step)

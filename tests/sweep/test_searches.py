@@ -140,10 +140,10 @@ def test_repeated_trials_have_seeds_of_their_own_and_their_mean_is_the_value(swe
 
 def test_the_table_begins_with_the_best_and_names_the_seeds_that_failed(sweeps):
     arguments = ["hydra/sweeper=robust_grid", "hydra.sweeper.repeat=3", "seed=1"]
-    lr = "training.lr=1,3,2"
+    lr = "training.lr=1,3"
     ended = sweeps.sweep("saves_and_fails_at_2", lr, *arguments, n_jobs=None, code=1)
     trials = [line.split() for line in ended.stdout.splitlines() if " of 3" in line]
-    assert [line[0] for line in trials] == ["1", "2", "0"]
+    assert [line[0] for line in trials] == ["1", "0"]
     shown = " ".join(trials[0][1:])
     assert shown == "4 ± 1.41 2 of 3 training.lr=3 without seed=2"
 
@@ -158,9 +158,17 @@ def test_the_table_begins_with_the_best_and_names_the_seeds_that_failed(sweeps):
     ("given", "line"),
     [
         (["training.lr=interval(2,1)"], "training.lr=interval(2,1): `low <= high` must hold"),
-        (["trainign.lr=interval(1,2)"], "no such key; did you mean training.lr?"),
+        pytest.param(
+            ["trainign.lr=interval(1,2)"],
+            "no such key; did you mean training.lr?",
+            marks=pytest.mark.slow,
+        ),
         (["hydra.sweeper.sampler._target_=optuna.Nothing"], "hydra.sweeper: optuna.Nothing: "),
-        (["hydra.sweeper.direction=up"], "direction=up: must be maximize or minimize"),
+        pytest.param(
+            ["hydra.sweeper.direction=up"],
+            "direction=up: must be maximize or minimize",
+            marks=pytest.mark.slow,
+        ),
         (["hydra/launcher=joblib"], "hydra/launcher=joblib: this sweeper runs its jobs itself"),
         pytest.param(
             ["+hydra.sweeper.pruner._target_=optuna.pruners.Nothing"],

@@ -1,6 +1,7 @@
 """However a sweep ends: each job has its checkpoint, nothing is left behind, and it can go on."""
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -27,8 +28,13 @@ def left_behind(sweeps):
 
 
 def test_a_signal_ends_every_job_with_a_checkpoint_and_the_same_command_goes_on(sweeps):
+    """A second launcher is refused for as long as the first one lives."""
     process = sweeps.start(*COMPLETES_1, start_new_session=True)
     at_work(sweeps, 2, 3)
+    second = sweeps.sweep(*COMPLETES_1)
+    in_use = f"folder {sweeps.folder} is in use by the job of "
+    second.was_refused([in_use, f", pid {process.pid}, since ", "hydra.sweep.dir="])
+    assert sweep_story_of(sweeps.folder).sentence.endswith(" It is still running.")
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     ended = sweeps.end(process).with_code(130)
     assert "Traceback" not in ended.output
@@ -41,6 +47,22 @@ def test_a_signal_ends_every_job_with_a_checkpoint_and_the_same_command_goes_on(
     assert sweeps.ran == ["1"]
     assert sweeps.column("result") == [1.5, "went on from when-told", "went on from when-told"]
     assert sweeps.column("reused") == [True, False, False]
+    stopped = sweeps.world.robust_train("stop", str(sweeps.folder), code=1)
+    assert "this sweep has ended" in stopped.stderr
+
+
+def test_a_sweep_whose_folder_another_one_has_by_now_writes_nothing_there(sweeps):
+    process = sweeps.start("first_waits_for_the_third", "seed=1,2,3", n_jobs=1)
+    wait_until((sweeps.place / "here-0").exists, "job 0 is at work")
+    shutil.rmtree(sweeps.folder)
+    sweeps.sweep("objective", "seed=4,5").with_code(0)
+    left = {path: path.stat().st_mtime_ns for path in sweeps.folder.rglob("*")}
+    (sweeps.place / "here-2").touch()
+    ended = sweeps.end(process)
+    assert ended.returncode == 1
+    assert ended.output.count("another sweep has begun there; this sweep starts no more jobs") == 1
+    assert {path: path.stat().st_mtime_ns for path in sweeps.folder.rglob("*")} == left
+    assert sweeps.column("result") == [6.0, 7.5]
 
 
 def test_a_second_signal_kills(sweeps):
@@ -68,20 +90,3 @@ def pending(pid, signum):
         return False
     masks = [line.split() for line in status.splitlines() if line[:6] in ("SigPnd", "ShdPnd")]
     return any(int(mask, 16) >> (signum - 1) & 1 for _, mask in masks)
-
-
-def test_a_second_launcher_in_the_folder_of_a_live_sweep_is_refused(sweeps):
-    """The same command, too."""
-    first = sweeps.start(*COMPLETES_1)
-    at_work(sweeps, 2, 3)
-    second = sweeps.sweep(*COMPLETES_1)
-    in_use = f"folder {sweeps.folder} is in use by the job of "
-    second.was_refused([in_use, f", pid {first.pid}, since ", "hydra.sweep.dir="])
-    assert sweep_story_of(sweeps.folder).sentence.endswith(" It is still running.")
-    first.kill()
-    first.communicate()
-    # its jobs save a checkpoint and end; then the folder is free
-    sweeps.sweep(*COMPLETES_1).with_code(0)
-    assert sweeps.column("status") == ["completed"] * 3
-    stopped = sweeps.world.robust_train("stop", str(sweeps.folder), code=1)
-    assert "this sweep has ended" in stopped.stderr

@@ -19,7 +19,12 @@ from robust_train.config.schema import RobustConfig
 from robust_train.files import parse_json, set_aside
 from robust_train.folder.hydra_state import OF_HYDRA
 from robust_train.folder.lock import RunLock
-from robust_train.folder.state import Summary, lacked_by_json, with_lacked_by_json
+from robust_train.folder.state import (
+    Summary,
+    lacked_by_json,
+    read_summary,
+    with_lacked_by_json,
+)
 from robust_train.host.loggers import ShortLines
 from robust_train.host.signals import SignalWatch, forwarded
 from robust_train.sweep import session
@@ -316,7 +321,7 @@ def test_a_job_outside_of_its_sweeps_folder_is_found_by_a_link(tmp_path, caplog)
     assert "job 1 is missing in the sweep's table" in caplog.text
 
 
-def test_jobs_without_results_are_not_told_that_they_have_no_rank():
+def test_jobs_without_results_are_not_told_that_they_have_no_rank(tmp_path):
     assert unranked([replace(DONE, result=None)] * 2) == []
     metrics = {"loss": math.nan, "objective": math.inf}
     assert with_lacked_by_json({"result": {"objective": None}, **lacked_by_json(math.inf)}) == {
@@ -324,6 +329,11 @@ def test_jobs_without_results_are_not_told_that_they_have_no_rank():
         "result": {"objective": math.inf},
     }
     assert Summary("completed", result=metrics).as_json()["not_finite"] == "inf"
+    result = {"loss": [1.0, math.nan], "a.b": {"0": -math.inf}, "text": "nan", "nothing": None}
+    replace(DONE, result=result).write(tmp_path)
+    assert repr(read_row(tmp_path).result) == repr(result)
+    Summary("completed", result=result, run_dir=tmp_path).write()
+    assert repr(read_summary(tmp_path).result) == repr(result)
 
 
 def test_what_is_no_text_costs_no_table_and_a_sweep_that_starts_nothing_leaves_the_last_one(

@@ -112,27 +112,15 @@ def test_a_failed_pass_is_not_counted_in_training_and_validation():
     assert (model.samples, model.passes) == (16, 4)
 
 
-def test_metrics_and_modules_in_lists_and_closures_count_each_sample_once():
-    torchmetrics = pytest.importorskip("torchmetrics")
-    model, other = Counting(), torchmetrics.MeanMetric()
-    inner = Counting(most=8)
+def test_modules_in_lists_and_closures_count_each_sample_once():
+    """So do the metrics of torchmetrics: tests/integrations/test_lightning_in_step.py."""
+    model, inner = Counting(), Counting(most=8)
     model.hidden_from_parameters = [inner]
-    model.metrics = {"samples": torchmetrics.SumMetric()}
-    both = torchmetrics.MetricCollection([torchmetrics.SumMetric(), torchmetrics.MaxMetric()])
 
     def loss_of(x):
-        model.metrics["samples"](len(x))
-        other.update(x)
-        both.update(float(len(x)))
         return model(x) + inner(x)
 
     MicroBatcher().backward(loss_of, torch.ones(32, 1), [model, inner])
-    assert model.metrics["samples"].compute() == 32
-    assert (float(other.weight), float(other.compute())) == (32, 1)
-    assert {name: float(value) for name, value in both.compute().items()} == {
-        "SumMetric": 32,
-        "MaxMetric": 8,
-    }
     assert inner.samples == model.samples == 32
 
 
@@ -238,3 +226,15 @@ def test_an_evaluation_leaves_nothing_behind():
     state.restore()
     assert (model.state(), torch.get_rng_state().tolist()) == before
     assert model.moved == 0
+
+
+def test_an_attribute_that_takes_the_place_of_another_goes_back_as_well():
+    model, watch = Counting(), Watch()
+    StepStart(watch, [model]).end()
+    del model.passes
+    model.calls = 5
+    start = StepStart(watch, [model])
+    model.calls, model.samples = 6, 1
+    start.rewind()
+    start.end()
+    assert (model.calls, model.samples) == (5, 0)

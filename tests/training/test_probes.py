@@ -11,7 +11,8 @@ from training_world import WatchedRun
 
 import warm
 from robust_train import find_batch_size
-from robust_train.attempt.run import MicroBatchPlan, live_of
+from robust_train.attempt.run import live_of
+from robust_train.config.placeholders import MicroBatchPlan
 from robust_train.model.errors import AttemptsExhaustedError
 from robust_train.policy.sizes import BatchSearch
 from robust_train.step.probing import (

@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from noted import Noted
-from robust_train.attempt.run import MicroBatchPlan, live_of
+from robust_train.attempt.run import live_of
+from robust_train.config.placeholders import MicroBatchPlan
 from robust_train.memory.tensors import live_tensors
 from robust_train.model.errors import UserError
 from robust_train.step.batcher import MicroBatcher
@@ -577,6 +578,20 @@ def test_a_step_that_is_left_gives_back_the_gradients_that_were_there(error):
     assert caught.traceback[-1].name == "is_interrupted"
     assert not getattr(caught.value, "__notes__", [])
     assert_same(gradients(model), before)
+
+
+@pytest.mark.parametrize("most", [10**9, 4])
+def test_zeros_of_zero_grad_are_added_to_without_a_second_set(most):
+    model, wanted = Network(most, "backward"), unlimited()
+    model.last.weight.grad = torch.zeros_like(model.last.weight)
+    zeros, sets = model.last.weight.grad, []
+    model.first.weight.register_hook(lambda _: sets.append(model.last.weight.grad is zeros))
+    with pytest.raises(KeyError):
+        MicroBatcher().backward(lambda batch: {}[0], data(), model)
+    step(MicroBatcher(), model)
+    assert set(sets) == {True}
+    assert model.last.weight.grad is zeros
+    assert_same(gradients(model), gradients(wanted))
 
 
 @pytest.mark.parametrize("zeroes", [False, True])

@@ -20,12 +20,11 @@ from pathlib import Path
 from robust_train.config.attempt import AttemptRequest
 from robust_train.config.trainers import MAIN_MODULE, PROGRAM_FILE
 from robust_train.files import LineFile, json_lines, read_small
-from robust_train.folder.provenance import CONFIG_FILE
+from robust_train.folder.provenance import CODE_FILE, CONFIG_FILE
 from robust_train.model.json import from_json
 
 log = logging.getLogger("robust_train")
 
-_FILE = "code.jsonl"
 _OURS = ("robust_train", "hydra_plugins")
 _MOST_NAMES = 8
 _LARGEST = 1 << 24
@@ -46,7 +45,7 @@ class Code:
 
     def __init__(self, request: AttemptRequest, rank: int) -> None:
         self._request, self._rank = request, rank
-        self._path = request.run_dir / _FILE
+        self._path = request.run_dir / CODE_FILE
         self._known = _read(self._path)
         self._seen = set[str]()
         if request.is_first and rank == 0:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib
+import multiprocessing
 import os
 import pickle
 import signal
@@ -260,6 +261,7 @@ class _Reporter:
     def load(self) -> Trainer:
         """Import the trainer."""
         trainer = load(self._request.trainer)
+        _set_start_method(self._request)
         self._report_imports()
         return trainer
 
@@ -277,6 +279,19 @@ class _Reporter:
         if len(modules) > self._reported:
             self._reported = len(modules)
             self.send(LibrariesImported(modules, own_memory().get("VmRSS", 0)))
+
+
+def _set_start_method(request: AttemptRequest) -> None:
+    """Have multiprocessing start processes as it did in the script at the call of ``launch``.
+
+    A module that the launcher has not imported may have chosen for itself.
+    """
+    wanted = request.start_method
+    own = multiprocessing.get_start_method(allow_none=True)
+    if wanted is None or own == wanted:
+        return
+    if own is None or request.trainer.main is not None:
+        multiprocessing.set_start_method(wanted, force=True)
 
 
 def _installed_modules() -> tuple[str, ...]:

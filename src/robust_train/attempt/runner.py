@@ -149,6 +149,7 @@ def run_attempt(
         if was_cut_short and isinstance(ending, Finished):
             why = "it was asked to stop, and did"
             ending = Failed(Failure(FailureKind.INTERRUPTED, why))
+        live.send_last_progress()
         live.speed.send()
         if live.supports(CHECKPOINTING):
             send(TrainerSupports((CHECKPOINTING,)))

@@ -10,7 +10,6 @@ import pty
 import stat
 import struct
 import subprocess
-import sys
 import termios
 import time
 from io import FileIO
@@ -19,6 +18,7 @@ from typing import TextIO
 
 from robust_train.host import screen
 from robust_train.host.linux import readable
+from robust_train.host.loggers import standard_error, standard_output
 from robust_train.host.screen import descriptor_of, flush_output
 
 _TAIL_BYTES = 16_384
@@ -98,8 +98,8 @@ class OutputPump:
     """Moves the output of attempts to our own streams and into the current attempt's log file."""
 
     def __init__(self) -> None:
-        self.stdout = OutputStream(sys.stdout)
-        self.stderr = OutputStream(sys.stderr)
+        self.stdout = OutputStream(standard_output())
+        self.stderr = OutputStream(standard_error())
         self.streams = self.stdout, self.stderr
         self._log: AttemptLog | None = None
         self._tail = b""

@@ -203,6 +203,7 @@ class Interpreters:
                 self.pump.input_fd,
             )
         set_mark(process.pid, self._mark)
+        self._send_to_reaper(f"i{process.pid}")
         one = Interpreter(process, ours)
         self.running[one.pid] = one
         self._uncollected.append(one)
@@ -213,8 +214,11 @@ class Interpreters:
         self._mark = job_mark(job)
         for pid in [self._reaper.pid] + list(self.running):
             set_mark(pid, self._mark)
-        with contextlib.suppress(OSError):  # the reaper was killed
-            os.write(self._reapers_pipe, b"%d\n" % self._mark)
+        self._send_to_reaper(str(self._mark))
+
+    def _send_to_reaper(self, word: str) -> None:
+        with contextlib.suppress(OSError):  # it was killed
+            os.write(self._reapers_pipe, f"{word}\n".encode())
 
     def poll(self) -> bool:
         """See which interpreters have ended, which sets ``returncode``, and pass on what they have

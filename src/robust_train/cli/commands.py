@@ -13,9 +13,9 @@ _RUN = option(
     metavar="ID|PATH|PID",
     help="which run; default: your only live one",
 )
-_WHICH_HELP = "id, run folder or job name; default: your only live job"
-_ENDED_HELP = (
-    "id, run folder, sweep folder or job name; default: the last that ended"
+_WHICH_HELP = (
+    "id, run folder, sweep folder or job name; default: your only live job, else the last of "
+    "this directory"
 )
 _WHICH = option(
     "which",
@@ -182,7 +182,13 @@ _STARTING = (
                 "which",
                 nargs="?",
                 metavar="RUN",
-                help=_ENDED_HELP,
+                help=_WHICH_HELP,
+            ),
+            option(
+                "overrides",
+                nargs="*",
+                metavar="KEY=VALUE",
+                help="other values from now on",
             ),
             flag("--all", help="all that no one ended, in the background"),
         ),
@@ -457,11 +463,7 @@ _MORE = (
         "write report.html of a run or sweep",
         "set_up:report",
         (
-            option(
-                "path",
-                metavar="PATH",
-                help="a run folder, a sweep folder, or a file in one; or a job's id or name",
-            ),
+            _WHICH,
             flag("--open", help="show it in the browser"),
             flag("--json", help="print the data instead, for programs"),
         ),

@@ -89,7 +89,7 @@ def doctor(arguments: Namespace) -> Answer:
         versions = inventory.cuda_versions(cuda)
         doubt = f"CUDA probably cannot work: {versions} (a guess; doctor --probe tries it)"
     known = machine(inventory, jobs)
-    busy = {uuid: job.id for job in jobs for uuid in job.gpus}
+    busy = {uuid: job.shown_id for job in jobs for uuid in job.gpus}
     usable = []
     for gpu, row in zip(inventory.gpus, known["gpus"], strict=True):
         hidden = None if row["visible"] else f"hidden by {VARIABLE}"

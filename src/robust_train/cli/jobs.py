@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from robust_train.folder.hydra_state import (
 )
 from robust_train.folder.requests import sweep_stop_requested
 from robust_train.folder.state import EXIT_CODES, Summary
+from robust_train.host.loggers import standard_error
 from robust_train.model.errors import (
     EXIT_FAILED,
     ConfigError,
@@ -32,7 +32,7 @@ from robust_train.model.errors import (
     TrainerFailedError,
     UserError,
 )
-from robust_train.model.failure import MEMORY_FAILURES, FailureKind
+from robust_train.report.narration import print_failure
 from robust_train.sweep.record import Status
 from robust_train.sweep.session import session
 
@@ -154,30 +154,10 @@ def exit_code_of_error(error: BaseException) -> int | None:
     code: int | None = getattr(shown, "exit_code", None)
     if code is not None:
         text = error if isinstance(error, UserError) else shown
-        print(str(text).rstrip(), file=sys.stderr)
+        print(str(text).rstrip(), file=standard_error())
     return code
 
 
 def exit_code_of(summary: Summary) -> int:
     """Return the exit code of a job that was not interrupted."""
     return EXIT_CODES.get(summary.status, EXIT_FAILED)
-
-
-def print_failure(summary: Summary) -> None:
-    """Print to stderr why a job failed, unless that is shown already.
-
-    The trainer's traceback where it explains more than a sentence; else, or also, the reason.
-    Where stderr is what stdout is, the log has the reason, and a script has shown its own end.
-    """
-    last = summary.attempts[-1] if summary.attempts else None
-    is_refusal = summary.status == "failed" and last is None
-    if is_refusal or summary.status not in ("failed", "no_device"):
-        return
-    is_shown, kind = os.path.sameopenfile(1, 2), last and last.kind
-    if is_shown and last is not None and last.script is not None:
-        return
-    traceback = last.traceback if last and kind not in MEMORY_FAILURES else ""
-    if traceback:  # a mistake that the trainer has put into words has none
-        print(traceback, file=sys.stderr, end="")
-    if not is_shown and not (traceback and kind is FailureKind.BUG):
-        print(f"{summary.status}: {summary.reason}", file=sys.stderr)

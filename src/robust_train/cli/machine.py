@@ -200,7 +200,7 @@ def _job_as_json(
         reasons.append(who_goes_first(job, plan.order))
         reasons.append(why_waiting(job, found, gpus, plan, {}))
     return {
-        "id": job.id,
+        "id": job.shown_id,
         "state": job.state,
         "position": None if job.gpus else plan.order.index(job) + 1,
         "name": job.name,
@@ -245,7 +245,8 @@ def _about_launcher(job: QueuedJob) -> list[str]:
         return []
     ended = f"its launcher (pid {job.pid}) has ended"
     if left := processes_of(job.id, job.owner):
-        return [f"{ended} and left {named(left)}: robust-train stop {job.id}"]
+        stop = f"robust-train stop {job.shown_id}"
+        return [f"{ended} and left {named(left)}: {stop}"]
     return [f"{ended}, and what is left of it is not visible here"]
 
 

@@ -35,7 +35,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _HELP = {"-h", "--help"}
 _COLUMNS = 78
 # a name in capitals is a variable's
-_OVERRIDE = re.compile(r"(?![A-Z_\d]+=)[+~]{0,2}[\w./@]+=")
+OVERRIDE = re.compile(r"(?![A-Z_\d]+=)[+~]{0,2}[\w./@]+=")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -93,7 +93,7 @@ def _run(words: list[str]) -> int:
     command, rest = find(words)
     if command.parses_itself:
         return int(load(command.function)(rest))
-    if _HELP & set(_split(command, rest)[0]):
+    if _HELP & set(split(command, rest)[0]):
         print(parser_of(command).format_help(), end="")
         return 0
     arguments = parse(command, rest)
@@ -168,7 +168,7 @@ def parser_of(command: Command) -> argparse.ArgumentParser:
     epilog = load(command.epilog) if command.epilog else ""
     if members := " | ".join(members_of(command.name)):
         epilog += f"\nsee also: robust-train {command.name} {members}\n"
-    about = command.about or f"{command.help.capitalize()}."
+    about = command.about or f"{command.help[0].upper()}{command.help[1:]}."
     parser = _Parser(
         prog=f"robust-train {command.name}",
         description=textwrap.fill(about, _COLUMNS),
@@ -189,13 +189,13 @@ def parser_of(command: Command) -> argparse.ArgumentParser:
 
 def parse(command: Command, words: Sequence[str]) -> argparse.Namespace:
     """Return the parsed arguments of a command; raise CommandFailed for a mistake."""
-    own, program = _split(command, words)
+    own, program = split(command, words)
     arguments = parser_of(command).parse_args(own)
     arguments.program = program
     return arguments
 
 
-def _split(
+def split(
     command: Command, words: Sequence[str]
 ) -> tuple[list[str], list[str]]:
     """Return the words of the command itself, and those of the program that it runs.
@@ -207,13 +207,15 @@ def _split(
         return list(words), []
     own: list[str] = []
     rest = list(words)
-    while rest and (rest[0].startswith("-") or _OVERRIDE.match(rest[0])):
+    while rest and (rest[0].startswith("-") or OVERRIDE.match(rest[0])):
         word = rest.pop(0)
         if word == "--":
             break
         if word in command.options_with_value and rest:
             word += f"={rest.pop(0)}"  # a value may begin with a dash
         own.append(word)
+    # argparse takes overrides in one row only
+    own.sort(key=lambda word: not word.startswith("-"))
     return own, rest
 
 

@@ -74,7 +74,7 @@ def request(arguments: Namespace) -> Answer:
         name: given[name] for name in ("force", "fraction") if name in given
     }
     try:
-        run = choose_run(arguments.run)
+        run = choose_run(arguments.run, command=f"{arguments.command} --run")
         answer = ask(run, f"memory_{action}", **options)
     except NothingAliveError as error:
         instead = _WITHOUT_A_RUN[action].format(**options)
@@ -88,7 +88,7 @@ def info(arguments: Namespace) -> Answer:
     Without ``--run`` no live run, or several, are no error: only the machine is shown.
     """
     try:
-        run = choose_run(arguments.run)
+        run = choose_run(arguments.run, command="memory info --run")
         answer = ask(run, "memory_info")
         live = {"run": run.id, **answer}
         found = Answer({"live_run": live}, _described(run, answer))

@@ -10,13 +10,27 @@ from pathlib import Path
 
 from robust_train.children.detach import OUTPUT_FILE, past_logout
 from robust_train.cli.command import Answer
+from robust_train.cli.commands import COMMANDS
+from robust_train.cli.main import OVERRIDE, split
 from robust_train.folder.lock import is_alive
-from robust_train.folder.provenance import folder_override
-from robust_train.folder.run_list import DIED, KnownRun, choose_run, find_runs
+from robust_train.folder.provenance import (
+    arguments_of_run,
+    folder_override,
+    key_of,
+    with_overrides,
+)
+from robust_train.folder.requests import SWEEP_FILE
+from robust_train.folder.run_list import (
+    DIED,
+    KnownRun,
+    choose_run,
+    find_runs,
+    sweep_at,
+)
 from robust_train.folder.state import STATE_FILE
 from robust_train.gpu.processes import user_name
 from robust_train.model.errors import EXIT_TRY_LATER, NotDoneError
-from robust_train.sweep.record import SWEEP_FILE, read_table
+from robust_train.sweep.record import read_table
 
 UNIT = """
 a unit that resumes your jobs whenever the host starts
@@ -38,26 +52,54 @@ a unit that resumes your jobs whenever the host starts
 
 def resume(arguments: Namespace) -> Answer:
     """Become the command that resumes what is meant, or start all of them in the background."""
+    which, overrides = arguments.which, list(arguments.overrides)
     if arguments.all:
-        if arguments.which:
-            raise NotDoneError(f"--all or {arguments.which}, not both")
+        if which:
+            raise NotDoneError(f"--all or {which}, not both")
         return _resume_all()
-    which = arguments.which
-    if which and os.path.isfile(Path(which) / SWEEP_FILE):
-        command = _of_sweep(Path(which).resolve())
+    # the first word without a run; a sweep's folders may be named like overrides
+    if which and OVERRIDE.match(which) and not os.path.lexists(which):
+        overrides.insert(0, which)
+        which = None
+    for word in overrides:
+        if not OVERRIDE.match(word):
+            raise NotDoneError(f"{word}: not KEY=VALUE; name one run at most")
+    sweep = sweep_at(which)
+    if sweep is not None:
+        folder = sweep
+        command = _of_sweep(sweep)
     else:
-        command = _of_job(
-            choose_run(which, dead_too=True) if which else _unfinished()
-        )
+        run = choose_run(which, dead_too=True, command="resume")
+        folder = run.run_dir
+        command = _of_job(run)
+    if overrides:
+        command = _with_overrides(command, folder, overrides)
     print(command, flush=True)
     return os.execvp("sh", _words_of(command))
 
 
-def _unfinished() -> KnownRun:
-    ended = [run for run in find_runs() if run.is_unfinished]
-    if not ended:
-        raise NotDoneError("no job of yours has ended before it was complete")
-    return ended[-1]
+def _with_overrides(command: str, folder: Path, overrides: list[str]) -> str:
+    """Return the command with other values; options of ``run`` that say the same go."""
+    _, directory, _, *words = shlex.split(command)
+    begin = arguments_of_run(words)
+    if not begin:
+        return with_overrides(command, folder, overrides)
+    run = COMMANDS["run"]
+    keys = {key_of(one) for one in overrides}
+    same = {
+        name
+        for option in run.options
+        if key_of(option.key) in keys
+        for name in option.names
+    }
+    own, program = split(run, words[begin:])
+    kept = [
+        word
+        for word in own
+        if word.partition("=")[0] not in same and key_of(word) not in keys
+    ]
+    words[begin:] = [*kept, *overrides, "--", *program]
+    return f"cd {shlex.quote(directory)} && {shlex.join(words)}"
 
 
 def _of_job(run: KnownRun) -> str:

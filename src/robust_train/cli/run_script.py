@@ -143,7 +143,7 @@ def _run(
 
     from robust_train.attempt.script.command import check_command
     from robust_train.children import detach
-    from robust_train.cli.jobs import exit_code_of, print_failure
+    from robust_train.cli.jobs import exit_code_of
     from robust_train.config import refusals
     from robust_train.config.checks import checked, hide_urls
     from robust_train.entry import plan_launch
@@ -151,6 +151,7 @@ def _run(
     from robust_train.launcher.driver import driver_of
     from robust_train.launcher.job import Job
     from robust_train.model.errors import JobInterrupted
+    from robust_train.report.narration import print_failure
 
     plan, overrides = None, ["trainer=command", *arguments.overrides]
     try:

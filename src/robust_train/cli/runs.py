@@ -19,33 +19,40 @@ from robust_train.folder import live, requests, run_list
 from robust_train.folder.lock import is_alive, is_held, left_of
 from robust_train.folder.run_list import (
     DIED,
+    NO_ANSWER,
     KnownRun,
     choose_run,
     find_live_runs,
     find_runs,
     read_run,
+    sweep_at,
 )
-from robust_train.folder.state import read_summary
+from robust_train.folder.state import lacked_by_json, read_summary
 from robust_train.host import screen
 from robust_train.host.linux import end_processes_of, named
 from robust_train.host.signals import ORPHAN_GRACE_SECONDS
 from robust_train.model.errors import EXIT_FAILED, NotDoneError
 from robust_train.model.events import Json
 from robust_train.readable import (
-    as_clock,
     counted,
+    duration,
     mib,
+    number,
     of_all,
     shortened,
 )
 from robust_train.report.wording import batch_in_words
 from robust_train.sweep.record import (
-    SWEEP_FILE,
     SweepTable,
     read_rows,
     read_table,
 )
-from robust_train.sweep.table import best_first, short_result, values_of
+from robust_train.sweep.table import (
+    best_first,
+    screen_table,
+    short_result,
+    values_of,
+)
 
 _COLUMNS = (
     "id",
@@ -86,7 +93,7 @@ About = dict[str, Json]  # State of a run, or its answer, as `--json` prints it
 
 
 def list_jobs(arguments: Namespace) -> Answer:
-    """List the user's jobs, live and past, the newest first, and how interrupted ones go on."""
+    """List the user's jobs, live and past, the newest first, and how those that died go on."""
     runs = [
         run for run in find_runs()[::-1] if run.alive or not arguments.live
     ]
@@ -99,7 +106,7 @@ def list_jobs(arguments: Namespace) -> Answer:
     rows = [_row(run, about) for run, about in zip(shown, listed, strict=True)]
     lines: list[str | Table] = [Table(_COLUMNS, rows)]
     lines += [
-        f"{run.id} was interrupted: {run.why_died}; to go on: robust-train resume {run.id}"
+        f"{run.id} {DIED}: {run.why_died}; to go on: robust-train resume {run.id}"
         for run in shown
         if run.status == DIED and run.state is not None
     ]
@@ -109,13 +116,14 @@ def list_jobs(arguments: Namespace) -> Answer:
 
 
 def _listed(run: KnownRun) -> About:
-    """Return a run as `--json` lists it, with the result of a completed one."""
+    """Return a run as `--json` lists it, with the result of a completed run."""
     about = run.about()
     if (
         run.status == "completed"
         and (summary := read_summary(run.run_dir)) is not None
     ):
         about["result"] = summary.objective
+        about |= lacked_by_json(summary.objective)
     return about
 
 
@@ -125,26 +133,32 @@ def _row(run: KnownRun, about: About) -> list[object]:
         result = about.get("reason")
     return [
         run.id,
-        "interrupted" if run.status == DIED else run.status,
+        run.status,
         about.get("name"),
         (about.get("device") or "-")
         + ("" if run.is_here else f" on {about['host']}"),
         of_all(about.get("step"), about.get("total_steps")),
-        as_clock(int(about["seconds"])) if "seconds" in about else None,
+        duration(about["seconds"]) if "seconds" in about else None,
         short_result(result),
         run.run_dir,
     ]
 
 
 def status(arguments: Namespace) -> Answer:
-    """Show the state of a run, which may have ended."""
+    """Show the state of a run, which may have ended, or of a sweep and its jobs."""
+    if (sweep := sweep_at(arguments.which)) is not None:
+        return _sweep_status(sweep)
     run = choose_run(arguments.which, dead_too=True)
     about = live.status(run)
     state, waiting = about["state"], about.get("waiting") or {}
-    since = f"{state} for {as_clock(int(about.get('seconds_in_state', 0)))}"
+    since = f"{state} for {duration(about.get('seconds_in_state', 0.0))}"
     if "last_state" in about:
         since = f"{state}; the last state was {about['last_state']}"
+    if state == NO_ANSWER:
+        # for how long is not known
+        since = f"{state}: stopped by Ctrl-Z; fg or kill -CONT {run.pid} continues it"
     attempt = run.state and run.state.attempt
+    loss = about.get("loss")
     memory = (about.get("memory") or {}).items()
     facts = {
         "run": run.id,
@@ -155,6 +169,7 @@ def status(arguments: Namespace) -> Answer:
         "batch": attempt and batch_in_words(attempt),
         "step": of_all(about.get("step"), about.get("total_steps")),
         **{name.replace("_", " "): about.get(name) for name in _FACTS},
+        "loss": loss if loss is None else number(loss),
         "slow": run.alive and about.get("slow"),
         "memory": ", ".join(f"{name} {mib(taken)}" for name, taken in memory),
         "to go on": run.is_unfinished and f"robust-train resume {run.id}",
@@ -167,9 +182,27 @@ def status(arguments: Namespace) -> Answer:
     return Answer({"run": run.id, **about}, [Table(("what", "value"), rows)])
 
 
+def _sweep_status(folder: Path) -> Answer:
+    """Show how a sweep is, and a row for each of its jobs that has begun."""
+    _, table = _sweep_at(str(folder))
+    rows = table.jobs or tuple(read_rows(folder, table.sweep))
+    is_running = is_alive(folder, has_ended=table.exit_code is not None)
+    state = table.status if is_running or table.exit_code is not None else DIED
+    data: dict[str, Json] = {
+        "sweep": str(folder),
+        "state": state,
+        "exit_code": table.exit_code,
+        "jobs": [row.as_row() for row in rows],
+    }
+    shown = [f"{folder}: {state}", *screen_table(rows)]
+    if state == DIED or table.exit_code:
+        shown.append(f"to go on: robust-train resume {folder}")
+    return Answer(data, shown)
+
+
 def request(arguments: Namespace) -> Answer:
     """Have a live run do at its next step what the command is called after."""
-    run = choose_run(arguments.which)
+    run = choose_run(arguments.which, command=arguments.command)
     verb = arguments.command.replace("-", "_")
     answer = live.ask(run, verb)
     sentence = _SENTENCES[verb].format(run=run, **answer)
@@ -178,10 +211,9 @@ def request(arguments: Namespace) -> Answer:
 
 def stop(arguments: Namespace) -> Answer:
     """Have a live run, or a sweep with its jobs, save checkpoints and end."""
-    which = arguments.which
-    if which and os.path.isfile(Path(which) / SWEEP_FILE):
-        return _stop_sweep(Path(which).resolve())
-    run = choose_run(which)
+    if (sweep := sweep_at(arguments.which)) is not None:
+        return _stop_sweep(sweep)
+    run = choose_run(arguments.which, command="stop")
     if run.is_orphaned:
         return _stop_orphaned(run, now=arguments.now)
     answer = live.ask(run, "stop", now=arguments.now)
@@ -227,7 +259,7 @@ def _stop_sweep(folder: Path) -> Answer:
 
 def logs(arguments: Namespace) -> int:
     """Print the output of a job's last attempt; with ``-f`` continue until the job ends."""
-    run = _any_run(arguments.which)
+    run = choose_run(arguments.which, dead_too=True, command="logs")
     follows, attempt = arguments.follow and run.alive, arguments.attempt
     numbers = _attempts_in(run.run_dir)
     if attempt is not None and attempt not in numbers:
@@ -251,11 +283,15 @@ def logs(arguments: Namespace) -> int:
 
 
 def attach(arguments: Namespace) -> int:
-    """Show a job's output and status until it ends; return its exit code, 0 after Ctrl-C."""
+    """Show a job's output and status until it ends; return its exit code, 0 after Ctrl-C.
+
+    Of one that has ended, show the last output and how it ended.
+    """
     from robust_train.report.status import LiveStatus
 
-    run = choose_run(arguments.which)
-    print(f"attached to {run.id}; Ctrl-C leaves it running", flush=True)
+    run = choose_run(arguments.which, dead_too=True, command="attach")
+    if run.alive:
+        print(f"attached to {run.id}; Ctrl-C leaves it running", flush=True)
     live = LiveStatus(is_wanted=sys.stdout.isatty())
     try:
         with screen.never_blocking_output(), live:
@@ -278,13 +314,17 @@ def attach(arguments: Namespace) -> int:
 
 def wait(arguments: Namespace) -> int:
     """Wait for each job or sweep; return the code of the first that did not complete, else 0."""
-    folders = [_any_run(which).run_dir for which in arguments.which or [None]]
+    folders = [
+        sweep_at(which)
+        or choose_run(which, dead_too=True, command="wait").run_dir
+        for which in arguments.which or [None]
+    ]
     return next(filter(None, [_wait_for(folder) for folder in folders]), 0)
 
 
 def _wait_for(folder: Path) -> int:
     """Wait for the job or sweep in a folder; print how it ended and return its exit code."""
-    if (folder / SWEEP_FILE).is_file():
+    if (folder / requests.SWEEP_FILE).is_file():
         while is_alive(folder, has_ended=_exit_code_in(folder) is not None):
             time.sleep(POLL_SECONDS)
         code = _exit_code_in(folder)
@@ -307,20 +347,6 @@ def _exit_code_in(sweep_folder: Path) -> int | None:
     """Return the exit code of a sweep; None if it has recorded none."""
     table = read_table(sweep_folder)
     return None if table is None else table.exit_code
-
-
-def _any_run(which: str | None) -> KnownRun:
-    """Return the run that is meant, live or past; by default the live one, else the newest.
-
-    Raises NoLiveRunError if there is none, or more than one.
-    """
-    try:
-        return choose_run(which, dead_too=True)
-    except run_list.NothingAliveError:
-        known = find_runs()
-        if not known:
-            raise
-        return known[-1]
 
 
 def _attempts_in(run_dir: Path) -> list[int]:
@@ -402,10 +428,10 @@ def limit(arguments: Namespace) -> Answer:
             )
         if is_held(folder) is False:
             raise requests.RefusedError("this sweep has ended")
-        requests.request_max_jobs(folder, number)
+        requests.request_sweep_limit(folder, number)
     except (OSError, requests.RefusedError) as error:
         raise NotDoneError(f"{folder}: {error}") from error
-    data: dict[str, Json] = {"sweep": str(folder), "max_jobs": number}
+    data: dict[str, Json] = {"sweep": str(folder), "limit": number}
     most = f"at most {counted(number, 'job')} at once from now on"
     return Answer(data, [f"{folder}: {most}"])
 
@@ -428,6 +454,7 @@ def best(arguments: Namespace) -> Answer:
     data: dict[str, Json] = {
         "job": row.job,
         "result": row.result,
+        **lacked_by_json(row.result),
         "values": values_of(known),
         "overrides": row.overrides,
         "folder": row.folder,

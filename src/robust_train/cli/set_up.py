@@ -74,27 +74,20 @@ def notify(arguments: Namespace) -> Answer:
 
 def report(arguments: Namespace) -> Answer:
     """Write ``report.html`` from what a run or sweep folder holds, or return the data behind it."""
-    from robust_train.folder.run_list import NoLiveRunError, choose_run
+    from robust_train.folder.requests import SWEEP_FILE
+    from robust_train.folder.run_list import sweep_at
     from robust_train.report.facts import Story
     from robust_train.report.html import FILE_NAME, job_page, save
     from robust_train.report.sources import read_sources
     from robust_train.report.story import story_of
     from robust_train.sweep.page import sweep_page, sweep_story_of
-    from robust_train.sweep.record import SWEEP_FILE
 
-    folder = Path(arguments.path)
-    if os.path.isfile(folder):
-        folder = folder.parent
-    if not os.path.isdir(folder):
-        try:
-            folder = choose_run(arguments.path, dead_too=True).run_dir
-        except NoLiveRunError as error:
-            problem = f"{folder}: no such folder, and no run of yours has that id or name"
-            raise UsageError(problem) from error
-    of_a_sweep = os.path.isfile(folder / SWEEP_FILE)
+    which = arguments.which
+    sweep = sweep_at(which)
+    folder = sweep or _run_folder(which)
     story = (
         sweep_story_of(folder)
-        if of_a_sweep
+        if sweep is not None
         else story_of(read_sources(folder))
     )
     if isinstance(story, Story) and story.status == "empty":
@@ -123,6 +116,22 @@ def report(arguments: Namespace) -> Answer:
     if arguments.open and not webbrowser.open(target.resolve().as_uri()):
         problems.append("--open: no browser was found")
     return Answer(shown=[str(target)], error="; ".join(problems))
+
+
+def _run_folder(which: str | None) -> Path:
+    """Return the folder of the run that is meant, or one that holds its journal alone."""
+    from robust_train.folder.run_list import NoLiveRunError, choose_run
+
+    try:
+        return choose_run(which, dead_too=True, command="report").run_dir
+    except NoLiveRunError as error:
+        if which is None:
+            raise
+        path = Path(which)
+        if not os.path.exists(path):
+            problem = f"{path}: no such folder, and no run of yours has that id or name"
+            raise UsageError(problem) from error
+        return path.parent if os.path.isfile(path) else path
 
 
 _OF_HYDRA = ["hydra/launcher=gpu_queue", "hydra.run.dir=", "hydra.sweep.dir="]

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from robust_train.compat import HYDRAS_OWN
 from robust_train.config.search_path import OF_COMMANDS, OURS, asking_for
 from robust_train.host.engine import guest_rank
+from robust_train.host.loggers import standard_error
 from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED, ConfigError
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -147,7 +148,7 @@ def _prepare_process() -> None:
 
     open_closed_streams()
     if (lack := why_unusable()) is not None:
-        print(lack, file=sys.stderr)
+        print(lack, file=standard_error())
         sys.exit(lack.exit_code)
 
     def end(signum: int, frame: object) -> None:
@@ -197,12 +198,12 @@ def _open(
             config_path,
         )
     ) is not None:
-        print(mistake, file=sys.stderr)
+        print(mistake, file=standard_error())
         return EXIT_BAD_CONFIG
     try:
         more = _for_guest(arguments, name)
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        print(error, file=standard_error())
         return EXIT_BAD_CONFIG
     if name:
         # names the log file; Hydra would name it after the module that defines the task
@@ -214,6 +215,7 @@ def _open(
         more.append(_RECORD_SWEEPS)
     sys.argv[1:] = compat.with_overrides(sys.argv[1:], more)
     session.sets_exit_code = True
+    session.arguments = arguments
     session.check = jobs.check if name else None
     wants_traceback = os.environ.get(_FULL_ERROR) == "1"
     # otherwise Hydra prints errors its own way and exits with 1
@@ -294,10 +296,10 @@ def _exit_code_of(
     if isinstance(error, ValueError) and isinstance(error.__cause__, OSError):
         error = error.__cause__  # logging cannot open its file
     if isinstance(error, REFUSALS):
-        print(explained(error), file=sys.stderr)
+        print(explained(error), file=standard_error())
         return exit_code_of(error)
     if problem := known_problem(error):
-        print(problem[0], file=sys.stderr)
+        print(problem[0], file=standard_error())
         return session.exit_code or problem[1]
     return None
 

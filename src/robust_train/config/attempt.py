@@ -155,6 +155,9 @@ class AttemptRequest:
     is_first: bool = True  # of its launch
     # dotted names of the features' halves in the attempt
     features: tuple[str, ...] = ()
+    # how the script has multiprocessing start processes, if it has chosen: it may have done so
+    # under its guard, which does not run in the attempt
+    start_method: str | None = None
 
     def __getstate__(self) -> dict[str, object]:
         """Return what is carried to the attempt."""

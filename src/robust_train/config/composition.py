@@ -70,6 +70,9 @@ def group_node(schema: type) -> DictConfig:
             )
         elif key is not None and key.is_untyped:
             value = item.default if key.written is ... else key.written
+            if isinstance(value, tuple):
+                # OmegaConf 2.4 keeps a tuple as such, which no list of the user's could replace
+                value = list(value)
             replace_node(
                 node,
                 item.name,

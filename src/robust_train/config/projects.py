@@ -37,10 +37,10 @@ GROUP = "robust"
 _NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
     "batch_size": (
         (
+            "micro_batch",
             "micro_batch_size",
-            "train_micro_batch_size",
-            "train_micro_batch_size_per_gpu",
             "micro_batch_size_per_gpu",
+            "micro_batch_size_per_device",
             "per_device_train_batch_size",
             "per_device_batch_size",
             "per_gpu_train_batch_size",
@@ -48,7 +48,15 @@ _NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
             "batch_size_per_device",
             "samples_per_gpu",
         ),
-        ("batch_size", "train_batch_size", "batchsize", "bsz", "bs"),
+        (
+            "batch_size",
+            "train_batch_size",
+            "batchsize",
+            "bsz",
+            "bs",
+            "mini_batch_size",
+            "mini_batch",
+        ),
         ("batch",),
     ),
     "num_workers": (("num_workers",),),
@@ -62,8 +70,12 @@ _NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
 
 Beside a name of an earlier group, one of a later group is something else: ``train_batch_size`` next
 to ``train_micro_batch_size_per_gpu`` is the batch of all devices. ``batch`` is also used for other
-things, so it counts only where a config has no other.
+things, so it counts only where a config has no other. A mini-batch or micro-batch may have its
+algorithm in front of it, and is written as two words here.
 """
+
+_PART_OF_BATCH = re.compile(r".*(mini|micro)_?batch_?(?=size|per|$)")
+_DIVIDED = ("mini_batch", "micro_batch")
 
 _OF_EVALUATION = re.compile(
     r"(eval|valid)[a-z]*|predict(ion|ions|ing)?|infer(ence)?|generat(e|ion)|"
@@ -358,10 +370,13 @@ def _paths(cfg: DictConfig, name: str) -> list[str]:
     ]
     # A computed value counts only where there is no number.
     ranks: dict[str, tuple[bool, bool]] = {}
-    for leaf in _without_others(candidates, _NAMES[name]):
+    named = _without_others(candidates, _NAMES[name])
+    # Beside a mini-batch, "train" may stand before the samples that it is drawn from.
+    is_divided = any(leaf.name.startswith(_DIVIDED) for leaf in named)
+    for leaf in named:
         path = _end_of_references(leaf.path, values)
         if _is_integer(cfg, path):
-            of_training = leaf.is_for(_OF_TRAINING)
+            of_training = is_divided or leaf.is_for(_OF_TRAINING)
             is_number = type(values.get(path)) is int
             rank = of_training, is_number
             ranks[path] = max(rank, ranks.get(path, rank))
@@ -384,7 +399,8 @@ class _Leaf:
 
     @property
     def name(self) -> str:
-        return self.path.rpartition(".")[2].lower()
+        key = self.path.rpartition(".")[2].lower()
+        return _PART_OF_BATCH.sub(r"\1_batch_", key).rstrip("_")
 
     def is_for(self, purpose: re.Pattern[str]) -> bool:
         """Return whether a part of the path, or a label, has a word of this purpose. A part with

@@ -100,16 +100,15 @@ class TrainingConfig:
     gradient_checkpointing: bool | None = key(
         None,
         "less memory for more time; `auto`: where the smallest micro-batch does not fit",
-        more="Only if the trainer supports it, which sees `true` or `false` "
-        "([recovery](recovery.md#gradient-checkpointing)); `false`: never",
+        more="`false`: never ([recovery](recovery.md#gradient-checkpointing))",
         choices=(AUTO, True, False),
         written=AUTO,
     )
     checkpoint_every_minutes: float | None = key(
         None,
         "longest time between checkpoints; `auto`: as often as saving is cheap",
-        more="`auto`: at most 1 % of the time is spent on them, every 10 seconds to 5 "
-        "minutes, more often in the first minutes and after failures",
+        more="Then every 10 seconds to 5 minutes, for at most 1 % of the time; more often in the "
+        "first minutes and after failures",
         unit="minutes",
         range=FROM_0,
         written=AUTO,
@@ -206,8 +205,7 @@ class RetryConfig:
     rules: tuple[RetryRule, ...] = key(
         (),
         "your own rules, before ours: what to do after an exit code, message or exception",
-        more='For example `{message: "NCCL.*timed out", then: retry, times: 5}` '
-        "([recovery](recovery.md#your-own-rules))",
+        more="([recovery](recovery.md#your-own-rules))",
         accepts="list",
         written=[],
         read=retry_rules,
@@ -305,7 +303,8 @@ class PlainConfig:
     device: str = key(
         "auto",
         "`auto`, `cpu`, `cuda` (any GPU), `cuda:1`, or a GPU's UUID (or its beginning)",
-        more="Without a GPU here, all but `auto` and `cpu` are refused",
+        more="Without a GPU here, all but `auto` and `cpu` are refused "
+        "([some of the GPUs](queue.md#use-only-some-of-the-gpus))",
         section="Device and queue",
     )
     seed: int = key(
@@ -362,8 +361,7 @@ class RobustConfig(PlainConfig):
     gpu_queue: bool | str = key(
         True,
         "queue and reserve GPUs with the host's other jobs; a path: in this queue directory",
-        more="`true`: `/run/lock/robust-train`, or `/tmp/robust-train` if that cannot be made "
-        "([queue](queue.md))",
+        more="([queue](queue.md#set-it-up-for-several-users))",
         accepts="boolean or path",
         read=truth_or_path,
     )
@@ -409,9 +407,8 @@ class RobustConfig(PlainConfig):
     max_retries: int | None = key(
         None,
         "smaller micro-batches tried on one device before the next device; `auto`: 3",
-        more="`auto` also tries the sizes that are left before the CPU, or the end; a number "
-        "bounds everything on a device. Also retries of the same thing; a checkpoint of a later "
-        "step renews both ([recovery](recovery.md))",
+        more="`auto` also tries the sizes that are left before the CPU, or the end. Also retries "
+        "of the same thing; a later checkpoint renews both ([recovery](recovery.md))",
         range=FROM_0,
         read=integer_or_auto,
         written=AUTO,
@@ -439,8 +436,7 @@ class RobustConfig(PlainConfig):
     stall_timeout_minutes: float | None = key(
         None,
         "without progress for this long, end the attempt and resume; `0`: never",
-        more="`auto`: five times the longest pause so far, at least 10 minutes, and 30 before the "
-        "first progress ([hangs](hangs.md)). Not with `isolation=none`",
+        more="`auto`: learned from the job ([hangs](hangs.md))",
         unit="minutes",
         range=FROM_0,
         written=AUTO,
@@ -455,7 +451,6 @@ class RobustConfig(PlainConfig):
     resume: bool = key(
         True,
         "resume an unfinished job in its run folder",
-        more="A sweep that is repeated into its folder does not run completed jobs again",
     )
     max_launches: int = key(
         3,

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
-from robust_train.compat import is_importing_main
+from robust_train.compat import is_importing_main, signature_as_written
 from robust_train.model.errors import ConfigError
 from robust_train.readable import first_line
 
@@ -218,7 +218,8 @@ VARIADIC = (
 
 def own_signature(function: Callable[..., Any]) -> inspect.Signature:
     """Return the arguments with which a callable itself can be called; for errors see above."""
-    return inspect.signature(_without_copied(function), follow_wrapped=False)
+    bare = _without_copied(function)
+    return signature_as_written(bare, follow_wrapped=False)
 
 
 def _without_copied(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -173,6 +173,9 @@ _HINT = re.compile(
     r"(?:to|can|helps?) (?:avoid|prevent|reduce)|"
     r"(?:may|might|can|could|will|would) (?:cause|lead to|result in|trigger|run))\b[^.;\n]*"
     r"|\b(?:OOMs?|out[ -]of[ -]memory)\b[\w ]{0,20}[:=|]\s*0\b"
+    r"|(?:如果|如遇|若[是出遇]|[避防]免|防止|以免|もし|만약|\b(?:wenn|falls|если)\b|\ben cas d"
+    r"|\bsi (?:vous|la|hay|no)\b)[^.;。；\n]*"
+    r"|\b(?:Tipp?|Hinweis|提示|注意)\s?[:：][^\n]*"
     r"|in case of [^.;\n]*|common causes include [^.\]]*"
     r"|^.*The caller indicates that this is not a failure.*$",
     re.IGNORECASE | re.MULTILINE,

@@ -63,15 +63,20 @@ _NO_ERROR = re.compile(r"^.{0,60}?\b(?:DEBUG|INFO)\b|^\S+:\d+: \w*Warning: ")
 # Any line that reports a lack of memory has one of these words, and few others have.
 _MAY_BE_SHORT = re.compile(
     r"out[ _-]?of|\bOOM|insufficient|n[o't]+ (?:have )?enough|no more|low on|lack of|exhaust"
-    r"|fail|unable|can(?:not| not|['’]t)|could ?n[o'’]?t|bad.?alloc|MemoryError|ENOMEM|exceed",
+    r"|fail|unable|can(?:not| not|['’]t)|could ?n[o'’]?t|bad.?alloc|MemoryError|ENOMEM|exceed"
+    r"|n[o'’]t fit|[显顯内內]存|記憶體|メモリ|메모리|speicher|m[ée]moire|mem[oó]ria|памят",
     re.IGNORECASE,
 )
 # The words of a program that has gone on without the step.
 _HANDLED = re.compile(
     r"\b(?:trying (?!to )|retrying|skipp(?:ing|ed)|halving|recover(?:ing|ed)?\b|falling back"
-    r"|continuing|ignor(?:ing|ed))",
+    r"|continuing|ignor(?:ing|ed)"
+    r"|(?<!try )(?<!consider )(?<!by )using [\w ]*?(?:batch|default|CPU))"
+    r"|跳[过過]|重[试試]|改[用为為]|自[动動]",
     re.IGNORECASE,
 )
+_WARNING = re.compile(r"^.{0,60}?\bWARN(?:ING)?\b|警告", re.IGNORECASE)
+_BEGINS_WITH_ERROR = re.compile(r"^(?:\w+\.)*\w+(?:Error|Exception): \S")
 _MOST_LINES_OF_A_MESSAGE = 4
 _DIRECT_CAUSE = (
     "The above exception was the direct cause of the following exception"
@@ -304,6 +309,7 @@ def _shortage_in(
         return None
     lines = joined(since_progress(output).splitlines())
     near = _may_be_short(lines)
+    has_other_error = False
     for number in reversed(range(len(lines))):
         line = lines[number]
         names = (name.rpartition(".")[2] for name in _ERROR.findall(line))
@@ -320,10 +326,14 @@ def _shortage_in(
             if found is not None and found.kind.is_memory:
                 if any(map(_NO_ERROR.match, part)):
                     break
-                if _HANDLED.search(report.text):
+                # a program that goes on to another error has only warned of this one
+                is_warning = any(map(_WARNING.search, part))
+                is_survived = is_warning and has_other_error
+                if is_survived or _HANDLED.search(report.text):
                     return None
                 following = lines[number + count :][:_MOST_LINES_OF_A_MESSAGE]
                 return _with_rest(part, following, found), found
+        has_other_error |= _BEGINS_WITH_ERROR.search(line) is not None
     return None
 
 

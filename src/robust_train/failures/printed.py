@@ -11,9 +11,12 @@ _QUOTED_TRACEBACK = re.compile(
     r'"Traceback \(most recent call last\):\\n(?:[^"\\\n]|\\.)*"'
 )
 _DIGITS = re.compile(r"\d+")
-_FRAMED = re.compile(r"^\s*([│┃║|])(.*)\1\s*$")
-_TOP = re.compile(r"^\s*[╭┌┏╔](.*)[╮┐┓╗]\s*$")
-_BOTTOM = re.compile(r"^\s*[╰└┗╚].*[╯┘┛╝]\s*$")
+_FRAMED = re.compile(r"^\s*([│┃║|]|[*#](?=\s))(.*)\1\s*$")
+_TOP = re.compile(
+    r"^\s*(?:[╭┌┏╔](?P<title>.*)[╮┐┓╗]"
+    r"|(?P<rule>[*#])(?P=rule){2,}(?!(?P=rule))(?P<words>.+?)(?P=rule){3,})\s*$"
+)
+_BOTTOM = re.compile(r"^\s*(?:[╰└┗╚].*[╯┘┛╝]|(?P<rule>[*#])(?P=rule){4,})\s*$")
 _RULES = " ─━═┄╌-"
 # rich's handler writes the place of a call at the right end of a record's first line
 _PLACE_AT_THE_RIGHT = re.compile(r"\s{2,}[\w./<>-]+\.py:\d+$")
@@ -54,10 +57,23 @@ def _unframed(lines: Sequence[str]) -> Iterator[str]:
     # rich wraps the message below a traceback to the width of the box of that
     width_below = 0
     is_traceback = False
-    for line in lines:
+    # what a box has at its left side, where it may have nothing at its right
+    left = ""
+    for framed in lines:
+        line = framed
+        if (
+            left
+            and line.lstrip().startswith(f"{left} ")
+            and not _FRAMED.match(line)
+        ):
+            line = line.lstrip().lstrip(left)
         inner = line if is_traceback else _inside_frames(line)
         top = _TOP.match(inner)
-        is_bottom = _BOTTOM.match(inner) is not None
+        bottom = _BOTTOM.match(inner)
+        is_bottom = bottom is not None
+        for rule in (top, bottom):
+            if rule is not None:
+                left = rule["rule"] or ""
         is_traceback |= top is not None and "Traceback" in line
         words = inner.strip()
         width = width_below if inner == line else len(inner) - 2
@@ -79,7 +95,7 @@ def _unframed(lines: Sequence[str]) -> Iterator[str]:
             text = words
             last = words
         elif top is not None:
-            yield top[1].strip(_RULES)
+            yield (top["title"] or top["words"] or "").strip(_RULES)
         elif not is_bottom:
             yield _PLACE_AT_THE_RIGHT.sub("", line.rstrip())
         if is_bottom or not words:

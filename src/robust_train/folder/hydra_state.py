@@ -146,6 +146,13 @@ def sweep_folder() -> Path | None:
     return Path(str(hydra.runtime.cwd)) / str(hydra.sweep.dir)
 
 
+def working_directory() -> str:
+    """Return the directory in which this process's command was typed; Hydra may have left it."""
+    if HydraConfig.initialized():
+        return str(HydraConfig.get().runtime.cwd)
+    return os.getcwd()
+
+
 def about_job(config: RobustConfig, name: str) -> dict[str, str]:
     """Return what a launch records of its job: name, model, data set, overrides and command without
     secrets."""
@@ -174,7 +181,9 @@ def about_job(config: RobustConfig, name: str) -> dict[str, str]:
 
 def owns_terminal(config: RobustConfig) -> bool:
     """Return whether stdout is a terminal that no debugger and no other job of a sweep draws on."""
-    if config.runs_inline or not sys.stdout.isatty():
+    # a program's own object in its place need not know
+    is_terminal = getattr(sys.stdout, "isatty", lambda: False)
+    if config.runs_inline or not is_terminal():
         return False
     if os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
         return False

@@ -26,6 +26,7 @@ from robust_train.folder.checkpoints import (
     read_manifests,
 )
 from robust_train.folder.journal import attempts_in
+from robust_train.folder.provenance import changed_sources
 from robust_train.folder.state import read_summary
 from robust_train.model.errors import (
     ConfigError,
@@ -42,6 +43,8 @@ T = TypeVar("T")
 
 PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 _NEW_LEVELS = 3  # of outputs/<date>/<time>
+_ID_LENGTH = 8
+_LONGEST_NAMES = 200
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,11 @@ class Identity:
     launches: int = 0
     # step of the newest checkpoint when the last launch began, or time of one without a step
     reached: float | None = None
+
+
+def shown_id(job: str) -> str:
+    """Return the id that people see of the job with this identity, the same in all its launches."""
+    return job[:_ID_LENGTH]
 
 
 @dataclass(frozen=True)
@@ -174,6 +182,14 @@ def _check_progress(
             lambda one: replace(one, launches=0, reached=reached),
         )
     elif 0 < max_launches <= job.launches:
+        changed = changed_sources(run_dir)
+        if changed:
+            log.info(
+                "launches without a new checkpoint are counted anew, for files have changed: %s",
+                shortened(", ".join(changed), _LONGEST_NAMES),
+            )
+            _change(run_dir, job.id, lambda one: replace(one, launches=0))
+            return
         last, why = read_summary(run_dir), ""
         if last is not None and last.reason:
             why = f" (the last: {shortened(last.reason, 160)})"
@@ -181,7 +197,8 @@ def _check_progress(
             why += ", and none was ever reported (a script's: --checkpoint)"
         raise NoProgressError(
             f"launches in a row without a new checkpoint in {run_dir}: {job.launches}{why}; "
-            "nothing was started: mend the cause and repeat the command with max_launches=0"
+            "nothing was started: fix the cause, then robust-train resume "
+            f"{shown_id(job.id)} max_launches=0, or repeat the command with max_launches=0"
         )
 
 
@@ -273,7 +290,8 @@ def _write(run_dir: Path, identity: Identity) -> None:
         )
     except OSError as error:
         problem = f"cannot write {path}: {error.strerror or error}"
-        raise unusable_folder(problem, error) from error
+        way_out = "; choose another run folder (hydra.run.dir=…, --run-dir)"
+        raise unusable_folder(problem + way_out, error) from error
 
 
 def _set_aside(folder: Path) -> None:

@@ -122,9 +122,6 @@ class RunLock:
                 os.O_RDWR | os.O_CREAT | _FLAGS,
                 0o600,
             )
-            if os.fstat(self._fd).st_uid == os.geteuid():
-                # version 0.2 made it readable for all
-                os.fchmod(self._fd, 0o600)
             fd = self._fd
             _wait_until(lambda: lock(fd), run_dir)
         except ConfigError:

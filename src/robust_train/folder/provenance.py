@@ -10,6 +10,7 @@ import contextlib
 import functools
 import hashlib
 import importlib.metadata
+import json
 import logging
 import os
 import platform
@@ -26,18 +27,23 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from robust_train.compat import torch_cuda_version
-from robust_train.config.placeholders import RUN_DIR_VARIABLE
+from robust_train.config.placeholders import (
+    OVERRIDES_VARIABLE,
+    RUN_DIR_VARIABLE,
+)
 from robust_train.config.trainers import PROGRAM_FILE
 from robust_train.config.values import is_secret
-from robust_train.files import read_object, read_small, write_json
+from robust_train.files import json_lines, read_object, read_small, write_json
 from robust_train.gpu.bounded import printed_by
 from robust_train.model.events import Json
 
 log = logging.getLogger("robust_train")
 
 FILE = "environment.json"
+CODE_FILE = "code.jsonl"
 CONFIG_FILE = re.compile(r"\.(ya?ml|json|toml|ini|cfg)$")
 _LARGEST_CONFIG_FILE = 1 << 20
+_LARGEST_SOURCE = 1 << 24
 _MOST_CHANGED_FILES = 1000
 GIT_SECONDS = 5.0
 _LAST_CHANCE_SECONDS = 2.0
@@ -281,6 +287,25 @@ def changed_files(
     ]
 
 
+def changed_sources(run_dir: Path) -> list[str]:
+    """Return the files of code and config that are not as the last launch in this folder read them;
+    none that cannot be read now."""
+    digests: dict[str, Json] = {}
+    config_files = read_environment(run_dir).get("config_files")
+    if isinstance(config_files, dict):
+        digests |= config_files
+    with contextlib.suppress(OSError):
+        for content in filter(None, json_lines(run_dir / CODE_FILE)):
+            digests.setdefault(str(content.get("path")), content.get("digest"))
+    changed = []
+    for path, digest in digests.items():
+        with contextlib.suppress(OSError, ValueError):
+            data, _ = read_small(path, _LARGEST_SOURCE)
+            if hashlib.sha256(data).hexdigest() != digest:
+                changed.append(os.path.relpath(path))
+    return sorted(changed)
+
+
 class Provenance:
     """Writes the file of one launch in the background.
 
@@ -396,6 +421,45 @@ def _driver() -> str | None:
     return None
 
 
+def with_overrides(
+    command: str, run_dir: Path, overrides: Sequence[str]
+) -> str:
+    """Return a resume command with other values for keys, which replace those that it has.
+
+    A program that calls ``launch`` may read its arguments itself: it gets them by a variable.
+    """
+    _, folder, _, *words = shlex.split(command)  # cd FOLDER && …
+    keys = tuple(f"{key_of(one)}=" for one in overrides)
+    is_of_hydra = any(
+        word.startswith(("hydra.run.dir=", "hydra.sweep.dir="))
+        for word in words
+    )
+    if is_of_hydra:
+        kept = [w for w in words if not w.lstrip("+~").startswith(keys)]
+        words = [*kept, *overrides]
+    else:
+        content = {"run_dir": str(run_dir), "overrides": list(overrides)}
+        words = ["env", f"{OVERRIDES_VARIABLE}={json.dumps(content)}", *words]
+    return f"cd {shlex.quote(folder)} && {shlex.join(words)}"
+
+
+def key_of(override: str) -> str:
+    """Return the key of ``+key=value``."""
+    return override.partition("=")[0].lstrip("+~")
+
+
+def resumed_overrides(run_dir: Path) -> list[str]:
+    """Return the overrides that ``robust-train resume`` has for the job of a call of ``launch`` in
+    this folder; they count once."""
+    given = os.environ.get(OVERRIDES_VARIABLE)
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        content = json.loads(given or "")
+        if Path(content["run_dir"]).resolve() == run_dir.resolve():
+            del os.environ[OVERRIDES_VARIABLE]
+            return [str(one) for one in content["overrides"]]
+    return []
+
+
 _OURS = ("robust-train", "robust_train.cli.main")
 _unnamed: list[Path] = []
 """Run folders that calls of ``launch`` got in this process: the variable is for the first."""
@@ -418,7 +482,7 @@ def resume_command(run_dir: Path, *, is_named: bool = False) -> str | None:
             str(hydra.runtime.cwd),
         )
     words = command()
-    if arguments := _of_run(words):
+    if arguments := arguments_of_run(words):
         if not any(word.startswith("--run-dir") for word in words):
             words[arguments:arguments] = ["--run-dir", str(run_dir)]
         return _from(words)
@@ -444,7 +508,7 @@ def resumed_by_hand(run_dir: Path) -> str:
     """Return how the job of this process is resumed that has no resume command."""
     if HydraConfig.initialized():
         return repeated_with(f"hydra.run.dir={run_dir}")
-    if _of_run(command()):
+    if arguments_of_run(command()):
         return repeated_with(f"--run-dir {run_dir}")
     return f"launch(…, run_dir={str(run_dir)!r})"
 
@@ -454,7 +518,7 @@ def repeated_with(folder: str) -> str:
     return f"the same command (not kept: it holds a secret or a line break) with {folder}"
 
 
-def _of_run(words: Sequence[str]) -> int:
+def arguments_of_run(words: Sequence[str]) -> int:
     """Return where the arguments of ``robust-train run`` begin; 0 in any other command."""
     program = 2 if words[1:2] == ["-m"] else 1
     ours = words[program : program + 2]

@@ -25,7 +25,8 @@ from robust_train.model.events import Json
 log = logging.getLogger("robust_train")
 
 REQUESTS = "requests"
-SWEEP_STOP_FILE, MAX_JOBS_FILE = "stop.json", "max_jobs.json"
+SWEEP_FILE = "sweep.json"
+SWEEP_STOP_FILE, SWEEP_LIMIT_FILE = "stop.json", "limit.json"
 LAUNCHERS_VERB = "stop"
 NEW, TAKEN, ANSWER = ".json", ".taken", ".answer"
 _MAX_BYTES = 64 * 1024
@@ -124,7 +125,7 @@ def _read_own(path: Path) -> dict[str, Json]:
 
 def request_sweep_stop(folder: Path) -> None:
     """Request that a sweep and all its jobs stop; RefusedError if it has ended."""
-    sweep = read_object(folder / "sweep.json")
+    sweep = read_object(folder / SWEEP_FILE)
     if sweep.get("status", "running") != "running":
         raise RefusedError("this sweep has ended")
     content = {"sweep": sweep.get("sweep"), "user": user_name(os.geteuid())}
@@ -135,7 +136,7 @@ def sweep_stop_requested(folder: Path) -> bool:
     """Return whether this launch of the sweep was stopped, by someone or its own failure."""
     path = folder / SWEEP_STOP_FILE
     try:
-        sweep = read_object(folder / "sweep.json")
+        sweep = read_object(folder / SWEEP_FILE)
         return bool(_read_own(path)["sweep"] == sweep.get("sweep"))
     except FileNotFoundError:
         return False
@@ -148,16 +149,19 @@ def sweep_stop_requested(folder: Path) -> bool:
         return False
 
 
-def request_max_jobs(folder: Path, number: int) -> None:
-    """Have each launcher of a sweep run that many jobs at once from now on; OSError if it cannot
-    be written."""
-    write_json(folder / MAX_JOBS_FILE, {"max_jobs": number})
+def request_sweep_limit(folder: Path, number: int) -> None:
+    """Request that at most ``number`` jobs of a sweep run at once from now on.
+
+    Raises:
+        OSError: the request cannot be written.
+    """
+    write_json(folder / SWEEP_LIMIT_FILE, {"limit": number})
 
 
-def requested_max_jobs(folder: Path) -> int | None:
+def requested_sweep_limit(folder: Path) -> int | None:
     """Return how many jobs of a sweep may run at once; None if no one has changed that."""
     try:
-        number = _read_own(folder / MAX_JOBS_FILE)["max_jobs"]
+        number = _read_own(folder / SWEEP_LIMIT_FILE)["limit"]
     except (OSError, ValueError, KeyError):
         return None
     return number if isinstance(number, int) else None

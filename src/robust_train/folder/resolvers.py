@@ -11,21 +11,26 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
-from omegaconf import Container
+from omegaconf import Container, OmegaConf
 
 from robust_train.compat import resolvers_replaced
 from robust_train.files import read_object, write_json
 from robust_train.folder.identity import read_identity
 from robust_train.folder.provenance import public_command
 from robust_train.model.errors import ConfigError
+from robust_train.readable import shortened
 
 FILE = "resolved.json"
-_PLAIN = (str, int, float, bool)
+_PLAIN = (str, int, float, bool, NoneType)
 _LONGEST_VALUE = 1000
+_LONGEST_COLLECTION = 100_000  # for example the indices of a split
+_LONGEST_SHOWN = 100
 _TIME = "now"
 
 log = logging.getLogger("robust_train")
@@ -70,19 +75,17 @@ class Resolvers:
         """Note what a resolver returns in this launch, if that is not what it returned before."""
         # one that fails now is not needed
         with contextlib.suppress(Exception):
-            value = resolve()
-            if value != self._known[call]:
+            value = _without_nodes(resolve())
+            if value != _without_nodes(self._known[call]):
                 self._others_now[call] = value
 
     def warn_of_earlier_values(self) -> None:
         """Warn of values of an earlier launch that this one would not have: a variable, or a file
         that a resolver reads, may have been mended in between. The time is always another one."""
         others = {
-            key: f"{key}={self._known[key, name, arguments]} (now {value})"
-            if _may_be_written(f"{key}:{name}:{','.join(arguments)}", value)
-            else key
-            for (key, name, arguments), value in self._others_now.items()
-            if name != _TIME
+            call[0]: _difference(call, self._known[call], value)
+            for call, value in self._others_now.items()
+            if call[1] != _TIME
         }
         if others:
             log.warning(
@@ -99,7 +102,7 @@ class Resolvers:
                 "key": key,
                 "resolver": name,
                 "arguments": list(arguments),
-                "value": value,
+                "value": _without_nodes(value),
             }
             for (key, name, arguments), value in self._known.items()
             if _may_be_written(f"{key}:{name}:{','.join(arguments)}", value)
@@ -109,11 +112,46 @@ class Resolvers:
                 write_json(run_dir / FILE, {"job": job, "values": values})
 
 
+def _difference(call: Call, before: Any, now: Any) -> str:
+    """Return a key with both its values, but only the key of what may be a secret."""
+    key, name, arguments = call
+    if not _may_be_written(f"{key}:{name}:{','.join(arguments)}", now):
+        return key
+    shown = [
+        shortened(str(_without_nodes(value)), _LONGEST_SHOWN)
+        for value in (before, now)
+    ]
+    return f"{key}={shown[0]} (now {shown[1]})"
+
+
 def _may_be_written(about: str, value: Any) -> bool:
+    """Return whether a value can be written, and read as it is, and has no secret in it."""
+    value = _without_nodes(value)
+    if isinstance(value, (list, tuple, dict)):
+        if len(str(value)) > _LONGEST_COLLECTION:
+            return False
+        items = dict(value if isinstance(value, dict) else enumerate(value))
+        # JSON has no other keys than text
+        is_readable = not isinstance(value, dict) or all(
+            isinstance(key, str) for key in items
+        )
+        return is_readable and all(
+            _may_be_written(f"{key}:{about}", item)
+            for key, item in items.items()
+        )
     if not isinstance(value, _PLAIN) or len(str(value)) > _LONGEST_VALUE:
         return False
+    if isinstance(value, float) and not math.isfinite(value):
+        return False  # JSON lacks it
     word = f"{about}={value}"
     return public_command([word]) == [word]
+
+
+def _without_nodes(value: Any) -> Any:
+    """Return a list or dictionary of OmegaConf as Python's."""
+    if isinstance(value, Container):
+        return OmegaConf.to_container(value, resolve=True)
+    return value
 
 
 def resolvers_of(run_dir: Path | None) -> Resolvers:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from robust_train.folder.identity import read_identity, shown_id
 from robust_train.folder.lock import (
     LOCK_FILE,
     Holder,
@@ -21,16 +22,21 @@ from robust_train.folder.lock import (
     left_of,
     read_holder,
 )
+from robust_train.folder.requests import SWEEP_FILE
 from robust_train.folder.state import STATE_FILE, RunState, read_state
 from robust_train.host.linux import marked_processes
-from robust_train.model.errors import NotDoneError
+from robust_train.model.errors import ConfigError, NotDoneError
 from robust_train.model.events import Json
+from robust_train.readable import aligned
 
 log = logging.getLogger("robust_train")
 
 VARIABLE = "ROBUST_TRAIN_STATE_DIR"
 MOST_LINKS = 500
 DIED, NO_ANSWER = "died", "does not answer"
+_LEAST_DIGITS = 4
+_MOST_LISTED = 5
+_COLUMNS = ("command", "state", "job", "run folder")
 
 
 class NoLiveRunError(NotDoneError):
@@ -60,11 +66,44 @@ class KnownRun:
     @property
     def id(self) -> str:
         """The job's id."""
+        if self.state is not None:
+            return self.state.id
+        job = None
+        with contextlib.suppress(OSError, ConfigError):
+            job = read_identity(self.run_dir)
+        return self.run_dir.name if job is None else shown_id(job.id)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What it is called: its id, those of jobs that its folder had before, its job's name."""
         if self.state is None:
-            return (
-                self.run_dir.name if self.holder is None else self.holder.job
-            )
-        return self.state.id
+            return (self.id,)
+        return (self.id, self.state.name) + self.state.earlier_ids
+
+    def has_id_like(self, which: str) -> bool:
+        """Return whether an id of it begins so, or is the short form of this."""
+        if self.state is None or len(which) < _LEAST_DIGITS:
+            return False
+        ids = (self.id, self.state.job or "") + self.state.earlier_ids
+        return any(
+            one and (one.startswith(which) or which.startswith(one))
+            for one in ids
+        )
+
+    def is_of(self, directory: str) -> bool:
+        """Return whether it was started in this directory, or the directory lies in its folder."""
+        own = None if self.state is None else self.state.working_directory
+        return own == directory or Path(directory).is_relative_to(self.run_dir)
+
+    @property
+    def live_pids(self) -> tuple[int, ...]:
+        """The process ids of a live launcher and its attempt, if they are this host's."""
+        if not (self.alive and self.is_here):
+            return ()
+        pids = [self.pid]
+        if self.state is not None and self.state.attempt is not None:
+            pids.append(self.state.attempt.pid)
+        return tuple(pid for pid in pids if pid is not None)
 
     @property
     def pid(self) -> int | None:
@@ -222,63 +261,102 @@ def find_live_runs() -> list[KnownRun]:
     return [run for run in find_runs() if run.alive]
 
 
-def choose_run(which: str | None, *, dead_too: bool = False) -> KnownRun:
-    """Return the run that is meant.
+def sweep_at(which: str | None) -> Path | None:
+    """Return the sweep folder that is named by its path, or by that of a file in it; else None."""
+    if which is None:
+        return None
+    path = Path(os.path.expanduser(which)).resolve()
+    folder = path.parent if os.path.isfile(path) else path
+    return folder if os.path.isfile(folder / SWEEP_FILE) else None
+
+
+def choose_run(
+    which: str | None, *, dead_too: bool = False, command: str = "status"
+) -> KnownRun:
+    """Return the run that is meant; every command means the same one.
 
     Args:
-        which: a run's id, its folder or a path inside, its job's name, or the process id of its
-            launcher or attempt; the only live one if None (on this host, if one is here).
-        dead_too: an id or folder may be that of a run that has ended.
+        which: a run's id or the first digits of it, its folder, a path inside or around it, its
+            job's name, or the process id of its launcher or attempt. None: the only live run, else
+            the last of this working directory.
+        dead_too: it may have ended.
+        command: the words that a refusal proposes.
 
     Raises:
+        NothingAliveError: it is none that lives.
         NoLiveRunError: there is no such run, or more than one.
     """
     if which is None:
-        alive = find_live_runs()
-        here = [run for run in alive if run.is_here] or alive
-        if not here:
-            raise NothingAliveError(
-                "no run of yours is alive on this machine; robust-train ps lists earlier ones"
-            )
-        if len(here) > 1:
-            listed = f"name one: {_listed(here)}"
-            raise NoLiveRunError(
-                f"{len(here)} runs of yours are alive; {listed}"
-            )
-        return here[0]
+        run = _default_run(command)
+        if run.alive or dead_too:
+            return run
+        raise NothingAliveError(
+            f"no run of yours is alive on this machine; the last of this directory is "
+            f"{run.id}, {run.status}{_goes_on(run)}"
+        )
     at_path = _run_at(Path(os.path.expanduser(which)))
     if at_path is not None and (at_path.alive or dead_too):
         return at_path
     known = find_runs()
-    found = [
-        run
-        for run in known
-        if (run.alive or dead_too) and _is_meant(run, which)
-    ]
-    found = [run for run in found if run.alive] or found[-1:]
+    meant = [at_path] if at_path is not None else _meant(known, which)
+    found = [run for run in meant if run.alive]
+    if not found and dead_too:
+        found = meant[-1:]
     if len(found) == 1:
         return found[0]
     if found:
-        listed = f"{_listed(found)}; name one by its id"
-        raise NoLiveRunError(f"{which} means {len(found)} runs: {listed}")
-    ended = (
-        [at_path]
-        if at_path
-        else [run for run in known if _is_meant(run, which)]
-    )
-    if ended:
-        last = ended[-1]
-        goes_on = (
-            f"; robust-train resume {last.id} goes on" * last.is_unfinished
-        )
         raise NoLiveRunError(
-            f"{which} is not alive: {last.id} {last.status}{goes_on}"
+            f"{which} means {len(found)} runs; name one:{_listed(found, command)}"
         )
-    listed = _listed([run for run in known if run.alive])
-    listed = f"alive are {listed}" if listed else "robust-train ps lists them"
+    if meant:
+        last = meant[-1]
+        raise NoLiveRunError(
+            f"{which} is not alive: {last.id} {last.status}{_goes_on(last)}"
+        )
+    alive = [run for run in known if run.alive]
+    hint = "robust-train ps lists them"
+    if alive:
+        hint = f"alive are:{_listed(alive, command)}"
     raise NoLiveRunError(
-        f"{which}: no run of yours has that id, folder, name or pid; {listed}"
+        f"{which}: no run of yours has that id, folder, name or pid; {hint}"
     )
+
+
+def _default_run(command: str) -> KnownRun:
+    """Return the run that a command means which names none."""
+    known = find_runs()
+    alive = [run for run in known if run.alive]
+    # a disk may be shared with other hosts
+    alive = [run for run in alive if run.is_here] or alive
+    if len(alive) == 1:
+        return alive[0]
+    here = os.getcwd()
+    of_directory = [run for run in known if run.is_of(here)]
+    alive_here = [run for run in alive if run in of_directory]
+    if len(alive_here) == 1:
+        return alive_here[0]
+    if of_directory and not alive_here:
+        return of_directory[-1]
+    if alive:
+        listed = _listed(alive_here or alive, command)
+        raise NoLiveRunError(
+            f"{len(alive_here or alive)} runs of yours are alive; name one:{listed}"
+        )
+    if known:
+        listed = _listed(known[-_MOST_LISTED:], command)
+        raise NothingAliveError(
+            "no run of yours is alive, and none was started in this directory; the last "
+            f"ones elsewhere:{listed}"
+        )
+    raise NothingAliveError(
+        f"no run of yours is alive, and none is on the list in {state_directory()}"
+    )
+
+
+def _goes_on(run: KnownRun) -> str:
+    if not run.is_unfinished:
+        return ""
+    return f"; robust-train resume {run.id} goes on"
 
 
 def _run_at(path: Path) -> KnownRun | None:
@@ -287,6 +365,8 @@ def _run_at(path: Path) -> KnownRun | None:
     if not os.path.lexists(path):
         return None
     for folder in [path] + list(path.parents):
+        if os.path.isfile(folder / SWEEP_FILE):  # it has a lock as well
+            return None
         if any(
             os.path.isfile(folder / name) for name in (LOCK_FILE, STATE_FILE)
         ):
@@ -294,19 +374,35 @@ def _run_at(path: Path) -> KnownRun | None:
     return None
 
 
-def _is_meant(run: KnownRun, which: str) -> bool:
-    state = run.state
-    if which.isdigit():
-        attempt = None if state is None else state.attempt
-        pids = (run.pid, None if attempt is None else attempt.pid)
-        return run.alive and run.is_here and int(which) in pids
-    return which == run.id or (
-        state is not None and which in (state.name,) + state.earlier_ids
+def _meant(runs: Sequence[KnownRun], which: str) -> list[KnownRun]:
+    """Return the runs with this pid, else those with this id or name, else those with an id that
+    begins so, else those in this folder, as a sweep's are."""
+    folder = Path(os.path.expanduser(which)).resolve()
+    ways: tuple[Callable[[KnownRun], bool], ...] = (
+        lambda run: which.isdigit() and int(which) in run.live_pids,
+        lambda run: which in run.names,
+        lambda run: run.has_id_like(which),
+        lambda run: folder in run.run_dir.parents,
     )
+    for is_meant in ways:
+        found = [run for run in runs if is_meant(run)]
+        if found:
+            return found
+    return []
 
 
-def _listed(runs: list[KnownRun]) -> str:
-    return ", ".join(f"{run.id} ({run.run_dir})" for run in runs)
+def _listed(runs: Sequence[KnownRun], command: str) -> str:
+    """Return a line for each run with the command that means it."""
+    rows = [
+        (
+            f"robust-train {command} {run.id}",
+            run.status,
+            None if run.state is None else run.state.name,
+            run.run_dir,
+        )
+        for run in runs
+    ]
+    return "".join(f"\n  {line}" for line in aligned(rows, _COLUMNS)[1:])
 
 
 def _links(directory: Path) -> dict[str, Path]:

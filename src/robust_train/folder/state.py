@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
@@ -62,9 +64,9 @@ _MAX_BYTES = 1 << 20
 class RunState:
     """State of a job. Bytes and seconds (of the epoch); None if unknown."""
 
-    # the job's id in `robust-train queue`, or `0-…` for one that never queued
+    # the job's id in all its launches: the first eight digits of `job`
     id: str
-    # `job_name`, or how model and dataset, the function or the script are called
+    # `job_name`, or the name of model and dataset, function or script
     name: str
     run_dir: str  # where the folder was when the job started
     pid: int  # of the launcher, on `host`
@@ -77,11 +79,13 @@ class RunState:
     state: str = "starting"
     updated: float = 0.0  # when this was written
     schema: int = SCHEMA
-    earlier_ids: tuple[str, ...] = ()  # ids that the job had before
+    # ids of the jobs that this folder has had before
+    earlier_ids: tuple[str, ...] = ()
+    working_directory: str = ""  # where the command was typed
+    ended: float | None = None  # when the job ended; None: it has not
     job: str | None = None  # identity of the job through all its launches
     earlier_seconds: float = 0.0  # duration of the job's launches before
-    # `position`, `reason` and `seconds_left` (null after a time slice: as long as it takes) while
-    # it waits for a GPU
+    # for a GPU: `position`, `reason`, `seconds_left` (null after a time slice: no limit)
     waiting: Mapping[str, Json] | None = None
     attempt: Attempt | None = None  # the last one, as in `summary.json`
     checkpoint: str | None = None  # the last one that was reported
@@ -90,14 +94,15 @@ class RunState:
     longest_pause: float | None = None
     reason: str | None = None  # why the last attempt, or the job, ended
     exit_code: int | None = None  # of the job that ended
-    # of `robust-train resume`; None: no command of ours started the job, an engine such as torchrun
-    # started its ranks, or it holds a secret
+    # of `robust-train resume`; None: started without a command of ours, by an engine such as
+    # torchrun, or with a secret
     resume_command: str | None = None
     was_asked_to_end: bool = False  # by a person, as far as is known
 
     def seconds(self, now: float) -> float:
-        """Return the duration of all launches of the job until ``now``."""
-        return max(self.earlier_seconds + now - self.started, 0.0)
+        """Return the duration of all launches of the job until its end, or ``now``."""
+        end = now if self.ended is None else self.ended
+        return max(self.earlier_seconds + end - self.started, 0.0)
 
     @property
     def is_final(self) -> bool:
@@ -308,7 +313,7 @@ class Summary:
         for name in ("wall_seconds", "wait_seconds"):
             known[name] = known[name] and round(known[name], 3)
         known["checkpoint"] = self.checkpoint and str(self.checkpoint)
-        known |= lacked_by_json(self.objective)
+        known |= lacked_by_json(self.result)
         content: dict[str, Json] = strict_json({"schema": SCHEMA, **known})
         return content
 
@@ -371,21 +376,56 @@ def objective_of(result: Any) -> Any:
 
 
 _LACKED = "not_finite"
+_LACKED_WITHIN = "not_finite_within"
+_Place = tuple[str | int, ...]
 
 
-def lacked_by_json(objective: Any) -> dict[str, Json]:
-    """Return the entry of a file that keeps an objective which JSON lacks: NaN or an infinity."""
+def lacked_by_json(result: Any) -> dict[str, Json]:
+    """Return the entries of a file that keep what JSON lacks in a result, NaN and infinities: its
+    objective, and the place and value of each in a dictionary or list."""
+    found: dict[str, Json] = {}
+    objective = objective_of(result)
     if isinstance(objective, float) and not math.isfinite(objective):
-        return {_LACKED: str(float(objective))}
-    return {}
+        found[_LACKED] = str(float(objective))
+    within = [
+        {"at": list(place), "value": value}
+        for place, value in _not_finite(result, ())
+        if place
+    ]
+    if within:
+        found[_LACKED_WITHIN] = within
+    return found
+
+
+def _not_finite(value: Any, place: _Place) -> Iterator[tuple[_Place, str]]:
+    if isinstance(value, float) and not math.isfinite(value):
+        yield place, str(float(value))
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
+    for key, item in items:
+        yield from _not_finite(item, (*place, key))
 
 
 def with_lacked_by_json(content: Any) -> Any:
-    """Return the content of a file with such an objective back in its result."""
-    if not isinstance(content, dict) or content.get(_LACKED) is None:
+    """Return the content of a file with NaN and infinities back in its result. Raises ValueError:
+    an entry is not one of :func:`lacked_by_json`."""
+    if not isinstance(content, dict):
         return content
-    objective = float(content[_LACKED])
-    result = content.get("result")
-    if isinstance(result, dict):
-        return {**content, "result": {**result, "objective": objective}}
-    return {**content, "result": objective}
+    result: Any = copy.deepcopy(content.get("result"))
+    with contextlib.suppress(LookupError, TypeError):
+        for entry in content.get(_LACKED_WITHIN) or ():
+            *parents, last = entry["at"]
+            holder: Any = result
+            for key in parents:
+                holder = holder[key]
+            holder[last] = float(entry["value"])
+    if content.get(_LACKED) is not None:
+        objective = float(content[_LACKED])
+        if isinstance(result, dict):
+            result["objective"] = objective
+        else:
+            result = objective
+    return {**content, "result": result} if "result" in content else content

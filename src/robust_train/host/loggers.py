@@ -4,13 +4,16 @@ A program sets up logging for itself. ``dictConfig`` and ``fileConfig`` disable 
 exists, ``hydra/job_logging=disabled`` leaves no handler, and a level or filter is meant for other
 lines. So each line first takes Python's ordinary way. If none of the handlers there has written it
 to the screen, a line that matters is written to standard error. Whether that is so is asked for
-each line, since a program may change its logging at any time. Outside of jobs, in a program that
-uses a part of the package, any handler that takes a line is enough.
+each line, since a program may change its logging at any time. A program may also put a file or a
+buffer in place of ``sys.stdout`` or ``sys.stderr``, which no one watches: neither is the screen.
+Outside of jobs, in a program that uses a part of the package, any handler that takes a line is
+enough.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import sys
@@ -89,10 +92,13 @@ class PackageLogger(logging.Logger):
         is_routed = bool(passed) and super().isEnabledFor(level)
         if is_routed and self._give_to_handlers(record):
             return
-        if is_routed and _lines.screen is not None:
-            _write(_lines.screen, record)
+        screen = _lines.screen
+        if is_essential and not is_screen(screen):
+            screen = None
+        if is_routed and screen is not None:
+            _write(screen, record)
         elif is_essential or (passed and self._is_jobs(level)):
-            _write(sys.stderr or sys.__stderr__, record)
+            _write(standard_error() if _lines.is_job else sys.stderr, record)
 
     def _give_to_handlers(self, record: logging.LogRecord) -> bool:
         """Do what ``callHandlers`` does; return whether that has shown the line."""
@@ -122,16 +128,52 @@ def _is_on_screen(handler: Any) -> bool:
         return any(map(_is_on_screen, listener.handlers))
     console = getattr(handler, "console", None)
     stream = getattr(handler, "stream", None) or getattr(console, "file", None)
+    return is_screen(stream)
+
+
+def is_screen(stream: Any) -> bool:
+    """Return whether what is written to a stream reaches the standard output or error that this
+    process was given: a file or a buffer that a program has put there does not count, but a wrapper
+    of its own does, as those of notebooks."""
     if stream is None or getattr(stream, "closed", False):
         return False
-    screens = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
-    if any(stream is screen for screen in screens):
-        return True
     # a stream that stood there before, or /dev/stderr
     with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
         descriptor = stream.fileno()
-        return any(os.path.sameopenfile(descriptor, one) for one in (1, 2))
+        if any(os.path.sameopenfile(descriptor, one) for one in (1, 2)):
+            return True
+        if isinstance(stream, io.TextIOWrapper):
+            return False
+    screens = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    return _may_pass_on(stream) and any(stream is one for one in screens)
+
+
+def _may_pass_on(stream: Any) -> bool:
+    """Return whether an object without a descriptor may write elsewhere: a wrapper has a stream
+    among its attributes, or a list of them, and one that swallows all has none."""
+    if isinstance(stream, io.TextIOBase):
+        return not isinstance(stream, io.StringIO)
+    for value in getattr(stream, "__dict__", {}).values():
+        parts = value if isinstance(value, (list, tuple)) else [value]
+        if any(hasattr(part, "write") for part in parts):
+            return True
     return False
+
+
+def standard_error() -> TextIO:
+    """Return ``sys.stderr``, or the process's first if that is no longer the screen."""
+    first = sys.__stderr__
+    return sys.stderr if first is None or is_screen(sys.stderr) else first
+
+
+def standard_output() -> TextIO:
+    """Return ``sys.stdout``, or the process's first if a file is in its place: what attempts print
+    goes through it, and warnings are in that. A buffer is there to collect all of it."""
+    first = sys.__stdout__
+    is_collected = isinstance(sys.stdout, io.StringIO)
+    if first is None or is_collected or is_screen(sys.stdout):
+        return sys.stdout
+    return first
 
 
 def _write(stream: TextIO | None, record: logging.LogRecord) -> None:

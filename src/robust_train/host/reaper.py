@@ -2,7 +2,8 @@
 
 It knows the job's processes by their mark, whatever session, environment or parent they gave
 themselves. When the launcher is gone, it asks them to stop, gives them time for a last checkpoint
-and kills what is left.
+and kills what is left. A fork whose parent is gone is killed at once: it has the signal handlers of
+a program that has ended, and would save a checkpoint of its own.
 
 This file is run by itself in an interpreter without site-packages (15 ms, 10 MiB): it imports
 nothing but the standard library. Its command line names neither the package nor the job, and its
@@ -19,9 +20,13 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 _PR_SET_NAME = 15
+_PF_FORKNOEXEC = (
+    0x40  # a flag of a process that still runs its parent's program
+)
 _KILL_SECONDS = 5.0  # a process may hang in the kernel
 _CHECK_MS = 1000
 """A fork of the launcher may keep the pipe open, so the parent's id is checked as well."""
@@ -29,7 +34,8 @@ _CHECK_MS = 1000
 
 def main() -> None:
     """Run as ``python -I -S reaper.py PIPE LAUNCHER STOP_SIGNAL GRACE SIGNAL…``. The launcher
-    writes the job's mark into the pipe, in lines, the last of which counts."""
+    writes into the pipe, in lines, the job's mark, the last of which counts, and after an ``i`` the
+    id of each interpreter, which is asked to stop whatever has become of its parent."""
     pipe, launcher, stop_signal, grace_seconds = sys.argv[1:5]
     stop_signals = [int(signum) for signum in sys.argv[5:]]
     for signum in stop_signals:
@@ -45,24 +51,39 @@ def main() -> None:
             if not data:
                 break
             marks += data
-    if marks:
-        mark = int(marks.split()[-1])
-        end_marked(mark, os.getuid(), int(stop_signal), float(grace_seconds))
+    interpreters = {
+        int(word[1:]) for word in marks.split() if word.startswith(b"i")
+    }
+    own = [int(word) for word in marks.split() if word.isdigit()]
+    if own:
+        end_marked(
+            own[-1],
+            os.getuid(),
+            int(stop_signal),
+            float(grace_seconds),
+            interpreters,
+        )
 
 
 def end_marked(
-    mark: int, uid: int, stop_signal: int, grace_seconds: float
+    mark: int,
+    uid: int,
+    stop_signal: int,
+    grace_seconds: float,
+    interpreters: Collection[int] = (),
 ) -> None:
-    """Ask the processes of a user with a mark to stop, those that none of the others has started;
-    after ``grace_seconds`` kill all."""
+    """Ask the processes of a user with a mark to stop, those that none of the others has started,
+    but kill forks among them that are none of the ``interpreters``; after ``grace_seconds`` kill
+    all."""
     kill_at, is_asked = time.monotonic() + grace_seconds, False
     while (now := time.monotonic()) < kill_at + _KILL_SECONDS:
         left = _marked(mark, uid)
         if not left:
             return
-        for pid, parent in left.items():
+        for pid, (parent, is_fork) in left.items():
+            is_left_behind = parent not in left and pid not in interpreters
             with contextlib.suppress(OSError):
-                if now >= kill_at:
+                if now >= kill_at or (is_fork and is_left_behind):
                     os.kill(pid, signal.SIGKILL)
                 elif not is_asked and parent not in left:
                     os.kill(pid, stop_signal)
@@ -78,20 +99,22 @@ def mark_of(pid: int | str) -> int | None:
     return None
 
 
-def _marked(mark: int, uid: int) -> dict[int, int]:
-    """Return a user's living processes with a mark, but this one, and their parents."""
+def _marked(mark: int, uid: int) -> dict[int, tuple[int, bool]]:
+    """Return a user's living processes with a mark, but this one, with the parent of each and
+    whether it is a fork that runs the program of that."""
     found = {}
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with (
             contextlib.suppress(OSError),
             open(f"/proc/{pid}/stat", "rb") as file,
         ):
-            state, parent = file.read().rpartition(b")")[2].split()[:2]
+            state, parent, *fields = file.read().rpartition(b")")[2].split()
             is_meant = (
                 os.fstat(file.fileno()).st_uid == uid and mark_of(pid) == mark
             )
             if is_meant and pid != os.getpid() and state not in (b"Z", b"X"):
-                found[pid] = int(parent)
+                is_fork = bool(int(fields[4]) & _PF_FORKNOEXEC)
+                found[pid] = int(parent), is_fork
     return found
 
 

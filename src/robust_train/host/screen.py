@@ -14,11 +14,14 @@ import logging
 import os
 import re
 import select
+import signal
 import socket
 import stat
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
@@ -190,6 +193,9 @@ _MOVES = re.compile(rb"\n|\x1b\[(\d*)([AB])")
 _MOST_BELOW = 10
 _LONGEST_LINE_BYTES = 1 << 14
 _SAVE, _RESTORE, _ERASE = b"\x1b7", b"\x1b8", b"\r\x1b[J"
+_AT_STOP = (
+    b"stopped by Ctrl-Z: training continues meanwhile; fg shows it again\r\n"
+)
 _ONE_DOWN = b"\x1bD"  # scrolls at the end of the screen, and keeps the column
 
 
@@ -213,7 +219,7 @@ class LiveArea:
             highlight=False,
         )
         self._status: list[bytes] = []
-        self._is_drawn = False
+        self._is_drawn = self._clears_at_stop = False
         self._source: object = None  # who wrote the line with the cursor
         self._line = b""  # its last state
         self._below = 0  # lines of the output that are below the cursor
@@ -228,9 +234,25 @@ class LiveArea:
 
     def __enter__(self) -> LiveArea:
         self._screen.area = self
+        is_main = threading.current_thread() is threading.main_thread()
+        # a program that has a handler of its own for Ctrl-Z keeps it
+        if is_main and signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
+            self._clears_at_stop = True
+            signal.signal(signal.SIGTSTP, self._on_stop)
         return self
 
+    def _on_stop(self, signum: int, frame: FrameType | None) -> None:
+        """Clear the status and stop this process, as Ctrl-Z does; the next status shows again."""
+        self._screen.write(self._erase() + self._next_line() + _AT_STOP)
+        self._is_drawn = False
+        signal.signal(signum, signal.SIG_DFL)
+        os.kill(os.getpid(), signum)  # returns once the process is continued
+        signal.signal(signum, self._on_stop)
+
     def __exit__(self, *error: object) -> None:
+        if self._clears_at_stop:
+            self._clears_at_stop = False
+            signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         self._status = []
         self.settle(self._source)
         self._screen.area = None

@@ -12,6 +12,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from robust_train.model.errors import (
+    EXIT_FAILED,
     WARNING_SIGNALS,
     ConfigError,
     JobInterrupted,
@@ -70,17 +71,27 @@ def keep_ends_of_children() -> bool:
 
 
 _show_uncaught = sys.excepthook
+_shown: BaseException | None = None
 
 
-def end_without_traceback_if_uncaught() -> None:
-    """Have a stop or a refusal that no one catches end the interpreter with its exit code.
+def is_at_prompt() -> bool:
+    """Return whether a person types what this interpreter runs."""
+    return bool(sys.flags.interactive) or hasattr(sys, "ps1")
+
+
+def end_without_traceback_if_uncaught(
+    shown: BaseException | None = None,
+) -> None:
+    """Have a stop or a refusal that no one catches end the interpreter with its exit code, and the
+    error that is ``shown`` already.
 
     Of a stop the last lines have said all there is to say; a :class:`ConfigError` is one line. A
     prompt shows it and stays.
     """
-    global _show_uncaught
-    if sys.flags.interactive or hasattr(sys, "ps1"):
+    global _show_uncaught, _shown
+    if is_at_prompt():
         return
+    _shown = shown
     if sys.excepthook is not _end_if_ours:
         _show_uncaught, sys.excepthook = sys.excepthook, _end_if_ours
 
@@ -94,6 +105,8 @@ def _end_if_ours(
         print(error, file=sys.stderr)
     if isinstance(error, ConfigError | KeyboardInterrupt):
         raise SystemExit(getattr(error, "exit_code", 130))
+    if error is _shown:
+        raise SystemExit(getattr(error, "exit_code", EXIT_FAILED))
     _show_uncaught(kind, error, frames)
 
 

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -147,7 +146,7 @@ def _fit(
     if has_data:
         is_module = hasattr(data, "train_dataloader")
         options["datamodule" if is_module else "train_dataloaders"] = data
-    if "weights_only" in inspect.signature(own).parameters:
+    if "weights_only" in compat.signature_as_written(own).parameters:
         # the job's own file, whose hyperparameters may be modules and functions
         options.setdefault("weights_only", False)
     try:

@@ -11,6 +11,7 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from robust_train.attempt.run import Run, live_of
 from robust_train.compat import LATEST, accumulates_now, logged_by
 from robust_train.integrations.sample_order import SampleOrder
 from robust_train.integrations.steering import InStep, OpenStep, lightning
+from robust_train.step.copies import is_small
 from robust_train.step.splitting import Part
 
 log = logging.getLogger("robust_train.integrations")
@@ -31,6 +33,7 @@ _automatic: Any = lightning(".loops.optimization.automatic")
 _strategies: Any = lightning(".strategies")
 _LightningModule: Any = lightning().LightningModule
 _aggregation: Any = importlib.import_module("torchmetrics.aggregation")
+_Metric: Any = importlib.import_module("torchmetrics").Metric
 _AutomaticOptimization: Any = _automatic._AutomaticOptimization
 
 
@@ -338,12 +341,16 @@ class _Logs:
         self._has_warned: set[str] = set()
         self._checked: set[str] = set()  # names of objects that aggregate
         self._are_losses: dict[str, bool] = {}  # of values that are no means
+        # of metrics by their ids, at the start of the batch that is in parts
+        self._states: dict[int, _States] = {}
 
     @contextlib.contextmanager
     def part(self, part: Part) -> Iterator[_OfPart]:
         """Yield what is logged within the block, of a part of a batch."""
         results = logged_by(self._trainer)
         logged = _OfPart(len(part))
+        if not part.start and not part.is_whole:
+            self._states = {id(one): _states_of(one) for one in self._metrics}
         if results is not None:
             results.log = logged.take
         try:
@@ -410,7 +417,9 @@ class _Logs:
         for kind, reduce in _REDUCED:
             if isinstance(metric, kind):
                 return torch.as_tensor(reduce(torch.stack(list(figures))))
-        if options["on_step"] and not isinstance(metric, _Aggregator):
+        mean = _mean(parts, figures)
+        is_checked = isinstance(metric, _Aggregator) or not options["on_step"]
+        if not is_checked and not self._is_of_batch(metric, mean):
             self._warn(
                 name,
                 "self.log(%r, %s, on_step=True): where a batch is split, the value of the step is "
@@ -419,7 +428,24 @@ class _Logs:
                 name,
                 type(metric).__name__,
             )
-        return _mean(parts, figures)
+        return mean
+
+    def _is_of_batch(self, metric: Any, figure: Tensor) -> bool:
+        """Return whether a figure is what the batch alone gave the states of a metric."""
+        before = self._states.get(id(metric))
+        value = None if not before else _value_since(metric, before)
+        if not isinstance(value, Tensor):
+            return False
+        return torch.allclose(value.to(figure), figure, equal_nan=True)
+
+    @functools.cached_property
+    def _metrics(self) -> list[Any]:
+        modules = self._trainer.lightning_module.modules()
+        return [
+            one
+            for one in modules
+            if isinstance(one, _Metric) and not isinstance(one, _Aggregator)
+        ]
 
     def _check_aggregations(self) -> None:
         """Warn of objects for which each part of a batch is a value of its own."""
@@ -491,6 +517,38 @@ class _Logs:
                 kind,
             )
         return torch.as_tensor(getattr(torch, kind)(values))
+
+
+_States = dict[str, Any]
+"""A metric's tensors by their names; of a list its length, since it only grows."""
+
+
+def _states_of(metric: Any) -> _States:
+    """Return a metric's states, to know later what was added; empty if they are large, or not
+    known, as of an old torchmetrics."""
+    states: _States = getattr(metric, "metric_state", {})
+    found = [one for one in states.values() if isinstance(one, Tensor)]
+    if not all(map(is_small, found)):
+        return {}
+    return {
+        name: one.clone() if isinstance(one, Tensor) else len(one)
+        for name, one in states.items()
+    }
+
+
+def _value_since(metric: Any, before: _States) -> Any:
+    """Return a metric's value of what was added to its states; None if that is not possible."""
+    added = copy(metric)
+    try:
+        for name, start in before.items():
+            now = getattr(metric, name)
+            is_list = isinstance(now, list)
+            setattr(added, name, now[start:] if is_list else now - start)
+        # The object's own function would return the value that it has remembered.
+        return type(metric).compute(added)
+    # Whoever wrote the metric knows of no states that are not its own.
+    except Exception:
+        return None
 
 
 def _mean(parts: Sequence[_OfPart], figures: Sequence[Tensor]) -> Tensor:

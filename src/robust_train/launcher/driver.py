@@ -76,6 +76,7 @@ class Driver(Protocol):
     def open(
         self,
         signals: SignalWatch,
+        job_id: str,
         token: str,
         sleep: Callable[[float], None],
         on_wait: Callable[[WaitStatus], None],
@@ -84,7 +85,8 @@ class Driver(Protocol):
 
         Args:
             signals: those of the launcher's process.
-            token: the last part of the job's id.
+            job_id: the job's id, which the queue shows.
+            token: the mark of this launch's processes.
             sleep: how to wait; what it raises ends the waiting.
             on_wait: called with each status of a wait for a GPU.
         """
@@ -141,6 +143,7 @@ class HostDriver:
     def open(
         self,
         signals: SignalWatch,
+        job_id: str,
         token: str,
         sleep: Callable[[float], None],
         on_wait: Callable[[WaitStatus], None],
@@ -157,6 +160,7 @@ class HostDriver:
                 sleep,
                 on_wait,
                 token,
+                job_id=job_id,
                 in_sweep=plan.surroundings.in_sweep,
             )
         except BaseException:

@@ -155,9 +155,10 @@ def _failure(
             by_oom_killer(ending.failure) if end.oom_killed else ending.failure
         )
     if end.was_stopped:
-        return Failure(
-            FailureKind.INTERRUPTED, "did not stop in time and was killed"
-        )
+        why = "did not stop in time and was killed"
+        if end.was_hurried:
+            why = "killed at once by a second signal"
+        return Failure(FailureKind.INTERRUPTED, why)
     oom_killed, rank, returncode = end.oom_killed, None, end.returncode
     if isinstance(ending, RankDied):
         rank, returncode = ending.rank, ending.returncode

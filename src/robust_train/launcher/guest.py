@@ -159,6 +159,7 @@ class RankDriver:
     def open(
         self,
         signals: SignalWatch,
+        job_id: str,
         token: str,
         sleep: Callable[[float], None],
         on_wait: Callable[[WaitStatus], None],

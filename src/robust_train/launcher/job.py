@@ -49,7 +49,6 @@ from robust_train.model.events import (
 from robust_train.model.failure import FailureKind
 from robust_train.model.spec import AttemptSpec, Decision, GiveUp, Retry
 from robust_train.policy.decide import concluded
-from robust_train.queue.waiting import WaitStatus
 from robust_train.report import narration
 
 log = logging.getLogger("robust_train")
@@ -128,12 +127,17 @@ class Job:
     def _train(self) -> Summary:
         """Run attempts until one completes or no remedy is left."""
         driver = self.driver
-        driver.open(self.signals, self.folder.token, self.sleep, self._on_wait)
+        driver.open(
+            self.signals,
+            self.state.id,
+            self.folder.token,
+            self.sleep,
+            self.folder.waits,
+        )
         try:
             with self._waiting():
                 fewer = self.policy.fewer_ranks(self.plan.config.num_gpus)
                 gpus = driver.devices.acquire(fewer)
-            self.folder.queued(driver.devices.queue.job_id)
             self.folder.acquired(gpus, self._wait_seconds)
             driver.executor.prepare(self._tick)
             first = driver.first(self.beginning, self.policy, gpus)
@@ -346,10 +350,6 @@ class Job:
         self.hooks.tick(None)
         self.driver.executor.poll()
 
-    def _on_wait(self, status: WaitStatus) -> None:
-        self.folder.queued(self.driver.devices.queue.job_id)
-        self.folder.waits(status)
-
     def _end_with(self, error: BaseException) -> Summary:
         """Record the end of a job without a last decision; raise what its caller has to know."""
         status, reason, raised = failure_of_launcher(error, self.folder.pruned)
@@ -380,7 +380,7 @@ class Job:
         self.folder.record(JobEnded(status, reason))
         # first, because what features compute takes time and may fail
         summary.write()
-        self.folder.ended(status, reason, exit_code)
+        self.folder.ended(status, reason, exit_code, summary.wall_seconds)
         summary = self.hooks.end(summary)
         summary.write()
         # else the caller prints one line

@@ -29,7 +29,7 @@ from robust_train.config.attempt import (
     early_imports,
 )
 from robust_train.config.trainers import TrainerRef
-from robust_train.failures.exits import last_shortage_in
+from robust_train.failures.exits import last_shortage_in, signal_of
 from robust_train.failures.shortage import no_room_to_import
 from robust_train.host.linux import TICK_SECONDS, readable
 from robust_train.host.memory import (
@@ -58,7 +58,7 @@ from robust_train.model.events import (
     Stalled,
 )
 from robust_train.model.failure import FailureKind
-from robust_train.readable import duration, shortened
+from robust_train.readable import duration, shortened, signal_name
 
 log = logging.getLogger("robust_train")
 
@@ -109,6 +109,7 @@ class ProcessExecutor:
         self._ranks, self._has_standby = ranks, has_standby
         self._modules = tuple(early_imports(cfg))
         self._standby_bytes = 0
+        self._has_lost_one = False  # before its attempt
         self._interpreters = take_early()
         with contextlib.suppress(OSError):  # tried again for the attempt
             for one in self._waiting():
@@ -191,9 +192,12 @@ class ProcessExecutor:
                     preparation(()) if one.is_asked else self._preparation()
                 )
             interpreters.await_prepared(found, tick)
-            for one in found:
-                if one.returncode is not None:
-                    self._on_death_at_import(one.returncode)
+            ends = [
+                one.returncode for one in found if one.returncode is not None
+            ]
+            if ends:
+                self._on_death_at_import(ends[0])
+                continue
             if all(one.is_usable for one in found):
                 interpreters.pump.release()
                 return found
@@ -234,20 +238,36 @@ class ProcessExecutor:
         return wanted
 
     def _on_death_at_import(self, returncode: int) -> None:
-        """Handle an import that has ended its process.
+        """Handle an interpreter that has ended before its attempt: an import has ended it, or
+        someone has killed it, which need not happen again.
 
         Raises:
-            ConfigError: a limit of this process leaves no room for it.
+            ConfigError: a limit of this process leaves no room for it, or it was the second one.
         """
         problem = no_room_to_import(next(iter(self._modules), "Python"), None)
-        if problem or not self._modules:
-            raise ConfigError(
-                problem or f"an interpreter ends at its start ({returncode})"
+        if problem:
+            raise ConfigError(problem)
+        number = signal_of(returncode)
+        how = f"exit code {returncode}"
+        if number:
+            how = signal_name(number)
+        if self._modules:
+            log.warning(
+                "importing libraries early ended the process (%s), so each attempt imports them "
+                "itself",
+                how,
             )
-        log.warning(
-            "importing libraries early ended the process (%d), so each attempt imports them itself",
-            returncode,
-        )
+        elif self._has_lost_one:
+            raise ConfigError(
+                f"two interpreters have ended before their attempt began ({how}); try "
+                f"{sys.executable} -c pass, which shows whether Python starts here"
+            )
+        else:
+            self._has_lost_one = True
+            log.warning(
+                "an interpreter ended before its attempt began (%s); another one is started",
+                how,
+            )
         self._modules = ()
         self.close()
 
@@ -296,6 +316,7 @@ class RunningAttempt:
         self._request = request
         self._on_event = on_event
         self._grace_seconds = request.config.stop_grace_seconds
+        self._was_hurried = False
         self._oom_kills = OomKillWatch()
         interpreters.pump.start_log(request.log_file)
         pids = [one.pid for one in processes]
@@ -522,6 +543,7 @@ class RunningAttempt:
             stacks=stacks,
             stalled="" if stalled is None else stalled.what,
             was_stopped=bool(signals.received),
+            was_hurried=self._was_hurried,
             oom_killed=self._oom_kills.killed(),
             workers=workers.count if is_known else None,
             workers_hold_most=workers.hold_most if is_known else None,
@@ -529,6 +551,7 @@ class RunningAttempt:
 
     def _on_signal(self, signum: int) -> None:
         if self._is_stopping:
+            self._was_hurried = True
             self._kill_in(0.0)
             return
         self._is_stopping = True

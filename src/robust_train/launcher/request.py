@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -70,6 +71,7 @@ def request_for(
         has_live_status=plan.surroundings.owns_terminal,
         asked=asked,
         is_first=is_first,
+        start_method=multiprocessing.get_start_method(allow_none=True),
         features=tuple(
             feature.attempt for feature in plan.features if feature.attempt
         ),

@@ -15,12 +15,13 @@ from typing import Any
 
 from robust_train.config.trainers import name_of
 from robust_train.folder import run_list
-from robust_train.folder.hydra_state import about_job
+from robust_train.folder.hydra_state import about_job, working_directory
 from robust_train.folder.identity import (
     begin_job,
     complete_job,
     count_launch,
     resume_from,
+    shown_id,
 )
 from robust_train.folder.journal import Journal
 from robust_train.folder.lock import RunLock
@@ -67,6 +68,7 @@ log = logging.getLogger("robust_train")
 
 _POLL_SECONDS = 0.4
 _TAKING_REQUESTS = ("running", "between attempts", "stopping")
+_MOST_IDS = 50
 
 
 class RunFolder:
@@ -89,7 +91,7 @@ class RunFolder:
         signals: SignalWatch,
         on_event: Callable[[Event, Attempt | None], None],
     ) -> None:
-        # the part of the job's id that it has from the start
+        # the mark of this launch's processes
         self.token = os.urandom(3).hex()
         self._plan = plan
         self._config = plan.config
@@ -97,10 +99,10 @@ class RunFolder:
         self._signals = signals
         self._sweep_folder = plan.surroundings.sweep_folder
         self._on_event = on_event
-        job_id, now = f"0-{self.token}", time.time()
-        self._lock = RunLock(run_dir, job_id)
+        now = time.time()
+        self._lock = RunLock(run_dir, self.token)
         state = RunState(
-            id=job_id,
+            id=self.token,  # until `begin_job` has read whose folder it is
             name=plan.name,
             run_dir=str(run_dir),
             pid=os.getpid(),
@@ -109,10 +111,13 @@ class RunFolder:
             started=now,
             since=now,
             resume_command=plan.resume_command,
+            working_directory=working_directory(),
         )
         if (before := read_state(run_dir)) is not None:
             state = replace(
                 state,
+                id=before.id,
+                earlier_ids=before.earlier_ids,
                 job=before.job,
                 longest_pause=before.longest_pause,
                 earlier_seconds=round(before.seconds(before.updated), 3),
@@ -162,9 +167,20 @@ class RunFolder:
                 self._run_dir / REQUESTS,
                 error.strerror,
             )
+        self._take_id(shown_id(self.beginning.job))
         self._file.write_if_due()
         run_list.register(self._run_dir, self.token)
         return self
+
+    def _take_id(self, job: str) -> None:
+        """Take the job's id; that of another job which had the folder before still finds it."""
+        before = self.state
+        if before.id == job:
+            return
+        earlier = before.earlier_ids
+        if before.id != self.token:
+            earlier += (before.id,)
+        self._change(id=job, earlier_ids=earlier[-_MOST_IDS:])
 
     def __exit__(
         self,
@@ -212,14 +228,6 @@ class RunFolder:
         if not self._signals.received and self._sweep_is_stopped():
             log.info("the sweep is stopped")
             self._signals.deliver(signal.SIGTERM)
-
-    def queued(self, job_id: str) -> None:
-        """Take over the job's id in the host's queue, empty if it has none."""
-        state = self.state
-        if job_id not in ("", state.id):
-            self._change(
-                id=job_id, earlier_ids=state.earlier_ids + (state.id,)
-            )
 
     def waits(self, status: WaitStatus) -> None:
         """Record that the job waits for a GPU."""
@@ -326,13 +334,20 @@ class RunFolder:
         status: str,
         reason: str | None,
         exit_code: int | None = None,
+        wall_seconds: float | None = None,
     ) -> None:
         """Record the job's end; ``status`` and ``reason`` as ``summary.json`` has them."""
         if status == "completed":
             complete_job(self._run_dir, self.beginning.job)
         code = EXIT_CODES.get(status) if exit_code is None else exit_code
         was_asked = self._is_users_stop(status)
-        if self._is_counted and (code == EXIT_BAD_CONFIG or was_asked):
+        attempt = self.state.attempt
+        is_bug = (
+            status == "failed" and attempt is not None and attempt.is_sure_bug
+        )
+        if self._is_counted and (
+            code == EXIT_BAD_CONFIG or was_asked or is_bug
+        ):
             self._is_counted = False
             count_launch(self._run_dir, self.beginning.job, -1)
         self._change(
@@ -341,6 +356,9 @@ class RunFolder:
             exit_code=code,
             waiting=None,
             was_asked_to_end=was_asked,
+            ended=time.time()
+            if wall_seconds is None
+            else self.state.started + wall_seconds,
         )
 
     def _is_users_stop(self, status: str) -> bool:

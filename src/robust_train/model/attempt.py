@@ -35,7 +35,7 @@ from robust_train.model.events import (
     TrainingStarted,
     UpdateSkipped,
 )
-from robust_train.model.failure import Evidence, Failure, FailureKind
+from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 from robust_train.model.gpu import Group, gpus_of
 from robust_train.model.json import as_json, finite, from_json
 from robust_train.model.spec import AttemptSpec, Speed
@@ -78,6 +78,7 @@ class Exit:
     stacks: str = field(default="", repr=False)
     stalled: str = ""  # what stood still, for an attempt that was ended for it
     was_stopped: bool = False  # the launcher had asked it to stop
+    was_hurried: bool = False  # a second signal has killed it at once
     oom_killed: bool | None = None  # by the kernel; None if unknown
     # the data-loader workers of its processes, and whether they held most of the memory; None if
     # unknown
@@ -330,6 +331,14 @@ class Attempt:
     def kind(self) -> FailureKind | None:
         """The failure's kind."""
         return None if self.failure is None else self.failure.kind
+
+    @property
+    def is_sure_bug(self) -> bool:
+        """Whether its trainer's own code failed, as it will until someone changes that."""
+        return self.kind is FailureKind.BUG and self.evidence.clue in (
+            None,
+            Clue.USER_ERROR,
+        )
 
     @property
     def message(self) -> str | None:

@@ -132,8 +132,7 @@ class CheckpointSaved(Event):
 
 @dataclass(frozen=True)
 class UpdateSkipped(Event):
-    """Loss or gradient norm of a step was not finite, so ``run.step`` left the update out;
-    ``in_a_row`` steps by now."""
+    """``run.step`` left an update out that was not finite, ``in_a_row`` of them by now."""
 
     name = "update_skipped"
     step: int
@@ -142,7 +141,7 @@ class UpdateSkipped(Event):
 
 @dataclass(frozen=True)
 class CheckpointFailed(Event):
-    """A checkpoint could not be saved, for this ``reason``; it is tried again in a minute."""
+    """A checkpoint could not be saved; it is tried again in a minute."""
 
     name = "checkpoint_failed"
     is_frequent = True
@@ -151,7 +150,7 @@ class CheckpointFailed(Event):
 
 @dataclass(frozen=True)
 class MemoryReported(EventOfRank):
-    """Memory in use at a moment called ``milestone``: of CUDA, or of the process without it."""
+    """Memory in use at a ``milestone``: of CUDA, or of the process without it."""
 
     name = "memory"
     is_frequent = True
@@ -208,7 +207,7 @@ class MemoryCleared(Event):
 
 @dataclass(frozen=True)
 class MemoryHeld(Event):
-    """A failed attempt in this process still holds memory; ``description`` names the holders."""
+    """A failed attempt in this process still holds memory."""
 
     name = "memory_held"
     description: str
@@ -235,7 +234,7 @@ class _MicroBatchEvent(EventOfRank):
 
 @dataclass(frozen=True)
 class MicroBatchChanged(_MicroBatchEvent):
-    """The micro-batch size changed inside an attempt, in training or in evaluation."""
+    """The micro-batch size changed inside an attempt."""
 
     name = "micro_batch_changed"
     is_frequent = True
@@ -244,7 +243,7 @@ class MicroBatchChanged(_MicroBatchEvent):
 
 @dataclass(frozen=True)
 class MicroBatchExhausted(_MicroBatchEvent):
-    """Memory ran out at the smallest micro-batch size as well; ``tried`` lists all sizes."""
+    """Memory ran out at the smallest micro-batch size as well."""
 
     name = "micro_batch_exhausted"
     is_frequent = True
@@ -253,7 +252,7 @@ class MicroBatchExhausted(_MicroBatchEvent):
 
 @dataclass(frozen=True)
 class SplitChecked(Event):
-    """A step cannot be computed in parts without a change: the losses of parts do not add up.
+    """A step cannot be split without a change: the losses of parts do not add up.
 
     Attributes:
         step: the first one that was to be split.
@@ -273,8 +272,7 @@ class SplitChecked(Event):
 
 @dataclass(frozen=True)
 class CheckpointUnused(Event):
-    """What lies where a script's checkpoints are expected cannot be used; ``text`` is a sentence
-    with the reason, and ``path`` names a file that is not whole."""
+    """A script's checkpoint cannot be used, for the reason in ``text``; ``path``: it is cut off."""
 
     name = "checkpoint_unused"
     text: str
@@ -283,7 +281,7 @@ class CheckpointUnused(Event):
 
 @dataclass(frozen=True)
 class BatchKept(Event):
-    """No attempt may split the batch in another way; ``reason`` is why that changes training."""
+    """No attempt may split the batch in another way, for that would change training."""
 
     name = "batch_kept"
     reason: str
@@ -291,8 +289,7 @@ class BatchKept(Event):
 
 @dataclass(frozen=True)
 class BatchTaken(Event):
-    """The trainer's data has a batch size of its own, ``asked``, which is the job's from here on;
-    the others are what this attempt makes of it."""
+    """The trainer's data has a batch size of its own, ``asked``; the attempt makes these of it."""
 
     name = "batch_taken"
     asked: int
@@ -302,7 +299,7 @@ class BatchTaken(Event):
 
 @dataclass(frozen=True)
 class BatchSizeFound(Event):
-    """Probes before training found the largest micro-batch; None if not even the smallest fits.
+    """Probes found the largest micro-batch; None if not even the smallest fits.
 
     ``search`` describes the probes (see :class:`robust_train.step.probing.FoundBatchSize`).
     """
@@ -326,7 +323,7 @@ class BatchSizeFound(Event):
 
 @dataclass(frozen=True)
 class MemoryTight(EventOfRank):
-    """In two steps in a row torch's allocator emptied its cache to find room (once an attempt)."""
+    """torch's allocator emptied its cache in two steps in a row (once an attempt)."""
 
     name = "memory_tight"
     step: int
@@ -335,7 +332,7 @@ class MemoryTight(EventOfRank):
 
 @dataclass(frozen=True)
 class OutOfMemory(EventOfRank):
-    """What filled the memory when it ran out was written to files of the run folder."""
+    """Memory ran out; what filled it was written to these files."""
 
     name = "out_of_memory"
     kind: FailureKind
@@ -386,7 +383,7 @@ class ScriptEnded(Event):
 
 @dataclass(frozen=True)
 class UserEvent(Event):
-    """An event of the trainer's own: any name, any fields of JSON's types."""
+    """An event of the trainer's own, with any fields of JSON's types."""
 
     name = "user"
     is_frequent = True
@@ -482,7 +479,7 @@ class LibrariesImported(Event):
 
 @dataclass(frozen=True)
 class PauseLearned(Event):
-    """The longest pause between two reports of progress so far, from which the limit follows."""
+    """The longest pause between two reports of progress so far."""
 
     name = "pause_learned"
     seconds: float
@@ -508,8 +505,7 @@ class Stalled(Event):
 
 @dataclass(frozen=True)
 class Slow(Event):
-    """What has cost the attempt this ``share`` of its time for ten minutes; all empty once
-    nothing does."""
+    """What has cost this ``share`` of the time for ten minutes; empty once nothing does."""
 
     name = "slow"
     what: str = ""  # `data`, `rank N`, `GPU N`, or `process PID`
@@ -522,7 +518,7 @@ class Slow(Event):
 
 @dataclass(frozen=True)
 class JobStarted(Event):
-    """A launch begins in the run folder; ``job`` identifies the job through all its launches."""
+    """A launch begins; ``job`` identifies the job through all launches."""
 
     name = "job_started"
     run_dir: str
@@ -557,7 +553,7 @@ class AttemptStarted(Event):
 
 @dataclass(frozen=True)
 class DecidedAgain(Event):
-    """The last decision could not be carried out; why: ``waited_in_vain`` or ``lost_race``."""
+    """The last decision was not carried out; ``why``: ``waited_in_vain`` or ``lost_race``."""
 
     name = "decided_again"
     why: str

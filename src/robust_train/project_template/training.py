@@ -26,8 +26,8 @@ def train(cfg: DictConfig, run: Run) -> float:
         x, y = batch  # any part of the step's samples
         return nn.functional.cross_entropy(model(x.to(device)), y.to(device))
 
-    first = load(run, model, optimizer)
-    run.started(first)
+    state = {"model": model, "optimizer": optimizer}
+    first = run.load(state)
     # samples per optimizer step: constant, also when the launcher halves the micro-batch size
     samples = (
         cfg.training.batch_size * cfg.training.gradient_accumulation_steps
@@ -47,7 +47,7 @@ def train(cfg: DictConfig, run: Run) -> float:
         run.progress(step, total_steps=cfg.spirals.steps)
         is_last = step == cfg.spirals.steps or run.should_stop()
         if run.should_save() or is_last:
-            save(run, model, optimizer, step)
+            run.save(state, step)
         if is_last:
             break
     with torch.no_grad():
@@ -64,36 +64,3 @@ def two_spirals(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
         torch.stack([turned.cos(), turned.sin()], dim=1) * angle[:, None] / 4
     )
     return points + torch.randn_like(points) * 0.02, labels
-
-
-def save(
-    run: Run,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    step: int,
-) -> None:
-    """Write a checkpoint, whole or not at all, and report it."""
-    run.checkpoint_dir.mkdir(exist_ok=True)
-    path = run.checkpoint_dir / "last.pt"
-    state = {
-        "step": step,
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-    }
-    torch.save(state, path.with_suffix(".tmp"))
-    path.with_suffix(".tmp").replace(path)
-    run.checkpoint_saved(path, step)
-
-
-def load(
-    run: Run,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-) -> int:
-    """Load the last checkpoint, if there is one; return the steps done so far."""
-    if run.resume_checkpoint is None:
-        return 0
-    state = torch.load(run.resume_checkpoint, weights_only=True)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    return int(state["step"])

@@ -61,9 +61,10 @@ class Devices:
         sleep: Callable[[float], None],
         # called with each status of the waiting
         on_wait: Callable[[WaitStatus], None] = lambda status: None,
-        # the last part of the job's id in the host's queue; empty: any
+        # marks the job's processes and its record in the host's queue; empty: any
         token: str = "",
         *,
+        job_id: str = "",
         in_sweep: bool = False,
     ) -> None:
         self._config = config
@@ -80,6 +81,7 @@ class Devices:
         self._named: tuple[str, ...] = ()
         self._slice_ends = 0.0
         job = QueuedJob(
+            job=job_id,
             name=job_name,
             run_dir=str(run_dir),
             jobs_per_device=config.gpu_jobs_per_device,

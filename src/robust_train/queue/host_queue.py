@@ -67,7 +67,7 @@ class HostQueue:
         directory: the queue directory; None: no reservations at all.
         read: reads the GPUs; its argument asks for their processes too.
         job: its name, run folder, jobs per GPU and urgency.
-        token: the last part of the job's id, six hexadecimal digits; empty: any.
+        token: marks the job's processes and its record, six hexadecimal digits; empty: any.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class HostQueue:
 
     @property
     def job_id(self) -> str:
-        """As ``robust-train queue`` shows it; empty before the job had a ticket."""
+        """Of its record in the queue; empty before the job had a ticket."""
         return self._job.id
 
     @property

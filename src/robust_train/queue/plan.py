@@ -367,12 +367,10 @@ def who_goes_first(job: QueuedJob, order: Sequence[QueuedJob]) -> str:
     """Return why a later job goes before this one; empty if none does."""
     for other in order[: order.index(job)]:
         if other.owner == job.owner and other.urgency > job.urgency:
-            return f"job {other.id} goes first: its queue_priority is higher"
+            return f"job {other.shown_id} goes first: its queue_priority is higher"
         if other.owner != job.owner and other.order > job.order:
             user = user_name(other.owner)
-            return (
-                f"job {other.id} of {user} goes first: {user} holds fewer GPUs"
-            )
+            return f"job {other.shown_id} of {user} goes first: {user} holds fewer GPUs"
     return ""
 
 
@@ -393,11 +391,15 @@ def why_waiting(
         gpu.uuid: id_ for id_, group in decided.groups.items() for gpu in group
     }
     promised |= dict.fromkeys(decided.kept, decided.first)
+    shown_ids = {one.id: one.shown_id for one in decided.order}
     found: defaultdict[tuple[int, str], list[GpuState]] = defaultdict(list)
     for state in gpu_states(others, gpus).values():
         if state.gpu.uuid in job.only:
             promised_to = promised.get(state.gpu.uuid, job.id)
-            found[_obstacle(state, job, promised_to)].append(state)
+            kept_for = None
+            if promised_to != job.id:
+                kept_for = shown_ids[promised_to]
+            found[_obstacle(state, job, kept_for)].append(state)
     available = len(found.pop(_NONE, ()))
     awaited = decided.kept[: job.count] if decided.first == job.id else ()
 
@@ -431,7 +433,7 @@ _NONE = 0, ""
 def _obstacle(
     state: GpuState,
     job: QueuedJob,
-    promised_to: str,
+    kept_for: str | None,
 ) -> tuple[int, str]:
     """Return how far away a GPU is, for sorting, and why; ``_NONE`` if the job could have it."""
     if state.gpu.unusable is not None:
@@ -449,8 +451,8 @@ def _obstacle(
     if state.usable < job.reserved_bytes:
         is_ours = state.gpu.free_bytes + state.in_use() >= job.reserved_bytes
         return (2, "ours") if is_ours else (3, "others")
-    if promised_to != job.id:
-        return 0, f"kept for job {promised_to}, which is ahead in the queue"
+    if kept_for is not None:
+        return 0, f"kept for job {kept_for}, which is ahead in the queue"
     return _NONE
 
 
@@ -467,7 +469,9 @@ def _sentence(
         usable = max(max(state.usable for state in states), 0)
         most = "at most " if len(states) > 1 else ""
         text = f"{most}{usable // MIB} of {mib(job.reserved_bytes)} free"
-        jobs = dict.fromkeys(one.id for state in states for one in state.jobs)
+        jobs = dict.fromkeys(
+            one.shown_id for state in states for one in state.jobs
+        )
         processes = [
             one for state in states for one in state.gpu.processes or ()
         ]
@@ -494,7 +498,7 @@ def describe(jobs: Iterable[QueuedJob], gpus: Sequence[GpuInfo]) -> list[str]:
             who = f"{job.name}, {user_name(job.owner)}"
             leaving = ", which is leaving" * job.draining
             parts.append(
-                f"{mib(job.reserved_bytes)} reserved by job {job.id} ({who}){leaving}"
+                f"{mib(job.reserved_bytes)} reserved by job {job.shown_id} ({who}){leaving}"
             )
         others = gpu.used_bytes - state.in_use()
         if others >= MIB:

@@ -44,6 +44,7 @@ UNSEEN_SECONDS = 5.0
 
 _RECORD_FILE = re.compile(r"record\.(\d{1,15})\.([0-9a-f]{6})", re.ASCII)
 _UUID = re.compile(r"[A-Za-z0-9/_-]{1,100}", re.ASCII)
+_JOB = re.compile(r"[0-9a-f]{0,32}", re.ASCII)
 _LAST_TICKET = 10**15 - 1
 # this process or the machine can open nothing at all
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -58,7 +59,7 @@ _CHECKSUM = 9  # eight digits and a space
 class QueuedJob:
     """A living job of this host as its record shows it. Times are of the host's monotonic clock."""
 
-    # from the file's name and owner, which a record cannot make up
+    # of the record, from the file's name, which no other user can make up
     id: str = ""
     # orders the queue, lower goes first; kept for the whole life of the job
     ticket: int = 0
@@ -87,6 +88,12 @@ class QueuedJob:
     idle_seconds: tuple[int, ...] = ()
     urgency: int = 1  # among the jobs of its user: 0 low, 1 normal, 2 high
     pid_namespace: str = ""  # in which its launcher has that number
+    job: str = ""  # the job's id, as commands know it
+
+    @property
+    def shown_id(self) -> str:
+        """The job's id; that of its record if an older version wrote it."""
+        return self.job or self.id
 
     @property
     def state(self) -> str:
@@ -182,6 +189,7 @@ def decode(
             if isinstance(one, (int, float))
         )
         and min(job.count, job.jobs_per_device) >= 1
+        and _JOB.fullmatch(job.job) is not None
         and job.pid < 2**31
         and max(job.count, len(job.only), len(job.gpus)) <= _MOST_GPUS
         and all(_UUID.fullmatch(uuid) for uuid in job.only + job.gpus)

@@ -111,6 +111,8 @@ class Story:
     # process died; `empty` if nothing at all is
     status: str
     result: Any
+    # how long it took until its end, or its last record
+    took: float
     # of each use, by its name; `wall` is their sum without `stopped`
     seconds: dict[str, float]
     # the same time, divided further: see `goodput_of`

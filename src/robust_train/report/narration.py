@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from robust_train.folder.state import Summary
-from robust_train.host.loggers import log_always
+from robust_train.host.loggers import log_always, standard_error
 from robust_train.model.attempt import Attempt
 from robust_train.model.events import JobStarted
-from robust_train.model.failure import Clue, FailureKind
+from robust_train.model.failure import MEMORY_FAILURES, Clue, FailureKind
 from robust_train.model.spec import AttemptSpec, Decision, Retry
 from robust_train.readable import (
     GIB,
@@ -96,6 +97,26 @@ def _earlier(run_dir: Path) -> Sequence[Entry]:
     last, own = starts[-1]
     first = next(number for number, job in starts if job == own)
     return entries[first:last]
+
+
+def print_failure(summary: Summary) -> None:
+    """Print to stderr why a job failed, unless that is shown already.
+
+    The trainer's traceback where it explains more than a sentence; else, or also, the reason.
+    Where stderr is what stdout is, the log has the reason, and a script has shown its own end.
+    """
+    last = summary.attempts[-1] if summary.attempts else None
+    is_refusal = summary.status == "failed" and last is None
+    if is_refusal or summary.status not in ("failed", "no_device"):
+        return
+    is_shown, kind = os.path.sameopenfile(1, 2), last and last.kind
+    if is_shown and last is not None and last.script is not None:
+        return
+    traceback = last.traceback if last and kind not in MEMORY_FAILURES else ""
+    if traceback:  # a mistake that the trainer has put into words has none
+        print(traceback, file=standard_error(), end="")
+    if not is_shown and not (traceback and kind is FailureKind.BUG):
+        print(f"{summary.status}: {summary.reason}", file=standard_error())
 
 
 def attempts_table(attempts: Sequence[Attempt]) -> str:
@@ -213,6 +234,25 @@ def conclude(summary: Summary, how_to_go_on: str) -> None:
         say("%s: %s", first, how_to_go_on)
 
 
+def _what_is_lost(attempt: Attempt) -> str:
+    """Return which steps a second signal has cost; empty if there was none."""
+    if not attempt.exit.was_hurried or attempt.ending is not None:
+        return ""
+    lost, saved = attempt.end_step, attempt.saved_step
+    if lost is None:
+        return " at once by a second signal, without a last checkpoint"
+    kept = attempt.start_step if saved is None else saved
+    if lost <= kept:
+        return f" at once by a second signal; the checkpoint of step {kept} has all"
+    steps = (
+        f"step {lost} is"
+        if lost == kept + 1
+        else f"steps {kept + 1} to {lost} are"
+    )
+    since = f"goes on from step {kept}" if kept else "starts over"
+    return f" at once by a second signal: {steps} lost, it {since}"
+
+
 def log_end(attempt: Attempt, decision: Decision | None) -> None:
     """Log why an attempt ended, unless it completed."""
     failure = attempt.failure
@@ -228,7 +268,9 @@ def log_end(attempt: Attempt, decision: Decision | None) -> None:
             log.warning("%s", decision.warning)
         return
     if decision.action == "stopped":  # by its user
-        log.info("attempt %d: stopped", attempt.number)
+        log.info(
+            "attempt %d: stopped%s", attempt.number, _what_is_lost(attempt)
+        )
         return
     # the reason follows at the job's end, whole
     is_bug, names = failure.kind is FailureKind.BUG, attempt.exceptions

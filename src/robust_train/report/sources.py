@@ -14,7 +14,7 @@ from robust_train.files import json_lines
 from robust_train.folder.memory_samples import FILE_NAME as SAMPLES_FILE
 from robust_train.folder.memory_samples import Sample, read_samples
 from robust_train.folder.provenance import read_environment
-from robust_train.folder.state import Summary, read_summary
+from robust_train.folder.state import Summary, read_state, read_summary
 from robust_train.model.attempt import Attempt, AttemptEnded
 from robust_train.model.events import (
     AttemptStarted,
@@ -52,6 +52,8 @@ class Sources:
     entries: tuple[Entry, ...]
     samples: tuple[Sample, ...]
     summary: Summary | None
+    # duration of a job that has ended, as its launcher recorded it
+    took: float | None
     environment: Mapping[str, Json]  # `environment.json`
     files: tuple[str, ...]  # names of the files in the folder
     # one sentence for each thing that is missing or damaged
@@ -61,11 +63,16 @@ class Sources:
 def read_sources(folder: Path) -> Sources:
     """Read a run folder, in which anything may be missing or damaged."""
     gaps: list[str] = []
+    state = read_state(folder)
+    took = None
+    if state is not None and state.is_final:
+        took = state.seconds(state.updated)
     return Sources(
         folder=folder,
         entries=tuple(_entries(folder / "journal.jsonl", gaps)),
         samples=tuple(read_samples(folder / SAMPLES_FILE)),
         summary=read_summary(folder),
+        took=took,
         environment=read_environment(folder),
         files=_files(folder),
         gaps=tuple(gaps),

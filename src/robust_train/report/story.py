@@ -58,6 +58,7 @@ def story_of(sources: Sources) -> Story:
         )
     kept = kept_steps(status, attempts)
     spans = spans_of(launches, attempts, kept)
+    seconds = totals(spans)
     story = Story(
         name=str(about.get("name") or sources.folder.resolve().name),
         folder=str(sources.folder),
@@ -66,7 +67,8 @@ def story_of(sources: Sources) -> Story:
         about=about,
         status=status,
         result=summary.result if summary and status == "completed" else None,
-        seconds=totals(spans),
+        took=seconds["wall"] if sources.took is None else sources.took,
+        seconds=seconds,
         parts=goodput_of(spans, attempts),
         attempts=attempts,
         launches=tuple(launches),

@@ -116,7 +116,7 @@ def _ending(story: Story) -> str:
     last, nth = attempts[-1] if attempts else None, ordinal(len(attempts))
     lines = (story.launches[-1].reason or "").strip().splitlines()
     why = f": {lines[0]}" if lines else ""
-    took = duration(story.seconds["wall"])
+    took = duration(story.took)
     if status == "completed" and last is not None:
         which = "" if len(attempts) == 1 else f" at the {nth} attempt"
         batch = batch_in_words(last)

@@ -12,11 +12,11 @@ import logging
 import sys
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from enum import Enum
-from operator import is_
+from operator import is_, itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType, NoneType
 from typing import Any
 
@@ -62,6 +62,8 @@ _WRAPPERS = (
     "torch.distributed.fsdp._common",
 )
 
+
+_Read = Callable[[dict[str, Any]], tuple[Any, ...]]
 
 # Kinds of values that hold others. Of other objects, as a model's config, nothing is put back.
 _HOLDING = (Tensor, nn.Module, tuple, *_CONTAINERS, *_ARRAYS)
@@ -116,18 +118,18 @@ class _HeldArray:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What of modules has to be looked at in each step; of the others a copy of the dictionary
-    suffices. Modules are known by their places in the list, since none is kept alive."""
+    """What of modules has to be looked at in each step. Modules are known by their places in the
+    list, since none is kept alive."""
 
-    seen: tuple[list[int], list[int]] = (
-        [],
-        [],
-    )  # which they are, and how much they have
-    # The names of attributes that are more than a plain value.
+    # which modules they are, and how much they have
+    seen: tuple[list[int], list[int]] = ([], [])
+    # The names of attributes that are a plain value, and what reads these.
+    plain: tuple[tuple[int, tuple[str, ...], _Read], ...] = ()
+    # The names of attributes that are more than that.
     names: tuple[tuple[int, list[str]], ...] = ()
     # Those that are None, and may be a tensor or a list in a later step.
     empty: tuple[tuple[int, list[str]], ...] = ()
-    left_alone: tuple[int, ...] = ()
+    left_alone: frozenset[int] = frozenset()
     lazy: tuple[int, ...] = ()
 
     @classmethod
@@ -135,7 +137,7 @@ class _Plan:
         cls, modules: Sequence[nn.Module], homes: Sequence[dict[str, Any]]
     ) -> _Plan:
         """Look at all attributes of modules."""
-        names, empty, left_alone, lazy = [], [], [], []
+        plain, names, empty, left_alone, lazy = [], [], [], [], []
         for place, (module, home) in enumerate(
             zip(modules, homes, strict=True)
         ):
@@ -145,23 +147,44 @@ class _Plan:
                 if issubclass(kind, LazyModuleMixin):
                     lazy.append(place)
                 continue
-            if own := _names_to_hold(kind, home):
+            own = _names_to_hold(kind, home)
+            if own:
                 names.append((place, own))
+            others = tuple(
+                name
+                for name in home
+                if name not in _OF_MODULES and name not in own
+            )
+            if others:
+                plain.append((place, others, _reader_of(others)))
             none = [] if _is_torchs(kind) else _names_of_none(kind, home)
             if none:
                 empty.append((place, none))
         return cls(
             _seen(modules, homes),
+            tuple(plain),
             tuple(names),
             tuple(empty),
-            tuple(left_alone),
+            frozenset(left_alone),
             tuple(lazy),
         )
 
-    def is_of(
+    def read(
+        self, modules: Sequence[nn.Module], homes: Sequence[dict[str, Any]]
+    ) -> list[tuple[Any, ...]] | None:
+        """Return the plain values of modules as they are now; None if it does not hold for them."""
+        if not self._is_of(modules, homes):
+            return None
+        try:
+            return [read(homes[place]) for place, _, read in self.plain]
+        except (
+            KeyError
+        ):  # Another attribute has the place of one that was deleted.
+            return None
+
+    def _is_of(
         self, modules: Sequence[nn.Module], homes: Sequence[dict[str, Any]]
     ) -> bool:
-        """Return whether it holds for modules as they are now."""
         return (
             _seen(modules, homes) == self.seen
             and not any(
@@ -187,6 +210,16 @@ def _seen(
     return list(map(id, modules)), list(map(len, homes))
 
 
+@functools.cache
+def _reader_of(names: tuple[str, ...]) -> _Read:
+    """Return a function that reads attributes from a module's dictionary: a copy of all that is in
+    it, as of hooks, takes twice the time.
+
+    The first one is read twice, since of a single name there would be no tuple.
+    """
+    return itemgetter(names[0], *names)
+
+
 _HELD = (_HeldTensor, _HeldContainer, _HeldTuple, _LongContainer, _HeldArray)
 
 
@@ -199,7 +232,8 @@ class Attributes:
         self._plan = _Plan()
         self._age = 0
         self._modules: list[nn.Module] = []
-        self._before: list[dict[str, Any]] = []
+        self._plain: list[tuple[Any, ...]] = []
+        self._held: dict[int, dict[str, Any]] = {}  # by the module's place
         self._copies = Copies()
         self._small: list[Tensor | None] = []
         self._versions: list[tuple[int, int]] = []
@@ -212,27 +246,28 @@ class Attributes:
         Return the modules that are in lists and dictionaries of theirs.
         """
         self._small, self._inside = [], []
-        homes = list(map(vars, modules))
+        homes = [module.__dict__ for module in modules]
         self._age += 1
-        if self._age > _MOST_STEPS or not self._plan.is_of(modules, homes):
+        plain = None
+        if self._age <= _MOST_STEPS:
+            plain = self._plan.read(modules, homes)
+        if plain is None:
             self._plan, self._age = _Plan.of(modules, homes), 0
-        self._modules, self._before = (
-            list(modules),
-            list(map(dict.copy, homes)),
-        )
-        for place, names in self._plan.names:
-            home, before = homes[place], self._before[place]
-            for name in names:
-                before[name] = self._hold(home[name])
-        for place in self._plan.left_alone:
-            self._before[place] = {}
+            plain = self._plan.read(modules, homes)
+            assert plain is not None
+        self._modules = list(modules)
+        self._plain = plain
+        self._held = {
+            place: {name: self._hold(homes[place][name]) for name in names}
+            for place, names in self._plan.names
+        }
         self._copies.take(self._small)
         self._versions = versions_of(self._small)
         return self._inside
 
     def drop(self) -> None:
         """Hold nothing any longer."""
-        self._modules, self._before = [], []
+        self._modules, self._plain, self._held = [], [], {}
         self._inside, self._small = [], []
 
     def restore(self) -> None:
@@ -240,8 +275,17 @@ class Attributes:
         now = versions_of(self._small)
         both = zip(self._small, self._versions, now, strict=True)
         self._copies.restore({id(t) for t, at, now_at in both if at != now_at})
-        for module, before in zip(self._modules, self._before, strict=True):
-            for name in _put_back(module, before) if before else ():
+        found = {
+            place: dict(zip(names, values[1:], strict=True))
+            for (place, names, _), values in zip(
+                self._plan.plain, self._plain, strict=True
+            )
+        }
+        for place, module in enumerate(self._modules):
+            if place in self._plan.left_alone:
+                continue
+            before = found.get(place, {}) | self._held.get(place, {})
+            for name in _put_back(module, before):
                 if name not in self._named:
                     self._named.add(name)
                     log.warning(

@@ -157,6 +157,8 @@ def _generators_in(values: Sequence[Any]) -> list[Any]:
         kinds += (numpy.random.Generator, numpy.random.RandomState)
     found = {one for one in set(map(type, values)) if issubclass(one, kinds)}
     found.discard(random.SystemRandom)  # the system's has no state
+    if not found:
+        return []
     return list({one for one in values if type(one) in found})
 
 
@@ -203,9 +205,12 @@ def taking_part(
 
 def parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
     """Return the parameters of modules that are there: the first pass makes those of lazy ones."""
-    homes = (own for own, _ in map(tensors_of, modules))
-    found = (one for own in homes for one in own.values())
-    return [one for one in found if one is not None and not is_lazy(one)]
+    homes = [own for own, _ in map(tensors_of, modules) if own]
+    found = [one for own in homes for one in own.values() if one is not None]
+    # Asking each of a thousand in each step takes longer than asking their types.
+    if set(map(type, found)) == {nn.Parameter}:
+        return found
+    return [one for one in found if not is_lazy(one)]
 
 
 def _reached(function: Any, most_steps: int = _MOST_STEPS) -> Iterator[Any]:
@@ -298,7 +303,7 @@ class _Buffers:
 
     def keep(self, modules: Iterable[nn.Module]) -> None:
         """Take what modules have now as the values to go back to."""
-        homes = (home for _, home in map(tensors_of, modules) if home)
+        homes = [home for _, home in map(tensors_of, modules) if home]
         self._homes = [(home, dict(home)) for home in homes]
         now = [one for _, found in self._homes for one in found.values()]
         self._copies.take(now)
@@ -614,6 +619,19 @@ class _LaidAside:
             self.parameter.grad = before + new
 
 
+def are_zeros(gradients: Sequence[Tensor]) -> bool:
+    """Return whether gradients are all zeros, as ``zero_grad(set_to_none=False)`` leaves them.
+
+    Of other gradients the first one shows it. A GPU is not asked: the host would wait for it.
+    """
+    return bool(gradients) and all(
+        type(one) is Tensor
+        and not (one.is_sparse or is_on_gpu(one))
+        and not one.any()
+        for one in gradients
+    )
+
+
 def is_on_gpu(tensor: Tensor) -> bool:
     """Return whether a tensor takes memory other than the host's."""
     return tensor.device.type != "cpu"
@@ -623,10 +641,12 @@ class StepStart:
     """The state at the start of an optimizer step.
 
     Gradients that are there already (of earlier batches) are laid aside, so that those of the step
-    can be dropped; :meth:`end` adds them again. If memory is short, they go to the host until then,
-    and the step takes no more of the GPU than one that adds to them in place. Without
-    ``keeps_gradients`` they stay, for a framework that drops them itself once the step has begun.
-    ``function`` may use other modules beside ``models``, which learn.
+    can be dropped; :meth:`end` adds them again. No sum can be taken apart without rounding, so both
+    have to be there. If memory is short, the earlier ones go to the host until then, and the step
+    takes no more of the GPU than one that adds to them in place. Zeros on the host are added to in
+    place: they are easily made again. Without ``keeps_gradients`` all stay, for a framework that
+    drops them itself once the step has begun. ``function`` may use other modules beside ``models``,
+    which learn.
     """
 
     def __init__(
@@ -651,7 +671,7 @@ class StepStart:
         self.is_open = True
         self._keeps_gradients = keeps_gradients
         self._aside: list[_LaidAside] = []
-        self._watch = watch
+        self._zeros: list[tuple[Tensor, Tensor]] = []
         self._generators = GeneratorStates(generators)
         self._buffers = watch.buffers_with(models)
         self._buffers.keep(self.modules)
@@ -659,10 +679,19 @@ class StepStart:
         self._lay_aside(self._known.values())
 
     def _lay_aside(self, parameters: Iterable[Tensor]) -> None:
-        for parameter in parameters if self._keeps_gradients else ():
-            if parameter.grad is not None:
-                self._aside.append(_LaidAside(parameter, parameter.grad))
-                parameter.grad = None
+        if not self._keeps_gradients:
+            return
+        found = [
+            (parameter, parameter.grad)
+            for parameter in parameters
+            if parameter.grad is not None
+        ]
+        if are_zeros([gradient for _, gradient in found]):
+            self._zeros += found
+            return
+        for parameter, gradient in found:
+            self._aside.append(_LaidAside(parameter, gradient))
+            parameter.grad = None
         if self._watch.keeps_aside_on_host:
             self.move_aside_to_host()
 
@@ -722,6 +751,8 @@ class StepStart:
         now = parameters_of(modules_below(self.modules))
         for parameter in (*now, *self._known.values()):
             parameter.grad = None
+        for parameter, zeros in self._zeros:
+            parameter.grad = zeros.zero_()
         self.enter_batch(0)
         self._buffers.restore()
         self._generators.restore()
@@ -746,7 +777,7 @@ class StepStart:
         with torch.no_grad():
             for one in self._aside:
                 one.add()
-        self._aside = []
+        self._aside, self._zeros = [], []
         for attributes in self._attributes:
             attributes.drop()
 

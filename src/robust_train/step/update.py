@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from robust_train.compat import (
     deciding_on_host,
     leave_out_if,
+    signature_as_written,
     skips_on_device,
     total_norm,
 )
@@ -117,7 +117,7 @@ def _refuse_closures(optimizer: torch.optim.Optimizer) -> None:
 
 @functools.lru_cache(maxsize=32)
 def _needs_closure(step: Callable[..., Any]) -> bool:
-    closure = inspect.signature(step).parameters.get("closure")
+    closure = signature_as_written(step).parameters.get("closure")
     return closure is not None and closure.default is closure.empty
 
 

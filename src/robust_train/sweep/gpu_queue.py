@@ -40,7 +40,7 @@ from robust_train.config.refusals import REFUSALS, explain_job
 from robust_train.config.schema import RobustConfig
 from robust_train.folder.requests import (
     request_pruning,
-    requested_max_jobs,
+    requested_sweep_limit,
     sweep_stop_requested,
 )
 from robust_train.gpu.inventory import read_inventory
@@ -59,6 +59,7 @@ from robust_train.sweep.record import (
     INTERRUPTIONS,
     Status,
     SweepJob,
+    is_anothers,
     job_folders,
     of_jobs,
     read_record,
@@ -236,7 +237,7 @@ class GpuQueue:
         """Start jobs while there is room; return whether the sweep goes on."""
         while not (is_over := self._is_stopping or bool(self._received)):
             # robust-train sweep limit
-            most = requested_max_jobs(self.folder)
+            most = requested_sweep_limit(self.folder)
             if len(self._running) >= (slots if most is None else most):
                 break
             if (found := self._jobs.next()) is None:
@@ -309,6 +310,8 @@ class GpuQueue:
         )
         while self._received:
             self._pass_on(self._received.popleft())
+        if not self._is_stopping and self._has_lost_folder():
+            self._is_stopping = True  # the end says why
         if not self._is_stopping and sweep_stop_requested(self.folder):
             self._is_stopping = True  # the jobs see it as well
             log.info(
@@ -367,8 +370,11 @@ class GpuQueue:
         """Take how a job has ended; record it if the job could not."""
         folder = self.rows[number].path
         own = replace(self.rows[number], status=Status.STARTED)
-        row = row_of(read_record(folder) or own, folder, returncode)
-        row.write(folder)
+        if self._has_lost_folder():
+            row = row_of(own, Path(), returncode)
+        else:
+            row = row_of(read_record(folder) or own, folder, returncode)
+            row.write(folder)
         line = f"job {row.job} {row.status}"
         if row.has_completed and row.wall_seconds is not None:
             line += f" in {row.wall_seconds:.1f} s"
@@ -380,9 +386,15 @@ class GpuQueue:
     def _ended(self, row: SweepJob) -> None:
         """Take a job as it is now that it has ended; it may end the sweep."""
         self.rows[row.job] = row
+        if self._has_lost_folder():
+            return
         self._jobs.ended(row)
         if not self._is_stopping:
             fail_fast(self._settings, row, self.folder)
+
+    def _has_lost_folder(self) -> bool:
+        """Return whether another sweep has the folder by now, whose records are not ours."""
+        return is_anothers(self.folder, self.sweep.table.sweep)
 
     def _pass_on(self, signum: int) -> None:
         """Pass the first signal on to the jobs; a second one kills them."""

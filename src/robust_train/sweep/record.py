@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from robust_train.files import read_object, replacing, write_json
 from robust_train.folder.lock import is_alive
+from robust_train.folder.requests import SWEEP_FILE
 from robust_train.folder.state import (
     EXIT_CODES,
     lacked_by_json,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("robust_train")
 
-JOB_FILE, SWEEP_FILE = "sweep_job.json", "sweep.json"
+JOB_FILE = "sweep_job.json"
 STUDY_FILE, STUDY = "study.jsonl", "sweep"
 _LINK = "job-"  # and its number, of one that lies elsewhere
 INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -377,6 +378,13 @@ def read_table(folder: Path) -> SweepTable | None:
     with contextlib.suppress(MalformedEventError):
         return from_json(SweepTable, read_object(folder / SWEEP_FILE))
     return None
+
+
+def is_anothers(sweep_folder: Path, sweep: str) -> bool:
+    """Return whether another sweep than the one with this id has begun in a folder, which was
+    removed while this one ran. Whoever writes into it calls this first."""
+    table = read_table(sweep_folder)
+    return bool(sweep) and table is not None and table.sweep != sweep
 
 
 def storage_in(folder: Path) -> JournalStorage:

@@ -52,13 +52,15 @@ from robust_train.folder.provenance import (
     sweep_resume_command,
 )
 from robust_train.folder.requests import (
-    MAX_JOBS_FILE,
+    SWEEP_FILE,
+    SWEEP_LIMIT_FILE,
     RefusedError,
     request_sweep_stop,
     sweep_stop_requested,
 )
 from robust_train.folder.state import note_ended_earlier
 from robust_train.host.engine import guest_rank
+from robust_train.host.loggers import standard_error
 from robust_train.host.signals import SignalWatch
 from robust_train.model.errors import EXIT_FAILED, ConfigError
 from robust_train.readable import duration, named_line, one_line
@@ -71,12 +73,12 @@ from robust_train.sweep.checks import (
 )
 from robust_train.sweep.page import write_sweep_report
 from robust_train.sweep.record import (
-    SWEEP_FILE,
     Status,
     SweepJob,
     SweepTable,
     begun,
     exit_code_of,
+    is_anothers,
     job_folders,
     link_outside,
     of_jobs,
@@ -96,6 +98,10 @@ log = logging.getLogger("robust_train")
 
 SWEEP_VARIABLE = "ROBUST_TRAIN_SWEEP"
 """The id of this launch of a sweep, for the processes that launchers start for its jobs."""
+LOST = (
+    "%s: this sweep folder was removed, and another sweep has begun there; this sweep starts no "
+    "more jobs and writes nothing more there"
+)
 _OWN_MASK, _MASK = "ROBUST_TRAIN_SWEEP_MASK", "CUDA_VISIBLE_DEVICES"
 
 
@@ -124,6 +130,9 @@ class Sweep:
     def show_and_write(self) -> int:
         """Show the table and write the files; return the exit code that the jobs ask for."""
         rows, folder = self.rows(), self.folder
+        if is_anothers(folder, self.table.sweep):
+            log.error(LOST, folder)
+            return exit_code_of(rows) or EXIT_FAILED
         if all(row.status == Status.NOT_STARTED for row in rows):
             # one of an earlier launch has its command
             if not any(job_folders(folder)):
@@ -199,7 +208,15 @@ class HydraSession:
     sets_exit_code: bool = False  # a command of ours ends the process with it
     # raises ConfigError if a job must not start
     check: Callable[[DictConfig], None] | None = None
+    # what the user typed; Hydra is given more
+    arguments: list[str] | None = None
+    sweep_folder: Path = Path()  # of the job
     _refusals: set[str] = field(default_factory=set)
+
+    def restore_arguments(self) -> None:
+        """Make the command line the user's again, which their code may read: Hydra has read it."""
+        if self.arguments is not None:
+            sys.argv[1:] = self.arguments
 
     def note(self, exit_code: int) -> None:
         """Record the exit code of a job."""
@@ -222,14 +239,15 @@ class HydraSession:
                 reason=reason,
                 result=result,
             )
-            self.job.write(self.job.path)
+            if not is_anothers(self.sweep_folder, self.job.sweep):
+                self.job.write(self.job.path)
 
     def refuse(self, error: ConfigError) -> None:
         """Print why a job was refused, once for the jobs of a sweep that share the mistake."""
         message = str(error)
         if message not in self._refusals:
             self._refusals.add(message)
-            print(message, file=sys.stderr)
+            print(message, file=standard_error())
 
     def begin(self, config: DictConfig) -> None:
         """Begin a sweep, before its first job: lock its folder and write ``sweep.json``. Raises
@@ -263,7 +281,7 @@ class HydraSession:
                 repeat=repeat_of(config),
             )
             # what an earlier launch was asked for
-            (folder / MAX_JOBS_FILE).unlink(missing_ok=True)
+            (folder / SWEEP_LIMIT_FILE).unlink(missing_ok=True)
             table.write(folder)
         except OSError as error:
             raise ConfigError(
@@ -330,6 +348,8 @@ def prepare(config: DictConfig, folder: Path) -> SweepJob:
         folder=str(folder),
         trial=config.hydra.job.num // repeat_of(config),
     )
+    if is_anothers(sweep_folder_of(config), own.sweep):
+        return own.refused(LOST % sweep_folder_of(config))
     if (problem := refusal(folder)) is not None:
         return own.refused(problem)  # what a live job has there stays
     job, stays = begun(own, read_row(folder), resume=unchecked(config).resume)
@@ -390,6 +410,7 @@ class SweepCallback(Callback):
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Check the job before anything is written to its run folder."""
+        session.restore_arguments()
         hide_urls(config)
         guest = guest_rank(os.environ)
         detaches = detach.is_due(unchecked(config))
@@ -409,6 +430,7 @@ class SweepCallback(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Begin the sweep, before the launcher is made."""
+        session.restore_arguments()
         hide_urls(config)
         name_keys_as_typed(config)
         self._launcher = launcher_of(config)
@@ -442,6 +464,7 @@ class SweepCallback(Callback):
         elif config.hydra.mode == RunMode.MULTIRUN:
             with contextlib.suppress(OSError):  # it was removed
                 self._working_directory = os.getcwd()
+            session.sweep_folder = sweep_folder_of(config)
             session.job = prepare(config, folder)
             # a `main` that calls `launch` itself is called by Hydra in any case
             is_over = session.job.has_completed or session.job.is_pruned
@@ -479,7 +502,7 @@ class SweepCallback(Callback):
 
 
 def _end(error: ConfigError) -> NoReturn:
-    print(error, file=sys.stderr)
+    print(error, file=standard_error())
     # not an Exception: those of callbacks are turned into warnings
     raise SystemExit(error.exit_code)
 

@@ -15,7 +15,8 @@ def save(*_):
     os._exit(0)
 
 
-signal.signal(signal.SIGUSR1, save)
+for signum in (signal.SIGUSR1, signal.SIGTERM):
+    signal.signal(signum, save)
 pid = os.getpid()
 fork = os.fork()
 if fork:

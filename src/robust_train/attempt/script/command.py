@@ -77,8 +77,13 @@ log = logging.getLogger("robust_train")
 
 _BEGAN_AGAIN = (
     "the script was given %s, and has written %s: it begins again in each attempt, or counts "
-    "from 0 again; does it load what it is given? With transformers: "
-    "trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)"
+    "from 0 again; does it load what it is given?"
+)
+_OF_TRANSFORMERS = (
+    "trainer_state.json"  # each checkpoint of its Trainer has it
+)
+_WITH_TRANSFORMERS = (
+    " trainer.train(resume_from_checkpoint=args.resume_from_checkpoint) does"
 )
 _BEFORE = "checkpoints_before.json"
 _PLACEHOLDERS = {"lr": "learning_rate"}
@@ -260,7 +265,10 @@ class _Attempt:
         """Report a checkpoint. One that looks damaged is looked at again, until it stays so: the
         script may be writing the next one over it."""
         if _is_before(path.name, self._resumed.name):
-            log.warning(_BEGAN_AGAIN, self._resumed.name, path.name)
+            advice = ""
+            if (path / _OF_TRANSFORMERS).exists():
+                advice = _WITH_TRANSFORMERS
+            log.warning(_BEGAN_AGAIN + advice, self._resumed.name, path.name)
             self._resumed = NOTHING[0]
         self._known = _stamped(path)
         has_size = self._known[1][1] or self._known == NOTHING

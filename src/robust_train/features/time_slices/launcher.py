@@ -34,9 +34,7 @@ class TimeSlices(InLauncher):
         if waiting is None:
             return None
         self._has_paused = True
-        whose = (
-            f"{waiting.id} of {user_name(waiting.owner)}, who holds fewer GPUs"
-        )
+        whose = f"{waiting.shown_id} of {user_name(waiting.owner)}, who holds fewer GPUs"
         return Pause(f"the time slice is over, and job {whose}, waits")
 
     def overrule(self, history: History) -> Decision | None:
