@@ -7,7 +7,7 @@ import torch
 
 from robust_train import failures, launch
 from robust_train.features.retry_rules import launcher as rules
-from robust_train.launcher import driver
+from robust_train.launcher import driver, ending
 from robust_train.launcher import job as launcher
 from robust_train.policy import decide as policy
 
@@ -29,8 +29,9 @@ def answers(monkeypatch):
         monkeypatch.setattr(module, name, answer)
 
     collect(failures, "reports_of")
-    for name in ("ended", "with_advice", "concluded"):
+    for name in ("ended", "concluded"):
         collect(launcher, name)
+    collect(ending, "with_advice")
     collect(rules, "with_rule")
     collect(driver, "decide")
     collect(policy, "is_found")

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from memory_limit import limited_growth
-from robust_train.attempt import memory_upkeep
 from robust_train.attempt.run import Run, live_of
 from robust_train.config.placeholders import MicroBatchPlan
 from robust_train.config.schema import MemoryConfig, RobustConfig
+from robust_train.features.memory_upkeep import attempt as memory_upkeep
 from robust_train.features.memory_upkeep.attempt import CacheChecks, MemoryUpkeep, Reserve
 from robust_train.folder.memory_samples import FILE_NAME, Sample, attempt_stability, encode
 from robust_train.model.errors import RankFailure
