@@ -374,7 +374,8 @@ def test_how_many_jobs_run_is_said_to_our_launcher_alone(tmp_path, capsys):
 
 
 def test_the_best_job_of_a_sweep_may_have_no_overrides(tmp_path, capsys):
-    row = replace(DONE, overrides=(), folder=str(tmp_path / "0"))
+    """``detach=True`` is the sweep's, so no word is left to paste."""
+    row = replace(DONE, overrides=("detach=True",), folder=str(tmp_path / "0"))
     SweepTable("first", "basic").write(tmp_path)
     assert main(["sweep", "best", str(tmp_path)]) == 1, "none has begun yet"
     capsys.readouterr()

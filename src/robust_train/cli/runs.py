@@ -44,6 +44,7 @@ from robust_train.readable import (
 from robust_train.report.wording import batch_in_words
 from robust_train.sweep.record import (
     SweepTable,
+    of_jobs,
     read_rows,
     read_table,
 )
@@ -460,7 +461,9 @@ def best(arguments: Namespace) -> Answer:
         "folder": row.folder,
         "checkpoint": checkpoint,
     }
-    shown = checkpoint if arguments.checkpoint else shlex.join(row.overrides)
+    # Pasted into a command, the sweep's detach=true would send that command into the background.
+    words = shlex.join(of_jobs(row.overrides))
+    shown = checkpoint if arguments.checkpoint else words
     if shown is None and not arguments.json:
         raise NotDoneError(
             f"{row.folder}: job {row.job} has reported no checkpoint"
