@@ -111,7 +111,6 @@ MISTAKES = [
     ("rm --days x", 2, ["--days"]),
     ("rm --days nan", 2, ["nan: accepted is a number of 0 or more"]),
     ("memory kill --pid x", 2, ["--pid"]),
-    ("clean", 2, ["clean: no such command; did you mean rm?"]),
     ("cleanup --force", 2, ["cleanup: no such command; did you mean memory clear?"]),
     ("sweep max-jobs . 2", 2, ["sweep: max-jobs: no such action: limit, best"]),
     ("doctor --include GPU-5", 1, ["--include GPU-5: you have not excluded this GPU"]),

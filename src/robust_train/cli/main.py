@@ -129,9 +129,6 @@ def find(words: Sequence[str]) -> tuple[Command, list[str]]:
 
 def _meant(word: str) -> str:
     """Return the command that is probably meant by one word, else all first words."""
-    # The former name of rm is spelled almost like "clear", which removes no folders.
-    if word == "clean":
-        return "did you mean rm?"
     by_last_word = {name.split()[-1]: name for name in reversed(COMMANDS)}
     if near := difflib.get_close_matches(
         word,
