@@ -152,9 +152,10 @@ def attempt(cfg: Any, run: Any) -> str:
 
 def _train_from_checkpoint(job: Job, training: Any, run: Any) -> Network:
     from robust_train.attempt.checkpoints import read_newest
+    from robust_train.attempt.run import live_of
 
     network, optimizer = build(job)
-    folder = run.checkpoints(keep=2)
+    folder = live_of(run).checkpoints(keep=2)
     step = 0
     found = (
         None if run.resume_checkpoint is None else read_newest(run.resume_checkpoint)

@@ -345,7 +345,9 @@ ConfigStore.instance().store(name="mine", node=Config)
 def main(cfg):
     own = OmegaConf.to_object(cfg)
     assert isinstance(own.optimizer, Optimizer)
-    assert sys.argv[1:] == ["optimizer.lr=0.5", "robust.num_gpus=1"], sys.argv
+    words = ["optimizer.lr=0.5", "robust.num_gpus=1"]
+    assert sys.argv[1:] == words or "-m" in sys.argv, sys.argv  # a sweep's worker has the sweep's
+    assert not any("++" in word for word in sys.argv), sys.argv
     return own.batch_size * own.optimizer.lr
 
 if __name__ == "__main__":

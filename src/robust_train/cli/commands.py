@@ -323,8 +323,8 @@ _MACHINE = (
             ),
             _JSON,
         ),
-        about="Print the overrides that decide what the best job of a sweep so far computes, as words "
-        "for a shell; of repeated jobs the best of those with the best mean.",
+        about="Print the overrides that decide what the best job of a sweep so far computes, as "
+        "words for a shell; of repeated jobs the best of those with the best mean.",
     ),
     Command(
         "queue",

@@ -71,10 +71,21 @@ def request_for(
         has_live_status=plan.surroundings.owns_terminal,
         asked=asked,
         is_first=is_first,
-        start_method=multiprocessing.get_start_method(allow_none=True),
+        start_method=_start_method(),
         features=tuple(
             feature.attempt for feature in plan.features if feature.attempt
         ),
+    )
+
+
+def _start_method() -> str | None:
+    """Return how the program has multiprocessing start processes, None if it has not chosen.
+
+    A worker of joblib has a method of joblib's own, which no other process knows.
+    """
+    method = multiprocessing.get_start_method(allow_none=True)
+    return (
+        method if method in multiprocessing.get_all_start_methods() else None
     )
 
 
