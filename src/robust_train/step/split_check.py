@@ -560,11 +560,14 @@ class Checker:
     def _value_of(self, number: int) -> float:
         """Return the loss of the part (0) or of a half, the mean of all ranks' items."""
         value = math.nan
-        with self._noting_trouble(), self._around():
-            with torch.set_grad_enabled(self._needs_gradients):
-                loss = self._loss_of(self._pieces[number]).detach()
-                self._formats.note_loss(loss)
-                value = float(loss)
+        with (
+            self._noting_trouble(),
+            self._around(),
+            torch.set_grad_enabled(self._needs_gradients),
+        ):
+            loss = self._loss_of(self._pieces[number]).detach()
+            self._formats.note_loss(loss)
+            value = float(loss)
         rows = self._exchange(
             value, self._formats.rounding, self._formats.terms
         )
