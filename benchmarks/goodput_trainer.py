@@ -39,7 +39,7 @@ def train(cfg: Any, run: Any) -> None:
 
     def save(step: int) -> None:
         run.progress(step)
-        if run.checkpoint_due:
+        if run.should_save():
             run.save(state, step)
 
     steps(folder, run.load(state), save)

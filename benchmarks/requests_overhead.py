@@ -18,6 +18,7 @@ from torch import nn
 
 from robust_train.attempt.requests import AttemptRequests
 from robust_train.attempt.run import Run
+from robust_train.config.placeholders import SavePlan
 from robust_train.folder.requests import open_requests
 
 
@@ -39,8 +40,8 @@ def main() -> None:
 
         def boundary() -> None:
             run.progress(1)
-            assert not run.stop_requested
-            assert not run.checkpoint_requested
+            assert not run.should_stop()
+            assert not run.should_save()
 
         step.boundary = boundary  # type: ignore[attr-defined]
         return step
@@ -52,6 +53,8 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         deaf, listening = Run(run_dir=Path(folder)), Run(run_dir=Path(folder))
+        for run in (deaf, listening):
+            run.saving.plan = SavePlan(every_seconds=1e9)
         open_requests(Path(folder))
         with AttemptRequests(listening):
             plain, served = step_of(deaf), step_of(listening)

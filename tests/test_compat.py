@@ -500,6 +500,21 @@ def test_hydra_is_told_which_version_it_is_to_be_like_unless_it_warns_of_that(mo
             assert compat.for_hydra("1.2") == {"version_base": "1.2"}, "a project's own"
 
 
+@pytest.mark.parametrize("version_base", [compat.HYDRAS_OWN, None, "1.1", "1.2", "1.3"])
+def test_without_a_config_path_configs_are_where_hydra_looks(monkeypatch, version_base):
+    import hydra
+
+    paths = []
+    monkeypatch.setattr(sys, "argv", ["main.py"])
+    monkeypatch.setattr(
+        sys.modules["hydra.main"], "_run_hydra", lambda config_path, **_: paths.append(config_path)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        hydra.main(**compat.for_hydra(version_base))(print)()
+    assert paths == [compat.default_config_path(version_base)]
+
+
 def test_a_resolver_is_registered_without_a_warning(recwarn):
     for value in (1, 2):
         compat.register_resolver("a_number_of_ours", lambda value=value: value)

@@ -249,6 +249,24 @@ def test_the_page_of_the_api_has_every_public_name():
     assert sorted(named) == sorted(robust_train.__all__)
 
 
+def test_what_a_public_function_returns_or_raises_is_public():
+    hidden = []
+    for name in robust_train.__all__:
+        value = getattr(robust_train, name)
+        if not inspect.isfunction(value):
+            continue
+        returned = str(inspect.signature(value).return_annotation)
+        _, _, raised = (value.__doc__ or "").partition("Raises:")
+        named = {*re.findall(r"\w+", returned), *re.findall(r"^ +(\w+): ", raised, re.M)}
+        home = vars(inspect.getmodule(value))
+        hidden += [
+            f"{name}: {word}"
+            for word in named - {*robust_train.__all__}
+            if inspect.isclass(home.get(word)) and home[word].__module__.startswith("robust_train")
+        ]
+    assert hidden == []
+
+
 NO_VERB = {
     *("A", "After", "All", "An", "As", "Before", "Best", "Called", "Every", "For", "From", "How"),
     *("In", "It", "More", "No", "Nothing", "One", "Others", "Somebody", "The", "Their", "There"),

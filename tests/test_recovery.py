@@ -13,14 +13,14 @@ import torch
 
 import warm
 from robust_train import (
-    AttemptsExhausted,
+    AttemptsExhaustedError,
     OOMHandler,
     adaptive_batch_training,
     launch,
     retry_on_oom,
 )
 from robust_train.memory.tensors import live_tensors
-from robust_train.model.errors import TrainerFailed
+from robust_train.model.errors import TrainerFailedError
 
 
 def out_of_memory():
@@ -99,7 +99,7 @@ def test_retry_on_oom_ends_after_max_retries():
         calls.append(batch_size)
         out_of_memory()
 
-    with pytest.raises(AttemptsExhausted):
+    with pytest.raises(AttemptsExhaustedError):
         train(64)
     assert calls == [64, 32, 16]
 
@@ -277,7 +277,9 @@ def test_an_update_that_memory_cuts_short_is_not_made_twice(kind, fails_at):
     for _ in range(1, fails_at):
         step()
     optimizer.fails = True
-    with pytest.raises(AttemptsExhausted, match=r"step after it, or use MicroBatcher\.backward"):
+    with pytest.raises(
+        AttemptsExhaustedError, match=r"step after it, or use MicroBatcher\.backward"
+    ):
         step()
     assert calls == [8] * fails_at
 
@@ -303,7 +305,7 @@ def test_a_closure_that_runs_out_is_repeated_as_long_as_no_weights_have_changed(
         step()
         assert sizes == [8, 4]
         return
-    with pytest.raises(AttemptsExhausted, match=r"within optimizer\.step"):
+    with pytest.raises(AttemptsExhaustedError, match=r"within optimizer\.step"):
         step()
     assert sizes[:2] == [8, 4]
 
@@ -323,7 +325,7 @@ def test_a_call_that_has_changed_weights_before_it_ran_out_says_so(caplog):
 
 
 def test_every_attempt_is_listed_when_none_fits():
-    with pytest.raises(AttemptsExhausted) as ended:
+    with pytest.raises(AttemptsExhaustedError) as ended:
         adaptive_batch_training(lambda batch_size: out_of_memory(), 16, min_batch_size=8)
     lines = str(ended.value).splitlines()
     assert "tried (16, 8)" in lines[0]
@@ -434,7 +436,7 @@ def test_gradients_that_no_copy_was_kept_of_are_not_trained_on_in_silence():
 
     for _ in range(3):
         train(4, False)
-    with pytest.raises(AttemptsExhausted, match="added to the gradients of an earlier one"):
+    with pytest.raises(AttemptsExhaustedError, match="added to the gradients of an earlier one"):
         train(8, True)
 
 
@@ -447,7 +449,7 @@ def test_a_call_whose_optimizer_steps_in_the_backward_pass_is_not_repeated():
         layer(torch.ones(batch_size, 1)).sum().backward()
         out_of_memory()
 
-    with pytest.raises(AttemptsExhausted, match="updates weights within the backward pass"):
+    with pytest.raises(AttemptsExhaustedError, match="updates weights within the backward pass"):
         retry_on_oom(step)(8)
     assert calls == [8]
 
@@ -503,7 +505,7 @@ def test_a_fault_is_reported_where_the_device_answers_nothing_after_it(tmp_path,
         raise RuntimeError(message)
 
     monkeypatch.setattr("robust_train.memory.clearing.StartingMemory.describe_rest", fails)
-    with pytest.raises(TrainerFailed, match="illegal memory access"):
+    with pytest.raises(TrainerFailedError, match="illegal memory access"):
         launch(fails, INLINE, run_dir=tmp_path)
     [attempt] = json.loads((tmp_path / "summary.json").read_text())["attempts"]
     assert attempt["outcome"] == "device_fault"

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import fully_shard
 
-from robust_train import Interrupted, save_checkpoint
+from robust_train import TrainingStopped, save_checkpoint
 
 WHOLE = {"full_state_dict": True, "cpu_offload": True}
 
@@ -114,11 +114,11 @@ def train(cfg, run):
         optimizer.zero_grad()
         step += 1
         run.progress(step, loss=loss)
-        stops = run.stop_requested
-        if run.checkpoint_due or stops:
+        stops = run.should_stop()
+        if run.should_save() or stops:
             save()
         if stops:
-            raise Interrupted
+            raise TrainingStopped
     save()
     return accuracy(model, images, labels, cfg, run)
 

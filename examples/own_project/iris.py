@@ -46,7 +46,7 @@ def train(cfg, run):
             run.progress(step)
         if run.is_main:
             save(run, model, optimizer, epoch, step)
-        if run.stop_requested:
+        if run.should_stop():
             break
     with torch.no_grad():
         hits = model(x_test.to(cfg.device)).argmax(1).cpu() == y_test

@@ -3,7 +3,7 @@
 from robust_train import hydra_main, launch
 
 
-@hydra_main(config_path="conf", config_name="config")
+@hydra_main(version_base="1.3", config_path="conf", config_name="config")
 def main(cfg):
     return launch(None, cfg).objective
 

@@ -15,7 +15,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from robust_train import Interrupted, launch
+from robust_train import TrainingStopped, launch
 
 
 def digits():
@@ -105,11 +105,11 @@ def train(cfg, run):
         optimizer.zero_grad()
         step += 1
         run.progress(step, loss=loss)
-        stops = run.stop_requested
-        if run.checkpoint_due or stops:
+        stops = run.should_stop()
+        if run.should_save() or stops:
             checkpoint()
         if stops:
-            raise Interrupted
+            raise TrainingStopped
     checkpoint()
     return accuracy(model, images, labels, cfg, run)
 

@@ -12,24 +12,30 @@ from robust_train.host.loggers import take_loggers
 
 if TYPE_CHECKING:
     from robust_train.attempt.run import Run
-    from robust_train.attempt.script.messages import current_run
+    from robust_train.attempt.script.messages import ScriptRun, current_run
     from robust_train.cli.train import hydra_main
     from robust_train.failures import classify_failure
-    from robust_train.folder.checkpoints import save_checkpoint
+    from robust_train.folder.checkpoints import (
+        CheckpointError,
+        save_checkpoint,
+    )
     from robust_train.folder.state import Summary
     from robust_train.gpu.select import find_best_device
     from robust_train.launcher.job import launch
     from robust_train.memory.clearing import (
+        Cleared,
         cleanup_model_memory,
         clear_cuda_memory,
         clear_gpu_memory,
     )
     from robust_train.memory.cuda import (
+        MemoryLimit,
         enable_memory_efficient_settings,
         set_memory_fraction,
     )
     from robust_train.memory.stats import (
         GPUMemoryContext,
+        MemoryStats,
         get_cuda_memory_info,
         get_gpu_memory_stats,
         log_gpu_memory_stats,
@@ -38,14 +44,16 @@ if TYPE_CHECKING:
     )
     from robust_train.memory.tensors import safe_tensor_to_cpu
     from robust_train.model.errors import (
-        AttemptsExhausted,
+        AttemptsExhaustedError,
         ConfigError,
-        Interrupted,
         JobInterrupted,
-        NoDevice,
-        NoProgress,
-        RunFolderUnavailable,
-        TrainerFailed,
+        NoDeviceError,
+        NoProgressError,
+        RankFailure,
+        RunFolderUnavailableError,
+        TrainerFailedError,
+        TrainingDiverged,
+        TrainingStopped,
         UserError,
     )
     from robust_train.model.failure import Evidence, Failure, FailureKind
@@ -62,10 +70,11 @@ take_loggers()
 
 # fmt: off
 __all__ = [
-    "AttemptsExhausted", "ConfigError", "Evidence", "Failure", "FailureKind", "FoundBatchSize",
-    "GPUMemoryContext", "Interrupted", "JobInterrupted", "MicroBatcher", "NoDevice",
-    "NoProgress", "OOMHandler", "Run", "RunFolderUnavailable", "SplitCheck", "Summary",
-    "TrainerFailed", "UserError",
+    "AttemptsExhaustedError", "CheckpointError", "Cleared", "ConfigError", "Evidence", "Failure",
+    "FailureKind", "FoundBatchSize", "GPUMemoryContext", "JobInterrupted", "MemoryLimit",
+    "MemoryStats", "MicroBatcher", "NoDeviceError", "NoProgressError", "OOMHandler", "RankFailure",
+    "Run", "RunFolderUnavailableError", "ScriptRun", "SplitCheck", "Summary", "TrainerFailedError",
+    "TrainingDiverged", "TrainingStopped", "UserError",
     "adaptive_batch_training", "check_split", "classify_failure",
     "cleanup_model_memory", "clear_cuda_memory", "clear_gpu_memory", "current_run",
     "enable_memory_efficient_settings",
@@ -79,17 +88,22 @@ __all__ = [
 _NAMES = {
     "cli.train": "hydra_main",
     "model.errors": (
-        "AttemptsExhausted ConfigError Interrupted JobInterrupted NoDevice NoProgress "
-        "RunFolderUnavailable TrainerFailed UserError"
+        "AttemptsExhaustedError ConfigError JobInterrupted NoDeviceError NoProgressError "
+        "RankFailure RunFolderUnavailableError TrainerFailedError TrainingDiverged "
+        "TrainingStopped UserError"
     ),
     "failures": "classify_failure",
     "gpu.select": "find_best_device",
     "launcher.job": "launch",
-    "memory.clearing": "cleanup_model_memory clear_cuda_memory clear_gpu_memory",
-    "memory.cuda": "enable_memory_efficient_settings set_memory_fraction",
+    "memory.clearing": (
+        "Cleared cleanup_model_memory clear_cuda_memory clear_gpu_memory"
+    ),
+    "memory.cuda": (
+        "MemoryLimit enable_memory_efficient_settings set_memory_fraction"
+    ),
     "memory.stats": (
-        "GPUMemoryContext get_cuda_memory_info get_gpu_memory_stats log_gpu_memory_stats "
-        "print_cuda_memory_info reset_peak_memory_stats"
+        "GPUMemoryContext MemoryStats get_cuda_memory_info get_gpu_memory_stats "
+        "log_gpu_memory_stats print_cuda_memory_info reset_peak_memory_stats"
     ),
     "memory.tensors": "safe_tensor_to_cpu",
     "step.batcher": "MicroBatcher",
@@ -97,9 +111,9 @@ _NAMES = {
     "step.probing": "FoundBatchSize find_batch_size",
     "step.split_check": "SplitCheck check_split",
     "attempt.run": "Run",
-    "folder.checkpoints": "save_checkpoint",
+    "folder.checkpoints": "CheckpointError save_checkpoint",
     "folder.state": "Summary",
-    "attempt.script.messages": "current_run",
+    "attempt.script.messages": "ScriptRun current_run",
     "model.failure": "Evidence Failure FailureKind",
 }
 _HOMES = {

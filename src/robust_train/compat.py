@@ -367,6 +367,24 @@ def importances_of(study: Any) -> dict[str, float]:
         return dict(get_param_importances(study, evaluator=evaluator))
 
 
+HYDRAS_OWN: Any = object()
+"""Stands for an argument that is not given to Hydra, which has a default of its own."""
+
+
+def default_config_path(version_base: str | None) -> str | None:
+    """Return the config path that ``hydra.main`` takes if it is given none."""
+    import hydra
+
+    if version_base is None:
+        return None
+    if version_base is HYDRAS_OWN:
+        # 1.3 then behaves like 1.1
+        is_like_1_1 = hydra.__version__.startswith("1.3")
+    else:
+        is_like_1_1 = version_base == "1.1"
+    return "." if is_like_1_1 else None
+
+
 def for_hydra(version_base: str | None) -> dict[str, Any]:
     """Return the argument ``version_base`` for Hydra's functions.
 
@@ -374,6 +392,8 @@ def for_hydra(version_base: str | None) -> dict[str, Any]:
     """
     import hydra
 
+    if version_base is HYDRAS_OWN:
+        return {}
     if version_base != "1.3" or hydra.__version__.startswith("1.3"):
         return {"version_base": version_base}
     targets = r"_target_='(robust_train|hydra_plugins\.robust)"

@@ -435,6 +435,7 @@ def test_a_sweep_of_a_hydra_project_has_its_table_and_objectives(world, foreign)
 
 OF_THE_STORE = """
 from dataclasses import dataclass
+from pathlib import Path
 from hydra.core.config_store import ConfigStore
 from robust_train import hydra_main
 
@@ -448,8 +449,8 @@ ConfigStore.instance().store(group="model", name="cnn", node={"depth": 2})
 
 @hydra_main(NAMES)
 def main(cfg):
-    with open("ran", "a") as file:
-        print(*sorted(cfg), file=file)
+    with Path(__file__).with_name("ran").open("a") as file:
+        print(*sorted(cfg), "in", Path.cwd().name, file=file)
 
 if __name__ == "__main__":
     main()
@@ -457,22 +458,28 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    ("names", "words", "keys"),
+    ("names", "words", "keys", "folders"),
     [
-        ('config_path=None, config_name="config"', ["lr=1,2"], "batch_size lr"),
-        ("", ["+seed=1,2", "+model=cnn"], "model seed"),
+        ('None, "config", "1.3"', ["lr=1,2"], "batch_size lr", None),
+        ("", ["+seed=1,2", "+model=cnn"], "model seed", ["0", "1"]),
     ],
-    ids=["a node of the store", "no config at all"],
+    ids=["a node of the store", "no config at all, with Hydra's defaults"],
 )
-def test_a_job_needs_no_file(world, names, words, keys):
-    """Its keys are the program's own, and a sweep that is repeated runs nothing again."""
+def test_a_job_needs_no_file(world, names, words, keys, folders):
+    """Its keys are the program's own, and a sweep that is repeated runs nothing again.
+
+    Args:
+        folders: the working directories of the jobs; None: that of the command.
+    """
     (world.folder / "main.py").write_text(OF_THE_STORE.replace("NAMES", names))
     words = [*words, "robust.isolation=none", "hydra.sweep.dir=sweep", "-m"]
     first = _run(world, world.folder, *words)
     assert "attempt 1" in first.output
     again = _run(world, world.folder, *words)
     assert again.output.count("is not run again") == 2
-    assert (world.folder / "ran").read_text().splitlines() == [keys] * 2
+    assert first.output.count("version_base parameter is not specified") == (folders is not None)
+    ran = [f"{keys} in {folder}" for folder in folders or [world.folder.name] * 2]
+    assert (world.folder / "ran").read_text().splitlines() == ran
     sweep = json.loads((world.folder / "sweep/sweep.json").read_text())
     assert [job["status"] for job in sweep["jobs"]] == ["completed"] * 2
 

@@ -22,7 +22,7 @@ from robust_train.attempt.run import Run
 from robust_train.attempt.script.command import NOTHING, CheckpointWatch, stamps
 from robust_train.attempt.script.messages import (
     LineReader,
-    NotUnderstood,
+    NotUnderstoodError,
     Result,
     ScriptRun,
     appending_to,
@@ -77,7 +77,7 @@ LINES = st.builds(lambda event, fields: json.dumps({"event": event, **fields}), 
 def test_any_line_is_refused_or_has_what_the_launcher_reads(line):
     try:
         message = parse(line)
-    except NotUnderstood:
+    except NotUnderstoodError:
         return
     event = json.loads(line)["event"]
     assert isinstance(event, str)
@@ -143,7 +143,7 @@ def test_torchrun_chooses_a_free_port_unless_it_was_given_an_address(command, en
 
 def test_what_a_sweep_optimises_is_reported_also_by_the_figures_that_objective_names(tmp_path):
     assert parse('{"event": "report", "value": 0.5, "step": 3}') == ValueReported(0.5, 3)
-    with pytest.raises(NotUnderstood, match="report: ValueReported needs value"):
+    with pytest.raises(NotUnderstoodError, match="report: ValueReported needs value"):
         parse('{"event": "report", "step": 3}')
     reported = []
     run = Run(run_dir=tmp_path, report=reported.append)
@@ -187,7 +187,7 @@ def test_neither_a_burst_nor_a_line_without_end_costs_memory(tmp_path):
     tracemalloc.start()
     try:
         lines = LineReader(path).read()
-        with pytest.raises(NotUnderstood, match="longer than 50000 characters"):
+        with pytest.raises(NotUnderstoodError, match="longer than 50000 characters"):
             parse(next(lines))
         assert parse(next(lines)) == UserEvent("mine")
         assert sum(1 for _ in lines) == 199_999

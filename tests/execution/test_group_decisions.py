@@ -53,6 +53,10 @@ def test_the_reason_is_what_the_others_follow_from(ends, rank):
 @given(st.lists(st.one_of(st.integers(0, 2), st.sampled_from(["stop", "checkpoint"])), max_size=80))
 def test_a_flag_is_seen_at_the_same_look_by_all_ranks(happenings):
     """Ranks look in any order, and flags are raised at any moment."""
+
+    def look(run):
+        return run.should_stop(), run.should_save()
+
     votes = Votes(3)
     runs = [Run(run_dir=Path(), rank=rank, world_size=3, flags=votes) for rank in range(3)]
     seen = [[], [], []]
@@ -63,12 +67,12 @@ def test_a_flag_is_seen_at_the_same_look_by_all_ranks(happenings):
             votes.raise_flag(STOP if happening == STOP else CHECKPOINT)
         else:
             run = runs[happening]
-            seen[happening].append((run.stop_requested, run.checkpoint_requested))
+            seen[happening].append(look(run))
     shortest = min(map(len, seen))
     assert seen[0][:shortest] == seen[1][:shortest] == seen[2][:shortest]
     for run, looks in zip(runs, seen, strict=True):
         stops = [stop for stop, _ in looks]
         assert stops == sorted(stops), "it stays due"
         most = max(map(len, seen))
-        stops += [run.stop_requested for _ in range(most + 1 - len(looks))]
+        stops += [look(run)[0] for _ in range(most + 1 - len(looks))]
         assert stops[-1] is raised

@@ -34,8 +34,8 @@ def ending_of(trainer, folder):
     return end
 
 
-@pytest.mark.parametrize("goes_on", ["checkpoint_due", "backward"])
-def test_a_trainer_that_reads_only_whether_to_save_is_stopped_after_a_last_checkpoint(
+@pytest.mark.parametrize("goes_on", ["should_save", "backward"])
+def test_a_trainer_that_asks_only_whether_to_save_is_stopped_after_a_last_checkpoint(
     tmp_path, goes_on
 ):
     saved = []
@@ -46,14 +46,14 @@ def test_a_trainer_that_reads_only_whether_to_save_is_stopped_after_a_last_check
             if goes_on == "backward" and saved:
                 run.backward(None, None)
             run.progress(step, total_steps=9)
-            if run.checkpoint_due:
+            if run.should_save():
                 saved.append(step)
             if step == 2:
                 stop()
 
     end = ending_of(train, tmp_path)
     assert end.failure.kind is FailureKind.INTERRUPTED
-    assert (saved, end.step) == ([3], 4 if goes_on == "checkpoint_due" else 3)
+    assert (saved, end.step) == ([3], 4 if goes_on == "should_save" else 3)
 
 
 def test_a_trainer_that_reads_both_saves_once_and_ends_by_itself(tmp_path):
@@ -61,9 +61,9 @@ def test_a_trainer_that_reads_both_saves_once_and_ends_by_itself(tmp_path):
         run.saving.plan, saved = SavePlan(1e9), []
         for step in range(1, 10):
             run.progress(step)
-            if run.checkpoint_due:
+            if run.should_save():
                 saved.append(step)
-            stops = run.stop_requested
+            stops = run.should_stop()
             if step == 2:
                 stop()
             if stops and step == 5:  # it has something to do first
@@ -77,10 +77,10 @@ def test_a_trainer_that_had_done_its_last_step_keeps_its_result(tmp_path, total_
     def train(run, stop):
         run.progress(2, total_steps=total_steps)
         stop()
-        assert run.stop_requested
+        assert run.should_stop()
         return 0.5
 
-    end = ending_of(lambda run, stop: run.stop_requested or train(run, stop), tmp_path)
+    end = ending_of(lambda run, stop: run.should_stop() or train(run, stop), tmp_path)
     if total_steps == 2:
         assert end.result == 0.5
     else:

@@ -1,5 +1,6 @@
 """The end of what a program printed: what lies below an error, and how it is laid out."""
 
+import inspect
 import json
 import textwrap
 import traceback
@@ -9,6 +10,7 @@ import pytest
 from robust_train.failures import classify_exit, classify_failure
 from robust_train.failures.exits import last_shortage_in
 from robust_train.launcher.ending import doubt_of
+from robust_train.model import errors
 from robust_train.model.attempt import Attempt, Exit
 from robust_train.model.events import ScriptEnded
 from robust_train.model.failure import Clue, FailureKind
@@ -194,6 +196,15 @@ def test_what_is_certainly_the_programs_is_told_from_what_nobody_can_name(error)
     outer = RuntimeError("training failed")
     outer.__cause__ = error
     assert classify_failure(outer).evidence.clue == clue
+
+
+def test_no_error_of_ours_is_taken_for_another_failure():
+    """Their names have words that libraries of the network give to theirs."""
+    ours = [name for name, value in vars(errors).items() if inspect.isclass(value)]
+    end = TRACEBACK + f"{errors.__name__}."
+    kinds = {name: classify_exit(1, f"{end}{name}: x\n").kind for name in ours}
+    assert {name for name, kind in kinds.items() if kind is not FailureKind.BUG} == set()
+    assert "RunFolderLostError" in kinds
 
 
 def test_an_exit_code_without_a_reason_is_unknown():

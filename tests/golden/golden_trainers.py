@@ -65,7 +65,7 @@ def _meet(meets, step, cfg, run):
         raise ValueError("<b>the labels</b> go from 0 to 12, and the model has ten outputs")
     if meets in ("stopped", "lost") and is_first:
         Path(os.environ["AT_STEP_6"]).touch()
-        while not run.stop_requested:
+        while not run.should_stop():
             time.sleep(0.02)
         return True
     return False

@@ -13,7 +13,7 @@ import pytest
 
 import warm
 from robust_train.gpu import processes
-from robust_train.gpu.bounded import NoAnswer, ask, printed_by, run_command
+from robust_train.gpu.bounded import NoAnswerError, ask, printed_by, run_command
 from robust_train.model.gpu import GpuInfo, GpuProcess
 from simulated_nvml import (
     DRIVER_NOT_LOADED,
@@ -391,7 +391,7 @@ def test_skipped_and_hidden_gpus_are_listed_with_the_reason(machine_with):
 
 def test_a_command_that_takes_too_long_is_killed_or_left_behind():
     """What holds its output open stands for a child that waits in the driver."""
-    with pytest.raises(NoAnswer, match=r"sleep has not ended after 0\.2 s"):
+    with pytest.raises(NoAnswerError, match=r"sleep has not ended after 0\.2 s"):
         run_command(["sleep", "100"], 0.2)
     assert printed_by(["sh", "-c", "sleep 3 & exec sleep 100"], 0.2) is None
     assert printed_by(["sh", "-c", "echo one; exit 3"], 60) is None

@@ -33,7 +33,7 @@ from robust_train.queue.queue_dir import (
     MOST_FILES_PER_USER,
     NO_LIMIT,
     QueueDir,
-    QueueProblem,
+    QueueError,
     boot_name,
     directory_for,
 )
@@ -166,7 +166,7 @@ def test_key_before_variable_before_the_runtime_directory(tmp_path, monkeypatch)
 def test_what_is_no_directory_of_its_own_is_refused(tmp_path, plant, why):
     base = tmp_path / "queue"
     plant(base)
-    with pytest.raises(QueueProblem, match=why) as caught:
+    with pytest.raises(QueueError, match=why) as caught:
         QueueDir(base)
     assert str(base) in str(caught.value)
     assert "gpu_queue=/" in str(caught.value)
@@ -176,7 +176,7 @@ def test_a_network_file_system_is_refused(tmp_path, monkeypatch):
     nearest = queue_dir.file_system_of(Path("/proc/sys/kernel"))
     assert nearest == "proc", "that of the nearest mount"
     monkeypatch.setattr(queue_dir, "file_system_of", lambda path: "nfs")
-    with pytest.raises(QueueProblem, match="nfs, where locks may hang"):
+    with pytest.raises(QueueError, match="nfs, where locks may hang"):
         QueueDir(tmp_path / "queue")
 
 
@@ -407,9 +407,9 @@ def test_who_can_open_no_file_says_so_and_takes_no_gpu_for_free(registry):
     os.close(free)
     resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
     try:
-        with pytest.raises(QueueProblem, match=r"cannot be read \(Too many open files\)"):
+        with pytest.raises(QueueError, match=r"cannot be read \(Too many open files\)"):
             registry.jobs()
-        with pytest.raises(QueueProblem, match=r"cannot be used \(Too many open files\)"):
+        with pytest.raises(QueueError, match=r"cannot be used \(Too many open files\)"):
             Registry(registry.base)
         assert registry.marked((A,)) == (A,)
     finally:

@@ -18,7 +18,7 @@ import pytest
 import warm
 from robust_train.cli import machine
 from robust_train.cli.main import main
-from robust_train.gpu.bounded import NoAnswer, ask
+from robust_train.gpu.bounded import NoAnswerError, ask
 from robust_train.gpu.visible import Visible
 from robust_train.model.gpu import GpuInfo, Inventory
 from robust_train.queue.host_queue import GpuRequest, HostQueue
@@ -304,13 +304,13 @@ print(json.dumps(seen))
 def test_a_call_that_hangs_is_warned_of_once_and_no_other_is_made_until_it_returns(caplog):
     answers, calls = threading.Event(), []
     for limit_seconds in (0.0, 60.0):
-        with pytest.raises(NoAnswer, match=r"has not answered for .* dmesg"):
+        with pytest.raises(NoAnswerError, match=r"has not answered for .* dmesg"):
             ask(lambda: answers.wait(calls.append(1)), limit_seconds)
     assert (len(calls), len(caplog.records)) == (1, 1)
     answers.set()
 
     def asked_again():
-        with contextlib.suppress(NoAnswer):
+        with contextlib.suppress(NoAnswerError):
             return ask(lambda: 7, 60.0)
 
     assert wait_until(asked_again, "it answers again") == 7

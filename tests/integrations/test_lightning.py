@@ -17,7 +17,7 @@ from robust_train import launch
 from robust_train.attempt.run import MicroBatchPlan, Run
 from robust_train.config.checks import unchecked
 from robust_train.config.schema import RobustConfig
-from robust_train.model.errors import Interrupted, UserError
+from robust_train.model.errors import TrainingStopped, UserError
 from robust_train.model.spec import AttemptSpec
 from watched_run import WatchedRun
 
@@ -458,7 +458,7 @@ def test_a_stop_during_validation_waits_for_no_more_of_it(tmp_path):
     model = _Validated()
     model.run = run = WatchedRun(tmp_path)
     trainer = _trainer(tmp_path, max_epochs=2, num_sanity_val_steps=0)
-    with pytest.raises(Interrupted):
+    with pytest.raises(TrainingStopped):
         _fit(tmp_path, cfg, None, trainer, model=model, run=run, val_dataloaders=_loader(8))
     assert list(run.saved_at) == [3]
     assert not recorded(run, "validation")

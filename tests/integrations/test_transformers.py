@@ -8,7 +8,7 @@ from running_out import recorded
 
 from framework_config import SILENT, framework_config
 from robust_train.config.schema import DivergenceConfig
-from robust_train.model.errors import Interrupted, Spoiled, UserError
+from robust_train.model.errors import TrainingDiverged, TrainingStopped, UserError
 from watched_run import WatchedRun
 
 transformers = pytest.importorskip(
@@ -81,7 +81,7 @@ def test_a_logged_loss_that_stays_not_finite_ends_the_attempt(tmp_path):
     """The Trainer's own filter would log a mean in its place."""
     run = WatchedRun(tmp_path)
     run.guard.divergence = DivergenceConfig(patience=3)
-    with pytest.raises(Spoiled, match="the loss is nan since step 1"):
+    with pytest.raises(TrainingDiverged, match="the loss is nan since step 1"):
         _fit(tmp_path, framework_config(8), run=run, label=float("nan"))
 
 
@@ -208,7 +208,7 @@ def test_a_stop_during_evaluation_waits_for_no_more_of_it(tmp_path):
     cfg = framework_config(8)
     cfg.training.checkpoint_every_steps = None
     run = WatchedRun(tmp_path)
-    with pytest.raises(Interrupted):
+    with pytest.raises(TrainingStopped):
         _fit(tmp_path, cfg, run=run, callbacks=[_AsksToStop(run)], eval_strategy="epoch")
     assert list(run.saved_at) == [3]
     assert not [e for e in recorded(run, "metrics") if "eval_loss" in e]
@@ -242,6 +242,6 @@ def test_whether_a_stop_in_an_evaluation_saves_is_what_rank_0_finds_on_the_disk(
     cfg = framework_config(8)
     cfg.training.checkpoint_every_steps = None if is_whole else 1
     run = WatchedRun(tmp_path)
-    with pytest.raises(Interrupted):
+    with pytest.raises(TrainingStopped):
         _fit(tmp_path, cfg, run=run, callbacks=[_AsksToStop(run)], eval_strategy="epoch")
     assert [e["step"] for e in run.of("checkpoint")] == ([] if is_whole else [1, 2, 3, 3])

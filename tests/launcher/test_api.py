@@ -20,10 +20,10 @@ from omegaconf.errors import ConfigAttributeError
 import trainers
 import warm
 from robust_train import (
-    AttemptsExhausted,
+    AttemptsExhaustedError,
     ConfigError,
     JobInterrupted,
-    TrainerFailed,
+    TrainerFailedError,
     UserError,
     launch,
 )
@@ -224,7 +224,7 @@ def test_the_last_lines_say_how_it_ended_and_how_it_goes_on(tmp_path, caplog, mo
 def test_the_trainers_own_exception_is_raised_with_its_traceback(tmp_path, isolation):
     with pytest.raises(KeyError) as caught:
         launch(trainers.has_a_bug, {"isolation": isolation}, run_dir=tmp_path)
-    assert isinstance(caught.value.__cause__, TrainerFailed)
+    assert isinstance(caught.value.__cause__, TrainerFailedError)
     assert "in _deep_down" in str(caught.value.__cause__)
 
 
@@ -345,7 +345,7 @@ def test_the_user_s_rules_count_while_a_time_slice_ends(tmp_path, monkeypatch):
             watches.append(self)
 
     def train(cfg, run):
-        assert not run.stop_requested  # who has looked once is not interrupted
+        assert not run.should_stop()  # who has looked once is not interrupted
         if run.attempt == 1:
             watches[0].pause()
             raise RuntimeError("the licence server is busy")
@@ -363,7 +363,7 @@ def test_a_trainer_that_returns_because_it_was_stopped_has_not_completed(tmp_pat
         launch(trainer, {"isolation": "none"}, run_dir=tmp_path)
     assert read_identity(tmp_path).completed is None
     # nor where somebody has stopped nothing but the attempt
-    with pytest.raises(TrainerFailed, match="asked to stop"):
+    with pytest.raises(TrainerFailedError, match="asked to stop"):
         launch(trainer, run_dir=tmp_path)
     assert read_identity(tmp_path).completed is None
 
@@ -372,10 +372,10 @@ def test_a_death_and_memory_that_runs_out_everywhere_have_exceptions_of_ours(tmp
     def train(cfg):
         raise MemoryError
 
-    with pytest.raises(TrainerFailed, match="SIGSEGV"):
+    with pytest.raises(TrainerFailedError, match="SIGSEGV"):
         launch(trainers.dies_of_segfault, run_dir=tmp_path / "a")
     cfg = {"isolation": "none", "training": {"batch_size": 8, "num_workers": 2}}
-    with pytest.raises(AttemptsExhausted, match="cpu at micro-batch 8, 4"):
+    with pytest.raises(AttemptsExhaustedError, match="cpu at micro-batch 8, 4"):
         launch(train, cfg, run_dir=tmp_path / "b")
 
 

@@ -6,7 +6,7 @@ PROGRAM = """
 import os, time
 from pathlib import Path
 from robust_train.config.composition import complete
-from robust_train.model.errors import ConfigError, NoDevice
+from robust_train.model.errors import ConfigError, NoDeviceError
 from robust_train.model.events import MemoryReported
 from robust_train.queue.devices import Devices
 from robust_train.queue.queue_dir import directory_for
@@ -29,7 +29,7 @@ def answer(*arguments, fewer=(), **keys):
     job = devices(*arguments, **keys)
     try:
         return sorted(indexes(job.acquire(fewer)))
-    except (ConfigError, NoDevice) as error:
+    except (ConfigError, NoDeviceError) as error:
         return f"{type(error).__name__}: {error}"
     finally:
         job.queue.release()
@@ -57,7 +57,7 @@ for rank, reserved in ((None, 10), (1, 9 * 1024 * MIB), (5, 1)):
 assert record.gpus == tuple(gpu.uuid for gpu in group)
 assert list(record.taken_bytes) == [10, 9 * 1024 * MIB]
 others = answer(num_gpus=3, wait_for_gpu=False, allow_cpu_fallback=False)
-assert others.startswith("NoDevice: no 3 GPUs were available now: 2 of 3 GPUs available; GPU")
+assert others.startswith("NoDeviceError: no 3 GPUs were available now: 2 of 3 GPUs available; GPU")
 hardware = Evidence(clue="hardware")
 ecc = Failure(FailureKind.DEVICE_FAULT, "CUDA error: uncorrectable ECC error", hardware, rank=1)
 spec = AttemptSpec(group, 8, 1, ranks=len(group))
@@ -111,7 +111,7 @@ def test_after_waiting_in_vain_a_job_takes_fewer_gpus(machine_with):
         machine_with(Gpu(), Gpu(), Gpu(free_mib=100)),
         """
 short = {"gpu_wait_timeout_minutes": 0.005, "allow_cpu_fallback": False, "num_gpus": 3}
-assert answer(**short).startswith("NoDevice: no 3 GPUs were available within")
+assert answer(**short).startswith("NoDeviceError: no 3 GPUs were available within")
 assert answer(fewer=(2, 1), **short) == [0, 1]
 assert answer(fewer=(2, 1), gpu_queue=False, **short) == [0, 1]
 """,

@@ -55,7 +55,7 @@ ConfigStore.instance().store(name="mine", node={"x": 0})
 """
     + USES
     + """
-@robust_train.hydra_main(config_path=None, config_name="mine")
+@robust_train.hydra_main(version_base="1.3", config_name="mine")
 def main(cfg): train(cfg)
 """
 )

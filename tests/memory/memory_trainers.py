@@ -32,7 +32,7 @@ def holds_memory_until_stopped(cfg, run):
     gc.freeze()
     run.started(0)
     step = 0
-    while not run.stop_requested:
+    while not run.should_stop():
         step += 1
         run.progress(step)
         time.sleep(0.02)

@@ -15,6 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimiz
 from robust_train.attempt import requests as attempt_requests
 from robust_train.attempt.requests import AttemptRequests
 from robust_train.attempt.run import MicroBatchPlan, Run
+from robust_train.config.placeholders import SavePlan
 from robust_train.files import replacing
 from robust_train.folder.requests import REQUESTS, TAKEN, find_requests, open_requests
 from watched_run import WatchedRun
@@ -26,6 +27,7 @@ class Asking:
 
     def __init__(self, folder, **options):
         self.run = WatchedRun(folder, **options)
+        self.run.saving.plan = SavePlan(every_seconds=1e9)
         self.path = folder / REQUESTS
         open_requests(folder)
         self.requests = AttemptRequests(self.run)
@@ -73,39 +75,39 @@ def asking(attempt):
 
 
 def test_a_checkpoint_is_answered_when_it_is_saved_or_cannot_be(asking):
-    assert not asking.run.checkpoint_requested
+    assert not asking.run.should_save()
     for _ in range(2):
         asking.ask("checkpoint")
-    assert asking.run.checkpoint_requested
+    assert asking.run.should_save()
     assert not asking.has_replied()
     asking.run.checkpoint_saved(Path("somewhere"), 7)
-    assert not asking.run.checkpoint_requested
+    assert not asking.run.should_save()
     for number in (1, 2):
         assert asking.reply(number)["answer"] == {"path": "somewhere", "step": 7}
     asking.ask("checkpoint")
-    assert asking.run.checkpoint_requested
+    assert asking.run.should_save()
     asking.run.checkpoint_failed("No space left on device")
     assert asking.reply()["error"] == "no checkpoint: No space left on device"
-    assert not asking.run.checkpoint_requested, "it is not tried for ever"
+    assert not asking.run.should_save(), "it is not tried for ever"
 
 
 def test_a_trainer_is_given_one_round_of_its_loop_to_show_its_habits(asking):
     asking.ask("checkpoint")
     asking.run.progress(1)
-    assert not asking.run.stop_requested
+    assert not asking.run.should_stop()
     assert not asking.has_replied()
     asking.run.progress(2)
     error = asking.reply()["error"]
-    assert "does not read run.checkpoint_requested" in error
+    assert "does not call run.should_save()" in error
     assert "'robust-train stop', which saves one first" in error
-    assert not asking.run.checkpoint_requested
+    assert not asking.run.should_save()
 
 
 def test_who_looks_late_in_its_loop_is_not_refused(asking):
     asking.ask("checkpoint")
     for step in range(1, 10):
         asking.run.progress(step)
-        assert step > 1 or asking.run.checkpoint_requested
+        assert step > 1 or asking.run.should_save()
     assert not asking.has_replied(), "it is in the middle of something"
 
 
@@ -113,20 +115,20 @@ def test_a_batch_that_must_not_be_split_is_not_halved_on_request(asking):
     asking.run.micro_batch_plan = MicroBatchPlan(batch_size=8)
     asking.run.keeps_batch = "nobody accumulates"
     asking.ask("halve_batch")
-    assert not asking.run.stop_requested
+    assert not asking.run.should_stop()
     assert asking.reply()["error"].endswith("would change the training: nobody accumulates")
     asking.run.keeps_batch = ""
     asking.ask("halve_batch")
-    assert not asking.run.stop_requested  # it may split its first batch yet
+    assert not asking.run.should_stop()  # it may split its first batch yet
     assert not asking.has_replied()
-    assert not asking.run.stop_requested
+    assert not asking.run.should_stop()
     assert "does not use run.backward" in asking.reply()["error"]
 
 
 def test_halving_before_the_first_split_waits_for_it(asking):
     asking.run.micro_batch_plan = MicroBatchPlan(batch_size=8, min_batch_size=4)
     asking.ask("halve_batch")
-    assert not asking.run.stop_requested  # the first boundary comes before the first split
+    assert not asking.run.should_stop()  # the first boundary comes before the first split
     model = torch.nn.Linear(2, 1)
     sizes = []
 
@@ -218,4 +220,4 @@ def test_a_signal_that_interrupts_the_handler_of_another_holds_nothing_up(tmp_pa
         thread.join(20)
         assert not thread.is_alive(), f"stands still after {place} lines"
     assert interrupted.is_set()
-    assert run.stop_requested
+    assert run.should_stop()

@@ -151,7 +151,7 @@ def test_all_ranks_save_at_the_same_step_whoever_is_ahead(tmp_path):
         run.saving.plan = SavePlan(1e9, 2 if rank else 7)  # rank 0's clock counts
         for step in range(1, 101):
             run.progress(step)
-            if run.checkpoint_due:
+            if run.should_save():
                 due[rank].append(step)
                 path = tmp_path / "checkpoint"
                 path.touch()
@@ -180,4 +180,4 @@ def test_a_manifest_that_cannot_be_read_just_now_does_not_end_training(tmp_path)
     (tmp_path / "checkpoints" / "1.pt.manifest.json").mkdir(parents=True)
     run = Run(run_dir=tmp_path)
     run.saving.plan = SavePlan(0.0)
-    assert run.checkpoint_due
+    assert run.should_save()

@@ -10,7 +10,7 @@ from robust_train import launch
 from robust_train.folder.identity import read_identity
 from robust_train.folder.live import new_request
 from robust_train.folder.state import read_state
-from robust_train.model.errors import RunFolderLost
+from robust_train.model.errors import RunFolderLostError
 from robust_train.model.events import JobEnded
 
 
@@ -27,9 +27,11 @@ def test_the_old_job_writes_nothing_into_the_folder_of_the_new_one(tmp_path):
         new = stack.enter_context(begun_anew(tmp_path / "run"))
         request = new_request(tmp_path / "run")
         request.write_text(json.dumps({"verb": "stop"}))
-        with pytest.raises(RunFolderLost, match=r"in use by the job of .* writes nothing more"):
+        with pytest.raises(
+            RunFolderLostError, match=r"in use by the job of .* writes nothing more"
+        ):
             old.tick()
-        with pytest.raises(RunFolderLost) as lost:
+        with pytest.raises(RunFolderLostError) as lost:
             old.record(JobEnded("completed"))
         old_job.push(lost.type)
         assert old.state.state == "failed"
@@ -45,7 +47,7 @@ def test_a_job_whose_folder_was_begun_anew_ends_with_one_line(tmp_path):
 
     new = []
     with contextlib.ExitStack() as stack:
-        with pytest.raises(RunFolderLost) as lost:
+        with pytest.raises(RunFolderLostError) as lost:
             launch(train, {"isolation": "none"}, run_dir=tmp_path / "run")
         assert lost.value.exit_code == 2
         assert read_identity(tmp_path / "run").id == new[0].beginning.job

@@ -13,7 +13,7 @@ from robust_train.folder.identity import begin_job, complete_job, count_launch, 
 from robust_train.folder.requests import REQUESTS, request_sweep_stop
 from robust_train.folder.run_list import read_run
 from robust_train.model.attempt import Attempt
-from robust_train.model.errors import ConfigError, NoProgress
+from robust_train.model.errors import ConfigError, NoProgressError
 from robust_train.model.events import JobStarted
 from robust_train.model.spec import AttemptSpec
 
@@ -41,7 +41,7 @@ def test_after_three_launches_in_a_row_without_a_new_checkpoint_the_next_is_refu
     content = {"schema": 2, "status": "failed", "reason": "ValueError: a bug", "attempts": []}
     (tmp_path / "summary.json").write_text(json.dumps(content))
     for _ in range(2):
-        with pytest.raises(NoProgress) as refused:
+        with pytest.raises(NoProgressError) as refused:
             launch(tmp_path)
         assert refused.value.exit_code == 76
     message = str(refused.value)
@@ -70,7 +70,9 @@ def test_a_new_checkpoint_or_a_completed_job_begins_the_count_anew(tmp_path):
 def test_a_job_without_any_checkpoint_is_refused_with_how_to_report_one(tmp_path):
     (tmp_path / "job.json").write_text('{"id": "of an earlier version", "started": 1.0}')
     assert launch(tmp_path, most=1) == "of an earlier version", "it has had no launch"
-    with pytest.raises(NoProgress, match=r"none was ever reported \(a script's: --checkpoint\)"):
+    with pytest.raises(
+        NoProgressError, match=r"none was ever reported \(a script's: --checkpoint\)"
+    ):
         launch(tmp_path, most=1)
 
 

@@ -21,7 +21,7 @@ from robust_train.folder.lock import (
     refusal,
     wait_until_free,
 )
-from robust_train.model.errors import ConfigError, RunFolderUnavailable
+from robust_train.model.errors import ConfigError, RunFolderUnavailableError
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_the_last_checkpoint_of_a_dead_launcher_s_attempt_is_waited_for(tmp_path
 def test_an_attempt_that_stays_is_refused_in_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "ORPHAN_SECONDS", 0.8)
     change_json(tmp_path / "lock", process_started=1.0)  # another process has the number now
-    with pytest.raises(RunFolderUnavailable, match="was killed, but its attempt still runs"):
+    with pytest.raises(RunFolderUnavailableError, match="was killed, but its attempt still runs"):
         take(tmp_path)
 
 
@@ -108,7 +108,7 @@ def test_a_job_on_another_host_is_not_taken_for_dead(tmp_path):
     with another_launcher(tmp_path):
         as_on_another_host(tmp_path)
         for begin in (take, wait_until_free):
-            with pytest.raises(RunFolderUnavailable, match=r"on another-host\.example, pid"):
+            with pytest.raises(RunFolderUnavailableError, match=r"on another-host\.example, pid"):
                 begin(tmp_path)
 
 
@@ -141,7 +141,7 @@ def test_torn_and_foreign_content_is_nobody_s_name(tmp_path):
     for content in (b"", b"{", b"[]", b"\xff" * 5000, b'{"host": 3}', *absurd):
         (tmp_path / "lock").write_bytes(content)
         assert read_holder(tmp_path) is None
-    with pytest.raises(RunFolderUnavailable, match="in use by another job"):
+    with pytest.raises(RunFolderUnavailableError, match="in use by another job"):
         take(tmp_path)
 
 

@@ -12,10 +12,10 @@ from live_folder import another_launcher, open_folder
 
 from another_user import ANOTHER_USER, needs_root
 from robust_train.folder import live
-from robust_train.folder.live import ControlError, StillQueued, ask
+from robust_train.folder.live import ControlError, StillQueuedError, ask
 from robust_train.folder.requests import (
     REQUESTS,
-    Refused,
+    RefusedError,
     find_requests,
     open_requests,
     request_sweep_stop,
@@ -154,7 +154,7 @@ def test_a_request_that_the_attempt_took_is_answered_when_it_ends(tmp_path):
 def test_a_request_that_nobody_took_is_for_the_next_attempt_or_the_end(tmp_path):
     with open_folder(tmp_path) as folder:
         folder.attempt_starts(Attempt(1, SPEC))
-        with pytest.raises(StillQueued, match=r"no step has ended within 0\.1 s"):
+        with pytest.raises(StillQueuedError, match=r"no step has ended within 0\.1 s"):
             ask(choose_run(None), "checkpoint", wait_seconds=0.1)
         folder.decided(Attempt(1, SPEC), None)
         folder.tick()
@@ -197,5 +197,5 @@ def test_a_stop_of_a_sweep_is_for_one_launch_of_it(tmp_path):
     (tmp_path / "sweep.json").write_text('{"sweep": "second"}')
     assert not sweep_stop_requested(tmp_path)
     (tmp_path / "sweep.json").write_text('{"sweep": "second", "status": "ended"}')
-    with pytest.raises(Refused, match="this sweep has ended"):
+    with pytest.raises(RefusedError, match="this sweep has ended"):
         request_sweep_stop(tmp_path)

@@ -17,7 +17,7 @@ import pytest
 
 import warm
 from robust_train import launch
-from robust_train.folder.live import StillQueued, ask
+from robust_train.folder.live import StillQueuedError, ask
 from robust_train.folder.run_list import choose_run, read_run
 from robust_train.model.errors import ConfigError
 from simulated_nvml import Gpu
@@ -143,12 +143,12 @@ def test_halving_during_training_takes_effect_at_the_next_step(host, isolation):
 
 def test_a_run_that_hangs_answers_and_says_that_the_request_is_queued(host):
     host.begin("hangs_after_a_step")
-    with pytest.raises(StillQueued, match=r"within 0.2 s; the request stays queued"):
+    with pytest.raises(StillQueuedError, match=r"within 0.2 s; the request stays queued"):
         ask(choose_run(None), "checkpoint", wait_seconds=0.2)
     status = wait_until(lambda: (s := host.told("status")).get("step") and s, "it reports")
     assert (status["state"], status["step"], status["total_steps"]) == ("running", 1, 10)
     assert ask(choose_run(None), "memory_info")["sentence"]
-    with pytest.raises(StillQueued):
+    with pytest.raises(StillQueuedError):
         ask(choose_run(None), "memory_clear", wait_seconds=0.2, force=False)
     os.kill(status["attempt_pid"], signal.SIGSTOP)
     assert host.told("status")["step"] == 1, "the launcher answers for it"

@@ -10,7 +10,7 @@ from live_folder import another_launcher, as_on_another_host, change_json, open_
 from robust_train.folder import run_list
 from robust_train.folder.live import ControlError, ask
 from robust_train.folder.run_list import (
-    NoLiveRun,
+    NoLiveRunError,
     choose_run,
     find_runs,
     read_run,
@@ -21,20 +21,20 @@ from robust_train.folder.run_list import (
 
 def test_one_run_is_the_default_and_two_have_to_be_named(tmp_path):
     for which in (None, "~nobody/run"):  # a user who is not there
-        with pytest.raises(NoLiveRun, match="no run of yours"):
+        with pytest.raises(NoLiveRunError, match="no run of yours"):
             choose_run(which)
     with open_folder(tmp_path / "one") as one:
         assert choose_run(None).id == one.state.id
         with open_folder(tmp_path / "two") as two:
-            with pytest.raises(NoLiveRun, match="2 runs of yours") as refusal:
+            with pytest.raises(NoLiveRunError, match="2 runs of yours") as refusal:
                 choose_run(None)
             listed = f"{one.state.id} ({tmp_path}/one), {two.state.id} ({tmp_path}/two)"
             assert listed in str(refusal.value)
             assert choose_run(two.state.id).run_dir == tmp_path / "two"
             assert choose_run(str(tmp_path / "one" / "requests")).id == one.state.id
-            with pytest.raises(NoLiveRun, match="means 2 runs"):
+            with pytest.raises(NoLiveRunError, match="means 2 runs"):
                 choose_run(str(os.getpid()))
-            with pytest.raises(NoLiveRun, match=r"3-cccccc: no run .* alive are 0-"):
+            with pytest.raises(NoLiveRunError, match=r"3-cccccc: no run .* alive are 0-"):
                 choose_run("3-cccccc")
 
 
@@ -77,7 +77,7 @@ def test_a_job_of_another_host_on_the_same_disk_is_seen_and_answers(tmp_path):
         assert (run.alive, run.is_here) == (True, False)
         assert run.about()["host"] == "another-host.example"
         assert read_run(tmp_path / "theirs").status == "starting", "its pid says nothing here"
-        with pytest.raises(NoLiveRun):
+        with pytest.raises(NoLiveRunError):
             choose_run(str(run.pid))
         with open_folder(tmp_path / "ours") as ours:
             assert choose_run(None).id == ours.state.id, "the only one on this host"

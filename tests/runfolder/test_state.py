@@ -10,7 +10,7 @@ from attempts import gpu
 from robust_train import launch
 from robust_train.folder.state import RunState, StateFile, Summary, read_state
 from robust_train.model.attempt import Attempt
-from robust_train.model.errors import NoDevice
+from robust_train.model.errors import NoDeviceError
 from robust_train.model.events import (
     AttemptProcess,
     BatchSizeFound,
@@ -107,7 +107,7 @@ def test_torn_foreign_and_wrongly_typed_files_are_no_state(tmp_path, content):
 def test_a_job_that_its_sweep_has_pruned_raises_nothing():
     Summary("pruned", reason="worse than the median").raise_unless_completed()
     Summary("pruned", attempts=(Attempt(1, SPEC),)).raise_unless_completed()
-    with pytest.raises(NoDevice):
+    with pytest.raises(NoDeviceError):
         Summary("no_device", reason="all are taken").raise_unless_completed()
 
 

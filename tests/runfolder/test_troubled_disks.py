@@ -10,7 +10,7 @@ from disks import fill, small_disk
 from robust_train.attempt.run import Run
 from robust_train.folder.checkpoints import Manifest, read_manifests, record_checkpoint, why_full
 from robust_train.folder.identity import begin_job, wait_until_readable
-from robust_train.model.errors import ConfigError, RunFolderUnavailable
+from robust_train.model.errors import ConfigError, RunFolderUnavailableError
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_whether_a_disk_has_room_again(disk, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("number", "kind"), [(errno.ESTALE, RunFolderUnavailable), (errno.EACCES, ConfigError)]
+    ("number", "kind"), [(errno.ESTALE, RunFolderUnavailableError), (errno.EACCES, ConfigError)]
 )
 def test_what_cannot_be_read_is_an_error_after_a_while(number, kind):
     def read():

@@ -108,7 +108,7 @@ def function(cfg, run):
     import torch
     import torch.distributed as dist
 
-    from robust_train import Interrupted, save_checkpoint
+    from robust_train import TrainingStopped, save_checkpoint
 
     meets(cfg, run)
     torch.manual_seed(0)
@@ -127,12 +127,12 @@ def function(cfg, run):
         run.backward(lambda part: (model(part) - 1).square().mean(), mine, model)
         optimizer.step()
         run.progress(step, total_steps=STEPS)
-        is_due, stops = run.checkpoint_due, run.stop_requested
+        is_due, stops = run.should_save(), run.should_stop()
         if run.is_main and (is_due or stops):
             path = run.checkpoint_dir / f"step-{step:03d}.pt"
             run.checkpoint_saved(save_checkpoint({**state, "step": step}, path), step)
         if stops:
-            raise Interrupted
+            raise TrainingStopped
     if run.world_size > 1:
         dist.destroy_process_group()
     ends_with(run, [whole.weight.item(), whole.bias.item()])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from robust_train.folder.checkpoints import mark, save_checkpoint
-from robust_train.model.errors import Spoiled
+from robust_train.model.errors import TrainingDiverged
 
 STEPS = 40
 NAN, OVERFLOW = 17, 3e38
@@ -56,7 +56,7 @@ def train(cfg: Any, run: Any) -> list[float]:
         reported = {} if how == "silent" else {"loss": loss.item()}
         try:
             run.progress(step, total_steps=STEPS, **reported)
-        except Spoiled:
+        except TrainingDiverged:
             if how == "recorded late":
                 # another rank has recorded it, which has not met a bad loss yet
                 mark(run.checkpoint_dir, run.saving.job, lambda one: "finite")

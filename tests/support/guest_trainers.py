@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from robust_train import Interrupted, launch
+from robust_train import TrainingStopped, launch
 
 STEPS, SAMPLES = 12, 16
 OOM = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free."
@@ -70,10 +70,10 @@ def train(cfg, run):
         run.finish_saving()
         if is_due("waits", step, run):
             (run.run_dir / f"waits-{run.rank}").touch()
-            while not run.stop_requested:
+            while not run.should_stop():
                 dist.barrier()
-        if run.stop_requested:
-            raise Interrupted
+        if run.should_stop():
+            raise TrainingStopped
     return nn.utils.parameters_to_vector(model.module.parameters()).tolist()
 
 

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from robust_train.model.errors import Interrupted
+from robust_train.model.errors import TrainingStopped
 from robust_train.model.events import MemoryReported
 
 
@@ -37,14 +37,14 @@ def steps(run, last=sys.maxsize, *, pause=0.01, **reported):
 
 
 def stops_when_told(run, step, name="when-told"):
-    if run.stop_requested:
+    if run.should_stop():
         saves(run, name, step)
-        raise Interrupted
+        raise TrainingStopped
 
 
 def works_until_told(run, ready, name="when-told", until=lambda: False):
     """Say in the file ``ready`` who is at work; then wait to be told to stop."""
-    assert not run.stop_requested  # who has looked once is asked to stop, not interrupted
+    assert not run.should_stop()  # who has looked once is asked to stop, not interrupted
     ready.write_text(str(os.getpid()))
     while not until():
         stops_when_told(run, 1, name)
@@ -300,7 +300,7 @@ def saves_when_stopped(cfg, run):
     for step in steps(run):
         if step == 3:
             is_ready()
-        if run.stop_requested:
+        if run.should_stop():
             break
     run.checkpoint_dir.mkdir(exist_ok=True)
     path = run.checkpoint_dir / f"step-{step}"
@@ -330,7 +330,7 @@ def prints_a_lot(cfg, run):
         print("x" * 10_000)
     print("the last line", flush=True)
     is_ready()
-    while not run.stop_requested:
+    while not run.should_stop():
         time.sleep(0.01)
     raise KeyboardInterrupt
 
@@ -376,14 +376,14 @@ def is_stopped_when_it_has_returned(cfg, run):
     launcher = os.getpid()
     if cfg.isolation == "process":
         launcher = os.getppid()
-        assert not run.stop_requested  # the other one never reads it
+        assert not run.should_stop()  # the other one never reads it
     return StopsItsJob(launcher, os.getpid())
 
 
 def returns_when_it_is_stopped(cfg, run):
-    assert not run.stop_requested
+    assert not run.should_stop()
     os.kill(os.getpid(), signal.SIGTERM)
-    assert run.stop_requested
+    assert run.should_stop()
     return "what there is so far"
 
 
@@ -396,7 +396,7 @@ def hides_a_helper(cfg, run):
     helper = subprocess.Popen(["sleep", "1000"], start_new_session=True, env={})
     pids = f"attempt {os.getpid()}\nhelper {helper.pid}\n"
     Path(os.environ["PIDS_FILE"]).write_text(pids)
-    while run.attempt == 1 and not run.stop_requested:
+    while run.attempt == 1 and not run.should_stop():
         time.sleep(0.05)
 
 

@@ -24,7 +24,7 @@ from training_world import WatchedRun, config, write_image_folder
 from forked_ranks import of_forks, of_ranks, outcomes
 from memory_limit import MIB, lift_limit, limit_growth
 from robust_train.folder import identity
-from robust_train.model.errors import ConfigError, Interrupted, RankFailure, UserError
+from robust_train.model.errors import ConfigError, RankFailure, TrainingStopped, UserError
 from robust_train.step.batcher import MicroBatcher
 from robust_train.step.ranks import of_all_ranks
 
@@ -315,7 +315,7 @@ def built_in(folder, rank, ranks, resume, stop_at, *more):
     )
     run = WatchedRun(folder, resume=resume, stop_at_step=stop_at, rank=rank, world_size=ranks)
     result = None
-    with contextlib.suppress(Interrupted), runs_out_once(stop_at == 1 and rank == 1):
+    with contextlib.suppress(TrainingStopped), runs_out_once(stop_at == 1 and rank == 1):
         result = training_world.train(cfg, run)
     return {
         "result": result,

@@ -20,7 +20,7 @@ from robust_train.folder.checkpoints import (
     record_checkpoint,
     rotate,
 )
-from robust_train.model.errors import Spoiled
+from robust_train.model.errors import TrainingDiverged
 
 TRAINER = "trainer._target_=diverging_trainers.train"
 SLOW = pytest.mark.slow
@@ -214,7 +214,7 @@ def test_a_loss_of_any_library_is_looked_at(tmp_path, number):
         for step, loss in enumerate((1.0, float("nan"), float("nan"), 1.0), start=1):
             run.progress(step, loss=number(loss))
 
-    with pytest.raises(Spoiled, match="the loss is nan since step 2"):
+    with pytest.raises(TrainingDiverged, match="the loss is nan since step 2"):
         train()
 
 
@@ -233,7 +233,7 @@ def test_a_fused_optimizer_counts_a_step_later_and_raises_after_too_many(tmp_pat
             run.step(optimizer)
             run.progress(step)
 
-    with pytest.raises(Spoiled, match="4 updates in a row from step 1 on"):
+    with pytest.raises(TrainingDiverged, match="4 updates in a row from step 1 on"):
         train()
     assert run.last_step == 4, "seen in the fifth step"
     assert torch.equal(model.weight, before)

@@ -13,7 +13,7 @@ from training_world import (
     write_image_folder,
 )
 
-from robust_train.model.errors import ConfigError, Interrupted
+from robust_train.model.errors import ConfigError, TrainingStopped
 from robust_train.vision.datasets import Shape
 from robust_train.vision.keys import check_config, preload_modules
 from robust_train.vision.models import (
@@ -123,7 +123,7 @@ def test_lora_resumes_from_adapters_alone(tmp_path):
     cfg = config(*job, "training.num_workers=0")
     whole = run_to_end(cfg, tmp_path / "whole")
     run = WatchedRun(tmp_path / "run", stop_at_step=3)
-    with pytest.raises(Interrupted):
+    with pytest.raises(TrainingStopped):
         train(cfg, run)
     resumed = WatchedRun(tmp_path / "run", resume=run.last_checkpoint)
     assert difference(whole, trained_weights(train(cfg, resumed))) == 0

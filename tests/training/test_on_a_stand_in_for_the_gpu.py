@@ -8,7 +8,7 @@ from training_world import WatchedRun
 from cuda_on_the_cpu import cuda_on_the_cpu
 from robust_train.attempt.runner import call_trainer
 from robust_train.config.checks import checked
-from robust_train.model.errors import Interrupted
+from robust_train.model.errors import TrainingStopped
 from robust_train.vision.trainer import train
 
 OVERRIDES = (
@@ -27,7 +27,7 @@ def test_the_built_in_trainer_goes_all_its_ways_on_a_gpu(tmp_path, caplog):
     caplog.set_level("INFO")
     with cuda_on_the_cpu() as gpu:
         first = WatchedRun(tmp_path, stop_at_step=3)
-        with pytest.raises(Interrupted):
+        with pytest.raises(TrainingStopped):
             call_trainer(train, cfg, checked(cfg), first)
         second = WatchedRun(tmp_path, resume=first.last_checkpoint)
         result = call_trainer(train, cfg, checked(cfg), second)

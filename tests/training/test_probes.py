@@ -12,7 +12,7 @@ from training_world import WatchedRun
 import warm
 from robust_train import find_batch_size
 from robust_train.attempt.run import MicroBatchPlan
-from robust_train.model.errors import AttemptsExhausted
+from robust_train.model.errors import AttemptsExhaustedError
 from robust_train.policy.sizes import BatchSearch
 from robust_train.step.probing import (
     Meter,
@@ -185,9 +185,9 @@ def test_find_batch_size_leaves_no_gradients_and_no_draws_and_says_when_nothing_
     def never(size):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    with pytest.raises(AttemptsExhausted, match="none fits into"):
+    with pytest.raises(AttemptsExhaustedError, match="none fits into"):
         find_batch_size(never, 8, model=model)
-    with pytest.raises(ValueError, match="min_batch_size=9: must be from 1 to at_most=8"):
+    with pytest.raises(ValueError, match="min_batch_size=9: must be from 1 to max_batch_size=8"):
         find_batch_size(never, 8, min_batch_size=9)
     with pytest.raises(ValueError, match="effective_batch_size=0: must be 1 or more"):
         find_batch_size(never, 8, effective_batch_size=0)

@@ -12,7 +12,7 @@ from training_world import (
     write_image_folder,
 )
 
-from robust_train.model.errors import ConfigError, Interrupted
+from robust_train.model.errors import ConfigError, TrainingStopped
 from robust_train.vision.models import SmallCnn
 
 ONE_EPOCH = "training.epochs=1"
@@ -36,7 +36,7 @@ def job(tmp_path_factory):
 def stopped(cfg, folder, **when):
     """Return the run after a stop was requested and a checkpoint saved."""
     run = WatchedRun(folder, **when)
-    with pytest.raises(Interrupted):
+    with pytest.raises(TrainingStopped):
         train(cfg, run)
     return run
 

@@ -12,7 +12,7 @@ from robust_train.attempt.run import Run
 from robust_train.config.placeholders import SavePlan
 from robust_train.config.schema import DivergenceConfig
 from robust_train.folder.checkpoints import mark, read_manifests
-from robust_train.model.errors import Spoiled, UserError
+from robust_train.model.errors import TrainingDiverged, UserError
 
 CFG = {"device": "cpu", "isolation": "none", "retry_pause_seconds": 0.1}
 
@@ -197,7 +197,7 @@ def test_data_with_which_training_diverged_is_passed_over(tmp_path, run):
     assert list(later.batches(range(10))) == [6, 7, 8, 9]
     later.guard.divergence, later.saving.job = DivergenceConfig(patience=1), "j"
     mark(run.checkpoint_dir, "j", lambda one: "proven")
-    with pytest.raises(Spoiled) as again:
+    with pytest.raises(TrainingDiverged) as again:
         later.progress(5, loss=float("nan"))
     assert again.value.failure.evidence.bad_step == 7, "the two that were passed over stay so"
 
@@ -219,7 +219,7 @@ def test_no_checkpoint_is_due_while_losses_are_not_finite(run):
     due = []
     for step, loss in enumerate((0.5, float("nan"), float("inf"), 0.4), 1):
         run.progress(step, loss=loss)
-        due.append(run.checkpoint_due)
+        due.append(run.should_save())
     assert due == [True, False, False, True]
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from robust_train import AttemptsExhausted, check_split, launch
+from robust_train import AttemptsExhaustedError, check_split, launch
 from robust_train.compat import version_of
 from robust_train.model.errors import UserError
 from robust_train.step.batcher import MicroBatcher
@@ -597,7 +597,9 @@ def test_a_job_splits_the_loss_in_its_last_attempt(job, caplog):
 
 
 def test_a_job_that_must_preserve_its_batch_gives_up_with_the_figures(job):
-    with pytest.raises(AttemptsExhausted, match=r"splitting changes this loss: a part of 8 has"):
+    with pytest.raises(
+        AttemptsExhaustedError, match=r"splitting changes this loss: a part of 8 has"
+    ):
         job(True)
 
 

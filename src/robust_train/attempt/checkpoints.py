@@ -435,7 +435,7 @@ def together(
     result, error = None, None
     try:
         result = act()
-    except (OSError, MemoryError, RuntimeError, _Unusable) as raised:
+    except (OSError, MemoryError, RuntimeError, _UnusableError) as raised:
         error = raised
     except Exception as raised:  # safetensors has an error of its own
         if not is_of_disk(raised):
@@ -444,7 +444,7 @@ def together(
     for rank, found in enumerate(gather(error)):
         if found is None:
             continue
-        if error is None and not isinstance(found, (OSError, _Unusable)):
+        if error is None and not isinstance(found, (OSError, _UnusableError)):
             failure = classify_failure(found)
             raise RankFailure(rank, failure, is_elsewhere=True) from found
         if error is not None and found is not error:
@@ -535,13 +535,13 @@ def read_newest(
             return candidate, wait_until_readable(
                 partial(together, read, gather)
             )
-        except _Unusable as fault:
+        except _UnusableError as fault:
             log.warning(
                 "checkpoint %s cannot be used (%s); trying the one before it",
                 candidate,
                 fault,
             )
-            if isinstance(fault, _Refused):
+            if isinstance(fault, _RefusedError):
                 refusal = refusal or f"{candidate} is whole, but {fault}"
     if refusal:
         raise UserError(
@@ -552,11 +552,11 @@ def read_newest(
     return None
 
 
-class _Unusable(Exception):
+class _UnusableError(Exception):
     """What is wrong with a checkpoint file."""
 
 
-class _Refused(_Unusable):
+class _RefusedError(_UnusableError):
     """Why a whole one is not read."""
 
 
@@ -567,7 +567,12 @@ def _read(
     *,
     is_compared: bool,  # with its checksums, as torch does not
 ) -> Content:
-    """Return a whole checkpoint's content; raise _Unusable, or OSError if it is unreadable now."""
+    """Return a whole checkpoint's content.
+
+    Raises:
+        _UnusableError: no attempt can ever read it.
+        OSError: it is unreadable now.
+    """
     shards: dict[str, Tensor] = {}
 
     def kept(name: str, tensor: Tensor) -> Tensor:
@@ -582,7 +587,7 @@ def _read(
         file = path / VALUES if path.is_dir() else path
         file.open("rb").close()
         if not is_compared and (damage := damage_in(path, reads=True)):
-            raise _Unusable(damage)
+            raise _UnusableError(damage)
         # weights_only: a file from elsewhere must not run code here; mmap: a share is not the whole
         content = torch.load(
             file,
@@ -591,19 +596,19 @@ def _read(
             mmap=bool(share),
         )
         if not isinstance(content, dict):
-            raise _Refused(
+            raise _RefusedError(
                 f"it holds a {type(content).__name__} and is not a checkpoint"
             )
         missing = sorted(set(required) - content.keys())
         if missing:
-            raise _Refused(
+            raise _RefusedError(
                 f"it has no {missing[0]!r} and is not a checkpoint of this trainer"
             )
         content = named_map(kept, content)
         if shards:
             load_shards(path, path / INDEX, shards)
         return content
-    except _Unusable:
+    except _UnusableError:
         raise
     except Exception as error:
         # damaged files make zip and pickle readers raise nearly anything, EINVAL for a bad offset
@@ -612,6 +617,6 @@ def _read(
         if is_away or classify_failure(error).kind.is_memory:
             raise
         is_whole = isinstance(error, UnpicklingError) and is_readable(path)
-        raise (_Refused if is_whole else _Unusable)(
+        raise (_RefusedError if is_whole else _UnusableError)(
             first_line(error)
         ) from None

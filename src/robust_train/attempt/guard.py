@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from robust_train.config.schema import DivergenceConfig, RobustConfig
 from robust_train.files import plain
-from robust_train.model.errors import Spoiled
+from robust_train.model.errors import TrainingDiverged
 from robust_train.model.events import Event, UpdateSkipped
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class Losses:
 
 
 class Guard:
-    """Watches an attempt; raises :class:`Spoiled` when training is of no use any more.
+    """Watches an attempt; raises :class:`TrainingDiverged` when training is of no use any more.
 
     Attributes:
         divergence: what counts as diverged, None if nothing does.
@@ -120,7 +120,7 @@ class Guard:
         self,
         send: Callable[[Event], None],
         # returns the error with a message, after a good step, seen at a bad one
-        spoiled: Callable[[str, int | None, int], Spoiled],
+        spoiled: Callable[[str, int | None, int], TrainingDiverged],
         *,
         is_main: bool,
     ) -> None:

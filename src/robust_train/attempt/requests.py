@@ -19,7 +19,7 @@ from robust_train.attempt.run import Run, memory_in_use
 from robust_train.config.projects import as_typed
 from robust_train.folder.requests import (
     LAUNCHERS_VERB,
-    Refused,
+    RefusedError,
     Reply,
     Request,
     find_requests,
@@ -122,7 +122,7 @@ class AttemptRequests:
         verb = waiting.request.verb
         try:
             reply = self._reply(waiting)
-        except Refused as refusal:
+        except RefusedError as refusal:
             problem = as_typed(str(refusal), self._run.their_keys)
             reply = {"error": problem}
         except (ValueError, OSError) as error:  # of an option, or of a file
@@ -135,7 +135,7 @@ class AttemptRequests:
 
     def _reply(self, waiting: _Pending) -> Reply | None:
         """Do what is requested. None: not at this boundary yet; empty: answered later. Raises
-        Refused: this trainer cannot do it."""
+        RefusedError: this trainer cannot do it."""
         request, verb = waiting.request, waiting.request.verb
         if verb == "figures":
             return {
@@ -149,7 +149,7 @@ class AttemptRequests:
         if verb == "halve_batch":
             return self._split_finer(waiting)
         if not verb.startswith("memory_"):
-            raise Refused(f"{verb}: an attempt knows no such request")
+            raise RefusedError(f"{verb}: an attempt knows no such request")
         answer = perform(verb, request.options, self._run.run_dir)
         if verb not in _READ_ONLY:
             sentence = str(answer.get("sentence"))
@@ -170,27 +170,27 @@ class AttemptRequests:
         if waiting.seen.total() == 1:
             log.info("a checkpoint is requested")
             run.request_checkpoint(answer)
-        if run.looks_for_checkpoint_requests:
+        if run.saves_on_request:
             return {}
         if not waiting.knows_habits:
             return None
         run.withdraw_checkpoint_request(answer)
         stops = " or 'robust-train stop', which saves one first"
-        raise Refused(
-            "this trainer does not read run.checkpoint_requested, so it saves a checkpoint only "
+        raise RefusedError(
+            "this trainer does not call run.should_save(), so it saves a checkpoint only "
             f"when it would anyway; wait for that{stops if run.is_cooperative else ''}"
         )
 
     def _split_finer(self, waiting: _Pending) -> Reply | None:
         run = self._run
         if run.keeps_batch:
-            raise Refused(
+            raise RefusedError(
                 f"half the micro-batch would change the training: {run.keeps_batch}"
             )
         if not run.splits_batches:
             if not waiting.knows_habits:
                 return None
-            raise Refused(
+            raise RefusedError(
                 "this trainer does not use run.backward, so its batch cannot be changed while it "
                 "runs; stop it and start it again with a smaller training.batch_size (--batch-size)"
             )
@@ -200,11 +200,11 @@ class AttemptRequests:
             run.micro_batch_plan.min_batch_size,
         )
         if changed is None and size is None:
-            raise Refused(
+            raise RefusedError(
                 "no batch was split so far; try again after the first step"
             )
         if changed is None:
-            raise Refused(
+            raise RefusedError(
                 f"the micro-batch is {size} already, and min_batch_size={least} allows no smaller "
                 "one"
             )

@@ -31,7 +31,7 @@ from robust_train.folder.trackers import TrackerNote
 from robust_train.host.votes import CHECKPOINT, STOP, Flags, OneRank
 from robust_train.memory.stats import describe_memory
 from robust_train.memory.stats import memory_in_use as memory_in_use
-from robust_train.model.errors import Interrupted, Spoiled
+from robust_train.model.errors import TrainingDiverged, TrainingStopped
 from robust_train.model.events import (
     CheckpointFailed,
     CheckpointSaved,
@@ -112,9 +112,9 @@ class Run:
             there.
         passes_over: whether the trainer heeds that.
         is_steered: a framework's trainer goes on from its checkpoints.
-        is_cooperative: the trainer has read :attr:`stop_requested` or :attr:`checkpoint_due`.
-        looks_for_checkpoint_requests: it has read :attr:`checkpoint_requested`.
-        was_told_to_stop: it has seen by :attr:`stop_requested` that it is to stop.
+        is_cooperative: the trainer has called :meth:`should_stop` or :meth:`should_save`.
+        saves_on_request: it has called :meth:`should_save`.
+        was_told_to_stop: :meth:`should_stop` has returned true.
         at_boundary: set by whoever calls the trainer; called between two steps with what the
             trainer does there.
         guard: watches whether what it trains is of use.
@@ -156,9 +156,9 @@ class Run:
         self.their_keys: Mapping[str, str] | None = None
         self.skips_to = 0
         self.passes_over = self.is_steered = False
-        self.is_cooperative = self.looks_for_checkpoint_requests = False
+        self.is_cooperative = self.saves_on_request = False
         self.was_told_to_stop = False
-        self._reads_stop = self._saves_last = False
+        self._asks_whether_to_stop = self._saves_last = False
         self._total_steps: int | None = None
         self.at_boundary: Callable[[str], None] = lambda boundary: None
         self.memory_keeper = MemoryKeeper()
@@ -198,16 +198,15 @@ class Run:
         """Whether this is rank 0, which saves the checkpoints and reports."""
         return self.rank == 0
 
-    @property
-    def stop_requested(self) -> bool:
-        """Whether to save a checkpoint now and raise :class:`Interrupted`.
+    def should_stop(self) -> bool:
+        """Return whether to save a checkpoint now and raise :class:`TrainingStopped`.
 
-        A trainer that reads neither this nor :attr:`checkpoint_due` gets a KeyboardInterrupt
-        instead. Of several ranks all have to read it, once a step: then they see it at the same
-        step.
+        Call it once after each optimizer step, with several ranks on each of them: then all see it
+        at the same step. A trainer that calls neither this nor :meth:`should_save` gets a
+        KeyboardInterrupt instead.
         """
-        self._reads_stop = True
-        self.at_boundary("stop_requested")
+        self._asks_whether_to_stop = True
+        self.at_boundary("should_stop")
         stops = self._sees_stop()
         self.was_told_to_stop |= stops
         return stops
@@ -219,17 +218,6 @@ class Run:
     def request_stop(self) -> None:
         """Ask the trainer to stop at its next step boundary."""
         self._flags.raise_flag(STOP)
-
-    @property
-    def checkpoint_requested(self) -> bool:
-        """Whether someone asks for a checkpoint now, after which training goes on."""
-        self.looks_for_checkpoint_requests = True
-        self.at_boundary("checkpoint_requested")
-        if self._checkpoint_answers:
-            self._flags.raise_flag(CHECKPOINT)
-        before = self._checkpoint_flag_seen
-        self._checkpoint_flag_seen = self._flags.look(CHECKPOINT, self.rank)
-        return self._checkpoint_flag_seen > before
 
     def request_checkpoint(self, answer: Answer) -> None:
         """Ask for a checkpoint; ``answer`` gets ``{"answer": …}`` or ``{"error": …}``."""
@@ -246,26 +234,32 @@ class Run:
         for answer in answers:
             answer(reply)
 
-    @property
-    def checkpoint_due(self) -> bool:
-        """Whether to save a checkpoint now and call :meth:`checkpoint_saved`.
+    def should_save(self) -> bool:
+        """Return whether to save a checkpoint now, by :meth:`save` or in another way that
+        :meth:`checkpoint_saved` reports.
 
-        It is time, someone asks for one, or it is the last one before a requested stop. Read it
-        once after each optimizer step. Of several ranks all have to; rank 0's clock counts, and all
-        see it at the same step.
+        It is time, someone asks for one, or it is the last one before a requested stop. Call it
+        once after each optimizer step, with several ranks on each of them: rank 0's clock counts,
+        and all see it at the same step.
 
-        A trainer that never reads :attr:`stop_requested` is ended after that last checkpoint, when
-        it reads this again or calls :meth:`backward`.
+        A trainer that never calls :meth:`should_stop` is ended after that last checkpoint, when it
+        calls this again or :meth:`backward`.
 
         Raises:
-            Interrupted: see above.
+            TrainingStopped: see above.
         """
+        self.saves_on_request = True
         self._end_after_last_checkpoint()
         is_time = self.is_main and self.saving.clock.is_due(self.last_step)
         # of weights worth nothing: a framework's own rotation would remove a good one for it
         if is_time and not self.guard.losses.not_finite:
             self._flags.raise_flag(CHECKPOINT)
-        is_due = self.checkpoint_requested
+        self.at_boundary("should_save")
+        if self._checkpoint_answers:
+            self._flags.raise_flag(CHECKPOINT)
+        before = self._checkpoint_flag_seen
+        self._checkpoint_flag_seen = self._flags.look(CHECKPOINT, self.rank)
+        is_due = self._checkpoint_flag_seen > before
         if self._sees_stop() and not self._saves_last:
             self._saves_last = is_due = True
         if is_due:
@@ -275,13 +269,13 @@ class Run:
 
     def _end_after_last_checkpoint(self) -> None:
         """End a trainer that does not know that it is to stop, once it has saved for that."""
-        if self._saves_last and not self._reads_stop:
+        if self._saves_last and not self._asks_whether_to_stop:
             self.finish_saving()
-            raise Interrupted(f"stopped after step {self.steps_done}")
+            raise TrainingStopped(f"stopped after step {self.steps_done}")
 
     def checkpoint_failed(self, reason: str) -> None:
         """Report that no checkpoint could be saved: training goes on, the user is notified, and
-        :attr:`checkpoint_due` is true again in a minute."""
+        :meth:`should_save` returns true again in a minute."""
         if self.is_main:
             self.saving.failed(reason)
             self.send(CheckpointFailed(reason))
@@ -433,7 +427,8 @@ class Run:
             Whether the weights have changed, as far as that is known by now.
 
         Raises:
-            Spoiled: more than three times ``divergence.patience`` updates in a row were left out.
+            TrainingDiverged: more than three times ``divergence.patience`` updates in a row were
+                left out.
         """
         return self.guard.step(
             1 + self.steps_done,
@@ -566,7 +561,7 @@ class Run:
             for step in range(run.load(state) + 1, 1001):
                 ...
                 run.progress(step, total_steps=1000)
-                if run.checkpoint_due:
+                if run.should_save():
                     run.save(state, step)
 
         Of what has a ``state_dict()``, that is saved. It is copied to the host's memory now and
@@ -647,7 +642,7 @@ class Run:
         message: str,
         good: int | None,
         bad: int,
-    ) -> Spoiled:
+    ) -> TrainingDiverged:
         """Have no attempt resume from what was saved since the good step; return the error."""
         begun = self.steps_before
         if good is None or good <= begun:
@@ -670,7 +665,7 @@ class Run:
             passes_over=self.passes_over,
             reads_lr=self.has_read("lr"),
         )
-        return Spoiled(
+        return TrainingDiverged(
             Failure(FailureKind.DIVERGED, f"{message}; {last}", evidence)
         )
 

@@ -48,9 +48,9 @@ from robust_train.host.signals import STOP_SIGNALS, UNDER_SUBMITIT
 from robust_train.host.votes import Flags
 from robust_train.model.errors import (
     ConfigError,
-    Interrupted,
     RankFailure,
-    Spoiled,
+    TrainingDiverged,
+    TrainingStopped,
     UserError,
 )
 from robust_train.model.events import Event, Failed, Finished, TrainerSupports
@@ -180,7 +180,7 @@ def call_trainer(
 
 
 def _failure_of(error: BaseException, run: Run) -> Failure:
-    if isinstance(error, (Interrupted, KeyboardInterrupt)):
+    if isinstance(error, (TrainingStopped, KeyboardInterrupt)):
         return Failure(FailureKind.INTERRUPTED, str(error) or "interrupted")
     if isinstance(error, SystemExit):
         return Failure(
@@ -188,7 +188,7 @@ def _failure_of(error: BaseException, run: Run) -> Failure:
             f"the trainer called sys.exit({error.code!r})",
             Evidence(clue=Clue.UNKNOWN if error.code else None),
         )
-    if isinstance(error, Spoiled):
+    if isinstance(error, TrainingDiverged):
         return error.failure
     if isinstance(error, (ConfigError, UserError)):
         evidence = Evidence(clue=Clue.USER_ERROR)
@@ -250,7 +250,7 @@ def _module(frames: TracebackType) -> str:
 
 def _failed(failure: Failure, error: BaseException) -> Failed:
     of_rank = error if isinstance(error, RankFailure) else None
-    is_in_words = isinstance(error, (Spoiled, UserError))
+    is_in_words = isinstance(error, (TrainingDiverged, UserError))
     classes = type(error).__mro__
     return Failed(
         failure,
@@ -302,7 +302,7 @@ def stop_trainer(run: Run) -> Callable[[], None]:
         run.request_stop()
         if not run.is_cooperative and not is_interrupted:
             is_interrupted = True
-            raise Interrupted("interrupted by a signal")
+            raise TrainingStopped("interrupted by a signal")
 
     return stop
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from robust_train.model.errors import EXIT_BAD_CONFIG, NotDone
+from robust_train.model.errors import EXIT_BAD_CONFIG, NotDoneError
 from robust_train.readable import aligned, cell_text
 
 if TYPE_CHECKING:
@@ -87,12 +87,12 @@ def load(reference: str) -> Any:
 
 
 def confirmed(question: str, arguments: argparse.Namespace) -> bool:
-    """Return whether the user, or ``--yes``, agrees. Raises NotDone without a terminal."""
+    """Return whether the user, or ``--yes``, agrees. Raises NotDoneError without a terminal."""
     if arguments.yes:
         return True
     if arguments.json or not sys.stdin.isatty():
         problem = "not a terminal: pass --yes, or --dry-run to only list them"
-        raise WrongUsage(problem)
+        raise UsageError(problem)
     try:
         return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:
@@ -100,7 +100,7 @@ def confirmed(question: str, arguments: argparse.Namespace) -> bool:
         return False
 
 
-class WrongUsage(NotDone):
+class UsageError(NotDoneError):
     """The command line, or what it names, cannot be used."""
 
     exit_code = EXIT_BAD_CONFIG

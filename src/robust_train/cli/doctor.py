@@ -21,7 +21,7 @@ from robust_train.cli.command import Answer, Table
 from robust_train.cli.machine import machine
 from robust_train.compat import torch_cuda_version
 from robust_train.config.schema import RobustConfig
-from robust_train.gpu.bounded import NoAnswer, run_command
+from robust_train.gpu.bounded import NoAnswerError, run_command
 from robust_train.gpu.cuda_order import CudaOrderError, cuda_order
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.processes import find_holders, sees_host_pids, user_name
@@ -32,7 +32,7 @@ from robust_train.model.errors import EXIT_FAILED
 from robust_train.model.events import Json
 from robust_train.model.gpu import GpuInfo, Inventory
 from robust_train.queue.queue_dir import (
-    QueueProblem,
+    QueueError,
     directory_for,
     tmpfiles_line,
 )
@@ -82,7 +82,7 @@ def doctor(arguments: Namespace) -> Answer:
             if registry.owner:  # who could remove reservations of others
                 queue["owner"] = user_name(registry.owner)
                 queue["tmpfiles_line"] = tmpfiles_line(path)
-    except QueueProblem as error:
+    except QueueError as error:
         queue["problem"] = str(error)
     doubt, cuda = None, torch_cuda_version()
     if not inventory.may_run(cuda):  # torch is not imported
@@ -253,7 +253,7 @@ def probe(gpu: GpuInfo) -> tuple[bool, str]:
             _PROBE_SECONDS,
             {**os.environ, VARIABLE: gpu.uuid},
         )
-    except (OSError, NoAnswer) as error:
+    except (OSError, NoAnswerError) as error:
         return False, str(error)
     printed = done.stderr if done.returncode else done.stdout
     lines = printed.decode(errors="replace").strip().splitlines()

@@ -29,7 +29,7 @@ from robust_train.model.errors import (
     EXIT_FAILED,
     ConfigError,
     JobInterrupted,
-    TrainerFailed,
+    TrainerFailedError,
     UserError,
 )
 from robust_train.model.failure import MEMORY_FAILURES, FailureKind
@@ -148,7 +148,7 @@ def exit_code_of_error(error: BaseException) -> int | None:
     # its own traceback, without the launcher's frames
     shown = (
         error.__cause__
-        if isinstance(error.__cause__, TrainerFailed)
+        if isinstance(error.__cause__, TrainerFailedError)
         else error
     )
     code: int | None = getattr(shown, "exit_code", None)

@@ -25,7 +25,7 @@ from robust_train.model.events import Json
 from robust_train.model.gpu import GpuInfo, Inventory
 from robust_train.queue.plan import Plan, describe, who_goes_first, why_waiting
 from robust_train.queue.queue_dir import (
-    QueueProblem,
+    QueueError,
     directory_for,
     is_made,
 )
@@ -52,7 +52,7 @@ def gpus(arguments: Namespace) -> Answer:
     """Show a row for each GPU."""
     inventory, path = read_inventory(), directory_for(None, os.environ)
     jobs: Sequence[QueuedJob] = ()
-    with contextlib.suppress(QueueProblem):
+    with contextlib.suppress(QueueError):
         if is_made(path):
             with contextlib.closing(Registry(path)) as registry:
                 inventory = replace(

@@ -16,7 +16,7 @@ from dataclasses import fields
 from importlib.metadata import version
 from typing import NoReturn
 
-from robust_train.cli.command import Answer, Command, WrongUsage, load
+from robust_train.cli.command import Answer, Command, UsageError, load
 from robust_train.cli.commands import (
     COMMANDS,
     GROUPS,
@@ -27,7 +27,7 @@ from robust_train.host.screen import open_closed_streams
 from robust_train.model.errors import (
     EXIT_BAD_CONFIG,
     EXIT_FAILED,
-    NotDone,
+    NotDoneError,
     limit_reached,
 )
 
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = _run(words)
         sys.stdout.flush()
-    except NotDone as error:
+    except NotDoneError as error:
         print(f"robust-train {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
@@ -99,7 +99,7 @@ def _run(words: list[str]) -> int:
     arguments = parse(command, rest)
     try:
         answer: Answer | int = load(command.function)(arguments)
-    except NotDone as error:
+    except NotDoneError as error:
         answer = Answer(error=str(error), exit_code=error.exit_code)
     if isinstance(answer, int):
         return answer
@@ -110,7 +110,7 @@ def _run(words: list[str]) -> int:
 def find(words: Sequence[str]) -> tuple[Command, list[str]]:
     """Return the command that a command line begins with, and the other words.
 
-    Raises NotDone if there is no such command; it names the one that was probably meant.
+    Raises NotDoneError if there is no such command; it names the one that was probably meant.
     """
     for length in (2, 1):
         if (command := COMMANDS.get(" ".join(words[:length]))) is not None:
@@ -124,7 +124,7 @@ def find(words: Sequence[str]) -> tuple[Command, list[str]]:
         problem = f"{first}: {what}: {', '.join(members)}"
     else:
         problem = f"{first}: no such command; {_meant(first)}"
-    raise WrongUsage(problem)
+    raise UsageError(problem)
 
 
 def _meant(word: str) -> str:
@@ -160,7 +160,7 @@ class _Parser(argparse.ArgumentParser):
                 message += f"; write {keys[word]}=…"
             elif near := difflib.get_close_matches(word, options, n=1):
                 message += f"; did you mean {near[0]}?"
-        raise WrongUsage(f"{name}: {message}")
+        raise UsageError(f"{name}: {message}")
 
 
 def parser_of(command: Command) -> argparse.ArgumentParser:

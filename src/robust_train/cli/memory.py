@@ -19,7 +19,11 @@ import psutil
 from robust_train.cli.command import Answer, Table, confirmed
 from robust_train.cli.machine import gpus
 from robust_train.folder.live import ask
-from robust_train.folder.run_list import KnownRun, NothingAlive, choose_run
+from robust_train.folder.run_list import (
+    KnownRun,
+    NothingAliveError,
+    choose_run,
+)
 from robust_train.gpu.inventory import read_inventory
 from robust_train.gpu.processes import (
     CudaProcess,
@@ -29,7 +33,7 @@ from robust_train.gpu.processes import (
 )
 from robust_train.host import allocator
 from robust_train.host.memory import read_host_memory
-from robust_train.model.errors import EXIT_FAILED, NotDone
+from robust_train.model.errors import EXIT_FAILED, NotDoneError
 from robust_train.model.events import Json
 from robust_train.readable import MIB
 
@@ -72,9 +76,9 @@ def request(arguments: Namespace) -> Answer:
     try:
         run = choose_run(arguments.run)
         answer = ask(run, f"memory_{action}", **options)
-    except NothingAlive as error:
+    except NothingAliveError as error:
         instead = _WITHOUT_A_RUN[action].format(**options)
-        raise NotDone(f"{error}; {instead}") from error
+        raise NotDoneError(f"{error}; {instead}") from error
     return Answer({"run": run.id, **answer}, _described(run, answer))
 
 
@@ -88,10 +92,10 @@ def info(arguments: Namespace) -> Answer:
         answer = ask(run, "memory_info")
         live = {"run": run.id, **answer}
         found = Answer({"live_run": live}, _described(run, answer))
-    except NotDone as problem:
+    except NotDoneError as problem:
         if arguments.run is not None:
             raise
-        is_none = isinstance(problem, NothingAlive)
+        is_none = isinstance(problem, NothingAliveError)
         warnings = [] if is_none else [str(problem)]
         found = Answer({"live_run": None}, warnings=warnings)
     return _with_machine(found, arguments)
@@ -151,7 +155,9 @@ def kill(arguments: Namespace) -> Answer:
     """List the caller's CUDA processes, ask, and end them."""
     inventory = read_inventory()
     if inventory.problem is not None:
-        raise NotDone(f"CUDA processes cannot be listed: {inventory.problem}")
+        raise NotDoneError(
+            f"CUDA processes cannot be listed: {inventory.problem}"
+        )
     me = psutil.Process()
     targets, refusals = choose(
         list_cuda_processes(inventory),

@@ -15,7 +15,7 @@ from robust_train.folder.provenance import folder_override
 from robust_train.folder.run_list import DIED, KnownRun, choose_run, find_runs
 from robust_train.folder.state import STATE_FILE
 from robust_train.gpu.processes import user_name
-from robust_train.model.errors import EXIT_TRY_LATER, NotDone
+from robust_train.model.errors import EXIT_TRY_LATER, NotDoneError
 from robust_train.sweep.record import SWEEP_FILE, read_table
 
 UNIT = """
@@ -40,7 +40,7 @@ def resume(arguments: Namespace) -> Answer:
     """Become the command that resumes what is meant, or start all of them in the background."""
     if arguments.all:
         if arguments.which:
-            raise NotDone(f"--all or {arguments.which}, not both")
+            raise NotDoneError(f"--all or {arguments.which}, not both")
         return _resume_all()
     which = arguments.which
     if which and os.path.isfile(Path(which) / SWEEP_FILE):
@@ -56,24 +56,24 @@ def resume(arguments: Namespace) -> Answer:
 def _unfinished() -> KnownRun:
     ended = [run for run in find_runs() if run.is_unfinished]
     if not ended:
-        raise NotDone("no job of yours has ended before it was complete")
+        raise NotDoneError("no job of yours has ended before it was complete")
     return ended[-1]
 
 
 def _of_job(run: KnownRun) -> str:
     """Return the command that resumes a job; that of its sweep if it is a part of one."""
     if run.alive:
-        raise NotDone(
+        raise NotDoneError(
             f"{run.id} is alive: robust-train attach {run.id} shows it"
         )
     if not run.is_unfinished:
-        raise NotDone(f"{run.id} has completed: nothing is left to do")
+        raise NotDoneError(f"{run.id} has completed: nothing is left to do")
     for folder in run.run_dir.parents:
         if (folder / SWEEP_FILE).is_file():
             return _of_sweep(folder)
     _refuse_anothers(run.run_dir / STATE_FILE)
     if run.state is None or run.state.resume_command is None:
-        raise NotDone(
+        raise NotDoneError(
             f"{run.id} has no command to repeat: it was a call of launch(), its ranks were started "
             "by torchrun or the like, or the command held a secret or a line break, which is not "
             f"kept; repeat it yourself with the run folder {run.run_dir}"
@@ -85,7 +85,7 @@ def _refuse_anothers(file: Path) -> None:
     """Refuse to run the command in a file of another user's, which may be any command."""
     if file.exists() and (owner := file.stat().st_uid) != os.geteuid():
         who = user_name(owner)
-        raise NotDone(
+        raise NotDoneError(
             f"{file.parent}: {who} began this, and resuming runs a command of the folder: "
             f"only {who} can"
         )
@@ -97,19 +97,19 @@ def _of_sweep(folder: Path) -> str:
     table = read_table(folder)
     has_ended = table is None or table.exit_code is not None
     if is_alive(folder, has_ended=has_ended):
-        raise NotDone(f"{folder}: this sweep is alive")
+        raise NotDoneError(f"{folder}: this sweep is alive")
     if table is None or table.resume_command is None:
-        raise NotDone(
+        raise NotDoneError(
             f"{folder}: {SWEEP_FILE} names no command, for example because it held a secret; "
             f"repeat it yourself with hydra.sweep.dir={folder}"
         )
     if table.exit_code == 0:
-        raise NotDone(
+        raise NotDoneError(
             f"{folder}: this sweep has completed: nothing is left to do"
         )
     here = folder_override("hydra.sweep.dir", folder.resolve())
     if here not in shlex.split(table.resume_command):
-        raise NotDone(
+        raise NotDoneError(
             f"{folder}: the sweep was begun in another folder, where its command would go on; "
             f"repeat it yourself with hydra.sweep.dir={folder}"
         )
@@ -126,7 +126,7 @@ def _resume_all() -> Answer:
             continue
         try:
             commands.setdefault(_of_job(run), run)
-        except NotDone as problem:
+        except NotDoneError as problem:
             problems.setdefault(str(problem), run)
     resumed = []
     for command, run in commands.items():

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from robust_train.cli.command import WrongUsage
+from robust_train.cli.command import UsageError
 from robust_train.cli.commands import COMMANDS
 from robust_train.config.placeholders import (
     PLACEHOLDERS,
@@ -53,7 +53,7 @@ _OPTIONS = {
 def run(arguments: Namespace) -> int:
     """Run the script to its end; return the exit code of the job."""
     if not arguments.program:
-        raise WrongUsage(
+        raise UsageError(
             "no program to run; write it after the options: robust-train run --batch-size 128 "
             "python train.py --batch_size {batch_size}"
         )
@@ -72,7 +72,7 @@ def run(arguments: Namespace) -> int:
 def values_of(arguments: Namespace) -> dict[str, Json]:
     """Return what options and program give, by key, beside the overrides.
 
-    Raises NotDone if they do not describe a job.
+    Raises NotDoneError if they do not describe a job.
     """
     values: dict[str, Json] = {}
     for full_key, name in _OPTIONS.items():
@@ -81,25 +81,25 @@ def values_of(arguments: Namespace) -> dict[str, Json]:
         if not given and (key, given) != ("device", ""):
             continue
         if _gives(arguments, key):
-            raise WrongUsage(f"{name} and {key}=… say the same; leave one out")
+            raise UsageError(f"{name} and {key}=… say the same; leave one out")
         values[key] = of_flag == "true" if of_flag else given
     if "trainer.resume_argv" in values:
         try:
             resume = shlex.split(arguments.resume_argv)
         except ValueError as error:
             problem = f"--resume-argv {arguments.resume_argv!r}: {error}"
-            raise WrongUsage(problem) from error
+            raise UsageError(problem) from error
         values["trainer.resume_argv"] = resume
     used = {
         name for word in arguments.program for name in placeholders_in(word)
     }
     is_used, rate = "learning_rate" in used, "training.lr"
     if is_used and not (rate in values or _gives(arguments, rate)):
-        raise WrongUsage(
+        raise UsageError(
             "{learning_rate} is used but not given; add --learning-rate LR"
         )
     if "trainer.scale_learning_rate" in values and not is_used:
-        raise WrongUsage(
+        raise UsageError(
             "--scale-learning-rate: reaches the script by {learning_rate} only, which its command "
             "lacks; add --learning-rate LR and, as in train.py, --lr {learning_rate}"
         )
@@ -124,7 +124,7 @@ def _batch_sizes(
     if size is None and not _gives(arguments, BATCH):
         sizes = {"batch_size", "effective_batch_size", "min_batch_size"}
         if sizes.intersection(used) or least is not None:
-            raise WrongUsage(
+            raise UsageError(
                 "the batch size is used but not given; add --batch-size N"
             )
         # the script has a batch size of its own, so a smaller one of ours would change nothing

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from robust_train.cli.command import Answer, Table, WrongUsage
+from robust_train.cli.command import Answer, Table, UsageError
 from robust_train.folder import live, requests, run_list
 from robust_train.folder.lock import is_alive, is_held, left_of
 from robust_train.folder.run_list import (
@@ -29,7 +29,7 @@ from robust_train.folder.state import read_summary
 from robust_train.host import screen
 from robust_train.host.linux import end_processes_of, named
 from robust_train.host.signals import ORPHAN_GRACE_SECONDS
-from robust_train.model.errors import EXIT_FAILED, NotDone
+from robust_train.model.errors import EXIT_FAILED, NotDoneError
 from robust_train.model.events import Json
 from robust_train.readable import (
     as_clock,
@@ -201,7 +201,7 @@ def _stop_orphaned(run: KnownRun, *, now: bool) -> Answer:
     )
     if stays or is_held(run.run_dir):
         which = named(stays) if stays else "a process that cannot be seen here"
-        raise NotDone(f"{run.id}: {which} is left of it and does not end")
+        raise NotDoneError(f"{run.id}: {which} is left of it and does not end")
     sentence = (
         f"{run.id}: its launcher was killed; ended what was left: {left}"
     )
@@ -215,10 +215,10 @@ def _stop_sweep(folder: Path) -> Answer:
     ]
     try:
         if not jobs and is_held(folder) is False:
-            raise requests.Refused("this sweep has ended")
+            raise requests.RefusedError("this sweep has ended")
         requests.request_sweep_stop(folder)
-    except (OSError, requests.Refused) as error:
-        raise NotDone(f"{folder}: {error}") from error
+    except (OSError, requests.RefusedError) as error:
+        raise NotDoneError(f"{folder}: {error}") from error
     who = counted(len(jobs), "job")
     sentence = f"{folder}: {who} will save a checkpoint and end; no other job is started"
     data = {"sweep": str(folder), "jobs": jobs, "after": "stopping"}
@@ -232,12 +232,12 @@ def logs(arguments: Namespace) -> int:
     numbers = _attempts_in(run.run_dir)
     if attempt is not None and attempt not in numbers:
         there = ", ".join(map(str, numbers)) or "none"
-        raise NotDone(
+        raise NotDoneError(
             f"{run.id}: no log of attempt {attempt}; there are {there}"
         )
     if not numbers and not follows:
         reason = (run.state and run.state.reason) or run.run_dir
-        raise NotDone(
+        raise NotDoneError(
             f"{run.id} ({run.status}) has started no attempt: {reason}"
         )
     for data in output_of(
@@ -295,7 +295,7 @@ def _wait_for(folder: Path) -> int:
     while (run := read_run(folder)) is not None and run.alive:
         time.sleep(POLL_SECONDS)
     if run is None:
-        raise NotDone(f"{folder} is gone")
+        raise NotDoneError(f"{folder} is gone")
     state = run.state
     reason = "" if state is None else shortened(state.reason or "", 200)
     print(f"{run.id} {run.status}{reason and f': {reason}'}; {folder}")
@@ -312,11 +312,11 @@ def _exit_code_in(sweep_folder: Path) -> int | None:
 def _any_run(which: str | None) -> KnownRun:
     """Return the run that is meant, live or past; by default the live one, else the newest.
 
-    Raises NoLiveRun if there is none, or more than one.
+    Raises NoLiveRunError if there is none, or more than one.
     """
     try:
         return choose_run(which, dead_too=True)
-    except run_list.NothingAlive:
+    except run_list.NothingAliveError:
         known = find_runs()
         if not known:
             raise
@@ -386,7 +386,7 @@ def _sweep_at(path: str) -> tuple[Path, SweepTable]:
     folder = Path(path).resolve()
     table = read_table(folder)
     if table is None:
-        raise WrongUsage(f"{folder}: not a sweep folder")
+        raise UsageError(f"{folder}: not a sweep folder")
     return folder, table
 
 
@@ -396,15 +396,15 @@ def limit(arguments: Namespace) -> Answer:
     number = arguments.number
     try:
         if table.launcher != "gpu_queue":
-            raise requests.Refused(
+            raise requests.RefusedError(
                 f"hydra/launcher={table.launcher} decides itself how many jobs run at once; "
                 "gpu_queue and our sweepers read this number"
             )
         if is_held(folder) is False:
-            raise requests.Refused("this sweep has ended")
+            raise requests.RefusedError("this sweep has ended")
         requests.request_max_jobs(folder, number)
-    except (OSError, requests.Refused) as error:
-        raise NotDone(f"{folder}: {error}") from error
+    except (OSError, requests.RefusedError) as error:
+        raise NotDoneError(f"{folder}: {error}") from error
     data: dict[str, Json] = {"sweep": str(folder), "max_jobs": number}
     most = f"at most {counted(number, 'job')} at once from now on"
     return Answer(data, [f"{folder}: {most}"])
@@ -419,7 +419,7 @@ def best(arguments: Namespace) -> Answer:
     first = next(iter(best_first(table)), [])
     known = [row for row in first if row.value is not None]
     if not known:
-        raise NotDone(f"{folder}: no job has completed with a number")
+        raise NotDoneError(f"{folder}: no job has completed with a number")
     row = max(known, key=lambda row: table.sign * (row.value or 0.0))
     summary = read_summary(row.path)
     checkpoint = None
@@ -435,7 +435,7 @@ def best(arguments: Namespace) -> Answer:
     }
     shown = checkpoint if arguments.checkpoint else shlex.join(row.overrides)
     if shown is None and not arguments.json:
-        raise NotDone(
+        raise NotDoneError(
             f"{row.folder}: job {row.job} has reported no checkpoint"
         )
     return Answer(data, [str(shown)])

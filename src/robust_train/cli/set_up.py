@@ -11,7 +11,7 @@ from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
 
-from robust_train.cli.command import Answer, WrongUsage
+from robust_train.cli.command import Answer, UsageError
 from robust_train.cli.commands import COMMANDS, members_of
 from robust_train.model.errors import EXIT_FAILED
 
@@ -30,14 +30,14 @@ def init(arguments: Namespace) -> Answer:
     for name in names:
         if os.path.lexists(folder / name):
             problem = f"{folder / name} exists already; name another folder"
-            raise WrongUsage(problem)
+            raise UsageError(problem)
     try:
         for name in names:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(_TEMPLATE / name, folder / name)
     except OSError as error:
         problem = f"{error.filename}: {error.strerror}"
-        raise WrongUsage(problem) from error
+        raise UsageError(problem) from error
     there = "" if folder == Path() else f"cd {folder} && "
     return Answer(
         shown=[f"wrote {', '.join(names)}; now: {there}python main.py"]
@@ -59,10 +59,10 @@ def notify(arguments: Namespace) -> Answer:
         settings = notifications(checked(cfg).notify, environ)
     except REFUSALS as error:
         problem = explain(error, "robust", overrides)
-        raise WrongUsage(problem) from error
+        raise UsageError(problem) from error
     if not (settings.command or settings.urls):
         problem = f"nothing to send to; give notify.command=…, notify.urls=… or ${URLS_VARIABLE}"
-        raise WrongUsage(problem)
+        raise UsageError(problem)
     who = {"host": socket.gethostname(), "user": user_name(os.geteuid())}
     notifier = Notifier(settings)
     notifier.send("test", "a test of {user} on {host}".format(**who), who)
@@ -74,7 +74,7 @@ def notify(arguments: Namespace) -> Answer:
 
 def report(arguments: Namespace) -> Answer:
     """Write ``report.html`` from what a run or sweep folder holds, or return the data behind it."""
-    from robust_train.folder.run_list import NoLiveRun, choose_run
+    from robust_train.folder.run_list import NoLiveRunError, choose_run
     from robust_train.report.facts import Story
     from robust_train.report.html import FILE_NAME, job_page, save
     from robust_train.report.sources import read_sources
@@ -88,9 +88,9 @@ def report(arguments: Namespace) -> Answer:
     if not os.path.isdir(folder):
         try:
             folder = choose_run(arguments.path, dead_too=True).run_dir
-        except NoLiveRun as error:
+        except NoLiveRunError as error:
             problem = f"{folder}: no such folder, and no run of yours has that id or name"
-            raise WrongUsage(problem) from error
+            raise UsageError(problem) from error
     of_a_sweep = os.path.isfile(folder / SWEEP_FILE)
     story = (
         sweep_story_of(folder)
@@ -102,7 +102,7 @@ def report(arguments: Namespace) -> Answer:
             "neither a run folder (with journal.jsonl) "
             f"nor a sweep folder (with {SWEEP_FILE})"
         )
-        raise WrongUsage(f"{folder}: {problem}")
+        raise UsageError(f"{folder}: {problem}")
     if arguments.json:
         return Answer(story.as_json())
     if isinstance(story, Story):

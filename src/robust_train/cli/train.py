@@ -19,6 +19,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NoReturn
 
+from robust_train.compat import HYDRAS_OWN
 from robust_train.config.search_path import OF_COMMANDS, OURS, asking_for
 from robust_train.host.engine import guest_rank
 from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED, ConfigError
@@ -73,11 +74,11 @@ def open_plain() -> NoReturn:
 
 
 def hydra_main(
-    config_path: str | None = None,
+    config_path: str | None = HYDRAS_OWN,
     config_name: str | None = None,
-    version_base: str | None = "1.3",
+    version_base: str | None = HYDRAS_OWN,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a project's ``main(cfg)``, in place of ``hydra.main``.
+    """Decorate a project's ``main(cfg)``, in place of ``hydra.main``, whose defaults it has.
 
     Where the config builds on ``robust``, ``main`` calls ``launch`` itself. Otherwise ``main`` is
     what the launcher runs, and the config's group ``robust`` has the launcher's keys. Mistakes are
@@ -87,7 +88,9 @@ def hydra_main(
         config_path: folder of the configs, relative to the file that defines ``main``; None: they
             are in Hydra's ConfigStore.
         config_name: the primary config; None: there is none, keys are added on the command line.
-        version_base: as for ``hydra.main``.
+        version_base: the version of Hydra to be like. Without it Hydra 1.3 warns and is like 1.1:
+            ``main`` runs in the run folder, and without ``config_path`` the configs are beside
+            the file that defines it.
     """
 
     def decorate(task: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,7 +102,7 @@ def hydra_main(
 
         @functools.wraps(task)
         def main(cfg: Any = None, run: Any = None) -> Any:
-            from robust_train.compat import is_importing_main
+            from robust_train import compat
 
             if run is not None:
                 from robust_train.cli.adopted import call_task
@@ -107,7 +110,7 @@ def hydra_main(
                 return call_task(task, cfg, run)
             if cfg is not None:  # called by the project's own code
                 return task(cfg)
-            if is_importing_main():
+            if compat.is_importing_main():
                 # a script without a guard, imported by its own attempt
                 return None
             _prepare_process()
@@ -115,7 +118,12 @@ def hydra_main(
                 code = _open(
                     job,
                     config_name,
-                    config_path=_absolute(config_path, task),
+                    config_path=_absolute(
+                        compat.default_config_path(version_base)
+                        if config_path is HYDRAS_OWN
+                        else config_path,
+                        task,
+                    ),
                     version_base=version_base,
                 )
             return sys.exit(code) if code else None

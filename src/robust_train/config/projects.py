@@ -28,7 +28,7 @@ from robust_train.config.schema import (
     RobustConfig,
     TrainingConfig,
 )
-from robust_train.model.errors import ConfigError, NoDevice, UserError
+from robust_train.model.errors import ConfigError, NoDeviceError, UserError
 
 GROUP = "robust"
 
@@ -233,7 +233,7 @@ def errors_as_typed(theirs: Mapping[str, str] | None) -> Iterator[None]:
     """Have what ends a job name keys as its user writes them."""
     try:
         yield
-    except (ConfigError, NoDevice, UserError) as error:
+    except (ConfigError, NoDeviceError, UserError) as error:
         error.args = (as_typed(str(error), theirs),)
         raise
 

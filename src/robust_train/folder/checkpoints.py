@@ -440,7 +440,7 @@ def _read(file: Path) -> Manifest | None:
     text = file.read_text(encoding="utf-8", errors="replace")
     try:
         manifest = from_json(Manifest, json.loads(text))
-    except (ValueError, RecursionError):  # MalformedEvent among them
+    except (ValueError, RecursionError):  # MalformedEventError among them
         log.warning(
             "%s is not a manifest of a checkpoint and is skipped", file
         )

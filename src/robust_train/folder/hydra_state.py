@@ -46,7 +46,7 @@ _BEFORE_ATTEMPTS = re.compile(
 def run_folder(run_dir: str | Path | None, name: str) -> Path:
     """Make and return the run folder: the one given, Hydra's, that of ``$ROBUST_TRAIN_RUN_DIR`` for
     one call, or a new one for a job's name. Raises ConfigError: it cannot be made,
-    RunFolderUnavailable: now."""
+    RunFolderUnavailableError: now."""
     path = chosen_folder(run_dir)
     if run_dir is None and path == _folder_in_environment():
         os.environ.pop(RUN_DIR_VARIABLE, None)

@@ -29,7 +29,7 @@ from robust_train.folder.journal import attempts_in
 from robust_train.folder.state import read_summary
 from robust_train.model.errors import (
     ConfigError,
-    NoProgress,
+    NoProgressError,
     limit_reached,
     unusable_folder,
 )
@@ -116,8 +116,9 @@ def begin_job(
 
     Raises:
         ConfigError: something of the folder cannot be read, also after a while, or a new job cannot
-            be written; RunFolderUnavailable among them. To go on needs no writing.
-        NoProgress: the last ``max_launches`` have saved no new checkpoint; 0: whatever they did.
+            be written; RunFolderUnavailableError among them. To go on needs no writing.
+        NoProgressError: the last ``max_launches`` have saved no new checkpoint; 0: whatever they
+            did.
     """
     folder = run_dir / "checkpoints"
     journal = run_dir / "journal.jsonl"
@@ -178,7 +179,7 @@ def _check_progress(
             why = f" (the last: {shortened(last.reason, 160)})"
         if newest is None:
             why += ", and none was ever reported (a script's: --checkpoint)"
-        raise NoProgress(
+        raise NoProgressError(
             f"launches in a row without a new checkpoint in {run_dir}: {job.launches}{why}; "
             "nothing was started: mend the cause and repeat the command with max_launches=0"
         )
@@ -256,7 +257,7 @@ def read_identity(run_dir: Path) -> Identity | None:
         )
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except ValueError:  # MalformedEvent among them
+    except ValueError:  # MalformedEventError among them
         raise ConfigError(
             f"{path}: is damaged; remove it to start over, with what is in checkpoints set aside"
         ) from None

@@ -16,7 +16,7 @@ from robust_train.folder.requests import (
     new_request,
 )
 from robust_train.folder.run_list import KnownRun
-from robust_train.model.errors import NotDone
+from robust_train.model.errors import NotDoneError
 from robust_train.model.events import Json
 
 USUAL_WAIT_SECONDS = 30.0
@@ -27,11 +27,11 @@ _MAX_ANSWER_BYTES = 1 << 20
 _NEED_NO_STEP = frozenset({"stop", "figures", "memory_info"})
 
 
-class ControlError(NotDone):
+class ControlError(NotDoneError):
     """The run did not carry out the request: why, in one line."""
 
 
-class StillQueued(ControlError):
+class StillQueuedError(ControlError):
     """The run has not done it so far, but will."""
 
 
@@ -47,7 +47,7 @@ def ask(
     Waits ``wait_seconds`` for a step to end, if the verb needs that; ``options`` are the verb's.
 
     Raises:
-        StillQueued: no step has ended in time; the run does it when one does.
+        StillQueuedError: no step has ended in time; the run does it when one does.
         ControlError: the run refuses, is gone, or does not answer.
     """
     if verb == LAUNCHERS_VERB and run.is_stopped:
@@ -67,7 +67,7 @@ def ask(
             request.unlink()
         raise
     if reply is None:
-        raise StillQueued(
+        raise StillQueuedError(
             f"{run.id}: no step has ended within {wait_seconds:g} s; the request stays queued and "
             "is carried out when one does (robust-train status shows its progress)"
         )

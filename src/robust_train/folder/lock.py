@@ -37,8 +37,8 @@ from robust_train.host.linux import (
 )
 from robust_train.model.errors import (
     ConfigError,
-    RunFolderLost,
-    RunFolderUnavailable,
+    RunFolderLostError,
+    RunFolderUnavailableError,
 )
 from robust_train.model.events import from_json
 
@@ -98,8 +98,13 @@ class Holder:
 class RunLock:
     """Holds a run folder's lock for job id ``job`` until :meth:`release`, or until every holder has
     ended. ``hold``: descriptors that an attempt and all it starts keep open; none if the disk
-    cannot lock. Raises ConfigError: a live job of this host holds it; RunFolderUnavailable: what
-    another host may have left holds it, also after a while. Nothing was written."""
+    cannot lock.
+
+    Raises:
+        ConfigError: a live job of this host holds it. Nothing was written.
+        RunFolderUnavailableError: what another host may have left holds it, also after a while.
+            Nothing was written.
+    """
 
     def __init__(
         self,
@@ -142,11 +147,11 @@ class RunLock:
         self._is_named = _write_holder(self._fd, job)
 
     def check(self) -> None:
-        """Raise RunFolderLost if another job has the folder by now, which may have been removed and
-        begun anew. Whoever writes into the folder calls this first."""
+        """Raise RunFolderLostError if another job has the folder by now, which may have been
+        removed and begun anew. Whoever writes into the folder calls this first."""
         holder = read_holder(self._run_dir)
         if self._is_named and holder is not None and holder.job != self._job:
-            raise RunFolderLost(
+            raise RunFolderLostError(
                 f"{self._run_dir}: this run folder was removed, or its lock was lost, and it is "
                 f"now in use by {_name_of(holder)}; this job stops and writes nothing more there"
             )
@@ -218,7 +223,7 @@ def is_alive(run_dir: Path, *, has_ended: bool) -> bool:
 
 def read_holder(run_dir: Path) -> Holder | None:
     """Return who holds the folder's lock, or held it last; None if unknown."""
-    # it cannot be read, or is not ours: MalformedEvent among them
+    # it cannot be read, or is not ours: MalformedEventError among them
     with contextlib.suppress(
         OSError,
         ValueError,
@@ -264,7 +269,7 @@ def _wait_until(is_free: Callable[[], bool], run_dir: Path) -> None:
                 limit = ORPHAN_SECONDS
                 why = "for the last checkpoint of its attempt"
             if waited > limit:
-                raise RunFolderUnavailable(_in_use(run_dir))
+                raise RunFolderUnavailableError(_in_use(run_dir))
             if not has_warned:
                 has_warned = True
                 log.warning(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from robust_train.files import json_lines
-from robust_train.model.json import MalformedEvent, from_json
+from robust_train.model.json import MalformedEventError, from_json
 from robust_train.readable import MIB
 
 log = logging.getLogger("robust_train")
@@ -55,7 +55,7 @@ def read_samples(path: Path) -> list[Sample]:
     samples = []
     with contextlib.suppress(OSError):
         for content in json_lines(path):
-            with contextlib.suppress(MalformedEvent):
+            with contextlib.suppress(MalformedEventError):
                 samples.append(from_json(Sample, content))
     return samples
 

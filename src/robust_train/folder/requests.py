@@ -19,7 +19,7 @@ from pathlib import Path
 
 from robust_train.files import parse_json, read_object, read_small, write_json
 from robust_train.gpu.processes import user_name
-from robust_train.model.errors import NotDone
+from robust_train.model.errors import NotDoneError
 from robust_train.model.events import Json
 
 log = logging.getLogger("robust_train")
@@ -34,7 +34,7 @@ _MODE = 0o700
 Reply = dict[str, Json]  # `{"answer": {…}}` or `{"error": …}`
 
 
-class Refused(NotDone):
+class RefusedError(NotDoneError):
     """The request is not carried out: why, and what would help, in one line."""
 
 
@@ -123,10 +123,10 @@ def _read_own(path: Path) -> dict[str, Json]:
 
 
 def request_sweep_stop(folder: Path) -> None:
-    """Request that a sweep and all its jobs stop; Refused if it has ended."""
+    """Request that a sweep and all its jobs stop; RefusedError if it has ended."""
     sweep = read_object(folder / "sweep.json")
     if sweep.get("status", "running") != "running":
-        raise Refused("this sweep has ended")
+        raise RefusedError("this sweep has ended")
     content = {"sweep": sweep.get("sweep"), "user": user_name(os.geteuid())}
     write_json(folder / SWEEP_STOP_FILE, content)
 

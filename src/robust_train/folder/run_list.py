@@ -23,7 +23,7 @@ from robust_train.folder.lock import (
 )
 from robust_train.folder.state import STATE_FILE, RunState, read_state
 from robust_train.host.linux import marked_processes
-from robust_train.model.errors import NotDone
+from robust_train.model.errors import NotDoneError
 from robust_train.model.events import Json
 
 log = logging.getLogger("robust_train")
@@ -33,11 +33,11 @@ MOST_LINKS = 500
 DIED, NO_ANSWER = "died", "does not answer"
 
 
-class NoLiveRun(NotDone):
+class NoLiveRunError(NotDoneError):
     """There is no such run, or more than one. The message lists the live ones."""
 
 
-class NothingAlive(NoLiveRun):
+class NothingAliveError(NoLiveRunError):
     """The user has no live run."""
 
 
@@ -231,18 +231,20 @@ def choose_run(which: str | None, *, dead_too: bool = False) -> KnownRun:
         dead_too: an id or folder may be that of a run that has ended.
 
     Raises:
-        NoLiveRun: there is no such run, or more than one.
+        NoLiveRunError: there is no such run, or more than one.
     """
     if which is None:
         alive = find_live_runs()
         here = [run for run in alive if run.is_here] or alive
         if not here:
-            raise NothingAlive(
+            raise NothingAliveError(
                 "no run of yours is alive on this machine; robust-train ps lists earlier ones"
             )
         if len(here) > 1:
             listed = f"name one: {_listed(here)}"
-            raise NoLiveRun(f"{len(here)} runs of yours are alive; {listed}")
+            raise NoLiveRunError(
+                f"{len(here)} runs of yours are alive; {listed}"
+            )
         return here[0]
     at_path = _run_at(Path(os.path.expanduser(which)))
     if at_path is not None and (at_path.alive or dead_too):
@@ -258,7 +260,7 @@ def choose_run(which: str | None, *, dead_too: bool = False) -> KnownRun:
         return found[0]
     if found:
         listed = f"{_listed(found)}; name one by its id"
-        raise NoLiveRun(f"{which} means {len(found)} runs: {listed}")
+        raise NoLiveRunError(f"{which} means {len(found)} runs: {listed}")
     ended = (
         [at_path]
         if at_path
@@ -269,12 +271,12 @@ def choose_run(which: str | None, *, dead_too: bool = False) -> KnownRun:
         goes_on = (
             f"; robust-train resume {last.id} goes on" * last.is_unfinished
         )
-        raise NoLiveRun(
+        raise NoLiveRunError(
             f"{which} is not alive: {last.id} {last.status}{goes_on}"
         )
     listed = _listed([run for run in known if run.alive])
     listed = f"alive are {listed}" if listed else "robust-train ps lists them"
-    raise NoLiveRun(
+    raise NoLiveRunError(
         f"{which}: no run of yours has that id, folder, name or pid; {listed}"
     )
 

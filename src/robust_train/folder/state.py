@@ -24,10 +24,10 @@ from robust_train.model.attempt import Attempt
 from robust_train.model.errors import (
     EXIT_FAILED,
     EXIT_TRY_LATER,
-    AttemptsExhausted,
-    NoDevice,
-    RunFolderLost,
-    TrainerFailed,
+    AttemptsExhaustedError,
+    NoDeviceError,
+    RunFolderLostError,
+    TrainerFailedError,
 )
 from robust_train.model.events import (
     SCHEMA,
@@ -109,7 +109,7 @@ class RunState:
         """Return the state in the content of a file; None if that is no state of this schema."""
         try:
             found = from_json(cls, parse_json(data))
-        except ValueError:  # MalformedEvent among them
+        except ValueError:  # MalformedEventError among them
             return None
         return found if found.schema == SCHEMA else None
 
@@ -170,8 +170,8 @@ def read_state(run_dir: Path) -> RunState | None:
 class StateFile:
     """Keeps ``state.json``: written at once at a change of state, else once a second at most.
 
-    A disk that is full costs the file and not the job. ``check`` raises RunFolderLost where another
-    job has the folder by now: then nothing is written.
+    A disk that is full costs the file and not the job. ``check`` raises RunFolderLostError if
+    another job has the folder by now: then nothing is written.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class StateFile:
             try:
                 self._check()
                 write_json(self._path, content)
-            except RunFolderLost:
+            except RunFolderLostError:
                 return
             except OSError as error:
                 self._is_due = True
@@ -274,24 +274,24 @@ class Summary:
         """Raise what ended the job, if it did not complete and was not pruned by its sweep.
 
         Raises:
-            NoDevice: no device in time, and the CPU is not allowed.
-            AttemptsExhausted: memory ran out on every device that may be used.
-            TrainerFailed: the trainer failed otherwise; or its own exception.
+            NoDeviceError: no device in time, and the CPU is not allowed.
+            AttemptsExhaustedError: memory ran out on every device that may be used.
+            TrainerFailedError: the trainer failed otherwise; or its own exception.
         """
         reason = str(self.reason)
         if self.status in ("completed", "pruned"):
             return
         if self.status == "no_device" or not self.attempts:
-            raise NoDevice(reason)
+            raise NoDeviceError(reason)
         last = self.attempts[-1]
         if last.kind in MEMORY_FAILURES:
-            raise AttemptsExhausted(reason)
+            raise AttemptsExhaustedError(reason)
         text = last.traceback or reason
         # a crash's stack does not name the signal that ended it
         if reason not in text:
             text = f"{reason}\n{text}"
-        error = TrainerFailed(text) if self.error is None else self.error
-        raise error from TrainerFailed(text)
+        error = TrainerFailedError(text) if self.error is None else self.error
+        raise error from TrainerFailedError(text)
 
     @property
     def objective(self) -> Any:

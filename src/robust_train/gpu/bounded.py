@@ -26,7 +26,7 @@ _LAST_SECONDS = 0.5
 _T = TypeVar("_T")
 
 
-class NoAnswer(Exception):
+class NoAnswerError(Exception):
     """The driver or a command has not answered in time; the message names it and the seconds."""
 
 
@@ -55,8 +55,8 @@ class _Call:
         except BaseException as error:
             self.answer.set_exception(error)
 
-    def silence(self) -> NoAnswer:
-        return NoAnswer(
+    def silence(self) -> NoAnswerError:
+        return NoAnswerError(
             f"the NVIDIA driver has not answered for {time.monotonic() - self.since:.0f} s and may "
             "be wedged (NVRM and Xid lines in dmesg have more; a reset of the GPU or a reboot of "
             "the host helps)"
@@ -68,8 +68,11 @@ _hanging: _Call | None = None
 
 def ask(call: Callable[[], _T], limit_seconds: float) -> _T:
     """Return what ``call`` returns, or raise what it raises, unless that takes too long:
-    longer than ``limit_seconds``, or at all while an earlier call hangs. Raises NoAnswer: it has
-    not returned; the thread that it runs in is left behind."""
+    longer than ``limit_seconds``, or at all while an earlier call hangs.
+
+    Raises:
+        NoAnswerError: it has not returned; the thread that it runs in is left behind.
+    """
     global _hanging
     if _hanging is not None and _hanging.pid == os.getpid():
         if not _hanging.answer.done():
@@ -99,7 +102,7 @@ def run_command(
     Unlike ``subprocess.run`` it leaves a child behind that SIGKILL does not end.
 
     Raises:
-        NoAnswer: it took too long.
+        NoAnswerError: it took too long.
         OSError: it cannot be started.
     """
     child = subprocess.Popen(
@@ -121,7 +124,7 @@ def run_command(
                 "pid %d does not end after SIGKILL: it hangs in the kernel",
                 child.pid,
             )
-        raise NoAnswer(
+        raise NoAnswerError(
             f"{command[0]} has not ended after {limit_seconds:g} s"
         ) from None
     except BaseException:
@@ -148,6 +151,6 @@ def printed_by(
             limit_seconds,
             {**os.environ, **(variables or {})},
         )
-    except (OSError, NoAnswer):
+    except (OSError, NoAnswerError):
         return None
     return done.stdout if done.returncode == 0 else None

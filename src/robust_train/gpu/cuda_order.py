@@ -39,7 +39,7 @@ def _ask_fresh_process(device_order: str | None) -> tuple[str, ...] | str:
     }
     if device_order is not None:
         environ["CUDA_DEVICE_ORDER"] = device_order
-    from robust_train.gpu.bounded import NoAnswer, run_command
+    from robust_train.gpu.bounded import NoAnswerError, run_command
 
     # isolated (-I): the script's folder must not come before the standard library
     command = [sys.executable, "-I", "-S", __file__]
@@ -49,7 +49,7 @@ def _ask_fresh_process(device_order: str | None) -> tuple[str, ...] | str:
             _TIMEOUT_SECONDS,
             environ,
         )
-    except (OSError, NoAnswer) as error:
+    except (OSError, NoAnswerError) as error:
         return str(error)
     if done.returncode != 0:
         lines = done.stderr.decode(errors="replace").strip().splitlines()

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from robust_train.gpu.bounded import NoAnswer, ask
+from robust_train.gpu.bounded import NoAnswerError, ask
 from robust_train.gpu.processes import is_mps_server
 from robust_train.model.gpu import GpuInfo, GpuProcess, Inventory, SkippedGpu
 
@@ -90,7 +90,7 @@ def read_inventory(*, processes: bool = True) -> Inventory:
     )
     try:
         return ask(lambda: _read_inventory(processes), limit_seconds)
-    except NoAnswer as silence:
+    except NoAnswerError as silence:
         return Inventory(problem=str(silence), answered=False)
 
 
@@ -121,7 +121,7 @@ def close_session() -> None:
     session = known_session()
     forget_session()
     if session is not None:
-        with contextlib.suppress(NoAnswer, session.nvml.NVMLError):
+        with contextlib.suppress(NoAnswerError, session.nvml.NVMLError):
             ask(session.nvml.nvmlShutdown, _CLOSING_SECONDS)
 
 
@@ -135,7 +135,7 @@ def _read_inventory(processes: bool) -> Inventory:
     for _ in range(2):
         try:
             return (known_session() or _open_session()).read(processes)
-        except _NoGpus as error:
+        except _NoGpusError as error:
             problem = str(error)
             forget_session()  # the driver may have been reloaded under it
     return Inventory(problem=problem, may_have_gpus=problem != NO_DRIVER)
@@ -146,9 +146,9 @@ def _open_session() -> NvmlSession:
     try:
         import pynvml
     except ImportError:
-        raise _NoGpus(_NO_BINDING) from None
+        raise _NoGpusError(_NO_BINDING) from None
     if not hasattr(pynvml, "nvmlMemory_v2"):
-        raise _NoGpus(_LEGACY_BINDING)
+        raise _NoGpusError(_LEGACY_BINDING)
     try:
         # after a fork only this: a shutdown would act on the parent's session
         pynvml.nvmlInit()
@@ -158,21 +158,21 @@ def _open_session() -> NvmlSession:
     return _session
 
 
-class _NoGpus(Exception):
+class _NoGpusError(Exception):
     """There is no session, or it ended; the message is why, and what helps."""
 
 
-def _no_gpus(nvml: Any, error: Exception) -> _NoGpus:
+def _no_gpus(nvml: Any, error: Exception) -> _NoGpusError:
     sentences = {
         nvml.NVML_ERROR_LIBRARY_NOT_FOUND: NO_DRIVER,
         nvml.NVML_ERROR_DRIVER_NOT_LOADED: _NOT_LOADED,
         nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: _MISMATCH,
     }
     unknown = f"the NVIDIA driver does not answer ({error}); see what nvidia-smi reports"
-    return _NoGpus(sentences.get(getattr(error, "value", None), unknown))
+    return _NoGpusError(sentences.get(getattr(error, "value", None), unknown))
 
 
-class _Unreadable(Exception):
+class _UnreadableError(Exception):
     """A GPU cannot be used for a reason that NVML did not raise."""
 
 
@@ -215,7 +215,11 @@ class NvmlSession:
         for index in range(count):
             try:
                 gpus += self._read_gpu(index, processes)
-            except (self.nvml.NVMLError, ValueError, _Unreadable) as error:
+            except (
+                self.nvml.NVMLError,
+                ValueError,
+                _UnreadableError,
+            ) as error:
                 # a handle of a GPU that was lost can crash the driver's library
                 lost = self._known.pop(index, None)
                 uuid = None if lost is None else lost.uuid
@@ -328,10 +332,10 @@ class NvmlSession:
             try:
                 device = self._device(parent.index, handle, parent)
                 slices.append(self._read_device(device, processes))
-            except (nvml.NVMLError, ValueError, _Unreadable) as error:
+            except (nvml.NVMLError, ValueError, _UnreadableError) as error:
                 reason = f"its MIG slices cannot be read: {error}"
         if not slices:
-            raise _Unreadable(reason)
+            raise _UnreadableError(reason)
         return slices
 
     def _read_device(
@@ -416,7 +420,7 @@ class NvmlSession:
         except nvml.NVMLError_NotSupported:
             problem = "NVML does not report its memory (Not Supported)"
         if _INTEGRATED.search(device.name) is None:
-            raise _Unreadable(problem)
+            raise _UnreadableError(problem)
         host = psutil.virtual_memory()
         return host.total, host.available, host.total - host.available, True
 

@@ -175,7 +175,7 @@ def resolve_mask(mask: str | None, cuda_order: Sequence[GpuInfo]) -> Visible:
     for entry, key in zip(entries, keys, strict=False):
         try:
             found = _find(key, cuda_order)
-        except _NotThere as error:
+        except _NotThereError as error:
             mistake = _mistake(
                 mask,
                 entry,
@@ -200,7 +200,7 @@ def resolve_mask(mask: str | None, cuda_order: Sequence[GpuInfo]) -> Visible:
     return Visible(tuple(shown), warning=mistake)
 
 
-class _NotThere(Exception):
+class _NotThereError(Exception):
     """There is no GPU by an entry of a mask; the message is what is wrong with the entry."""
 
 
@@ -215,19 +215,19 @@ def _find(key: int | str, cuda_order: Sequence[GpuInfo]) -> GpuInfo:
     if isinstance(key, int):
         if key >= len(first_parts):
             count = len(first_parts)
-            raise _NotThere(
+            raise _NotThereError(
                 f"is out of range (the number of GPUs here is {count})"
             )
         return list(first_parts.values())[key]
     if key.startswith("MIG-"):
-        raise _NotThere("is the whole UUID of no MIG slice here")
+        raise _NotThereError("is the whole UUID of no MIG slice here")
     matches = [
         gpu for uuid, gpu in first_parts.items() if uuid.startswith(key)
     ]
     if not matches:
-        raise _NotThere("is the UUID of no GPU here")
+        raise _NotThereError("is the UUID of no GPU here")
     if len(matches) > 1:
-        raise _NotThere(f"begins the UUIDs of {len(matches)} GPUs")
+        raise _NotThereError(f"begins the UUIDs of {len(matches)} GPUs")
     return matches[0]
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
-from robust_train.model.errors import Interrupted
+from robust_train.model.errors import TrainingStopped
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -217,7 +217,7 @@ class StoreVotes:
                 else _ANSWER_SECONDS
             )
             if time.monotonic() - since > limit:
-                raise Interrupted("the other ranks do not answer")
+                raise TrainingStopped("the other ranks do not answer")
             time.sleep(_HELD_SECONDS)
 
     def raise_flag(self, flag: str) -> None:

@@ -18,7 +18,7 @@ from robust_train.integrations.steering import (
     framework,
     refuse_saving_on_each_node,
 )
-from robust_train.model.errors import Interrupted, UserError
+from robust_train.model.errors import TrainingStopped, UserError
 from robust_train.step.ranks import is_sharded, of_all_ranks
 from robust_train.step.splitting import part_of
 
@@ -89,8 +89,8 @@ class RobustLoop:
         self._total: int | None = None
         self._loss: Any = None  # of the step that was made last
         accelerator.register_for_checkpointing(self)
-        if run.stop_requested:
-            raise Interrupted("stopped before the first step")
+        if run.should_stop():
+            raise TrainingStopped("stopped before the first step")
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the epochs that are left, from 0; an earlier attempt may have begun the first."""
@@ -126,7 +126,7 @@ class RobustLoop:
         """Yield the batches of the current epoch that are left; the next one ends the step.
 
         Raises:
-            Interrupted: a stop was requested; a checkpoint was saved.
+            TrainingStopped: a stop was requested; a checkpoint was saved.
         """
         self._order.begin(self.epoch, self.samples)
         if self.samples >= self._order.samples:
@@ -235,11 +235,11 @@ class RobustLoop:
             self._loss,
         )
         self._loss = None
-        if self.run.stop_requested:
+        if self.run.should_stop():
             self.save()
             self.run.finish_saving()
-            raise Interrupted(f"stopped after step {self.step}")
-        if self.run.checkpoint_due:
+            raise TrainingStopped(f"stopped after step {self.step}")
+        if self.run.should_save():
             self.save()
 
 

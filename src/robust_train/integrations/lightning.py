@@ -38,7 +38,7 @@ from robust_train.integrations.steering import (
     machines,
     result_of,
 )
-from robust_train.model.errors import Interrupted, UserError
+from robust_train.model.errors import TrainingStopped, UserError
 from robust_train.model.events import BatchTaken
 from robust_train.model.spec import AttemptSpec
 
@@ -98,7 +98,7 @@ def fit(
 
     Raises:
         UserError: trainer, model or data cannot keep the effective batch.
-        Interrupted: a stop was requested; a checkpoint was saved.
+        TrainingStopped: a stop was requested; a checkpoint was saved.
     """
     _fit(trainer.fit, trainer, model, data, cfg=cfg, run=run, **options)
     return _result(
@@ -126,8 +126,8 @@ def _fit(
     if run.world_size == 1:
         # DDP on one device would put one of its own in place of our order
         compat.leave_samplers(trainer)
-    if run.stop_requested:
-        raise Interrupted("stopped before the first step")
+    if run.should_stop():
+        raise TrainingStopped("stopped before the first step")
     _accumulate(
         trainer,
         model,
@@ -167,11 +167,11 @@ def _fit(
                 ]
             own(model, **options)
     except Stopped as stopped:
-        raise Interrupted(str(stopped)) from None
+        raise TrainingStopped(str(stopped)) from None
     except SystemExit:
         # Lightning's answer to a KeyboardInterrupt and to SIGTERM
-        if run.stop_requested:
-            raise Interrupted(
+        if run.should_stop():
+            raise TrainingStopped(
                 f"stopped after step {trainer.global_step}"
             ) from None
         raise

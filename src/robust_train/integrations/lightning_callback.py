@@ -36,7 +36,7 @@ _WeightAveraging: Any = lightning(".callbacks").StochasticWeightAveraging
 _plugins = lightning(".plugins.io")
 
 
-class Stopped(Exception):
+class Stopped(Exception):  # noqa: N818 - an event
     """Leaves ``trainer.fit`` at once; Lightning would turn a KeyboardInterrupt into an exit."""
 
 
@@ -321,7 +321,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         self._stop_if_requested(trainer)
         # at the end of an epoch once validation has logged its figures
         is_within = self.position.samples < self.position.epoch_samples
-        if is_within and self.run.checkpoint_due:
+        if is_within and self.run.should_save():
             self.save(trainer)
 
     def on_validation_start(self, *_: Any) -> None:
@@ -363,7 +363,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
             trainer.current_epoch + 1,
         )
         is_last = step == total or epochs == trainer.max_epochs
-        if is_last or saved is None or self.run.checkpoint_due:
+        if is_last or saved is None or self.run.should_save():
             self.save(trainer)
 
     def save(self, trainer: Any) -> None:
@@ -392,7 +392,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         )
 
     def _stop_if_requested(self, trainer: Any) -> None:
-        if not self.run.stop_requested:
+        if not self.run.should_stop():
             return
         if self._saved() != self.position.step:
             self.save(trainer)

@@ -26,7 +26,7 @@ from robust_train.model.errors import UserError
 from robust_train.model.events import BatchKept
 from robust_train.model.failure import Failure, FailureKind
 from robust_train.step import ranks, splitting
-from robust_train.step.engine import Batch, Body, CannotSplit, Step
+from robust_train.step.engine import Batch, Body, CannotSplitError, Step
 from robust_train.step.ranks import SharedStep
 from robust_train.step.rewind import why_not_again
 from robust_train.step.split_check import LossOf
@@ -198,7 +198,7 @@ class OpenStep(Step[Any]):
             )
             if is_last and self.start is not None:
                 self.end()
-        except CannotSplit as reason:
+        except CannotSplitError as reason:
             self._say(str(reason))
             failed = self._ran_out
             raise like(failed.failure if failed else None) from None
@@ -360,7 +360,7 @@ class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Any = None,
     ) -> Any:
         if "c10d" in func.namespace:
-            raise CannotSplit(
+            raise CannotSplitError(
                 f"it calls the collective {func.name().partition('::')[2]}, for which the other "
                 "ranks would wait"
             )

@@ -34,7 +34,7 @@ from robust_train.integrations.steering import (
     result_of,
 )
 from robust_train.integrations.transformers_step import recover_in_steps
-from robust_train.model.errors import Interrupted, UserError
+from robust_train.model.errors import TrainingStopped, UserError
 from robust_train.step.ranks import of_all_ranks
 
 _NEEDED_BY = "robust_train.integrations.transformers"
@@ -106,11 +106,11 @@ def fit(
 
     Raises:
         UserError: the trainer cannot keep the effective batch; the message has the reason.
-        Interrupted: a stop was requested; a checkpoint was saved.
+        TrainingStopped: a stop was requested; a checkpoint was saved.
     """
     _check(trainer.args, cfg, run)
-    if run.stop_requested:
-        raise Interrupted("stopped before the first step")
+    if run.should_stop():
+        raise TrainingStopped("stopped before the first step")
     _checkpoint_gradients(trainer, cfg)
     if run.guard.divergence is not None:
         # it would log a mean in place of a loss that is not finite
@@ -155,18 +155,18 @@ def fit(
         if not of_all_ranks(is_whole(_folder(trainer.args, trainer.state)))[0]:
             # nothing was trained since the last step
             save_trainer(trainer)
-        raise Interrupted(
+        raise TrainingStopped(
             f"stopped after step {trainer.state.global_step}"
         ) from None
     finally:
         run.finish_saving()
 
 
-class _AlreadyDone(Exception):
+class _AlreadyDone(Exception):  # noqa: N818 - an event
     """The checkpoint is the last step's; the Trainer would make one step too many."""
 
 
-class _StoppedInEvaluation(Exception):
+class _StoppedInEvaluation(Exception):  # noqa: N818 - an event
     """A stop was requested while the Trainer evaluates."""
 
 
@@ -270,17 +270,17 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
         saves_soon = args.save_strategy == "epoch" and state.epoch == round(
             state.epoch
         )
-        if self.run.stop_requested:
+        if self.run.should_stop():
             control.should_evaluate = False
             control.should_save = True
-        elif self.run.checkpoint_due and not saves_soon:
+        elif self.run.should_save() and not saves_soon:
             control.should_save = True
         self.run.speed.wait_begins()
         return control
 
     def on_prediction_step(self, *_: Any, **__: Any) -> None:
         """Stop during evaluation if requested; what it has computed is not kept."""
-        if self.run.stop_requested:
+        if self.run.should_stop():
             raise _StoppedInEvaluation
 
     def on_log(
@@ -351,8 +351,8 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
         **others: Any,
     ) -> None:
         """Stop here if requested."""
-        if self.run.stop_requested:
-            raise Interrupted(f"stopped after step {state.global_step}")
+        if self.run.should_stop():
+            raise TrainingStopped(f"stopped after step {state.global_step}")
 
 
 def _folder(args: Any, state: Any) -> Path:

@@ -25,7 +25,7 @@ from robust_train.compat import (
 )
 from robust_train.integrations.steering import InStep, OpenStep, framework
 from robust_train.model.spec import AttemptSpec
-from robust_train.step.engine import CannotSplit
+from robust_train.step.engine import CannotSplitError
 from robust_train.step.ranks import of_all_ranks
 from robust_train.step.rewind import STEPS_IN_BACKWARD, GeneratorStates
 from robust_train.step.splitting import Part, length_of, part_of
@@ -370,7 +370,7 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
                 self._weight = 1.0
             if not self._is_weighted:
                 name = type(self._trainer).__name__
-                raise CannotSplit(
+                raise CannotSplitError(
                     f"{name}.training_step does not call self.accelerator.backward"
                 )
             return _share(loss, part.weight).detach()

@@ -56,8 +56,8 @@ from robust_train.launcher.inline import (
 )
 from robust_train.launcher.inputs import request_for
 from robust_train.model.attempt import Attempt
-from robust_train.model.errors import ConfigError, NoDevice
-from robust_train.model.events import Event, Failed, MalformedEvent, parse
+from robust_train.model.errors import ConfigError, NoDeviceError
+from robust_train.model.events import Event, Failed, MalformedEventError, parse
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 from robust_train.model.gpu import Group
 from robust_train.model.json import from_json
@@ -371,7 +371,7 @@ class RankDevices(Devices):
         )
         try:
             super().acquire()
-        except (ConfigError, NoDevice) as error:
+        except (ConfigError, NoDeviceError) as error:
             log.warning(
                 "%s is used without a reservation: %s",
                 self._config.device,
@@ -486,7 +486,7 @@ class RankFailures:
             start = read_object(self._folder / f"attempt-{number}.json")
             if start.get("job") != job:
                 continue
-            with contextlib.suppress(MalformedEvent):
+            with contextlib.suppress(MalformedEventError):
                 spec = from_json(AttemptSpec, start.get("spec"))
                 if start.get("is_fresh"):
                     attempts.clear()
@@ -496,7 +496,7 @@ class RankFailures:
             for content in filter(None, json_lines(self._journal)):
                 which = content.get("attempt")
                 if which in attempts:
-                    with contextlib.suppress(MalformedEvent):
+                    with contextlib.suppress(MalformedEventError):
                         attempts[which] = attempts[which].after(parse(content))
         return [self._ended(attempt) for attempt in attempts.values()]
 
@@ -508,7 +508,7 @@ class RankFailures:
             found = read_object(self._folder / name)
             end = RankEnd(rank)
             with contextlib.suppress(
-                MalformedEvent,
+                MalformedEventError,
                 KeyError,
                 TypeError,
             ):

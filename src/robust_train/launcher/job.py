@@ -94,8 +94,8 @@ from robust_train.model.attempt import Attempt
 from robust_train.model.errors import (
     ConfigError,
     JobInterrupted,
-    NoDevice,
-    RunFolderLost,
+    NoDeviceError,
+    RunFolderLostError,
     limit_reached,
 )
 from robust_train.model.events import (
@@ -165,10 +165,10 @@ def launch(
         that its sweep has pruned, ``summary.status`` is ``pruned``, and there may be no result.
 
     Raises:
-        ConfigError: config, trainer or run folder cannot be used; NoProgress: see there.
-        NoDevice: no device in time, and the CPU is not allowed.
-        AttemptsExhausted: memory ran out on every device that may be used.
-        TrainerFailed: the trainer failed otherwise; or its own exception.
+        ConfigError: config, trainer or run folder cannot be used; NoProgressError: see there.
+        NoDeviceError: no device in time, and the CPU is not allowed.
+        AttemptsExhaustedError: memory ran out on every device that may be used.
+        TrainerFailedError: the trainer failed otherwise; or its own exception.
         JobInterrupted: Ctrl-C or SIGTERM; uncaught, it ends a script with its exit code.
     """
     end_import_at_launch(trainer)
@@ -316,7 +316,7 @@ class Job:
                 if self.folder.state.is_final:
                     raise
                 # nor is it recorded in the folder of another job
-                if isinstance(error, RunFolderLost):
+                if isinstance(error, RunFolderLostError):
                     raise
                 return self._end_with(limit_reached(error) or error)
 
@@ -326,7 +326,7 @@ class Job:
         reason = as_typed(str(error), self.config.theirs)
         if is_stop and self.folder.pruned:
             return self._end("pruned", self.folder.pruned)
-        if isinstance(error, NoDevice):
+        if isinstance(error, NoDeviceError):
             return self._end("no_device", reason)
         if not isinstance(error, JobInterrupted | ConfigError):
             reason = f"error in the launcher: {type(error).__name__}: {reason}"
@@ -499,7 +499,7 @@ class Job:
                     self.decision = on_gpus(self.policy, known, retry, found)
                 return
             if retry.otherwise is None:
-                raise NoDevice(found.reason)
+                raise NoDeviceError(found.reason)
             self._decide_again(
                 retry.otherwise,
                 "waited_in_vain",
@@ -764,7 +764,7 @@ class Job:
         """Do the same beside a trainer in this process, which only a signal stops."""
         try:
             self.folder.tick()
-        except RunFolderLost:
+        except RunFolderLostError:
             if not self.signals.received:
                 self.signals.deliver(signal.SIGTERM)
 

@@ -49,8 +49,8 @@ from robust_train.host.signals import SignalWatch
 from robust_train.model.attempt import Attempt, AttemptEnded
 from robust_train.model.errors import (
     EXIT_BAD_CONFIG,
-    RunFolderLost,
-    RunFolderUnavailable,
+    RunFolderLostError,
+    RunFolderUnavailableError,
 )
 from robust_train.model.events import (
     AttemptStarted,
@@ -155,7 +155,7 @@ class RunFolder:
                 max_launches=self._config.max_launches,
                 sleep=partial(sleep_with_ticks, tick=self._signals.check),
             )
-        except RunFolderUnavailable:  # nothing could be written there
+        except RunFolderUnavailableError:  # nothing could be written there
             self._lock.release()
             raise
         except BaseException as error:
@@ -186,7 +186,7 @@ class RunFolder:
                 str(error) or type(error).__name__,
                 getattr(error, "exit_code", None),
             )
-        if not isinstance(error, RunFolderLost):
+        if not isinstance(error, RunFolderLostError):
             self._refuse_requests()
         # the end is recorded: a signal cuts the last deliveries short, and changes nothing else
         with self._signals.handed_to(lambda signum: self._notifier.hurry()):
@@ -202,7 +202,7 @@ class RunFolder:
 
     def tick(self) -> None:
         """Take requests and write what is due. To be called twice a second, by any thread. Raises
-        RunFolderLost: another job has the folder by now."""
+        RunFolderLostError: another job has the folder by now."""
         now = time.monotonic()
         if now < self._next_poll:
             return
@@ -302,7 +302,11 @@ class RunFolder:
         event: Event,
         attempt: int | None = None,
     ) -> None:
-        """Record an event of the job, or of its attempt with this number. Raises RunFolderLost."""
+        """Record an event of the job, or of its attempt with this number.
+
+        Raises:
+            RunFolderLostError: another job has the folder by now.
+        """
         self._lock.check()
         if event.is_journaled:
             self._journal.write(event, attempt)

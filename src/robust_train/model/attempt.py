@@ -418,7 +418,7 @@ class Attempt:
         """Return the attempt in :meth:`as_json`, whose keys are its spec's too.
 
         Raises:
-            MalformedEvent: a field is missing or of another type.
+            MalformedEventError: a field is missing or of another type.
         """
         return from_json(
             cls, {**data, "number": data.get("attempt"), "spec": data}

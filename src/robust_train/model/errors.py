@@ -26,29 +26,29 @@ class ConfigError(ValueError):
     exit_code = EXIT_BAD_CONFIG
 
 
-class NotDone(Exception):
+class NotDoneError(Exception):
     """A command, or a request, is not carried out: why, and what helps, in one line."""
 
     exit_code = EXIT_FAILED
 
 
-class NoProgress(ConfigError):
+class NoProgressError(ConfigError):
     """Launches in a row of the run folder have saved no new checkpoint; nothing was started."""
 
     exit_code = EXIT_NO_PROGRESS
 
 
-class RunFolderUnavailable(ConfigError):
+class RunFolderUnavailableError(ConfigError):
     """The run folder cannot be used now: another host holds it, or its disk is full or away."""
 
     exit_code = EXIT_TRY_LATER
 
 
-class RunFolderLost(ConfigError):
+class RunFolderLostError(ConfigError):
     """The run folder is another job's by now: it was removed and begun anew. This job has ended."""
 
 
-class LimitReached(ConfigError):
+class LimitReachedError(ConfigError):
     """The system gives this process no other file, process or thread."""
 
     exit_code = EXIT_TRY_LATER
@@ -58,18 +58,18 @@ class LimitReached(ConfigError):
 _NO_THREAD = "can't start new thread"
 
 
-def limit_reached(error: BaseException) -> LimitReached | None:
+def limit_reached(error: BaseException) -> LimitReachedError | None:
     """Return what to raise where files or processes have run out; None if it is another error."""
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
         number = errno.EAGAIN
     if number == errno.ENFILE:
-        return LimitReached(
+        return LimitReachedError(
             "too many files are open on this machine; try later"
         )
     if number == errno.EMFILE:
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return LimitReached(
+        return LimitReachedError(
             f"too many open files: a process may have {most} here; allow it more: ulimit -n 1024"
         )
     if number == errno.EAGAIN:
@@ -79,7 +79,7 @@ def limit_reached(error: BaseException) -> LimitReached | None:
             if most == resource.RLIM_INFINITY
             else f"ulimit -u is {most}"
         )
-        return LimitReached(
+        return LimitReachedError(
             f"no other process or thread can be started: this user or container has as many as it "
             f"may have ({limit}); end some, or raise the limit"
         )
@@ -106,7 +106,7 @@ def unusable_folder(problem: str, error: OSError) -> ConfigError:
     """Return what to raise for a run folder that ``error`` keeps from being used: a problem of
     the disk that may pass is not a mistake in the configuration."""
     if error.errno in _PASSING:
-        return RunFolderUnavailable(
+        return RunFolderUnavailableError(
             f"{problem}; the same command may succeed later"
         )
     return ConfigError(problem)
@@ -116,26 +116,26 @@ class UserError(RuntimeError):
     """Raised by a trainer for its user's mistakes: the message is shown without a traceback."""
 
 
-class Interrupted(KeyboardInterrupt):
+class TrainingStopped(KeyboardInterrupt):
     """Raised by a trainer that stopped because it was asked to, after its last checkpoint.
 
     Derived from KeyboardInterrupt, so that a trainer's ``except Exception`` does not swallow it.
     """
 
 
-class NoDevice(RuntimeError):
+class NoDeviceError(RuntimeError):
     """No device became free in time, and the CPU is not allowed."""
 
     exit_code = EXIT_TRY_LATER
 
 
-class TrainerFailed(RuntimeError):
+class TrainerFailedError(RuntimeError):
     """The trainer failed in a way that is not retried. The message is its own traceback."""
 
     exit_code = EXIT_FAILED
 
 
-class AttemptsExhausted(RuntimeError):
+class AttemptsExhaustedError(RuntimeError):
     """Memory ran out with everything that may be tried; the message lists what was."""
 
     exit_code = EXIT_FAILED
@@ -160,9 +160,8 @@ class JobInterrupted(KeyboardInterrupt):
         )
 
 
-class Spoiled(RuntimeError):
-    """Raised in a trainer when what it trains is no longer usable: it has diverged, or was computed
-    wrongly; ``failure`` has the step."""
+class TrainingDiverged(RuntimeError):  # noqa: N818 - an event
+    """Raised in a trainer whose training has diverged; ``failure`` has the step."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure)
@@ -172,7 +171,7 @@ class Spoiled(RuntimeError):
         return self.failure.message
 
 
-class RankFailure(RuntimeError):
+class RankFailure(RuntimeError):  # noqa: N818 - it says where an error began
     """Raised on every rank when one of several cannot go on, after all have agreed about it.
 
     Attributes:

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from robust_train.model.failure import Failure, FailureKind
 from robust_train.model.json import Json as Json
-from robust_train.model.json import MalformedEvent as MalformedEvent
+from robust_train.model.json import MalformedEventError as MalformedEventError
 from robust_train.model.json import fields_as_json
 from robust_train.model.json import from_json as from_json
 from robust_train.model.spec import AttemptSpec, Speed
@@ -579,11 +579,11 @@ def parse(data: object) -> Event:
     """Return the event in one JSON object; keys that it does not know are ignored.
 
     Raises:
-        MalformedEvent: it is no event of ours, or a field is missing or of another type.
+        MalformedEventError: it is no event of ours, or a field is missing or of another type.
     """
     if not isinstance(data, Mapping):
-        raise MalformedEvent("not an object")
+        raise MalformedEventError("not an object")
     name = str(data.get("event"))
     if name not in EVENTS:
-        raise MalformedEvent(f"unknown event {name!r}")
+        raise MalformedEventError(f"unknown event {name!r}")
     return from_json(EVENTS[name], data)

@@ -19,15 +19,15 @@ _LARGEST = 2**1023  # of the integers that are floats, too
 _DRAWABLE = 2.0**63
 
 
-class MalformedEvent(ValueError):
+class MalformedEventError(ValueError):
     """An object that is not what was expected; the message gives the reason."""
 
 
 def from_json(cls: type[T], data: object) -> T:
     """Return the frozen dataclass ``cls`` from one JSON object; unknown keys are ignored. Raises
-    MalformedEvent: a field is missing or of another type."""
+    MalformedEventError: a field is missing or of another type."""
     if not isinstance(data, Mapping):
-        raise MalformedEvent("not an object")
+        raise MalformedEventError("not an object")
     found: T = _build(cls, data, cls.__name__)
     return found
 
@@ -50,7 +50,7 @@ def _build(
             item.default is dataclasses.MISSING
             and item.default_factory is dataclasses.MISSING
         ):
-            raise MalformedEvent(f"{where} needs {item.name}")
+            raise MalformedEventError(f"{where} needs {item.name}")
     return cls(**given)
 
 
@@ -86,7 +86,7 @@ def _value(
         return float(value)
     if type(value) is kind:  # exactly: a bool is not an int
         return value
-    raise MalformedEvent(
+    raise MalformedEventError(
         f"{where}: {value!r} is not of type {getattr(kind, '__name__', kind)}"
     )
 

@@ -122,7 +122,7 @@ class AttemptSpec:
 
     @classmethod
     def parse(cls, data: Mapping[str, Json]) -> AttemptSpec:
-        """Return the spec in :meth:`as_json`. Raises MalformedEvent if it is another thing."""
+        """Return the spec in :meth:`as_json`. Raises MalformedEventError if it is another thing."""
         batch = {
             name: data.get(name) or 1
             for name in ("batch_size", "gradient_accumulation_steps")

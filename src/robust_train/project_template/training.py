@@ -45,8 +45,8 @@ def train(cfg: DictConfig, run: Run) -> float:
         )
         optimizer.step()
         run.progress(step, total_steps=cfg.spirals.steps)
-        is_last = step == cfg.spirals.steps or run.stop_requested
-        if run.checkpoint_due or is_last:
+        is_last = step == cfg.spirals.steps or run.should_stop()
+        if run.should_save() or is_last:
             save(run, model, optimizer, step)
         if is_last:
             break

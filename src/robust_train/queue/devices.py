@@ -22,7 +22,7 @@ from robust_train.gpu.processes import footprint, learn_context_bytes
 from robust_train.gpu.select import can_be_one_of, could_ever_fit, rank
 from robust_train.gpu.visible import Visible, allocated_by, visible_gpus
 from robust_train.model.attempt import Attempt
-from robust_train.model.errors import ConfigError, NoDevice
+from robust_train.model.errors import ConfigError, NoDeviceError
 from robust_train.model.events import Event, MemoryReported
 from robust_train.model.failure import FailureKind
 from robust_train.model.gpu import Group, gpus_of
@@ -95,7 +95,7 @@ class Devices:
         If there are not that many in time, one of the numbers ``fewer`` will do.
 
         Raises:
-            NoDevice: nothing suitable, and the CPU is not allowed.
+            NoDeviceError: nothing suitable, and the CPU is not allowed.
             ConfigError: ``device`` names a GPU that this machine does not have, or one GPU for a
                 job of several; or more is wanted than the GPUs could ever give.
         """
@@ -328,7 +328,7 @@ class Devices:
             self._sleep(0.05)
 
     def _without_gpus(self, visible: Visible) -> Group:
-        """Return no GPU for the CPU where none is visible; raise ConfigError or NoDevice."""
+        """Return no GPU for the CPU where none is visible; raise ConfigError or NoDeviceError."""
         why = visible.why_none
         if self._config.needs_gpu:
             device = self._config.device
@@ -340,7 +340,7 @@ class Devices:
 
     def _cpu_or_nothing(self, reason: str, *, has_gpus: bool) -> Group:
         if not self._config.allow_cpu_fallback:
-            raise NoDevice(f"{reason}, and allow_cpu_fallback is false")
+            raise NoDeviceError(f"{reason}, and allow_cpu_fallback is false")
         asked = self._config.num_gpus
         if asked > 1:
             log.warning(

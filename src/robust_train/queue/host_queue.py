@@ -26,7 +26,7 @@ from robust_train.queue.queue_dir import (
     EXCLUDED_SECONDS,
     LIMITS_FILE,
     NO_LIMIT,
-    QueueProblem,
+    QueueError,
 )
 from robust_train.queue.registry import QueuedJob, Registry, Reservation
 
@@ -105,7 +105,7 @@ class HostQueue:
         """Come to know the host's other jobs, if this job has a queue directory.
 
         Raises:
-            QueueProblem: the queue directory cannot be used.
+            QueueError: the queue directory cannot be used.
             ConfigError: the job could never start under the administrator's limit.
         """
         self._busy_at = {}
@@ -185,7 +185,7 @@ class HostQueue:
         read before the GPUs: what a job takes meanwhile counts twice, rather than not at all.
 
         Raises:
-            QueueProblem: the record cannot be written.
+            QueueError: the record cannot be written.
         """
         reservation = self._reservation
         if reservation is None:
@@ -213,7 +213,7 @@ class HostQueue:
         now = time.monotonic()
         try:
             others, limit = self.others(), self.gpu_limit()
-        except QueueProblem as problem:
+        except QueueError as problem:
             self.do_without(problem)
             return self.read().gpus
         visible = self.read()
@@ -232,7 +232,7 @@ class HostQueue:
         if self._reservation is None:
             return None
         me, now = self._reservation.job, time.monotonic()
-        with contextlib.suppress(QueueProblem):
+        with contextlib.suppress(QueueError):
             others, limit = self.others(), self.gpu_limit()
             # to read the GPUs costs the driver more
             if any(not one.gpus and one.owner != me.owner for one in others):
@@ -262,7 +262,7 @@ class HostQueue:
             )
             if not self.announce(uuids, min(need_bytes, room)):
                 self._reservation.update(before.on(uuids))
-        except QueueProblem as problem:
+        except QueueError as problem:
             self.do_without(problem)
         return True
 
@@ -333,10 +333,10 @@ class HostQueue:
         """Change the record for the other jobs, if that is possible."""
         if self._reservation is not None:
             job = self._reservation.job
-            with contextlib.suppress(QueueProblem):
+            with contextlib.suppress(QueueError):
                 self._reservation.update(replace(job, **changes))
 
-    def do_without(self, problem: QueueProblem) -> None:
+    def do_without(self, problem: QueueError) -> None:
         """Go on without the other jobs, after a warning."""
         # its keys are shown as the job's user types them
         log.warning(f"{problem}; this job goes on without a reservation")

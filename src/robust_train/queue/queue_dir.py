@@ -24,7 +24,7 @@ import yaml  # type: ignore[import-untyped]
 
 from robust_train.files import parse_json, read_small
 from robust_train.gpu.processes import user_name
-from robust_train.model.errors import EXIT_BAD_CONFIG, NotDone
+from robust_train.model.errors import EXIT_BAD_CONFIG, NotDoneError
 from robust_train.model.gpu import GpuInfo
 from robust_train.model.json import from_json
 
@@ -59,7 +59,7 @@ def _warn_once(line: str) -> None:
     log.warning("%s", line)
 
 
-class QueueProblem(NotDone):
+class QueueError(NotDoneError):
     """The queue directory cannot be used. The message names it, the problem and a way out."""
 
     exit_code = EXIT_BAD_CONFIG
@@ -100,7 +100,7 @@ class QueueDir:
     """The part of the queue directory ``base`` that belongs to this boot of this host, opened.
 
     Raises:
-        QueueProblem: it must not or cannot be used.
+        QueueError: it must not or cannot be used.
     """
 
     def __init__(self, base: Path) -> None:
@@ -112,7 +112,7 @@ class QueueDir:
         with self.problems("used"):
             self.file_system = kind = file_system_of(self.path)
         if _NOT_LOCAL.match(kind):
-            raise QueueProblem(
+            raise QueueError(
                 base, f"is on {kind}, where locks may hang or not work"
             )
         if not os.access(
@@ -120,7 +120,7 @@ class QueueDir:
             os.W_OK | os.X_OK,
             effective_ids=True,
         ):
-            raise QueueProblem(self.path, "is not writable")
+            raise QueueError(self.path, "is not writable")
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         with self.problems("used"):
             self.fd = os.open(self.path, flags)
@@ -256,11 +256,11 @@ class QueueDir:
 
     @contextlib.contextmanager
     def problems(self, done: str) -> Iterator[None]:
-        """Raise QueueProblem for an OSError of this block, in which something is ``done``."""
+        """Raise QueueError for an OSError of this block, in which something is ``done``."""
         try:
             yield
         except OSError as error:
-            raise QueueProblem(self.path, why_not_done(error, done)) from error
+            raise QueueError(self.path, why_not_done(error, done)) from error
 
     def _exclusion_files(self) -> list[re.Match[str]]:
         with contextlib.suppress(OSError):
@@ -386,17 +386,17 @@ def _checked_owner(path: Path) -> int:
             path.chmod(_SHARED_MODE)  # whatever the umask
         status = path.lstat()
     except OSError as error:
-        raise QueueProblem(path, why_not_done(error, "used")) from error
+        raise QueueError(path, why_not_done(error, "used")) from error
     if not stat.S_ISDIR(status.st_mode):
-        raise QueueProblem(path, "is a symbolic link or not a directory")
+        raise QueueError(path, "is a symbolic link or not a directory")
     is_sticky = bool(status.st_mode & stat.S_ISVTX)
     if status.st_mode & 0o022 and not is_sticky:
         advice = f"chmod 1777 {path}"
         trouble = f"may be written by others without a sticky bit ({advice})"
-        raise QueueProblem(path, trouble)
+        raise QueueError(path, trouble)
     is_shared = is_sticky and status.st_mode & 0o002
     if status.st_uid not in (0, os.geteuid()) and not is_shared:
-        raise QueueProblem(
+        raise QueueError(
             path, f"belongs to user {status.st_uid} and is not shared"
         )
     return status.st_uid

@@ -204,7 +204,7 @@ class Registry(QueueDir):
         """Return the living jobs in the order of their tickets; remove what own dead ones left.
 
         Raises:
-            QueueProblem: the records cannot be read, so that no one knows what is reserved.
+            QueueError: the records cannot be read, so that no one knows what is reserved.
         """
         # removed: newcomers see another one
         if os.fstat(self.fd).st_nlink == 0:
@@ -253,7 +253,7 @@ class Registry(QueueDir):
         back has the ticket that it had before, and gets a later one.
 
         Raises:
-            QueueProblem: the file cannot be made or written.
+            QueueError: the file cannot be made or written.
         """
         # its old record may be known as dead, and no name comes to life again
         last = max((one.ticket for one in self.jobs()), default=0)
@@ -312,7 +312,7 @@ class Reservation:
         """Replace the record, under the same ticket.
 
         Raises:
-            QueueProblem: it cannot be written; the old record and its lock still stand.
+            QueueError: it cannot be written; the old record and its lock still stand.
         """
         if self.fd < 0:
             return

@@ -15,7 +15,7 @@ from robust_train.gpu.visible import Visible
 from robust_train.model.gpu import Group
 from robust_train.queue.host_queue import GpuRequest, HostQueue
 from robust_train.queue.plan import LONGEST, Plan, why_waiting
-from robust_train.queue.queue_dir import QueueProblem
+from robust_train.queue.queue_dir import QueueError
 from robust_train.queue.registry import QueuedJob
 from robust_train.readable import MIB, as_clock, mib, ordinal, shortened
 
@@ -77,7 +77,7 @@ def wait_for_gpus(
     try:
         queue.join(request)
         return Waiting(request, queue, on_status, sleep).run()
-    except QueueProblem as problem:
+    except QueueError as problem:
         queue.do_without(problem)
     finally:
         queue.withdraw()
@@ -119,7 +119,7 @@ class Waiting:
         Returns at once if no amount of waiting could help. GPUs that vanish later may come back.
 
         Raises:
-            QueueProblem: the queue directory cannot be used any more.
+            QueueError: the queue directory cannot be used any more.
         """
         pointless = why_pointless(self._request, self._queue.read())
         if pointless:

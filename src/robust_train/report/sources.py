@@ -29,7 +29,7 @@ from robust_train.model.events import (
     TrainingStarted,
     parse,
 )
-from robust_train.model.json import Json, MalformedEvent, finite
+from robust_train.model.json import Json, MalformedEventError, finite
 from robust_train.readable import counted
 
 _MOST_FILES = 40
@@ -80,7 +80,7 @@ def _entries(path: Path, gaps: list[str]) -> Iterator[Entry]:
             time = finite((content or {}).get("time"))
             try:
                 event = parse(content or {})
-            except MalformedEvent:
+            except MalformedEventError:
                 event = None
             if content is None or event is None or time is None:
                 skipped += 1

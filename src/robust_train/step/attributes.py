@@ -67,7 +67,7 @@ _WRAPPERS = (
 _HOLDING = (Tensor, nn.Module, tuple, *_CONTAINERS, *_ARRAYS)
 
 
-class _CannotPutBack(Exception):
+class _CannotPutBackError(Exception):
     """A value of the step's start does not exist any longer."""
 
 
@@ -348,7 +348,7 @@ def _value_of(held: Any, now: Any = None) -> tuple[Any, bool]:
         if tensor is None:
             tensor = held.values
         if tensor is None:
-            raise _CannotPutBack
+            raise _CannotPutBackError
         return tensor, held.is_copied or versions_of([tensor]) == [
             held.version
         ]
@@ -406,11 +406,11 @@ def _cut_back(held: _LongContainer, now: Any) -> None:
     """Take off what was added to a long container."""
     is_same = type(now) in _CONTAINERS and id(now) == held.identity
     if not is_same or len(now) < held.length:
-        raise _CannotPutBack
+        raise _CannotPutBackError
     if _ends_of(now, held.length) != held.ends:
-        raise _CannotPutBack
+        raise _CannotPutBackError
     if isinstance(now, set) and len(now) > held.length:
-        raise _CannotPutBack
+        raise _CannotPutBackError
     while len(now) > held.length:
         if isinstance(now, dict):
             now.popitem()

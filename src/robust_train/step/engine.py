@@ -32,7 +32,7 @@ from robust_train.model.failure import Failure, FailureKind
 from robust_train.readable import first_line, memory
 from robust_train.step.ranks import RankReport, RanOut, SharedStep
 from robust_train.step.rewind import PartStart, StepStart
-from robust_train.step.sharded import RanOutElsewhere
+from robust_train.step.sharded import RanOutElsewhereError
 from robust_train.step.split_check import (
     Checker,
     Kept,
@@ -70,7 +70,7 @@ OnEvent = Callable[[Event], None]
 OnOom = Callable[[BaseException, Failure], None]
 
 
-class CannotSplit(Exception):
+class CannotSplitError(Exception):
     """What a part does cannot be done for a smaller one; the message has the reason."""
 
 
@@ -528,9 +528,9 @@ class Step(Generic[T]):
             if len(part) or not self.is_sharded:  # else only others needed it
                 results.append((result, part))
             del result
-        except RanOutElsewhere as error:
+        except RanOutElsewhereError as error:
             clear_frames(error)
-        except CannotSplit:
+        except CannotSplitError:
             raise
         except Exception as error:
             failure = self._failure_to_repeat_after(error, used)

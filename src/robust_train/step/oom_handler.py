@@ -22,7 +22,7 @@ from robust_train.memory.clearing import (
     release_memory,
 )
 from robust_train.memory.tensors import leaves_in
-from robust_train.model.errors import AttemptsExhausted
+from robust_train.model.errors import AttemptsExhaustedError
 from robust_train.model.failure import Clue, FailureKind
 from robust_train.policy.sizes import next_smaller
 from robust_train.step.rewind import STEPS_IN_BACKWARD, GradientsBefore
@@ -124,8 +124,8 @@ class OOMHandler:
             and happened at every size.
 
         Raises:
-            AttemptsExhausted: memory ran out and there is no smaller batch left to try, or within
-                an optimizer's step.
+            AttemptsExhaustedError: memory ran out and there is no smaller batch left to try, or
+                within an optimizer's step.
         """
         failure = classify_failure(error)
         if not failure.kind.is_memory:
@@ -135,18 +135,18 @@ class OOMHandler:
         is_half_updated = has_half_updated(error, weights_were_written=writes)
         release_memory(error)
         if is_half_updated:
-            raise AttemptsExhausted(
+            raise AttemptsExhaustedError(
                 "out of memory within optimizer.step(), which may have updated some of the weights "
                 "or moments, so the call is not repeated; a smaller batch does not help there: "
                 "step after it, or use MicroBatcher.backward"
             ) from error
         if self._gradients.weights_have_changed:
-            raise AttemptsExhausted(
+            raise AttemptsExhaustedError(
                 "out of memory in a call that cannot be repeated: an optimizer "
                 f"{STEPS_IN_BACKWARD} (register_post_accumulate_grad_hook); step after it"
             ) from error
         if not self._gradients.restore(trained):
-            raise AttemptsExhausted(
+            raise AttemptsExhaustedError(
                 "out of memory in a call that has added to the gradients of an earlier one, where "
                 "calls before it had dropped what they found: drop or keep them in every call, or "
                 "use MicroBatcher.backward"
@@ -162,7 +162,7 @@ class OOMHandler:
             if failure.evidence.clue == Clue.UNCLEAR:
                 return False
             sizes = ", ".join(map(str, self._tried))
-            raise AttemptsExhausted(
+            raise AttemptsExhaustedError(
                 f"out of memory at every batch size tried ({sizes}):\n"
                 + "\n".join(self._tried.values())
             ) from error
@@ -200,7 +200,7 @@ class OOMHandler:
 
         Raises:
             TypeError: it is a generator or a coroutine.
-            AttemptsExhausted: it does not fit at ``min_batch_size`` either.
+            AttemptsExhaustedError: it does not fit at ``min_batch_size`` either.
         """
         _must_be_plain(train_fn, "OOMHandler.run")
         parameters = signature_of(train_fn).parameters
@@ -257,7 +257,7 @@ def adaptive_batch_training(
 
     Raises:
         TypeError: ``train_fn`` is a generator or a coroutine.
-        AttemptsExhausted: it does not fit at ``min_batch_size`` either.
+        AttemptsExhaustedError: it does not fit at ``min_batch_size`` either.
     """
     handler = OOMHandler(
         initial_batch_size,
@@ -300,7 +300,7 @@ def retry_on_oom(
 
     Raises:
         TypeError: on decoration, the function is a generator or coroutine or lacks the parameter.
-        AttemptsExhausted: on a call, memory ran out every time.
+        AttemptsExhaustedError: on a call, memory ran out every time.
     """
 
     def decorate(function: Callable[..., T]) -> Callable[..., T]:

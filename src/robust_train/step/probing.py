@@ -18,7 +18,7 @@ from robust_train.failures import classify_failure
 from robust_train.host import memory as host
 from robust_train.memory.clearing import clear_frames, return_memory
 from robust_train.memory.tensors import live_objects
-from robust_train.model.errors import AttemptsExhausted
+from robust_train.model.errors import AttemptsExhaustedError
 from robust_train.policy.sizes import (
     BatchSearch,
     Limits,
@@ -152,7 +152,7 @@ def _goes_through(run: Callable[[int], object], size: int) -> bool:
 
 def find_batch_size(
     try_batch: Callable[[int], Any],
-    at_most: int,
+    max_batch_size: int,
     *,
     min_batch_size: int = 1,
     model: Models = None,
@@ -167,7 +167,7 @@ def find_batch_size(
             x, y = next_batch(size)
             criterion(model(x), y).backward()
 
-        found = find_batch_size(try_batch, at_most=512, model=model)
+        found = find_batch_size(try_batch, max_batch_size=512, model=model)
         loader = DataLoader(data, found.batch_size)
 
     After each try gradients, buffers and generators are as before it. It makes no optimizer step:
@@ -175,7 +175,7 @@ def find_batch_size(
 
     Args:
         try_batch: a forward and backward pass of that many samples.
-        at_most: the largest size to consider.
+        max_batch_size: the largest size to consider.
         min_batch_size: the smallest.
         model: what gets gradients; None: the modules that ``try_batch`` closes over.
         device: whose memory it is about; None: that of the model, or where there is none yet the
@@ -186,21 +186,23 @@ def find_batch_size(
         memory_fraction: of the GPU's memory, the most to count on.
 
     Raises:
-        AttemptsExhausted: memory runs out at ``min_batch_size`` as well.
-        ValueError: a size is below 1, or ``min_batch_size`` above ``at_most``.
+        AttemptsExhaustedError: memory runs out at ``min_batch_size`` as well.
+        ValueError: a size is below 1, or ``min_batch_size`` above ``max_batch_size``.
     """
-    if not 1 <= min_batch_size <= at_most:
+    if not 1 <= min_batch_size <= max_batch_size:
         raise ValueError(
-            f"min_batch_size={min_batch_size}: must be from 1 to at_most={at_most}"
+            f"min_batch_size={min_batch_size}: must be from 1 to max_batch_size={max_batch_size}"
         )
     if effective_batch_size is not None and effective_batch_size < 1:
         raise ValueError(
             f"effective_batch_size={effective_batch_size}: must be 1 or more"
         )
-    sizes: tuple[int, ...] | range = range(min_batch_size, at_most + 1)
+    sizes: tuple[int, ...] | range = range(min_batch_size, max_batch_size + 1)
     if effective_batch_size is not None:
         wanted = micro_batch_sizes(effective_batch_size, min_batch_size)
-        sizes = tuple(size for size in wanted if size <= at_most) or (at_most,)
+        sizes = tuple(size for size in wanted if size <= max_batch_size) or (
+            max_batch_size,
+        )
     models = models_of(model, try_batch)
     start = StepStart(Watch(), models, try_batch)
     parameters = start.parameters()
@@ -224,7 +226,7 @@ def find_batch_size(
         start.end()
     log.info("find_batch_size: %s", found)
     if found.batch_size is None:
-        raise AttemptsExhausted(f"find_batch_size: {found}")
+        raise AttemptsExhaustedError(f"find_batch_size: {found}")
     return found
 
 

@@ -34,7 +34,7 @@ from robust_train.model.failure import Failure
 from robust_train.readable import MIB
 from robust_train.step import sharded
 from robust_train.step.rewind import modules_of
-from robust_train.step.sharded import WITHOUT, RanOutElsewhere, refuse
+from robust_train.step.sharded import WITHOUT, RanOutElsewhereError, refuse
 
 T = TypeVar("T")
 
@@ -264,7 +264,7 @@ class SharedStep:
             self._group.ledger.begin_extra_pass()
         try:
             yield
-        except RanOutElsewhere as error:
+        except RanOutElsewhereError as error:
             clear_frames(error)
             raise
         except Exception as error:

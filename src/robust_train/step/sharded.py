@@ -30,7 +30,7 @@ from robust_train.model.errors import UserError
 WITHOUT = "or do without run.backward: then an attempt is repeated in place of a step"
 
 
-class RanOutElsewhere(Exception):
+class RanOutElsewhereError(Exception):
     """Memory ran out on another rank in the part that this one is in."""
 
 
@@ -193,7 +193,7 @@ class Ledger:
             and self._vote(False)
         ):
             self._now = None
-            raise RanOutElsewhere
+            raise RanOutElsewhereError
         if not (self._has_weight or is_gathered):
             given.zero_()  # the mean of a part without items is NaN
         self.sent += group is dist.group.WORLD

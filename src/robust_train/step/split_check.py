@@ -39,7 +39,7 @@ from robust_train.step.rewind import (
     PassState,
     models_of,
 )
-from robust_train.step.sharded import RanOutElsewhere
+from robust_train.step.sharded import RanOutElsewhereError
 from robust_train.step.splitting import (
     Count,
     Length,
@@ -266,11 +266,11 @@ class _Trouble(IntEnum):
     RAN_OUT = 2
 
 
-class PassFailed(Exception):
+class PassFailedError(Exception):
     """A part or one of its halves cannot be computed, on this rank or on another."""
 
 
-class PassRanOut(Exception):
+class PassRanOutError(Exception):
     """Memory ran out in a pass, on this rank or on another."""
 
 
@@ -345,7 +345,7 @@ class Checker:
             with warnings.catch_warnings(), runs_eagerly(torch):
                 warnings.simplefilter("ignore")
                 check = self._check_what_fits()
-        except PassFailed:
+        except PassFailedError:
             check = SplitCheck(Kept.UNKNOWN, self._why_failed(), self._size)
         except Exception:
             # After a fault of the device nothing can be put back.
@@ -363,7 +363,7 @@ class Checker:
         while self._size > 1:
             try:
                 return self._compare_what_shows_something()
-            except PassRanOut:
+            except PassRanOutError:
                 self._pieces = []
             # The exception is gone here, and with it what its frames held.
             return_memory(thorough=False, workspaces=True)
@@ -512,7 +512,7 @@ class Checker:
         self._draws = []
         try:
             losses = self._draw(mode)
-        except PassFailed:
+        except PassFailedError:
             return _Outcome.FAILED
         self._draws = [losses]
         if not math.isfinite(losses.whole):
@@ -525,8 +525,8 @@ class Checker:
         """Return the losses of the part and of its halves, one after the other as in a step.
 
         Raises:
-            PassFailed: one of them cannot be computed.
-            PassRanOut: memory ran out in one of them.
+            PassFailedError: one of them cannot be computed.
+            PassRanOutError: memory ran out in one of them.
         """
         with self._in_mode(mode), self._formats:
             whole = self._whole.get(mode)
@@ -581,7 +581,7 @@ class Checker:
         """Note an error of the block, which the ranks leave together by :meth:`_exchange`."""
         try:
             yield
-        except RanOutElsewhere:
+        except RanOutElsewhereError:
             return
         except UserError:
             raise
@@ -603,16 +603,16 @@ class Checker:
         """Return every rank's figures, in order.
 
         Raises:
-            PassFailed: a rank has met an error before.
-            PassRanOut: memory has run out on one.
+            PassFailedError: a rank has met an error before.
+            PassRanOutError: memory has run out on one.
         """
         rows = self._figures([self._trouble, *mine])
         self._trouble = _Trouble.NONE
         match _Trouble(int(max(row[0] for row in rows))):
             case _Trouble.RAN_OUT:
-                raise PassRanOut
+                raise PassRanOutError
             case _Trouble.FAILED:
-                raise PassFailed
+                raise PassFailedError
         return [row[1:] for row in rows]
 
     def _why_failed(self) -> str:

@@ -28,7 +28,12 @@ from robust_train.folder.state import (
 )
 from robust_train.model.attempt import Attempt
 from robust_train.model.errors import EXIT_BAD_CONFIG
-from robust_train.model.events import SCHEMA, Json, MalformedEvent, from_json
+from robust_train.model.events import (
+    SCHEMA,
+    Json,
+    MalformedEventError,
+    from_json,
+)
 from robust_train.readable import shortened, signal_name
 
 if TYPE_CHECKING:
@@ -176,7 +181,7 @@ class SweepJob:
 
     @classmethod
     def parse(cls, content: Any) -> SweepJob:
-        """Return the job of a file's content; raise MalformedEvent if it is none."""
+        """Return the job of a file's content; raise MalformedEventError if it is none."""
         return from_json(cls, with_lacked_by_json(content))
 
 
@@ -203,7 +208,7 @@ def begun(
 
 def read_record(folder: Path) -> SweepJob | None:
     """Return the record in a run folder; None if there is none that can be read."""
-    with contextlib.suppress(MalformedEvent):
+    with contextlib.suppress(MalformedEventError):
         return SweepJob.parse(read_object(folder / JOB_FILE))
     return None
 
@@ -369,7 +374,7 @@ class SweepTable:
 
 def read_table(folder: Path) -> SweepTable | None:
     """Return the table in a sweep folder; None if there is none that can be read."""
-    with contextlib.suppress(MalformedEvent):
+    with contextlib.suppress(MalformedEventError):
         return from_json(SweepTable, read_object(folder / SWEEP_FILE))
     return None
 

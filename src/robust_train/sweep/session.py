@@ -53,7 +53,7 @@ from robust_train.folder.provenance import (
 )
 from robust_train.folder.requests import (
     MAX_JOBS_FILE,
-    Refused,
+    RefusedError,
     request_sweep_stop,
     sweep_stop_requested,
 )
@@ -372,7 +372,7 @@ def fail_fast(
 ) -> None:
     """Stop the sweep in ``folder`` if a job of it has failed and its user wants that."""
     if settings.sweep_fail_fast and job.exit_code:
-        with contextlib.suppress(OSError, Refused):
+        with contextlib.suppress(OSError, RefusedError):
             request_sweep_stop(folder)
             log.info(
                 "job %d has ended the sweep: sweep_fail_fast=true", job.job

@@ -13,7 +13,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from robust_train.model.errors import ConfigError
-from robust_train.model.json import MalformedEvent, from_json
+from robust_train.model.json import MalformedEventError, from_json
 from robust_train.sweep.checks import SweeperSettings, launcher_of
 from robust_train.sweep.gpu_queue import GpuQueue, Jobs
 
@@ -42,7 +42,7 @@ def sweep(
         raise ConfigError(f"hydra.sweeper.{unknown[0]}: no such key")
     try:
         settings = from_json(SweeperSettings, content)
-    except MalformedEvent as error:
+    except MalformedEventError as error:
         problem = str(error).replace("SweeperSettings", "hydra.sweeper")
         raise ConfigError(problem) from error
     params = settings.params or {}

@@ -24,7 +24,7 @@ from robust_train.attempt.checkpoints import read_newest
 from robust_train.attempt.run import Run
 from robust_train.failures import classify_failure
 from robust_train.folder.checkpoints import write_atomically
-from robust_train.model.errors import ConfigError, Interrupted, RankFailure
+from robust_train.model.errors import ConfigError, RankFailure, TrainingStopped
 from robust_train.step.ranks import Replicated, of_all_ranks
 from robust_train.step.rewind import (
     capture_rng,
@@ -100,7 +100,7 @@ def train(cfg: DictConfig, run: Run) -> dict[str, float | str]:
 
     Raises:
         ConfigError: the configuration, the data or the weights cannot be used.
-        Interrupted: a stop was requested; a checkpoint was saved.
+        TrainingStopped: a stop was requested; a checkpoint was saved.
     """
     check_config(cfg)
     device = torch.device(cfg.device)
@@ -312,7 +312,7 @@ class Training:
                 position.epoch,
             )
         )
-        if run.stop_requested:
+        if run.should_stop():
             self._save_and_stop()
         for own, read in zip(steps, reads, strict=True):
             samples = self.plan.samples_in_step(position.samples)
@@ -338,9 +338,9 @@ class Training:
                     lr,
                 )
             # first, because what is due then would be saved twice
-            if run.stop_requested:
+            if run.should_stop():
                 self._save_and_stop()
-            if run.checkpoint_due:
+            if run.should_save():
                 self._save(in_background=True)
         # validation may last
         run.finish_saving()
@@ -433,7 +433,7 @@ class Training:
             scores = run.forward(score, batch, self.net)
             if number < len(own):
                 sums += torch.stack(scores).sum(dim=0)
-            if run.stop_requested:
+            if run.should_stop():
                 self._save_and_stop()
         if run.world_size > 1:
             dist.all_reduce(sums)
@@ -442,7 +442,7 @@ class Training:
 
     def _save_and_stop(self) -> NoReturn:
         self._save()
-        raise Interrupted(f"stopped after step {self.position.step}")
+        raise TrainingStopped(f"stopped after step {self.position.step}")
 
     def _save(self, *, in_background: bool = False) -> None:
         """Save a checkpoint."""

@@ -10,7 +10,7 @@ import robust_train
 run = robust_train.current_run()
 if "until-stopped" in sys.argv:
     Path(sys.argv[1]).write_text(str(os.getpid()))
-    while not run.stop_requested:
+    while not run.should_stop():
         time.sleep(0.01)
     path = run.run_dir / "mine.txt"
     path.write_text("saved")

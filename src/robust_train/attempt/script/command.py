@@ -55,8 +55,8 @@ from robust_train.folder.identity import wait_until_readable
 from robust_train.host.linux import TICK_SECONDS, shared_machine_environment
 from robust_train.model.errors import (
     ConfigError,
-    Interrupted,
-    Spoiled,
+    TrainingDiverged,
+    TrainingStopped,
     UserError,
 )
 from robust_train.model.events import (
@@ -110,7 +110,7 @@ def train(cfg: DictConfig, run: Run) -> Json:
     Raises:
         ConfigError: it cannot be started.
         UserError: it failed.
-        Interrupted: it was asked to stop, however it ended then.
+        TrainingStopped: it was asked to stop, however it ended then.
     """
     config = read(RobustConfig, cfg, "")
     cwd, trainer = check_command(config), config.trainer
@@ -136,8 +136,8 @@ def train(cfg: DictConfig, run: Run) -> Json:
         checkpoint,
     )
     # from here on a signal is for the script, and interrupts nothing here
-    if run.stop_requested:
-        raise Interrupted("asked to stop before the script was started")
+    if run.should_stop():
+        raise TrainingStopped("asked to stop before the script was started")
     run.send(ScriptStarted(argv, str(cwd)))
     stop_signal = signal.Signals[f"SIG{trainer.stop_signal}"]
     environ = {
@@ -167,8 +167,8 @@ def train(cfg: DictConfig, run: Run) -> Json:
     run.send(ScriptEnded(returncode, program.pid))
     # one that had completed when the stop arrived keeps its result
     has_completed = program.has_ended_by_itself and returncode == 0
-    if not has_completed and run.stop_requested:
-        raise Interrupted(
+    if not has_completed and run.should_stop():
+        raise TrainingStopped(
             f"the script was asked to stop and {_how(returncode)}"
         )
     if returncode != 0:
@@ -225,7 +225,7 @@ class _Attempt:
         for line in self._lines.read(to_the_end=self._has_ended):
             try:
                 self._take(line)
-            except Spoiled:
+            except TrainingDiverged:
                 raise
             # as of a path that is none: no other line ends the script
             except Exception as problem:

@@ -6,7 +6,7 @@ uses::
 
     run = robust_train.current_run()  # also without the launcher: then nothing is reported
     run.progress(step, loss=loss)
-    if run.checkpoint_due:
+    if run.should_save():
         save(path)
         run.checkpoint_saved(path, step)
     run.result(accuracy)
@@ -71,7 +71,7 @@ _OF_A_RUN = frozenset(
 _SPLIT = ("batch_size", "gradient_accumulation_steps")
 
 
-class NotUnderstood(ValueError):
+class NotUnderstoodError(ValueError):
     """A line that is no message; the text is the reason."""
 
 
@@ -84,15 +84,15 @@ class Result:
 
 def parse(line: str) -> events.Event | Result:
     """Return what one line reports; what has no other meaning is an event of the script's own.
-    Raises NotUnderstood: it is no message."""
+    Raises NotUnderstoodError: it is no message."""
     if len(line) > _LARGEST_LINE:
-        raise NotUnderstood(f"longer than {_LARGEST_LINE} characters")
+        raise NotUnderstoodError(f"longer than {_LARGEST_LINE} characters")
     try:
         data = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise NotUnderstood(f"not JSON: {error}") from None
+        raise NotUnderstoodError(f"not JSON: {error}") from None
     if not isinstance(data, dict) or not isinstance(data.get("event"), str):
-        raise NotUnderstood('not an object with a name under "event"')
+        raise NotUnderstoodError('not an object with a name under "event"')
     name = data["event"]
     fields = {
         key: plain(value)
@@ -103,10 +103,10 @@ def parse(line: str) -> events.Event | Result:
         return _documented(name, fields)
     if name == "result":
         if "value" not in fields:
-            raise NotUnderstood("result needs value")
+            raise NotUnderstoodError("result needs value")
         return Result(fields["value"])
     if name in _OF_A_RUN:
-        with contextlib.suppress(events.MalformedEvent):
+        with contextlib.suppress(events.MalformedEventError):
             return events.parse({"event": name, **fields})
     if name == "user" and isinstance(fields.get("event_name"), str):
         name, own = fields["event_name"], fields.get("fields")
@@ -117,7 +117,9 @@ def parse(line: str) -> events.Event | Result:
 def _documented(name: str, fields: dict[str, events.Json]) -> events.Event:
     step = fields.get("step")
     if isinstance(step, int) and step < 0:
-        raise NotUnderstood(f"{name}: step must be an integer of 0 or more")
+        raise NotUnderstoodError(
+            f"{name}: step must be an integer of 0 or more"
+        )
     if name == "progress":
         nested = fields.get("metrics")
         given = fields | (nested if isinstance(nested, dict) else {})
@@ -135,8 +137,8 @@ def _documented(name: str, fields: dict[str, events.Json]) -> events.Event:
         }
     try:
         return events.parse({**fields, "event": _DOCUMENTED[name]})
-    except events.MalformedEvent as error:
-        raise NotUnderstood(f"{name}: {error}") from None
+    except events.MalformedEventError as error:
+        raise NotUnderstoodError(f"{name}: {error}") from None
 
 
 class LineReader:
@@ -265,7 +267,7 @@ class ScriptRun(Run):
 def current_run() -> ScriptRun:
     """Return the attempt that this script is.
 
-    Under the launcher SIGTERM then asks to stop (``run.stop_requested``) instead of ending the
+    Under the launcher SIGTERM then asks to stop (``run.should_stop()``) instead of ending the
     process, if the script ever reads that. Of the processes of one distributed job only rank 0
     reports.
     """

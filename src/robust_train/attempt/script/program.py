@@ -90,7 +90,7 @@ class Program:
         """Wait until the script and all that it started have ended; return its exit status as
         subprocess has it. Calls ``on_tick`` about twice a second.
 
-        If ``run.stop_requested``, the stop signal goes to the script, and when that has ended to
+        If ``run.should_stop()``, the stop signal goes to the script, and when that has ended to
         the programs it leaves behind (a shell does not wait for what it runs). What still lives
         after ``stop_grace_seconds`` is killed. Data-loader workers get none: their own parent ends
         them. Forks of a program that has ended are killed without it: they have its signal
@@ -100,7 +100,7 @@ class Program:
         try:
             while True:
                 running = self._running()
-                if run.stop_requested:
+                if run.should_stop():
                     now = time.monotonic()
                     kill_at = min(kill_at, now + stop_grace_seconds)
                     if not running or now >= kill_at:
