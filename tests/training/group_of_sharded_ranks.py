@@ -3,9 +3,11 @@
 Usage: group_of_sharded_ranks.py FOLDER few|thorough
 """
 
+import functools
 import gc
 import itertools
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -30,9 +32,13 @@ from training_world import write_image_folder
 
 from forked_ranks import of_forks, outcomes
 from memory_limit import MIB, lift_limit, limit_growth
+from robust_train.config.placeholders import SplitRule
 from robust_train.memory.clearing import return_memory
 from robust_train.model.errors import RankFailure, UserError
 from robust_train.step.batcher import MicroBatcher
+from robust_train.step.engine import Recorder
+from robust_train.step.ranks import of_all_ranks
+from robust_train.step.split_watch import SplitWatch
 from robust_train.step.splitting import bounds
 from robust_train.vision.sharding import share_buffers
 
@@ -317,23 +323,123 @@ def refusals(mesh):
         FSDPModule.reset_iter_state = reset
 
 
+class Lines(logging.Handler):
+    """Keeps the lines about splits."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def emit(self, record):
+        line = record.getMessage()
+        if "split" in line:
+            self.kept.append(line)
+
+    def __enter__(self):
+        logging.getLogger("robust_train").addHandler(self)
+        return self.kept
+
+    def __exit__(self, *error):
+        logging.getLogger("robust_train").removeHandler(self)
+
+
+def squares(net, b):
+    return nn.functional.mse_loss(net(b[0]), b[1])
+
+
+def contrastive(net, b):
+    vectors = nn.functional.normalize(net(b[0]), dim=1)
+    pairs = vectors @ nn.functional.normalize(b[1], dim=1).T
+    return nn.functional.cross_entropy(pairs, torch.arange(len(pairs)))
+
+
+def contrastive_on_the_second(net, b):
+    return contrastive(net, b) if dist.get_rank() else squares(net, b)
+
+
+def masked(net, b):
+    errors = (net(b[0]) - b[1]).square().mean(1)
+    return (errors * b[2]).sum() / b[2].sum()
+
+
+def with_gradients_on_the_second(net, b):
+    loss = squares(net, b)
+    if dist.get_rank() and not loss.requires_grad:
+        raise ValueError("it has no gradients")
+    return loss
+
+
+def drawing_on_the_second(net, b):
+    loss = squares(net, b)
+    return loss + 0.1 * torch.randn(()) if dist.get_rank() else loss
+
+
 def a_rank_whose_samples_have_no_items_adds_nothing(rank, mesh):
     """Its loss, a mean over none, is NaN."""
     x, y = data()
     mask = torch.full((13,), 1.0 - rank)
 
-    def loss_of(net):
-        return lambda b: ((net(b[0]) - b[1]).square().mean(1) * b[2]).sum() / b[2].sum()
-
     model, one, mine = sharded(mesh), network(), SHARES[rank]
     share = x[mine], y[mine], mask[mine]
-    loss = MicroBatcher(batch_size=4).backward(
-        loss_of(model), share, model, count=lambda b: b[2].sum()
-    )
-    of_first = loss_of(one)((x[:8], y[:8], torch.ones(8)))
+    with Lines() as lines:
+        loss = MicroBatcher(batch_size=4).backward(
+            functools.partial(masked, model), share, model, count=lambda b: b[2].sum()
+        )
+    assert not lines
+    of_first = masked(one, (x[:8], y[:8], torch.ones(8)))
     of_first.backward()
     assert abs(loss - of_first) < 1e-6
     assert furthest(model, one) < 1e-6
+
+
+CHANGES = "splitting changes this loss: a part of"
+
+CHECKED = (
+    # the loss, the rank whose memory runs out in a part of 4, whether weights are freed after a
+    # pass, and how the lines begin
+    (squares, 1, False, ()),
+    (contrastive, None, True, (CHANGES,)),
+    (contrastive, 0, False, (CHANGES,)),
+    (contrastive_on_the_second, None, True, (CHANGES,)),
+    (masked, None, True, (CHANGES,)),
+    (with_gradients_on_the_second, None, True, ()),
+    (drawing_on_the_second, None, True, ()),
+)
+
+
+def a_split_is_checked_by_all_ranks_together(rank, mesh):
+    """What one of them sees, or meets, counts for all."""
+    x, y = data()
+    mask = torch.rand(13, generator=torch.Generator().manual_seed(2))
+    mine = SHARES[rank]
+    for loss_of, bad, frees_weights, begins in CHECKED:
+        model = sharded(mesh, reshard_after_forward=frees_weights)
+        model[2].fuse.bomb = "forward" if rank == bad else None
+        with Lines() as lines:
+            MicroBatcher(batch_size=4).backward(
+                functools.partial(loss_of, model), (x[mine], y[mine], mask[mine]), model
+            )
+        assert of_all_ranks(lines) == [lines, lines], (loss_of, bad)
+        found = tuple(line.partition(": ")[2][: len(CHANGES)] for line in lines)
+        assert found == begins, (loss_of, bad, lines)
+
+
+def a_loss_over_the_batch_ends_the_step_of_all_ranks(rank, mesh):
+    """By memory that ran out on one, if it has, and there are other remedies."""
+    x, y = data()
+    mine = SHARES[rank]
+    model = sharded(mesh)
+    with pytest.raises(UserError, match=CHANGES):
+        MicroBatcher(batch_size=4, exact=True).backward(
+            lambda b: contrastive(model, b), (x[mine], y[mine]), model
+        )
+    watch = SplitWatch(SplitRule(ends_attempt=True))
+    batcher = MicroBatcher(recorder=Recorder(lambda: 1, splits=watch))
+    model[2].fuse.bomb, model[2].fuse.most = ("backward" if rank else None), 4
+    with pytest.raises(RankFailure) as raised, Lines() as lines:
+        batcher.backward(lambda b: contrastive(model, b), (x[mine], y[mine]), model)
+    assert raised.value.failure.kind.is_memory
+    assert [CHANGES in line for line in lines] == [True], lines
 
 
 def all_ranks_score_with_the_statistics_of_the_first(rank, mesh):
@@ -351,6 +457,8 @@ PARTS = (
     real_memory_that_runs_out_on_one_rank_splits_the_step_of_both,
     where_one_rank_cannot_go_on_both_end,
     a_rank_whose_samples_have_no_items_adds_nothing,
+    a_split_is_checked_by_all_ranks_together,
+    a_loss_over_the_batch_ends_the_step_of_all_ranks,
     all_ranks_score_with_the_statistics_of_the_first,
 )
 

@@ -19,7 +19,14 @@ from robust_train import AttemptsExhaustedError, check_split, launch
 from robust_train.compat import version_of
 from robust_train.model.errors import UserError
 from robust_train.step.batcher import MicroBatcher
-from robust_train.step.split_check import Kept, Losses, SplitCheck, differ_beyond_noise, in_words
+from robust_train.step.split_check import (
+    Kept,
+    Losses,
+    SplitCheck,
+    differ_beyond_noise,
+    in_words,
+    mean_of_ranks,
+)
 from robust_train.step.split_watch import SplitWatch, kind_of_step
 from robust_train.step.splitting import Parts
 
@@ -60,6 +67,11 @@ def test_a_difference_of_large_terms_has_their_rounding():
 def test_a_half_without_weight_may_have_any_loss():
     assert Losses(2.0, (2.0, float("nan")), (1.0, 0.0)).agree
     assert not Losses(2.0, (2.0, float("nan")), (0.5, 0.5)).agree
+
+
+def test_a_rank_without_items_does_not_count():
+    assert mean_of_ranks([2.0, 5.0], [1.0, 3.0]) == 4.25
+    assert mean_of_ranks([2.0, float("nan")], [3.0, 0.0]) == 2.0
 
 
 @given(st.integers(0, 2**32 - 1), st.floats(0.01, 10.0))

@@ -443,16 +443,17 @@ class Step(Generic[T]):
         self, batch: Batch[T], loss_of: LossOf, used: int
     ) -> SplitCheck:
         assert self.start is not None
-        # A rank that runs out of memory in a check would leave the others in its collectives.
-        if self.is_sharded:
-            return SplitCheck(
-                Kept.UNKNOWN, "its ranks compute it together (FSDP2)"
-            )
+        # Weights that are gathered would be taken for weights of the model.
+        self._shared.reset()
 
         @contextlib.contextmanager
         def around() -> Iterator[None]:
             with self.guard(), self._recorder.splits.muted():
-                yield
+                if not self.refuses_collectives:
+                    yield
+                    return
+                with self._shared.extra_pass():
+                    yield
 
         checker = Checker(
             loss_of,
@@ -461,11 +462,11 @@ class Step(Generic[T]):
             self.start.models,
             batch.function,
             around=around,
+            figures=self._shared.figures,
             named=self.start.named,
             host_memory_ran_out=self._host_ran_out,
         )
         check = checker.check()
-        self._shared.reset()
         if self.repeats:  # memory is short
             return_memory(workspaces=True)
         return check

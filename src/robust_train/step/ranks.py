@@ -28,12 +28,13 @@ from robust_train.compat import (
     preserve_version_counter,
     settle_buckets,
 )
+from robust_train.memory.clearing import clear_frames
 from robust_train.model.errors import UserError
 from robust_train.model.failure import Failure
 from robust_train.readable import MIB
 from robust_train.step import sharded
 from robust_train.step.rewind import modules_of
-from robust_train.step.sharded import WITHOUT, refuse
+from robust_train.step.sharded import WITHOUT, RanOutElsewhereError, refuse
 
 T = TypeVar("T")
 
@@ -240,6 +241,40 @@ class SharedStep:
         most, of_all = int(rows[:, 0].max()), float(rows[:, 1].sum())
         factor = items * self._group.size / of_all if of_all else 0.0
         return most, factor, bool(rows[:, 2].any())
+
+    def figures(self, mine: Sequence[float]) -> list[list[float]]:
+        """Return the figures of every rank that runs the same passes, which all call this."""
+        if self._group is None or not self._roots:
+            return [list(mine)]
+        rows: list[list[float]] = self._group.figures(mine).tolist()
+        return rows
+
+    @contextlib.contextmanager
+    def extra_pass(self) -> Iterator[None]:
+        """Run a pass that is no part. The ranks of a sharded model all do, and leave it together.
+
+        Afterwards the model is as before the first pass on every rank. Otherwise the weights that
+        one has freed and another has not would let their next passes differ.
+        """
+        if self._group is None:
+            yield
+            return
+        self._foreign = self._group.foreign()
+        if self._roots:
+            self._group.ledger.begin_extra_pass()
+        try:
+            yield
+        except RanOutElsewhereError as error:
+            clear_frames(error)
+            raise
+        except Exception as error:
+            clear_frames(error)
+            self.end_part(ran_out=True)
+            raise
+        else:
+            self.end_part(ran_out=False)
+        finally:
+            self.reset()
 
     def begin_part(self, *, training: bool, has_weight: bool) -> None:
         """Begin a part, in which sharded models alone may communicate."""

@@ -87,7 +87,7 @@ class Ledger:
         self._vote = vote
         self._roots = weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]]()
         self._records: dict[object, list[Collective]] = {}
-        self._part: object = None
+        self._part: object = None  # None: a pass that is no part
         self._has_weight = True
         self._now: list[Collective] | None = None
         # of a collective, on this rank
@@ -125,6 +125,12 @@ class Ledger:
             (tuple(map(id, roots)), training, is_gathered),
         )
 
+    def begin_extra_pass(self) -> None:
+        """Begin a pass that is no part: there is no record of its kind, so the ranks vote."""
+        self._has_weight = True
+        self._part = None
+        self._now = []
+
     def end_part(self, *, ran_out: bool) -> None:
         """Reach the part's end together with the other ranks.
 
@@ -145,7 +151,8 @@ class Ledger:
         record = self._records.get(self._part)
         if record is None:
             # the end counts as one more collective
-            if not self._vote(ran_out):
+            is_whole = not self._vote(ran_out)
+            if is_whole and self._part is not None:
                 self._records[self._part] = now
         elif ran_out:
             for collective in record[len(now) :]:

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import Enum, IntEnum
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from robust_train.compat import (
 )
 from robust_train.failures import classify_failure
 from robust_train.memory.clearing import clear_frames, return_memory
+from robust_train.model.errors import UserError
 from robust_train.model.failure import FailureKind
 from robust_train.readable import first_line
 from robust_train.step.rewind import (
@@ -38,6 +39,7 @@ from robust_train.step.rewind import (
     PassState,
     models_of,
 )
+from robust_train.step.sharded import RanOutElsewhereError
 from robust_train.step.splitting import (
     Count,
     Length,
@@ -202,6 +204,17 @@ def mean_of(draws: Sequence[Losses]) -> Losses:
     )
 
 
+def mean_of_ranks(losses: Sequence[float], items: Sequence[float]) -> float:
+    """Return the mean of the ranks' losses, each of which is a mean of this many items.
+
+    The loss of a rank without items is a mean of nothing, and counts only if no rank has any.
+    """
+    if len(losses) == 1 or not any(items):
+        return sum(losses) / len(losses)
+    pairs = zip(losses, items, strict=True)
+    return sum(loss * count for loss, count in pairs if count) / sum(items)
+
+
 def in_words(losses: Losses, samples: int, first: int | None = None) -> str:
     """Return the figures as a person compares them.
 
@@ -245,16 +258,36 @@ class _Outcome(Enum):
     DIFFERS = 4
 
 
+class _Trouble(IntEnum):
+    """How a pass went. The largest of all ranks counts."""
+
+    NONE = 0
+    FAILED = 1
+    RAN_OUT = 2
+
+
 class PassFailedError(Exception):
-    """A part or one of its halves cannot be computed."""
+    """A part or one of its halves cannot be computed, on this rank or on another."""
 
 
 class PassRanOutError(Exception):
-    """Memory ran out in a pass."""
+    """Memory ran out in a pass, on this rank or on another."""
+
+
+Figures = Callable[[Sequence[float]], Sequence[Sequence[float]]]
+"""Exchanges figures among the ranks that make the same passes; returns each rank's, in order."""
+
+
+def only_own(mine: Sequence[float]) -> Sequence[Sequence[float]]:
+    """Return the figures of the only rank."""
+    return [mine]
 
 
 class Checker:
     """Compares a part's loss with those of its halves, and leaves everything as it was.
+
+    The ranks of a sharded model make the passes together. A loss is the mean of those of all ranks
+    then, and what is decided here depends only on figures that all have exchanged.
 
     Args:
         loss_of: returns the loss of some data, a tensor with one element, without a backward pass.
@@ -263,6 +296,7 @@ class Checker:
         models: what learns.
         function: what reaches further modules, generators and metrics; None: ``loss_of``.
         around: makes a context for each pass, in which nothing is logged or reported.
+        figures: exchanges figures with the ranks that make the same passes.
         named: attributes of which a line says already that they cannot be put back.
         host_memory_ran_out: just before, which explains errors that have several causes.
     """
@@ -278,25 +312,32 @@ class Checker:
         around: Callable[
             [], AbstractContextManager[object]
         ] = contextlib.nullcontext,
+        figures: Figures = only_own,
         named: set[str] | None = None,
         host_memory_ran_out: bool = False,
     ) -> None:
         self._loss_of = loss_of
         self._host_memory_ran_out = host_memory_ran_out
         self._around = around
+        self._figures = figures
         self._parts = parts
         reached = loss_of if function is None else function
         self._state = PassState(models, reached, named)
         self._size = min(max(size, _LEAST_SAMPLES), parts.samples)
         self._pieces: list[Any] = []
+        # of each rank: of how many items its losses of the pieces are means
+        self._items: list[Sequence[float]] = []
         self._weights: tuple[float, ...] = ()
         self._needs_gradients = False
+        self._trouble = _Trouble.NONE  # on this rank, not yet exchanged
         self._error: Exception | None = None
         self._drawn: GeneratorStates | None = None  # after the last comparison
         self._draws: list[Losses] = []
         self._whole: dict[_Mode, float] = {}  # the part's own loss
         self._mode = _Mode.CALM  # of the last comparison
         self._formats = _Formats()
+        self._rounding = 0.0  # the largest of all ranks
+        self._terms = 0.0
 
     def check(self) -> SplitCheck:
         """Return what the comparison shows."""
@@ -305,9 +346,7 @@ class Checker:
                 warnings.simplefilter("ignore")
                 check = self._check_what_fits()
         except PassFailedError:
-            assert self._error is not None
-            seen = described(self._error)
-            check = SplitCheck(Kept.UNKNOWN, seen, self._size)
+            check = SplitCheck(Kept.UNKNOWN, self._why_failed(), self._size)
         except Exception:
             # After a fault of the device nothing can be put back.
             with contextlib.suppress(Exception):
@@ -318,6 +357,9 @@ class Checker:
 
     def _check_what_fits(self) -> SplitCheck:
         """Check a part, and a smaller one if memory runs out."""
+        self._size = int(min(size for (size,) in self._exchange(self._size)))
+        if self._size < 2:
+            return SplitCheck(Kept.UNKNOWN, "a rank has a lone sample", 1)
         while self._size > 1:
             try:
                 return self._compare_what_shows_something()
@@ -331,21 +373,18 @@ class Checker:
     def _compare_what_shows_something(self) -> SplitCheck:
         """Compare parts until one has a loss: zeros, as of a hinge, are equal whatever it is."""
         for choose in (self._from_both_ends, self._of_other_samples):
-            data = choose()
             self._whole.clear()
             self._formats = _Formats()
-            self._divide(data, self._size // 2)
+            self._divide(choose, self._size // 2)
             if not any(self._weights):
                 continue
             check = self._compare_in_modes()
             is_zero = check.is_kept and self._draws[0].is_zero
             if not is_zero:
-                return self._compare_other_pieces(data, check)
+                return self._compare_other_pieces(check)
         return SplitCheck(Kept.UNKNOWN, NOTHING_TO_SEE, self._size)
 
-    def _compare_other_pieces(
-        self, data: Any, check: SplitCheck
-    ) -> SplitCheck:
+    def _compare_other_pieces(self, check: SplitCheck) -> SplitCheck:
         """Compare other pieces, if the halves agree.
 
         Halves may agree by chance: those with as many tokens as each other do under any mean. A
@@ -356,10 +395,11 @@ class Checker:
             return check
         first = max(self._size // 4, 1)
         is_small = first == self._size // 2
+        choose = self._the_same
         if is_small:
             self._whole.clear()
-            data = self._of_other_samples()
-        self._divide(data, first)
+            choose = self._of_other_samples
+        self._divide(choose, first)
         # A piece that cannot be computed shows nothing: no step has to have one of its size.
         if self._compare(self._mode) is not _Outcome.DIFFERS:
             return check
@@ -388,15 +428,27 @@ class Checker:
         middle = (parts.samples - self._size) // 2
         return self._from(middle if is_from_ends else 0)
 
+    def _the_same(self) -> Any:
+        return self._pieces[0]
+
     def _from(self, start: int) -> Any:
         return self._parts.split(self._parts.batch, start, start + self._size)
 
-    def _divide(self, data: Any, first: int) -> None:
+    def _divide(self, choose: Callable[[], Any], first: int) -> None:
+        """Choose samples and divide them in two."""
+        items: tuple[float, ...] = (0.0, 0.0, 0.0)
         parts = self._parts
-        part = Parts(data, self._size, parts.split, parts.count)
-        halves = [part.part(0, first), part.part(first, self._size)]
-        self._pieces = [data, *(half.data for half in halves)]
-        self._weights = tuple(half.weight for half in halves)
+        with self._noting_trouble():
+            part = Parts(choose(), self._size, parts.split, parts.count)
+            halves = [part.part(0, first), part.part(first, self._size)]
+            self._pieces = [part.batch, *(half.data for half in halves)]
+            weights = [1.0, *(half.weight for half in halves)]
+            items = tuple(weight * part.items for weight in weights)
+        self._items = self._exchange(*items)
+        whole, *of_halves = map(sum, zip(*self._items, strict=True))
+        self._weights = tuple(
+            of_half / whole if whole else 0.0 for of_half in of_halves
+        )
 
     def _compare_in_modes(self) -> SplitCheck:
         """Compare in the mode of training, and in that of evaluation if that leaves doubts."""
@@ -415,8 +467,7 @@ class Checker:
             self._draws = draws
             return self._compare_means(_Mode.CALM)
         if calm is _Outcome.FAILED and still is _Outcome.FAILED:
-            assert self._error is not None
-            return SplitCheck(Kept.CANNOT, described(self._error), self._size)
+            return SplitCheck(Kept.CANNOT, self._why_failed(), self._size)
         return SplitCheck(
             Kept.UNKNOWN, "it is not a finite number", self._size
         )
@@ -448,7 +499,8 @@ class Checker:
         if outcome is not _Outcome.DIFFERS:
             return outcome
         assert self._drawn is not None
-        is_noisy = not self._drawn.equal(self._state.random_numbers)
+        has_drawn = not self._drawn.equal(self._state.random_numbers)
+        is_noisy = any(drawn for (drawn,) in self._exchange(has_drawn))
         if not is_noisy:
             # Others than the known generators may have been asked.
             self._draws.append(self._draw(mode, self._drawn))
@@ -480,34 +532,59 @@ class Checker:
             whole = self._whole.get(mode)
             if whole is None or random_numbers is not None:
                 self._restore(random_numbers)
-                whole = self._value_of(self._pieces[0])
+                whole = self._value_of(0)
             if random_numbers is None:
                 self._whole[mode] = whole
             self._restore(random_numbers)
-            halves = tuple(map(self._value_of, self._pieces[1:]))
+            halves = (self._value_of(1), self._value_of(2))
             self._drawn = GeneratorStates(self._state.generators)
         return Losses(
             whole,
             halves,
             self._weights,
-            self._formats.rounding,
-            self._formats.terms,
+            self._rounding,
+            self._terms,
         )
 
     def _restore(self, random_numbers: GeneratorStates | None) -> None:
-        self._state.restore()
-        if random_numbers is not None:
-            random_numbers.restore()
-        for module in self._state.modules:
-            if depends_on_batch(torch, module) and module.running_mean is None:
-                _give_statistics(module)
+        with self._noting_trouble():
+            self._state.restore()
+            if random_numbers is not None:
+                random_numbers.restore()
+            for module in self._state.modules:
+                if not depends_on_batch(torch, module):
+                    continue
+                if module.running_mean is None:
+                    _give_statistics(module)
 
-    def _value_of(self, data: Any) -> float:
+    def _value_of(self, number: int) -> float:
+        """Return the loss of the part (0) or of a half, the mean of all ranks' items."""
+        value = math.nan
+        with (
+            self._noting_trouble(),
+            self._around(),
+            torch.set_grad_enabled(self._needs_gradients),
+        ):
+            loss = self._loss_of(self._pieces[number]).detach()
+            self._formats.note_loss(loss)
+            value = float(loss)
+        rows = self._exchange(
+            value, self._formats.rounding, self._formats.terms
+        )
+        values, roundings, terms = zip(*rows, strict=True)
+        self._rounding = max(roundings)
+        self._terms = max(terms)
+        return mean_of_ranks(values, [items[number] for items in self._items])
+
+    @contextlib.contextmanager
+    def _noting_trouble(self) -> Iterator[None]:
+        """Note an error of the block, which the ranks leave together by :meth:`_exchange`."""
         try:
-            with self._around(), torch.set_grad_enabled(self._needs_gradients):
-                loss = self._loss_of(data).detach()
-                self._formats.note_loss(loss)
-                return float(loss)
+            yield
+        except RanOutElsewhereError:
+            return
+        except UserError:
+            raise
         except Exception as error:
             failure = classify_failure(
                 error, host_memory_ran_out=self._host_memory_ran_out
@@ -519,8 +596,29 @@ class Checker:
                 raise
             clear_frames(error)
             self._error = error.with_traceback(None)
-        # The exception is gone here, and with it what its frames held.
-        raise PassRanOutError if kind.is_memory else PassFailedError
+            trouble = _Trouble.RAN_OUT if kind.is_memory else _Trouble.FAILED
+            self._trouble = max(self._trouble, trouble)
+
+    def _exchange(self, *mine: float) -> list[Sequence[float]]:
+        """Return every rank's figures, in order.
+
+        Raises:
+            PassFailedError: a rank has met an error before.
+            PassRanOutError: memory has run out on one.
+        """
+        rows = self._figures([self._trouble, *mine])
+        self._trouble = _Trouble.NONE
+        match _Trouble(int(max(row[0] for row in rows))):
+            case _Trouble.RAN_OUT:
+                raise PassRanOutError
+            case _Trouble.FAILED:
+                raise PassFailedError
+        return [row[1:] for row in rows]
+
+    def _why_failed(self) -> str:
+        if self._error is None:
+            return "it failed on another rank"
+        return described(self._error)
 
     @contextlib.contextmanager
     def _in_mode(self, mode: _Mode) -> Iterator[None]:
