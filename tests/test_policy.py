@@ -7,6 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from attempts import KEYS_OF_A_PROJECT, decided, failed, gpu, keys_at_the_root, policy
+from robust_train.config.projects import Words
 from robust_train.config.schema import RetryConfig
 from robust_train.failures.advice import with_advice
 from robust_train.host import search
@@ -118,15 +119,16 @@ def test_in_a_project_every_message_names_keys_as_its_user_writes_them(data):
         min_num_gpus=data.draw(st.sampled_from([None, 1])),
     )
     settings = type(settings).of(config)
+    words = Words(config.theirs)
     said, spec = "training.batch_size=8: their own words", first_attempt(settings, gpus[:1])
     history = ()
     for _ in range(data.draw(st.integers(1, 6))):
         kind, evidence = data.draw(kinds), data.draw(evidence_strategy)
         steps = {"end_step": data.draw(st.none() | st.integers(0, 3))}
         attempt = failed(spec, kind, evidence, message=said, **steps)
-        attempt = with_advice(attempt, config)
+        attempt = words.attempt(with_advice(attempt, config))
         history += (attempt,)
-        decision = decided(settings, history, gpus)
+        decision = words.decision(decided(settings, history, gpus), quoted=said)
         texts = list(attempt.failure.advice)
         while decision:
             texts += [decision.reason, getattr(decision, "warning", "")]

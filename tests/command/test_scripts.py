@@ -238,7 +238,7 @@ def test_a_checkpoint_that_is_lost_while_the_job_waits_leads_to_the_one_before(s
 IS_STOPPED_LATE = """
 import sys
 from pathlib import Path
-from robust_train.attempt.run import Run
+from robust_train.attempt.run import Run, live_of
 from robust_train.attempt.script.command import train
 from robust_train.config.refusals import composed
 from robust_train.model.events import ScriptEnded
@@ -349,7 +349,7 @@ for step, number in enumerate(run.batches(range(6)), run.load(state) + 1):
     state["seen"].append(number)
     run.progress(step)
     run.save(state, step)
-    live_of(run).finish_saving()
+    run.finish_saving()
     if step == 4 and run.attempt == 1:
         os.kill(os.getpid(), 9)
 run.epoch_ended(1, accuracy=0.25)

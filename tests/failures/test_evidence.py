@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from attempts import KEYS_OF_A_PROJECT, policy
+from robust_train.config.projects import Words
 from robust_train.config.schema import TrainerConfig
 from robust_train.failures import classify_failure
 from robust_train.failures.advice import advice_for, with_advice
@@ -240,7 +241,7 @@ def fitting(error, *, num_workers=2, end_step=3, **trainer):
     spec = AttemptSpec((), 8, 1, num_workers=num_workers)
     attempt = Attempt(1, spec, failure=classify_failure(error), end_step=end_step)
     config = replace(policy(reports_start=True).config, **trainer)
-    return "; ".join(with_advice(attempt, config).failure.advice)
+    return "; ".join(Words(config.theirs).attempt(with_advice(attempt, config)).failure.advice)
 
 
 OOM = RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")

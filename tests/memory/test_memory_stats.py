@@ -32,7 +32,7 @@ def test_the_functions_can_be_imported_without_torch():
         "print('torch' in sys.modules, len(homes))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False 12\n"
+    assert done.stdout == "False 15\n"
 
 
 def test_the_memory_functions_are_names_of_both():

@@ -8,7 +8,6 @@ from robust_train.model.failure import Failure, FailureKind
 from robust_train.model.spec import AttemptSpec, GiveUp
 from robust_train.report import narration
 from robust_train.report.narration import print_failure
-from robust_train.report.sources import read_sources
 
 SPEC = AttemptSpec((), 32, 2)
 MESSAGE = "ValueError: the labels go from 0 to 12, and the model has ten outputs"
@@ -16,9 +15,7 @@ MESSAGE = "ValueError: the labels go from 0 to 12, and the model has ten outputs
 
 def lines_of(caplog, summary):
     with caplog.at_level("INFO", "robust_train"):
-        narration.show_end(
-            summary, read_sources(summary.run_dir).entries, print_failure, "the command"
-        )
+        narration.show_end(summary, print_failure, "the command")
     return [line for one in caplog.records for line in one.getMessage().splitlines()]
 
 

@@ -51,7 +51,7 @@ def resumed(tmp_path, make, *, sizes, taken, ranks=(1, 1)):
     first.save({}, taken)
     first.finish_saving()
     later = of_size(tmp_path, 2, sizes[1], world_size=ranks[1])
-    later.resume_checkpoint = first.checkpoint_dir / f"step-{taken:08d}.pt"
+    live_of(later).resume_checkpoint = first.checkpoint_dir / f"step-{taken:08d}.pt"
     later.load({})
     return _flat(seen), _flat(later.batches(make(sizes[1])))
 
@@ -283,7 +283,7 @@ def test_batches_that_count_something_else_than_samples_are_warned_of(
     run.save({}, 1)
     live_of(run).finish_saving()
     later = of_size(tmp_path, 2, sizes[1])
-    later.resume_checkpoint = run.checkpoint_dir / "step-00000001.pt"
+    live_of(later).resume_checkpoint = run.checkpoint_dir / "step-00000001.pt"
     later.load({})
     next(iter(later.batches(make(sizes[1]))))
     assert said in caplog.text
@@ -353,7 +353,7 @@ def test_a_third_attempt_goes_on_in_the_middle_of_an_accumulation(tmp_path):
     path, seen = None, []
     for attempt, (size, taken) in enumerate([(8, 1), (4, 1), (8, 99)], 1):
         run = of_size(tmp_path, attempt, size)
-        run.resume_checkpoint = path
+        live_of(run).resume_checkpoint = path
         step = run.load({})
         for batch in itertools.islice(run.batches(_loader(size)), taken):
             seen += batch.tolist()
@@ -386,7 +386,7 @@ def test_what_is_saved_before_the_first_batch_keeps_the_position(tmp_path):
     path, seen = None, []
     for attempt, taken in enumerate((2, 0, 99), 1):
         run = of_size(tmp_path, attempt, 8)
-        run.resume_checkpoint = path
+        live_of(run).resume_checkpoint = path
         step = run.load({}) + 1
         seen += _flat(itertools.islice(run.batches(_loader(8)), taken))
         run.save({}, step)

@@ -6,10 +6,13 @@ from hydra import compose, initialize_config_module
 from training_world import WatchedRun
 
 from cuda_on_the_cpu import cuda_on_the_cpu
+from robust_train.attempt.run import live_of
 from robust_train.attempt.runner import call_trainer
 from robust_train.config.checks import checked
+from robust_train.features.memory_upkeep.attempt import MemoryUpkeep
 from robust_train.model.errors import TrainingStopped
 from robust_train.vision.trainer import train
+from taking_part import hooked
 
 OVERRIDES = (
     *("device=cuda:0", "dataset=digits", "training.epochs=1", "training.batch_size=256"),
@@ -27,13 +30,15 @@ def test_the_built_in_trainer_goes_all_its_ways_on_a_gpu(tmp_path, caplog):
     caplog.set_level("INFO")
     with cuda_on_the_cpu() as gpu:
         first = WatchedRun(tmp_path, stop_at_step=3)
+        hooked(first, MemoryUpkeep, checked(cfg))
         with pytest.raises(TrainingStopped):
             call_trainer(train, cfg, checked(cfg), first)
         second = WatchedRun(tmp_path, resume=first.last_checkpoint)
+        hooked(second, MemoryUpkeep, checked(cfg))
         result = call_trainer(train, cfg, checked(cfg), second)
     assert result["steps"] == 6
     assert 0 < gpu.fraction < 1, "memory.fraction"
     saved = torch.load(first.last_checkpoint, weights_only=True)
     assert "cuda" in saved["rng"]
-    second.speed.send()
+    live_of(second).speed.send()
     assert second.of("speed")

@@ -150,7 +150,7 @@ def test_smaller_batches_of_the_next_attempt_go_on_after_the_samples_that_were_s
 def test_a_rank_goes_on_with_its_own_data_and_not_with_those_of_the_first(tmp_path):
     first, second = (Run(run_dir=tmp_path, rank=rank, world_size=2) for rank in (0, 1))
     next(first.batches(Loader("of the first")))
-    second.resume_checkpoint = saved_at(first, 1).resume_checkpoint
+    live_of(second).resume_checkpoint = saved_at(first, 1).resume_checkpoint
     loader = Loader("of the second")
     assert list(second.batches(loader)) == [2, 3, 4, 5, 6]
     assert loader.extra == "of the second"
@@ -192,10 +192,13 @@ def test_data_with_which_training_diverged_is_passed_over(tmp_path, run):
             run.save({}, 4)
     live_of(run).finish_saving()
     later = Run(run_dir=tmp_path, attempt=2)
-    later.resume_checkpoint, later.skips_to = tmp_path / "checkpoints/step-00000004.pt", 6
+    live = live_of(later)
+    live.resume_checkpoint = tmp_path / "checkpoints/step-00000004.pt"
+    live.skips_to = 6
     later.load({})
     assert list(later.batches(range(10))) == [6, 7, 8, 9]
-    later.guard.divergence, later.saving.job = DivergenceConfig(patience=1), "j"
+    live.guard.divergence = DivergenceConfig(patience=1)
+    live.saving.job = "j"
     mark(run.checkpoint_dir, "j", lambda one: "proven")
     with pytest.raises(TrainingDiverged) as again:
         later.progress(5, loss=float("nan"))

@@ -111,6 +111,11 @@ class Run:
         """
         return self._live.should_save()
 
+    def finish_saving(self) -> None:
+        """Wait for the checkpoint that is written in the background, and report it. Attempts do
+        that at their end; a script that ends its process in another way calls it."""
+        self._live.finish_saving()
+
     def checkpoint_failed(self, reason: str) -> None:
         """Report that no checkpoint could be saved: training goes on, the user is notified, and
         :meth:`should_save` returns true again in a minute."""

@@ -41,7 +41,7 @@ History = Sequence[Attempt]
 
 @dataclass(frozen=True)
 class Pause:
-    """Verdict of :meth:`InLauncher.tick`: end the attempt at its next checkpoint; the feature that
+    """Answer of :meth:`InLauncher.tick`: end the attempt at its next checkpoint; the feature that
     asked for it decides by :meth:`InLauncher.overrule` what comes next."""
 
     why: str
@@ -120,7 +120,7 @@ class InLauncher:
 
     def tick(self, attempt: Attempt | None) -> Pause | None:
         """Look after what takes time, at least twice a second; None between attempts. The first
-        verdict counts."""
+        answer counts."""
         return None
 
     def evidence(self, attempt: Attempt, history: History) -> Attempt:
@@ -180,11 +180,9 @@ class Hooks:
             feature.event(event, attempt)
 
     def tick(self, attempt: Attempt | None) -> Pause | None:
-        """Let all features look after their things; return the first verdict."""
-        verdicts = [feature.tick(attempt) for feature in self._all]
-        return next(
-            (verdict for verdict in verdicts if verdict is not None), None
-        )
+        """Let all features look after their things; return the first answer."""
+        answers = [feature.tick(attempt) for feature in self._all]
+        return next((answer for answer in answers if answer is not None), None)
 
     def evidence(self, attempt: Attempt, history: History) -> Attempt:
         """Return the attempt with all evidence, in order."""

@@ -28,7 +28,7 @@ from robust_train.launcher.ending import (
     error_of,
     failure_of_launcher,
 )
-from robust_train.launcher.hooks import Hooks, Pause
+from robust_train.launcher.hooks import Hooks
 from robust_train.launcher.plan import Plan
 from robust_train.launcher.request import request_for
 from robust_train.launcher.run_folder import RunFolder
@@ -338,9 +338,9 @@ class Job:
     def _tick_attempt(self) -> None:
         """Do what is due while an attempt runs; called twice a second, also by another thread."""
         self.folder.tick()
-        verdict = self.hooks.tick(self.folder.attempt)
-        if isinstance(verdict, Pause) and not self.signals.received:
-            log.info("%s", verdict.why)
+        pause = self.hooks.tick(self.folder.attempt)
+        if pause is not None and not self.signals.received:
+            log.info("%s", pause.why)
             self.signals.pause()
 
     def _tick(self) -> None:

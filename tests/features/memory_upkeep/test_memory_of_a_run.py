@@ -12,7 +12,7 @@ from memory_limit import limited_growth
 from robust_train.attempt.run import Run, live_of
 from robust_train.config.placeholders import MicroBatchPlan
 from robust_train.config.schema import MemoryConfig, RobustConfig
-from robust_train.features.memory_upkeep import attempt as upkeep
+from robust_train.features.memory_upkeep import attempt as memory_upkeep
 from robust_train.features.memory_upkeep.attempt import CacheChecks, MemoryUpkeep, Reserve
 from robust_train.folder.memory_samples import FILE_NAME
 from robust_train.model.errors import RankFailure
@@ -194,7 +194,7 @@ def test_an_allocator_that_empties_its_cache_step_after_step_is_a_warning(
     tmp_path, caplog, monkeypatch
 ):
     counts = iter([5, 6, 6, 7, 8, 9, 10, 11])
-    monkeypatch.setattr(upkeep, "alloc_retries", lambda: next(counts))
+    monkeypatch.setattr(memory_upkeep, "alloc_retries", lambda: next(counts))
     run, reported = looked_after(tmp_path)
     sizes, model = [], nn.Linear(1, 1)
     for step in range(1, 9):
