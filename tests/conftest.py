@@ -23,7 +23,7 @@ interpreters.subprocess = warm.Starter()
 settings.register_profile("any_load", deadline=None)
 settings.load_profile("any_load")
 
-pytest_plugins = ["simulated_nvml.fixtures"]
+pytest_plugins = ["simulated_nvml.fixtures", "memory_world", "fake_torch"]
 
 
 @pytest.fixture

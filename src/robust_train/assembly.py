@@ -34,12 +34,15 @@ FEATURES = _load(
     "features.live_screen",
     "features.notifications",
 )
-"""The order is the order of evidence:
+"""The order is the order of evidence. Some features need what others have found:
 
-- A lack of memory first: it may be found in a failure that nobody could name, and whatever comes
-  after looks at the kind of the failure.
-- Disks before the user's rules, which see the failure as it is in the end.
-- The user's rules before GPUs: a rule may make a failure one of the GPU, which is then excluded.
-- The others do not change a failure, so their order does not matter. The page of a job comes after
-  its provenance, which it shows.
+- features.out_of_memory before features.disk: a read-only disk is the cause if it is one of two.
+- features.out_of_memory before features.retry_rules: rules look at the failure as it is in the end.
+- features.disk before features.retry_rules: likewise.
+- features.disk before features.gpus: a failure of the disk excludes no GPU.
+- features.retry_rules before features.gpus: a rule may find that a GPU failed, and exclude it.
+- features.provenance before features.report_page: the page shows the provenance.
+
+All other pairs may change places. A test finds these pairs by swapping each, and compares them with
+this list.
 """

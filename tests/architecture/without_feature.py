@@ -1,6 +1,8 @@
 """Delete a feature from a copy of the project, and check that the rest works without it.
 
-    python tests/architecture/without_feature.py NAME [--to DIR] [--quick]
+    python tests/architecture/without_feature.py NAME… [--to DIR] [--quick]
+
+NAME is a feature, ``all``, or ``some``: three that the hash of the commit chooses.
 
 The copy differs by the feature's folder, its tests, the lines of ``assembly.py`` that name it, and
 what ``just keys`` writes. If another file needed a change, it would not be a feature. ``--to DIR``
@@ -11,17 +13,21 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path("src/robust_train")
 
 IMPORT_ALL = """
-import importlib, pkgutil, robust_train
+import importlib, os, pkgutil, robust_train
+assert robust_train.__file__.startswith(os.path.realpath(".")), robust_train.__file__
 left_out = ("robust_train.vision", "robust_train.project_template", "robust_train.configs")
 for found in pkgutil.walk_packages(robust_train.__path__, "robust_train."):
     if found.name.endswith("__main__") or found.name.startswith(left_out):
@@ -64,8 +70,28 @@ def features() -> list[str]:
     return sorted(folder.name for folder in folders if (folder / "__init__.py").is_file())
 
 
-def copy_without(name: str, to: Path) -> None:
-    """Copy the project's files, without a feature."""
+def chosen() -> list[str]:
+    """Return three features, the same ones for the same commit."""
+    git = ["git", "rev-parse", "HEAD"]
+    commit = subprocess.run(git, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return sorted(random.Random(commit).sample(features(), 3))
+
+
+def features_named(words: Sequence[str]) -> list[str]:
+    """Return the features that a command line names."""
+    names = []
+    for word in words:
+        if word == "all":
+            names += features()
+        elif word == "some":
+            names += chosen()
+        else:
+            names.append(word)
+    return names
+
+
+def copy_project(to: Path, *, leave_out: Sequence[str] = ()) -> None:
+    """Copy the project's files, except for these folders."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -73,9 +99,8 @@ def copy_without(name: str, to: Path) -> None:
         capture_output=True,
         text=True,
     )
-    deleted = (str(PACKAGE / "features" / name), f"tests/features/{name}")
     for path in filter(None, listed.stdout.split("\0")):
-        if path.startswith(tuple(f"{folder}/" for folder in deleted)):
+        if path.startswith(tuple(f"{folder}/" for folder in leave_out)):
             continue
         source = ROOT / path
         if not source.exists() and not source.is_symlink():
@@ -83,12 +108,17 @@ def copy_without(name: str, to: Path) -> None:
         target = to / path
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(source, target, follow_symlinks=False)
+
+
+def copy_without(name: str, to: Path) -> None:
+    """Copy the project's files, without a feature."""
+    if name not in features():
+        raise SystemExit(f"{name}: there is no such feature; there are {', '.join(features())}")
+    copy_project(to, leave_out=[str(PACKAGE / "features" / name), f"tests/features/{name}"])
     assembly = to / PACKAGE / "assembly.py"
     lines = assembly.read_text().splitlines(keepends=True)
-    kept = [line for line in lines if f"features.{name}" not in line]
-    if kept == lines:
-        raise SystemExit(f"{name}: assembly.py names no such feature; there are {features()}")
-    assembly.write_text("".join(kept))
+    names_it = re.compile(rf"\bfeatures\.{name}\b")
+    assembly.write_text("".join(line for line in lines if not names_it.search(line)))
 
 
 def check(folder: Path, *, quick: bool) -> None:
@@ -115,11 +145,11 @@ def check(folder: Path, *, quick: bool) -> None:
 def main() -> None:
     """Delete one feature, or all of them one after the other."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("name", nargs="+", help=f"of {', '.join(features())}; or all")
+    parser.add_argument("name", nargs="+", help=f"of {', '.join(features())}; all; or some")
     parser.add_argument("--to", type=Path, help="leave the copy here, and check nothing")
     parser.add_argument("--quick", action="store_true", help="run no conformance cells")
     given = parser.parse_args()
-    names = features() if given.name == ["all"] else given.name
+    names = features_named(given.name)
     failed = []
     for name in names:
         if given.to is not None:

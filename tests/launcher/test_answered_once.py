@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from robust_train import failures, launch
-from robust_train.features.retry_rules import launcher as rules
 from robust_train.launcher import driver, ending
 from robust_train.launcher import job as launcher
 from robust_train.policy import decide as policy
@@ -32,7 +31,6 @@ def answers(monkeypatch):
     for name in ("ended", "concluded"):
         collect(launcher, name)
     collect(ending, "with_advice")
-    collect(rules, "with_rule")
     collect(driver, "decide")
     collect(policy, "is_found")
     return given
@@ -67,5 +65,5 @@ def test_an_error_in_a_step_and_one_that_ends_an_attempt_are_each_answered_once(
     (decision,) = answers["decide"]
     assert decision.spec == second.spec, "what was decided is what ran"
     # once for each attempt, of which the second had nothing to answer
-    for name in ("ended", "with_rule", "with_advice", "concluded"):
+    for name in ("ended", "with_advice", "concluded"):
         assert len(answers[name]) == 2

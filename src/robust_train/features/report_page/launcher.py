@@ -26,6 +26,7 @@ class ReportPage(InLauncher):
             lambda: tuple(wording.speed_advice(summary.attempts, keys)),
         )
         goodput = computed("goodput", lambda: goodput_from(sources))
-        summary = replace(summary, goodput=goodput, advice=advice or ())
+        advice = (*summary.advice, *(advice or ()))
+        summary = replace(summary, goodput=goodput, advice=advice)
         write_report(replace(sources, summary=summary))
         return summary

@@ -1,7 +1,6 @@
 """What a run does about its memory, says of it, and leaves when it runs out."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from robust_train.config.placeholders import MicroBatchPlan
 from robust_train.config.schema import MemoryConfig, RobustConfig
 from robust_train.features.memory_upkeep import attempt as memory_upkeep
 from robust_train.features.memory_upkeep.attempt import CacheChecks, MemoryUpkeep, Reserve
-from robust_train.folder.memory_samples import FILE_NAME, Sample, attempt_stability, encode
+from robust_train.folder.memory_samples import FILE_NAME
 from robust_train.model.errors import RankFailure
 from robust_train.model.events import MemoryCleared, MemoryReported, MemoryTight, OutOfMemory
 from robust_train.model.failure import Failure, FailureKind
@@ -107,12 +106,6 @@ def test_without_room_there_is_no_reserve():
     with limited_growth(MIB):
         reserve.hold()
     reserve.release()
-
-
-def test_a_killed_attempt_is_judged_by_what_it_had_sampled(own_trainers):
-    ended = own_trainers.run("dies_at_once", "max_retries=0", code=1)
-    assert ended.attempts[0]["memory_returned"] is None
-    assert ended.attempts[0]["memory_stability"]["kind"] == "unknown"
 
 
 # --- in this process ---
@@ -212,19 +205,6 @@ def test_an_allocator_that_empties_its_cache_step_after_step_is_a_warning(
     assert warned == [(5, 8)], "once an attempt"
     assert sum("nearly out" in message for message in caplog.messages) == 1
     assert sizes == [16] * 8
-
-
-def test_the_samples_of_an_attempt_are_assessed_at_its_end(tmp_path, caplog):
-    assert attempt_stability(tmp_path, 1) is None
-    samples = [Sample(n, 1 + n // 500, "cpu", n, resident=n % 500 * MIB) for n in range(1000)]
-    samples[500:] = [replace(sample, resident=MIB) for sample in samples[500:]]
-    (tmp_path / FILE_NAME).write_text("".join(encode(sample) + "\n" for sample in samples))
-    growing, stable = attempt_stability(tmp_path, 1), attempt_stability(tmp_path, 2)
-    assert growing.mib_per_100_steps == 100
-    assert stable.kind == "stable"
-    [warning] = caplog.records
-    assert warning.levelname == "WARNING"
-    assert "attempt 1: memory is growing (leak suspected: +100.0" in warning.getMessage()
 
 
 # --- when the CUDA cache is emptied during training ---

@@ -1,12 +1,12 @@
-from pathlib import Path
+"""A world whose jobs run the trainers of ``memory_trainers``."""
 
 import pytest
 
 from world import World
 
 
-class OfThisFolder(World):
-    """Runs the trainers of this folder, by their names."""
+class MemoryWorld(World):
+    """Runs these trainers, by their names."""
 
     def command(self, trainer, *arguments, **options):
         target = f"trainer._target_=memory_trainers.{trainer}"
@@ -15,6 +15,5 @@ class OfThisFolder(World):
 
 @pytest.fixture
 def own_trainers(tmp_path):
-    world = OfThisFolder(tmp_path)
-    world.environ["PYTHONPATH"] += f":{Path(__file__).parent}"
-    return world
+    """A folder to run trainers that fill memory in."""
+    return MemoryWorld(tmp_path)

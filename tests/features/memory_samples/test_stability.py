@@ -1,12 +1,19 @@
 """What a series of samples tells: a leak, fragmentation, or that all is well."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from robust_train.folder.memory_samples import Sample, stability
+from robust_train.folder.memory_samples import (
+    FILE_NAME,
+    Sample,
+    attempt_stability,
+    encode,
+    stability,
+)
 from robust_train.readable import GIB, MIB
 
 
@@ -154,3 +161,16 @@ def test_nothing_that_can_be_in_a_file_upsets_it(samples):
     found = stability(samples)
     assert found.kind in ("stable", "growing", "fragmenting", "unknown")
     assert found.sentence.startswith(found.kind)
+
+
+def test_the_samples_of_an_attempt_are_assessed_at_its_end(tmp_path, caplog):
+    assert attempt_stability(tmp_path, 1) is None
+    samples = [Sample(n, 1 + n // 500, "cpu", n, resident=n % 500 * MIB) for n in range(1000)]
+    samples[500:] = [replace(sample, resident=MIB) for sample in samples[500:]]
+    (tmp_path / FILE_NAME).write_text("".join(encode(sample) + "\n" for sample in samples))
+    growing, stable = attempt_stability(tmp_path, 1), attempt_stability(tmp_path, 2)
+    assert growing.mib_per_100_steps == 100
+    assert stable.kind == "stable"
+    [warning] = caplog.records
+    assert warning.levelname == "WARNING"
+    assert "attempt 1: memory is growing (leak suspected: +100.0" in warning.getMessage()

@@ -12,9 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from robust_train import files
+from robust_train import files, launch
+from robust_train.features.memory_samples import launcher
 from robust_train.features.memory_samples.sampler import SampleFile
 from robust_train.folder.memory_samples import FILE_NAME, Sample, encode, read_samples
+from robust_train.folder.state import read_summary
 from robust_train.readable import MIB
 from simulated_nvml import Gpu
 from two_gpu_machine import A, B
@@ -176,3 +178,19 @@ def test_a_disk_that_is_full_is_warned_about_once_and_tears_nothing(tmp_path, ca
     for sample in samples[5:]:
         file.add(sample)
     assert read_samples(path) == [samples[0], *samples[5:]]
+
+
+def test_a_killed_attempt_is_judged_by_what_it_had_sampled(own_trainers):
+    ended = own_trainers.run("dies_at_once", "max_retries=0", code=1)
+    assert ended.attempts[0]["memory_returned"] is None
+    assert ended.attempts[0]["memory_stability"]["kind"] == "unknown"
+
+
+def test_memory_whose_stability_cannot_be_computed_costs_a_warning(tmp_path, monkeypatch, caplog):
+    def fails(*given):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(launcher, "attempt_stability", fails)
+    summary = launch(lambda cfg: 0.5, {"isolation": "none"}, run_dir=tmp_path)
+    assert (summary.status, read_summary(tmp_path).result) == ("completed", 0.5)
+    assert "the stability of memory cannot be computed: MemoryError: no room" in caplog.text
