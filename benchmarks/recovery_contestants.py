@@ -196,11 +196,11 @@ OURS_AND_PLAIN = {
     "inline": Contestant(
         "**robust-train, attempts inline**",
         inline,
-        ("robust_train.launcher.job", "robust_train.attempt.checkpoints"),
+        ("robust_train.entry", "robust_train.attempt.checkpoints"),
     ),
     "isolated": Contestant(
         "**robust-train, attempts in processes**",
         isolated,
-        ("robust_train.launcher.job",),
+        ("robust_train.entry",),
     ),
 }

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from live_folder import another_launcher, as_on_another_host, change_json
 
+from robust_train.cli.main import main
 from robust_train.folder import lock
 from robust_train.folder.lock import (
     RunLock,
@@ -100,6 +101,14 @@ def test_neither_a_clock_that_is_set_nor_another_pid_namespace_makes_a_launcher_
     change_json(tmp_path / "lock", pid=1, pid_namespace="pid:[4026532999]")
     holder = read_holder(tmp_path)
     assert (holder.is_dead, holder.process) == (False, None)
+
+
+@pytest.mark.usefixtures("held")
+def test_a_script_refused_by_a_live_job_writes_nothing_into_its_folder(tmp_path, capfd):
+    before = sorted(tmp_path.iterdir())
+    assert main(["run", f"--run-dir={tmp_path}", "device=cpu", "--", "true"]) == 2
+    assert "is in use by the job of" in capfd.readouterr().err
+    assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.usefixtures("short_lease")

@@ -153,7 +153,7 @@ def _run(
     from robust_train.model.errors import JobInterrupted
     from robust_train.report.narration import print_failure
 
-    plan, overrides = None, ["trainer=command", *arguments.overrides]
+    job, overrides = None, ["trainer=command", *arguments.overrides]
     try:
         cfg = refusals.composed(overrides)
         for key, value in values.items():
@@ -164,6 +164,8 @@ def _run(
         if detach.is_due(config):
             return detach.start()
         plan = plan_launch(None, cfg, arguments.run_dir)
+        # it locks the run folder: nothing is written before into that of a live job
+        job = Job(plan, driver_of(plan), explain=print_failure)
         _log_into(plan.run_dir)
         for warning in _warnings(arguments, config, plan.values_used):
             log.warning("%s", warning)
@@ -176,15 +178,14 @@ def _run(
             OmegaConf.save(cfg, plan.run_dir / ".hydra" / "config.yaml")
         except OSError as error:  # a full disk costs the record only
             log.warning("cannot write %s: %s", plan.run_dir, error.strerror)
-        job = Job(plan, driver_of(plan), explain=print_failure)
         return exit_code_of(job.run())
     except JobInterrupted as error:
         return error.exit_code
     except refusals.REFUSALS as error:
         line = refusals.explain(error, "robust", overrides)
         print(_in_options(line, arguments), file=sys.stderr)
-        if plan is not None and arguments.run_dir is None:
-            remove_refused(plan.run_dir)
+        if job is not None and arguments.run_dir is None:
+            remove_refused(job.plan.run_dir)
         return refusals.exit_code_of(error)
 
 

@@ -64,6 +64,7 @@ def attempt(tmp_path, monkeypatch):
 
         def begin(**options):
             asking = Asking(tmp_path, **options)
+            begun.callback(asking.requests.close, None)
             begun.enter_context(trained(asking.run))
             return asking
 
@@ -168,8 +169,18 @@ def test_an_optimizers_step_is_a_boundary_if_no_other_hook_is_there(attempt, has
             wait_until(lambda: hooks, "it is hooked in")
             optimizer.step()
         assert "knows no such request" in asking.reply()["error"]
-        asking.requests.end(None)
+        asking.requests.close(None)
         assert len(hooks) == has_other
+
+
+def test_no_hook_is_left_of_a_request_that_comes_as_the_trainer_ends(attempt):
+    """The thread takes requests until the last checkpoint is written: after the end of training."""
+    asking = attempt()
+    asking.requests.end(None)
+    asking.ask("explode")
+    wait_until(lambda: _global_optimizer_post_hooks, "it is hooked in")
+    asking.requests.close(None)
+    assert not _global_optimizer_post_hooks
 
 
 def test_two_threads_of_a_trainer_do_not_carry_out_the_same_request(asking):

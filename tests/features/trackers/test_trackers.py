@@ -9,7 +9,10 @@ import types
 
 import pytest
 
+from robust_train.attempt.script.messages import ScriptRun
+from robust_train.config.placeholders import PREFIX
 from robust_train.folder import trackers
+from robust_train.folder.identity import begin_job
 from robust_train.folder.trackers import TrackerNote, tracker_environment
 
 WANDB = {"WANDB_RUN_ID": "abc", "WANDB_RESUME": "allow"}
@@ -108,6 +111,16 @@ trackio.finish()
         assert ended.returncode == 0, ended.stderr
         names += re.findall("name: (.+)", ended.stdout)
     assert names[0] == names[1]
+
+
+def test_a_script_that_uses_our_run_has_its_mlflow_run_noted(tmp_path, mlflow):
+    """Only the script's own process sees which run is active."""
+    job = begin_job(tmp_path, resume=True).job
+    run = ScriptRun({f"{PREFIX}RUN_DIR": str(tmp_path)})
+    mlflow("first")
+    run.progress(1)
+    later = tracker_environment({}, tmp_path, job, is_script=True)
+    assert later["MLFLOW_RUN_ID"] == "first"
 
 
 def test_what_is_wrong_costs_the_note_and_nothing_else(tmp_path, mlflow):

@@ -25,8 +25,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
+from robust_train.attempt.hooks import AttemptHooks, InAttempt
+from robust_train.attempt.live import LiveAttempt
 from robust_train.attempt.run import Run, live_of
 from robust_train.config.placeholders import (
     AUTO,
@@ -37,11 +38,9 @@ from robust_train.config.placeholders import (
     value_from,
 )
 from robust_train.files import LineFile, plain
+from robust_train.folder.trackers import TrackerNote
 from robust_train.host.linux import release_blocks
 from robust_train.model import events
-
-if TYPE_CHECKING:
-    pass
 
 ReportLine = Callable[[dict[str, events.Json]], None]
 
@@ -191,6 +190,21 @@ def _texts(lines: Iterable[bytes]) -> Iterator[str]:
     )
 
 
+class _ScriptTrackers(InAttempt):
+    """Notes which runs of trackers a script logs to: only the script's own process sees them."""
+
+    def __init__(self, live: LiveAttempt) -> None:
+        # the other hooks do nothing, and no config reaches a script
+        self._note = TrackerNote(
+            live.run_dir, live.saving.job if live.is_main else None
+        )
+
+    def boundary(self, what: str) -> None:
+        """Look for a run that has begun, when progress is passed on."""
+        if what == "reported":
+            self._note.poll()
+
+
 class ScriptRun(Run):
     """A :class:`~robust_train.Run` for a script."""
 
@@ -212,6 +226,7 @@ class ScriptRun(Run):
         live = live_of(self)
         if not value_from(environ, "run_dir"):
             live.saving.job = None  # no one resumes
+        live.hooks = AttemptHooks([_ScriptTrackers(live)])
         minutes = value_from(environ, "checkpoint_every_minutes")
         live.saving.plan = SavePlan(
             every_seconds=None

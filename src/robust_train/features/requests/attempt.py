@@ -77,8 +77,8 @@ class Requests(InAttempt):
                     lambda: self.boundary("optimizer")
                 )
 
-    def end(self, error: BaseException | None) -> None:
-        """Watch the optimizer no more."""
+    def close(self, error: BaseException | None) -> None:
+        """Watch the optimizer no more: by now no tick takes another request."""
         if self._stop_watching is not None:
             self._stop_watching()
 
