@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import itertools
 import json
 import logging
@@ -208,6 +209,12 @@ def read_small(
         if len(data) > most_bytes:
             raise OSError(errno.EINVAL, f"larger than {most_bytes} bytes")
         return data, os.fstat(file.fileno())
+
+
+def digest_of(path: Path | str, most_bytes: int) -> str:
+    """Return the SHA-256 of a file's content. Raises OSError as :func:`read_small`."""
+    data, _ = read_small(path, most_bytes)
+    return hashlib.sha256(data).hexdigest()
 
 
 def parse_json(data: bytes | str) -> Any:

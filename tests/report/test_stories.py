@@ -33,7 +33,7 @@ from robust_train.readable import GIB, MIB
 from robust_train.report.charts import curve_charts, memory_charts
 from robust_train.report.html import job_page
 from robust_train.report.sources import read_sources
-from robust_train.report.story import goodput_in, story_of
+from robust_train.report.story import goodput_from, story_of
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_goodput_says_what_the_time_went_into(journal):
     journal(1, COMPLETED)
     seconds = {"waiting": 15, "starting": 6, "saving": 2.5, "skipped": 1, "stalled": 50}
     assert journal.story.parts == seconds | {"useful": 26.5, "repeated": 4}
-    found = goodput_in(journal.folder)
+    found = goodput_from(read_sources(journal.folder))
     assert found is not None
     assert found["share"] == round(26.5 / 105, 3)
 

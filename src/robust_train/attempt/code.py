@@ -7,7 +7,6 @@ it; of a script, the files that its command names.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import os
@@ -19,15 +18,18 @@ from pathlib import Path
 
 from robust_train.config.attempt import AttemptRequest
 from robust_train.config.trainers import MAIN_MODULE, PROGRAM_FILE
-from robust_train.files import LineFile, json_lines, read_small
-from robust_train.folder.provenance import CODE_FILE, CONFIG_FILE
+from robust_train.files import LineFile, digest_of, json_lines
+from robust_train.folder.provenance import (
+    CODE_FILE,
+    CONFIG_FILE,
+    LARGEST_SOURCE,
+)
 from robust_train.model.json import from_json
 
 log = logging.getLogger("robust_train")
 
 _OURS = ("robust_train", "hydra_plugins")
 _MOST_NAMES = 8
-_LARGEST = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -67,13 +69,8 @@ class Code:
         for name in files.keys() - self._seen:
             path = files[name]
             with contextlib.suppress(OSError):
-                data, _ = read_small(path, _LARGEST)
-                found = _Source(
-                    name,
-                    path,
-                    hashlib.sha256(data).hexdigest(),
-                    self._request.attempt,
-                )
+                digest = digest_of(path, LARGEST_SOURCE)
+                found = _Source(name, path, digest, self._request.attempt)
                 known = self._known.get(name)
                 # the launcher has compared config files with those of the last launch
                 is_compared = is_first and bool(CONFIG_FILE.search(path))

@@ -6,12 +6,12 @@ hook calls another one, and no feature sees another one.
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from robust_train.model.failure import Failure
+from robust_train.model.feature import load_named
 
 if TYPE_CHECKING:
     from robust_train.attempt.live import LiveAttempt
@@ -104,17 +104,8 @@ def load_hooks(
     names: Sequence[str], live: LiveAttempt, config: RobustConfig
 ) -> AttemptHooks:
     """Return the hooks of features with these dotted names (``package.module:Class``)."""
-    return AttemptHooks([_class_named(name)(live, config) for name in names])
+    return AttemptHooks([load_named(name)(live, config) for name in names])
 
 
 def _overrides(feature: InAttempt, hook: str) -> bool:
     return getattr(type(feature), hook) is not getattr(InAttempt, hook)
-
-
-def _class_named(
-    name: str,
-) -> Callable[[LiveAttempt, RobustConfig], InAttempt]:
-    module, _, attribute = name.partition(":")
-    loaded: Callable[[LiveAttempt, RobustConfig], InAttempt]
-    loaded = getattr(importlib.import_module(module), attribute)
-    return loaded

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import json
 import shutil
 import sys
@@ -14,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from robust_train.model.errors import EXIT_BAD_CONFIG, NotDoneError
+from robust_train.model.feature import load_named
 from robust_train.readable import aligned, cell_text
 
 if TYPE_CHECKING:
@@ -82,8 +82,7 @@ class Command:
 
 def load(reference: str) -> Any:
     """Import what ``module:name`` in this package refers to."""
-    module, _, name = reference.partition(":")
-    return getattr(importlib.import_module(f"robust_train.cli.{module}"), name)
+    return load_named(f"robust_train.cli.{reference}")
 
 
 def confirmed(question: str, arguments: argparse.Namespace) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import importlib.metadata
 import json
 import logging
@@ -33,7 +32,7 @@ from robust_train.config.placeholders import (
 )
 from robust_train.config.trainers import PROGRAM_FILE
 from robust_train.config.values import is_secret
-from robust_train.files import json_lines, read_object, read_small, write_json
+from robust_train.files import digest_of, json_lines, read_object, write_json
 from robust_train.gpu.bounded import printed_by
 from robust_train.model.events import Json
 
@@ -43,7 +42,7 @@ FILE = "environment.json"
 CODE_FILE = "code.jsonl"
 CONFIG_FILE = re.compile(r"\.(ya?ml|json|toml|ini|cfg)$")
 _LARGEST_CONFIG_FILE = 1 << 20
-_LARGEST_SOURCE = 1 << 24
+LARGEST_SOURCE = 1 << 24
 _MOST_CHANGED_FILES = 1000
 GIT_SECONDS = 5.0
 _LAST_CHANCE_SECONDS = 2.0
@@ -266,8 +265,8 @@ def config_digests(
     for path in (*composed, *named):
         # what is large, or no file, is data
         with contextlib.suppress(OSError, ValueError):
-            data, _ = read_small(path.resolve(), _LARGEST_CONFIG_FILE)
-            digests[str(path.resolve())] = hashlib.sha256(data).hexdigest()
+            path = path.resolve()
+            digests[str(path)] = digest_of(path, _LARGEST_CONFIG_FILE)
     return digests
 
 
@@ -300,8 +299,7 @@ def changed_sources(run_dir: Path) -> list[str]:
     changed = []
     for path, digest in digests.items():
         with contextlib.suppress(OSError, ValueError):
-            data, _ = read_small(path, _LARGEST_SOURCE)
-            if hashlib.sha256(data).hexdigest() != digest:
+            if digest_of(path, LARGEST_SOURCE) != digest:
                 changed.append(os.path.relpath(path))
     return sorted(changed)
 

@@ -8,7 +8,7 @@ engine such as torchrun has started (:class:`.guest.RankDriver`).
 from __future__ import annotations
 
 import os
-import signal
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,7 +19,6 @@ from robust_train.host.signals import SignalWatch
 from robust_train.launcher.plan import Plan
 from robust_train.launcher.process import ProcessExecutor
 from robust_train.model.attempt import Attempt, Exit
-from robust_train.model.errors import RunFolderLostError
 from robust_train.model.events import Event
 from robust_train.model.gpu import Group
 from robust_train.model.spec import Decision, GiveUp, Retry
@@ -63,7 +62,7 @@ class Executor(Protocol):
         """Run one attempt to its end."""
 
 
-class Driver(Protocol):
+class Driver(ABC):
     """What a job asks for."""
 
     executor: Executor
@@ -73,6 +72,7 @@ class Driver(Protocol):
     # whether the launcher chooses the devices: CUDA that cannot work is then a job refused
     chooses_devices: bool
 
+    @abstractmethod
     def open(
         self,
         signals: SignalWatch,
@@ -91,11 +91,13 @@ class Driver(Protocol):
             on_wait: called with each status of a wait for a GPU.
         """
 
+    @abstractmethod
     def first(
         self, beginning: Beginning, policy: PolicySettings, gpus: Group
     ) -> Retry:
         """Return what the job begins with on the GPUs that it has."""
 
+    @abstractmethod
     def wait_for_room(
         self,
         retry: Retry,
@@ -113,18 +115,28 @@ class Driver(Protocol):
         hold: tuple[int, ...],
         tick: Callable[[], None],
     ) -> Exit:
-        """Run one attempt to its end; ``tick`` is called at least twice a second."""
+        """Run one attempt to its end, with what the job has reserved; ``tick`` is called at least
+        twice a second."""
+        return self.executor.run(
+            request,
+            on_event,
+            signals,
+            hold=self.devices.queue.hold + hold,
+            tick=tick,
+        )
 
+    @abstractmethod
     def decide(
         self, policy: PolicySettings, history: tuple[Attempt, ...]
     ) -> Decision:
         """Return what comes after an attempt that has failed."""
 
+    @abstractmethod
     def how_to_resume(self, plan: Plan, state: RunState) -> str:
         """Return what resumes a job that has not completed."""
 
 
-class HostDriver:
+class HostDriver(Driver):
     """A driver of this host's: the launcher chooses devices, and decides after each attempt.
 
     Args:
@@ -132,8 +144,6 @@ class HostDriver:
         has_remedies: an attempt that fails may be followed by another one.
     """
 
-    executor: Executor
-    devices: Devices
     chooses_devices = True
 
     def __init__(self, plan: Plan, *, has_remedies: bool = True) -> None:
@@ -167,8 +177,9 @@ class HostDriver:
             self.executor.close()
             raise
 
+    @abstractmethod
     def _executor(self, signals: SignalWatch, token: str) -> Executor:
-        raise NotImplementedError
+        """Return what runs the attempts."""
 
     def first(
         self, beginning: Beginning, policy: PolicySettings, gpus: Group
@@ -250,13 +261,7 @@ class ProcessDriver(HostDriver):
             self.devices.queue.tick()
 
         self.devices.begin(request.spec.gpus)
-        return self.executor.run(
-            request,
-            on_event,
-            signals,
-            hold=self.devices.queue.hold + hold,
-            tick=tick_with_queue,
-        )
+        return super().run(request, on_event, signals, hold, tick_with_queue)
 
 
 class InlineDriver(HostDriver):
@@ -270,39 +275,6 @@ class InlineDriver(HostDriver):
         with signals.handed_to(lambda signum: signals.raise_if_received()):
             function = function_of(self._plan.trainer, self._plan.trainer_ref)
         return InlineExecutor(lambda: function)
-
-    def run(
-        self,
-        request: AttemptRequest,
-        on_event: Callable[[Event], None],
-        signals: SignalWatch,
-        hold: tuple[int, ...],
-        tick: Callable[[], None],
-    ) -> Exit:
-        """Run one attempt here, with ``tick`` in a thread beside it."""
-        return self.executor.run(
-            request,
-            on_event,
-            signals,
-            hold=self.devices.queue.hold + hold,
-            tick=stopping_if_lost(tick, signals),
-        )
-
-
-def stopping_if_lost(
-    tick: Callable[[], None], signals: SignalWatch
-) -> Callable[[], None]:
-    """Return a tick for a thread beside the trainer: only a signal stops the trainer when another
-    job has the run folder."""
-
-    def tick_beside() -> None:
-        try:
-            tick()
-        except RunFolderLostError:
-            if not signals.received:
-                signals.deliver(signal.SIGTERM)
-
-    return tick_beside
 
 
 def driver_of(plan: Plan, *, has_remedies: bool = True) -> Driver:

@@ -26,7 +26,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from robust_train.compat import when_cuda_starts
-from robust_train.config.attempt import AttemptRequest, guest_config
+from robust_train.config.attempt import guest_config
 from robust_train.config.schema import RobustConfig
 from robust_train.config.trainers import Trainer
 from robust_train.files import json_lines, read_object, write_json
@@ -41,7 +41,7 @@ from robust_train.host.linux import (
 )
 from robust_train.host.signals import SignalWatch
 from robust_train.host.votes import StoreVotes
-from robust_train.launcher.driver import Executor, stopping_if_lost
+from robust_train.launcher.driver import Driver
 from robust_train.launcher.ending import RankEnd, ended
 from robust_train.launcher.inline import (
     InlineExecutor,
@@ -51,7 +51,7 @@ from robust_train.launcher.inline import (
 )
 from robust_train.launcher.plan import Plan, plan_job
 from robust_train.launcher.request import request_for
-from robust_train.model.attempt import Attempt, Exit
+from robust_train.model.attempt import Attempt
 from robust_train.model.errors import ConfigError, NoDeviceError
 from robust_train.model.events import Event, Failed, MalformedEventError, parse
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
@@ -75,7 +75,7 @@ _START_SECONDS = 1800.0
 _POLL_SECONDS = 0.05
 
 
-class RankDriver:
+class RankDriver(Driver):
     """This process as one rank of an engine's job; rank 0 drives a :class:`.job.Job` as well.
 
     Raises:
@@ -84,8 +84,6 @@ class RankDriver:
 
     has_remedies = False  # the engine starts the ranks again
     chooses_devices = False
-    executor: Executor
-    devices: Devices
 
     def __init__(
         self,
@@ -165,23 +163,6 @@ class RankDriver:
         on_wait: Callable[[WaitStatus], None],
     ) -> None:
         """Do nothing: the engine has started this process on its GPU."""
-
-    def run(
-        self,
-        request: AttemptRequest,
-        on_event: Callable[[Event], None],
-        signals: SignalWatch,
-        hold: tuple[int, ...],
-        tick: Callable[[], None],
-    ) -> Exit:
-        """Run this rank's attempt here, with ``tick`` in a thread beside it."""
-        return self.executor.run(
-            request,
-            on_event,
-            signals,
-            hold=self.devices.queue.hold + hold,
-            tick=stopping_if_lost(tick, signals),
-        )
 
     def wait_for_room(
         self,

@@ -7,7 +7,6 @@ hook calls another hook, and no feature sees another one: what they share is the
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from robust_train.model.attempt import Attempt
 from robust_train.model.events import Event
-from robust_train.model.feature import Feature
+from robust_train.model.feature import Feature, load_named
 from robust_train.model.spec import Decision, Retry
 from robust_train.readable import named_line
 
@@ -151,8 +150,8 @@ class Hooks:
     """
 
     def __init__(self, features: Sequence[Feature], job: JobView) -> None:
-        self._all = [
-            _load(feature.launcher)(job)
+        self._all: list[InLauncher] = [
+            load_named(feature.launcher)(job)
             for feature in features
             if feature.launcher
         ]
@@ -223,12 +222,3 @@ def computed(what: str, compute: Callable[[], T]) -> T | None:
     except Exception as error:
         log.warning("%s cannot be computed: %s", what, named_line(error))
     return None
-
-
-def _load(name: str) -> type[InLauncher]:
-    """Return the class with a dotted name."""
-    module, _, attribute = name.partition(":")
-    loaded: type[InLauncher] = getattr(
-        importlib.import_module(module), attribute
-    )
-    return loaded

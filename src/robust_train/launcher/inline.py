@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 from collections.abc import Callable, Iterator, Mapping
 
 from robust_train.attempt.code import own_modules as own_modules
@@ -23,6 +24,7 @@ from robust_train.host.signals import SignalWatch
 from robust_train.host.votes import Flags
 from robust_train.memory.clearing import StartingMemory, release_and_check
 from robust_train.model.attempt import Exit
+from robust_train.model.errors import RunFolderLostError
 from robust_train.model.events import Event, Failed, MemoryHeld
 from robust_train.model.failure import FailureKind
 from robust_train.readable import first_line
@@ -81,8 +83,17 @@ class InlineExecutor:
         hold: tuple[int, ...] = (),
         tick: Callable[[], None] = lambda: None,
     ) -> Exit:
-        """Run one attempt; ``hold`` is open in this process anyway."""
+        """Run one attempt, with ``tick`` in a thread beside it; ``hold`` is open in this process
+        anyway."""
         was_bug = False
+
+        def tick_beside() -> None:
+            try:
+                tick()
+            except RunFolderLostError:
+                # only a signal stops a trainer in this process
+                if not signals.received:
+                    signals.deliver(signal.SIGTERM)
 
         def take(event: Event) -> None:
             nonlocal was_bug
@@ -112,7 +123,7 @@ class InlineExecutor:
                 self._trainer,
                 take,
                 stopping=stopping,
-                tick=tick,
+                tick=tick_beside,
                 process_ends=process_ends,
                 rank=self._rank,
                 flags=self._flags,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -17,3 +19,9 @@ class Feature:
     # subclasses of `launcher.hooks.InLauncher` and `attempt.hooks.InAttempt`; empty: no part there
     launcher: str = ""
     attempt: str = ""
+
+
+def load_named(reference: str) -> Any:
+    """Import what ``package.module:name`` refers to."""
+    module, _, name = reference.partition(":")
+    return getattr(importlib.import_module(module), name)

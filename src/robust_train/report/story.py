@@ -1,10 +1,9 @@
-"""The story of a job, from the content of its run folder. Pure, but for :func:`goodput_in`."""
+"""The story of a job, from the content of its run folder. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from robust_train.folder.memory_samples import Sample
 from robust_train.folder.provenance import in_words
@@ -26,7 +25,6 @@ from robust_train.report.sources import (
     TimedAttempt,
     attempts_of,
     launches_of,
-    read_sources,
 )
 
 
@@ -83,11 +81,6 @@ def story_of(sources: Sources) -> Story:
         sentence=wording.sentence_of(story),
         advice=tuple(wording.advice_of(story, keys)),
     )
-
-
-def goodput_in(run_dir: Path) -> dict[str, float] | None:
-    """Return the goodput of a run folder, see :func:`goodput_from`."""
-    return goodput_from(read_sources(run_dir))
 
 
 def goodput_from(sources: Sources) -> dict[str, float] | None:

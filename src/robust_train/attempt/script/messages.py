@@ -26,8 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from robust_train.attempt.hooks import AttemptHooks, InAttempt
-from robust_train.attempt.live import LiveAttempt
 from robust_train.attempt.run import Run, live_of
 from robust_train.config.placeholders import (
     AUTO,
@@ -190,21 +188,6 @@ def _texts(lines: Iterable[bytes]) -> Iterator[str]:
     )
 
 
-class _ScriptTrackers(InAttempt):
-    """Notes which runs of trackers a script logs to: only the script's own process sees them."""
-
-    def __init__(self, live: LiveAttempt) -> None:
-        # the other hooks do nothing, and no config reaches a script
-        self._note = TrackerNote(
-            live.run_dir, live.saving.job if live.is_main else None
-        )
-
-    def boundary(self, what: str) -> None:
-        """Look for a run that has begun, when progress is passed on."""
-        if what == "reported":
-            self._note.poll()
-
-
 class ScriptRun(Run):
     """A :class:`~robust_train.Run` for a script."""
 
@@ -226,7 +209,10 @@ class ScriptRun(Run):
         live = live_of(self)
         if not value_from(environ, "run_dir"):
             live.saving.job = None  # no one resumes
-        live.hooks = AttemptHooks([_ScriptTrackers(live)])
+        # only the script's own process sees which runs of trackers it logs to
+        self._trackers = TrackerNote(
+            self.run_dir, live.saving.job if self.is_main else None
+        )
         minutes = value_from(environ, "checkpoint_every_minutes")
         live.saving.plan = SavePlan(
             every_seconds=None
@@ -250,6 +236,22 @@ class ScriptRun(Run):
             min_batch_size=_number(environ, "min_batch_size") or 1,
         )
         live.before_splitting = self._read_split
+
+    def progress(
+        self,
+        /,
+        step: int,
+        *,
+        total_steps: int | None = None,
+        **scalars: float,
+    ) -> bool:
+        """Report that optimizer step ``step`` is done; see :meth:`.Run.progress`."""
+        is_passed_on = super().progress(
+            step, total_steps=total_steps, **scalars
+        )
+        if is_passed_on:
+            self._trackers.poll()
+        return is_passed_on
 
     @property
     def batch_size(self) -> int | None:
