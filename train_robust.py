@@ -8,9 +8,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "robust_train":
         raise
-    raise SystemExit(
-        "robust_train is not installed here; first: . .venv/bin/activate"
-    ) from None
+    raise SystemExit("robust_train is not installed here; first: . .venv/bin/activate") from None
 
 if __name__ == "__main__":
     open_robust()

@@ -47,9 +47,7 @@ def job(folder: Path, seconds: float) -> tuple[float, list[float]]:
     events = [json.loads(line) for line in (run_dir / "journal.jsonl").open()]
     reached = [e["fields"]["at"] for e in events if e.get("event_name") == "first_line"]
     decided = [event["time"] for event in events if event["event"] == "attempt_ended"]
-    return reached[0] - started, [
-        b - a for a, b in zip(decided, reached[1:], strict=False)
-    ]
+    return reached[0] - started, [b - a for a, b in zip(decided, reached[1:], strict=False)]
 
 
 def cold() -> float:
@@ -78,15 +76,9 @@ def main() -> None:
         firsts.append(first)
         retries += more
     interpreter, retry = statistics.median(colds), statistics.median(retries)
-    print(
-        f"cold interpreter with the same imports: {interpreter:.3f} s (median of {runs})"
-    )
-    print(
-        f"launcher's start to the first attempt's first line: {statistics.median(firsts):.3f} s"
-    )
-    print(
-        f"decision to a retry's first line: {retry * 1000:.1f} ms (median of {len(retries)})"
-    )
+    print(f"cold interpreter with the same imports: {interpreter:.3f} s (median of {runs})")
+    print(f"launcher's start to the first attempt's first line: {statistics.median(firsts):.3f} s")
+    print(f"decision to a retry's first line: {retry * 1000:.1f} ms (median of {len(retries)})")
     print(f"cold interpreter ÷ retry: {interpreter / retry:.0f} × (goal: 10 × or more)")
 
 

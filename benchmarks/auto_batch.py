@@ -38,9 +38,7 @@ MODELS = {
 MIB = 2**20
 
 
-def measure(
-    overrides: list[str], contestant: str, limit_mib: int, at_most: int
-) -> None:
+def measure(overrides: list[str], contestant: str, limit_mib: int, at_most: int) -> None:
     """One contestant in this process: its answer, its probes and its seconds as a JSON line."""
     import torch
     from hydra import compose, initialize_config_module
@@ -70,9 +68,7 @@ def measure(
         for line in Path("/proc/self/status").read_text().splitlines()
         if line.startswith("VmData")
     )
-    resource.setrlimit(
-        resource.RLIMIT_DATA, (used + limit_mib * MIB, resource.RLIM_INFINITY)
-    )
+    resource.setrlimit(resource.RLIMIT_DATA, (used + limit_mib * MIB, resource.RLIM_INFINITY))
     tried: list[int] = []
 
     def fits(size: int) -> bool:

@@ -33,21 +33,12 @@ def training() -> Callable[[], None]:
     """A step of a convolutional network whose activations are much larger than its weights."""
     layers: list[nn.Module] = []
     for before, after in ((3, 64), (64, 128), (128, 256), (256, 256)):
-        layers += [
-            nn.Conv2d(before, after, 3, padding=1),
-            nn.BatchNorm2d(after),
-            nn.ReLU(),
-        ]
+        layers += [nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU()]
         layers += [nn.MaxPool2d(2)]
-    model = nn.Sequential(
-        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 100)
-    )
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 100))
     model.cuda()
     optimizer = torch.optim.AdamW(model.parameters())
-    x, y = (
-        torch.randn(64, 3, 128, 128, device="cuda"),
-        torch.randint(100, (64,), device="cuda"),
-    )
+    x, y = (torch.randn(64, 3, 128, 128, device="cuda"), torch.randint(100, (64,), device="cuda"))
 
     def step() -> None:
         optimizer.zero_grad()
@@ -74,17 +65,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     chosen = parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit(
-            "benchmarks/empty_cache.py: needs a GPU that torch can use; there is none here"
-        )
+        sys.exit("benchmarks/empty_cache.py: needs a GPU that torch can use; there is none here")
     step = training()
     with tempfile.TemporaryDirectory() as folder:
         ways: dict[str, AfterStep] = {
             "never": lambda number: None,
             "every step": lambda number: return_memory(thorough=False),
-            "every tenth": lambda number: (
-                None if number % 10 else return_memory(thorough=False)
-            ),
+            "every tenth": lambda number: None if number % 10 else return_memory(thorough=False),
             "as a run does": steered(Path(folder)),
         }
         seconds: dict[str, list[float]] = {way: [] for way in ways}

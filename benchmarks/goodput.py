@@ -65,9 +65,7 @@ def kill(process: subprocess.Popen[bytes], folder: Path, target: str) -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def goodput(
-    contestant: str, every: float, seconds: float, megabytes: int, target: str
-) -> float:
+def goodput(contestant: str, every: float, seconds: float, megabytes: int, target: str) -> float:
     """Run one contestant for so many seconds, or up to its first step; useful ÷ wall time."""
     rng = random.Random(every)
     with tempfile.TemporaryDirectory() as name:
@@ -87,14 +85,10 @@ def goodput(
 
         began = time.monotonic()
         process, kill_at = start(), began + rng.expovariate(1 / every)
-        while (now := time.monotonic()) < began + seconds or not number_in(
-            folder / "step"
-        ):
+        while (now := time.monotonic()) < began + seconds or not number_in(folder / "step"):
             if now >= began + max(seconds, FIRST_STEP_SECONDS):
                 kill(process, folder, "all")
-                sys.exit(
-                    f"{contestant} has not made a step:\n{(folder / 'log').read_text()}"
-                )
+                sys.exit(f"{contestant} has not made a step:\n{(folder / 'log').read_text()}")
             if now >= kill_at:
                 kill(process, folder, target)
                 kill_at += rng.expovariate(1 / every)
@@ -119,15 +113,10 @@ def main() -> None:
     print(f"{'killed every':<16}" + "".join(f"{every:>8g} s" for every in chosen.every))
     for contestant in ("ours", "torchrun 300 s", "torchrun 10 s"):
         shares = [
-            goodput(
-                contestant, every, 60 * chosen.minutes, chosen.megabytes, chosen.target
-            )
+            goodput(contestant, every, 60 * chosen.minutes, chosen.megabytes, chosen.target)
             for every in chosen.every
         ]
-        print(
-            f"{contestant:<16}" + "".join(f"{share:>10.2f}" for share in shares),
-            flush=True,
-        )
+        print(f"{contestant:<16}" + "".join(f"{share:>10.2f}" for share in shares), flush=True)
 
 
 if __name__ == "__main__":

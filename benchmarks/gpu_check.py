@@ -147,9 +147,7 @@ def probe_nvml() -> Checks:
     found = read_inventory(processes=True)
     yield below("NVML's first answer", 30, time.perf_counter() - started, " s")
     yield equal("problem with NVML", None, found.problem)
-    yield figure(
-        "GPU", f"{gpu().name}, driver {found.driver_version}, {gpu().compute_mode}"
-    )
+    yield figure("GPU", f"{gpu().name}, driver {found.driver_version}, {gpu().compute_mode}")
     yield equal("why it is unusable", None, gpu().unusable)
     taken = milliseconds(lambda: read_inventory(processes=False), 20)
     yield figure("reading all GPUs", f"{taken:.1f} ms")
@@ -166,16 +164,11 @@ def probe_guard() -> Checks:
     reading, writing = os.pipe()
     if (pid := os.fork()) == 0:
         try:
-            os.environ.update(
-                CUDA_VISIBLE_DEVICES=gpu().uuid, CUDA_DEVICE_ORDER="PCI_BUS_ID"
-            )
+            os.environ.update(CUDA_VISIBLE_DEVICES=gpu().uuid, CUDA_DEVICE_ORDER="PCI_BUS_ID")
             os.environ[VARIABLE] = allocator_settings({}, expandable_segments=True)
             torch.ones(1, device="cuda")
             segments = torch.cuda.memory_snapshot()
-            seen: Any = [
-                torch.cuda.device_count(),
-                bool(segments[0].get("is_expandable")),
-            ]
+            seen: Any = [torch.cuda.device_count(), bool(segments[0].get("is_expandable"))]
         except BaseException as error:
             seen = f"{type(error).__name__}: {error}"[:80]
         os.write(writing, json.dumps(seen).encode())
@@ -197,26 +190,17 @@ def probe_context() -> Checks:
     a = torch.randn(side(4096), side(4096), device="cuda")
     a @ a, a.bfloat16() @ a.bfloat16()
     conv = nn.Conv2d(64, 64, 3).cuda().bfloat16()
-    conv(
-        torch.randn(8, 64, side(64), side(64), device="cuda").bfloat16()
-    ).sum().backward()
+    conv(torch.randn(8, 64, side(64), side(64), device="cuda").bfloat16()).sum().backward()
     torch.cuda.synchronize()
     beside = before - free_bytes() - torch.cuda.memory_reserved()
     figures = memory_in_use()
     measured = figures.get("context_bytes")
     yield figure("context, cuBLAS and cuDNN", f"{beside // MIB} MiB")
     if measured is None and gpu().processes:
-        yield Check(
-            "the attempt's own measure", "known", "NVML does not show it", False
-        )
+        yield Check("the attempt's own measure", "known", "NVML does not show it", False)
     elif measured is None:  # a container
         own = figures.get("context_at_most_bytes", 0) - taken
-        yield below(
-            "… by what all of the GPU holds, off by",
-            128,
-            abs(own - beside) / MIB,
-            " MiB",
-        )
+        yield below("… by what all of the GPU holds, off by", 128, abs(own - beside) / MIB, " MiB")
     else:
         yield below("… differs from that by", 128, abs(measured - beside) / MIB, " MiB")
 
@@ -282,9 +266,7 @@ def probe_step() -> Checks:
         try:
             yield from step_of(kind)
         except Exception as error:
-            yield Check(
-                kind, "no error", f"{type(error).__name__}: {error}"[:120], False
-            )
+            yield Check(kind, "no error", f"{type(error).__name__}: {error}"[:120], False)
 
 
 def step_of(kind: str) -> Checks:
@@ -292,11 +274,7 @@ def step_of(kind: str) -> Checks:
     net = Net({"checkpoint": False, "reentrant": True}.get(kind)).cuda()
     model = torch.compile(net, dynamic=True) if kind == "compile" else net
     scaler = torch.amp.GradScaler("cuda", enabled=kind == "fp16 scaler")
-    x = (
-        torch.randn(32, 32, side(64), side(64))
-        .pin_memory()
-        .requires_grad_(kind == "reentrant")
-    )
+    x = torch.randn(32, 32, side(64), side(64)).pin_memory().requires_grad_(kind == "reentrant")
     half = torch.float16 if "fp16" in kind else torch.bfloat16
     if kind == "compile":
         try:
@@ -352,9 +330,7 @@ def is_repeated(
     size = sum(g.numel() * g.element_size() for g in found)
     left = torch.cuda.memory_allocated() - before - size
     yield equal(f"{name}: repeats of the step", 2, repeats)
-    yield below(
-        f"{name}: gradients differ by", most, largest_difference(found, expected)
-    )
+    yield below(f"{name}: gradients differ by", most, largest_difference(found, expected))
     yield below(f"{name}: memory left behind", 1, left / MIB, " MiB")
 
 
@@ -400,9 +376,7 @@ def probe_retry() -> Checks:
     expected = [2 * p.grad for p in net.parameters()]
     retry_on_oom()(accumulate)(32)
     found = [p.grad for p in net.parameters()]
-    yield below(
-        "retry_on_oom: gradients differ by", 1e-5, largest_difference(found, expected)
-    )
+    yield below("retry_on_oom: gradients differ by", 1e-5, largest_difference(found, expected))
     model = nn.Linear(side(8192), side(8192), bias=False, device="cuda")
     rows = torch.randn(8, side(8192), device="cuda")
 
@@ -512,9 +486,7 @@ def probe_optimizer() -> Checks:
     torch.cuda.reset_peak_memory_stats()
     optimizer.step()
     peak = torch.cuda.max_memory_allocated()
-    yield below(
-        "peak of the first step differs by", 0.1, abs(peak - expected) / expected
-    )
+    yield below("peak of the first step differs by", 0.1, abs(peak - expected) / expected)
 
 
 def probe_fraction() -> Checks:
@@ -536,12 +508,7 @@ def probe_tight() -> Checks:
     limit_to(4 * GIB)
     before, steps = alloc_retries() or 0, 0
     # what is cached of the last step is too small and in the way
-    for half_gib in (
-        4,
-        5,
-        6,
-        7,
-    ):
+    for half_gib in (4, 5, 6, 7):
         torch.empty(half_gib * GIB // 2, dtype=torch.uint8, device="cuda")
         after = alloc_retries() or 0
         steps += after > before
@@ -577,10 +544,7 @@ def probe_sticky() -> Checks:
 def probe_graph() -> Checks:
     """Clearing between two replays of a graph that uses cuBLAS's workspace."""
     stream = torch.cuda.Stream()
-    a, b = (
-        torch.randn(side(32768), 640, device="cuda", dtype=torch.bfloat16)
-        for _ in range(2)
-    )
+    a, b = (torch.randn(side(32768), 640, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         for _ in range(3):  # long sums, so that it is split over K
@@ -594,24 +558,17 @@ def probe_graph() -> Checks:
     expected = out.clone()
     for workspaces in (False, True):
         return_memory(thorough=False, workspaces=workspaces)
-        others = [
-            torch.full((GIB // 16,), 7, dtype=torch.uint8, device="cuda")
-            for _ in range(8)
-        ]
+        others = [torch.full((GIB // 16,), 7, dtype=torch.uint8, device="cuda") for _ in range(8)]
         graph.replay()
         torch.cuda.synchronize()
         after = "a failure" if workspaces else "a step"
-        yield equal(
-            f"replay after {after}'s clearing", True, torch.equal(out, expected)
-        )
+        yield equal(f"replay after {after}'s clearing", True, torch.equal(out, expected))
         intact = all(bool((other == 7).all()) for other in others)
         yield equal("… leaves others' memory", True, intact)
 
 
 def probe_buffers() -> Checks:
-    layers = [
-        layer for _ in range(53) for layer in (nn.Linear(64, 64), nn.BatchNorm1d(64))
-    ]
+    layers = [layer for _ in range(53) for layer in (nn.Linear(64, 64), nn.BatchNorm1d(64))]
     model, x = nn.Sequential(*layers).cuda(), torch.randn(64, 64, device="cuda")
     batcher = MicroBatcher(64)
 
@@ -626,9 +583,7 @@ def probe_buffers() -> Checks:
     copies, kernels = {}, {}
     for work in (plain, ours):
         milliseconds(work, 5)
-        with torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CUDA]
-        ) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             work()
             torch.cuda.synchronize()
         rows = profile.key_averages()
@@ -641,9 +596,7 @@ def probe_buffers() -> Checks:
     yield below("more kernels and copies", 10, kernels[ours] - kernels[plain])
     pairs = [(milliseconds(plain, 10), milliseconds(ours, 10)) for _ in range(7)]
     before, after = (statistics.median(times) for times in zip(*pairs, strict=True))
-    yield figure(
-        "step, plain and with run.backward", f"{before:.2f} ms, {after:.2f} ms"
-    )
+    yield figure("step, plain and with run.backward", f"{before:.2f} ms, {after:.2f} ms")
     # the layers are so small that a step takes as long as its host does
     yield below("host time added to a step", 0.5, after - before, " ms")
     torch.cuda.set_sync_debug_mode("error")  # whatever waits for the GPU raises
@@ -671,9 +624,7 @@ def probe_ranks() -> Checks:
                 continue
             for rank in range(2):
                 repeats, differ = json.loads(Path(folder, f"rank-{rank}").read_text())
-                yield equal(
-                    f"{how}, rank {rank}: the step is repeated", True, repeats >= 1
-                )
+                yield equal(f"{how}, rank {rank}: the step is repeated", True, repeats >= 1)
                 yield below(f"{how}, rank {rank}: gradients differ by", 1e-4, differ)
 
 
@@ -736,15 +687,11 @@ def probe_sampler() -> Checks:
     rows = []
     for _ in range(7):
         alone = milliseconds(work, 30)
-        sampler = Sampler(
-            Path(tempfile.mkdtemp()), 1, "cuda:0", 0.01, lambda: 1, cost_share=1
-        )
+        sampler = Sampler(Path(tempfile.mkdtemp()), 1, "cuda:0", 0.01, lambda: 1, cost_share=1)
         sampler.start()
         rows.append(milliseconds(work, 30) / alone)
         sampler.stop()
-    yield below(
-        "a sample each 10 ms costs", 2, 100 * (statistics.median(rows) - 1), " %"
-    )
+    yield below("a sample each 10 ms costs", 2, 100 * (statistics.median(rows) - 1), " %")
 
 
 def probe_history() -> Checks:
@@ -763,22 +710,16 @@ def probe_history() -> Checks:
         compat.record_allocator_history(torch, 20_000)
         rows.append(milliseconds(step, 50) / alone)
         compat.end_allocator_history(torch)
-    yield below(
-        "recording the history costs", 2, 100 * (statistics.median(rows) - 1), " %"
-    )
+    yield below("recording the history costs", 2, 100 * (statistics.median(rows) - 1), " %")
 
 
 def probe_doctor() -> Checks:
     """What users run: facts, then an allocation, an out-of-memory error and a recovery."""
     command = [sys.executable, "-m", "robust_train.cli.main", "doctor", "--probe"]
     # libraries that the image lacks may be on the path, too
-    path = os.pathsep.join(
-        filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH")))
-    )
+    path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu().uuid, "PYTHONPATH": path}
-    done = subprocess.run(
-        command, env=environ, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     yield equal("exit code of robust-train doctor --probe", 0, done.returncode)
     lines = [line for line in done.stdout.splitlines() if line.startswith("probe of")]
     said = lines[0] if lines else (done.stderr.strip().splitlines() or [""])[-1]
@@ -793,10 +734,7 @@ def probe_clear() -> Checks:
     blocks = min(160, int(free_bytes() * 0.8) // (256 * MIB))
 
     def use() -> None:
-        taken = [
-            torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")
-            for _ in range(blocks)
-        ]
+        taken = [torch.empty(256 * MIB, dtype=torch.uint8, device="cuda") for _ in range(blocks)]
         torch.cuda.synchronize()
         del taken
 
@@ -943,18 +881,14 @@ def probe_crowded() -> Checks:
     yield equal("taken for our own limit", False, evidence.get("own_limit"))
     yield equal("figures in the message", True, bool(evidence.get("requested_bytes")))
     yield equal("what is done", "wait", attempts[0]["action"])
-    yield equal(
-        "when there is room again", "completed at batch 64", said_of(attempts[-1])
-    )
+    yield equal("when there is room again", "completed at batch 64", said_of(attempts[-1]))
 
 
 def said_of(attempt: dict[str, Any]) -> str:
     return f"{attempt['outcome']} at batch {attempt['batch_size']}"
 
 
-def appears(
-    path: Path, process: subprocess.Popen[str], seconds: float, text: str = ""
-) -> bool:
+def appears(path: Path, process: subprocess.Popen[str], seconds: float, text: str = "") -> bool:
     """Wait until a file has this text, while the process runs."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and process.poll() is None:
@@ -1007,9 +941,7 @@ def probe_speed() -> Checks:
             file = folder / "seconds"
             os.environ |= {"TIMED_MODEL": model, "TIMED_FILE": str(file)}
             device = "cuda:0" if script == "train.py" else "auto"
-            process = start_job(
-                folder / "run", "is_timed", f"device={device}", script=script
-            )
+            process = start_job(folder / "run", "is_timed", f"device={device}", script=script)
             _, errors = process.communicate()
             if not file.exists():
                 last = (errors.strip().splitlines() or ["it says nothing"])[-1]
@@ -1025,16 +957,7 @@ def probe_pytest() -> Checks:
     if importlib.util.find_spec("pytest") is None:
         yield not_checked("pytest -m gpu", "pytest is not installed")
         return
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-m",
-        "gpu",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-    ]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
     if importlib.util.find_spec("xdist"):
         command += ["-n", "0"]
     else:
@@ -1047,9 +970,7 @@ def probe_pytest() -> Checks:
         yield Check("pytest -m gpu", "exit code 0", said[:120], done.returncode == 0)
 
 
-BOTH = frozenset(
-    ("step", "retry", "shared", "optimizer", "fraction", "tight", "graph", "clear")
-)
+BOTH = frozenset(("step", "retry", "shared", "optimizer", "fraction", "tight", "graph", "clear"))
 """Probes that run with expandable segments and without."""
 
 PROBES: dict[str, tuple[Callable[[], Checks], int]] = {
@@ -1088,9 +1009,7 @@ def run_probe(name: str, seconds: float, *, expandable: bool = True) -> list[Che
     """Run one probe in a process of its own; whatever it has seen when its time is up counts."""
     command = [sys.executable, __file__, "--probe", name]
     # settings that the user has exported would decide about segments
-    environ = {
-        name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name
-    }
+    environ = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
     environ[VARIABLE] = allocator_settings({}, expandable_segments=expandable)
     child = subprocess.Popen(
         command,
@@ -1120,8 +1039,7 @@ def run_probe(name: str, seconds: float, *, expandable: bool = True) -> list[Che
 
 def lines_of(name: str, checks: list[Check]) -> list[str]:
     return [
-        f"{name:<18} {one.what:<46} {one.expected:<18} {one.seen:<34} {one.mark}"
-        for one in checks
+        f"{name:<18} {one.what:<46} {one.expected:<18} {one.seen:<34} {one.mark}" for one in checks
     ]
 
 
@@ -1155,10 +1073,7 @@ def cell(text: str) -> str:
 def commit() -> str:
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     with contextlib.suppress(OSError):
-        return (
-            subprocess.run(command, capture_output=True, text=True).stdout.strip()
-            or "?"
-        )
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "?"
     return "?"
 
 
@@ -1177,9 +1092,7 @@ def choose_gpu() -> str | None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0] if __doc__ else ""
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("probes", nargs="*", metavar="PROBE", help=", ".join(PROBES))
     parser.add_argument("--name", help="of the page in docs/gpu; default: the GPU's")
     parser.add_argument("--minutes", type=float, default=30, help="time in all")
@@ -1197,9 +1110,7 @@ def main() -> int:
         print(f"gpu-check: nothing was checked: {why}", file=sys.stderr)
         return 3
     if not torch.cuda.is_available():
-        print(
-            "gpu-check: no GPU that torch can use; nothing was checked", file=sys.stderr
-        )
+        print("gpu-check: no GPU that torch can use; nothing was checked", file=sys.stderr)
         return 2
     print(f"torch {torch.__version__}, Python {sys.version.split()[0]}")
     deadline = STARTED + 60 * arguments.minutes
@@ -1216,15 +1127,11 @@ def main() -> int:
             print("\n".join(lines_of(title, results[title])), flush=True)
     passed = [one.passed for checks in results.values() for one in checks]
     differ, unseen = passed.count(False), passed.count(None)
-    parts = [f"{differ} differ"] * bool(differ) + [f"{unseen} not checked"] * bool(
-        unseen
-    )
+    parts = [f"{differ} differ"] * bool(differ) + [f"{unseen} not checked"] * bool(unseen)
     verdict = ", ".join(parts) or "all as expected"
     print(verdict)
     if arguments.name or not arguments.probes:
-        name = arguments.name or re.sub(r"[^a-z0-9]+", "-", gpu().name.lower()).strip(
-            "-"
-        )
+        name = arguments.name or re.sub(r"[^a-z0-9]+", "-", gpu().name.lower()).strip("-")
         path = EVIDENCE / f"{name}.md"
         path.write_text(page(results, verdict))
         print(f"written to {path}")

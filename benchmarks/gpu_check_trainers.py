@@ -56,9 +56,7 @@ def fills_eight_gib(cfg: Any, run: Any) -> int:
     while not Path(os.environ["GO_FILE"]).exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     run.progress(1)
-    blocks = [
-        torch.empty(GIB // 4, dtype=torch.uint8, device=cfg.device) for _ in range(32)
-    ]
+    blocks = [torch.empty(GIB // 4, dtype=torch.uint8, device=cfg.device) for _ in range(32)]
     return len(blocks)
 
 
@@ -88,11 +86,7 @@ def runs_out_at_50(cfg: Any, run: Any) -> dict[str, float]:
         RunsOut.asks = len(batch) if step == 50 else 0
         started = time.perf_counter()
         model.zero_grad()
-        run.backward(
-            lambda x: RunsOut.apply(model(x.to(cfg.device))).square().mean(),
-            batch,
-            model,
-        )
+        run.backward(lambda x: RunsOut.apply(model(x.to(cfg.device))).square().mean(), batch, model)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
             held.append(torch.cuda.memory_allocated())

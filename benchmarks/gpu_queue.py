@@ -61,9 +61,7 @@ def measure(rounds: int) -> None:
             get(queue)
             queue.release()
             seconds[name].append(time.perf_counter() - started)
-    medians = {
-        name: statistics.median(values) * 1000 for name, values in seconds.items()
-    }
+    medians = {name: statistics.median(values) * 1000 for name, values in seconds.items()}
     extra = medians["with"] - medians["without"]
     both = f"{medians['with']:.2f} with, {medians['without']:.2f} without"
     print(f"reservation: {extra:.2f} ms ({both})")
@@ -84,9 +82,7 @@ def measure(rounds: int) -> None:
         found = waiting_jobs[0][1].poll()
         cpu.append(time.process_time() - started)
         assert not found
-    print(
-        f"a poll by the first of 20 waiting jobs: {statistics.median(cpu) * 1000:.2f} ms of CPU"
-    )
+    print(f"a poll by the first of 20 waiting jobs: {statistics.median(cpu) * 1000:.2f} ms of CPU")
     bare = []
     for _ in range(rounds):
         started = time.process_time()
@@ -141,13 +137,7 @@ def main() -> None:
         machine = Machine(folder, build_nvml(folder / "libraries").parent, [Gpu()] * 8)
         environ = machine.environment()
         del environ["SIMULATED_NVML_CALLS"]  # writing a log would be most of the time
-        command = [
-            sys.executable,
-            __file__,
-            "--on-machine",
-            "--rounds",
-            str(arguments.rounds),
-        ]
+        command = [sys.executable, __file__, "--on-machine", "--rounds", str(arguments.rounds)]
         subprocess.run(command, env=environ, check=True)
 
 

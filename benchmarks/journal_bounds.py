@@ -19,12 +19,7 @@ from pathlib import Path
 
 from robust_train.folder import journal as journal_module
 from robust_train.folder.journal import Journal, attempts_in
-from robust_train.model.events import (
-    AttemptStarted,
-    CheckpointSaved,
-    MemoryReported,
-    Progress,
-)
+from robust_train.model.events import AttemptStarted, CheckpointSaved, MemoryReported, Progress
 from robust_train.model.spec import AttemptSpec
 from robust_train.report.sources import read_sources
 

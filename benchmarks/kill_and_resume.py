@@ -28,13 +28,7 @@ from robust_train.config.trainers import TrainerRef
 from robust_train.host.signals import SignalWatch
 from robust_train.launcher.process import ProcessExecutor
 from robust_train.model.attempt import Attempt
-from robust_train.model.events import (
-    CheckpointSaved,
-    Event,
-    Finished,
-    TrainingStarted,
-    UserEvent,
-)
+from robust_train.model.events import CheckpointSaved, Event, Finished, TrainingStarted, UserEvent
 from robust_train.model.spec import AttemptSpec
 from robust_train.vision.trainer import train
 
@@ -88,9 +82,7 @@ class Killer:
             self._timer.join()
 
 
-def job(
-    run_dir: Path, epochs: int, workers: int, kills: int, seed: int
-) -> dict[str, Any]:
+def job(run_dir: Path, epochs: int, workers: int, kills: int, seed: int) -> dict[str, Any]:
     """Run to the end with so many kills; the trainer's result, and what was survived."""
     with initialize_config_module("robust_train.configs", version_base="1.3"):
         cfg = compose(
@@ -157,23 +149,15 @@ def main() -> None:
     # for interpreters that have begun too: other threads add in another order
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory() as folder:
-        whole = job(
-            Path(folder) / "whole", chosen.epochs, chosen.workers, 0, chosen.seed
-        )
+        whole = job(Path(folder) / "whole", chosen.epochs, chosen.workers, 0, chosen.seed)
         killed = job(
-            Path(folder) / "killed",
-            chosen.epochs,
-            chosen.workers,
-            chosen.kills,
-            chosen.seed,
+            Path(folder) / "killed", chosen.epochs, chosen.workers, chosen.kills, chosen.seed
         )
         one, other = (
             torch.load(result["checkpoint"], weights_only=True)["model"]
             for result in (whole, killed)
         )
-    same = one.keys() == other.keys() and all(
-        torch.equal(one[name], other[name]) for name in one
-    )
+    same = one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     print(
         json.dumps(
             {

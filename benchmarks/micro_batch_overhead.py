@@ -34,11 +34,7 @@ def small_cnn() -> nn.Module:
     """Three convolutions with BatchNorm, whose statistics are what has to be remembered."""
     layers: list[nn.Module] = []
     for before, after in ((3, 32), (32, 64), (64, 64)):
-        layers += [
-            nn.Conv2d(before, after, 3, padding=1),
-            nn.BatchNorm2d(after),
-            nn.ReLU(),
-        ]
+        layers += [nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU()]
         layers += [nn.MaxPool2d(2)]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 16, 10))
 
@@ -46,9 +42,7 @@ def small_cnn() -> nn.Module:
 Step = Callable[[], None]
 
 
-def steps_to_compare(
-    model: nn.Module, x: torch.Tensor, y: torch.Tensor
-) -> tuple[Step, Step, Step]:
+def steps_to_compare(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[Step, Step, Step]:
     """A plain step, one with ``backward``, and the latter without any work in it."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     batcher = MicroBatcher(len(x))
@@ -86,9 +80,7 @@ def compare_frameworks(steps: int, rounds: int, length: int) -> None:
     torch.set_num_threads(1)  # others spin while they wait
     job = Job("first", steps=steps, length=length)
     ended: list[float] = []
-    register_optimizer_step_post_hook(
-        lambda *ignored: ended.append(time.process_time())
-    )
+    register_optimizer_step_post_hook(lambda *ignored: ended.append(time.process_time()))
 
     def step_times(fit: Callable[[Job, Path], object]) -> list[float]:
         ended.clear()
@@ -159,10 +151,7 @@ def main() -> None:
     device = torch.device(chosen.device)
     torch.manual_seed(0)
     model = small_cnn().to(device)
-    x, y = (
-        torch.randn(64, 3, 32, 32, device=device),
-        torch.randint(10, (64,), device=device),
-    )
+    x, y = (torch.randn(64, 3, 32, 32, device=device), torch.randint(10, (64,), device=device))
     plain, split, nothing = steps_to_compare(model, x, y)
 
     def seconds(step: Step) -> float:
@@ -182,9 +171,7 @@ def main() -> None:
     alone = statistics.median(seconds(nothing) for _ in range(chosen.steps))
     print(f"plain step: {before * 1e3:.3f} ms (median of {chosen.steps}, interleaved)")
     print(f"with backward: {after * 1e3:.3f} ms ({100 * (after / before - 1):+.2f} %)")
-    print(
-        f"backward alone: {alone * 1e6:.0f} µs ({100 * alone / before:.2f} %; goal: 1 %)"
-    )
+    print(f"backward alone: {alone * 1e6:.0f} µs ({100 * alone / before:.2f} %; goal: 1 %)")
 
 
 if __name__ == "__main__":

@@ -50,9 +50,7 @@ esac
 BARE = "import os, sweep_trainer as t; t.hold(os.environ['CUDA_VISIBLE_DEVICES'], {seconds:g})"
 
 
-def commands(
-    machine: Machine, folder: Path, lengths: list[float], bare: bool
-) -> list[str]:
+def commands(machine: Machine, folder: Path, lengths: list[float], bare: bool) -> list[str]:
     """The jobs for a shell. The queues export an index, where the trainer takes a UUID."""
     uuids = " ".join(f"{i}) U={machine.uuid(i)};;" for i in range(ours.GPUS))
     lines = []
@@ -66,9 +64,7 @@ def commands(
         ]
         if bare:
             command = [sys.executable, "-c", BARE.format(seconds=seconds)]
-        chosen = (
-            f'case "$CUDA_VISIBLE_DEVICES" in {uuids} esac; CUDA_VISIBLE_DEVICES=$U'
-        )
+        chosen = f'case "$CUDA_VISIBLE_DEVICES" in {uuids} esac; CUDA_VISIBLE_DEVICES=$U'
         lines.append(f"{chosen} {shlex.join(command)}")
     return lines
 
@@ -76,9 +72,7 @@ def commands(
 def environment(machine: Machine, folder: Path) -> dict[str, str]:
     """As for our sweep, with this interpreter's packages wherever they lie."""
     environ = ours.environment(machine, folder)
-    environ["PYTHONPATH"] = os.pathsep.join(
-        [environ["PYTHONPATH"], *filter(None, sys.path[1:])]
-    )
+    environ["PYTHONPATH"] = os.pathsep.join([environ["PYTHONPATH"], *filter(None, sys.path[1:])])
     return environ
 
 

@@ -45,17 +45,11 @@ def main() -> None:
             folder = Path(name)
             gpus = [Gpu(total_mib=40000) for _ in range(arguments.gpus)]
             machine = Machine(folder, build_nvml(folder / "libraries").parent, gpus)
-            environ = machine.environment(
-                PYTHONPATH=f"{ROOT / 'tests' / 'support'}:{ROOT / 'src'}"
-            )
+            environ = machine.environment(PYTHONPATH=f"{ROOT / 'tests' / 'support'}:{ROOT / 'src'}")
             del environ["SIMULATED_NVML_CALLS"]
             log = folder / "log"
             what = chaos.Chaos(
-                str(log),
-                arguments.launchers,
-                per_device=per_device,
-                counts=counts,
-                seed=seed,
+                str(log), arguments.launchers, per_device=per_device, counts=counts, seed=seed
             )
             started = time.monotonic()
             command = [sys.executable, chaos.__file__, json.dumps(asdict(what))]
@@ -66,10 +60,7 @@ def main() -> None:
                 kept = Path(tempfile.gettempdir()) / f"queue_chaos-{seed}.jsonl"
                 print(f"log: {shutil.copy(log, kept)}")
         sizes = "/".join(str(count) for count in sorted(set(counts)))
-        print(
-            f"{per_device} a GPU, of {sizes} GPUs, {seconds:.1f} s: {verdict}",
-            flush=True,
-        )
+        print(f"{per_device} a GPU, of {sizes} GPUs, {seconds:.1f} s: {verdict}", flush=True)
         bad += verdict.faults
     print("nothing went wrong" if bad == 0 else f"{bad} faults")
     sys.exit(bad != 0)

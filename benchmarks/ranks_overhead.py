@@ -35,9 +35,7 @@ def be_rank(rank: int, chosen: argparse.Namespace, port: int) -> None:
         fully_shard(model)
     else:
         model = DistributedDataParallel(model)
-    plain, split, _ = steps_to_compare(
-        model, torch.randn(64, 3, 32, 32), torch.randint(10, (64,))
-    )
+    plain, split, _ = steps_to_compare(model, torch.randn(64, 3, 32, 32), torch.randint(10, (64,)))
     group = ranks.here()
     assert group is not None
     present = (True,) * len(list(model.parameters()))
@@ -53,16 +51,12 @@ def be_rank(rank: int, chosen: argparse.Namespace, port: int) -> None:
         plain(), split()
     pairs = [(seconds(plain), seconds(split)) for _ in range(chosen.steps)]
     before, after = (statistics.median(times) for times in zip(*pairs, strict=True))
-    alone = statistics.median(
-        seconds(lambda: group.exchange(report)) for _ in range(chosen.steps)
-    )
+    alone = statistics.median(seconds(lambda: group.exchange(report)) for _ in range(chosen.steps))
     if rank == 0:
         print(f"{chosen.ranks} ranks, median of {chosen.steps} steps, interleaved")
         print(f"the wrapper's own step: {before * 1e3:.3f} ms")
         print(f"with run.backward: {after * 1e3:.3f} ms (× {after / before:.3f})")
-        print(
-            f"the agreement alone: {alone * 1e6:.0f} µs (× {alone / before:.4f} of a step)"
-        )
+        print(f"the agreement alone: {alone * 1e6:.0f} µs (× {alone / before:.4f} of a step)")
     dist.destroy_process_group()
 
 

@@ -97,16 +97,7 @@ def in_a_child(name: str, job: Job, folder: Path) -> Result:
         "MALLOC_MMAP_THRESHOLD_": str(32 * MIB),
         "MALLOC_TRIM_THRESHOLD_": str(2**31),
     }
-    command = [
-        sys.executable,
-        __file__,
-        "--child",
-        name,
-        "--job",
-        job.as_json(),
-        "--in",
-        folder,
-    ]
+    command = [sys.executable, __file__, "--child", name, "--job", job.as_json(), "--in", folder]
     started = time.perf_counter()
     with (folder / "output.txt").open("w") as output:
         process = subprocess.run(
@@ -160,9 +151,7 @@ def row(name: str, job: Job, rounds: list[dict[str, Result]]) -> list[str]:
     def ratio(key: str) -> str:
         if "ideal" not in rounds[0]:
             return ""
-        return (
-            f"{statistics.median(r[name][key] / r['ideal'][key] for r in rounds):.2f}"
-        )
+        return f"{statistics.median(r[name][key] / r['ideal'][key] for r in rounds):.2f}"
 
     def median(key: str) -> float:
         return statistics.median(result[key] for result in mine)
@@ -191,31 +180,17 @@ def of_ideal(rounds: list[dict[str, Result]]) -> str:
     return f"; times ÷ the ideal's, which took {ideal:.1f} s"
 
 
-HEADER = [
-    "",
-    "wall",
-    "CPU",
-    "command",
-    "repeated",
-    "batch kept",
-    "distance",
-    "peak MiB",
-]
+HEADER = ["", "wall", "CPU", "command", "repeated", "batch kept", "distance", "peak MiB"]
 
 
 def table(rows: list[list[str]], *, markdown: bool) -> str:
     """Aligned columns, for a terminal or for the documentation."""
     if not markdown:
-        rows = [
-            [cell.replace("*", "").replace("`", "") for cell in cells] for cells in rows
-        ]
+        rows = [[cell.replace("*", "").replace("`", "") for cell in cells] for cells in rows]
     rows = [HEADER, *rows]
-    widths = [
-        max(len(cells[column]) for cells in rows) for column in range(len(HEADER))
-    ]
+    widths = [max(len(cells[column]) for cells in rows) for column in range(len(HEADER))]
     lines = [
-        [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
-        for cells in rows
+        [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)] for cells in rows
     ]
     if not markdown:
         return "\n".join("  ".join(cells).rstrip() for cells in lines)
@@ -227,21 +202,13 @@ def main() -> None:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument(
-        "--only", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS)
-    )
+    parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument(
-        "--length", type=int, default=Job.length, help="of the longest samples"
-    )
-    parser.add_argument(
-        "--checkpoint-every", type=int, default=Job.checkpoint_every_steps
-    )
+    parser.add_argument("--length", type=int, default=Job.length, help="of the longest samples")
+    parser.add_argument("--checkpoint-every", type=int, default=Job.checkpoint_every_steps)
     parser.add_argument("--markdown", action="store_true")
-    parser.add_argument(
-        "--json", type=Path, help="write all results to this file after each run"
-    )
+    parser.add_argument("--json", type=Path, help="write all results to this file after each run")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--job", help=argparse.SUPPRESS)
     parser.add_argument("--in", dest="folder", type=Path, help=argparse.SUPPRESS)

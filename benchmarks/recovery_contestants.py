@@ -123,9 +123,7 @@ def _launched(job: Job, folder: Path, isolation: str) -> Ending:
         return Ending(weights, first_line - started)
     figures = {
         "samples_begun": sum(figures["samples_begun"] for figures in ended),
-        "step_samples": [
-            count for figures in ended for count in figures["step_samples"]
-        ],
+        "step_samples": [count for figures in ended for count in figures["step_samples"]],
         "peak_bytes": max(figures["peak_bytes"] for figures in ended),
         "cpu_seconds": sum(figures["cpu_seconds"] for figures in ended),
     }
@@ -142,9 +140,7 @@ def attempt(cfg: Any, run: Any) -> str:
         network = _train_from_checkpoint(Job.from_json(cfg.job), cfg.training, run)
     finally:
         cpu_seconds = time.process_time() - cpu_before
-        run.record(
-            "figures", {"figures": {**METER.figures(), "cpu_seconds": cpu_seconds}}
-        )
+        run.record("figures", {"figures": {**METER.figures(), "cpu_seconds": cpu_seconds}})
     path = run.run_dir / "weights.pt"
     torch.save(network.state_dict(), path)
     return str(path)
@@ -157,9 +153,7 @@ def _train_from_checkpoint(job: Job, training: Any, run: Any) -> Network:
     network, optimizer = build(job)
     folder = live_of(run).checkpoints(keep=2)
     step = 0
-    found = (
-        None if run.resume_checkpoint is None else read_newest(run.resume_checkpoint)
-    )
+    found = None if run.resume_checkpoint is None else read_newest(run.resume_checkpoint)
     if found is not None:
         _, content = found
         network.load_state_dict(content["network"])
@@ -190,17 +184,13 @@ OURS_AND_PLAIN = {
     "ideal": Contestant("ideal: knew the micro-batch", ideal),
     "unlimited": Contestant("memory without limit", unlimited, is_limited=False),
     "hand_made": Contestant("hand-made: from scratch at half the batch", hand_made),
-    "in_step": Contestant(
-        "**robust-train, in the step**", in_step, ("robust_train.step.batcher",)
-    ),
+    "in_step": Contestant("**robust-train, in the step**", in_step, ("robust_train.step.batcher",)),
     "inline": Contestant(
         "**robust-train, attempts inline**",
         inline,
         ("robust_train.entry", "robust_train.attempt.checkpoints"),
     ),
     "isolated": Contestant(
-        "**robust-train, attempts in processes**",
-        isolated,
-        ("robust_train.entry",),
+        "**robust-train, attempts in processes**", isolated, ("robust_train.entry",)
     ),
 }

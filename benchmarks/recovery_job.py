@@ -136,9 +136,7 @@ class Network(nn.Module):
         self._data_limit = job.data_limit
         METER.watch(self.embedding.weight)
 
-    def forward(
-        self, tokens: Tensor, mask: Tensor, labels: Tensor
-    ) -> dict[str, Tensor]:
+    def forward(self, tokens: Tensor, mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
         METER.arm(self._data_limit)
         METER.forward_begins(len(labels), self.embedding.weight)
         x_BTD = self.embedding(tokens)
@@ -262,14 +260,7 @@ def measure_limit(job: Job) -> int:
 
 def _growth(job: Job, batch_size: int, length: int) -> int:
     """Peak growth of private memory over three optimizer steps, since the process was set up."""
-    short = Job(
-        "first",
-        steps=3,
-        batch=job.batch,
-        length=length,
-        width=job.width,
-        depth=job.depth,
-    )
+    short = Job("first", steps=3, batch=job.batch, length=length, width=job.width, depth=job.depth)
     with _watched_data() as grown:
         train(short, batch_size, job.batch // batch_size)
     return grown[0]

@@ -71,9 +71,7 @@ def accelerate_plain(job: Job, folder: Path) -> Ending:
 
     accelerator = Accelerator(cpu=True)
     network, optimizer = build(job)
-    network, optimizer, batches = accelerator.prepare(
-        network, optimizer, loader(job, job.batch)
-    )
+    network, optimizer, batches = accelerator.prepare(network, optimizer, loader(job, job.batch))
     for batch in batches:
         accelerator.backward(network(**batch)["loss"])
         optimizer.step()
@@ -89,9 +87,7 @@ def accelerate_in_step(job: Job, folder: Path) -> Ending:
 
     accelerator = Accelerator(cpu=True)
     network, optimizer = build(job)
-    network, optimizer, batches = accelerator.prepare(
-        network, optimizer, loader(job, job.batch)
-    )
+    network, optimizer, batches = accelerator.prepare(network, optimizer, loader(job, job.batch))
     cfg, run = _attempt(job, folder)
     loop = RobustLoop(accelerator, network, batches, cfg=cfg, run=run)
     for _ in loop.epochs(1):
@@ -159,9 +155,7 @@ def _lightning(job: Job, folder: Path) -> tuple[Any, Any]:
             return self._optimizer
 
         def train_dataloader(self) -> Any:
-            return DataLoader(
-                self._samples, batch_size=self.batch_size, collate_fn=collate
-            )
+            return DataLoader(self._samples, batch_size=self.batch_size, collate_fn=collate)
 
     trainer = Trainer(
         accelerator="cpu",
@@ -266,13 +260,9 @@ def _trainer(job: Job, arguments: dict[str, Any]) -> Any:
 
 PEERS = {
     "accelerate": Contestant(
-        "accelerate `find_executable_batch_size`",
-        accelerate_documented,
-        ("accelerate",),
+        "accelerate `find_executable_batch_size`", accelerate_documented, ("accelerate",)
     ),
-    "accelerate_halving": Contestant(
-        "the same, halving", accelerate_halving, ("accelerate",)
-    ),
+    "accelerate_halving": Contestant("the same, halving", accelerate_halving, ("accelerate",)),
     "accelerate_in_step": Contestant(
         "**robust-train, in accelerate's step**",
         accelerate_in_step,
@@ -289,17 +279,11 @@ PEERS = {
         ("lightning.pytorch", "robust_train.integrations.lightning"),
     ),
     "transformers": Contestant(
-        "transformers `auto_find_batch_size`",
-        transformers,
-        ("transformers.trainer", "accelerate"),
+        "transformers `auto_find_batch_size`", transformers, ("transformers.trainer", "accelerate")
     ),
     "transformers_in_step": Contestant(
         "**robust-train, in transformers' step**",
         transformers_in_step,
-        (
-            "transformers.trainer",
-            "accelerate",
-            "robust_train.integrations.transformers",
-        ),
+        ("transformers.trainer", "accelerate", "robust_train.integrations.transformers"),
     ),
 }

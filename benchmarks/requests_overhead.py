@@ -75,12 +75,8 @@ def main() -> None:
     print(
         f"step of a run that takes them: {after * 1e6:.1f} µs ({100 * (after / before - 1):+.2f} %)"
     )
-    alone, listens = (
-        statistics.median(times) * 1e6 for times in zip(*boundaries, strict=True)
-    )
-    print(
-        f"its three looks at the launcher's side alone: {alone:.2f} and {listens:.2f} µs"
-    )
+    alone, listens = (statistics.median(times) * 1e6 for times in zip(*boundaries, strict=True))
+    print(f"its three looks at the launcher's side alone: {alone:.2f} and {listens:.2f} µs")
 
 
 if __name__ == "__main__":

@@ -41,21 +41,11 @@ def network(device: str) -> Callable[[], None]:
     from torch import nn
 
     torch.set_num_threads(1)
-    layers = [
-        nn.Conv2d(3, 32, 3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(32, 32, 3),
-        nn.ReLU(),
-    ]
-    model = nn.Sequential(
-        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)
-    )
+    layers = [nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
     model.to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    x, y = (
-        torch.randn(16, 3, 32, 32, device=device),
-        torch.randint(10, (16,), device=device),
-    )
+    x, y = (torch.randn(16, 3, 32, 32, device=device), torch.randint(10, (16,), device=device))
 
     def step() -> None:
         optimizer.zero_grad()
@@ -72,9 +62,7 @@ def python_alone(device: str) -> Callable[[], None]:
     return lambda: sum(number * number for number in range(50_000)) and None
 
 
-def block(
-    step: Callable[[], None], count: int, device: str, interval: float | None
-) -> Block:
+def block(step: Callable[[], None], count: int, device: str, interval: float | None) -> Block:
     """So many steps, with a sampler or without."""
     from robust_train.features.memory_samples.sampler import Sampler
 
@@ -154,10 +142,7 @@ def main() -> None:
     from robust_train.gpu.inventory import read_inventory
 
     command = [sys.executable, __file__, f"--rounds={chosen.rounds}"]
-    command += [
-        f"--interval-ms={chosen.interval_ms}",
-        f"--block-seconds={chosen.block_seconds}",
-    ]
+    command += [f"--interval-ms={chosen.interval_ms}", f"--block-seconds={chosen.block_seconds}"]
     gpus = read_inventory(processes=False).gpus
     if gpus:
         print(f"on {gpus[0].name}, NVML and torch asked")
@@ -172,15 +157,9 @@ def main() -> None:
     from simulated_nvml import Gpu, Machine, build_nvml
 
     with tempfile.TemporaryDirectory() as folder:
-        machine = Machine(
-            Path(folder), build_nvml(Path(folder) / "libraries").parent, [Gpu()]
-        )
+        machine = Machine(Path(folder), build_nvml(Path(folder) / "libraries").parent, [Gpu()])
         print("on the CPU, a simulated NVML asked")
-        environ = {
-            **os.environ,
-            **machine.environ,
-            "CUDA_VISIBLE_DEVICES": machine.uuid(0),
-        }
+        environ = {**os.environ, **machine.environ, "CUDA_VISIBLE_DEVICES": machine.uuid(0)}
         del environ["SIMULATED_NVML_CALLS"]  # writing a log would be most of the time
         subprocess.run([*command, "--measure=cuda:0"], env=environ, check=True)
 

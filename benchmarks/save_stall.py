@@ -125,9 +125,7 @@ def contestants(folder: Path, state: dict[str, Any]) -> dict[str, Save]:
         return lambda: True
 
     def in_background(number: int) -> Callable[[], bool]:
-        future: Any = dcp.async_save(
-            state, checkpoint_id=str(folder / f"async-{number % 2}")
-        )
+        future: Any = dcp.async_save(state, checkpoint_id=str(folder / f"async-{number % 2}"))
         return lambda: bool(future.done())
 
     return {
@@ -149,9 +147,7 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "Detected an existing checkpoint")
     with tempfile.TemporaryDirectory() as store:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}/store", rank=0, world_size=1
-        )
+        dist.init_process_group("gloo", init_method=f"file://{store}/store", rank=0, world_size=1)
         steps = Steps(chosen.device)
         for gigabytes in chosen.gigabytes:
             state = state_of(gigabytes, chosen.device)

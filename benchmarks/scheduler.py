@@ -56,18 +56,13 @@ def workload(
 ) -> list[Job]:
     rng = random.Random(7)
     sizes = (4000, 4000, 8000, 8000, 16000, 24000, 40000)
-    drawn = [
-        (rng.choice(sizes), min(rng.lognormvariate(7.5, 1.0), 36000.0))
-        for _ in range(jobs)
-    ]
+    drawn = [(rng.choice(sizes), min(rng.lognormvariate(7.5, 1.0), 36000.0)) for _ in range(jobs)]
     many = [rng.choice(counts) if len(counts) > 1 else counts[0] for _ in range(jobs)]
     each = [*zip(drawn, many, strict=True)]
     if per_device == 1:
         work = sum(seconds * count for (_, seconds), count in each) / gpus
     else:
-        work = sum(need * seconds * count for (need, seconds), count in each) / (
-            gpus * TOTAL
-        )
+        work = sum(need * seconds * count for (need, seconds), count in each) / (gpus * TOTAL)
     span = work / load
     times = sorted(rng.uniform(0, span) for _ in range(jobs))
     return [
@@ -97,14 +92,10 @@ def started_on(job: QueuedJob, group: Sequence[GpuInfo], now: float) -> QueuedJo
     return replace(running, taken_bytes=(job.reserved_bytes,) * job.count, since=now)
 
 
-def simulate(
-    jobs: Sequence[Job], gpus: int, per_device: int, *, passing: bool
-) -> dict[str, float]:
+def simulate(jobs: Sequence[Job], gpus: int, per_device: int, *, passing: bool) -> dict[str, float]:
     """Run the workload; without ``passing`` nobody starts before those who came earlier."""
     machine = {
-        f"GPU-{n:04}": GpuInfo(
-            f"GPU-{n:04}", "A100", n, f"{n:08x}", TOTAL * MIB, TOTAL * MIB, 0
-        )
+        f"GPU-{n:04}": GpuInfo(f"GPU-{n:04}", "A100", n, f"{n:08x}", TOTAL * MIB, TOTAL * MIB, 0)
         for n in range(gpus)
     }
     everywhere = tuple(machine)
@@ -135,14 +126,10 @@ def simulate(
             ended = running.pop(name)
             for uuid in ended.gpus:
                 here = machine[uuid]
-                machine[uuid] = replace(
-                    here, free_bytes=here.free_bytes + ended.reserved_bytes
-                )
+                machine[uuid] = replace(here, free_bytes=here.free_bytes + ended.reserved_bytes)
                 jobs_on[uuid] -= 1
         started = time.process_time()
-        decided = Plan(
-            [*waiting.values(), *running.values()], list(machine.values()), now
-        )
+        decided = Plan([*waiting.values(), *running.values()], list(machine.values()), now)
         costs.append(time.process_time() - started)
         for granted, group in decided.groups.items():
             is_later = bool(decided.first) and int(granted) > int(decided.first)
@@ -206,8 +193,7 @@ def waits_of_users(
     With the order `slices` jobs are asked each minute whether they leave their GPUs.
     """
     machine = [
-        GpuInfo(f"GPU-{n}", "A100", n, f"{n:08x}", TOTAL * MIB, TOTAL * MIB, 0)
-        for n in range(gpus)
+        GpuInfo(f"GPU-{n}", "A100", n, f"{n:08x}", TOTAL * MIB, TOTAL * MIB, 0) for n in range(gpus)
     ]
     everywhere = tuple(gpu.uuid for gpu in machine)
     events = [(job.arrives, 0, job.number) for job in jobs]
@@ -245,10 +231,7 @@ def waits_of_users(
         if order != "slices" or not waiting:
             continue
         for name, job in list(running.items()):
-            others = [
-                *waiting.values(),
-                *(one for one in running.values() if one is not job),
-            ]
+            others = [*waiting.values(), *(one for one in running.values() if one is not job)]
             is_over = now - job.since >= SLICE
             if is_over and plans.waits_for(job, others, free, now) is not None:
                 left[int(name)] = ends.pop(name) - now + AGAIN
@@ -263,15 +246,11 @@ def waits_of_users(
 
 
 def compare_users(days: int) -> None:
-    print(
-        "| small user's jobs | order | small user waits | big user waits | all done after |"
-    )
+    print("| small user's jobs | order | small user waits | big user waits | all done after |")
     print("|---|---|---|---|---|")
     for count in (1, 4):
         for order in ("slices", "fair", "fifo"):
-            seen = [
-                waits_of_users(a_day(seed, count), 8, order) for seed in range(days)
-            ]
+            seen = [waits_of_users(a_day(seed, count), 8, order) for seed in range(days)]
             cells = []
             for user in (SMALL, BIG):
                 waits = [wait / 60 for found, _ in seen for wait in found[user]]
@@ -301,15 +280,11 @@ def main() -> None:
         return
     plans._DOUBLES_EVERY_SECONDS = arguments.doubles_every
     for per_device, counts in ((1, (1,)), (8, (1,)), (1, (1,) * 9 + (2, 4, 8))):
-        jobs = workload(
-            arguments.jobs, arguments.gpus, arguments.load, per_device, counts
-        )
+        jobs = workload(arguments.jobs, arguments.gpus, arguments.load, per_device, counts)
         ours = simulate(jobs, arguments.gpus, per_device, passing=True)
         fifo = simulate(jobs, arguments.gpus, per_device, passing=False)
         most = f", of up to {max(counts)} GPUs" if max(counts) > 1 else ""
-        print(
-            f"{len(jobs)} jobs{most} on {arguments.gpus} GPUs, up to {per_device} a GPU:"
-        )
+        print(f"{len(jobs)} jobs{most} on {arguments.gpus} GPUs, up to {per_device} a GPU:")
         print(
             f"  cost of an event: mean {ours['cost_ms']:.2f} ms, longest {ours['worst_ms']:.1f} ms"
         )
@@ -327,9 +302,7 @@ def main() -> None:
 
 def _ratio(ours: float, fifo: float) -> str:
     return (
-        f"{ours / fifo:.2f} ({ours / 60:.0f} min ÷ {fifo / 60:.0f} min)"
-        if fifo
-        else "none waits"
+        f"{ours / fifo:.2f} ({ours / 60:.0f} min ÷ {fifo / 60:.0f} min)" if fifo else "none waits"
     )
 
 

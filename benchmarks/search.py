@@ -143,9 +143,7 @@ def pruned(folder: Path, trials: int) -> None:
         jobs = jobs_of(here)
         steps = 0
         for job in jobs:
-            summary = json.loads(
-                (Path(str(job["folder"])) / "summary.json").read_text()
-            )
+            summary = json.loads((Path(str(job["folder"])) / "summary.json").read_text())
             steps += summary["attempts"][-1]["end_step"]
         best = max(float(job["result"] or 0) for job in jobs)
         over = sum(job["status"] == "pruned" for job in jobs)
@@ -178,11 +176,7 @@ def killed(folder: Path, kills: int, trials: int) -> None:
         }
         for _ in range(times):
             process = subprocess.Popen(
-                command,
-                cwd=here,
-                env=environ,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                command, cwd=here, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
             )
             time.sleep(random.uniform(2, 6))
             process.kill()

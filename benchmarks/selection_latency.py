@@ -87,13 +87,7 @@ def main() -> None:
         environ = machine.environment()
         del environ["SIMULATED_NVML_CALLS"]  # writing a log would be most of the time
         # the library path counts from a program's start only
-        command = [
-            sys.executable,
-            __file__,
-            "--on-machine",
-            "--rounds",
-            str(arguments.rounds),
-        ]
+        command = [sys.executable, __file__, "--on-machine", "--rounds", str(arguments.rounds)]
         subprocess.run(command, env=environ, check=True)
 
 

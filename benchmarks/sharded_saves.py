@@ -74,12 +74,8 @@ def be_rank(rank: int, chosen: argparse.Namespace, folder: Path, port: int) -> N
             if rank == 0:
                 shutil.rmtree(folder / "folder", ignore_errors=True)
     if rank == 0:
-        print(
-            f"{chosen.ranks} ranks, {chosen.megabytes} MiB, median of {chosen.saves} saves each"
-        )
-        times, peaks = (
-            {h: statistics.median(f[i] for f in seen[h]) for h in seen} for i in (0, 1)
-        )
+        print(f"{chosen.ranks} ranks, {chosen.megabytes} MiB, median of {chosen.saves} saves each")
+        times, peaks = ({h: statistics.median(f[i] for f in seen[h]) for h in seen} for i in (0, 1))
         for how in seen:
             print(f"{how}: {times[how]:.2f} s, {peaks[how] / 2**20:.0f} MiB on top")
         print(f"folder / file: time × {times['folder'] / times['file']:.2f}, ", end="")
@@ -96,10 +92,7 @@ def main() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(
-            be_rank,
-            (chosen, Path(folder), store.port),
-            nprocs=chosen.ranks,
-            start_method="fork",
+            be_rank, (chosen, Path(folder), store.port), nprocs=chosen.ranks, start_method="fork"
         )
 
 

@@ -25,12 +25,7 @@ def wall(script: str, *overrides: str) -> float:
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
         subprocess.run(
-            [
-                sys.executable,
-                str(HERE.parent / script),
-                *overrides,
-                f"hydra.run.dir={folder}/run",
-            ],
+            [sys.executable, str(HERE.parent / script), *overrides, f"hydra.run.dir={folder}/run"],
             env=environ,
             cwd=folder,
             check=True,
@@ -57,9 +52,7 @@ def main() -> None:
     side_by_side(1, "trainer._target_=trainers.nothing")
     start = side_by_side(arguments.runs, "trainer._target_=trainers.nothing")
     plain, robust = (start[script] for script in SCRIPTS)
-    print(
-        f"start with an empty trainer: train.py {plain:.2f} s, train_robust.py {robust:.2f} s"
-    )
+    print(f"start with an empty trainer: train.py {plain:.2f} s, train_robust.py {robust:.2f} s")
     print(f"difference: {robust - plain:+.2f} s (goal: 0.5 s or less)")
 
     if arguments.job_seconds > 0:
@@ -68,9 +61,7 @@ def main() -> None:
         epochs = max(1, round(arguments.job_seconds / per_epoch))
         job = side_by_side(2, f"training.epochs={epochs}")
         plain, robust = (job[script] for script in SCRIPTS)
-        print(
-            f"digits, {epochs} epochs: train.py {plain:.1f} s, train_robust.py {robust:.1f} s"
-        )
+        print(f"digits, {epochs} epochs: train.py {plain:.1f} s, train_robust.py {robust:.1f} s")
         print(f"ratio: {robust / plain:.3f} (goal: 1.05 or less)")
 
 

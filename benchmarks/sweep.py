@@ -54,19 +54,14 @@ sweep_trainer.hold(best.uuid, seconds)
 def perfect_packing(lengths: list[float]) -> float:
     """Seconds until the last job ends in the best assignment of jobs to GPUs."""
     return min(
-        max(
-            sum(s for s, g in zip(lengths, where, strict=True) if g == gpu)
-            for gpu in range(GPUS)
-        )
+        max(sum(s for s, g in zip(lengths, where, strict=True) if g == gpu) for gpu in range(GPUS))
         for where in itertools.product(range(GPUS), repeat=len(lengths))
     )
 
 
 def environment(machine: Machine, folder: Path) -> dict[str, str]:
     """What programs on the machine need; a queue of their own, not that of this host."""
-    paths = os.pathsep.join(
-        [str(HERE), str(ROOT / "src"), str(ROOT / "tests" / "support")]
-    )
+    paths = os.pathsep.join([str(HERE), str(ROOT / "src"), str(ROOT / "tests" / "support")])
     return machine.environment(
         PYTHONPATH=paths,
         ROBUST_TRAIN_STATE_DIR=str(folder / "runs"),
@@ -118,24 +113,13 @@ def one_job(machine: Machine, folder: Path) -> float:
     return time.perf_counter() - started
 
 
-def plain_poll(
-    machine: Machine, folder: Path, lengths: list[float], every: float
-) -> float:
+def plain_poll(machine: Machine, folder: Path, lengths: list[float], every: float) -> float:
     """Wall seconds of four programs that look for themselves, started a second apart."""
     started = time.perf_counter()
     programs = []
     for length in lengths:
-        command = [
-            sys.executable,
-            "-c",
-            PLAIN_POLL,
-            f"{length}",
-            f"{every}",
-            f"{NEED_MB}",
-        ]
-        programs.append(
-            subprocess.Popen(command, env=environment(machine, folder), cwd=folder)
-        )
+        command = [sys.executable, "-c", PLAIN_POLL, f"{length}", f"{every}", f"{NEED_MB}"]
+        programs.append(subprocess.Popen(command, env=environment(machine, folder), cwd=folder))
         time.sleep(1)  # in the same second they would all take the same GPU
     for program in programs:
         assert program.wait() == 0
@@ -150,9 +134,7 @@ def cpu_seconds() -> float:
 
 def held_by_jobs(folder: Path) -> list[dict[str, Any]]:
     """What the jobs wrote down when they took a GPU and gave it back, in order."""
-    return [
-        json.loads(line) for line in (folder / "held.jsonl").read_text().splitlines()
-    ]
+    return [json.loads(line) for line in (folder / "held.jsonl").read_text().splitlines()]
 
 
 def between_jobs(folder: Path) -> tuple[list[float], int]:
@@ -215,8 +197,8 @@ def main() -> None:
             ),
         }
         if not arguments.no_poll:
-            variants[f"plain poll every {arguments.poll_seconds:g} s"] = lambda m, f: (
-                plain_poll(m, f, lengths, arguments.poll_seconds)
+            variants[f"plain poll every {arguments.poll_seconds:g} s"] = lambda m, f: plain_poll(
+                m, f, lengths, arguments.poll_seconds
             )
         for number, (title, variant) in enumerate(variants.items()):
             folder = Path(name) / str(number)
@@ -229,9 +211,7 @@ def main() -> None:
                 print(error.stdout.decode(), error.stderr.decode(), file=sys.stderr)
                 raise
             ratio = f"{seconds / best:.3f} × perfect packing (goal: 1.12 or less)"
-            print(
-                f"{title}: {seconds:.1f} s, {ratio}; {cpu_seconds() - before:.1f} s CPU"
-            )
+            print(f"{title}: {seconds:.1f} s, {ratio}; {cpu_seconds() - before:.1f} s CPU")
             print(f"  {what_the_log_says(folder, started, time.time())}")
 
 

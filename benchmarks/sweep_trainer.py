@@ -29,9 +29,7 @@ def hold(uuid: str, seconds: float) -> None:
 
 def _tell(event: str, uuid: str) -> None:
     with open(os.environ["SWEEP_BENCHMARK_LOG"], "a") as file:
-        file.write(
-            json.dumps({"event": event, "gpu": uuid, "time": time.time()}) + "\n"
-        )
+        file.write(json.dumps({"event": event, "gpu": uuid, "time": time.time()}) + "\n")
 
 
 def _change(uuid: str, taken: int) -> None:
@@ -46,9 +44,7 @@ def _change(uuid: str, taken: int) -> None:
             pattern = rf"^(gpu\.{found[1]}\.{key}) (-?\d+)$"
             text = re.sub(
                 pattern,
-                lambda match, change=change: (
-                    f"{match[1]} {max(int(match[2]) + change, 0)}"
-                ),
+                lambda match, change=change: f"{match[1]} {max(int(match[2]) + change, 0)}",
                 text,
                 flags=re.MULTILINE,
             )

@@ -35,8 +35,6 @@ def absolute(page: str, source: str, tag: str) -> str:
         picture, text, path = found.groups()
         if not source:
             return "" if picture else text
-        return (
-            f"{picture}[{text}]({source}/{'raw' if picture else 'blob'}/{tag}/{path})"
-        )
+        return f"{picture}[{text}]({source}/{'raw' if picture else 'blob'}/{tag}/{path})"
 
     return _TO_A_FILE.sub(link, page)

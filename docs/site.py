@@ -31,9 +31,7 @@ PAGES = {
 }
 _FENCE = re.compile(r"^ *```.*?^ *```$", re.M | re.S)
 _CODE = re.compile(r"`[^`\n]+`")
-_ROLE = re.compile(
-    r":(?:attr|class|exc|func|meth|mod):<code>[~.]*(?:[a-z_]+\.)*([^<]*)"
-)
+_ROLE = re.compile(r":(?:attr|class|exc|func|meth|mod):<code>[~.]*(?:[a-z_]+\.)*([^<]*)")
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -43,9 +41,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     assert config.nav is not None
     *_, made = config.nav
     *_, decisions = made["How it is made"]
-    decisions["Decisions"][1:] = [
-        {_title(name): f"decisions/{name}"} for name in listed
-    ]
+    decisions["Decisions"][1:] = [{_title(name): f"decisions/{name}"} for name in listed]
     return config
 
 

@@ -86,12 +86,7 @@ def _own_runs_and_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-_LONG = (
-    "test_examples.py",
-    "test_accelerate.py",
-    "test_transformers.py",
-    "test_lightning.py",
-)
+_LONG = ("test_examples.py", "test_accelerate.py", "test_transformers.py", "test_lightning.py")
 _APART = (
     "test_conformance.py",
     "test_run_command.py",

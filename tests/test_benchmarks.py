@@ -58,9 +58,7 @@ ON_A_GPU = {
     "empty_cache.py --steps 5 --rounds 1": rf"as a run does: {X} ms",
     "gpu_check.py nvml": "all as expected",
 }
-ELSEWHERE = {
-    "goodput_trainer.py": "goodput.py starts it",
-}
+ELSEWHERE = {"goodput_trainer.py": "goodput.py starts it"}
 
 
 def run(command, folder, **variables):

@@ -71,8 +71,7 @@ def test_the_mask_shows_the_idlest_gpu():
 
 
 @pytest.mark.parametrize(
-    "selected",
-    ["gpu", "gpu and not slow", "not slow and not gpu", "slow", "gpu or slow", ""],
+    "selected", ["gpu", "gpu and not slow", "not slow and not gpu", "slow", "gpu or slow", ""]
 )
 def test_only_a_run_of_gpu_tests_alone_sees_the_driver(selected):
     config = types.SimpleNamespace(option=types.SimpleNamespace(markexpr=selected))

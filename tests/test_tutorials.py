@@ -26,11 +26,7 @@ SEEN = {
 
 
 GALLERY = {
-    "nanogpt_like": [
-        r"1 +cpu +16 +32 ",
-        r"2 +cpu +8 +32 .*completed",
-        "resuming at iteration 20",
-    ],
+    "nanogpt_like": [r"1 +cpu +16 +32 ", r"2 +cpu +8 +32 .*completed", "resuming at iteration 20"],
     "yolo_like": [
         r"1 +cpu +16 +64 ",
         r"2 +cpu +8 +64 .*completed",

@@ -81,18 +81,10 @@ def run(folder: Path, limit_mib: int) -> str:
 def picture(path: Path, written: str, scratch: str) -> None:
     """Draw what a terminal shows after all of that."""
     console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(
-        f"$ python train_robust.py {' '.join(JOB)}", style="bold", highlight=False
-    )
+    console.print(f"$ python train_robust.py {' '.join(JOB)}", style="bold", highlight=False)
     for line in lines_shown(written, COLUMNS):
         if line and not _LEFT_OUT.search(line):
-            style = (
-                "yellow"
-                if "out of memory" in line
-                else "green"
-                if line[0] in "━─"
-                else ""
-            )
+            style = "yellow" if "out of memory" in line else "green" if line[0] in "━─" else ""
             console.print(Text(re.sub(rf"{scratch}/\d+", "outputs", line), style=style))
     console.save_svg(str(path), title="robust-train")
 

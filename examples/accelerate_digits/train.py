@@ -50,10 +50,7 @@ def accuracy(accelerator, model, loader, run):
     right = total = 0
     with torch.no_grad():
         for batch in loader:
-            right, total = (
-                right + sum(run.forward(hits, batch, model)),
-                total + len(batch[1]),
-            )
+            right, total = (right + sum(run.forward(hits, batch, model)), total + len(batch[1]))
     counts = torch.tensor([right, total], device=accelerator.device)
     right, total = accelerator.reduce(counts).tolist()
     return right / total
@@ -63,8 +60,7 @@ def train(cfg, run):
     """The launcher calls this for each attempt."""
     set_seed(cfg.seed)
     accelerator = Accelerator(
-        cpu=cfg.device == "cpu",
-        mixed_precision="bf16" if cfg.training.mixed_precision else "no",
+        cpu=cfg.device == "cpu", mixed_precision="bf16" if cfg.training.mixed_precision else "no"
     )
     training, validation = digits()
     model = network(cfg.model.width, cfg.model.dropout)
@@ -73,10 +69,7 @@ def train(cfg, run):
         model,
         optimizer,
         DataLoader(
-            training,
-            effective_batch_size(cfg),
-            shuffle=True,
-            num_workers=cfg.training.num_workers,
+            training, effective_batch_size(cfg), shuffle=True, num_workers=cfg.training.num_workers
         ),
         DataLoader(validation, cfg.training.batch_size),
     )

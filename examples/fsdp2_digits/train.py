@@ -7,11 +7,7 @@ import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
 from robust_train import TrainingStopped
@@ -22,9 +18,7 @@ WHOLE = {"full_state_dict": True, "cpu_offload": True}
 def digits():
     """1,797 scanned digits of 8 rows of 8 pixels, and what they are."""
     data = load_digits()
-    return torch.tensor(data.images, dtype=torch.float32) / 16, torch.tensor(
-        data.target
-    )
+    return torch.tensor(data.images, dtype=torch.float32) / 16, torch.tensor(data.target)
 
 
 class Net(nn.Module):
@@ -76,11 +70,7 @@ def train(cfg, run):
             optim_state_dict=state["optimizer"],
             options=StateDictOptions(full_state_dict=True),
         )
-    per_step = (
-        cfg.training.batch_size
-        * cfg.training.gradient_accumulation_steps
-        * run.world_size
-    )
+    per_step = cfg.training.batch_size * cfg.training.gradient_accumulation_steps * run.world_size
     in_epoch = -(-len(labels) // per_step)
 
     def loss_of(batch):
@@ -89,16 +79,12 @@ def train(cfg, run):
 
     def save():
         # every rank gives its share, the first writes
-        weights, moments = get_state_dict(
-            model, optimizer, options=StateDictOptions(**WHOLE)
-        )
+        weights, moments = get_state_dict(model, optimizer, options=StateDictOptions(**WHOLE))
         run.save({"model": weights, "optimizer": moments}, step)
 
     while step < cfg.training.epochs * in_epoch:
         epoch, number = divmod(step, in_epoch)
-        order = torch.randperm(
-            len(labels), generator=torch.Generator().manual_seed(epoch)
-        )
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(epoch))
         chosen = order[number * per_step : (number + 1) * per_step]
         mine = chosen[run.rank :: run.world_size]
         loss = run.backward(loss_of, (images[mine], labels[mine]), model)

@@ -63,23 +63,14 @@ class Net(lightning.LightningModule):
         images, labels = batch
         accuracy = (self.layers(images).argmax(1) == labels).float().mean()
         # Lightning asks for sync_dist; every rank validates in full, so the mean is the same
-        self.log(
-            "val_accuracy",
-            accuracy,
-            batch_size=len(labels),
-            prog_bar=True,
-            sync_dist=True,
-        )
+        self.log("val_accuracy", accuracy, batch_size=len(labels), prog_bar=True, sync_dist=True)
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
             optimizer, self.trainer.estimated_stepping_batches
         )
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
-        }
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 def train(cfg, run):

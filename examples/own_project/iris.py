@@ -18,11 +18,7 @@ def train(cfg, run):
     if run.world_size > 1:
         dist.init_process_group("gloo" if cfg.device == "cpu" else "nccl")
         whole = DistributedDataParallel(model)
-    in_a_step = (
-        cfg.training.batch_size
-        * cfg.training.gradient_accumulation_steps
-        * run.world_size
-    )
+    in_a_step = cfg.training.batch_size * cfg.training.gradient_accumulation_steps * run.world_size
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.training.lr)
     criterion = nn.CrossEntropyLoss()
     state = {"model": model, "optimizer": optimizer, "epoch": 0}
@@ -33,9 +29,7 @@ def train(cfg, run):
         return criterion(whole(x.to(cfg.device)), y.to(cfg.device))
 
     for epoch in range(state["epoch"] + 1, cfg.training.epochs + 1):
-        order = torch.randperm(
-            len(x_train), generator=torch.Generator().manual_seed(epoch)
-        )
+        order = torch.randperm(len(x_train), generator=torch.Generator().manual_seed(epoch))
         for chosen in order.split(in_a_step):  # the same samples however they are split
             mine = chosen[run.rank :: run.world_size]
             optimizer.zero_grad()

@@ -21,9 +21,7 @@ from robust_train import TrainingStopped, launch
 def digits():
     """1,797 scanned digits of 8 x 8 pixels, and what they are."""
     data = load_digits()
-    return torch.tensor(data.images, dtype=torch.float32)[:, None] / 16, torch.tensor(
-        data.target
-    )
+    return torch.tensor(data.images, dtype=torch.float32)[:, None] / 16, torch.tensor(data.target)
 
 
 def network(width):
@@ -62,11 +60,7 @@ def train(cfg, run):
     state = {"model": model, "optimizer": optimizer}
     step = run.load(state)
     whole = DistributedDataParallel(model) if run.world_size > 1 else model
-    per_step = (
-        cfg.training.batch_size
-        * cfg.training.gradient_accumulation_steps
-        * run.world_size
-    )
+    per_step = cfg.training.batch_size * cfg.training.gradient_accumulation_steps * run.world_size
     in_epoch = -(-len(labels) // per_step)
 
     def loss_of(batch):
@@ -77,9 +71,7 @@ def train(cfg, run):
         epoch, number = divmod(step, in_epoch)
         shuffled = torch.Generator().manual_seed(cfg.seed + epoch)
         order = torch.randperm(len(labels), generator=shuffled)
-        mine = order[number * per_step : (number + 1) * per_step][
-            run.rank :: run.world_size
-        ]
+        mine = order[number * per_step : (number + 1) * per_step][run.rank :: run.world_size]
         loss = run.backward(loss_of, (images[mine], labels[mine]), whole)
         optimizer.step()
         optimizer.zero_grad()
@@ -105,29 +97,15 @@ def main(run_dir="outputs/ray_digits", workers=2):
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    training = {
-        "batch_size": 128,
-        "gradient_accumulation_steps": 1,
-        "epochs": 10,
-        "lr": 1e-3,
-    }
-    device = (
-        {} if torch.cuda.is_available() else {"auto_device": False, "device": "cpu"}
-    )
+    training = {"batch_size": 128, "gradient_accumulation_steps": 1, "epochs": 10, "lr": 1e-3}
+    device = {} if torch.cuda.is_available() else {"auto_device": False, "device": "cpu"}
     trainer = TorchTrainer(
         worker,
         train_loop_config={
-            "cfg": {
-                "seed": 1,
-                "model": {"width": 32},
-                "training": training,
-                **device,
-            },
+            "cfg": {"seed": 1, "model": {"width": 32}, "training": training, **device},
             "run_dir": str(Path(run_dir).resolve()),  # on a disk that all workers see
         },
-        scaling_config=ScalingConfig(
-            num_workers=workers, use_gpu=torch.cuda.is_available()
-        ),
+        scaling_config=ScalingConfig(num_workers=workers, use_gpu=torch.cuda.is_available()),
         run_config=RunConfig(failure_config=FailureConfig(max_failures=3)),
     )
     trainer.fit()

@@ -6,13 +6,7 @@ python train_robust.py trainer._target_=examples.transformers_sonnets.train.trai
 from pathlib import Path
 
 import torch
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    Trainer,
-    TrainingArguments,
-    set_seed,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
 from robust_train.integrations.transformers import fit, training_arguments
 
@@ -56,9 +50,7 @@ def train(cfg, run):
     trainer = Trainer(
         model,
         arguments,
-        train_dataset=[
-            s for s, out in zip(samples, is_held_out, strict=True) if not out
-        ],
+        train_dataset=[s for s, out in zip(samples, is_held_out, strict=True) if not out],
         eval_dataset=[s for s, out in zip(samples, is_held_out, strict=True) if out],
     )
     return fit(trainer, cfg=cfg, run=run, metric="eval_loss")

@@ -16,10 +16,7 @@ if TYPE_CHECKING:
     from robust_train.cli.train import hydra_main
     from robust_train.entry import launch
     from robust_train.failures import classify_failure
-    from robust_train.folder.checkpoints import (
-        CheckpointError,
-        save_checkpoint,
-    )
+    from robust_train.folder.checkpoints import CheckpointError, save_checkpoint
     from robust_train.folder.state import Summary
     from robust_train.gpu.select import find_best_device
     from robust_train.memory.clearing import (
@@ -58,11 +55,7 @@ if TYPE_CHECKING:
     )
     from robust_train.model.failure import Evidence, Failure, FailureKind
     from robust_train.step.batcher import MicroBatcher
-    from robust_train.step.oom_handler import (
-        OOMHandler,
-        adaptive_batch_training,
-        retry_on_oom,
-    )
+    from robust_train.step.oom_handler import OOMHandler, adaptive_batch_training, retry_on_oom
     from robust_train.step.probing import FoundBatchSize, find_batch_size
     from robust_train.step.split_check import SplitCheck, check_split
 
@@ -95,12 +88,8 @@ _NAMES = {
     "failures": "classify_failure",
     "gpu.select": "find_best_device",
     "entry": "launch",
-    "memory.clearing": (
-        "Cleared cleanup_model_memory clear_cuda_memory clear_gpu_memory"
-    ),
-    "memory.cuda": (
-        "MemoryLimit enable_memory_efficient_settings set_memory_fraction"
-    ),
+    "memory.clearing": ("Cleared cleanup_model_memory clear_cuda_memory clear_gpu_memory"),
+    "memory.cuda": ("MemoryLimit enable_memory_efficient_settings set_memory_fraction"),
     "memory.stats": (
         "GPUMemoryContext MemoryStats get_cuda_memory_info get_gpu_memory_stats "
         "log_gpu_memory_stats print_cuda_memory_info reset_peak_memory_stats"
@@ -116,9 +105,7 @@ _NAMES = {
     "attempt.script.messages": "ScriptRun current_run",
     "model.failure": "Evidence Failure FailureKind",
 }
-_HOMES = {
-    name: home for home, names in _NAMES.items() for name in names.split()
-}
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
@@ -127,12 +114,8 @@ def __getattr__(name: str) -> Any:
 
         return version("robust-train")
     if name not in _HOMES:
-        raise AttributeError(
-            f"module 'robust_train' has no attribute {name!r}"
-        )
-    value = getattr(
-        importlib.import_module(f"robust_train.{_HOMES[name]}"), name
-    )
+        raise AttributeError(f"module 'robust_train' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"robust_train.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
 

@@ -9,9 +9,7 @@ from robust_train.model.feature import Feature
 
 def _load(*names: str) -> tuple[Feature, ...]:
     """Return the features in these modules of the package."""
-    modules = (
-        importlib.import_module(f"robust_train.{name}") for name in names
-    )
+    modules = (importlib.import_module(f"robust_train.{name}") for name in names)
     return tuple(module.FEATURE for module in modules)
 
 

@@ -28,9 +28,7 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch.utils._python_dispatch import (
-        TorchDispatchMode as TorchDispatchMode,
-    )
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._pytree import tree_leaves as tree_leaves
     from torch.utils._pytree import tree_map_with_path as tree_map_with_path
 else:
@@ -43,9 +41,7 @@ else:
     def __getattr__(name: str) -> Any:
         """Return one of these names, whose module is imported then."""
         if name not in _HOMES:
-            raise AttributeError(
-                f"module {__name__!r} has no attribute {name!r}"
-            )
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(importlib.import_module(_HOMES[name]), name)
 
 
@@ -54,13 +50,9 @@ def when_cuda_starts(torch: Any, action: Callable[[], None]) -> None:
     torch.cuda._lazy_call(action)
 
 
-def preserve_version_counter(
-    torch: Any, tensor: Any
-) -> AbstractContextManager[None]:
+def preserve_version_counter(torch: Any, tensor: Any) -> AbstractContextManager[None]:
     """Let changes of ``tensor`` within the block go unseen by autograd's version counter."""
-    guard: AbstractContextManager[None] = (
-        torch.autograd._unsafe_preserve_version_counter(tensor)
-    )
+    guard: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(tensor)
     return guard
 
 
@@ -131,9 +123,7 @@ def deciding_on_host(optimizer: Any) -> Iterator[None]:
             delattr(optimizer, name)
 
 
-def codes_before_update(
-    optimizer: Any, step_locals: Mapping[str, Any]
-) -> set[CodeType]:
+def codes_before_update(optimizer: Any, step_locals: Mapping[str, Any]) -> set[CodeType]:
     """Return the code that an optimizer's step runs before it changes weights or moments: its
     closure's, and that which makes the state of the first group."""
     groups = optimizer.param_groups
@@ -191,11 +181,7 @@ def keep_versions(copied: Any, state: Any) -> None:
         copied._metadata = state._metadata
 
 
-def copy_at_once(
-    torch: Any,
-    targets: Sequence[Any],
-    sources: Sequence[Any],
-) -> None:
+def copy_at_once(torch: Any, targets: Sequence[Any], sources: Sequence[Any]) -> None:
     """Copy each source into its target, of one device and number format: one kernel for all."""
     torch._foreach_copy_(targets, sources)
 
@@ -219,16 +205,12 @@ def set_allocator_settings(torch: Any, settings: str) -> None:
     torch refuses them."""
     # torch 2.10 and later; before that the function of CUDA's own
     apply = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    (apply or torch._C._cuda_cudaCachingAllocator_set_allocator_settings)(
-        settings
-    )
+    (apply or torch._C._cuda_cudaCachingAllocator_set_allocator_settings)(settings)
 
 
 def record_allocator_history(torch: Any, max_entries: int) -> None:
     """Record where GPU memory is allocated from, for :func:`dump_allocator_snapshot`."""
-    torch.cuda.memory._record_memory_history(
-        stacks="python", max_entries=max_entries
-    )
+    torch.cuda.memory._record_memory_history(stacks="python", max_entries=max_entries)
 
 
 def end_allocator_history(torch: Any) -> None:
@@ -246,24 +228,16 @@ def dump_allocator_snapshot(torch: Any, path: str) -> None:
     torch.cuda.memory._dump_snapshot(path)
 
 
-def watch_optimizer_steps(
-    on_step: Callable[[], None],
-) -> Callable[[], None] | None:
+def watch_optimizer_steps(on_step: Callable[[], None]) -> Callable[[], None] | None:
     """Have ``on_step`` called after every step of every torch optimizer of this process. Returns
     what ends that; None if torch is not loaded, or others have hooks there: adding to them while
     another thread goes through them would raise over there."""
     optimizer = sys.modules.get("torch.optim.optimizer")
     register = getattr(optimizer, "register_optimizer_step_post_hook", None)
-    if register is None or getattr(
-        optimizer, "_global_optimizer_post_hooks", True
-    ):
+    if register is None or getattr(optimizer, "_global_optimizer_post_hooks", True):
         return None
 
-    def step_is_done(
-        optimizer: object,
-        args: object,
-        kwargs: object,
-    ) -> None:
+    def step_is_done(optimizer: object, args: object, kwargs: object) -> None:
         on_step()
 
     remove: Callable[[], None] = register(step_is_done).remove
@@ -307,9 +281,7 @@ def unknown_to_hydra(arguments: Sequence[str]) -> list[str]:
     return list(get_args_parser().parse_known_args(list(arguments))[1])
 
 
-def with_overrides(
-    arguments: Sequence[str], overrides: Sequence[str]
-) -> list[str]:
+def with_overrides(arguments: Sequence[str], overrides: Sequence[str]) -> list[str]:
     """Return a command line with more overrides: where its own are, for Hydra takes them in one
     place only."""
     from hydra._internal.utils import get_args_parser
@@ -334,11 +306,7 @@ def running_trial(study: Any, known: Any) -> Any:
     return Trial(study, known._trial_id)
 
 
-def suggest(
-    trial: Any,
-    name: str,
-    space: Any,
-) -> Any:
+def suggest(trial: Any, name: str, space: Any) -> Any:
     """Return the value of a key that an Optuna trial has, or gets now, whatever may be searched."""
     return trial._suggest(name, space)
 
@@ -353,10 +321,7 @@ def importances_of(study: Any) -> dict[str, float]:
     if is_hidden:
         sys.modules[name] = None  # type: ignore[assignment]
     try:
-        from optuna.importance import (
-            PedAnovaImportanceEvaluator,
-            get_param_importances,
-        )
+        from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
     finally:
         if is_hidden:
             del sys.modules[name]
@@ -397,10 +362,7 @@ def for_hydra(version_base: str | None) -> dict[str, Any]:
     if version_base != "1.3" or hydra.__version__.startswith("1.3"):
         return {"version_base": version_base}
     targets = r"_target_='(robust_train|hydra_plugins\.robust)"
-    warnings.filterwarnings(
-        "ignore",
-        rf"hydra.utils.instantiate\(\) resolved {targets}",
-    )
+    warnings.filterwarnings("ignore", rf"hydra.utils.instantiate\(\) resolved {targets}")
     return {}
 
 
@@ -437,29 +399,17 @@ def signature_as_written(
         from annotationlib import Format
 
         options["annotation_format"] = Format.STRING
-    return inspect.signature(
-        function, follow_wrapped=follow_wrapped, **options
-    )
+    return inspect.signature(function, follow_wrapped=follow_wrapped, **options)
 
 
-def register_resolver(
-    name: str,
-    resolver: Callable[..., Any],
-    *,
-    use_cache: bool = False,
-) -> None:
+def register_resolver(name: str, resolver: Callable[..., Any], *, use_cache: bool = False) -> None:
     """Register a resolver of OmegaConf's, whose 2.4 has given the function an older one's name."""
     from omegaconf import OmegaConf
 
     register: Any = OmegaConf.register_resolver
     if "use_cache" not in inspect.signature(register).parameters:
         register = OmegaConf.register_new_resolver
-    register(
-        name,
-        resolver,
-        use_cache=use_cache,
-        replace=True,
-    )
+    register(name, resolver, use_cache=use_cache, replace=True)
 
 
 @contextlib.contextmanager
@@ -475,9 +425,7 @@ def resolvers_replaced(
     registered = BaseContainer._resolvers
 
     def replaced(name: str, resolver: Any) -> Any:
-        def wrapper(
-            config: Any, parent: Any, node: Any, values: Any, words: Any
-        ) -> Any:
+        def wrapper(config: Any, parent: Any, node: Any, values: Any, words: Any) -> Any:
             def resolve() -> Any:
                 # OmegaConf's cache knows an argument by its text, whatever it refers to
                 if any("${" in word for word in words):
@@ -491,9 +439,7 @@ def resolvers_replaced(
 
     BaseContainer._resolvers = {
         name: resolver
-        if name == "hydra"
-        or name.startswith("oc.")
-        or _is_given_the_config(resolver)
+        if name == "hydra" or name.startswith("oc.") or _is_given_the_config(resolver)
         else replaced(name, resolver)
         for name, resolver in registered.items()
     }
@@ -513,11 +459,7 @@ def typed_nodes(config: Any) -> dict[str, object]:
     return {name: config._get_node(name) for name in config}
 
 
-def replace_node(
-    config: Any,
-    name: str,
-    node: Any,
-) -> None:
+def replace_node(config: Any, name: str, node: Any) -> None:
     """Put ``node``, of any type, in place of one of a structured config's own."""
     node._set_parent(config)
     node._set_key(name)
@@ -539,37 +481,22 @@ def torch_cuda_version() -> str | None:
         text = Path(spec.origin).with_name("version.py").read_text()
     except OSError:
         return None
-    found = re.search(
-        r"^cuda\b.*= *(?:'([\d.]+)'|None)",
-        text,
-        re.M,
-    )
+    found = re.search(r"^cuda\b.*= *(?:'([\d.]+)'|None)", text, re.M)
     return None if found is None else found[1] or "none"
 
 
-def noted_collectives(
-    noted: Callable[..., AbstractContextManager[None]],
-) -> tuple[Any, Any]:
+def noted_collectives(noted: Callable[..., AbstractContextManager[None]]) -> tuple[Any, Any]:
     """Return FSDP2's own all-gather and reduce-scatter, each within ``noted(is_gather, …)``."""
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as own
 
     def noting(kind: Any, *, is_gather: bool) -> Any:
         class Noted(kind):  # type: ignore[misc]
             def __call__(
-                self,
-                output_tensor: Any,
-                input_tensor: Any,
-                group: Any,
-                **options: Any,
+                self, output_tensor: Any, input_tensor: Any, group: Any, **options: Any
             ) -> Any:
                 op = options.get("op")
                 with noted(is_gather, output_tensor, input_tensor, group, op):
-                    return super().__call__(
-                        output_tensor,
-                        input_tensor,
-                        group,
-                        **options,
-                    )
+                    return super().__call__(output_tensor, input_tensor, group, **options)
 
         return Noted()
 
@@ -597,10 +524,7 @@ def collectives_begun(group: Any) -> int:
     try:
         return int(group._get_sequence_number_for_group())
     # a wrapper around several backends may refuse
-    except (
-        AttributeError,
-        RuntimeError,
-    ):
+    except (AttributeError, RuntimeError):
         return 0
 
 
@@ -621,20 +545,14 @@ def reset_sharding(root: Any) -> None:
             for parameter in group.fsdp_params:
                 parameter.unsharded_accumulated_grad = None
                 # made by the first pass
-                if (
-                    whole := getattr(parameter, "_unsharded_param", None)
-                ) is not None:
+                if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
                     whole.grad = None
 
 
 def has_own_collectives(module: Any) -> bool:
     """Return whether a module sharded by FSDP2 has collectives of the user's."""
     groups = module._get_fsdp_state()._fsdp_param_groups
-    used = {
-        type(c).__name__
-        for g in groups
-        for c in (g._all_gather_comm, g._reduce_scatter_comm)
-    }
+    used = {type(c).__name__ for g in groups for c in (g._all_gather_comm, g._reduce_scatter_comm)}
     return not used <= {"DefaultAllGather", "DefaultReduceScatter", "Noted"}
 
 
@@ -662,8 +580,7 @@ def logged_of_passes(trainer: Any) -> dict[str, dict[str, list[float]]]:
     found: Any = getattr(trainer, "_metrics", None)
     modes = list(found.values()) if isinstance(found, dict) else [None]
     are_lists = all(
-        isinstance(mode, dict)
-        and all(isinstance(one, list) for one in mode.values())
+        isinstance(mode, dict) and all(isinstance(one, list) for one in mode.values())
         for mode in modes
     )
     return found if are_lists else {}
@@ -675,8 +592,7 @@ def steps_in_backward(parameter: Any) -> bool:
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     # torch.distributed.optim's
     return hasattr(parameter, "_in_backward_optimizers") or any(
-        not getattr(hook, "func", hook).__module__.startswith("torch.")
-        for hook in hooks.values()
+        not getattr(hook, "func", hook).__module__.startswith("torch.") for hook in hooks.values()
     )
 
 
@@ -690,9 +606,7 @@ _SAVERS = (
 
 
 @contextlib.contextmanager
-def saving_files(
-    take: Callable[[Callable[[Any], None], Any, Path], None],
-) -> Iterator[None]:
+def saving_files(take: Callable[[Callable[[Any], None], Any, Path], None]) -> Iterator[None]:
     """Have the calls of ``torch.save`` and safetensors' ``save_file`` that libraries make in this
     thread within the block call ``take(save, content, path)``, whose ``save`` writes a content
     there. What is saved in another way is written at once."""
@@ -700,23 +614,12 @@ def saving_files(
 
     def taken(save: Callable[..., None]) -> Callable[..., None]:
         def call(*arguments: Any, **options: Any) -> None:
-            is_file = isinstance(
-                next(iter(arguments[1:]), None), (str, os.PathLike)
-            )
+            is_file = isinstance(next(iter(arguments[1:]), None), (str, os.PathLike))
             if not is_file or threading.get_ident() != thread:
                 save(*arguments, **options)
                 return
             content, path, *more = arguments
-            take(
-                lambda copied: save(
-                    copied,
-                    path,
-                    *more,
-                    **options,
-                ),
-                content,
-                Path(path),
-            )
+            take(lambda copied: save(copied, path, *more, **options), content, Path(path))
 
         return call
 
@@ -724,12 +627,7 @@ def saving_files(
         for module, name in _SAVERS:
             home = sys.modules.get(module)
             if (save := getattr(home, name, None)) is not None:
-                stack.callback(
-                    setattr,
-                    home,
-                    name,
-                    save,
-                )
+                stack.callback(setattr, home, name, save)
                 setattr(home, name, taken(save))
         yield
 
@@ -745,9 +643,7 @@ def load_best(trainer: Any) -> None:
         trainer._load_best_model()
 
 
-def saving_through(
-    trainer: Any, around: Callable[[Callable[[], None]], None]
-) -> None:
+def saving_through(trainer: Any, around: Callable[[Callable[[], None]], None]) -> None:
     """Have a transformers ``Trainer`` call ``around(save)`` in place of each save."""
     write = trainer._save_checkpoint
 
@@ -798,20 +694,11 @@ def prepared_schedulers(accelerator: Any) -> list[Any]:
     return list(accelerator._schedulers)
 
 
-def load_shards(
-    folder: Path,
-    index: Path,
-    wanted: dict[str, Any],
-) -> None:
+def load_shards(folder: Path, index: Path, wanted: dict[str, Any]) -> None:
     """Fill tensors from what ``torch.distributed.checkpoint`` has written; its metadata are in
     ``index``. Compares checksums, as torch does not, and runs no code of a file; raises nearly
     anything for damaged ones."""
-    from torch.distributed.checkpoint import (
-        api,
-        filesystem,
-        metadata,
-        state_dict_loader,
-    )
+    from torch.distributed.checkpoint import api, filesystem, metadata, state_dict_loader
     from torch.serialization import _get_layout, load, safe_globals
 
     def check(data: Any, name: str) -> None:
@@ -820,47 +707,26 @@ def load_shards(
                 raise zipfile.BadZipFile(f"a checksum in {name} is wrong")
 
     class CheckingReader(filesystem.FileSystemReader):
-        def read_metadata(
-            self,
-            *args: Any,
-            **named: Any,
-        ) -> Any:
+        def read_metadata(self, *args: Any, **named: Any) -> Any:
             return where
 
-        def read_data(
-            self,
-            plan: Any,
-            planner: Any,
-        ) -> Any:
+        def read_data(self, plan: Any, planner: Any) -> Any:
             for key in {item.storage_index for item in plan.items}:
                 piece = self.storage_data[key]
                 with (folder / piece.relative_path).open("rb") as file:
                     file.seek(piece.offset)
-                    check(
-                        io.BytesIO(file.read(piece.length)),
-                        piece.relative_path,
-                    )
+                    check(io.BytesIO(file.read(piece.length)), piece.relative_path)
             return super().read_data(plan, planner)
 
     names = "Metadata MetadataIndex ChunkStorageMetadata TensorStorageMetadata TensorProperties"
-    known = [
-        getattr(metadata, name)
-        for name in (*names.split(), "_MEM_FORMAT_ENCODING")
-    ]
+    known = [getattr(metadata, name) for name in (*names.split(), "_MEM_FORMAT_ENCODING")]
     check(index, index.name)
-    with (
-        safe_globals([*known, filesystem._StorageInfo, _get_layout]),
-        warnings.catch_warnings(),
-    ):
+    with safe_globals([*known, filesystem._StorageInfo, _get_layout]), warnings.catch_warnings():
         # that it reads without the other ranks
         warnings.simplefilter("ignore")
         where = load(index, weights_only=True)
         try:
-            state_dict_loader.load(
-                wanted,
-                storage_reader=CheckingReader(folder),
-                no_dist=True,
-            )
+            state_dict_loader.load(wanted, storage_reader=CheckingReader(folder), no_dist=True)
         except api.CheckpointException as failure:
             raise next(iter(failure.failures.values()))[0] from None
 

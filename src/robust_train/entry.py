@@ -23,10 +23,7 @@ from robust_train.folder.state import Summary, summary_of_earlier_launch
 from robust_train.host.engine import guest_rank
 from robust_train.host.job_logging import logged_to_screen, shorten_lines
 from robust_train.host.loggers import change_words, lines_shown
-from robust_train.host.signals import (
-    end_without_traceback_if_uncaught,
-    is_at_prompt,
-)
+from robust_train.host.signals import end_without_traceback_if_uncaught, is_at_prompt
 from robust_train.launcher.driver import driver_of
 from robust_train.launcher.job import Job
 from robust_train.launcher.plan import Plan, plan_job
@@ -134,25 +131,18 @@ def run_job(
         from robust_train.launcher.guest import RankDriver
 
         rank = RankDriver(guest, trainer, cfg, run_dir, FEATURES)
-        return rank.run_part(
-            lambda: Job(rank.plan, rank, explain=explain).run(),
-            explain,
-        )
+        return rank.run_part(lambda: Job(rank.plan, rank, explain=explain).run(), explain)
 
 
 def plan_launch(
-    trainer: Trainer | None,
-    cfg: DictConfig,
-    run_dir: str | Path | None = None,
+    trainer: Trainer | None, cfg: DictConfig, run_dir: str | Path | None = None
 ) -> Plan:
     """Return the plan of a job that this process runs.
 
     Raises:
         ConfigError: config, trainer or run folder cannot be used.
     """
-    return plan_job(
-        trainer, cfg, run_dir, features=FEATURES, refuse=_refuse_to_detach
-    )
+    return plan_job(trainer, cfg, run_dir, features=FEATURES, refuse=_refuse_to_detach)
 
 
 def _refuse_to_detach(config: RobustConfig) -> None:

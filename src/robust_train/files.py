@@ -50,47 +50,30 @@ def sync(path: Path) -> None:
         os.fsync(fd)
     except OSError as error:
         # no such promise on this disk
-        if error.errno not in (
-            errno.EINVAL,
-            errno.ENOTSUP,
-        ):
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
         os.close(fd)
 
 
 def write_json(
-    path: Path,
-    content: Any,
-    *,
-    indent: int | None = None,
-    durable: bool = False,
+    path: Path, content: Any, *, indent: int | None = None, durable: bool = False
 ) -> None:
     """Write a file of JSON by :func:`replacing`; NaN becomes null. Raises OSError: it cannot be
     written."""
-    text = json.dumps(
-        strict_json(content),
-        indent=indent,
-        ensure_ascii=False,
-        default=str,
-    )
+    text = json.dumps(strict_json(content), indent=indent, ensure_ascii=False, default=str)
     with replacing(path, durable=durable) as temporary:
         # bytes of a path that are no text are escaped, as JSON does it
-        temporary.write_bytes(
-            (text + "\n").encode("utf-8", "backslashreplace")
-        )
+        temporary.write_bytes((text + "\n").encode("utf-8", "backslashreplace"))
 
 
-def set_aside(
-    folder: Path, stays: re.Pattern[str] | None = None
-) -> Path | None:
+def set_aside(folder: Path, stays: re.Pattern[str] | None = None) -> Path | None:
     """Move what a folder holds into ``earlier-<n>`` there, but for names that match ``stays``;
     return the new folder, None if there was nothing. Raises OSError: that is not possible."""
     left = [
         item
         for item in folder.iterdir()
-        if not item.name.startswith("earlier-")
-        and not (stays and stays.fullmatch(item.name))
+        if not item.name.startswith("earlier-") and not (stays and stays.fullmatch(item.name))
     ]
     if not left:
         return None
@@ -119,21 +102,13 @@ class LineFile:
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True
-                log.warning(
-                    "cannot write %s: %s; training goes on",
-                    self._path,
-                    error.strerror,
-                )
+                log.warning("cannot write %s: %s; training goes on", self._path, error.strerror)
             return False
         return True
 
     def append(self, data: bytes) -> None:
         """Append whole lines. Raises OSError."""
-        descriptor = os.open(
-            self._path,
-            os.O_WRONLY | os.O_CREAT | os.O_APPEND,
-            0o666,
-        )
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         try:
             data = b"\n" + data if self._after_torn_line else data
             while data:
@@ -169,11 +144,7 @@ class Spacing:
     def known(self, kind: str) -> str:
         """Return the kind that counts: the same for all that come after too many others."""
         # a trainer may name an event of its own for each step
-        return (
-            kind
-            if kind in self._seen or len(self._seen) < self._MOST_KINDS
-            else ""
-        )
+        return kind if kind in self._seen or len(self._seen) < self._MOST_KINDS else ""
 
     def passes(self, kind: str, length: int) -> bool:
         """Return whether a line of ``length`` bytes is to be written now."""
@@ -228,11 +199,7 @@ def parse_json(data: bytes | str) -> Any:
 
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; empty where there is none that can be read."""
-    with contextlib.suppress(
-        OSError,
-        ValueError,
-        RecursionError,
-    ):
+    with contextlib.suppress(OSError, ValueError, RecursionError):
         content = json.loads(path.read_bytes())
         return content if isinstance(content, dict) else {}
     return {}
@@ -241,13 +208,9 @@ def read_object(path: Path) -> dict[str, Any]:
 # larger numbers and NaN are read as unknown
 _DECODER = json.JSONDecoder(
     parse_int=lambda text: (
-        int(text)
-        if len(text.lstrip("-")) < 20 and abs(int(text)) < _LARGEST
-        else None
+        int(text) if len(text.lstrip("-")) < 20 and abs(int(text)) < _LARGEST else None
     ),
-    parse_float=lambda text: (
-        float(text) if abs(float(text)) < _LARGEST else None
-    ),
+    parse_float=lambda text: float(text) if abs(float(text)) < _LARGEST else None,
     parse_constant=lambda text: None,
 )
 
@@ -261,9 +224,7 @@ def json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
     with path.open("rb") as file:
         for line in file:
             try:
-                content = _DECODER.decode(
-                    line.decode("utf-8", "replace").strip()
-                )
+                content = _DECODER.decode(line.decode("utf-8", "replace").strip())
             except (ValueError, RecursionError):
                 content = None
             if isinstance(content, dict) or line.strip():
@@ -283,11 +244,7 @@ def printable(value: Any) -> Any:
     return value
 
 
-def plain(
-    value: object,
-    where: str = "",
-    within: tuple[int, ...] = (),
-) -> Any:
+def plain(value: object, where: str = "", within: tuple[int, ...] = ()) -> Any:
     """Return what a trainer gave in JSON's types, for a process without torch; never raises.
 
     Numbers of any library become Python's, paths strings; containers are walked, each once on a
@@ -295,11 +252,7 @@ def plain(
     NaN and infinities, which JSON lacks.
     """
     if isinstance(value, float) and where and not math.isfinite(value):
-        log.warning(
-            "%s is %s, which JSON lacks: it is saved as null",
-            where,
-            value,
-        )
+        log.warning("%s is %s, which JSON lacks: it is saved as null", where, value)
     if value is None or isinstance(value, (bool, float, str)):
         return value
     if isinstance(value, int) and value.bit_length() < _LONGEST_INTEGER:
@@ -315,9 +268,7 @@ def plain(
 
     with contextlib.suppress(Exception):  # of methods that are not ours
         if kind.startswith("omegaconf."):
-            value = sys.modules["omegaconf"].OmegaConf.to_container(
-                value, resolve=True
-            )
+            value = sys.modules["omegaconf"].OmegaConf.to_container(value, resolve=True)
         if isinstance(value, os.PathLike):
             return os.fsdecode(value)
         if isinstance(value, Mapping) and is_walked:
@@ -328,11 +279,7 @@ def plain(
             return plain(value.item(), where, within)
         text = repr(value)
     if where:
-        log.warning(
-            "%s is a %s, which is not JSON: it is saved as text",
-            where,
-            kind,
-        )
+        log.warning("%s is a %s, which is not JSON: it is saved as text", where, kind)
     return text
 
 

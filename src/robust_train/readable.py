@@ -18,9 +18,7 @@ def as_clock(seconds: int) -> str:
     """Return integer seconds as ``1:02:03`` or ``2:03``."""
     minutes, rest = divmod(seconds, 60)
     hours, minutes = divmod(minutes, 60)
-    return (
-        f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-    )
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def duration(seconds: float) -> str:
@@ -38,11 +36,7 @@ def duration(seconds: float) -> str:
         if whole >= size:
             count, rest = divmod(whole, size)
             part = rest // smaller
-            return (
-                f"{count} {name} {part} {smaller_name}"
-                if part
-                else f"{count} {name}"
-            )
+            return f"{count} {name} {part} {smaller_name}" if part else f"{count} {name}"
     return f"{whole} s"
 
 
@@ -89,11 +83,7 @@ def by_processes(ranks: int) -> str:
 
 def mib(size_bytes: float, places: int = 0) -> str:
     """Return ``15800 MiB``: to compare with a limit, or with what nvidia-smi shows."""
-    return (
-        f"{size_bytes / MIB:.{places}f} MiB"
-        if places
-        else f"{size_bytes // MIB:.0f} MiB"
-    )
+    return f"{size_bytes / MIB:.{places}f} MiB" if places else f"{size_bytes // MIB:.0f} MiB"
 
 
 def number(value: float) -> str:
@@ -128,18 +118,10 @@ def shortened(text: str, longest: int) -> str:
     return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
-def meant(
-    name: str,
-    names: Collection[str],
-    prefix: str = "",
-) -> str:
+def meant(name: str, names: Collection[str], prefix: str = "") -> str:
     """Return ``did you mean lr?``, else all the names that are accepted."""
     close = difflib.get_close_matches(name, names, n=1)
-    return (
-        f"did you mean {prefix}{close[0]}?"
-        if close
-        else f"accepted are {', '.join(names)}"
-    )
+    return f"did you mean {prefix}{close[0]}?" if close else f"accepted are {', '.join(names)}"
 
 
 def first_line(error: BaseException) -> str:
@@ -155,10 +137,7 @@ def named_line(error: BaseException) -> str:
 
 def one_line(text: str) -> str:
     """Return a name that may have line breaks and control characters, with these written out."""
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode()
-        for c in text
-    )
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def cell_text(cell: object) -> str:
@@ -166,10 +145,7 @@ def cell_text(cell: object) -> str:
     return "-" if cell is None or cell == "" else one_line(str(cell))
 
 
-def aligned(
-    rows: Sequence[Sequence[object]],
-    names: Sequence[str],
-) -> list[str]:
+def aligned(rows: Sequence[Sequence[object]], names: Sequence[str]) -> list[str]:
     """Return rows of cells below the columns' names as plain lines; integers end flush."""
     lines = [""] * (len(rows) + 1)
     for number, name in enumerate(names):
@@ -178,7 +154,5 @@ def aligned(
         width = max(map(len, texts))
         is_right = any(isinstance(cell, int) for cell in cells)
         for at, text in enumerate(texts):
-            lines[at] += "  " + (
-                text.rjust(width) if is_right else text.ljust(width)
-            )
+            lines[at] += "  " + (text.rjust(width) if is_right else text.ljust(width))
     return [line[2:].rstrip() for line in lines]

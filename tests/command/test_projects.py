@@ -535,8 +535,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    "decorator",
-    [pytest.param("robust_train.hydra_main", marks=pytest.mark.slow), "hydra.main"],
+    "decorator", [pytest.param("robust_train.hydra_main", marks=pytest.mark.slow), "hydra.main"]
 )
 def test_groups_of_a_project_on_robust_are_its_own(world, decorator):
     """In a sweep over all of them, which trains each of them once."""

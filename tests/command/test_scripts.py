@@ -544,8 +544,7 @@ def test_output_comes_while_the_script_runs(scripts):
 def gpus(scripts, cuda_machine_with):
     """GPU 0 (A) has 20000 MiB free, GPU 1 (B) has 10000."""
     machine = cuda_machine_with(
-        Gpu(uuid=A, total_mib=24000, free_mib=20000),
-        Gpu(uuid=B, total_mib=24000, free_mib=10000),
+        Gpu(uuid=A, total_mib=24000, free_mib=20000), Gpu(uuid=B, total_mib=24000, free_mib=10000)
     )
     scripts.world.with_environ(machine.environ)
     return machine

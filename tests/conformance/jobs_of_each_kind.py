@@ -15,12 +15,7 @@ from world import SUPPORT, Ended, wait_until
 BOUND_SECONDS = 90
 PROPOSED = re.compile(r"robust-train ((?:resume|attach|status|stop|logs|wait|report) [^\s,;:)]+)")
 
-COMMON = (
-    "min_batch_size=1",
-    "retry_pause_seconds=0.1",
-    "training.num_workers=0",
-    "seed=3",
-)
+COMMON = ("min_batch_size=1", "retry_pause_seconds=0.1", "training.num_workers=0", "seed=3")
 SMALL = (*COMMON, "training.checkpoint_every_steps=2")
 DIGITS = (
     *COMMON,

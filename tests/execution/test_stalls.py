@@ -16,12 +16,7 @@ from plans import folder_in
 from robust_train.failures.stack import where_it_stands
 from robust_train.host.signals import SignalWatch
 from robust_train.launcher import stall_watch
-from robust_train.launcher.stall import (
-    SHORTEST_SECONDS,
-    STARTUP_SECONDS,
-    Pulse,
-    standstill,
-)
+from robust_train.launcher.stall import SHORTEST_SECONDS, STARTUP_SECONDS, Pulse, standstill
 from robust_train.launcher.stall_watch import (
     StallWatch,
     dump_stacks,

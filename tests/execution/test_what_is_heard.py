@@ -144,19 +144,19 @@ def test_a_job_shows_its_lines_unless_the_program_has_set_up_logging(tmp_path):
     block = f"with lines_shown():\n    log_always('begins')\n    SETUP\n{lines}"
     plain = run(tmp_path, block.replace("SETUP", "pass"))
     assert [line[9:] for line in plain.stdout.splitlines()] == [
-        *("begins", "a line of the job", "warning: a warning", "the last line", "error: an error"),
+        *("begins", "a line of the job", "warning: a warning", "the last line", "error: an error")
     ]
     assert plain.stderr == ""
     later = run(tmp_path, block.replace("SETUP", MUTED["dictConfig"]))
     assert later.stdout.count("\n") == 1
     assert [line[9:] for line in later.stderr.splitlines()] == [
-        *("a line of the job", "warning: a warning", "the last line", "error: an error"),
+        *("a line of the job", "warning: a warning", "the last line", "error: an error")
     ]
     nowhere = run(
         tmp_path, "sys.stdout = open('/dev/null', 'w')\n" + block.replace("SETUP", "pass")
     )
     assert [line[9:] for line in nowhere.stderr.splitlines()] == [
-        *("begins", "warning: a warning", "the last line", "error: an error"),
+        *("begins", "warning: a warning", "the last line", "error: an error")
     ]
     level = run(tmp_path, block.replace("SETUP", "log.setLevel(logging.WARNING)"))
     assert "a line of the job" not in level.stdout + level.stderr

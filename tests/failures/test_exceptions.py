@@ -119,10 +119,7 @@ def its_own_cause():
 ERRORS = {
     "torch's own class": (torch.OutOfMemoryError(OOM), "device_oom"),
     "torch's own class without words": (torch.OutOfMemoryError(), "device_oom"),
-    "torch's own class with other words": (
-        torch.OutOfMemoryError("no words", 7),
-        "device_oom",
-    ),
+    "torch's own class with other words": (torch.OutOfMemoryError("no words", 7), "device_oom"),
     "several arguments": (RuntimeError("step 3", OOM), "device_oom"),
     "errno 12 in any language": (OSError(12, "Nicht genügend Hauptspeicher", "/data"), "host_oom"),
     "a full disk": (OSError(28, "No space left on device", "/scratch/a.pt"), "disk_full"),

@@ -47,11 +47,7 @@ def test_never_raises_and_says_it_on_one_line(text, kind):
 
 
 @anything
-@given(
-    st.integers(min_value=-70, max_value=260),
-    texts,
-    st.sampled_from([None, True, False]),
-)
+@given(st.integers(min_value=-70, max_value=260), texts, st.sampled_from([None, True, False]))
 def test_never_raises_on_what_a_process_left(code, log, killed):
     failure = classify_exit(code, log, oom_killed=killed)
     assert isinstance(failure.kind, FailureKind)

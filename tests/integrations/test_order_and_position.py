@@ -4,12 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import (
-    DataLoader,
-    DistributedSampler,
-    RandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
 
 from robust_train.integrations.lightning_callback import LightningPosition
 from robust_train.integrations.sample_order import SampleOrder, StepShares, take_over

@@ -34,14 +34,7 @@ class _Line(torch.nn.Module):
 
 
 def _fit(
-    folder,
-    cfg,
-    resume=None,
-    run=None,
-    callbacks=None,
-    label=1.0,
-    kind=transformers.Trainer,
-    **more,
+    folder, cfg, resume=None, run=None, callbacks=None, label=1.0, kind=transformers.Trainer, **more
 ):
     from robust_train.integrations.transformers import fit, training_arguments
 

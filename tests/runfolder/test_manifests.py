@@ -13,12 +13,7 @@ import pytest
 from another_user import as_another_user, needs_root
 from robust_train.attempt.run import Run, live_of
 from robust_train.folder.checkpoints import newest_checkpoint, read_manifests, rotate
-from robust_train.folder.identity import (
-    begin_job,
-    complete_job,
-    read_identity,
-    resume_from,
-)
+from robust_train.folder.identity import begin_job, complete_job, read_identity, resume_from
 
 
 def save(folder, step, *, job="ours", attempt=1):

@@ -90,9 +90,7 @@ def test_runs_are_listed_newest_first_with_result_and_the_command_that_goes_on(t
     ]
     assert "0.875" in lines[4]
     assert "it broke" in lines[3]
-    assert lines[5:] == [
-        f"{third} died: the host went down; to go on: robust-train resume {third}",
-    ]
+    assert lines[5:] == [f"{third} died: the host went down; to go on: robust-train resume {third}"]
     assert [line.split()[0] for line in only_live] == ["id", live.state.id]
     assert [run["state"] for run in listed] == ["starting", "died", "failed", "completed"]
     assert listed[3]["result"] == 0.875

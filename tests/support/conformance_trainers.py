@@ -238,10 +238,7 @@ def transformers(cfg, run, samples=24):
     meets(cfg, run)
     line = _line()
     arguments = TrainingArguments(
-        **training_arguments(cfg, run),
-        num_train_epochs=EPOCHS,
-        learning_rate=0.1,
-        **SILENT,
+        **training_arguments(cfg, run), num_train_epochs=EPOCHS, learning_rate=0.1, **SILENT
     )
     rows = [{"x": x.tolist(), "labels": [1.0]} for x in data(samples)]
     fit(Trainer(line, arguments, train_dataset=rows), cfg=cfg, run=run)

@@ -92,8 +92,7 @@ def use(monkeypatch, tmp_path):
             cuda.workspaces_cleared += 1
 
         private = SimpleNamespace(
-            _cuda_clearCublasWorkspaces=clear,
-            _cuda_hasPrimaryContext=cuda.contexts.__contains__,
+            _cuda_clearCublasWorkspaces=clear, _cuda_hasPrimaryContext=cuda.contexts.__contains__
         )
         fake = SimpleNamespace(cuda=cuda, _C=private, Tensor=type("Tensor", (), {}))
         fake.optim = SimpleNamespace(Optimizer=type("Optimizer", (), {}))

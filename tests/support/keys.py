@@ -35,10 +35,7 @@ YAML = {
 MODELS = {"": keys.BackboneConfig, **keys.MODELS}
 GROUPS = {
     "Models": ("model", MODELS),
-    "Data sets": (
-        "dataset",
-        {"": keys.DatasetConfig, "image_folder": keys.ImageFolderConfig},
-    ),
+    "Data sets": ("dataset", {"": keys.DatasetConfig, "image_folder": keys.ImageFolderConfig}),
     "Trainers": ("trainer", {"": schema.TrainerConfig}),
 }
 """Sections of the pages about groups that differ by the chosen option, and their classes."""

@@ -19,12 +19,7 @@ from robust_train.config.schema import RobustConfig
 from robust_train.files import parse_json, set_aside
 from robust_train.folder.hydra_state import OF_HYDRA
 from robust_train.folder.lock import RunLock
-from robust_train.folder.state import (
-    Summary,
-    lacked_by_json,
-    read_summary,
-    with_lacked_by_json,
-)
+from robust_train.folder.state import Summary, lacked_by_json, read_summary, with_lacked_by_json
 from robust_train.host.loggers import ShortLines
 from robust_train.host.signals import SignalWatch, forwarded
 from robust_train.sweep import session
@@ -41,14 +36,7 @@ from robust_train.sweep.record import (
     read_table,
     row_of,
 )
-from robust_train.sweep.table import (
-    as_csv,
-    best_first,
-    point_table,
-    screen_table,
-    tally,
-    unranked,
-)
+from robust_train.sweep.table import as_csv, best_first, point_table, screen_table, tally, unranked
 from simulated_nvml import Gpu
 from world import wait_until
 

@@ -176,10 +176,7 @@ def wrapped(how, said, rank):
     bucket_mib = 1 if how == "compiled" else 1e-5  # dynamo takes no less
     alone = dist.new_group([rank], use_local_synchronization=True) if how == "in part" else None
     shared = DistributedDataParallel(
-        net,
-        bucket_cap_mb=bucket_mib,
-        static_graph=how == "static graph",
-        process_group=alone,
+        net, bucket_cap_mb=bucket_mib, static_graph=how == "static graph", process_group=alone
     )
     if how == "communication hook":
         shared.register_comm_hook(None, default_hooks.allreduce_hook)

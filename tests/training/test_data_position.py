@@ -330,10 +330,7 @@ def test_another_number_of_ranks_is_warned_of(tmp_path, caplog):
     assert "1 ranks and 2 before" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("sizes", "drops"),
-    [((8, 4), False), ((16, 8), True)],
-)
+@pytest.mark.parametrize(("sizes", "drops"), [((8, 4), False), ((16, 8), True)])
 def test_after_a_whole_pass_the_next_one_is_whole(tmp_path, sizes, drops):
     taken = SAMPLES // sizes[0] if drops else -(-SAMPLES // sizes[0])
     _, rest = resumed(

@@ -42,8 +42,7 @@ def outcomes(ended):
 
 
 @pytest.mark.parametrize(
-    ("fault", "how"),
-    [("bad", "step"), pytest.param("overflow", "fused", marks=SLOW)],
+    ("fault", "how"), [("bad", "step"), pytest.param("overflow", "fused", marks=SLOW)]
 )
 def test_the_update_of_a_bad_batch_is_left_out_and_nothing_else(world, tmp_path, fault, how):
     ended = trained(world, fault, how)

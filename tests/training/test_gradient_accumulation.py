@@ -10,12 +10,7 @@ from robust_train.step.splitting import share_of
 from robust_train.step.update import update
 from robust_train.vision.images import BatchPlan
 from robust_train.vision.models import SmallCnn
-from robust_train.vision.step import (
-    CosineSchedule,
-    Precision,
-    loss_of,
-    make_optimizer,
-)
+from robust_train.vision.step import CosineSchedule, Precision, loss_of, make_optimizer
 
 CPU = torch.device("cpu")
 

@@ -15,12 +15,7 @@ from robust_train.attempt.run import live_of
 from robust_train.config.placeholders import MicroBatchPlan
 from robust_train.model.errors import AttemptsExhaustedError
 from robust_train.policy.sizes import BatchSearch
-from robust_train.step.probing import (
-    Meter,
-    device_of,
-    optimizer_bytes,
-    search_size,
-)
+from robust_train.step.probing import Meter, device_of, optimizer_bytes, search_size
 from robust_train.step.rewind import StepStart, Watch
 from world import ROOT
 

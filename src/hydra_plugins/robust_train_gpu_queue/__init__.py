@@ -33,11 +33,7 @@ class GpuQueueLauncher(Launcher):
         self._n_jobs = n_jobs
 
     def setup(
-        self,
-        *,
-        hydra_context: HydraContext,
-        task_function: TaskFunction,
-        config: DictConfig,
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
         """Take what Hydra gives once, before the first batch of jobs."""
         self._arguments = (hydra_context, task_function, config)
@@ -49,9 +45,7 @@ class GpuQueueLauncher(Launcher):
             )
 
     def launch(
-        self,
-        job_overrides: Sequence[Sequence[str]],
-        initial_job_idx: int,
+        self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
         """Run a sweeper's batch of jobs; return the results in order."""
         from robust_train.sweep.gpu_queue import GpuQueue
@@ -67,19 +61,10 @@ class RobustSweeper(Sweeper):
         self._settings = settings
 
     def setup(
-        self,
-        *,
-        hydra_context: HydraContext,
-        task_function: TaskFunction,
-        config: DictConfig,
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
         """Take what Hydra gives once."""
-        self._arguments = (
-            hydra_context,
-            task_function,
-            config,
-            self._settings,
-        )
+        self._arguments = (hydra_context, task_function, config, self._settings)
 
     def sweep(self, arguments: list[str]) -> None:
         """Run the sweep that ``arguments`` describe."""
@@ -111,7 +96,7 @@ ROBUST_RAY = {
             "num_cpus": 1,
             # a process for each job, so that nothing of one is left for the next
             "max_calls": 1,
-        },
+        }
     },
 }
 
@@ -173,14 +158,8 @@ _BY_GROUP: dict[str, dict[str, Any]] = {
         "robust_slurm": ROBUST_SLURM,
         "robust_ray": ROBUST_RAY,
     },
-    "hydra/sweeper": {
-        "robust_grid": ROBUST_GRID,
-        "robust_optuna": ROBUST_OPTUNA,
-    },
-    "hydra/sweeper/sampler": {
-        "robust_random": ROBUST_RANDOM,
-        "robust_tpe": ROBUST_TPE,
-    },
+    "hydra/sweeper": {"robust_grid": ROBUST_GRID, "robust_optuna": ROBUST_OPTUNA},
+    "hydra/sweeper/sampler": {"robust_random": ROBUST_RANDOM, "robust_tpe": ROBUST_TPE},
     "hydra/sweeper/pruner": {
         "robust_median": ROBUST_MEDIAN,
         "robust_successive_halving": ROBUST_SUCCESSIVE_HALVING,
@@ -189,11 +168,6 @@ _BY_GROUP: dict[str, dict[str, Any]] = {
 
 for _group, _nodes in _BY_GROUP.items():
     for _name, _node in _nodes.items():
-        ConfigStore.instance().store(
-            group=_group,
-            name=_name,
-            node=_node,
-            provider="robust_train",
-        )
+        ConfigStore.instance().store(group=_group, name=_name, node=_node, provider="robust_train")
 
 __all__ = ["GpuQueueLauncher", "RobustSweeper"]

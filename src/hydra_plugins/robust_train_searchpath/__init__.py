@@ -25,9 +25,7 @@ class RobustTrainSearchPath(SearchPathPlugin):
         elements = search_path.get_path()
         asking = sys.modules.get("robust_train.config.search_path")
         asked_for = getattr(asking, "asked_for", ())
-        if any(
-            one.provider == "main" and one.path == _OURS for one in elements
-        ):
+        if any(one.provider == "main" and one.path == _OURS for one in elements):
             # a command of ours: it takes model=lora, where a project has robust/model
             search_path.prepend(_PROVIDER, f"{_OURS}.robust", anchor="main")
             importlib.import_module(_PACKAGE)

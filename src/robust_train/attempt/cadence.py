@@ -30,11 +30,7 @@ from robust_train.folder.checkpoints import (
     size_of,
     spoil,
 )
-from robust_train.folder.identity import (
-    is_of_job,
-    read_identity,
-    wait_until_readable,
-)
+from robust_train.folder.identity import is_of_job, read_identity, wait_until_readable
 
 log = logging.getLogger("robust_train")
 
@@ -50,11 +46,7 @@ _READS_BYTES_PER_SECOND = 300e6  # until it is measured
 _WRITER_NICE = 10
 
 
-def seconds_between_saves(
-    cost: float,
-    failures: int,
-    seconds: float,
-) -> float:
+def seconds_between_saves(cost: float, failures: int, seconds: float) -> float:
     """Return the time between two checkpoints.
 
     The first comes after a second. From then on saving takes at most 1 % of the time, with 10
@@ -70,9 +62,7 @@ def seconds_between_saves(
     """
     loses_least = math.sqrt(2 * cost * max(seconds, 0.0) / max(failures, 1))
     loses_least = max(loses_least, LEAST_SECONDS)
-    shortest = (
-        SHORTEST_SECONDS if failures else min(loses_least, SHORTEST_SECONDS)
-    )
+    shortest = SHORTEST_SECONDS if failures else min(loses_least, SHORTEST_SECONDS)
     interval = min(max(cost / _LARGEST_SHARE, shortest), LONGEST_SECONDS)
     return min(interval, loses_least) if failures else interval
 
@@ -119,11 +109,7 @@ class SaveClock:
         every = plan.every_seconds
         if every is None:
             since = now - self._began
-            every = seconds_between_saves(
-                self._cost,
-                self._failures,
-                since,
-            )
+            every = seconds_between_saves(self._cost, self._failures, since)
         return now - self._saved_at >= every
 
     def begin(self, step: int | None) -> None:
@@ -153,11 +139,7 @@ class SaveClock:
         now = self._now()
         self.interval, self._last_saved = now - self._last_saved, now
         # the next one may have begun before this one was on the disk
-        if (
-            step is None
-            or self._saved_step is None
-            or step >= self._saved_step
-        ):
+        if step is None or self._saved_step is None or step >= self._saved_step:
             self.copied()
             self._mark(step)
         return self._cost
@@ -178,9 +160,7 @@ class Saving:
         proves: Callable[[int], bool] = lambda step: False,
     ) -> None:
         # writes and removes checkpoints while training goes on
-        self.writer = ThreadPoolExecutor(
-            1, "checkpoint", _let_training_go_first
-        )
+        self.writer = ThreadPoolExecutor(1, "checkpoint", _let_training_go_first)
         self.batches = Batches()
         self.folder = run_dir / "checkpoints"  # where checkpoints belong
         identity = wait_until_readable(lambda: read_identity(run_dir))
@@ -188,9 +168,7 @@ class Saving:
         # where no one would resume and so no manifest is written
         self.job: str | None = "" if identity is None else identity.id
         self._attempt, self._proves = attempt, proves
-        self._job_started = (
-            time.time() if identity is None else identity.started
-        )
+        self._job_started = time.time() if identity is None else identity.started
         # why the last checkpoint could not be written, empty if it was
         self.owed = ""
         self.rotates = False  # whether it is we who remove old ones
@@ -228,9 +206,7 @@ class Saving:
             known = of_job(self.folder, self.job) if self.job else []
         return SaveClock(
             self.plan,
-            cost=next(
-                (one.seconds for one in reversed(known) if one.seconds), 0.0
-            ),
+            cost=next((one.seconds for one in reversed(known) if one.seconds), 0.0),
             failures=self._attempt - 1,
             job_seconds=time.time() - self._job_started,
         )
@@ -267,9 +243,7 @@ class Saving:
                 record_checkpoint(self.folder, manifest)
             except OSError as error:
                 log.warning(
-                    "no manifest of the checkpoint %s yet: %s",
-                    path,
-                    error.strerror or error,
+                    "no manifest of the checkpoint %s yet: %s", path, error.strerror or error
                 )
                 if path.exists():
                     return
@@ -304,28 +278,16 @@ class Saving:
 
         def loss_of(one: Manifest) -> str:
             may_be = one.loss == "finite" and one.step is not None
-            return (
-                "proven"
-                if may_be and self._proves(one.step or 0)
-                else one.loss
-            )
+            return "proven" if may_be and self._proves(one.step or 0) else one.loss
 
         if self.job is not None:
             with _warned():
                 mark(self.folder, self.job, loss_of)
             # an older one makes room for the manifest of the newest
-            rotate(
-                self.folder,
-                self.job,
-                max(keep - len(self._unlisted), 1),
-            )
+            rotate(self.folder, self.job, max(keep - len(self._unlisted), 1))
             self._list()
 
-    def spoiled(
-        self,
-        good_step: int,
-        since: float,
-    ) -> Manifest | None:
+    def spoiled(self, good_step: int, since: float) -> Manifest | None:
         """Have no attempt resume from what was saved after ``good_step``, see :func:`spoil`; return
         the newest checkpoint before."""
         if not self.job:
@@ -340,11 +302,7 @@ class Saving:
 def _let_training_go_first() -> None:
     """Lower the priority of this thread, which Linux has for each."""
     with contextlib.suppress(OSError):
-        os.setpriority(
-            os.PRIO_PROCESS,
-            threading.get_native_id(),
-            _WRITER_NICE,
-        )
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WRITER_NICE)
 
 
 @contextlib.contextmanager

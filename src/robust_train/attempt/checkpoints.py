@@ -8,14 +8,7 @@ import io
 import logging
 import os
 import shutil
-from collections.abc import (
-    Callable,
-    Collection,
-    Iterator,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from errno import EINVAL, ENOENT, ENOSPC, ESTALE
@@ -28,12 +21,7 @@ import torch
 from torch import Tensor
 
 from robust_train.attempt.cadence import Saving
-from robust_train.compat import (
-    keep_versions,
-    load_shards,
-    saving_files,
-    tree_map_with_path,
-)
+from robust_train.compat import keep_versions, load_shards, saving_files, tree_map_with_path
 from robust_train.failures import classify_failure
 from robust_train.folder.checkpoints import (
     SUFFIX,
@@ -143,9 +131,7 @@ class CheckpointFolder:
         self._saving.check_folder()
         owed: list[Callable[[], None]] = []
 
-        def later(
-            save: Callable[[Any], None], content: Any, file: Path
-        ) -> None:
+        def later(save: Callable[[Any], None], content: Any, file: Path) -> None:
             copied = self._room.copy({os.path.relpath(file, path): content})
             if copied is None:
                 save(content)
@@ -181,20 +167,14 @@ class CheckpointFolder:
                 raise
             why = first_line(error)
             # torch's writer of files does not say why
-            if not isinstance(error, OSError) and why_full(
-                self.path.parent, str(path)
-            ):
+            if not isinstance(error, OSError) and why_full(self.path.parent, str(path)):
                 why = os.strerror(ENOSPC)
             if self._is_main:
                 shutil.rmtree(path, ignore_errors=True)
             raise CheckpointError(f"cannot write {path}: {why}") from None
 
     def _goes_on(self, step: int, write: Callable[[], Path]) -> None:
-        self._in_flight = (
-            self._saving.writer.submit(write),
-            step,
-            self._saving.batches.position,
-        )
+        self._in_flight = (self._saving.writer.submit(write), step, self._saving.batches.position)
         self._saving.clock.copied()
 
     def report_written(self, *, wait: bool = False) -> None:
@@ -220,10 +200,7 @@ class CheckpointFolder:
                 leftover.unlink()
         for values in self.path.glob(f"step-*/{VALUES}"):  # no one knows of it
             one = values.parent
-            if (
-                one != resumed_from
-                and not one.with_name(one.name + SUFFIX).exists()
-            ):
+            if one != resumed_from and not one.with_name(one.name + SUFFIX).exists():
                 shutil.rmtree(one, ignore_errors=True)
 
     def _write(self, content: Content, step: int) -> Path:
@@ -231,15 +208,11 @@ class CheckpointFolder:
         path = self.path / f"step-{step:08d}"
         if self._write_folder is not None:
             return self._checked(self._write_folder(content, path))
-        return self._checked(
-            write_atomically(content, path.with_suffix(self._suffix))
-        )
+        return self._checked(write_atomically(content, path.with_suffix(self._suffix)))
 
     def _checked(self, path: Path) -> Path:
         if self._is_main and (damage := self._saving.damage_in(path)):
-            raise CheckpointError(
-                f"checkpoint {path}: {damage}; it is not used"
-            )
+            raise CheckpointError(f"checkpoint {path}: {damage}; it is not used")
         return path
 
     def _written(self, path: Path, step: int, at: Position) -> None:
@@ -248,9 +221,7 @@ class CheckpointFolder:
         self._report(path, step, at)
         if self._keep:
             # to remove a large file takes its time, too
-            self._rotating = self._saving.writer.submit(
-                self._saving.rotate, self._keep
-            )
+            self._rotating = self._saving.writer.submit(self._saving.rotate, self._keep)
 
 
 class HostCopies:
@@ -281,8 +252,7 @@ class HostCopies:
         new = {
             name: one
             for name, one in sources.items()
-            if name not in kept
-            or (kept[name].shape, kept[name].dtype) != (one.shape, one.dtype)
+            if name not in kept or (kept[name].shape, kept[name].dtype) != (one.shape, one.dtype)
         }
         if not self._has_room(sum(map(_bytes_of, new.values()))):
             return None
@@ -290,9 +260,7 @@ class HostCopies:
             for name, one in new.items():
                 if not hasattr(one, "to_local"):
                     self._buffers[name] = torch.empty_like(
-                        one,
-                        device="cpu",
-                        pin_memory=one.is_cuda,
+                        one, device="cpu", pin_memory=one.is_cuda
                     )
             copied = {
                 name: self._buffers[name].copy_(one, non_blocking=one.is_cuda)
@@ -300,9 +268,7 @@ class HostCopies:
                 else one.to("cpu", copy=True)
                 for name, one in sources.items()
             }
-            for device in {
-                one.device for one in tensors.values() if one.is_cuda
-            }:
+            for device in {one.device for one in tensors.values() if one.is_cuda}:
                 torch.cuda.synchronize(device)
         except Exception as error:
             self._buffers.clear()
@@ -327,14 +293,10 @@ class HostCopies:
         """Return whether the copies with so many bytes more leave others as much as they take."""
         kept = sum(map(_bytes_of, self._buffers.values())) * self._copies
         more *= self._copies
-        return kept + more <= LARGEST_COPY * (
-            read_host_memory().available + kept
-        )
+        return kept + more <= LARGEST_COPY * (read_host_memory().available + kept)
 
 
-def _shared_bytes(
-    tensors: Mapping[str, Tensor],
-) -> dict[str, tuple[str, Tensor]]:
+def _shared_bytes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, Tensor]]:
     """Return, for each tensor that shares its storage with another, the first name of these and all
     bytes of the storage. Number formats are kept apart: torch.save refuses a storage of two."""
     names: dict[tuple[object, ...], list[str]] = {}
@@ -359,10 +321,7 @@ def _view_like(tensor: Tensor, copied: Tensor) -> Tensor:
     """Return the part of a storage's copied bytes that the tensor is of the storage."""
     view = torch.empty(0, dtype=tensor.dtype, device=copied.device)
     return view.set_(
-        copied.untyped_storage(),
-        tensor.storage_offset(),
-        tensor.size(),
-        tensor.stride(),
+        copied.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
     )
 
 
@@ -374,9 +333,7 @@ def _settled(value: Any) -> Any:
 
 
 def _bytes_of(tensor: Tensor) -> int:
-    return int(
-        (tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes
-    )
+    return int((tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes)
 
 
 def contents_of(state: Mapping[str, Any], step: int) -> Content:
@@ -428,9 +385,7 @@ def is_of_disk(error: BaseException) -> bool:
     return isinstance(error, OSError) or classify_failure(error).kind is full
 
 
-def together(
-    act: Callable[[], Any], gather: Callable[[Any], list[Any]]
-) -> Any:
+def together(act: Callable[[], Any], gather: Callable[[Any], list[Any]]) -> Any:
     """Return what ``act`` does; all ranks raise what disk or memory fails with on the first."""
     result, error = None, None
     try:
@@ -454,9 +409,7 @@ def together(
 
 
 def named_map(
-    change: Share,
-    content: Content,
-    change_other: Callable[[Any], Any] = lambda value: value,
+    change: Share, content: Content, change_other: Callable[[Any], Any] = lambda value: value
 ) -> Content:
     """Return ``content`` with each tensor changed; ``model.head.weight`` is a name, each of one."""
     names = set[str]()
@@ -500,11 +453,7 @@ def read_newest(
     known = wait_until_readable(lambda: read_manifests(path.parent))
     wanted = next((one for one in known if one.path == path.absolute()), None)
     if wanted is not None:
-        known = [
-            one
-            for one in known
-            if one.job == wanted.job and one.order < wanted.order
-        ]
+        known = [one for one in known if one.job == wanted.job and one.order < wanted.order]
     folder = path.parent.absolute()
     names = [
         one.path.name
@@ -525,21 +474,11 @@ def read_newest(
         # which may be another one on another node
         candidate = path.parent / name
         try:
-            read = partial(
-                _read,
-                candidate,
-                required,
-                share,
-                is_compared=candidate == path,
-            )
-            return candidate, wait_until_readable(
-                partial(together, read, gather)
-            )
+            read = partial(_read, candidate, required, share, is_compared=candidate == path)
+            return candidate, wait_until_readable(partial(together, read, gather))
         except _UnusableError as fault:
             log.warning(
-                "checkpoint %s cannot be used (%s); trying the one before it",
-                candidate,
-                fault,
+                "checkpoint %s cannot be used (%s); trying the one before it", candidate, fault
             )
             if isinstance(fault, _RefusedError):
                 refusal = refusal or f"{candidate} is whole, but {fault}"
@@ -578,9 +517,7 @@ def _read(
     def kept(name: str, tensor: Tensor) -> Tensor:
         own = share(name, tensor) if share else tensor
         if tensor.is_meta:
-            own = shards[name] = (
-                torch.empty_like(own, device="cpu") if own.is_meta else own
-            )
+            own = shards[name] = torch.empty_like(own, device="cpu") if own.is_meta else own
         return own
 
     try:
@@ -589,21 +526,12 @@ def _read(
         if not is_compared and (damage := damage_in(path, reads=True)):
             raise _UnusableError(damage)
         # weights_only: a file from elsewhere must not run code here; mmap: a share is not the whole
-        content = torch.load(
-            file,
-            map_location="cpu",
-            weights_only=True,
-            mmap=bool(share),
-        )
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=bool(share))
         if not isinstance(content, dict):
-            raise _RefusedError(
-                f"it holds a {type(content).__name__} and is not a checkpoint"
-            )
+            raise _RefusedError(f"it holds a {type(content).__name__} and is not a checkpoint")
         missing = sorted(set(required) - content.keys())
         if missing:
-            raise _RefusedError(
-                f"it has no {missing[0]!r} and is not a checkpoint of this trainer"
-            )
+            raise _RefusedError(f"it has no {missing[0]!r} and is not a checkpoint of this trainer")
         content = named_map(kept, content)
         if shards:
             load_shards(path, path / INDEX, shards)
@@ -617,6 +545,4 @@ def _read(
         if is_away or classify_failure(error).kind.is_memory:
             raise
         is_whole = isinstance(error, UnpicklingError) and is_readable(path)
-        raise (_RefusedError if is_whole else _UnusableError)(
-            first_line(error)
-        ) from None
+        raise (_RefusedError if is_whole else _UnusableError)(first_line(error)) from None

@@ -19,11 +19,7 @@ from pathlib import Path
 from robust_train.config.attempt import AttemptRequest
 from robust_train.config.trainers import MAIN_MODULE, PROGRAM_FILE
 from robust_train.files import LineFile, digest_of, json_lines
-from robust_train.folder.provenance import (
-    CODE_FILE,
-    CONFIG_FILE,
-    LARGEST_SOURCE,
-)
+from robust_train.folder.provenance import CODE_FILE, CONFIG_FILE, LARGEST_SOURCE
 from robust_train.model.json import from_json
 
 log = logging.getLogger("robust_train")
@@ -60,9 +56,7 @@ class Code:
         if self._rank:
             return
         files = dict(own_modules()) | {
-            path: path
-            for path in program
-            if PROGRAM_FILE.search(path) or CONFIG_FILE.search(path)
+            path: path for path in program if PROGRAM_FILE.search(path) or CONFIG_FILE.search(path)
         }
         is_first = self._request.is_first
         changed: dict[str, int] = {}
@@ -74,11 +68,7 @@ class Code:
                 known = self._known.get(name)
                 # the launcher has compared config files with those of the last launch
                 is_compared = is_first and bool(CONFIG_FILE.search(path))
-                if (
-                    known is not None
-                    and known.digest != found.digest
-                    and not is_compared
-                ):
+                if known is not None and known.digest != found.digest and not is_compared:
                     changed[os.path.relpath(path)] = known.attempt
                 if is_first or known is None:
                     line = json.dumps(asdict(found)) + "\n"
@@ -121,9 +111,7 @@ def own_modules() -> list[tuple[str, str]]:
             and path.endswith(".py")
             and name.partition(".")[0] not in _OURS
             and not {"site-packages", "dist-packages"} & set(Path(path).parts)
-            and not path.startswith(
-                tuple(f"{one}{os.sep}" for one in libraries)
-            )
+            and not path.startswith(tuple(f"{one}{os.sep}" for one in libraries))
         ):
             found.append((name, path))
     return found

@@ -90,20 +90,14 @@ def examine(loader: Any) -> Source:
     if is_stream:
         workers = max(loader.num_workers, 1)
         return Source(
-            size,
-            workers=workers,
-            unsure=f"loaded by {workers} in turn" if workers > 1 else None,
+            size, workers=workers, unsure=f"loaded by {workers} in turn" if workers > 1 else None
         )
     is_by_batch_size = loader.batch_size is not None
     sampler = loader.sampler if is_by_batch_size else batches.sampler
     package = type(sampler).__module__.partition(".")[0]
     drops_last = getattr(batches, "drop_last", False)
     if package not in _ORDERLY:
-        return Source(
-            size,
-            drops_last=drops_last,
-            unsure=f"made by a {type(sampler).__name__}",
-        )
+        return Source(size, drops_last=drops_last, unsure=f"made by a {type(sampler).__name__}")
     order, remedy = _order_of(sampler)
     return Source(
         size,
@@ -148,11 +142,7 @@ def count_samples(batch: Any) -> int | None:
     return None
 
 
-def without_first(
-    batch: Any,
-    samples: int,
-    sizes: range,
-) -> Any:
+def without_first(batch: Any, samples: int, sizes: range) -> Any:
     """Return a batch without its first samples, None if it cannot be cut, or if it has none of the
     ``sizes``: then something else is counted."""
     if "torch" not in sys.modules:
@@ -173,17 +163,13 @@ class Passed:
     """Batches that were passed over."""
 
     batches: int = 0
-    samples: int | None = (
-        0  # in them; None: those of the last batch cannot be counted
-    )
+    samples: int | None = 0  # in them; None: those of the last batch cannot be counted
     largest: int | None = None  # samples in the largest batch
     ends_in: Any = None  # the next batch, if the last samples are in it
 
 
 def pass_over(
-    batches: Iterator[Any],
-    samples: int,
-    count: Callable[[Any, int], int | None],
+    batches: Iterator[Any], samples: int, count: Callable[[Any, int], int | None]
 ) -> Passed:
     """Take ``samples`` samples off ``batches``, or all that there are. ``count`` is given a batch
     and the samples before it."""
@@ -198,12 +184,7 @@ def pass_over(
             return Passed(number + 1, None)
         largest = max(size, largest or 0)
         if done + size > samples:
-            return Passed(
-                number,
-                done,
-                largest,
-                batch,
-            )
+            return Passed(number, done, largest, batch)
         number += 1
         done += size
     return Passed(number, done, largest)
@@ -225,24 +206,13 @@ class Batches:
             return self._resumed
         return replace(self._at, loader=_state_of(self._loader))
 
-    def resume(
-        self,
-        path: Path,
-        step: int,
-        skips_to: int,
-    ) -> None:
+    def resume(self, path: Path, step: int, skips_to: int) -> None:
         """Begin the next pass where the checkpoint ``path`` of a step is in the data; those up to
         step ``skips_to``, with which training diverged, are passed over."""
-        found = (
-            one.position
-            for one in read_manifests(path.parent)
-            if one.path == path.absolute()
-        )
+        found = (one.position for one in read_manifests(path.parent) if one.path == path.absolute())
         at, more = next(found, START), skips_to - step
         if step and more > 0 and (batches := round(more * at.batches / step)):
-            log.info(
-                "training diverged here: passing over %d batches", batches
-            )
+            log.info("training diverged here: passing over %d batches", batches)
             samples = at.samples
             if samples is not None and at.size is not None:
                 samples += batches * at.size
@@ -270,12 +240,7 @@ class Batches:
             ranks=attempt.ranks,
             order=source.order,
         )
-        for batch in self._rest(
-            loader,
-            source,
-            before,
-            attempt,
-        ):
+        for batch in self._rest(loader, source, before, attempt):
             self._give(source.count(batch, self._at.samples))
             yield batch
         self._at = Position(self._at.batches)
@@ -290,29 +255,17 @@ class Batches:
             if at.samples is not None:
                 samples = at.samples + size
         self._at = replace(
-            at,
-            batches=at.batches + 1,
-            in_pass=at.in_pass + 1,
-            samples=samples,
-            size=largest,
+            at, batches=at.batches + 1, in_pass=at.in_pass + 1, samples=samples, size=largest
         )
 
     def _rest(
-        self,
-        loader: Any,
-        source: Source,
-        before: Position,
-        attempt: Attempt,
+        self, loader: Any, source: Source, before: Position, attempt: Attempt
     ) -> Iterator[Any]:
         """Return what an earlier attempt has left of a pass, or a whole pass."""
         is_same = _draws_alike(before, self._at)
         state = before.loader if self._loader is not None else None
-        counts_samples = (
-            source.total is not None and _COUNTS_SAMPLES in json.dumps(state)
-        )
-        if state is not None and (
-            is_same or counts_samples or before.samples is None
-        ):
+        counts_samples = source.total is not None and _COUNTS_SAMPLES in json.dumps(state)
+        if state is not None and (is_same or counts_samples or before.samples is None):
             loader.load_state_dict(state)
             if not is_same and not counts_samples:
                 _warn_of_counted_batches(before, self._at, attempt)
@@ -330,10 +283,7 @@ class Batches:
             self._begin_after(before, batches)
             return itertools.islice(loader, batches, None)
         return self._after_samples(
-            loader,
-            source,
-            replace(before, samples=_seen_of_pass(before, source)),
-            attempt,
+            loader, source, replace(before, samples=_seen_of_pass(before, source)), attempt
         )
 
     def _begin_after(self, before: Position, batches: int) -> None:
@@ -343,29 +293,16 @@ class Batches:
             samples = 0
         elif batches != before.in_pass:
             samples = None
-        self._at = replace(
-            self._at,
-            in_pass=batches,
-            samples=samples,
-            size=before.size,
-        )
+        self._at = replace(self._at, in_pass=batches, samples=samples, size=before.size)
 
     def _after_samples(
-        self,
-        loader: Any,
-        source: Source,
-        before: Position,
-        attempt: Attempt,
+        self, loader: Any, source: Source, before: Position, attempt: Attempt
     ) -> Iterator[Any]:
         """Return what follows the samples that an earlier attempt has seen. The batch of which it
         has seen a part is cut."""
         wanted = before.samples or 0
         batches: Iterator[Any] = iter(loader)
-        passed = pass_over(
-            batches,
-            wanted,
-            source.count,
-        )
+        passed = pass_over(batches, wanted, source.count)
         if passed.samples is None:
             _warn_of_counted_batches(before, self._at, attempt)
             self._begin_after(before, before.in_pass)
@@ -375,22 +312,14 @@ class Batches:
         if batch is None:
             batch = next(batches, _END)
         after = replace(
-            self._at,
-            in_pass=passed.batches,
-            samples=passed.samples,
-            size=passed.largest,
+            self._at, in_pass=passed.batches, samples=passed.samples, size=passed.largest
         )
         if _is_unchanged(before, after) and source.size is None:
             # or they are of the size that was asked for, and something else was counted
             if attempt.effective != after.size:
                 _warn_of_counted_batches(before, after, attempt)
         elif batch is not _END:
-            _warn_of_samples(
-                before,
-                after,
-                source,
-                attempt,
-            )
+            _warn_of_samples(before, after, source, attempt)
         # the pass was done; what is its own iterator has no other
         if batch is _END:
             return iter(()) if batches is loader else iter(loader)
@@ -401,11 +330,7 @@ class Batches:
         most = source.count(batch, passed.samples) or 0
         # a stream does not say that a batch is its last, which may have fewer
         least = most if source.total else 1
-        rest = without_first(
-            batch,
-            seen,
-            range(least, most + 1),
-        )
+        rest = without_first(batch, seen, range(least, most + 1))
         if rest is None:
             _warn(
                 attempt,
@@ -437,11 +362,7 @@ def _seen_of_pass(before: Position, source: Source) -> int:
     return 0 if source.drops_last and is_done else seen
 
 
-def _warn_of_another_order(
-    before: Position,
-    source: Source,
-    attempt: Attempt,
-) -> None:
+def _warn_of_another_order(before: Position, source: Source, attempt: Attempt) -> None:
     """Warn if a sampler shuffles this pass in another way than the attempt that began it."""
     orders = {before.order, source.order}
     if len(orders) > 1 and None not in orders:
@@ -455,19 +376,10 @@ def _warn_of_another_order(
 
 def _is_unchanged(before: Position, now: Position) -> bool:
     """Return whether as many batches with as many samples were passed over as had been seen."""
-    return (before.in_pass, before.samples, before.size) == (
-        now.in_pass,
-        now.samples,
-        now.size,
-    )
+    return (before.in_pass, before.samples, before.size) == (now.in_pass, now.samples, now.size)
 
 
-def _warn_of_samples(
-    before: Position,
-    now: Position,
-    source: Source,
-    attempt: Attempt,
-) -> None:
+def _warn_of_samples(before: Position, now: Position, source: Source, attempt: Attempt) -> None:
     """Warn if the samples that were passed over need not be those that were seen."""
     maker = source.unsure
     if maker is None and before.ranks != now.ranks:
@@ -490,19 +402,11 @@ def _changed(before: Position, now: Position) -> str:
         ("data-loader workers", before.workers, now.workers),
         ("ranks", before.ranks, now.ranks),
     )
-    changes = (
-        f"{here} {name} and {then} before"
-        for name, then, here in figures
-        if then != here
-    )
+    changes = (f"{here} {name} and {then} before" for name, then, here in figures if then != here)
     return ", ".join(changes) or "batches are not those of before"
 
 
-def _warn_of_counted_batches(
-    before: Position,
-    now: Position,
-    attempt: Attempt,
-) -> None:
+def _warn_of_counted_batches(before: Position, now: Position, attempt: Attempt) -> None:
     """Warn that batches are passed over whose size may be another one than before."""
     if not attempt.reads_batch_size or not before.in_pass:
         return

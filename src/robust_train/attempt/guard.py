@@ -52,12 +52,7 @@ class Losses:
     # good ones; more than the last one if spikes are looked for
     recent: tuple[float, ...] = ()
 
-    def after(
-        self,
-        step: int,
-        loss: float,
-        plan: DivergenceConfig,
-    ) -> Losses:
+    def after(self, step: int, loss: float, plan: DivergenceConfig) -> Losses:
         """Return the losses with one more."""
         is_finite = math.isfinite(loss)
         if is_finite and not self._is_spike(loss, plan):
@@ -71,11 +66,7 @@ class Losses:
             not_finite=self.not_finite + (not is_finite),
         )
 
-    def _is_spike(
-        self,
-        loss: float,
-        plan: DivergenceConfig,
-    ) -> bool:
+    def _is_spike(self, loss: float, plan: DivergenceConfig) -> bool:
         if not plan.spike_sigma or len(self.recent) < _LEAST_RECENT:
             return False
         middle = statistics.median(self.recent)
@@ -155,12 +146,7 @@ class Guard:
             if self._late_updates is None:
                 self.take(step, loss, _COMPUTED)
 
-    def take(
-        self,
-        step: int,
-        loss: Any,
-        source: int = _GIVEN,
-    ) -> None:
+    def take(self, step: int, loss: Any, source: int = _GIVEN) -> None:
         """Take the loss of a step; a tensor's is read a step later, where nothing waits for it. One
         that is computed counts where none is reported, and neither does once one was given."""
         if self.divergence is None or source < self._source:
@@ -173,12 +159,7 @@ class Guard:
         elif isinstance(figure := plain(loss), (int, float)):
             self._look_at(step, figure, self.divergence)
 
-    def _look_at(
-        self,
-        step: int,
-        loss: float,
-        plan: DivergenceConfig,
-    ) -> None:
+    def _look_at(self, step: int, loss: float, plan: DivergenceConfig) -> None:
         """Add a loss; raise if training has diverged."""
         # what `step` leaves out has spoiled nothing
         if self._late_updates is not None and not math.isfinite(loss):
@@ -187,47 +168,27 @@ class Guard:
         if not self.losses.bad:
             self.good_since = time.time()
         if why := self.losses.diverged(plan):
-            raise self._spoiled(
-                f"diverged: {why}",
-                self.losses.good_step,
-                step,
-            )
+            raise self._spoiled(f"diverged: {why}", self.losses.good_step, step)
 
     # --- updates ---
 
     def step(
-        self,
-        number: int,
-        optimizer: Optimizer,
-        scaler: Any,
-        max_grad_norm: float | None,
+        self, number: int, optimizer: Optimizer, scaler: Any, max_grad_norm: float | None
     ) -> bool:
         """End an optimizer step, without an update that would spoil the weights."""
         from robust_train.step.update import update
 
         self._late_updates = self._late_updates or _late_figures()
         loss, self._loss = self._loss, None
-        done = update(
-            optimizer,
-            loss,
-            scaler,
-            max_grad_norm,
-            skips=self.divergence is not None,
-        )
+        done = update(optimizer, loss, scaler, max_grad_norm, skips=self.divergence is not None)
         if done.is_bad is not None:
             if not done.waits:
                 self._count_update(number, bool(done.is_bad))
-            elif (
-                earlier := self._late_updates.swap(number, done.is_bad)
-            ) is not None:
+            elif (earlier := self._late_updates.swap(number, done.is_bad)) is not None:
                 self._count_update(earlier[0], bool(earlier[1]))
         return done.moved
 
-    def _count_update(
-        self,
-        step: int,
-        was_left_out: bool,
-    ) -> None:
+    def _count_update(self, step: int, was_left_out: bool) -> None:
         """Count a step whose update was left out; raise after too many in a row."""
         if not was_left_out:
             self._skipped = 0
@@ -239,10 +200,7 @@ class Guard:
             self._send(UpdateSkipped(step, self._skipped))
             text = "step %d: loss or gradient norm is not finite: the update is left out"
             log.warning(text, step)
-        if (
-            self.divergence is not None
-            and self._skipped > _LEFT_OUT * self.divergence.patience
-        ):
+        if self.divergence is not None and self._skipped > _LEFT_OUT * self.divergence.patience:
             first = self._skips_from
             why = (
                 "diverged: loss or gradient norm was not finite in "

@@ -59,9 +59,7 @@ class AttemptHooks:
 
     def __init__(self, features: Sequence[InAttempt] = ()) -> None:
         self._all = features
-        self._at_boundary = [
-            one.boundary for one in features if _overrides(one, "boundary")
-        ]
+        self._at_boundary = [one.boundary for one in features if _overrides(one, "boundary")]
 
     def begin(self) -> None:
         """Begin with the trainer."""
@@ -100,9 +98,7 @@ class AttemptHooks:
             feature.close(error)
 
 
-def load_hooks(
-    names: Sequence[str], live: LiveAttempt, config: RobustConfig
-) -> AttemptHooks:
+def load_hooks(names: Sequence[str], live: LiveAttempt, config: RobustConfig) -> AttemptHooks:
     """Return the hooks of features with these dotted names (``package.module:Class``)."""
     return AttemptHooks([load_named(name)(live, config) for name in names])
 

@@ -28,12 +28,7 @@ from robust_train.attempt.code import Code
 from robust_train.attempt.loading import Trainer, load
 from robust_train.attempt.runner import run_attempt, stop_on_signals
 from robust_train.compat import run_exit_handlers, when_cuda_starts
-from robust_train.config.attempt import (
-    AttemptRequest,
-    Begin,
-    Preparation,
-    for_rank,
-)
+from robust_train.config.attempt import AttemptRequest, Begin, Preparation, for_rank
 from robust_train.config.projects import as_typed
 from robust_train.config.trainers import MAIN_MODULE
 from robust_train.failures.shortage import no_room_to_import
@@ -88,9 +83,7 @@ def main() -> NoReturn:
         data, descriptors = b"", list[int]()
         # closed with an answer of ours unread, the socket is reset
         with contextlib.suppress(ConnectionResetError):
-            data, descriptors, _, _ = socket.recv_fds(
-                channel, 1, _MOST_DESCRIPTORS
-            )
+            data, descriptors, _, _ = socket.recv_fds(channel, 1, _MOST_DESCRIPTORS)
         if not data:
             os._exit(0)  # the launcher is gone or needs no attempt
         with os.fdopen(descriptors[0], "rb") as file:
@@ -106,12 +99,7 @@ def main() -> NoReturn:
             prepared = _prepare(message, channel)
             send(prepared)
         elif isinstance(message, Begin):
-            _be_attempt(
-                message,
-                channel,
-                send,
-                descriptors[1:],
-            )
+            _be_attempt(message, channel, send, descriptors[1:])
 
 
 def _prepare(wanted: Preparation, channel: socket.socket) -> Prepared:
@@ -173,10 +161,7 @@ def _silence() -> Iterator[None]:
 
 
 def _be_attempt(
-    begin: Begin,
-    channel: socket.socket,
-    send: EventSender,
-    descriptors: Sequence[int],
+    begin: Begin, channel: socket.socket, send: EventSender, descriptors: Sequence[int]
 ) -> NoReturn:
     """Run the attempt and end this process.
 
@@ -203,9 +188,7 @@ def _be_attempt(
                 request,
                 report.load,
                 report,
-                stopping=partial(
-                    stop_on_signals, is_script=request.config.is_script
-                ),
+                stopping=partial(stop_on_signals, is_script=request.config.is_script),
             )
             status = int(error is not None)
             send.flush()
@@ -235,12 +218,7 @@ class _Reporter:
     """Sends events, and which libraries the trainer has imported, when it is loaded and trains; of
     the user's own modules that is recorded then."""
 
-    def __init__(
-        self,
-        request: AttemptRequest,
-        send: EventSender,
-        rank: int,
-    ) -> None:
+    def __init__(self, request: AttemptRequest, send: EventSender, rank: int) -> None:
         self._request = request
         self._rank = rank
         self._reported = 0
@@ -268,12 +246,7 @@ class _Reporter:
     def _report_imports(self) -> None:
         of = self._request.config.trainer
         folder = os.path.abspath(of.cwd or "")
-        self._code.note(
-            [
-                os.path.join(folder, word.rpartition("=")[2])
-                for word in of.argv or ()
-            ]
-        )
+        self._code.note([os.path.join(folder, word.rpartition("=")[2]) for word in of.argv or ()])
         names = _installed_modules()
         modules = tuple(name for name in names if name not in _AT_THE_START)
         if len(modules) > self._reported:
@@ -306,10 +279,7 @@ def _installed_modules() -> tuple[str, ...]:
 
 
 def _run_rank(
-    begin: Begin,
-    channel: socket.socket,
-    report: _Reporter,
-    descriptors: Sequence[int],
+    begin: Begin, channel: socket.socket, report: _Reporter, descriptors: Sequence[int]
 ) -> int:
     """Run the trainer as one of the ranks; return the process's exit status.
 
@@ -319,22 +289,10 @@ def _run_rank(
     for own in descriptors[: 1 if rank else 2]:
         os.set_inheritable(own, False)
     votes = Votes(request.ranks, descriptors[0])
-    set_environment(
-        rank,
-        request,
-        begin.store_port,
-    )
+    set_environment(rank, request, begin.store_port)
     torch = set_up(rank, request)
     # kept until the end: other ranks use it
-    store = (
-        None
-        if rank
-        else _host_store(
-            torch,
-            begin.store_port,
-            descriptors[1],
-        )
-    )
+    store = None if rank else _host_store(torch, begin.store_port, descriptors[1])
     error = run_attempt(
         replace(request, config=for_rank(request.config, rank)),
         report.load,
@@ -358,11 +316,7 @@ def _run_rank(
     return 0
 
 
-def set_environment(
-    rank: int,
-    request: AttemptRequest,
-    port: int,
-) -> None:
+def set_environment(rank: int, request: AttemptRequest, port: int) -> None:
     """Set what torch's ``env://`` and other libraries read, as torch's own launcher does."""
     for name in request.of_first_rank if rank else ():
         os.environ.pop(name, None)
@@ -383,9 +337,7 @@ def set_environment(
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     # no look-up of the host's name, which may have no address, or one that others do not reach
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if (
-        lightning := sys.modules.get("lightning_utilities.core.rank_zero")
-    ) is not None:
+    if (lightning := sys.modules.get("lightning_utilities.core.rank_zero")) is not None:
         # read when it was imported, before there was a rank
         lightning.rank_zero_only.rank = rank
 
@@ -410,11 +362,7 @@ def set_up(rank: int, request: AttemptRequest) -> Any:
     return torch
 
 
-def _host_store(
-    torch: Any,
-    port: int,
-    listener: int,
-) -> Any:
+def _host_store(torch: Any, port: int, listener: int) -> Any:
     """Serve the store of the ranks on a socket of the loopback that the launcher has bound.
 
     libuv's store, because torch's older one reads in its only thread and hangs on one foreign byte.

@@ -5,13 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import (
-    Callable,
-    Iterable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-)
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -143,16 +137,10 @@ class LiveAttempt:
         self.batch_search: BatchSearch | None = None
         self.has_read: Callable[[str], bool] = lambda key: True
         self.supports: Callable[[str], bool] = lambda feature: False
-        self.guard = Guard(
-            lambda event: self.send(event),
-            self._spoiled,
-            is_main=self.is_main,
-        )
+        self.guard = Guard(lambda event: self.send(event), self._spoiled, is_main=self.is_main)
         self.saving = Saving(run_dir, attempt, self.guard.proves)
         self.speed = SpeedMeter(
-            world_size,
-            self._samples,
-            lambda speed: self.send(SpeedMeasured(speed, rank)),
+            world_size, self._samples, lambda speed: self.send(SpeedMeasured(speed, rank))
         )
         self._objective = ""
         self._mode: str | None = None
@@ -244,14 +232,7 @@ class LiveAttempt:
         self.steps_before = step = int(step)
         self.send(TrainingStarted(step))
 
-    def progress(
-        self,
-        /,
-        step: int,
-        *,
-        total_steps: int | None = None,
-        **scalars: float,
-    ) -> bool:
+    def progress(self, /, step: int, *, total_steps: int | None = None, **scalars: float) -> bool:
         """See :meth:`.run.Run.progress`."""
         self.last_step = step = int(step)
         self.speed.step_done(step)
@@ -304,14 +285,10 @@ class LiveAttempt:
                 self._micro_batch_event,
                 self.hooks.ran_out,
                 self.speed,
-                SplitWatch(
-                    self.split_rule, self._on_split_checked, self._muted
-                ),
+                SplitWatch(self.split_rule, self._on_split_checked, self._muted),
             )
             self._micro_batcher = MicroBatcher(
-                **asdict(self.micro_batch_plan),
-                search=self.batch_search,
-                recorder=recorder,
+                **asdict(self.micro_batch_plan), search=self.batch_search, recorder=recorder
             )
         return self._micro_batcher
 
@@ -320,59 +297,32 @@ class LiveAttempt:
         return self.micro_batcher.shrink(reason)
 
     def backward(
-        self,
-        loss_of: Callable[[Any], Any],
-        batch: Any,
-        model: Models = None,
-        **options: Any,
+        self, loss_of: Callable[[Any], Any], batch: Any, model: Models = None, **options: Any
     ) -> Any:
         """See :meth:`.run.Run.backward`."""
         self._end_after_last_checkpoint()
         batcher = self.micro_batcher
         self.hooks.boundary("backward")
-        result = batcher.backward(
-            loss_of,
-            batch,
-            model,
-            **options,
-        )
+        result = batcher.backward(loss_of, batch, model, **options)
         if options.get("training", True):
             self.guard.computed(
-                1 + self.steps_done,
-                result[0] if isinstance(result, tuple) else result,
+                1 + self.steps_done, result[0] if isinstance(result, tuple) else result
             )
         return result
 
     def step(
-        self,
-        optimizer: Optimizer,
-        scaler: Any = None,
-        max_grad_norm: float | None = None,
+        self, optimizer: Optimizer, scaler: Any = None, max_grad_norm: float | None = None
     ) -> bool:
         """See :meth:`.run.Run.step`."""
-        return self.guard.step(
-            1 + self.steps_done,
-            optimizer,
-            scaler,
-            max_grad_norm,
-        )
+        return self.guard.step(1 + self.steps_done, optimizer, scaler, max_grad_norm)
 
     def forward(
-        self,
-        function: Callable[[Any], T],
-        batch: Any,
-        model: Models = None,
-        **options: Any,
+        self, function: Callable[[Any], T], batch: Any, model: Models = None, **options: Any
     ) -> list[T]:
         """See :meth:`.run.Run.forward`."""
         batcher = self.micro_batcher
         self.hooks.boundary("forward")
-        return batcher.forward(
-            function,
-            batch,
-            model,
-            **options,
-        )
+        return batcher.forward(function, batch, model, **options)
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """See :meth:`.run.Run.batches`."""
@@ -385,9 +335,7 @@ class LiveAttempt:
         attempt = Attempt(
             batch_size=plan.batch_size or 0,
             effective=plan.samples or 0,
-            reads_batch_size=(
-                self.has_read("batch_size") or bool(self.their_keys)
-            ),
+            reads_batch_size=(self.has_read("batch_size") or bool(self.their_keys)),
             rank=self.rank,
             ranks=self.world_size,
         )
@@ -397,11 +345,7 @@ class LiveAttempt:
         """Find where an earlier attempt was in the data, with the first batch or checkpoint: by
         then the trainer has reported where it begins."""
         if self.resume_checkpoint is not None and not self._has_resumed:
-            self.saving.batches.resume(
-                self.resume_checkpoint,
-                self.steps_before,
-                self.skips_to,
-            )
+            self.saving.batches.resume(self.resume_checkpoint, self.steps_before, self.skips_to)
         self._has_resumed = True
 
     @property
@@ -424,15 +368,9 @@ class LiveAttempt:
         total = self._total_steps
         return total is not None and self.steps_done >= total
 
-    def _on_split_checked(
-        self, step: int, check: SplitCheck, ends_attempt: bool
-    ) -> None:
+    def _on_split_checked(self, step: int, check: SplitCheck, ends_attempt: bool) -> None:
         kept = check.kept.value
-        self.send(
-            SplitChecked(
-                step, kept, check.message, check.samples, ends_attempt
-            )
-        )
+        self.send(SplitChecked(step, kept, check.message, check.samples, ends_attempt))
 
     @contextlib.contextmanager
     def _muted(self) -> Iterator[None]:
@@ -450,35 +388,18 @@ class LiveAttempt:
         if isinstance(event, (MicroBatchChanged, MicroBatchExhausted)):
             if event.training:
                 size = getattr(event, "after", None) or event.before
-                self.last_micro_batch = min(
-                    size, self.last_micro_batch or size
-                )
+                self.last_micro_batch = min(size, self.last_micro_batch or size)
             event = replace(event, last_micro_batch=self.last_micro_batch)
         self.send(event)
 
-    def save(
-        self,
-        state: Mapping[str, Any],
-        step: int,
-    ) -> None:
+    def save(self, state: Mapping[str, Any], step: int) -> None:
         """See :meth:`.run.Run.save`."""
         from robust_train.attempt.checkpoints import contents_of
 
         if self.is_main:
-            self.save_content(
-                contents_of(state, int(step)),
-                int(step),
-                keep=self.keeps,
-            )
+            self.save_content(contents_of(state, int(step)), int(step), keep=self.keeps)
 
-    def save_content(
-        self,
-        content: Content,
-        step: int,
-        *,
-        keep: int,
-        suffix: str = ".pt",
-    ) -> None:
+    def save_content(self, content: Content, step: int, *, keep: int, suffix: str = ".pt") -> None:
         """Save a dictionary of values and tensors, as a framework has gathered it, as above."""
         self.saving.clock.begin(step)
         self.speed.pause()
@@ -489,12 +410,7 @@ class LiveAttempt:
             folder.remove_leftovers(self.resume_checkpoint)
         self.try_to_save(lambda: folder.save_from_copy(content, step))
 
-    def checkpoints(
-        self,
-        keep: int,
-        suffix: str = ".pt",
-        **options: Any,
-    ) -> CheckpointFolder:
+    def checkpoints(self, keep: int, suffix: str = ".pt", **options: Any) -> CheckpointFolder:
         """Return what writes and reports checkpoints; for the arguments see there."""
         from robust_train.attempt.checkpoints import CheckpointFolder
 
@@ -525,12 +441,7 @@ class LiveAttempt:
         self.started(step)
         return step
 
-    def _spoiled(
-        self,
-        message: str,
-        good: int | None,
-        bad: int,
-    ) -> TrainingDiverged:
+    def _spoiled(self, message: str, good: int | None, bad: int) -> TrainingDiverged:
         """Have no attempt resume from what was saved since the good step; return the error."""
         begun = self.steps_before
         if good is None or good <= begun:
@@ -553,9 +464,7 @@ class LiveAttempt:
             passes_over=self.passes_over,
             reads_lr=self.has_read("lr"),
         )
-        return TrainingDiverged(
-            Failure(FailureKind.DIVERGED, f"{message}; {last}", evidence)
-        )
+        return TrainingDiverged(Failure(FailureKind.DIVERGED, f"{message}; {last}", evidence))
 
     def finish_saving(self, *, wait: bool = True) -> None:
         """Report the checkpoint that is written in the background; ``wait`` until it is."""
@@ -568,16 +477,11 @@ class LiveAttempt:
             write()
         except CheckpointError as error:
             if self.is_main:
-                log.warning(
-                    "%s; training goes on, earlier ones are kept", error
-                )
+                log.warning("%s; training goes on, earlier ones are kept", error)
             self.checkpoint_failed(str(error))
 
     def checkpoint_saved(
-        self,
-        path: Path,
-        step: int | None,
-        position: Position | None = None,
+        self, path: Path, step: int | None, position: Position | None = None
     ) -> None:
         """See :meth:`.run.Run.checkpoint_saved`."""
         step = self.last_step if step is None else int(step)
@@ -588,62 +492,29 @@ class LiveAttempt:
                 self._find_position()
                 damage = self.saving.damage_in(Path(path))
                 at = self.saving.batches.position
-            self.saving.saved(
-                Path(path),
-                step,
-                loss,
-                at,
-                is_good=not damage,
-            )
+            self.saving.saved(Path(path), step, loss, at, is_good=not damage)
             if damage:
-                log.warning(
-                    "checkpoint %s: %s; it is not used",
-                    path,
-                    damage,
-                )
+                log.warning("checkpoint %s: %s; it is not used", path, damage)
                 self.checkpoint_failed(damage)
                 return
             spent = round(self.saving.clock.spent, 3)
         self.send(
-            CheckpointSaved(
-                str(path),
-                step,
-                loss,
-                self.saving.rotates and loss != "unknown",
-                spent,
-            )
+            CheckpointSaved(str(path), step, loss, self.saving.rotates and loss != "unknown", spent)
         )
         self.speed.pause()
         self.hooks.pause("save")
         if self._checkpoint_answers:
-            self.answer_checkpoint(
-                {"answer": {"path": str(path), "step": step}}
-            )
+            self.answer_checkpoint({"answer": {"path": str(path), "step": step}})
 
-    def epoch_ended(
-        self,
-        /,
-        epoch: int,
-        **scalars: float,
-    ) -> None:
+    def epoch_ended(self, /, epoch: int, **scalars: float) -> None:
         """See :meth:`.run.Run.epoch_ended`."""
         epoch, figures = int(epoch), plain(scalars)
-        self.send(
-            EpochEnded(
-                epoch,
-                self.steps_done,
-                figures,
-            )
-        )
+        self.send(EpochEnded(epoch, self.steps_done, figures))
         self.report_objective(figures, epoch)
         self.speed.pause()
         self.hooks.pause("epoch")
 
-    def report(
-        self,
-        value: float,
-        step: int | None = None,
-    ) -> None:
+    def report(self, value: float, step: int | None = None) -> None:
         """See :meth:`.run.Run.report`."""
         if self.is_main:
             step = self.steps_done if step is None else int(step)
@@ -655,21 +526,13 @@ class LiveAttempt:
         log.debug("%s: %s", name, describe_memory(figures))
         self.send(MemoryReported(name, **figures))
 
-    def record(
-        self,
-        event: str,
-        fields: Mapping[str, Json],
-    ) -> None:
+    def record(self, event: str, fields: Mapping[str, Json]) -> None:
         """See :meth:`.run.Run.record`."""
         figures = plain(dict(fields))
         self.send(UserEvent(str(event), figures))
         self.report_objective(figures, figures.get("step"))
 
-    def report_objective(
-        self,
-        figures: Mapping[str, Json],
-        step: Json,
-    ) -> None:
+    def report_objective(self, figures: Mapping[str, Json], step: Json) -> None:
         """Report the figure that ``objective`` names, if it is among these."""
         value = figures.get(self._objective)
         if (
@@ -680,11 +543,7 @@ class LiveAttempt:
         ):
             self.send(ValueReported(float(value), step, self._mode))
 
-    def monitors(
-        self,
-        figure: str,
-        mode: str,
-    ) -> None:
+    def monitors(self, figure: str, mode: str) -> None:
         """Report the figure whenever it is recorded, unless ``objective`` names another one.
         ``mode``: ``min`` or ``max``, what its framework takes for the best."""
         if not self._objective:

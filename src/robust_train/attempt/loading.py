@@ -54,14 +54,8 @@ def load(ref: TrainerRef) -> Trainer:
     found, names = _import_module(ref)
     for name in names:
         if not hasattr(found, name):
-            functions = [
-                key for key, value in vars(found).items() if callable(value)
-            ]
-            close = difflib.get_close_matches(
-                name,
-                functions,
-                n=1,
-            )
+            functions = [key for key, value in vars(found).items() if callable(value)]
+            close = difflib.get_close_matches(name, functions, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ref.refused(f"{found.__name__} has no {name!r}{hint}")
         found = getattr(found, name)
@@ -76,16 +70,11 @@ def _import_module(ref: TrainerRef) -> tuple[Any, list[str]]:
     for end in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:end])
         try:
-            if (
-                name not in sys.modules
-                and importlib.util.find_spec(name) is None
-            ):
+            if name not in sys.modules and importlib.util.find_spec(name) is None:
                 continue
             return importlib.import_module(name), parts[end:]
         except Exception as error:
-            missing = (
-                error.name if isinstance(error, ModuleNotFoundError) else None
-            )
+            missing = error.name if isinstance(error, ModuleNotFoundError) else None
             if missing and (name == missing or name.startswith(missing + ".")):
                 continue
             raise _failed_import(ref, error) from error
@@ -204,20 +193,12 @@ def _failed_import(ref: TrainerRef, error: Exception) -> ConfigError:
         *_, (last, line) = traceback.walk_tb(error.__traceback__)
         where = f"{last.f_code.co_filename}, line {line}"
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
-    extra = (
-        f'; pip install "robust-train[{missing}]"'
-        if missing in _EXTRAS
-        else ""
-    )
+    extra = f'; pip install "robust-train[{missing}]"' if missing in _EXTRAS else ""
     problem = no_room or named_line(error)
     return ref.refused(f"cannot be imported: {problem} ({where}){extra}")
 
 
-def call_with_run(
-    function: Callable[..., Any],
-    cfg: Any,
-    run: object,
-) -> Any:
+def call_with_run(function: Callable[..., Any], cfg: Any, run: object) -> Any:
     """Return ``function(cfg)``, or ``function(cfg, run)`` if it takes a second argument.
 
     A second parameter counts if it is called ``run`` or has no default value.
@@ -238,9 +219,7 @@ def call_with_run(
     return function(cfg)
 
 
-def _takes(
-    signature: inspect.Signature, *arguments: object, **named: object
-) -> bool:
+def _takes(signature: inspect.Signature, *arguments: object, **named: object) -> bool:
     try:
         signature.bind(*arguments, **named)
     except TypeError:
@@ -248,10 +227,7 @@ def _takes(
     return True
 
 
-def support_of(
-    trainer: object,
-    has_read: Callable[[str], bool],
-) -> Callable[[str], bool]:
+def support_of(trainer: object, has_read: Callable[[str], bool]) -> Callable[[str], bool]:
     """Return a function: whether the trainer supports a feature, by what it declares in an
     attribute, ``train.supports = {"gradient_checkpointing"}``, else by what it ``has_read``. Raises
     UserError: it declares one that does not exist."""
@@ -260,9 +236,7 @@ def support_of(
         return lambda feature: has_read(_READS[feature])
     for name in declared:
         if name not in _READS:
-            raise UserError(
-                f"supports={name!r}: no such feature; {meant(str(name), _READS)}"
-            )
+            raise UserError(f"supports={name!r}: no such feature; {meant(str(name), _READS)}")
     return frozenset(declared).__contains__
 
 
@@ -295,16 +269,10 @@ def note_reads(cfg: DictConfig, batch_size: object) -> Callable[[str], bool]:
     unknown = set[str]()  # a list, a figure for each of several loaders
     for part in parts:
         is_dict = isinstance(part._content, dict)
-        for name, node in (
-            part._content.items()
-            if is_dict
-            else enumerate(part._content or ())
-        ):
+        for name, node in part._content.items() if is_dict else enumerate(part._content or ()):
             is_workers = str(name).endswith("workers")
             if isinstance(node, Container):
-                parts += (
-                    [] if node._is_none() or node._is_missing() else [node]
-                )
+                parts += [] if node._is_none() or node._is_missing() else [node]
                 unknown |= {str(name)} if is_workers else set()
             elif (
                 is_workers
@@ -312,13 +280,7 @@ def note_reads(cfg: DictConfig, batch_size: object) -> Callable[[str], bool]:
                 or (name == "lr" and part._key() == "training")
                 or (str(name).endswith("batch_size") and node == batch_size)
             ):
-                part._content[name] = NotedValue(
-                    node._value(),
-                    key=name,
-                    parent=part,
-                )
+                part._content[name] = NotedValue(node._value(), key=name, parent=part)
     NotedValue.names.clear()
     NotedValue.names.update(unknown)
-    return lambda ending: any(
-        name.endswith(ending) for name in NotedValue.names
-    )
+    return lambda ending: any(name.endswith(ending) for name in NotedValue.names)

@@ -6,13 +6,7 @@ behind it is :class:`.live.LiveAttempt`.
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-    Iterable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-)
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -125,14 +119,7 @@ class Run:
         """Report which optimizer step this attempt starts from (0 for a fresh start)."""
         self._live.started(step)
 
-    def progress(
-        self,
-        /,
-        step: int,
-        *,
-        total_steps: int | None = None,
-        **scalars: float,
-    ) -> bool:
+    def progress(self, /, step: int, *, total_steps: int | None = None, **scalars: float) -> bool:
         """Report that optimizer step ``step`` is done; ``scalars`` (loss, lr …) go to the journal.
 
         May be called after every step: at most ten reports a second are passed on. Returns whether
@@ -141,11 +128,7 @@ class Run:
         return self._live.progress(step, total_steps=total_steps, **scalars)
 
     def backward(
-        self,
-        loss_of: Callable[[Any], Any],
-        batch: Any,
-        model: Models = None,
-        **options: Any,
+        self, loss_of: Callable[[Any], Any], batch: Any, model: Models = None, **options: Any
     ) -> Any:
         """Add the gradients of a batch's mean loss; return that mean, detached::
 
@@ -163,10 +146,7 @@ class Run:
         return self._live.backward(loss_of, batch, model, **options)
 
     def step(
-        self,
-        optimizer: Optimizer,
-        scaler: Any = None,
-        max_grad_norm: float | None = None,
+        self, optimizer: Optimizer, scaler: Any = None, max_grad_norm: float | None = None
     ) -> bool:
         """End an optimizer step: clip the gradients, update the weights, drop the gradients::
 
@@ -194,11 +174,7 @@ class Run:
         return self._live.step(optimizer, scaler, max_grad_norm)
 
     def forward(
-        self,
-        function: Callable[[Any], T],
-        batch: Any,
-        model: Models = None,
-        **options: Any,
+        self, function: Callable[[Any], T], batch: Any, model: Models = None, **options: Any
     ) -> list[T]:
         """Return what ``function`` returns for the parts of a batch, in order::
 
@@ -221,11 +197,7 @@ class Run:
         """
         return self._live.batches(loader)
 
-    def save(
-        self,
-        state: Mapping[str, Any],
-        step: int,
-    ) -> None:
+    def save(self, state: Mapping[str, Any], step: int) -> None:
         """Save a checkpoint while training goes on::
 
             state = {"model": model, "optimizer": optimizer, "best": 0.0}
@@ -255,30 +227,17 @@ class Run:
         """Report a complete checkpoint at ``path``: a later attempt resumes from it."""
         self._live.checkpoint_saved(path, step)
 
-    def epoch_ended(
-        self,
-        /,
-        epoch: int,
-        **scalars: float,
-    ) -> None:
+    def epoch_ended(self, /, epoch: int, **scalars: float) -> None:
         """Report that epoch ``epoch`` (from 1) is done; ``scalars`` go to the journal."""
         self._live.epoch_ended(epoch, **scalars)
 
-    def report(
-        self,
-        value: float,
-        step: int | None = None,
-    ) -> None:
+    def report(self, value: float, step: int | None = None) -> None:
         """Report the figure that a sweep optimises, as it is after ``step`` (default: the last one
         of :meth:`progress`). A sweep may stop a job that does worse than others at the same step,
         so report at the same steps in all jobs, as after each epoch."""
         self._live.report(value, step)
 
-    def record(
-        self,
-        event: str,
-        fields: Mapping[str, Json],
-    ) -> None:
+    def record(self, event: str, fields: Mapping[str, Json]) -> None:
         """Record an event of the trainer's own in the journal: any name, any fields."""
         self._live.record(event, fields)
 

@@ -21,11 +21,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from omegaconf import DictConfig
-from omegaconf.errors import (
-    ConfigAttributeError,
-    ConfigKeyError,
-    OmegaConfBaseException,
-)
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from robust_train.attempt.hooks import load_hooks
 from robust_train.attempt.live import LiveAttempt, memory_in_use
@@ -53,13 +49,7 @@ from robust_train.model.errors import (
     TrainingStopped,
     UserError,
 )
-from robust_train.model.events import (
-    AttemptProcess,
-    Event,
-    Failed,
-    Finished,
-    TrainerSupports,
-)
+from robust_train.model.events import AttemptProcess, Event, Failed, Finished, TrainerSupports
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 from robust_train.policy.sizes import BatchSearch
 
@@ -119,12 +109,7 @@ def run_attempt(
             signals.enter_context(stopping(stop_trainer(live)))
             with beside_the_trainer(live, tick):
                 try:
-                    result = call_trainer(
-                        load(),
-                        request.trainer_cfg(),
-                        request.config,
-                        run,
-                    )
+                    result = call_trainer(load(), request.trainer_cfg(), request.config, run)
                 finally:
                     live.finish_saving()
                 # a signal has nothing to interrupt any more
@@ -169,18 +154,11 @@ def figures_of(result: Any, objective: str | None) -> Any:
         return result
     if objective not in result:
         names = ", ".join(map(str, result))
-        log.warning(
-            "objective=%s: not in the result, which has %s", objective, names
-        )
+        log.warning("objective=%s: not in the result, which has %s", objective, names)
     return {**result, "objective": result.get(objective)}
 
 
-def call_trainer(
-    trainer: Trainer,
-    cfg: DictConfig,
-    config: RobustConfig,
-    run: Run,
-) -> Any:
+def call_trainer(trainer: Trainer, cfg: DictConfig, config: RobustConfig, run: Run) -> Any:
     """Call the trainer with its config, and with ``run`` if it takes that; return its result."""
     live = live_of(run)
     live.configure(config)
@@ -217,9 +195,7 @@ def beside_the_trainer(
             tick()
 
     live.send(AttemptProcess(os.getpid()))
-    thread = threading.Thread(
-        target=work, name="robust-train ticks", daemon=True
-    )
+    thread = threading.Thread(target=work, name="robust-train ticks", daemon=True)
     try:
         thread.start()
     except RuntimeError as error:
@@ -250,9 +226,7 @@ def _failure_of(error: BaseException, live: LiveAttempt) -> Failure:
     if isinstance(error, (ConfigKeyError, ConfigAttributeError)):
         failure = replace(failure, message=_missing_key(error))
     if failure.kind is FailureKind.HOST_OOM and not live.supports(WORKERS):
-        failure = replace(
-            failure, evidence=replace(failure.evidence, no_workers=True)
-        )
+        failure = replace(failure, evidence=replace(failure.evidence, no_workers=True))
     return failure
 
 
@@ -279,9 +253,7 @@ def _lacks_resolver(raised: BaseException) -> UserError | None:
 def _missing_key(error: ConfigKeyError | ConfigAttributeError) -> str:
     """Return one line about a key that the trainer reads and its config does not have."""
     frames = traceback.extract_tb(_without_omegaconf(error.__traceback__))
-    place = (
-        f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}, reads"
-    )
+    place = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}, reads"
     key = error.full_key
     return f"{place} {key}, which the config lacks; give it with +{key}=VALUE"
 
@@ -311,12 +283,8 @@ def _failed(failure: Failure, error: BaseException) -> Failed:
         traceback="" if is_in_words else trainer_traceback(error),
         error=_pickled(error),
         others_know=of_rank is not None,
-        caused_by_rank=of_rank.rank
-        if of_rank and of_rank.is_elsewhere
-        else None,
-        exceptions=tuple(
-            f"{cls.__module__}.{cls.__qualname__}" for cls in classes
-        ),
+        caused_by_rank=of_rank.rank if of_rank and of_rank.is_elsewhere else None,
+        exceptions=tuple(f"{cls.__module__}.{cls.__qualname__}" for cls in classes),
     )
 
 
@@ -361,9 +329,7 @@ def stop_trainer(live: LiveAttempt) -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def stop_on_signals(
-    stop: Callable[[], None], *, is_script: bool = False
-) -> Iterator[None]:
+def stop_on_signals(stop: Callable[[], None], *, is_script: bool = False) -> Iterator[None]:
     """Have signals call ``stop``, in a process that runs the attempt alone.
 
     Processes that the trainer starts take the signals' default actions, or their parent could not
@@ -386,13 +352,9 @@ def stop_on_signals(
     yield
 
 
-def _watched_signals(
-    *, is_script: bool
-) -> tuple[list[signal.Signals], list[signal.Signals]]:
+def _watched_signals(*, is_script: bool) -> tuple[list[signal.Signals], list[signal.Signals]]:
     """Return the signals that ask for a stop, and of these the ones that change nothing."""
-    watched = [
-        s for s in STOP_SIGNALS if signal.getsignal(s) != signal.SIG_IGN
-    ]
+    watched = [s for s in STOP_SIGNALS if signal.getsignal(s) != signal.SIG_IGN]
     is_preempted_by_it = UNDER_SUBMITIT in os.environ and not is_script
     return watched, [signal.SIGTERM] if is_preempted_by_it else []
 
@@ -411,20 +373,14 @@ def shield_workers(*, is_script: bool = False) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, watched)
         with contextlib.suppress(ValueError):
             signal.signal(_WAKES_MAIN_THREAD, lambda *_: None)
-        threading.Thread(
-            target=_end_at_signal,
-            args=(watched, no_stop),
-            daemon=True,
-        ).start()
+        threading.Thread(target=_end_at_signal, args=(watched, no_stop), daemon=True).start()
 
     os.register_at_fork(after_in_child=in_fork)
     multiprocessing.util.register_after_fork(in_worker, in_worker)
     _shields.append(in_worker)  # only a weak reference is kept there
 
 
-def _end_at_signal(
-    watched: Sequence[signal.Signals], no_stop: Sequence[signal.Signals]
-) -> None:
+def _end_at_signal(watched: Sequence[signal.Signals], no_stop: Sequence[signal.Signals]) -> None:
     """End this process at a signal: at once if its parent sent it, else some seconds later, or not
     at all."""
     while True:  # it may ignore one, and must still be ended by the next
@@ -432,13 +388,9 @@ def _end_at_signal(
         if info.si_pid != os.getppid():
             if info.si_signo in no_stop:
                 continue
-            info = (
-                signal.sigtimedwait(watched, _WORKER_REPRIEVE_SECONDS) or info
-            )
+            info = signal.sigtimedwait(watched, _WORKER_REPRIEVE_SECONDS) or info
         signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
         os.kill(os.getpid(), info.si_signo)
         # a handler in Python runs in the main thread, which may wait for its next task for ever
-        signal.pthread_kill(
-            threading.main_thread().ident or 0, _WAKES_MAIN_THREAD
-        )
+        signal.pthread_kill(threading.main_thread().ident or 0, _WAKES_MAIN_THREAD)
         signal.pthread_sigmask(signal.SIG_BLOCK, watched)

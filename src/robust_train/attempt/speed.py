@@ -37,9 +37,7 @@ class Moment:
         torch = started_torch()
         # after a fault the device answers nothing
         with contextlib.suppress(RuntimeError):
-            if torch is not None and has_context(
-                torch, torch.cuda.current_device()
-            ):
+            if torch is not None and has_context(torch, torch.cuda.current_device()):
                 event = torch.cuda.Event(enable_timing=True)
                 event.record()
                 self._event = event
@@ -157,9 +155,7 @@ class SpeedMeter:
     def _waited(self, start: Moment) -> None:
         """Count the time since ``start`` as one without data, unless the GPU computed all along."""
         if self._interval is not None:
-            seconds = (
-                time.perf_counter() - start.at if start.is_past() else 0.0
-            )
+            seconds = time.perf_counter() - start.at if start.is_past() else 0.0
             self._interval.waited = (self._interval.waited or 0.0) + seconds
 
     def alone_until_now(self) -> None:
@@ -209,8 +205,7 @@ class SpeedMeter:
         recent = sorted(
             one.seconds / one.steps
             for number, one in enumerate(reversed(newest))
-            if number < _LEAST_RECENT
-            or until - one.begin.at <= _REPORT_SECONDS
+            if number < _LEAST_RECENT or until - one.begin.at <= _REPORT_SECONDS
         )
         return Speed(
             steps=self._steps,
@@ -220,27 +215,17 @@ class SpeedMeter:
             seconds_per_step_now=_rounded(_quantile(recent, 0.5)),
             data_share=share if self._is_explicit else None,
             between_share=None if self._is_explicit else share,
-            seconds_alone_per_step=_rounded(sum(alone) / len(alone))
-            if alone
-            else None,
+            seconds_alone_per_step=_rounded(sum(alone) / len(alone)) if alone else None,
         )
 
     def _data_share(self, newest: Sequence[_Interval]) -> float | None:
-        known = [
-            (one.waited, one.seconds)
-            for one in newest
-            if one.waited is not None
-        ]
+        known = [(one.waited, one.seconds) for one in newest if one.waited is not None]
         if not known:
             return None
         waits = [waited for waited, _ in known]
         waited = self._sum(waits)
         computed = sum(seconds for _, seconds in known) - sum(waits)
-        return (
-            round(waited / max(waited + computed, waited), 4)
-            if waited
-            else 0.0
-        )
+        return round(waited / max(waited + computed, waited), 4) if waited else 0.0
 
     def _sum(self, durations: Sequence[float]) -> float:
         """Return the sum; where it is unknown what is data and what is not, rare peaks are

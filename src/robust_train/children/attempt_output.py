@@ -52,11 +52,7 @@ class OutputStream:
             self.read_fd, self.child_fd = os.pipe()
             # room for what is printed while we are stopped
             with contextlib.suppress(OSError):
-                fcntl.fcntl(
-                    self.read_fd,
-                    fcntl.F_SETPIPE_SZ,
-                    _PIPE_BYTES,
-                )
+                fcntl.fcntl(self.read_fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         os.set_blocking(self.read_fd, False)
 
     def fit(self) -> None:
@@ -197,11 +193,7 @@ class AttemptLog:
         self._settled_bytes = file.tell()
         self._next_state = 0.0
 
-    def write(
-        self,
-        data: bytes,
-        stream: int = 0,
-    ) -> None:
+    def write(self, data: bytes, stream: int = 0) -> None:
         """Handle what was printed; an unfinished line of one stream takes nothing of another."""
         data = self._unfinished.pop(stream, b"") + data
         lines, end, rest = data.rpartition(b"\n")
@@ -227,9 +219,7 @@ class AttemptLog:
         with contextlib.suppress(OSError):
             self._file.truncate(self._settled_bytes)
             self._settled_bytes += self._file.write(done)
-            self._file.write(
-                b"\n".join(map(_settled, self._unfinished.values()))
-            )
+            self._file.write(b"\n".join(map(_settled, self._unfinished.values())))
 
 
 def _settled(line: bytes) -> bytes:
@@ -243,11 +233,7 @@ def _copy_settings(source: int, target: int) -> None:
     # the real terminal translates line ends, once is enough
     attributes[1] &= ~termios.OPOST
     attributes[3] |= termios.ICANON
-    termios.tcsetattr(
-        target,
-        termios.TCSANOW,
-        attributes,
-    )
+    termios.tcsetattr(target, termios.TCSANOW, attributes)
 
 
 def _end_input(master: int, child: int) -> None:
@@ -260,11 +246,5 @@ def _end_input(master: int, child: int) -> None:
 def _copy_size(source: int, target: int) -> None:
     columns, lines = os.get_terminal_size(source)
     # of a terminal that does not know its size bars would be empty
-    size = struct.pack(
-        "HHHH",
-        lines or 24,
-        columns or 80,
-        0,
-        0,
-    )
+    size = struct.pack("HHHH", lines or 24, columns or 80, 0, 0)
     fcntl.ioctl(target, termios.TIOCSWINSZ, size)

@@ -26,15 +26,7 @@ if TYPE_CHECKING:
 OUTPUT_FILE = "detached.log"
 _VARIABLE = "ROBUST_TRAIN_DETACHED"
 # with a description, because the system's journal would show the command, which may hold a secret
-_SCOPE = [
-    "systemd-run",
-    "--user",
-    "--scope",
-    "--quiet",
-    "--collect",
-    "--description=job",
-    "--",
-]
+_SCOPE = ["systemd-run", "--user", "--scope", "--quiet", "--collect", "--description=job", "--"]
 _LOGIND = [
     "busctl",
     "get-property",
@@ -49,11 +41,7 @@ _MOST_BYTES = 1 << 20
 
 # to the command in the foreground; None if this is that
 _pipe: int | None = None
-with contextlib.suppress(
-    KeyError,
-    ValueError,
-    OSError,
-):
+with contextlib.suppress(KeyError, ValueError, OSError):
     _inherited = int(os.environ.pop(_VARIABLE))
     os.set_inheritable(_inherited, False)
     _pipe = _inherited
@@ -97,12 +85,7 @@ def start() -> int:
                 return 0
             code = process.wait()
         output.seek(0)
-        print(
-            output.read().decode(errors="replace"),
-            end="",
-            file=sys.stderr,
-            flush=True,
-        )
+        print(output.read().decode(errors="replace"), end="", file=sys.stderr, flush=True)
     return code if code >= 0 else 128 - code
 
 
@@ -131,11 +114,7 @@ def has_begun(folder: Path, text: str) -> None:
     os.close(pipe)
 
 
-def job_text(
-    job: str,
-    name: str,
-    folder: Path,
-) -> str:
+def job_text(job: str, name: str, folder: Path) -> str:
     """Return what the foreground shows of a job."""
     lines = (
         f"{name} goes on in the background as {job} (pid {os.getpid()}); run folder: {folder}",

@@ -33,11 +33,7 @@ from robust_train.host.linux import (
     set_mark,
     shared_machine_environment,
 )
-from robust_train.host.signals import (
-    ORPHAN_GRACE_SECONDS,
-    STOP_SIGNALS,
-    stop_signal,
-)
+from robust_train.host.signals import ORPHAN_GRACE_SECONDS, STOP_SIGNALS, stop_signal
 from robust_train.host.wire import read_events, send_file
 from robust_train.model.errors import ConfigError
 from robust_train.model.events import Event, Prepared
@@ -61,11 +57,7 @@ class Interpreter:
         answers_due: preparations that it has not ended.
     """
 
-    def __init__(
-        self,
-        process: subprocess.Popen[bytes],
-        channel: socket.socket,
-    ) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], channel: socket.socket) -> None:
         self.pid = process.pid
         self._process = process
         self.channel = channel
@@ -103,11 +95,7 @@ class Interpreter:
         self.answers_due += 1
         self._send(wanted)
 
-    def begin(
-        self,
-        begin: Begin,
-        descriptors: Sequence[int],
-    ) -> None:
+    def begin(self, begin: Begin, descriptors: Sequence[int]) -> None:
         """Give it its attempt, with copies of open descriptors."""
         self.is_begun = True
         self._send(begin, descriptors)
@@ -133,18 +121,10 @@ class Interpreter:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signum)
 
-    def _send(
-        self,
-        message: Preparation | Begin,
-        descriptors: Sequence[int] = (),
-    ) -> None:
+    def _send(self, message: Preparation | Begin, descriptors: Sequence[int] = ()) -> None:
         # it has ended, which the reaper reports
         with contextlib.suppress(OSError):
-            send_file(
-                self.channel,
-                pickle.dumps(message),
-                descriptors,
-            )
+            send_file(self.channel, pickle.dumps(message), descriptors)
 
 
 class Interpreters:
@@ -225,20 +205,14 @@ class Interpreters:
         printed; return whether there was anything."""
         for one in self._uncollected:
             one.collect()
-        self._uncollected = [
-            one for one in self._uncollected if one.is_running
-        ]
+        self._uncollected = [one for one in self._uncollected if one.is_running]
         return self.pump.move()
 
     def await_prepared(
-        self,
-        wanted: Sequence[Interpreter],
-        tick: Callable[[], None] = lambda: None,
+        self, wanted: Sequence[Interpreter], tick: Callable[[], None] = lambda: None
     ) -> None:
         """Wait until interpreters have answered or ended, calling ``tick`` twice a second."""
-        while pending := [
-            one for one in wanted if one.is_running and one.answers_due
-        ]:
+        while pending := [one for one in wanted if one.is_running and one.answers_due]:
             channels = [one.channel.fileno() for one in pending]
             readable(self.pump.descriptors + channels, TICK_SECONDS)
             self.poll()
@@ -263,9 +237,7 @@ class Interpreters:
                 below = psutil.Process(pid).children(recursive=True)
                 spared.update(process.pid for process in below)
         return kill_descendants(
-            lambda process: (
-                process.pid not in spared and self._is_ours(process)
-            )
+            lambda process: process.pid not in spared and self._is_ours(process)
         )
 
     def _is_ours(self, process: psutil.Process) -> bool:
@@ -293,9 +265,7 @@ class Interpreters:
             self.forget(one)
         if is_owner:
             if left := self.kill_leftovers():
-                log.warning(
-                    "processes %s of the attempt cannot be ended", left
-                )
+                log.warning("processes %s of the attempt cannot be ended", left)
             self.poll()
             self._reaper.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -355,9 +325,7 @@ def discard_early() -> None:
         _at_hand.pop().close()
 
 
-def preparation(
-    modules: Sequence[str], *, is_standby: bool = False
-) -> Preparation:
+def preparation(modules: Sequence[str], *, is_standby: bool = False) -> Preparation:
     """Return what an interpreter of this process's jobs does first."""
     return Preparation(
         path=tuple(os.path.abspath(entry) for entry in sys.path),
@@ -371,7 +339,5 @@ def _environ_at_import() -> dict[str, str]:
     """Return the variables of this process that a library may read when it is imported. Those that
     differ between attempts are read later."""
     return {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(_CHANGED_BY_US)
+        name: value for name, value in os.environ.items() if not name.startswith(_CHANGED_BY_US)
     }

@@ -67,26 +67,17 @@ _FIELDS = (
 )
 
 
-def notifications(
-    config: NotifyConfig, environ: Mapping[str, str]
-) -> NotifyConfig:
+def notifications(config: NotifyConfig, environ: Mapping[str, str]) -> NotifyConfig:
     """Return where a job's notifications go; ``environ`` holds the URLs (see ``hide_urls``)."""
     if sweep_folder() is not None:  # it notifies of its own end
         return NotifyConfig()
     urls = tuple(environ.get(URLS_VARIABLE, "").split())
     if urls and importlib.util.find_spec("apprise") is None:
-        log.warning(
-            "notify.urls is ignored: it needs pip install 'robust-train[notify]'"
-        )
+        log.warning("notify.urls is ignored: it needs pip install 'robust-train[notify]'")
     return replace(config, urls=urls)
 
 
-def sentence(
-    event: str,
-    state: RunState,
-    result: Json,
-    now: float,
-) -> str:
+def sentence(event: str, state: RunState, result: Json, now: float) -> str:
     """Return the line of text about a state that is an event."""
     job, spent = f"{state.name} on {state.host}", duration(state.seconds(now))
     reason = shortened(state.reason or "", 300)
@@ -128,11 +119,7 @@ class Notifier:
                 self._notify(event, state)
             self._collect()
 
-    def on_event(
-        self,
-        event: Event,
-        state: RunState,
-    ) -> None:
+    def on_event(self, event: Event, state: RunState) -> None:
         """Notify of an attempt without progress, at half of its limit and at its end; of a slow
         one; and of a disk that takes no checkpoint, once until it takes one."""
         name, attempt = "stalled", state.attempt and state.attempt.number
@@ -150,13 +137,8 @@ class Notifier:
             case Stalled():
                 text = f" made no progress in attempt {attempt}: the attempt is ended"
             case CheckpointFailed():
-                name, text = (
-                    "disk",
-                    f": no checkpoint could be saved: {event.reason}",
-                )
-            case AttemptEnded(
-                record=Attempt(kind=FailureKind.DISK_FULL) as record
-            ):
+                name, text = ("disk", f": no checkpoint could be saved: {event.reason}")
+            case AttemptEnded(record=Attempt(kind=FailureKind.DISK_FULL) as record):
                 name, text = "disk", f": {record.message}"
             case _:
                 return
@@ -164,11 +146,7 @@ class Notifier:
             return
         self._is_unsaved |= name == "disk"
         with self._lock:
-            self._notify(
-                name,
-                state,
-                f"{state.name} on {state.host}{text}",
-            )
+            self._notify(name, state, f"{state.name} on {state.host}{text}")
 
     def _news(self, state: RunState) -> str:
         """Return the event that a job's state amounts to; empty if no one is notified."""
@@ -184,12 +162,7 @@ class Notifier:
         is_long = time.time() - state.since >= _LONG_WAIT_SECONDS
         return "waiting" if is_waiting and is_long else ""
 
-    def _notify(
-        self,
-        event: str,
-        state: RunState,
-        text: str = "",
-    ) -> None:
+    def _notify(self, event: str, state: RunState, text: str = "") -> None:
         now, result = time.time(), None
         if event == "completed":
             summary = read_summary(Path(state.run_dir))
@@ -201,56 +174,24 @@ class Notifier:
             "result": result,
             "seconds": round(state.seconds(now), 1),
         }
-        self.send(
-            event,
-            text or sentence(event, state, result, now),
-            about,
-        )
+        self.send(event, text or sentence(event, state, result, now), about)
 
-    def send(
-        self,
-        event: str,
-        text: str,
-        about: Mapping[str, Json],
-    ) -> None:
+    def send(self, event: str, text: str, about: Mapping[str, Json]) -> None:
         """Begin to deliver a notification, if its event is asked for."""
         if event not in self._settings.on and event != "test":
             return
         text = shortened(text, 1000)
-        content = strict_json(
-            {"event": event, "text": text, "time": time.time(), **about}
-        )
+        content = strict_json({"event": event, "text": text, "time": time.time(), **about})
         command, urls = self._settings.command, self._settings.urls
         if command:
-            self.deliver(
-                event,
-                command[0],
-                command,
-                content,
-                {TEXT_VARIABLE: text},
-            )
+            self.deliver(event, command[0], command, content, {TEXT_VARIABLE: text})
         if urls:
             program = (sys.executable, "-m", __name__)
-            message = {
-                "urls": urls,
-                "title": f"robust-train: {event}",
-                "body": text,
-            }
-            self.deliver(
-                event,
-                "notify.urls",
-                program,
-                message,
-                {"PYTHONSAFEPATH": "1"},
-            )
+            message = {"urls": urls, "title": f"robust-train: {event}", "body": text}
+            self.deliver(event, "notify.urls", program, message, {"PYTHONSAFEPATH": "1"})
 
     def deliver(
-        self,
-        event: str,
-        what: str,
-        command: Sequence[str],
-        given: Json,
-        more: Mapping[str, str],
+        self, event: str, what: str, command: Sequence[str], given: Json, more: Mapping[str, str]
     ) -> None:
         """Start a program that delivers what is ``given``."""
         environ = {**os.environ, **more}
@@ -273,9 +214,7 @@ class Notifier:
                     preexec_fn=partial(signal.alarm, 2 * _LIMIT_SECONDS),
                 )
         except (OSError, ValueError) as error:
-            self._log_failure(
-                name, getattr(error, "strerror", None) or str(error)
-            )
+            self._log_failure(name, getattr(error, "strerror", None) or str(error))
             return
         until = time.monotonic() + _LIMIT_SECONDS
         self._deliveries.append(_Delivery(name, process, errors, until))
@@ -288,11 +227,7 @@ class Notifier:
                 if problem := one.ended():
                     self._log_failure(one.name, problem)
 
-    def _log_failure(
-        self,
-        name: str,
-        problem: str,
-    ) -> None:
+    def _log_failure(self, name: str, problem: str) -> None:
         self.has_failed = True
         log.warning("notification %s: %s", name, problem)
 
@@ -331,20 +266,12 @@ class _Delivery:
                 with contextlib.suppress(OSError, subprocess.TimeoutExpired):
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait(_AFTER_KILL_SECONDS)
-                return (
-                    "it took too long" if self.until else "ended by a signal"
-                )
+                return "it took too long" if self.until else "ended by a signal"
             if process.returncode == 0:
                 return ""
-            errors.seek(
-                max(errors.seek(0, os.SEEK_END) - _MOST_ERROR_BYTES, 0)
-            )
+            errors.seek(max(errors.seek(0, os.SEEK_END) - _MOST_ERROR_BYTES, 0))
             lines = errors.read().decode(errors="replace").strip().splitlines()
-        return (
-            shortened(lines[-1], 300)
-            if lines
-            else f"exit code {process.returncode}"
-        )
+        return shortened(lines[-1], 300) if lines else f"exit code {process.returncode}"
 
 
 def main() -> None:
@@ -353,22 +280,16 @@ def main() -> None:
     try:
         import apprise
     except ImportError:
-        sys.exit(
-            "Apprise is not installed: pip install 'robust-train[notify]'"
-        )
+        sys.exit("Apprise is not installed: pip install 'robust-train[notify]'")
     logging.disable(logging.CRITICAL)  # its lines may name parts of a URL
     failed = []
     for number, url in enumerate(given["urls"], start=1):
         target, sent = apprise.Apprise(), False
         with contextlib.suppress(Exception):
-            sent = target.add(url) and bool(
-                target.notify(given["body"], given["title"])
-            )
+            sent = target.add(url) and bool(target.notify(given["body"], given["title"]))
         if not sent:
             scheme, separator, _ = url.partition("://")
-            failed.append(
-                f"{scheme if separator else 'no scheme'} (URL {number})"
-            )
+            failed.append(f"{scheme if separator else 'no scheme'} (URL {number})")
     if failed:
         sys.exit(f"not delivered: {', '.join(failed)}")
 

@@ -12,11 +12,7 @@ from robust_train.attempt.run import Run
 from robust_train.config.projects import lightning_of, ours, without_ours
 
 
-def call_task(
-    task: Callable[..., Any],
-    cfg: Any,
-    run: Run,
-) -> Any:
+def call_task(task: Callable[..., Any], cfg: Any, run: Run) -> Any:
     """Return what a project's ``main`` returns in an attempt; Lightning's ``fit`` is ours then."""
     own, cfg = ours(cfg), without_ours(cfg)
     adopted: Any = contextlib.nullcontext()

@@ -29,11 +29,7 @@ class Option:
     key: str = ""  # that it gives a value, or the override that a flag is
 
 
-def option(
-    *names: str,
-    key: str = "",
-    **settings: Any,
-) -> Option:
+def option(*names: str, key: str = "", **settings: Any) -> Option:
     """Describe an option with the arguments of ``ArgumentParser.add_argument``."""
     return Option(names, settings, key)
 
@@ -75,8 +71,7 @@ class Command:
             name
             for each in self.options
             for name in each.names
-            if name.startswith("-")
-            and each.settings.get("action") != "store_true"
+            if name.startswith("-") and each.settings.get("action") != "store_true"
         }
 
 
@@ -129,9 +124,7 @@ class Table:
         for row in self.rows:
             # as text: a name may contain what rich reads as markup. A UUID is there to be copied,
             # so it folds rather than lose its end
-            table.add_row(
-                *(Text(cell_text(cell), overflow="fold") for cell in row)
-            )
+            table.add_row(*(Text(cell_text(cell), overflow="fold") for cell in row))
         Console().print(table)
 
 
@@ -153,23 +146,13 @@ class Answer:
     error: str = ""
     exit_code: int = 0
 
-    def print(
-        self,
-        command: str,
-        as_json: bool,
-    ) -> None:
+    def print(self, command: str, as_json: bool) -> None:
         """Print the answer for programs or for people."""
         if self.error:
             print(f"robust-train {command}: {self.error}", file=sys.stderr)
         if as_json:
             error = {"error": self.error} if self.error else {}
-            print(
-                json.dumps(
-                    {**error, **self.data},
-                    indent=2,
-                    default=str,
-                )
-            )
+            print(json.dumps({**error, **self.data}, indent=2, default=str))
             return
         for warning in self.warnings:
             print(f"warning: {warning}", file=sys.stderr)
@@ -181,9 +164,7 @@ class Answer:
 
 
 def checked(
-    convert: Callable[[str], float],
-    accepts: Callable[[float], bool],
-    accepted: str,
+    convert: Callable[[str], float], accepts: Callable[[float], bool], accepted: str
 ) -> Callable[[str], float]:
     """Return a converter for an option's value that refuses other values in one line."""
 

@@ -8,42 +8,20 @@ from __future__ import annotations
 from robust_train.cli.command import Command, checked, flag, option
 
 _JSON = flag("--json", help="print JSON for programs; sizes in bytes")
-_RUN = option(
-    "--run",
-    metavar="ID|PATH|PID",
-    help="which run; default: your only live one",
-)
+_RUN = option("--run", metavar="ID|PATH|PID", help="which run; default: your only live one")
 _WHICH_HELP = (
     "id, run folder, sweep folder or job name; default: your only live job, else the last of "
     "this directory"
 )
-_WHICH = option(
-    "which",
-    nargs="?",
-    metavar="RUN",
-    help=_WHICH_HELP,
-)
-_AMOUNT = checked(
-    int,
-    lambda n: n >= 0,
-    "an integer of 0 or more",
-)
-_DAYS = checked(
-    float,
-    lambda n: n >= 0,
-    "a number of 0 or more",
-)
-_SHARE = checked(
-    float,
-    lambda n: 0 < n <= 1,
-    "a number over 0, up to 1",
-)
+_WHICH = option("which", nargs="?", metavar="RUN", help=_WHICH_HELP)
+_AMOUNT = checked(int, lambda n: n >= 0, "an integer of 0 or more")
+_DAYS = checked(float, lambda n: n >= 0, "a number of 0 or more")
+_SHARE = checked(float, lambda n: 0 < n <= 1, "a number over 0, up to 1")
 _FOLDER = option("path", metavar="FOLDER", help="a sweep folder")
 _YES = flag("--yes", "-y", help="do not ask")
 _QUEUE_DIR = option("--dir", help="the queue directory, as in gpu_queue=PATH")
 _FORCE = flag(
-    "--force",
-    help="also drop what is unreachable but uncollected, and name what is still held",
+    "--force", help="also drop what is unreachable but uncollected, and name what is still held"
 )
 
 _STARTING = (
@@ -51,13 +29,7 @@ _STARTING = (
         "train",
         "train a job, or with -m a sweep",
         "train:train",
-        (
-            option(
-                "overrides",
-                nargs="*",
-                metavar="KEY=VALUE",
-            ),
-        ),
+        (option("overrides", nargs="*", metavar="KEY=VALUE"),),
         parses_itself=True,
     ),
     Command(
@@ -118,30 +90,14 @@ _STARTING = (
                 metavar="DEVICE",
                 help="cpu, cuda:1 or a GPU's UUID instead of the best GPU",
             ),
-            flag(
-                "--no-wait",
-                key="wait_for_gpu=false",
-                help="do not wait for a GPU",
-            ),
-            flag(
-                "--no-cpu",
-                key="allow_cpu_fallback=false",
-                help="never fall back to the CPU",
-            ),
-            flag(
-                "--detach",
-                key="detach=true",
-                help="go on in the background, past logout",
+            flag("--no-wait", key="wait_for_gpu=false", help="do not wait for a GPU"),
+            flag("--no-cpu", key="allow_cpu_fallback=false", help="never fall back to the CPU"),
+            flag("--detach", key="detach=true", help="go on in the background, past logout"),
+            option(
+                "--name", key="job_name", help="job name in queue and tables (the script's name)"
             ),
             option(
-                "--name",
-                key="job_name",
-                help="job name in queue and tables (the script's name)",
-            ),
-            option(
-                "--run-dir",
-                metavar="DIR",
-                help="run folder; an unfinished job in it is resumed",
+                "--run-dir", metavar="DIR", help="run folder; an unfinished job in it is resumed"
             ),
             option(
                 "--checkpoint",
@@ -178,18 +134,8 @@ _STARTING = (
         "go on with a job or sweep that has ended",
         "resume:resume",
         (
-            option(
-                "which",
-                nargs="?",
-                metavar="RUN",
-                help=_WHICH_HELP,
-            ),
-            option(
-                "overrides",
-                nargs="*",
-                metavar="KEY=VALUE",
-                help="other values from now on",
-            ),
+            option("which", nargs="?", metavar="RUN", help=_WHICH_HELP),
+            option("overrides", nargs="*", metavar="KEY=VALUE", help="other values from now on"),
             flag("--all", help="all that no one ended, in the background"),
         ),
         about="Go on with a job, script or sweep by its own command, in its own working directory, "
@@ -201,13 +147,7 @@ _STARTING = (
         "init",
         "write a new project that trains at once",
         "set_up:init",
-        (
-            option(
-                "dir",
-                metavar="DIR",
-                help="made if need be; nothing is overwritten",
-            ),
-        ),
+        (option("dir", metavar="DIR", help="made if need be; nothing is overwritten"),),
     ),
 )
 
@@ -249,33 +189,16 @@ _WATCHING = (
             ),
         ),
     ),
-    Command(
-        "attach",
-        "show a live job as its own terminal would",
-        "runs:attach",
-        (_WHICH,),
-    ),
+    Command("attach", "show a live job as its own terminal would", "runs:attach", (_WHICH,)),
     Command(
         "wait",
         "wait for jobs or sweeps to end",
         "runs:wait",
-        (
-            option(
-                "which",
-                nargs="*",
-                metavar="RUN",
-                help=_WHICH_HELP,
-            ),
-        ),
+        (option("which", nargs="*", metavar="RUN", help=_WHICH_HELP),),
         about="Wait for jobs or sweeps to end. The exit code is that of the first that did not "
         "complete.",
     ),
-    Command(
-        "checkpoint",
-        "save a checkpoint at the next step",
-        "runs:request",
-        (_WHICH, _JSON),
-    ),
+    Command("checkpoint", "save a checkpoint at the next step", "runs:request", (_WHICH, _JSON)),
     Command(
         "halve-batch",
         "halve the micro-batch, not the effective batch",
@@ -286,11 +209,7 @@ _WATCHING = (
         "stop",
         "save a checkpoint and end, as at SIGTERM",
         "runs:stop",
-        (
-            _WHICH,
-            flag("--now", help="end a job that is stopping already"),
-            _JSON,
-        ),
+        (_WHICH, flag("--now", help="end a job that is stopping already"), _JSON),
     ),
 )
 
@@ -299,16 +218,7 @@ _MACHINE = (
         "sweep limit",
         "change how many jobs of a sweep run at once",
         "runs:limit",
-        (
-            _FOLDER,
-            option(
-                "number",
-                type=_AMOUNT,
-                metavar="N",
-                help="0: no more jobs start",
-            ),
-            _JSON,
-        ),
+        (_FOLDER, option("number", type=_AMOUNT, metavar="N", help="0: no more jobs start"), _JSON),
         about="Change how many jobs of a sweep under gpu_queue or one of our sweepers run at once "
         "while it runs. Jobs that run are not stopped.",
     ),
@@ -316,13 +226,7 @@ _MACHINE = (
         "sweep best",
         "print the overrides of a sweep's best job",
         "runs:best",
-        (
-            _FOLDER,
-            flag(
-                "--checkpoint", help="print the path of its checkpoint instead"
-            ),
-            _JSON,
-        ),
+        (_FOLDER, flag("--checkpoint", help="print the path of its checkpoint instead"), _JSON),
         about="Print the overrides that decide what the best job of a sweep so far computes, as "
         "words for a shell; of repeated jobs the best of those with the best mean.",
     ),
@@ -330,11 +234,7 @@ _MACHINE = (
         "queue",
         "show which jobs run and wait here, and why",
         "machine:queue",
-        (
-            _JSON,
-            flag("--verbose", help="show the reservations on each GPU"),
-            _QUEUE_DIR,
-        ),
+        (_JSON, flag("--verbose", help="show the reservations on each GPU"), _QUEUE_DIR),
         about="Show the jobs on this host: those that run, with their GPUs, and those that wait, "
         "with their queue position (#) and the reason.",
     ),
@@ -347,10 +247,7 @@ _MACHINE = (
         "on them.",
     ),
     Command(
-        "memory info",
-        "show memory by process, and of a live run",
-        "memory:info",
-        (_RUN, _JSON),
+        "memory info", "show memory by process, and of a live run", "memory:info", (_RUN, _JSON)
     ),
     Command(
         "memory clear",
@@ -358,26 +255,12 @@ _MACHINE = (
         "memory:request",
         (_FORCE, _RUN, _JSON),
     ),
-    Command(
-        "memory reset",
-        "reset the peaks of a live run",
-        "memory:request",
-        (_RUN, _JSON),
-    ),
+    Command("memory reset", "reset the peaks of a live run", "memory:request", (_RUN, _JSON)),
     Command(
         "memory fraction",
         "limit a live run to a share of its device",
         "memory:request",
-        (
-            option(
-                "fraction",
-                type=_SHARE,
-                metavar="FRACTION",
-                help="over 0, up to 1",
-            ),
-            _RUN,
-            _JSON,
-        ),
+        (option("fraction", type=_SHARE, metavar="FRACTION", help="over 0, up to 1"), _RUN, _JSON),
     ),
     Command(
         "memory enable",
@@ -387,10 +270,7 @@ _MACHINE = (
         about='Print shell lines for later programs: eval "$(robust-train memory enable)"',
     ),
     Command(
-        "memory snapshot",
-        "write what a live run has allocated",
-        "memory:request",
-        (_RUN, _JSON),
+        "memory snapshot", "write what a live run has allocated", "memory:request", (_RUN, _JSON)
     ),
     Command(
         "memory kill",
@@ -416,11 +296,7 @@ _MACHINE = (
         "say which GPUs are usable, or why not",
         "doctor:doctor",
         (
-            option(
-                "--include",
-                metavar="GPU",
-                help="use the excluded GPU with this UUID again",
-            ),
+            option("--include", metavar="GPU", help="use the excluded GPU with this UUID again"),
             flag(
                 "--probe",
                 help="use less than 2 GiB of each GPU on which no one computes, for some seconds: "
@@ -447,10 +323,7 @@ _MORE = (
                 metavar="N",
                 help="only of jobs that ended so many days ago, or earlier (30)",
             ),
-            flag(
-                "--all",
-                help="also of jobs that did not complete, with their checkpoints",
-            ),
+            flag("--all", help="also of jobs that did not complete, with their checkpoints"),
             _YES,
             flag("--dry-run", help="show the folders, remove none"),
             _JSON,
@@ -494,17 +367,10 @@ _MORE = (
     ),
 )
 
-GROUPS = {
-    "start": _STARTING,
-    "watch": _WATCHING,
-    "machine": _MACHINE,
-    "more": _MORE,
-}
+GROUPS = {"start": _STARTING, "watch": _WATCHING, "machine": _MACHINE, "more": _MORE}
 """The commands as ``--help`` lists them."""
 
-COMMANDS = {
-    command.name: command for group in GROUPS.values() for command in group
-}
+COMMANDS = {command.name: command for group in GROUPS.values() for command in group}
 
 
 def members_of(group: str) -> dict[str, Command]:

@@ -31,11 +31,7 @@ from robust_train.host.memory import cgroup_rooms, read_host_memory
 from robust_train.model.errors import EXIT_FAILED
 from robust_train.model.events import Json
 from robust_train.model.gpu import GpuInfo, Inventory
-from robust_train.queue.queue_dir import (
-    QueueError,
-    directory_for,
-    tmpfiles_line,
-)
+from robust_train.queue.queue_dir import QueueError, directory_for, tmpfiles_line
 from robust_train.queue.registry import QueuedJob, Registry
 from robust_train.readable import GIB, MIB, counted, mib
 
@@ -67,18 +63,11 @@ def doctor(arguments: Namespace) -> Answer:
             if arguments.include:
                 problem = f"--include {arguments.include}: you have not excluded this GPU"
                 if registry.include(arguments.include):
-                    return Answer(
-                        shown=[f"{arguments.include} is no longer excluded"]
-                    )
+                    return Answer(shown=[f"{arguments.include} is no longer excluded"])
                 return Answer(error=problem)
             jobs = registry.jobs()
-            inventory = replace(
-                inventory, gpus=registry.marked(inventory.gpus)
-            )
-            queue["file_system"], queue["jobs"] = (
-                registry.file_system,
-                len(jobs),
-            )
+            inventory = replace(inventory, gpus=registry.marked(inventory.gpus))
+            queue["file_system"], queue["jobs"] = (registry.file_system, len(jobs))
             if registry.owner:  # who could remove reservations of others
                 queue["owner"] = user_name(registry.owner)
                 queue["tmpfiles_line"] = tmpfiles_line(path)
@@ -112,22 +101,12 @@ def doctor(arguments: Namespace) -> Answer:
     for row in known["gpus"]:
         row["why_not"] = row["why_not"] or doubt
         row["usable"] = row["why_not"] is None
-    is_fine = (
-        any(row["usable"] for row in known["gpus"])
-        and queue["problem"] is None
-    )
-    data = {
-        **known,
-        **_facts(inventory),
-        "queue": queue,
-        "probes": probes,
-    }
+    is_fine = any(row["usable"] for row in known["gpus"]) and queue["problem"] is None
+    data = {**known, **_facts(inventory), "queue": queue, "probes": probes}
     return Answer(
         data,
         _shown(data),
-        exit_code=0
-        if is_fine and all(one["passed"] for one in probes)
-        else EXIT_FAILED,
+        exit_code=0 if is_fine and all(one["passed"] for one in probes) else EXIT_FAILED,
     )
 
 
@@ -143,12 +122,9 @@ def _facts(inventory: Inventory) -> dict[str, Json]:
         "python": platform.python_version(),
         "kernel": kernel,
         "wsl": "microsoft" in kernel.lower(),
-        "container": not sees_host_pids()
-        or any(mark.exists() for mark in _CONTAINER_MARKS),
+        "container": not sees_host_pids() or any(mark.exists() for mark in _CONTAINER_MARKS),
         "host_memory_limit_bytes": read_host_memory().total,
-        "cgroup_limit_bytes": min(
-            (limit for limit, _ in cgroup_rooms()), default=None
-        ),
+        "cgroup_limit_bytes": min((limit for limit, _ in cgroup_rooms()), default=None),
         "cpus": len(os.sched_getaffinity(0)),
     }
 
@@ -191,10 +167,7 @@ def _shown(data: dict[str, Json]) -> list[str | Table]:
         Table(
             ("what", "value"),
             [
-                (
-                    name.removesuffix("_bytes").replace("_", " "),
-                    _text(name, value),
-                )
+                (name.removesuffix("_bytes").replace("_", " "), _text(name, value))
                 for name, value in data.items()
                 if value is not None and name not in _PARTS_OF_THEIR_OWN
             ],
@@ -209,9 +182,7 @@ def _shown(data: dict[str, Json]) -> list[str | Table]:
             f"{mib(gpu['free_bytes'])} free",
             f"  {gpu['uuid']}",
         ]
-    lines += [
-        f"GPU {lost['index']}: {lost['reason']}" for lost in data["skipped"]
-    ]
+    lines += [f"GPU {lost['index']}: {lost['reason']}" for lost in data["skipped"]]
     for one in data["probes"]:
         lines.append(f"probe of GPU {one['index']}: {one['result']}")
     queue = data["queue"]
@@ -239,9 +210,7 @@ def _text(name: str, value: Json) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, dict):
-        return ", ".join(
-            f"{key} {known or '-'}" for key, known in value.items()
-        )
+        return ", ".join(f"{key} {known or '-'}" for key, known in value.items())
     return mib(value) if name.endswith("_bytes") else str(value)
 
 
@@ -249,9 +218,7 @@ def probe(gpu: GpuInfo) -> tuple[bool, str]:
     """Probe a GPU that no one uses; return whether it passed, and one line about it."""
     try:
         done = run_command(
-            [sys.executable, "-m", __name__],
-            _PROBE_SECONDS,
-            {**os.environ, VARIABLE: gpu.uuid},
+            [sys.executable, "-m", __name__], _PROBE_SECONDS, {**os.environ, VARIABLE: gpu.uuid}
         )
     except (OSError, NoAnswerError) as error:
         return False, str(error)
@@ -278,17 +245,9 @@ def exercise(device: torch.device, free_bytes: int) -> int:
 
     def use(batch_size: int) -> None:
         sizes.append(batch_size)
-        torch.empty(
-            batch_size * (free_bytes // _PARTS),
-            dtype=torch.uint8,
-            device=device,
-        )
+        torch.empty(batch_size * (free_bytes // _PARTS), dtype=torch.uint8, device=device)
 
-    adaptive_batch_training(
-        use,
-        initial_batch_size=2 * _PARTS,
-        min_batch_size=1,
-    )
+    adaptive_batch_training(use, initial_batch_size=2 * _PARTS, min_batch_size=1)
     if len(sizes) == 1:
         raise RuntimeError("twice the memory was allocated")
     return _PARTS // sizes[-1]
@@ -304,9 +263,7 @@ def probe_here() -> None:
         sys.exit(" ".join(str(error).split()))
     total = torch.cuda.get_device_properties(0).total_memory
     # memory runs out at a limit of this process: others may come to the GPU meanwhile
-    torch.cuda.set_per_process_memory_fraction(
-        min(_PROBE_CACHE_BYTES / total, 1.0), 0
-    )
+    torch.cuda.set_per_process_memory_fraction(min(_PROBE_CACHE_BYTES / total, 1.0), 0)
     print(exercise(torch.device("cuda", 0), _PROBE_CACHE_BYTES))
 
 

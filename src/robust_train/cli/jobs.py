@@ -17,11 +17,7 @@ from robust_train.config.composition import complete, plain_config
 from robust_train.config.projects import builds_on_ours, with_group
 from robust_train.config.trainers import TrainerRef
 from robust_train.entry import run_job
-from robust_train.folder.hydra_state import (
-    changes_each_time,
-    remove_refused,
-    sweep_folder,
-)
+from robust_train.folder.hydra_state import changes_each_time, remove_refused, sweep_folder
 from robust_train.folder.requests import sweep_stop_requested
 from robust_train.folder.state import EXIT_CODES, Summary
 from robust_train.host.loggers import standard_error
@@ -47,11 +43,7 @@ def plain_job(cfg: DictConfig) -> Any:
     return _job(plain_config(cfg), remedies=False)
 
 
-def project_job(
-    task: Callable[..., Any],
-    trainer: Callable[..., Any],
-    cfg: DictConfig,
-) -> Any:
+def project_job(task: Callable[..., Any], trainer: Callable[..., Any], cfg: DictConfig) -> Any:
     """Run a job of a Hydra project: its ``main``, which calls ``launch`` where the config builds on
     ``robust``; any other ``main`` is itself the trainer."""
     # that of a sweep which has ended before: `_job` returns how
@@ -68,11 +60,7 @@ def project_job(
                 raise
             session.note(code)
             return None
-    return _job(
-        with_group(cfg),
-        remedies=True,
-        trainer=trainer,
-    )
+    return _job(with_group(cfg), remedies=True, trainer=trainer)
 
 
 def check(cfg: DictConfig) -> None:
@@ -86,12 +74,7 @@ def check(cfg: DictConfig) -> None:
         raise ConfigError(f"dataset.root={root}: no such folder")
 
 
-def _job(
-    cfg: DictConfig,
-    *,
-    remedies: bool,
-    trainer: Callable[..., Any] | None = None,
-) -> Any:
+def _job(cfg: DictConfig, *, remedies: bool, trainer: Callable[..., Any] | None = None) -> Any:
     """Run a job, alone or as one of a sweep, which goes on without it if it does not complete."""
     job = session.job
     try:
@@ -101,36 +84,19 @@ def _job(
             return job.objective
         if trainer is not None:
             cfg = complete(cfg)
-        summary = run_job(
-            trainer,
-            cfg,
-            remedies=remedies,
-            explain=print_failure,
-        )
+        summary = run_job(trainer, cfg, remedies=remedies, explain=print_failure)
         if summary.status == "completed":
             return summary.objective
-        session.job_ended(
-            summary.status,
-            exit_code_of(summary),
-            summary.reason,
-        )
+        session.job_ended(summary.status, exit_code_of(summary), summary.reason)
     except ConfigError as error:
         # printed here, because Hydra puts lines of its own around what a job raises
         session.refuse(error)
-        session.job_ended(
-            Status.REFUSED,
-            error.exit_code,
-            str(error),
-        )
+        session.job_ended(Status.REFUSED, error.exit_code, str(error))
         hydra = HydraConfig.get()
         if hydra.mode == RunMode.RUN and changes_each_time():
             remove_refused(Path(hydra.runtime.output_dir))
     except JobInterrupted as error:
-        session.job_ended(
-            Status.INTERRUPTED,
-            error.exit_code,
-            str(error) or "interrupted",
-        )
+        session.job_ended(Status.INTERRUPTED, error.exit_code, str(error) or "interrupted")
         folder = sweep_folder()
         if folder is None or not sweep_stop_requested(folder):
             raise
@@ -146,11 +112,7 @@ def exit_code_of_error(error: BaseException) -> int | None:
     if isinstance(error, JobInterrupted):
         return error.exit_code
     # its own traceback, without the launcher's frames
-    shown = (
-        error.__cause__
-        if isinstance(error.__cause__, TrainerFailedError)
-        else error
-    )
+    shown = error.__cause__ if isinstance(error.__cause__, TrainerFailedError) else error
     code: int | None = getattr(shown, "exit_code", None)
     if code is not None:
         text = error if isinstance(error, UserError) else shown

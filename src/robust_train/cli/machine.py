@@ -13,22 +13,13 @@ import psutil
 
 from robust_train.cli.command import Answer, Table
 from robust_train.gpu.inventory import read_inventory
-from robust_train.gpu.processes import (
-    find_holders,
-    is_hidden,
-    is_there,
-    user_name,
-)
+from robust_train.gpu.processes import find_holders, is_hidden, is_there, user_name
 from robust_train.gpu.visible import VARIABLE, visible_gpus
 from robust_train.host.linux import named, processes_of
 from robust_train.model.events import Json
 from robust_train.model.gpu import GpuInfo, Inventory
 from robust_train.queue.plan import Plan, describe, who_goes_first, why_waiting
-from robust_train.queue.queue_dir import (
-    QueueError,
-    directory_for,
-    is_made,
-)
+from robust_train.queue.queue_dir import QueueError, directory_for, is_made
 from robust_train.queue.registry import QueuedJob, Registry
 from robust_train.readable import MIB, as_clock, mib, shortened
 
@@ -55,35 +46,22 @@ def gpus(arguments: Namespace) -> Answer:
     with contextlib.suppress(QueueError):
         if is_made(path):
             with contextlib.closing(Registry(path)) as registry:
-                inventory = replace(
-                    inventory, gpus=registry.marked(inventory.gpus)
-                )
+                inventory = replace(inventory, gpus=registry.marked(inventory.gpus))
                 jobs = registry.jobs()
     data = machine(inventory, jobs)
     shown: list[str | Table] = [data["problem"]] if data["problem"] else []
     if data["gpus"]:
         shown.append(Table(_OF_GPUS, [_gpu_row(gpu) for gpu in data["gpus"]]))
-    shown += [
-        f"GPU {lost.index} skipped: {lost.reason}"
-        for lost in inventory.skipped
-    ]
+    shown += [f"GPU {lost.index} skipped: {lost.reason}" for lost in inventory.skipped]
     return Answer(data, shown, [data["warning"]] if data["warning"] else [])
 
 
-def machine(
-    inventory: Inventory,
-    jobs: Sequence[QueuedJob],
-) -> dict[str, Json]:
+def machine(inventory: Inventory, jobs: Sequence[QueuedJob]) -> dict[str, Json]:
     """Return the GPUs in JSON's types: whether programs started here see them, since when their
     ``jobs`` leave them idle, and the user and command of each process if known."""
-    visible, holders = (
-        visible_gpus(inventory, os.environ),
-        find_holders(inventory.gpus),
-    )
+    visible, holders = (visible_gpus(inventory, os.environ), find_holders(inventory.gpus))
     shown = {gpu.uuid for gpu in visible.gpus}
-    idle = {
-        uuid: seconds for job in jobs for uuid, seconds in job.idle().items()
-    }
+    idle = {uuid: seconds for job in jobs for uuid, seconds in job.idle().items()}
     found = [asdict(gpu) for gpu in inventory.gpus]
     for gpu in found:
         gpu["visible"] = gpu["uuid"] in shown
@@ -103,10 +81,7 @@ def machine(
 
 def _gpu_row(gpu: dict[str, Json]) -> list[object]:
     percent, processes = gpu["utilization_percent"], gpu["processes"]
-    notes = [
-        "" if gpu["visible"] else f"hidden by {VARIABLE}",
-        gpu["unusable"],
-    ]
+    notes = ["" if gpu["visible"] else f"hidden by {VARIABLE}", gpu["unusable"]]
     if gpu["idle_seconds"] is not None:
         idle = as_clock(gpu["idle_seconds"])
         notes.append(f"idle for {idle} under its job (robust-train queue)")
@@ -141,11 +116,7 @@ def queue(arguments: Namespace) -> Answer:
         "lists those on the CPU too"
     )
     if not is_made(path):
-        data: dict[str, Json] = {
-            "directory": str(path),
-            "jobs": [],
-            "excluded": [],
-        }
+        data: dict[str, Json] = {"directory": str(path), "jobs": [], "excluded": []}
         return Answer(data, [nothing])
     now = time.monotonic()  # of the records: to read the GPUs may take long
     with contextlib.closing(Registry(path)) as registry:
@@ -164,25 +135,15 @@ def queue(arguments: Namespace) -> Answer:
     shown: list[str | Table] = [nothing]
     if jobs:
         shown = [Table(_OF_JOBS, [_job_row(job) for job in jobs])]
-    shown += [
-        f"job {job['id']}: {job['reason']}" for job in jobs if job["reason"]
-    ]
+    shown += [f"job {job['id']}: {job['reason']}" for job in jobs if job["reason"]]
     shown += describe(found, gpus) if arguments.verbose else ()
     shown += [f"{one.uuid}: {one.sentence()}" for one in excluded]
-    data = {
-        "directory": str(path),
-        "jobs": jobs,
-        "excluded": [asdict(one) for one in excluded],
-    }
+    data = {"directory": str(path), "jobs": jobs, "excluded": [asdict(one) for one in excluded]}
     return Answer(data, shown, warnings)
 
 
 def _job_as_json(
-    job: QueuedJob,
-    found: Sequence[QueuedJob],
-    gpus: Sequence[GpuInfo],
-    plan: Plan,
-    now: float,
+    job: QueuedJob, found: Sequence[QueuedJob], gpus: Sequence[GpuInfo], plan: Plan, now: float
 ) -> dict[str, Json]:
     indexes, idle = {gpu.uuid: gpu.index for gpu in gpus}, job.idle()
     reasons = _about_launcher(job)
@@ -191,9 +152,7 @@ def _job_as_json(
             seconds = as_clock(max(idle.values()))
             reasons.append(f"{len(idle)} of its GPUs idle for {seconds}")
     elif not job.is_polling(now):
-        reasons.append(
-            "it does not poll (stopped, or its driver hangs): others pass it"
-        )
+        reasons.append("it does not poll (stopped, or its driver hangs): others pass it")
     elif job.id in plan.groups:
         reasons.append("a GPU is free for it")
     else:
@@ -218,9 +177,7 @@ def _job_as_json(
                 "taken_bytes": taken_bytes,
                 "idle_seconds": idle.get(uuid),
             }
-            for uuid, taken_bytes in zip(
-                job.gpus, job.taken_bytes, strict=True
-            )
+            for uuid, taken_bytes in zip(job.gpus, job.taken_bytes, strict=True)
         ],
         "seconds_in_state": round(max(now - job.since, 0.0), 1),
         "reason": "; ".join(filter(None, reasons)) or None,
@@ -230,11 +187,7 @@ def _job_as_json(
 def _about_launcher(job: QueuedJob) -> list[str]:
     """Return what does not fit the launcher that a job's record names."""
     # by number alone: the time of its start and the namespace can be made up as well
-    with contextlib.suppress(
-        psutil.Error,
-        ValueError,
-        OverflowError,
-    ):
+    with contextlib.suppress(psutil.Error, ValueError, OverflowError):
         user = psutil.Process(job.pid).uids().real
         if user != job.owner:
             whose = f"which here is a process of {user_name(user)}"

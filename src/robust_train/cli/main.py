@@ -17,19 +17,10 @@ from importlib.metadata import version
 from typing import NoReturn
 
 from robust_train.cli.command import Answer, Command, UsageError, load
-from robust_train.cli.commands import (
-    COMMANDS,
-    GROUPS,
-    members_of,
-)
+from robust_train.cli.commands import COMMANDS, GROUPS, members_of
 from robust_train.host.needs import why_unusable
 from robust_train.host.screen import open_closed_streams
-from robust_train.model.errors import (
-    EXIT_BAD_CONFIG,
-    EXIT_FAILED,
-    NotDoneError,
-    limit_reached,
-)
+from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED, NotDoneError, limit_reached
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _HELP = {"-h", "--help"}
@@ -63,19 +54,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return limit.exit_code
         if not isinstance(error, OSError):
             raise
-        if error.filename is not None or error.errno not in (
-            errno.EPIPE,
-            *_FULL,
-        ):
+        if error.filename is not None or error.errno not in (errno.EPIPE, *_FULL):
             raise
         # what is not written yet has nowhere to go
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.EPIPE:  # `… | head` has seen enough
             return 128 + signal.SIGPIPE
-        print(
-            f"robust-train: cannot write the output: {error.strerror}",
-            file=sys.stderr,
-        )
+        print(f"robust-train: cannot write the output: {error.strerror}", file=sys.stderr)
         return EXIT_FAILED
     return code
 
@@ -130,11 +115,7 @@ def find(words: Sequence[str]) -> tuple[Command, list[str]]:
 def _meant(word: str) -> str:
     """Return the command that is probably meant by one word, else all first words."""
     by_last_word = {name.split()[-1]: name for name in reversed(COMMANDS)}
-    if near := difflib.get_close_matches(
-        word,
-        by_last_word,
-        n=1,
-    ):
+    if near := difflib.get_close_matches(word, by_last_word, n=1):
         return f"did you mean {by_last_word[near[0]]}?"
     return f"there are {', '.join(dict.fromkeys(name.split()[0] for name in COMMANDS))}"
 
@@ -152,10 +133,7 @@ class _Parser(argparse.ArgumentParser):
             word = unknown.split()[0].partition("=")[0]
             options = list(self._option_string_actions)
             takes_keys = any(one.dest == "overrides" for one in self._actions)
-            keys = {
-                f"--{one.name.replace('_', '-')}": one.name
-                for one in fields(RobustConfig)
-            }
+            keys = {f"--{one.name.replace('_', '-')}": one.name for one in fields(RobustConfig)}
             if takes_keys and word in keys:
                 message += f"; write {keys[word]}=…"
             elif near := difflib.get_close_matches(word, options, n=1):
@@ -178,9 +156,7 @@ def parser_of(command: Command) -> argparse.ArgumentParser:
     )
     if command.takes_program:
         options = "[OPTIONS] [KEY=VALUE …]"
-        parser.usage = (
-            f"robust-train {command.name} {options} [--] PROGRAM [ARGUMENT …]"
-        )
+        parser.usage = f"robust-train {command.name} {options} [--] PROGRAM [ARGUMENT …]"
     for each in command.options:
         parser.add_argument(*each.names, **each.settings)
     parser.set_defaults(command=command.name)
@@ -195,9 +171,7 @@ def parse(command: Command, words: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def split(
-    command: Command, words: Sequence[str]
-) -> tuple[list[str], list[str]]:
+def split(command: Command, words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the words of the command itself, and those of the program that it runs.
 
     The program begins after ``--``, or with the first word that is no option, no option's value
@@ -221,16 +195,12 @@ def split(
 
 def _listing(groups: Mapping[str, Collection[Command]]) -> str:
     """Return usage and help of commands, a line each."""
-    width = max(
-        len(one.name) for commands in groups.values() for one in commands
-    )
+    width = max(len(one.name) for commands in groups.values() for one in commands)
     parts = ["usage: robust-train COMMAND [OPTIONS]"]
     for title, commands in groups.items():
         parts.append(f"\n{title}:")
         parts += [f"  {one.name.ljust(width)}  {one.help}" for one in commands]
-    parts.append(
-        "\nrobust-train COMMAND --help shows the options of a command;"
-    )
+    parts.append("\nrobust-train COMMAND --help shows the options of a command;")
     parts.append("robust-train --version shows the version.")
     return "\n".join(parts)
 

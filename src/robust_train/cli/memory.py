@@ -19,18 +19,9 @@ import psutil
 from robust_train.cli.command import Answer, Table, confirmed
 from robust_train.cli.machine import gpus
 from robust_train.folder.live import ask
-from robust_train.folder.run_list import (
-    KnownRun,
-    NothingAliveError,
-    choose_run,
-)
+from robust_train.folder.run_list import KnownRun, NothingAliveError, choose_run
 from robust_train.gpu.inventory import read_inventory
-from robust_train.gpu.processes import (
-    CudaProcess,
-    is_there,
-    list_cuda_processes,
-    send_signal,
-)
+from robust_train.gpu.processes import CudaProcess, is_there, list_cuda_processes, send_signal
 from robust_train.host import allocator
 from robust_train.host.memory import read_host_memory
 from robust_train.model.errors import EXIT_FAILED, NotDoneError
@@ -70,9 +61,7 @@ def request(arguments: Namespace) -> Answer:
     """Have a live run do what the command is called after, or say what helps without a run."""
     action = arguments.command.removeprefix("memory ")
     given = vars(arguments)
-    options = {
-        name: given[name] for name in ("force", "fraction") if name in given
-    }
+    options = {name: given[name] for name in ("force", "fraction") if name in given}
     try:
         run = choose_run(arguments.run, command=f"{arguments.command} --run")
         answer = ask(run, f"memory_{action}", **options)
@@ -107,14 +96,8 @@ def _with_machine(found: Answer, arguments: Namespace) -> Answer:
     known = {"available_bytes": host.available, "total_bytes": host.total}
     shown = list(found.shown) + list(machine.shown)
     if host.total is not None and host.available is not None:
-        shown.append(
-            f"host memory: {host.available // MIB} of {host.total // MIB} MiB available"
-        )
-    return replace(
-        found,
-        data={**found.data, **machine.data, "host": known},
-        shown=shown,
-    )
+        shown.append(f"host memory: {host.available // MIB} of {host.total // MIB} MiB available")
+    return replace(found, data={**found.data, **machine.data, "host": known}, shown=shown)
 
 
 def enable(arguments: Namespace) -> Answer:
@@ -123,9 +106,7 @@ def enable(arguments: Namespace) -> Answer:
     TensorFloat32 is left alone: it changes results and saves no memory.
     """
     exported = allocator.exported_expandable_segments(os.environ)
-    settings = allocator.allocator_settings(
-        os.environ, expandable_segments=True
-    )
+    settings = allocator.allocator_settings(os.environ, expandable_segments=True)
     line = f"export {allocator.VARIABLE}={shlex.quote(settings)}"
     if exported is not None:
         line = f"# {allocator.VARIABLE} has expandable_segments:{exported} already, which stays"
@@ -145,9 +126,7 @@ def _described(run: KnownRun, answer: dict[str, Json]) -> list[str | Table]:
                 size = answer[part][name]
                 row.append("-" if size is None else f"{size / MIB:.1f}")
             rows.append(row)
-    sentence = (
-        f"run {run.id} (pid {run.pid}, {run.run_dir}): {answer['sentence']}"
-    )
+    sentence = f"run {run.id} (pid {run.pid}, {run.run_dir}): {answer['sentence']}"
     return [sentence, Table(columns, rows)]
 
 
@@ -155,9 +134,7 @@ def kill(arguments: Namespace) -> Answer:
     """List the caller's CUDA processes, ask, and end them."""
     inventory = read_inventory()
     if inventory.problem is not None:
-        raise NotDoneError(
-            f"CUDA processes cannot be listed: {inventory.problem}"
-        )
+        raise NotDoneError(f"CUDA processes cannot be listed: {inventory.problem}")
     me = psutil.Process()
     targets, refusals = choose(
         list_cuda_processes(inventory),
@@ -166,25 +143,13 @@ def kill(arguments: Namespace) -> Answer:
         {process.pid for process in me.parents()} | {me.pid},
     )
     if refusals:
-        reasons = "; ".join(
-            f"pid {pid} {why}" for pid, why in refusals.items()
-        )
-        refused = [
-            {"pid": pid, "reason": why} for pid, why in refusals.items()
-        ]
-        return Answer(
-            {"refused": refused}, error=f"{reasons}; nothing was ended"
-        )
+        reasons = "; ".join(f"pid {pid} {why}" for pid, why in refusals.items())
+        refused = [{"pid": pid, "reason": why} for pid, why in refusals.items()]
+        return Answer({"refused": refused}, error=f"{reasons}; nothing was ended")
     if not targets:
         nothing = "no CUDA process of yours runs on this machine's GPUs"
-        return Answer(
-            {"dry_run": arguments.dry_run, "processes": []}, [nothing]
-        )
-    number = (
-        "this process"
-        if len(targets) == 1
-        else f"these {len(targets)} processes"
-    )
+        return Answer({"dry_run": arguments.dry_run, "processes": []}, [nothing])
+    number = "this process" if len(targets) == 1 else f"these {len(targets)} processes"
     if not arguments.json:
         Table(_OF_PROCESSES, [_row(process) for process in targets]).print()
     how: dict[CudaProcess, str | None] = dict.fromkeys(targets)
@@ -229,9 +194,7 @@ def choose(
     for pid in dict.fromkeys(named) if named else known:
         process = known.get(pid)
         if pid in ancestors:
-            refusals[pid] = (
-                "is this command itself, or what it was started from"
-            )
+            refusals[pid] = "is this command itself, or what it was started from"
         elif process is None:
             unknown = "is not a CUDA process: NVML does not list it"
             refusals[pid] = others.get(pid, unknown)
@@ -242,10 +205,7 @@ def choose(
     return targets, refusals if named else {}
 
 
-def end_all(
-    processes: Iterable[CudaProcess],
-    seconds: float = _SECONDS,
-) -> dict[CudaProcess, str]:
+def end_all(processes: Iterable[CudaProcess], seconds: float = _SECONDS) -> dict[CudaProcess, str]:
     """Send SIGTERM to all, then SIGKILL to those that are still there after ``seconds``; return
     what became of each.
 
@@ -254,18 +214,11 @@ def end_all(
     """
     how = dict.fromkeys(processes, "gone")
     left = list(how)
-    for signum, result in (
-        (signal.SIGTERM, "ended"),
-        (signal.SIGKILL, "killed"),
-    ):
+    for signum, result in ((signal.SIGTERM, "ended"), (signal.SIGKILL, "killed")):
         for process in left:
             try:
                 # one that ended just before SIGKILL did so by itself
-                if send_signal(
-                    process.pid,
-                    process.started,
-                    signum,
-                ):
+                if send_signal(process.pid, process.started, signum):
                     how[process] = result
             except PermissionError:
                 how[process] = "not permitted"

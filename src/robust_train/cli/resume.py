@@ -13,20 +13,9 @@ from robust_train.cli.command import Answer
 from robust_train.cli.commands import COMMANDS
 from robust_train.cli.main import OVERRIDE, split
 from robust_train.folder.lock import is_alive
-from robust_train.folder.provenance import (
-    arguments_of_run,
-    folder_override,
-    key_of,
-    with_overrides,
-)
+from robust_train.folder.provenance import arguments_of_run, folder_override, key_of, with_overrides
 from robust_train.folder.requests import SWEEP_FILE
-from robust_train.folder.run_list import (
-    DIED,
-    KnownRun,
-    choose_run,
-    find_runs,
-    sweep_at,
-)
+from robust_train.folder.run_list import DIED, KnownRun, choose_run, find_runs, sweep_at
 from robust_train.folder.state import STATE_FILE
 from robust_train.gpu.processes import user_name
 from robust_train.model.errors import EXIT_TRY_LATER, NotDoneError
@@ -86,18 +75,9 @@ def _with_overrides(command: str, folder: Path, overrides: list[str]) -> str:
         return with_overrides(command, folder, overrides)
     run = COMMANDS["run"]
     keys = {key_of(one) for one in overrides}
-    same = {
-        name
-        for option in run.options
-        if key_of(option.key) in keys
-        for name in option.names
-    }
+    same = {name for option in run.options if key_of(option.key) in keys for name in option.names}
     own, program = split(run, words[begin:])
-    kept = [
-        word
-        for word in own
-        if word.partition("=")[0] not in same and key_of(word) not in keys
-    ]
+    kept = [word for word in own if word.partition("=")[0] not in same and key_of(word) not in keys]
     words[begin:] = [*kept, *overrides, "--", *program]
     return f"cd {shlex.quote(directory)} && {shlex.join(words)}"
 
@@ -105,9 +85,7 @@ def _with_overrides(command: str, folder: Path, overrides: list[str]) -> str:
 def _of_job(run: KnownRun) -> str:
     """Return the command that resumes a job; that of its sweep if it is a part of one."""
     if run.alive:
-        raise NotDoneError(
-            f"{run.id} is alive: robust-train attach {run.id} shows it"
-        )
+        raise NotDoneError(f"{run.id} is alive: robust-train attach {run.id} shows it")
     if not run.is_unfinished:
         raise NotDoneError(f"{run.id} has completed: nothing is left to do")
     for folder in run.run_dir.parents:
@@ -146,9 +124,7 @@ def _of_sweep(folder: Path) -> str:
             f"repeat it yourself with hydra.sweep.dir={folder}"
         )
     if table.exit_code == 0:
-        raise NotDoneError(
-            f"{folder}: this sweep has completed: nothing is left to do"
-        )
+        raise NotDoneError(f"{folder}: this sweep has completed: nothing is left to do")
     here = folder_override("hydra.sweep.dir", folder.resolve())
     if here not in shlex.split(table.resume_command):
         raise NotDoneError(
@@ -178,12 +154,8 @@ def _resume_all() -> Answer:
             problems[str(problem)] = run
         else:
             resumed.append(run)
-    lines = [
-        f"{run.id} resumes in the background; {run.run_dir}" for run in resumed
-    ]
-    lines.append(
-        "robust-train ps shows them" if resumed else "nothing is to be resumed"
-    )
+    lines = [f"{run.id} resumes in the background; {run.run_dir}" for run in resumed]
+    lines.append("robust-train ps shows them" if resumed else "nothing is to be resumed")
     return Answer(
         {"resumed": [run.id for run in resumed]},
         lines,
@@ -217,8 +189,4 @@ def _start(command: str, output: Path) -> None:
 def _words_of(command: str) -> list[str]:
     """Return how the shell becomes the job, so that it gets signals and gives the exit code."""
     _, folder, _, *words = shlex.split(command)  # cd FOLDER && …
-    return [
-        "sh",
-        "-c",
-        f"cd {shlex.quote(folder)} && exec {shlex.join(words)}",
-    ]
+    return ["sh", "-c", f"cd {shlex.quote(folder)} && exec {shlex.join(words)}"]

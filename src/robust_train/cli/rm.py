@@ -30,32 +30,16 @@ def remove_runs(arguments: Namespace) -> Answer:
         if state is None or run.alive or not run.is_here:
             continue
         age = now - state.updated
-        if age < arguments.days * _DAY_SECONDS or (
-            run.is_unfinished and not arguments.all
-        ):
+        if age < arguments.days * _DAY_SECONDS or (run.is_unfinished and not arguments.all):
             continue
         size, why_not = _inside(run)
         if why_not:
             kept.append(f"{run.run_dir} stays: {why_not}")
             continue
         found.append(
-            {
-                "id": run.id,
-                "run_dir": str(run.run_dir),
-                "age_seconds": round(age),
-                "bytes": size,
-            }
+            {"id": run.id, "run_dir": str(run.run_dir), "age_seconds": round(age), "bytes": size}
         )
-        rows.append(
-            (
-                run.id,
-                run.status,
-                state.name,
-                duration(age),
-                mib(size),
-                run.run_dir,
-            )
-        )
+        rows.append((run.id, run.status, state.name, duration(age), mib(size), run.run_dir))
     if not rows:
         which = "ended" if arguments.all else "completed"
         shown = (
@@ -68,12 +52,8 @@ def remove_runs(arguments: Namespace) -> Answer:
         shown = f"would remove {_counted(found)} (--dry-run)"
         if not arguments.dry_run:
             if not confirmed(f"remove {_counted(found)}?", arguments):
-                return Answer(
-                    shown=["nothing was removed"], exit_code=EXIT_FAILED
-                )
-            found = [
-                one for one in found if _remove(Path(one["run_dir"]), kept)
-            ]
+                return Answer(shown=["nothing was removed"], exit_code=EXIT_FAILED)
+            found = [one for one in found if _remove(Path(one["run_dir"]), kept)]
             shown = f"removed {_counted(found)}"
     data = {"dry_run": arguments.dry_run, "runs": found, "kept": kept}
     return Answer(data, [shown], kept)

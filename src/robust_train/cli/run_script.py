@@ -15,11 +15,7 @@ from typing import TYPE_CHECKING
 
 from robust_train.cli.command import UsageError
 from robust_train.cli.commands import COMMANDS
-from robust_train.config.placeholders import (
-    PLACEHOLDERS,
-    literal,
-    placeholders_in,
-)
+from robust_train.config.placeholders import PLACEHOLDERS, literal, placeholders_in
 from robust_train.model.events import Json
 
 if TYPE_CHECKING:
@@ -28,11 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("robust_train")
 BATCH = "training.batch_size"
 
-_INDENTED = textwrap.TextWrapper(
-    78,
-    initial_indent="  ",
-    subsequent_indent="  ",
-)
+_INDENTED = textwrap.TextWrapper(78, initial_indent="  ", subsequent_indent="  ")
 EPILOG = f"""
 placeholders in the program's arguments, --resume-argv and --checkpoint:
 {_INDENTED.fill(" ".join("{" + name + "}" for name in PLACEHOLDERS))}
@@ -44,9 +36,9 @@ exit codes: 0 completed, 1 the script failed, 2 wrong usage or configuration,
 """
 
 
-_OPTIONS = {
-    one.key: one.names[0] for one in COMMANDS["run"].options if one.key
-} | {"trainer.argv": "PROGRAM"}
+_OPTIONS = {one.key: one.names[0] for one in COMMANDS["run"].options if one.key} | {
+    "trainer.argv": "PROGRAM"
+}
 """The options by the keys that they give."""
 
 
@@ -90,14 +82,10 @@ def values_of(arguments: Namespace) -> dict[str, Json]:
             problem = f"--resume-argv {arguments.resume_argv!r}: {error}"
             raise UsageError(problem) from error
         values["trainer.resume_argv"] = resume
-    used = {
-        name for word in arguments.program for name in placeholders_in(word)
-    }
+    used = {name for word in arguments.program for name in placeholders_in(word)}
     is_used, rate = "learning_rate" in used, "training.lr"
     if is_used and not (rate in values or _gives(arguments, rate)):
-        raise UsageError(
-            "{learning_rate} is used but not given; add --learning-rate LR"
-        )
+        raise UsageError("{learning_rate} is used but not given; add --learning-rate LR")
     if "trainer.scale_learning_rate" in values and not is_used:
         raise UsageError(
             "--scale-learning-rate: reaches the script by {learning_rate} only, which its command "
@@ -111,22 +99,16 @@ def values_of(arguments: Namespace) -> dict[str, Json]:
 
 def _gives(arguments: Namespace, key: str) -> bool:
     """Return whether an override before the program gives this key."""
-    return any(
-        each.lstrip("+").startswith(f"{key}=") for each in arguments.overrides
-    )
+    return any(each.lstrip("+").startswith(f"{key}=") for each in arguments.overrides)
 
 
-def _batch_sizes(
-    arguments: Namespace, used: Collection[str]
-) -> dict[str, Json]:
+def _batch_sizes(arguments: Namespace, used: Collection[str]) -> dict[str, Json]:
     """Return the sizes that follow from those that are given."""
     size, least = arguments.batch_size, arguments.min_batch_size
     if size is None and not _gives(arguments, BATCH):
         sizes = {"batch_size", "effective_batch_size", "min_batch_size"}
         if sizes.intersection(used) or least is not None:
-            raise UsageError(
-                "the batch size is used but not given; add --batch-size N"
-            )
+            raise UsageError("the batch size is used but not given; add --batch-size N")
         # the script has a batch size of its own, so a smaller one of ours would change nothing
         return {BATCH: 1, "min_batch_size": 1}
     if least is not None or _gives(arguments, "min_batch_size"):
@@ -135,10 +117,7 @@ def _batch_sizes(
     return {"min_batch_size": min(4, int(size))} if is_number else {}
 
 
-def _run(
-    arguments: Namespace,
-    values: dict[str, Json],
-) -> int:
+def _run(arguments: Namespace, values: dict[str, Json]) -> int:
     from omegaconf import OmegaConf
 
     from robust_train.attempt.script.command import check_command
@@ -193,19 +172,11 @@ def _in_options(line: str, arguments: Namespace) -> str:
     """Return a refusal with options in place of the keys that were not written."""
     for key, option in _OPTIONS.items():
         if not _gives(arguments, key):
-            line = re.sub(
-                rf"(?<![\w.{{-]){re.escape(key)}(?=[=:])",
-                option,
-                line,
-            )
+            line = re.sub(rf"(?<![\w.{{-]){re.escape(key)}(?=[=:])", option, line)
     return line
 
 
-def _warnings(
-    arguments: Namespace,
-    config: RobustConfig,
-    used: Collection[str],
-) -> Iterator[str]:
+def _warnings(arguments: Namespace, config: RobustConfig, used: Collection[str]) -> Iterator[str]:
     """Yield what the command line asks for and the script does not get."""
     by_key = _gives(arguments, BATCH)
     if (arguments.batch_size or by_key) and "batch_size" not in used:
@@ -229,11 +200,7 @@ def _warnings(
             "the script's exit code is that of tee, so its failures are not seen: write "
             "bash -o pipefail -c in front, or leave tee out, since attempt-<n>.log has the output"
         )
-    if (
-        arguments.checkpoint
-        and not arguments.resume_argv
-        and "checkpoint" not in used
-    ):
+    if arguments.checkpoint and not arguments.resume_argv and "checkpoint" not in used:
         yield (
             "--checkpoint alone gives the script nothing, so an attempt starts from the beginning "
             "unless the script finds its checkpoint itself or reads ROBUST_TRAIN_CHECKPOINT: add "

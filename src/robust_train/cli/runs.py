@@ -33,38 +33,12 @@ from robust_train.host.linux import end_processes_of, named
 from robust_train.host.signals import ORPHAN_GRACE_SECONDS
 from robust_train.model.errors import EXIT_FAILED, NotDoneError
 from robust_train.model.events import Json
-from robust_train.readable import (
-    counted,
-    duration,
-    mib,
-    number,
-    of_all,
-    shortened,
-)
+from robust_train.readable import counted, duration, mib, number, of_all, shortened
 from robust_train.report.wording import batch_in_words
-from robust_train.sweep.record import (
-    SweepTable,
-    of_jobs,
-    read_rows,
-    read_table,
-)
-from robust_train.sweep.table import (
-    best_first,
-    screen_table,
-    short_result,
-    values_of,
-)
+from robust_train.sweep.record import SweepTable, of_jobs, read_rows, read_table
+from robust_train.sweep.table import best_first, screen_table, short_result, values_of
 
-_COLUMNS = (
-    "id",
-    "state",
-    "job",
-    "where",
-    "step",
-    "time",
-    "result",
-    "run folder",
-)
+_COLUMNS = ("id", "state", "job", "where", "step", "time", "result", "run folder")
 _FACTS = (
     "exit_code",
     "run_dir",
@@ -95,9 +69,7 @@ About = dict[str, Json]  # State of a run, or its answer, as `--json` prints it
 
 def list_jobs(arguments: Namespace) -> Answer:
     """List the user's jobs, live and past, the newest first, and how those that died go on."""
-    runs = [
-        run for run in find_runs()[::-1] if run.alive or not arguments.live
-    ]
+    runs = [run for run in find_runs()[::-1] if run.alive or not arguments.live]
     shown = runs if arguments.all or arguments.live else runs[:USUALLY]
     listed = [_listed(run) for run in shown]
     if not runs:
@@ -119,10 +91,7 @@ def list_jobs(arguments: Namespace) -> Answer:
 def _listed(run: KnownRun) -> About:
     """Return a run as `--json` lists it, with the result of a completed run."""
     about = run.about()
-    if (
-        run.status == "completed"
-        and (summary := read_summary(run.run_dir)) is not None
-    ):
+    if run.status == "completed" and (summary := read_summary(run.run_dir)) is not None:
         about["result"] = summary.objective
         about |= lacked_by_json(summary.objective)
     return about
@@ -136,8 +105,7 @@ def _row(run: KnownRun, about: About) -> list[object]:
         run.id,
         run.status,
         about.get("name"),
-        (about.get("device") or "-")
-        + ("" if run.is_here else f" on {about['host']}"),
+        (about.get("device") or "-") + ("" if run.is_here else f" on {about['host']}"),
         of_all(about.get("step"), about.get("total_steps")),
         duration(about["seconds"]) if "seconds" in about else None,
         short_result(result),
@@ -165,8 +133,7 @@ def status(arguments: Namespace) -> Answer:
         "run": run.id,
         "job": about.get("name"),
         "state": since if run.alive or "last_state" in about else state,
-        "why": waiting.get("reason")
-        or (state != "running" and about.get("reason")),
+        "why": waiting.get("reason") or (state != "running" and about.get("reason")),
         "batch": attempt and batch_in_words(attempt),
         "step": of_all(about.get("step"), about.get("total_steps")),
         **{name.replace("_", " "): about.get(name) for name in _FACTS},
@@ -175,11 +142,7 @@ def status(arguments: Namespace) -> Answer:
         "memory": ", ".join(f"{name} {mib(taken)}" for name, taken in memory),
         "to go on": run.is_unfinished and f"robust-train resume {run.id}",
     }
-    rows = [
-        (name, str(value))
-        for name, value in facts.items()
-        if value not in (None, False, "")
-    ]
+    rows = [(name, str(value)) for name, value in facts.items() if value not in (None, False, "")]
     return Answer({"run": run.id, **about}, [Table(("what", "value"), rows)])
 
 
@@ -227,25 +190,17 @@ def _stop_orphaned(run: KnownRun, *, now: bool) -> Answer:
     assert run.holder is not None
     left = named(left_of(run.holder))
     grace_seconds = 0.0 if now else ORPHAN_GRACE_SECONDS
-    stays = end_processes_of(
-        run.holder.job,
-        os.geteuid(),
-        grace_seconds,
-    )
+    stays = end_processes_of(run.holder.job, os.geteuid(), grace_seconds)
     if stays or is_held(run.run_dir):
         which = named(stays) if stays else "a process that cannot be seen here"
         raise NotDoneError(f"{run.id}: {which} is left of it and does not end")
-    sentence = (
-        f"{run.id}: its launcher was killed; ended what was left: {left}"
-    )
+    sentence = f"{run.id}: its launcher was killed; ended what was left: {left}"
     data = {"run": run.id, "before": run.status, "after": DIED}
     return Answer(data, [sentence])
 
 
 def _stop_sweep(folder: Path) -> Answer:
-    jobs = [
-        run.id for run in find_live_runs() if folder in run.run_dir.parents
-    ]
+    jobs = [run.id for run in find_live_runs() if folder in run.run_dir.parents]
     try:
         if not jobs and is_held(folder) is False:
             raise requests.RefusedError("this sweep has ended")
@@ -265,19 +220,11 @@ def logs(arguments: Namespace) -> int:
     numbers = _attempts_in(run.run_dir)
     if attempt is not None and attempt not in numbers:
         there = ", ".join(map(str, numbers)) or "none"
-        raise NotDoneError(
-            f"{run.id}: no log of attempt {attempt}; there are {there}"
-        )
+        raise NotDoneError(f"{run.id}: no log of attempt {attempt}; there are {there}")
     if not numbers and not follows:
         reason = (run.state and run.state.reason) or run.run_dir
-        raise NotDoneError(
-            f"{run.id} ({run.status}) has started no attempt: {reason}"
-        )
-    for data in output_of(
-        run.run_dir,
-        attempt or 0,
-        follow=follows,
-    ):
+        raise NotDoneError(f"{run.id} ({run.status}) has started no attempt: {reason}")
+    for data in output_of(run.run_dir, attempt or 0, follow=follows):
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
     return 0
@@ -296,19 +243,13 @@ def attach(arguments: Namespace) -> int:
     live = LiveStatus(is_wanted=sys.stdout.isatty())
     try:
         with screen.never_blocking_output(), live:
-            for data in output_of(
-                run.run_dir,
-                follow=True,
-                last_bytes=_ATTACH_BYTES,
-            ):
+            for data in output_of(run.run_dir, follow=True, last_bytes=_ATTACH_BYTES):
                 screen.show(sys.stdout.fileno(), data)
                 now = read_run(run.run_dir)
                 if now is not None and now.alive and now.state is not None:
                     live.show(now.state)
     except KeyboardInterrupt:
-        print(
-            f"\n{run.id} keeps running; robust-train attach {run.id} shows it again"
-        )
+        print(f"\n{run.id} keeps running; robust-train attach {run.id} shows it again")
         return 0
     return _wait_for(run.run_dir)
 
@@ -316,8 +257,7 @@ def attach(arguments: Namespace) -> int:
 def wait(arguments: Namespace) -> int:
     """Wait for each job or sweep; return the code of the first that did not complete, else 0."""
     folders = [
-        sweep_at(which)
-        or choose_run(which, dead_too=True, command="wait").run_dir
+        sweep_at(which) or choose_run(which, dead_too=True, command="wait").run_dir
         for which in arguments.which or [None]
     ]
     return next(filter(None, [_wait_for(folder) for folder in folders]), 0)
@@ -329,9 +269,7 @@ def _wait_for(folder: Path) -> int:
         while is_alive(folder, has_ended=_exit_code_in(folder) is not None):
             time.sleep(POLL_SECONDS)
         code = _exit_code_in(folder)
-        print(
-            f"{folder}: {'died' if code is None else f'ended with exit code {code}'}"
-        )
+        print(f"{folder}: {'died' if code is None else f'ended with exit code {code}'}")
         return EXIT_FAILED if code is None else code
     while (run := read_run(folder)) is not None and run.alive:
         time.sleep(POLL_SECONDS)
@@ -352,18 +290,12 @@ def _exit_code_in(sweep_folder: Path) -> int | None:
 
 def _attempts_in(run_dir: Path) -> list[int]:
     """Return the numbers of the attempts that have a log."""
-    found = (
-        _NAME.fullmatch(path.name) for path in run_dir.glob(_LOG.format("*"))
-    )
+    found = (_NAME.fullmatch(path.name) for path in run_dir.glob(_LOG.format("*")))
     return sorted(int(match[1]) for match in found if match)
 
 
 def output_of(
-    run_dir: Path,
-    attempt: int = 0,
-    *,
-    follow: bool = False,
-    last_bytes: int = 0,
+    run_dir: Path, attempt: int = 0, *, follow: bool = False, last_bytes: int = 0
 ) -> Iterator[bytes]:
     """Yield what an attempt has printed.
 
@@ -465,7 +397,5 @@ def best(arguments: Namespace) -> Answer:
     words = shlex.join(of_jobs(row.overrides))
     shown = checkpoint if arguments.checkpoint else words
     if shown is None and not arguments.json:
-        raise NotDoneError(
-            f"{row.folder}: job {row.job} has reported no checkpoint"
-        )
+        raise NotDoneError(f"{row.folder}: job {row.job} has reported no checkpoint")
     return Answer(data, [str(shown)])

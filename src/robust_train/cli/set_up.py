@@ -39,9 +39,7 @@ def init(arguments: Namespace) -> Answer:
         problem = f"{error.filename}: {error.strerror}"
         raise UsageError(problem) from error
     there = "" if folder == Path() else f"cd {folder} && "
-    return Answer(
-        shown=[f"wrote {', '.join(names)}; now: {there}python main.py"]
-    )
+    return Answer(shown=[f"wrote {', '.join(names)}; now: {there}python main.py"])
 
 
 def notify(arguments: Namespace) -> Answer:
@@ -85,15 +83,10 @@ def report(arguments: Namespace) -> Answer:
     which = arguments.which
     sweep = sweep_at(which)
     folder = sweep or _run_folder(which)
-    story = (
-        sweep_story_of(folder)
-        if sweep is not None
-        else story_of(read_sources(folder))
-    )
+    story = sweep_story_of(folder) if sweep is not None else story_of(read_sources(folder))
     if isinstance(story, Story) and story.status == "empty":
         problem = (
-            "neither a run folder (with journal.jsonl) "
-            f"nor a sweep folder (with {SWEEP_FILE})"
+            f"neither a run folder (with journal.jsonl) nor a sweep folder (with {SWEEP_FILE})"
         )
         raise UsageError(f"{folder}: {problem}")
     if arguments.json:
@@ -109,9 +102,7 @@ def report(arguments: Namespace) -> Answer:
         try:
             save(where / FILE_NAME, page)
         except OSError as error:
-            problems.append(
-                f"cannot write {where / FILE_NAME}: {error.strerror}"
-            )
+            problems.append(f"cannot write {where / FILE_NAME}: {error.strerror}")
     target = folder / FILE_NAME
     if arguments.open and not webbrowser.open(target.resolve().as_uri()):
         problems.append("--open: no browser was found")
@@ -183,11 +174,7 @@ def completion(arguments: Namespace) -> int:
     from robust_train.cli.train import groups
     from robust_train.config.refusals import all_keys
 
-    words = [
-        f"{group}={name}"
-        for group, names in groups().items()
-        for name in names
-    ]
+    words = [f"{group}={name}" for group, names in groups().items() for name in names]
     found = all_keys(())
     groups_of_keys = {one.rpartition(".")[0] for one in found}
     words += [f"{key}=" for key in found if key not in groups_of_keys]

@@ -50,11 +50,7 @@ def open_robust() -> NoReturn:
         _start_early(sys.argv[1:])
         from robust_train.cli import jobs
 
-        code = _open(
-            jobs.robust_job,
-            "robust",
-            name="train_robust",
-        )
+        code = _open(jobs.robust_job, "robust", name="train_robust")
     sys.exit(code)
 
 
@@ -158,10 +154,7 @@ def _prepare_process() -> None:
         os._exit(128 + signum)
 
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(signum) in (
-            signal.SIG_DFL,
-            signal.default_int_handler,
-        ):
+        if signal.getsignal(signum) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(signum, end)
 
 
@@ -191,13 +184,7 @@ def _open(
     from robust_train.config.refusals import explain, explain_option
     from robust_train.sweep.session import session
 
-    if (
-        mistake := explain_option(
-            arguments,
-            config_name,
-            config_path,
-        )
-    ) is not None:
+    if (mistake := explain_option(arguments, config_name, config_path)) is not None:
         print(mistake, file=standard_error())
         return EXIT_BAD_CONFIG
     try:
@@ -223,15 +210,9 @@ def _open(
     composes_once = bool(name) and not may_set_mode(arguments)
     code = 0
     try:
-        with (
-            compat.mode_of_command_line()
-            if composes_once
-            else contextlib.nullcontext()
-        ):
+        with compat.mode_of_command_line() if composes_once else contextlib.nullcontext():
             hydra.main(
-                **compat.for_hydra(version_base),
-                config_path=config_path,
-                config_name=config_name,
+                **compat.for_hydra(version_base), config_path=config_path, config_name=config_name
             )(task)()
     except KeyboardInterrupt as error:  # JobInterrupted among them
         code = getattr(error, "exit_code", 130)
@@ -241,12 +222,9 @@ def _open(
         explained = _exit_code_of(
             error,
             task,
-            lambda mistake: explain(
-                mistake,
-                config_name,
-                arguments,
-                config_path,
-            ).replace("++robust.", "robust."),
+            lambda mistake: explain(mistake, config_name, arguments, config_path).replace(
+                "++robust.", "robust."
+            ),
         )
         if explained is None and not wants_traceback:
             raise
@@ -271,18 +249,14 @@ def _answer(name: str) -> None:
         print(help_text(name), end="")
         sys.exit(0)
     if "--version" in arguments:
-        print(
-            f"{name} of robust-train {importlib.metadata.version('robust-train')}"
-        )
+        print(f"{name} of robust-train {importlib.metadata.version('robust-train')}")
         sys.exit(0)
     if not getattr(sys.flags, "safe_path", False):
         sys.path.insert(0, os.getcwd())
 
 
 def _exit_code_of(
-    error: Exception,
-    task: Callable[[Any], Any],
-    explained: Callable[[BaseException], str],
+    error: Exception, task: Callable[[Any], Any], explained: Callable[[BaseException], str]
 ) -> int | None:
     """Print a user's mistake in one line and return its exit code; None if it is none."""
     from robust_train.cli import jobs
@@ -308,9 +282,7 @@ def may_set_mode(arguments: list[str]) -> bool:
     """Return whether an argument chooses another config, which may set ``hydra.mode``."""
     keys = ("hydra.mode", "hydra.searchpath")
     chooses_config = any(word.startswith(("-c", "--c")) for word in arguments)
-    return chooses_config or any(
-        key in word for key in keys for word in arguments
-    )
+    return chooses_config or any(key in word for key in keys for word in arguments)
 
 
 def _for_guest(arguments: list[str], name: str) -> list[str]:
@@ -320,9 +292,7 @@ def _for_guest(arguments: list[str], name: str) -> list[str]:
         return []
     for word in ("-m", "--multirun"):
         if word in arguments:
-            raise ConfigError(
-                f"{word}: not as a rank of {guest.engine}; leave it out"
-            )
+            raise ConfigError(f"{word}: not as a rank of {guest.engine}; leave it out")
     found = []
     if name and not any(one.startswith("hydra.run.dir=") for one in arguments):
         found.append(f"hydra.run.dir={guest.folder}")
@@ -386,14 +356,10 @@ more: --cfg job (every key with its value), --hydra-help (Hydra's options), --ve
 
 def help_text(name: str) -> str:
     """Return the help of ``train_robust.py`` or ``train.py``, by the command that was run."""
-    choices = [
-        f"  {group:<8} {', '.join(found)}" for group, found in groups().items()
-    ]
+    choices = [f"  {group:<8} {', '.join(found)}" for group, found in groups().items()]
     command = sys.argv[0]
     return _HELP.format(
-        command=command
-        if command.startswith("robust-train ")
-        else f"python {name}.py",
+        command=command if command.startswith("robust-train ") else f"python {name}.py",
         groups="\n".join(choices),
     )
 
@@ -403,13 +369,7 @@ def groups() -> dict[str, list[str]]:
     package = OF_COMMANDS.removeprefix("pkg://")
     found: dict[str, list[str]] = {}
     for group in ("model", "dataset", "trainer"):
-        files = [
-            one.name for one in resources.files(f"{package}.{group}").iterdir()
-        ]
-        names = [
-            name.removesuffix(".yaml")
-            for name in files
-            if name.endswith(".yaml")
-        ]
+        files = [one.name for one in resources.files(f"{package}.{group}").iterdir()]
+        names = [name.removesuffix(".yaml") for name in files if name.endswith(".yaml")]
         found[group] = sorted(names)
     return found

@@ -20,11 +20,7 @@ _CHOSEN = _OF_TRAINING & {item.name for item in fields(AttemptSpec)}
 """Keys under ``training`` that are chosen for each attempt."""
 
 
-def guest_config(
-    cfg: DictConfig,
-    engine: str,
-    world_size: int,
-) -> DictConfig:
+def guest_config(cfg: DictConfig, engine: str, world_size: int) -> DictConfig:
     """Return the config of a job whose ranks an engine has started. Raises ConfigError: the config
     asks for other ranks, or for a script."""
     cfg = cfg.copy()
@@ -44,28 +40,15 @@ def guest_config(
     return cfg
 
 
-def for_attempt(
-    config: RobustConfig,
-    spec: AttemptSpec,
-    device: str,
-) -> RobustConfig:
+def for_attempt(config: RobustConfig, spec: AttemptSpec, device: str) -> RobustConfig:
     """Return a job's config with what one attempt uses."""
     chosen: dict[str, Any] = {name: getattr(spec, name) for name in _CHOSEN}
     lr = config.training.lr
     if config.is_script:
         lr = config.learning_rate_at(spec.effective_batch_size)
         chosen["effective_batch_size"] = spec.effective_batch_size
-    training = replace(
-        config.training,
-        lr=lr * spec.lr_factor,
-        **chosen,
-    )
-    return replace(
-        config,
-        device=device,
-        num_gpus=spec.ranks,
-        training=training,
-    )
+    training = replace(config.training, lr=lr * spec.lr_factor, **chosen)
+    return replace(config, device=device, num_gpus=spec.ranks, training=training)
 
 
 def for_rank(config: RobustConfig, rank: int) -> RobustConfig:
@@ -82,10 +65,7 @@ def trainer_config(cfg: DictConfig, config: RobustConfig) -> DictConfig:
     """Return the composed config as the trainer of an attempt sees it, fully resolved."""
     cfg = cfg.copy()
     own = ours(cfg)
-    chosen = {
-        name: getattr(config.training, name)
-        for name in (*_CHOSEN, "effective_batch_size")
-    }
+    chosen = {name: getattr(config.training, name) for name in (*_CHOSEN, "effective_batch_size")}
     lr = OmegaConf.select(own, "training.lr")
     # as it is written in the user's config, unless this attempt has another
     if lr is not None and config.training.lr != lr:
@@ -107,12 +87,8 @@ def early_imports(cfg: DictConfig) -> list[str]:
     cfg = ours(cfg)
     wanted = OmegaConf.select(cfg, "trainer.preload_modules")
     if wanted is not None and not isinstance(wanted, ListConfig):
-        raise ConfigError(
-            f"trainer.preload_modules={wanted}: must be a list of modules"
-        )
-    several = (
-        cfg.num_gpus > 1 and OmegaConf.select(cfg, "trainer.argv") is None
-    )
+        raise ConfigError(f"trainer.preload_modules={wanted}: must be a list of modules")
+    several = cfg.num_gpus > 1 and OmegaConf.select(cfg, "trainer.argv") is None
     modules = [str(name) for name in wanted or ()]
     return modules + ["torch.distributed"] * several
 

@@ -17,12 +17,7 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from robust_train.config.projects import (
-    GROUP,
-    errors_as_typed,
-    ours,
-    their_keys,
-)
+from robust_train.config.projects import GROUP, errors_as_typed, ours, their_keys
 from robust_train.config.schema import (
     ACCUMULATION,
     BATCH,
@@ -54,11 +49,7 @@ def checked(cfg: DictConfig) -> RobustConfig:
     config = read(RobustConfig, own, prefix)
     objective = config.objective or cfg.get("optimized_metric")
     with errors_as_typed(theirs):
-        config = replace(
-            _with_batch(config),
-            objective=objective,
-            theirs=theirs,
-        )
+        config = replace(_with_batch(config), objective=objective, theirs=theirs)
         for mistake in _mistakes(config):
             raise ConfigError(mistake)
     return config
@@ -67,32 +58,17 @@ def checked(cfg: DictConfig) -> RobustConfig:
 def unchecked(cfg: DictConfig) -> RobustConfig:
     """Return what can be read of a config before a job checks it: a project's may lack our keys, or
     hold values that the job will refuse; these have their defaults here."""
-    return read(
-        RobustConfig,
-        ours(cfg),
-        "",
-        is_lenient=True,
-    )
+    return read(RobustConfig, ours(cfg), "", is_lenient=True)
 
 
-def hide_urls(
-    cfg: DictConfig, environ: MutableMapping[str, str] = os.environ
-) -> bool:
+def hide_urls(cfg: DictConfig, environ: MutableMapping[str, str] = os.environ) -> bool:
     """Move ``notify.urls`` out of the config, and of Hydra's part of it, into the environment;
     return whether there was any."""
     own = ours(cfg)
-    given = OmegaConf.select(
-        own,
-        "notify.urls",
-        throw_on_missing=False,
-    )
+    given = OmegaConf.select(own, "notify.urls", throw_on_missing=False)
     if not given:
         return False
-    urls = (
-        [str(url) for url in given]
-        if OmegaConf.is_list(given)
-        else str(given).split()
-    )
+    urls = [str(url) for url in given] if OmegaConf.is_list(given) else str(given).split()
     known = environ.get(URLS_VARIABLE, "").split()
     environ[URLS_VARIABLE] = " ".join(dict.fromkeys(known + urls))
     with read_write(own), open_dict(own):
@@ -106,13 +82,7 @@ def hide_urls(
     return True
 
 
-def read(
-    schema: type[T],
-    cfg: DictConfig,
-    prefix: str,
-    *,
-    is_lenient: bool = False,
-) -> T:
+def read(schema: type[T], cfg: DictConfig, prefix: str, *, is_lenient: bool = False) -> T:
     """Return the keys that ``schema`` declares, ``prefix`` before their names in errors; all other
     keys are the trainer's."""
     values: dict[str, Any] = {}
@@ -129,12 +99,7 @@ def read(
             given = cfg[item.name]
             if group is not None:
                 if isinstance(given, DictConfig):
-                    values[item.name] = read(
-                        group,
-                        given,
-                        f"{name}.",
-                        is_lenient=is_lenient,
-                    )
+                    values[item.name] = read(group, given, f"{name}.", is_lenient=is_lenient)
                 continue
             if isinstance(given, ListConfig):
                 given = OmegaConf.to_container(given, resolve=True)
@@ -160,9 +125,7 @@ def _resolve_all(cfg: DictConfig, prefix: str = "") -> None:
             if isinstance(value, ListConfig):
                 OmegaConf.to_container(value, resolve=True)
         except OmegaConfBaseException as error:
-            raise ConfigError(
-                f"{name}: {str(error).splitlines()[0]}"
-            ) from error
+            raise ConfigError(f"{name}: {str(error).splitlines()[0]}") from error
         if isinstance(value, DictConfig):
             _resolve_all(value, f"{name}.")
 
@@ -172,12 +135,7 @@ def _refuse_near_misses(cfg: DictConfig, prefix: str) -> None:
     project's group ``robust`` are ours, those in its open groups too."""
     known = {item.name for item in fields(RobustConfig) if item.metadata}
     for name in sorted({str(key) for key in cfg} - known):
-        close = difflib.get_close_matches(
-            name,
-            known,
-            n=1,
-            cutoff=0.85,
-        )
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
         if close or prefix:
             raise unknown(name, known, prefix)
     for item in fields(RobustConfig) if prefix else ():
@@ -189,11 +147,7 @@ def _refuse_near_misses(cfg: DictConfig, prefix: str) -> None:
             raise unknown(name, own, f"{prefix}{item.name}.")
 
 
-def unknown(
-    name: str,
-    known: Collection[str],
-    prefix: str,
-) -> ConfigError:
+def unknown(name: str, known: Collection[str], prefix: str) -> ConfigError:
     """Return the refusal of a key that is none of those that are known."""
     hint = meant(name, known, prefix)
     return ConfigError(f"{prefix}{name}: no such key; {hint}")
@@ -219,16 +173,9 @@ def _with_batch(config: RobustConfig) -> RobustConfig:
     elif effective is not None:
         steps = _accumulation(config, size, effective)
     training = replace(
-        training,
-        batch_size=size,
-        gradient_accumulation_steps=steps,
-        effective_batch_size=effective,
+        training, batch_size=size, gradient_accumulation_steps=steps, effective_batch_size=effective
     )
-    return replace(
-        config,
-        training=training,
-        finds_batch_size=finds_batch_size,
-    )
+    return replace(config, training=training, finds_batch_size=finds_batch_size)
 
 
 def _check_auto(config: RobustConfig, share: int) -> None:

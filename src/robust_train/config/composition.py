@@ -17,18 +17,8 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from robust_train.compat import register_resolver, replace_node, typed_nodes
 from robust_train.config.checks import unknown
-from robust_train.config.projects import (
-    GROUP,
-    defaults_for_theirs,
-    is_theirs,
-    ours,
-)
-from robust_train.config.schema import (
-    PlainConfig,
-    RobustConfig,
-    TrainerConfig,
-    TrainingConfig,
-)
+from robust_train.config.projects import GROUP, defaults_for_theirs, is_theirs, ours
+from robust_train.config.schema import PlainConfig, RobustConfig, TrainerConfig, TrainingConfig
 from robust_train.config.trainers import folder_name
 from robust_train.config.values import Declaration
 from robust_train.model.errors import ConfigError
@@ -63,49 +53,28 @@ def group_node(schema: type) -> DictConfig:
     for item in fields(schema):
         key: Declaration | None = item.metadata.get("key")
         if "group" in item.metadata:
-            replace_node(
-                node,
-                item.name,
-                group_node(item.metadata["group"]),
-            )
+            replace_node(node, item.name, group_node(item.metadata["group"]))
         elif key is not None and key.is_untyped:
             value = item.default if key.written is ... else key.written
             if isinstance(value, tuple):
                 # OmegaConf 2.4 keeps a tuple as such, which no list of the user's could replace
                 value = list(value)
-            replace_node(
-                node,
-                item.name,
-                typed_nodes(OmegaConf.create({"value": value}))["value"],
-            )
+            replace_node(node, item.name, typed_nodes(OmegaConf.create({"value": value}))["value"])
     return node
 
 
 def register() -> None:
     """Put the schemas into Hydra's ConfigStore. ``model``, ``dataset`` and ``trainer`` are left out
     of the root: without an option of ours there, these names are a project's own."""
-    for name, schema in (
-        ("robust_base_schema", PlainConfig),
-        ("robust_schema", RobustConfig),
-    ):
+    for name, schema in (("robust_base_schema", PlainConfig), ("robust_schema", RobustConfig)):
         root = open_root(schema)
         for group in _GROUPS:
             del root[group]
-        ConfigStore.instance().store(
-            name=name,
-            node=root,
-            provider="robust_train",
-        )
+        ConfigStore.instance().store(name=name, node=root, provider="robust_train")
     store_group("trainer", "command", TrainerConfig)
 
 
-def store_group(
-    group: str,
-    option: str,
-    schema: type,
-    *,
-    base: type | None = None,
-) -> None:
+def store_group(group: str, option: str, schema: type, *, base: type | None = None) -> None:
     """Put the keys of a group's option into Hydra's ConfigStore. ``base``: the type of the group
     without the option; its keys are left out, so that they keep the values that they have."""
     node = group_node(schema)
@@ -113,10 +82,7 @@ def store_group(
         for item in fields(base) if base is not None else ():
             del node[item.name]
     ConfigStore.instance().store(
-        group=f"robust/schema/{group}",
-        name=option,
-        node=node,
-        provider="robust_train",
+        group=f"robust/schema/{group}", name=option, node=node, provider="robust_train"
     )
 
 
@@ -170,9 +136,5 @@ def _mistake(error: OmegaConfBaseException, prefix: str) -> ConfigError:
 
 # Registered at import, because the processes of Hydra's launchers build no search path. The first
 # is cached like Hydra's ``now``: jobs that run in other processes belong to the same sweep folder.
-register_resolver(
-    "robust_pid",
-    os.getpid,
-    use_cache=True,
-)
+register_resolver("robust_pid", os.getpid, use_cache=True)
 register_resolver("robust_job", folder_name)

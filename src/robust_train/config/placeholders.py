@@ -54,24 +54,15 @@ class ScriptValues:
     # what follows if splitting changes the loss: `warn`, `other_remedies_first` or `exact`
     split_rule: str = "warn"
 
-    def fill(
-        self,
-        text: str,
-        quote: Callable[[str], str] = str,
-    ) -> str:
+    def fill(self, text: str, quote: Callable[[str], str] = str) -> str:
         """Replace the placeholders in ``text``; other braces (JSON, shell) stay as they are.
         ``{$}`` is a dollar sign: in a config ``${…}`` is an interpolation."""
         values = {**asdict(self), "$": "$"}
-        return _PLACEHOLDER.sub(
-            lambda m: quote(str(values.get(m[1], m[0]))), text
-        )
+        return _PLACEHOLDER.sub(lambda m: quote(str(values.get(m[1], m[0]))), text)
 
     def environment(self) -> dict[str, str]:
         """Return the values as environment variables, ``ROBUST_TRAIN_BATCH_SIZE`` and so on."""
-        return {
-            PREFIX + name.upper(): str(value)
-            for name, value in asdict(self).items()
-        }
+        return {PREFIX + name.upper(): str(value) for name, value in asdict(self).items()}
 
 
 def decimal(number: float) -> str:
@@ -102,12 +93,7 @@ def near_miss_in(text: str, *, every: bool) -> tuple[str, str] | None:
     for name in _PLACEHOLDER.findall(text):
         if name not in (*PLACEHOLDERS, "$"):
             cutoff = 0.0 if every else 0.75
-            if close := difflib.get_close_matches(
-                name,
-                PLACEHOLDERS,
-                1,
-                cutoff,
-            ):
+            if close := difflib.get_close_matches(name, PLACEHOLDERS, 1, cutoff):
                 return name, close[0]
     return None
 
@@ -129,10 +115,7 @@ class MicroBatchPlan:
     @property
     def samples(self) -> int | None:
         """Samples of one rank in an optimizer step, None if unknown."""
-        return (
-            self.batch_size
-            and self.batch_size * self.gradient_accumulation_steps
-        )
+        return self.batch_size and self.batch_size * self.gradient_accumulation_steps
 
     @classmethod
     def of(cls, config: RobustConfig) -> MicroBatchPlan:
@@ -166,10 +149,7 @@ class SplitRule:
     @classmethod
     def named(cls, name: str | None) -> SplitRule:
         """Return the rule that :attr:`name` names; without a name none is strict."""
-        known = {
-            rule.name: rule
-            for rule in (cls(), cls(False, True), cls(True, True))
-        }
+        known = {rule.name: rule for rule in (cls(), cls(False, True), cls(True, True))}
         return known.get(name or "", cls())
 
     @property

@@ -60,9 +60,7 @@ _NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
         ("batch",),
     ),
     "num_workers": (("num_workers",),),
-    "gradient_accumulation_steps": (
-        ("accumulate_grad_batches", "gradient_accumulation_steps"),
-    ),
+    "gradient_accumulation_steps": (("accumulate_grad_batches", "gradient_accumulation_steps"),),
     # no name says enough: only a key that ours refers to
     "gradient_checkpointing": ((),),
 }
@@ -157,11 +155,7 @@ def defaults_for_theirs(cfg: DictConfig) -> dict[str, Any]:
     return defaults
 
 
-def _check_batch(
-    cfg: DictConfig,
-    value: Any,
-    found: list[str],
-) -> None:
+def _check_batch(cfg: DictConfig, value: Any, found: list[str]) -> None:
     key = f"{GROUP}.{BATCH}"
     if not found or _REFERENCE.fullmatch(str(value)):
         return
@@ -172,9 +166,7 @@ def _check_batch(
         )
     theirs = OmegaConf.select(cfg, found[0])
     if isinstance(value, int) and value != theirs:
-        raise ConfigError(
-            f"{key}={value}: the project has {found[0]}={theirs}; set that"
-        )
+        raise ConfigError(f"{key}={value}: the project has {found[0]}={theirs}; set that")
 
 
 def lightning_of(cfg: DictConfig) -> str | None:
@@ -204,21 +196,13 @@ def their_keys(cfg: DictConfig) -> dict[str, str] | None:
     None in any other."""
     if not is_theirs(cfg):
         return None
-    found = {
-        f"training.{name}": path
-        for name in _NAMES
-        if (path := _path(cfg, name)) is not None
-    }
+    found = {f"training.{name}": path for name in _NAMES if (path := _path(cfg, name)) is not None}
     if lightning_of(cfg):  # our fit accumulates
         found.setdefault(ACCUMULATION, f"{GROUP}.{ACCUMULATION}")
     return found
 
 
-def as_typed(
-    text: str,
-    theirs: Mapping[str, str] | None,
-    quoted: str = "",
-) -> str:
+def as_typed(text: str, theirs: Mapping[str, str] | None, quoted: str = "") -> str:
     """Return a message of ours with each key as the job's user writes it.
 
     ``theirs`` are a project's :func:`their_keys`; ``quoted`` is a part of the message that is not
@@ -234,9 +218,7 @@ def as_typed(
         key = found[0]
         is_set = text[found.end() :].startswith("=")
         return theirs.get(key) or (
-            f"{GROUP}.{key}"
-            if is_set
-            else _IN_WORDS.get(key, f"{GROUP}.{key}")
+            f"{GROUP}.{key}" if is_set else _IN_WORDS.get(key, f"{GROUP}.{key}")
         )
 
     return _our_keys().sub(name, text)
@@ -279,9 +261,7 @@ class Words:
         if failure.evidence.library == "robust_train":
             message = self.text(message)
         advice = tuple(map(self.text, failure.advice))
-        return replace(
-            attempt, failure=replace(failure, message=message, advice=advice)
-        )
+        return replace(attempt, failure=replace(failure, message=message, advice=advice))
 
 
 @contextlib.contextmanager
@@ -334,9 +314,7 @@ def resolved(cfg: DictConfig) -> DictConfig:
 
 
 def _resolve(node: DictConfig | ListConfig) -> None:
-    names: Any = (
-        list(node) if isinstance(node, DictConfig) else range(len(node))
-    )
+    names: Any = list(node) if isinstance(node, DictConfig) else range(len(node))
     for name in names:
         with contextlib.suppress(OmegaConfBaseException):
             if OmegaConf.is_missing(node, name):
@@ -365,8 +343,7 @@ def _paths(cfg: DictConfig, name: str) -> list[str]:
     candidates = [
         leaf
         for leaf in leaves
-        if any(leaf.name in names for names in _NAMES[name])
-        and not leaf.is_for(_OF_EVALUATION)
+        if any(leaf.name in names for names in _NAMES[name]) and not leaf.is_for(_OF_EVALUATION)
     ]
     # A computed value counts only where there is no number.
     ranks: dict[str, tuple[bool, bool]] = {}
@@ -415,18 +392,11 @@ class _Leaf:
         return False
 
 
-def _without_others(
-    leaves: list[_Leaf],
-    groups: tuple[tuple[str, ...], ...],
-) -> list[_Leaf]:
+def _without_others(leaves: list[_Leaf], groups: tuple[tuple[str, ...], ...]) -> list[_Leaf]:
     """Return the keys that are not something else because of a key with a better name."""
     first, *others = groups
     of_devices = {leaf.parent for leaf in leaves if leaf.name in first}
-    kept = [
-        leaf
-        for leaf in leaves
-        if leaf.name in first or leaf.parent not in of_devices
-    ]
+    kept = [leaf for leaf in leaves if leaf.name in first or leaf.parent not in of_devices]
     if len(others) < 2:
         return kept
     certain = [leaf for leaf in kept if leaf.name not in others[-1]]
@@ -463,24 +433,16 @@ def _from_the_root(reference: str, path: str) -> str:
     return ".".join([*above, name])
 
 
-def _leaves(
-    content: Any,
-    path: str,
-    labels: tuple[str, ...] = (),
-) -> Iterator[_Leaf]:
+def _leaves(content: Any, path: str, labels: tuple[str, ...] = ()) -> Iterator[_Leaf]:
     """Yield the values of a config below a path, those in lists as well."""
     if isinstance(content, list):
         for number, item in enumerate(content):
             own = item if isinstance(item, dict) else {}
-            said = [
-                own[key] for key in _LABELS if isinstance(own.get(key), str)
-            ]
+            said = [own[key] for key in _LABELS if isinstance(own.get(key), str)]
             yield from _leaves(item, f"{path}[{number}]", (*labels, *said))
     elif isinstance(content, dict):
         for key, value in content.items():
             if path or key != "hydra":
-                yield from _leaves(
-                    value, f"{path}.{key}" if path else f"{key}", labels
-                )
+                yield from _leaves(value, f"{path}.{key}" if path else f"{key}", labels)
     else:
         yield _Leaf(path, content, labels)

@@ -9,22 +9,13 @@ from collections.abc import Sequence
 import yaml  # type: ignore[import-untyped]
 from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import (
-    HydraException,
-    MissingConfigException,
-    OverrideParseException,
-)
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from robust_train.compat import for_hydra, unknown_to_hydra
 from robust_train.config.search_path import OURS
-from robust_train.model.errors import (
-    EXIT_BAD_CONFIG,
-    ConfigError,
-    limit_reached,
-    unusable_folder,
-)
+from robust_train.model.errors import EXIT_BAD_CONFIG, ConfigError, limit_reached, unusable_folder
 from robust_train.readable import meant
 
 REFUSALS = (
@@ -60,24 +51,15 @@ _ANSWERS = {
 }
 """What Hydra's messages mean, in order; braces are filled with what a pattern has found."""
 
-_UNKNOWN_KEY = re.compile(
-    r"Could not override '([^']+)'|Key '([^']+)' (?:is )?not in"
-)
+_UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'|Key '([^']+)' (?:is )?not in")
 _FULL_KEY = re.compile(r"full_key: (\S+)")
 _WRONG_TYPE = re.compile(
-    r"Value '(.*?)' (?:of type '\w+' could not be converted to|is not a valid) (\w+)",
-    re.DOTALL,
+    r"Value '(.*?)' (?:of type '\w+' could not be converted to|is not a valid) (\w+)", re.DOTALL
 )
-_NO_LIST = re.compile(
-    r"Invalid value assigned: \w+ is not a ListConfig|merge \w+ with ListConfig"
-)
+_NO_LIST = re.compile(r"Invalid value assigned: \w+ is not a ListConfig|merge \w+ with ListConfig")
 _UNKNOWN_OPTION = re.compile(r"Could not find '([^']+)/([^'/]+)'")
 _OPTIONS = re.compile(r"Available options in '[^']+':\n((?:\t.*\n?)+)")
-_ACCEPTED = {
-    "Integer": "an integer",
-    "Float": "a number",
-    "bool": "true or false",
-}
+_ACCEPTED = {"Integer": "an integer", "Float": "a number", "bool": "true or false"}
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -111,16 +93,10 @@ def explain(
             f"{error.override}: not an override; write key=value without spaces around =, and "
             "quotes around a value that holds spaces, commas, brackets or =: 'key=\"a, b\"'"
         )
-    if isinstance(error, yaml.MarkedYAMLError) and (
-        mark := error.problem_mark
-    ):
+    if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
         place = f"{mark.name}, line {mark.line + 1}, column {mark.column + 1}"
         start = error.context_mark
-        begun = (
-            f" (it begins in line {start.line + 1})"
-            if start is not None
-            else ""
-        )
+        begun = f" (it begins in line {start.line + 1})" if start is not None else ""
         context = f" {error.context}{begun}" if error.context else ""
         return f"{place}: not YAML: {error.problem}{context}"
     chain = "\n".join(str(link) for link in _chain(error))
@@ -129,9 +105,7 @@ def explain(
             return answer.format(*match.groups())
     if match := _UNKNOWN_OPTION.search(chain):
         return _unknown_option(match[1], match[2], chain)
-    lines = [
-        line for line in chain.splitlines() if "HYDRA_FULL_ERROR" not in line
-    ]
+    lines = [line for line in chain.splitlines() if "HYDRA_FULL_ERROR" not in line]
     if isinstance(error, MissingConfigException):
         return lines[0].strip()
     found = _FULL_KEY.search(chain)
@@ -148,11 +122,7 @@ def explain(
     return " ".join(line.strip() for line in lines[:3] if line.strip())
 
 
-def explain_job(
-    error: BaseException,
-    config: DictConfig,
-    overrides: Sequence[str],
-) -> str:
+def explain_job(error: BaseException, config: DictConfig, overrides: Sequence[str]) -> str:
     """Return that line about a job of a sweep, whose ``config`` says where its keys are from."""
     path: str | None = None
     for source in config.hydra.runtime.config_sources:
@@ -162,17 +132,9 @@ def explain_job(
     return explain(error, config.hydra.job.config_name, overrides, path)
 
 
-def _unknown_option(
-    group: str,
-    option: str,
-    chain: str,
-) -> str:
+def _unknown_option(group: str, option: str, chain: str) -> str:
     listed = _OPTIONS.search(chain)
-    options = [
-        name
-        for name in (listed[1].split() if listed else ())
-        if name != "__init__"
-    ]
+    options = [name for name in (listed[1].split() if listed else ()) if name != "__init__"]
     close = difflib.get_close_matches(option, options, n=1)
     near = f"; did you mean {close[0]}?" if close else ""
     hint = f"; the options are {', '.join(options)}" if options else ""
@@ -180,14 +142,9 @@ def _unknown_option(
 
 
 def _unknown_key(
-    key: str,
-    overrides: Sequence[str],
-    config_path: str | None,
-    config_name: str | None,
+    key: str, overrides: Sequence[str], config_path: str | None, config_name: str | None
 ) -> str:
-    typed = next(
-        (o for o in overrides if o.partition("=")[0].lstrip("+~") == key), key
-    )
+    typed = next((o for o in overrides if o.partition("=")[0].lstrip("+~") == key), key)
     others = [o for o in overrides if o != typed and "," not in o]
     parent, _, name = key.rpartition(".")
     everything = all_keys(others, config_path, config_name)
@@ -199,49 +156,26 @@ def _unknown_key(
     if elsewhere:
         hint = f"did you mean {elsewhere[0]}?"
     elif parent and beside:
-        hint = meant(
-            name,
-            [k.rpartition(".")[2] for k in beside],
-            f"{parent}.",
-        )
+        hint = meant(name, [k.rpartition(".")[2] for k in beside], f"{parent}.")
     else:
-        near = _nearest(name, everything, 0.75) or _nearest(
-            key, everything, 0.75
-        )
+        near = _nearest(name, everything, 0.75) or _nearest(key, everything, 0.75)
         command = "robust-train train " if config_path == OURS else ""
-        hint = (
-            f"did you mean {near}?"
-            if near
-            else f"{command}--cfg job lists all"
-        )
+        hint = f"did you mean {near}?" if near else f"{command}--cfg job lists all"
     if typed in overrides and not typed.startswith("~"):
         own = f"a key of your own takes a plus: +{typed}"
         hint += f" A{own[1:]}" if hint.endswith("?") else f"; {own}"
     return f"{typed}: no such key; {hint}"
 
 
-def _nearest(
-    name: str,
-    keys: Sequence[str],
-    cutoff: float = 0.6,
-) -> str | None:
+def _nearest(name: str, keys: Sequence[str], cutoff: float = 0.6) -> str | None:
     """Return the key that is most like ``name``, which may leave out its group."""
-    full = {key.rpartition(".")[2]: key for key in reversed(keys)} | {
-        key: key for key in keys
-    }
-    close = difflib.get_close_matches(
-        name,
-        full,
-        n=1,
-        cutoff=cutoff,
-    )
+    full = {key.rpartition(".")[2]: key for key in reversed(keys)} | {key: key for key in keys}
+    close = difflib.get_close_matches(name, full, n=1, cutoff=cutoff)
     return full[close[0]] if close else None
 
 
 def composed(
-    overrides: Sequence[str],
-    config_path: str | None = OURS,
-    config_name: str | None = "robust",
+    overrides: Sequence[str], config_path: str | None = OURS, config_name: str | None = "robust"
 ) -> DictConfig:
     """Return a config with overrides, by default that of ``train_robust.py``. ``config_path``: its
     folder; None: it is in Hydra's ConfigStore."""
@@ -259,30 +193,19 @@ def composed(
 
 
 def explain_option(
-    arguments: Sequence[str],
-    config_name: str | None,
-    config_path: str | None = OURS,
+    arguments: Sequence[str], config_name: str | None, config_path: str | None = OURS
 ) -> str | None:
     """Return one line about an option that Hydra does not have, or an override that it would not
     find; None if there is none."""
     lost = unknown_to_hydra(arguments)
     unknown = [one for one in lost if one.startswith("-")]
     if lost and not unknown:
-        return (
-            f"{lost[0]}: write -m and other options before the first override"
-        )
+        return f"{lost[0]}: write -m and other options before the first override"
     if not unknown:
         return None
     name, _, value = unknown[0].lstrip("-").partition("=")
-    after = (
-        arguments[arguments.index(unknown[0]) + 1 :][:1]
-        if unknown[0] in arguments
-        else ()
-    )
-    value = value or next(
-        (one for one in after if not re.search("^-[a-z-]|=", one)),
-        "…",
-    )
+    after = arguments[arguments.index(unknown[0]) + 1 :][:1] if unknown[0] in arguments else ()
+    value = value or next((one for one in after if not re.search("^-[a-z-]|=", one)), "…")
     keys = all_keys((), config_path, config_name)
     key = _nearest(name.replace("-", "_"), keys)
     write = f"{key}={value}" if key else "KEY=VALUE"
@@ -290,9 +213,7 @@ def explain_option(
 
 
 def all_keys(
-    overrides: Sequence[str],
-    config_path: str | None = OURS,
-    config_name: str | None = "robust",
+    overrides: Sequence[str], config_path: str | None = OURS, config_name: str | None = "robust"
 ) -> list[str]:
     """Return the keys of the root and of all groups, ``training.lr`` before ``model.lr``; none if
     the config cannot be composed."""
@@ -301,15 +222,9 @@ def all_keys(
     except Exception:
         return []
     root = [str(key) for key in cfg]
-    groups = [
-        k
-        for k in root
-        if not OmegaConf.is_missing(cfg, k) and OmegaConf.is_dict(cfg[k])
-    ]
+    groups = [k for k in root if not OmegaConf.is_missing(cfg, k) and OmegaConf.is_dict(cfg[k])]
     groups.sort(key=lambda group: group not in ("training", "memory"))
-    return root + [
-        f"{group}.{name}" for group in groups for name in cfg[group]
-    ]
+    return root + [f"{group}.{name}" for group in groups for name in cfg[group]]
 
 
 def _chain(error: BaseException) -> list[BaseException]:

@@ -43,12 +43,7 @@ ACCUMULATION = "training.gradient_accumulation_steps"
 WORKERS = "training.num_workers"
 CHECKPOINTING = "training.gradient_checkpointing"
 
-UNREAD_IN_PROJECTS = (
-    "seed",
-    "training.prefetch_factor",
-    "training.epochs",
-    "training.lr",
-)
+UNREAD_IN_PROJECTS = ("seed", "training.prefetch_factor", "training.epochs", "training.lr")
 """Keys for trainers that are given ours: a Hydra project's code sees only its own."""
 
 
@@ -63,11 +58,7 @@ class TrainingConfig:
         range=FROM_1,
         read=integer_or_auto,
     )
-    gradient_accumulation_steps: int = key(
-        1,
-        "micro-batches per optimizer step",
-        range=FROM_1,
-    )
+    gradient_accumulation_steps: int = key(1, "micro-batches per optimizer step", range=FROM_1)
     effective_batch_size: int | None = key(
         None,
         "samples per optimizer step; accumulation follows from it",
@@ -75,28 +66,11 @@ class TrainingConfig:
         range=FROM_1,
     )
     num_workers: int = key(
-        2,
-        "data-loader workers of each process",
-        range=FROM_0,
-        follows="dataset.num_workers",
+        2, "data-loader workers of each process", range=FROM_0, follows="dataset.num_workers"
     )
-    prefetch_factor: int = key(
-        2,
-        "batches that each worker prepares ahead",
-        range=FROM_1,
-    )
-    epochs: int = key(
-        10,
-        "passes over the training data",
-        range=FROM_1,
-        follows="dataset.epochs",
-    )
-    lr: float = key(
-        1e-3,
-        "learning rate",
-        range=POSITIVE,
-        follows="model.lr",
-    )
+    prefetch_factor: int = key(2, "batches that each worker prepares ahead", range=FROM_1)
+    epochs: int = key(10, "passes over the training data", range=FROM_1, follows="dataset.epochs")
+    lr: float = key(1e-3, "learning rate", range=POSITIVE, follows="model.lr")
     gradient_checkpointing: bool | None = key(
         None,
         "less memory for more time; `auto`: where the smallest micro-batch does not fit",
@@ -114,19 +88,11 @@ class TrainingConfig:
         written=AUTO,
     )
     checkpoint_every_steps: int | None = key(
-        None,
-        "besides the minutes: at most this many steps are lost",
-        range=FROM_0,
+        None, "besides the minutes: at most this many steps are lost", range=FROM_0
     )
-    keep_checkpoints: int = key(
-        2,
-        "number of checkpoints kept",
-        range=FROM_1,
-    )
+    keep_checkpoints: int = key(2, "number of checkpoints kept", range=FROM_1)
     log_every_steps: int = key(
-        50,
-        "steps between progress lines where no live status shows them",
-        range=FROM_1,
+        50, "steps between progress lines where no live status shows them", range=FROM_1
     )
 
 
@@ -148,14 +114,10 @@ class MemoryConfig:
         written=AUTO,
     )
     empty_cache_frequency: int = key(
-        10,
-        "steps between checks of the CUDA cache; `0`: never",
-        range=FROM_0,
+        10, "steps between checks of the CUDA cache; `0`: never", range=FROM_0
     )
     empty_cache_threshold: float = key(
-        0.5,
-        "share of the cache that must be unused for it to be emptied",
-        range=SHARE,
+        0.5, "share of the cache that must be unused for it to be emptied", range=SHARE
     )
     clear_on_start: bool = key(True, "empty the CUDA cache at the start")
     clear_after: tuple[str, ...] = key(
@@ -165,13 +127,8 @@ class MemoryConfig:
         accepts="list",
         read=cleared_after,
     )
-    samples: bool = key(
-        True,
-        "record memory over time in `memory.jsonl`, ten times a second",
-    )
-    snapshot_on_oom: bool = key(
-        True, "when memory runs out, record what fills it"
-    )
+    samples: bool = key(True, "record memory over time in `memory.jsonl`, ten times a second")
+    snapshot_on_oom: bool = key(True, "when memory runs out, record what fills it")
 
 
 @dataclass(frozen=True)
@@ -233,9 +190,7 @@ class NotifyConfig:
     )
     on: tuple[str, ...] = key(
         EVENTS,
-        "a list of "
-        + ", ".join(f"`{event}`" for event in EVENTS)
-        + "; `null`: all",
+        "a list of " + ", ".join(f"`{event}`" for event in EVENTS) + "; `null`: all",
         accepts="list",
         written=None,
         read=events,
@@ -260,18 +215,10 @@ class TrainerConfig:
         read=program_words,
     )
     resume_argv: tuple[str, ...] = key(
-        (),
-        "appended where there is a checkpoint",
-        accepts="list",
-        written=[],
-        read=words_of_list,
+        (), "appended where there is a checkpoint", accepts="list", written=[], read=words_of_list
     )
-    checkpoint_glob: str | None = key(
-        None, "pattern of the script's own checkpoints"
-    )
-    cwd: str | None = key(
-        None, "the script's working directory; `null`: the command's"
-    )
+    checkpoint_glob: str | None = key(None, "pattern of the script's own checkpoints")
+    cwd: str | None = key(None, "the script's working directory; `null`: the command's")
     stop_signal: str = key(
         "TERM",
         "asks the script to stop; at the end of `stop_grace_seconds` it is killed",
@@ -307,12 +254,7 @@ class PlainConfig:
         "([some of the GPUs](queue.md#use-only-some-of-the-gpus))",
         section="Device and queue",
     )
-    seed: int = key(
-        42,
-        "seed of everything random",
-        range=FROM_0,
-        section="Training",
-    )
+    seed: int = key(42, "seed of everything random", range=FROM_0, section="Training")
     training: TrainingConfig = group(TrainingConfig, "Training")
     memory: MemoryConfig = group(MemoryConfig, "Memory")
 
@@ -340,23 +282,12 @@ class RobustConfig(PlainConfig):
         range=FROM_1,
     )
     min_gpu_memory_mb: int = key(
-        4000,
-        "memory that must be free on each GPU before it is taken",
-        unit="MiB",
-        range=FROM_0,
+        4000, "memory that must be free on each GPU before it is taken", unit="MiB", range=FROM_0
     )
     wait_for_gpu: bool = key(True, "wait until that much is free")
-    gpu_wait_timeout_minutes: float = key(
-        60.0,
-        "longest wait",
-        unit="minutes",
-        range=FROM_0,
-    )
+    gpu_wait_timeout_minutes: float = key(60.0, "longest wait", unit="minutes", range=FROM_0)
     gpu_check_interval_seconds: float = key(
-        30.0,
-        "longest time between two polls while waiting",
-        unit="seconds",
-        range=POSITIVE,
+        30.0, "longest time between two polls while waiting", unit="seconds", range=POSITIVE
     )
     gpu_queue: bool | str = key(
         True,
@@ -366,9 +297,7 @@ class RobustConfig(PlainConfig):
         read=truth_or_path,
     )
     gpu_jobs_per_device: int = key(
-        1,
-        "maximum number of jobs per GPU that this job accepts, including itself",
-        range=FROM_1,
+        1, "maximum number of jobs per GPU that this job accepts, including itself", range=FROM_1
     )
     queue_priority: str = key(
         "auto",
@@ -384,13 +313,9 @@ class RobustConfig(PlainConfig):
         unit="minutes",
         range=FROM_0,
     )
-    allow_cpu_fallback: bool = key(
-        True, "train on the CPU when no GPU will do"
-    )
+    allow_cpu_fallback: bool = key(True, "train on the CPU when no GPU will do")
     detach: bool = key(
-        False,
-        "go on in the background, past logout",
-        more="([walk away](walk-away.md))",
+        False, "go on in the background, past logout", more="([walk away](walk-away.md))"
     )
     job_name: str | None = key(
         None,
@@ -399,10 +324,7 @@ class RobustConfig(PlainConfig):
     )
 
     min_batch_size: int = key(
-        4,
-        "no attempt uses a smaller micro-batch",
-        range=FROM_1,
-        section="Recovery",
+        4, "no attempt uses a smaller micro-batch", range=FROM_1, section="Recovery"
     )
     max_retries: int | None = key(
         None,
@@ -428,10 +350,7 @@ class RobustConfig(PlainConfig):
         choices=("process", "none"),
     )
     stop_grace_seconds: float = key(
-        20.0,
-        "time for a last checkpoint after Ctrl-C or SIGTERM",
-        unit="seconds",
-        range=FROM_0,
+        20.0, "time for a last checkpoint after Ctrl-C or SIGTERM", unit="seconds", range=FROM_0
     )
     stall_timeout_minutes: float | None = key(
         None,
@@ -448,10 +367,7 @@ class RobustConfig(PlainConfig):
         unit="seconds",
         range=FROM_0,
     )
-    resume: bool = key(
-        True,
-        "resume an unfinished job in its run folder",
-    )
+    resume: bool = key(True, "resume an unfinished job in its run folder")
     max_launches: int = key(
         3,
         "launches in a row without a new checkpoint; `0`: any number",
@@ -460,9 +376,7 @@ class RobustConfig(PlainConfig):
         range=FROM_0,
     )
     notify: NotifyConfig = group(NotifyConfig, "Notifications")
-    sweep_fail_fast: bool = key(
-        False, "the first failure ends the sweep", section="Sweeps"
-    )
+    sweep_fail_fast: bool = key(False, "the first failure ends the sweep", section="Sweeps")
     sweep_patience: int | None = key(
         None,
         "reports in a row at which a job of a sweep may be worse than another before it is pruned",
@@ -529,11 +443,7 @@ class RobustConfig(PlainConfig):
         """Where the built-in trainer expects existing data; None if it needs none."""
         data = self.dataset
         is_local = not data.download and data.name != "digits"
-        return (
-            data.root
-            if self.is_built_in and (is_local or data.name == "image_folder")
-            else None
-        )
+        return data.root if self.is_built_in and (is_local or data.name == "image_folder") else None
 
     @property
     def picks_gpu(self) -> bool:
@@ -556,15 +466,8 @@ class RobustConfig(PlainConfig):
     def learning_rate_at(self, effective_batch_size: int) -> float:
         """Return the learning rate for a script that trains with this effective batch."""
         training = self.training
-        asked = (
-            training.batch_size
-            * training.gradient_accumulation_steps
-            * self.num_gpus
-        )
-        power = {"linear": 1.0, "sqrt": 0.5}.get(
-            self.trainer.scale_learning_rate or "",
-            0,
-        )
+        asked = training.batch_size * training.gradient_accumulation_steps * self.num_gpus
+        power = {"linear": 1.0, "sqrt": 0.5}.get(self.trainer.scale_learning_rate or "", 0)
         return float(training.lr * (effective_batch_size / asked) ** power)
 
     @property
@@ -575,8 +478,4 @@ class RobustConfig(PlainConfig):
     @property
     def stall_timeout_seconds(self) -> float | None:
         """After how long without progress an attempt counts as hanging; 0: never, None: learned."""
-        return (
-            None
-            if self.stall_timeout_minutes is None
-            else 60 * self.stall_timeout_minutes
-        )
+        return None if self.stall_timeout_minutes is None else 60 * self.stall_timeout_minutes

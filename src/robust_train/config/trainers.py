@@ -61,12 +61,7 @@ class TrainerRef:
     pickled: bytes = field(default=b"", repr=False)
 
     @classmethod
-    def of(
-        cls,
-        trainer: str | Callable[..., Any],
-        *,
-        inline: bool = False,
-    ) -> TrainerRef:
+    def of(cls, trainer: str | Callable[..., Any], *, inline: bool = False) -> TrainerRef:
         """Return the reference for a dotted path or a callable; nothing is imported.
 
         ``inline``: it runs in this process, so it need not be found by another one.
@@ -82,21 +77,14 @@ class TrainerRef:
             return ref
         if inline:
             return cls("inline.trainer")
-        module, name = (
-            str(getattr(trainer, key, ""))
-            for key in ("__module__", "__qualname__")
-        )
+        module, name = (str(getattr(trainer, key, "")) for key in ("__module__", "__qualname__"))
         main = MainModule.of_this_process()
         if _is_found(trainer, module, name):
             if module not in ("__main__", MAIN_MODULE):
                 return cls(f"{module}.{name}")
             if name.isidentifier() and main and _defines(main, trainer):
                 return cls(f"{MAIN_MODULE}.{name}", main)
-        return cls(
-            f"__main__.{name or type(trainer).__name__}",
-            main,
-            pickled=_by_value(trainer),
-        )
+        return cls(f"__main__.{name or type(trainer).__name__}", main, pickled=_by_value(trainer))
 
     @property
     def is_ours(self) -> bool:
@@ -107,9 +95,7 @@ class TrainerRef:
         """Return the names of the dotted path; raises ConfigError if it is none."""
         parts = self.path.split(".")
         if not all(part.isidentifier() for part in parts) or len(parts) < 2:
-            raise self.refused(
-                "accepted is the dotted path of a function, package.module.function"
-            )
+            raise self.refused("accepted is the dotted path of a function, package.module.function")
         return parts
 
     def refused(self, why: str) -> ConfigError:
@@ -143,11 +129,7 @@ def end_import_at_launch(trainer: Trainer | None) -> None:
         raise LaunchReached("" if trainer is None else name_of(trainer))
 
 
-def _is_found(
-    trainer: object,
-    module: str,
-    name: str,
-) -> bool:
+def _is_found(trainer: object, module: str, name: str) -> bool:
     """Return whether its name leads to it: not that of an object's method or a decorated copy."""
     try:
         return bool(attrgetter(name)(sys.modules[module]) == trainer)
@@ -158,15 +140,9 @@ def _is_found(
 def _is_module(name: str) -> bool:
     """Return whether there is a top-level module of this name; it is not imported."""
     try:
-        return (
-            name in sys.modules or importlib.util.find_spec(name) is not None
-        )
+        return name in sys.modules or importlib.util.find_spec(name) is not None
     # a module that was put there by hand
-    except (
-        ImportError,
-        ValueError,
-        AttributeError,
-    ):
+    except (ImportError, ValueError, AttributeError):
         return PathFinder.find_spec(name) is not None
 
 
@@ -210,10 +186,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
     return signature_of(wrapped)
 
 
-VARIADIC = (
-    inspect.Parameter.VAR_POSITIONAL,
-    inspect.Parameter.VAR_KEYWORD,
-)
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def own_signature(function: Callable[..., Any]) -> inspect.Signature:
@@ -228,9 +201,7 @@ def _without_copied(function: Callable[..., Any]) -> Callable[..., Any]:
         inner = _without_copied(function.func)
         return partial(inner, *function.args, **function.keywords)
     if isinstance(function, MethodType):
-        return MethodType(
-            _without_copied(function.__func__), function.__self__
-        )
+        return MethodType(_without_copied(function.__func__), function.__self__)
     copied = getattr(function, "__signature__", None)
     wrapped = getattr(function, "__wrapped__", None)
     if copied is not getattr(wrapped, "__signature__", None):
@@ -238,10 +209,7 @@ def _without_copied(function: Callable[..., Any]) -> Callable[..., Any]:
     if copied is None or not isinstance(function, FunctionType):
         return function
     bare = FunctionType(
-        function.__code__,
-        {},
-        argdefs=function.__defaults__,
-        closure=function.__closure__,
+        function.__code__, {}, argdefs=function.__defaults__, closure=function.__closure__
     )
     bare.__kwdefaults__ = function.__kwdefaults__
     return bare
@@ -278,9 +246,7 @@ def name_of(trainer: Trainer) -> str:
     """Return a trainer's dotted path; of a callable its module and qualified name."""
     if isinstance(trainer, str):
         return trainer
-    module, name = (
-        getattr(trainer, key, "") for key in ("__module__", "__qualname__")
-    )
+    module, name = (getattr(trainer, key, "") for key in ("__module__", "__qualname__"))
     if module == MAIN_MODULE or not name:
         module = "__main__"
     return f"{module}.{name or type(trainer).__name__}"
@@ -292,17 +258,9 @@ def job_name_of(config: RobustConfig, trainer: Trainer) -> str:
     if target.startswith("__main__."):
         # None in a notebook
         script = getattr(sys.modules["__main__"], "__file__", None)
-        target = target.replace(
-            "__main__.",
-            f"{Path(script).stem}." if script else "",
-            1,
-        )
+        target = target.replace("__main__.", f"{Path(script).stem}." if script else "", 1)
     return job_name(
-        config.job_name,
-        config.model.name,
-        config.dataset.name,
-        target,
-        config.trainer.argv,
+        config.job_name, config.model.name, config.dataset.name, target, config.trainer.argv
     )
 
 
@@ -315,22 +273,12 @@ def job_name(
 ) -> str:
     """Return ``job_name``, else ``lora_flowers102``, else ``training.train`` of the trainer's path,
     or the script; empty if there is nothing to name it by."""
-    is_own = target is not None and not target.startswith(
-        "robust_train.vision."
-    )
+    is_own = target is not None and not target.startswith("robust_train.vision.")
     # our defaults, which the config of a user's own trainer has as well
-    both = (
-        ()
-        if is_own and (model, dataset) == ("cnn", "digits")
-        else (model, dataset)
-    )
-    name = chosen or "_".join(
-        str(one) for one in both if one not in (None, "", "none")
-    )
+    both = () if is_own and (model, dataset) == ("cnn", "digits") else (model, dataset)
+    name = chosen or "_".join(str(one) for one in both if one not in (None, "", "none"))
     path = [part for part in (target or "").split(".") if part != "<locals>"]
-    return str(
-        name or (name_of_program(argv) if argv else ".".join(path[-2:]))
-    )
+    return str(name or (name_of_program(argv) if argv else ".".join(path[-2:])))
 
 
 def name_of_program(program: Sequence[str]) -> str:
@@ -346,11 +294,7 @@ def name_of_program(program: Sequence[str]) -> str:
 
 def folder_name(*about: Any) -> str:
     """Return a job's name as a part of its run folder's; ``about``: that of :func:`job_name`."""
-    name = re.sub(
-        r"[^\w.-]+",
-        "_",
-        job_name(*about) or "job",
-    )
+    name = re.sub(r"[^\w.-]+", "_", job_name(*about) or "job")
     # file systems take 255 bytes
     return name.encode()[:200].decode(errors="ignore")
 
@@ -358,12 +302,7 @@ def folder_name(*about: Any) -> str:
 _DISTRIBUTIONS = {"sklearn": "scikit-learn", "PIL": "pillow"}
 
 
-def require(
-    module: str,
-    key: str,
-    *,
-    extra: str = "vision",
-) -> Any:
+def require(module: str, key: str, *, extra: str = "vision") -> Any:
     """Return ``module``, imported; ``key`` is the override that needs it, for the error. Raises
     ConfigError: it is not installed; names the ``extra`` of ours that brings it."""
     try:

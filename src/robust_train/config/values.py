@@ -14,16 +14,7 @@ from robust_train.readable import meant
 
 AUTO = "auto"
 
-EVENTS = (
-    "completed",
-    "failed",
-    "interrupted",
-    "cpu",
-    "waiting",
-    "slow",
-    "stalled",
-    "disk",
-)
+EVENTS = ("completed", "failed", "interrupted", "cpu", "waiting", "slow", "stalled", "disk")
 """What ``notify.on`` may name."""
 
 CLEARED_AFTER = ("save", "epoch", "failure")
@@ -45,9 +36,7 @@ FROM_0 = Range("0 or more", lambda value: value >= 0)
 FROM_1 = Range("1 or more", lambda value: value >= 1)
 POSITIVE = Range("more than 0", lambda value: value > 0)
 SHARE = Range("from 0 to 1", lambda value: 0 <= value <= 1)
-POSITIVE_SHARE = Range(
-    "more than 0 and at most 1", lambda value: 0 < value <= 1
-)
+POSITIVE_SHARE = Range("more than 0 and at most 1", lambda value: 0 < value <= 1)
 
 
 @dataclass(frozen=True)
@@ -73,11 +62,7 @@ class Declaration:
         """Whether Hydra is to take any value, because the key accepts several types."""
         return self.read is not None or self.written == AUTO
 
-    def value(
-        self,
-        name: str,
-        given: Any,
-    ) -> Any:
+    def value(self, name: str, given: Any) -> Any:
         """Return a key's value in the type of the code. Raises ConfigError: it is not accepted."""
         if self.written == AUTO and given in (None, AUTO):
             return None
@@ -87,8 +72,7 @@ class Declaration:
             return None
         if self.choices and given not in self.choices:
             names = ", ".join(
-                one if isinstance(one, str) else str(one).lower()
-                for one in self.choices
+                one if isinstance(one, str) else str(one).lower() for one in self.choices
             )
             raise ConfigError(f"{name}={given}: must be one of {names}")
         if self.range is None:
@@ -97,9 +81,7 @@ class Declaration:
             number = float(str(given))  # neither a boolean nor a list
         except ValueError:
             auto = f" or {AUTO}" if self.written == AUTO else ""
-            raise ConfigError(
-                f"{name}={given}: must be a number{auto}"
-            ) from None
+            raise ConfigError(f"{name}={given}: must be a number{auto}") from None
         if not self.range.has(number):  # NaN is in no range
             raise ConfigError(f"{name}={number:g}: must be {self.range.words}")
         return number if isinstance(given, str) else given
@@ -113,25 +95,15 @@ def is_secret(word: str) -> bool:
     return _SECRET.match(word) is not None
 
 
-def key(
-    default: Any,
-    meaning: str,
-    **declared: Any,
-) -> Any:
+def key(default: Any, meaning: str, **declared: Any) -> Any:
     """Declare a key: its default, what it means, and what else :class:`Declaration` holds."""
     about = Declaration(meaning, **declared)
-    return field(
-        default=default,
-        repr=not about.is_secret,
-        metadata={"key": about},
-    )
+    return field(default=default, repr=not about.is_secret, metadata={"key": about})
 
 
 def group(cls: type, section: str = "") -> Any:
     """Declare a group of keys; ``section`` of the page is theirs."""
-    return field(
-        default_factory=cls, metadata={"group": cls, "section": section}
-    )
+    return field(default_factory=cls, metadata={"group": cls, "section": section})
 
 
 def open_group(cls: type) -> Any:
@@ -164,9 +136,7 @@ def words(name: str, given: Any) -> tuple[str, ...]:
 def words_of_list(name: str, given: Any) -> tuple[str, ...]:
     """Return the words of a list."""
     if given is not None and not isinstance(given, (list, tuple)):
-        raise ConfigError(
-            f"{name}={given}: must be a list, {name}=[one, another, …]"
-        )
+        raise ConfigError(f"{name}={given}: must be a list, {name}=[one, another, …]")
     return tuple(map(str, given or ()))
 
 
@@ -191,9 +161,7 @@ def truth_or_path(name: str, given: Any) -> bool | str:
             return named[given.lower()]
         if "/" in given:
             return given
-    raise ConfigError(
-        f"{name}={given}: must be true, false or a path with a slash in it"
-    )
+    raise ConfigError(f"{name}={given}: must be true, false or a path with a slash in it")
 
 
 def is_not_false(name: str, given: Any) -> bool:
@@ -211,29 +179,17 @@ def cleared_after(name: str, given: Any) -> tuple[str, ...]:
     return _words_among(CLEARED_AFTER, name, given)
 
 
-def _words_among(
-    known: tuple[str, ...],
-    name: str,
-    given: Any,
-) -> tuple[str, ...]:
+def _words_among(known: tuple[str, ...], name: str, given: Any) -> tuple[str, ...]:
     chosen = (given,) if isinstance(given, str) else words_of_list(name, given)
     for word in chosen:
         if word not in known:
-            raise ConfigError(
-                f"{name}={word}: must be one of {', '.join(known)}"
-            )
+            raise ConfigError(f"{name}={word}: must be one of {', '.join(known)}")
     return chosen
 
 
 _ACTIONS = ("retry", "stop", "exclude_gpu", "smaller_batch")
 _CONDITIONS = ("exit_code", "message", "exception")
-_TYPES = {
-    "exit_code": int,
-    "message": str,
-    "exception": str,
-    "then": str,
-    "times": int,
-}
+_TYPES = {"exit_code": int, "message": str, "exception": str, "then": str, "times": int}
 _EXAMPLE = "{exit_code: 3, then: retry, times: 5}"
 
 
@@ -241,10 +197,7 @@ def retry_rules(name: str, given: Any) -> tuple[RetryRule, ...]:
     """Return the user's own rules for failures, in order."""
     if not isinstance(given, (list, type(None))):
         raise ConfigError(f"{name}={given}: must be a list like [{_EXAMPLE}]")
-    return tuple(
-        _rule(f"{name}[{number}]", rule)
-        for number, rule in enumerate(given or ())
-    )
+    return tuple(_rule(f"{name}[{number}]", rule) for number, rule in enumerate(given or ()))
 
 
 def _rule(name: str, given: Any) -> RetryRule:
@@ -252,39 +205,23 @@ def _rule(name: str, given: Any) -> RetryRule:
         raise ConfigError(f"{name}={given}: must be a mapping like {_EXAMPLE}")
     for part in given:
         if part not in _TYPES:
-            raise ConfigError(
-                f"{name}.{part}: no such key; {meant(str(part), _TYPES)}"
-            )
-    rule = {
-        str(part): value for part, value in given.items() if value is not None
-    }
+            raise ConfigError(f"{name}.{part}: no such key; {meant(str(part), _TYPES)}")
+    rule = {str(part): value for part, value in given.items() if value is not None}
     if not set(_CONDITIONS).intersection(rule):
-        raise ConfigError(
-            f"{name}: needs one of {', '.join(_CONDITIONS)}, as in {_EXAMPLE}"
-        )
+        raise ConfigError(f"{name}: needs one of {', '.join(_CONDITIONS)}, as in {_EXAMPLE}")
     then = rule.get("then", "…")
     if then not in _ACTIONS:
-        raise ConfigError(
-            f"{name}.then={then}: no such action; {meant(str(then), _ACTIONS)}"
-        )
+        raise ConfigError(f"{name}.then={then}: no such action; {meant(str(then), _ACTIONS)}")
     for part, value in rule.items():
         is_positive = value > 0 if type(value) is int else bool(value)
         if type(value) is not _TYPES[part] or not is_positive:
-            accepted = (
-                "an integer, 1 or more"
-                if _TYPES[part] is int
-                else "a string in quotes"
-            )
+            accepted = "an integer, 1 or more" if _TYPES[part] is int else "a string in quotes"
             raise ConfigError(f"{name}.{part}={value}: must be {accepted}")
     if then == "stop" and "times" in rule:
-        raise ConfigError(
-            f"{name}.times: cannot be combined with then=stop, which happens once"
-        )
+        raise ConfigError(f"{name}.times: cannot be combined with then=stop, which happens once")
     try:
         re.compile(rule.get("message", ""))
     except (re.error, OverflowError, RecursionError) as error:
         pattern = rule["message"]
-        raise ConfigError(
-            f"{name}.message={pattern}: not a regular expression: {error}"
-        ) from None
+        raise ConfigError(f"{name}.message={pattern}: not a regular expression: {error}") from None
     return RetryRule(**rule)

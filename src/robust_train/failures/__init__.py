@@ -42,9 +42,7 @@ _NO_ROOM = Failure(FailureKind.HOST_OOM, "MemoryError")
 _MOST_CAUSES = 10
 
 
-def classify_failure(
-    exception: BaseException, *, host_memory_ran_out: bool = False
-) -> Failure:
+def classify_failure(exception: BaseException, *, host_memory_ran_out: bool = False) -> Failure:
     """Return why training failed, from the exception that ended it.
 
     Looks at the exception, then through its ``__cause__``, its ``__context__`` (unless it was
@@ -72,9 +70,7 @@ def classify_failure(
     return failure
 
 
-def _classified(
-    exception: BaseException, host_memory_ran_out: bool
-) -> Failure:
+def _classified(exception: BaseException, host_memory_ran_out: bool) -> Failure:
     if isinstance(exception, SystemExit):
         return _exit_of(exception)
     if isinstance(exception, RankFailure):

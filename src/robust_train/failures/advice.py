@@ -17,43 +17,30 @@ _SMALLER_BATCH = (
     "use more training.gradient_accumulation_steps with it: the effective batch stays the same",
 )
 _DEFRAGMENT = (
-    "set memory.expandable_segments=true: "
-    "the allocator holds enough memory, in pieces too small"
+    "set memory.expandable_segments=true: the allocator holds enough memory, in pieces too small"
 )
 _RAISE_LIMIT = (
-    "set a larger memory.fraction: "
-    "the GPU had room, but this job's own limit was reached"
+    "set a larger memory.fraction: the GPU had room, but this job's own limit was reached"
 )
-_OTHERS = (
-    "see with nvidia-smi who else holds memory of this GPU, or use another"
-)
+_OTHERS = "see with nvidia-smi who else holds memory of this GPU, or use another"
 _PIN_LESS = "pin less: it is bounded by the host's memory and by ulimit -l"
 _OF_THE_MODEL = (
     "set training.mixed_precision=true: activations take about half the memory",
     "set training.gradient_checkpointing=true: less memory for about a third more time",
     "try a smaller model.lora_r where the model is trained with LoRA",
 )
-_FEWER_WORKERS = (
-    "use fewer training.num_workers: each is a process with memory of its own"
-)
-_NO_WORKERS = (
-    "use fewer training.num_workers, 0 to load in the training process"
-)
-_LESS_AHEAD = (
-    "use a smaller training.prefetch_factor: fewer batches wait in memory"
-)
+_FEWER_WORKERS = "use fewer training.num_workers: each is a process with memory of its own"
+_NO_WORKERS = "use fewer training.num_workers, 0 to load in the training process"
+_LESS_AHEAD = "use a smaller training.prefetch_factor: fewer batches wait in memory"
 _MORE_MEMORY = (
-    "give the job more memory "
-    "(the container's or the scheduler's limit counts, not the machine's)"
+    "give the job more memory (the container's or the scheduler's limit counts, not the machine's)"
 )
 _MORE_SHARED_MEMORY = (
-    "give the container more shared memory "
-    "(docker run --shm-size=8g, or --ipc=host)"
+    "give the container more shared memory (docker run --shm-size=8g, or --ipc=host)"
 )
 _ON_THE_CPU = "or train on the CPU: device=cpu"
 _THE_DEVICE_GIVEN = (
-    "let the trainer use the device that it is given (cfg.device): "
-    "it has no GPU here"
+    "let the trainer use the device that it is given (cfg.device): it has no GPU here"
 )
 _LOWER_RATE = (
     "lower the learning rate, or let it be lowered: read cfg.training.lr, or put "
@@ -61,9 +48,7 @@ _LOWER_RATE = (
 )
 _NEEDS_WORKERS = (_FEWER_WORKERS, _NO_WORKERS, _LESS_AHEAD)
 _FOR_A_SCRIPT = {
-    _SMALLER_BATCH[0]: (
-        "use a smaller --batch-size: activations take memory for each sample"
-    ),
+    _SMALLER_BATCH[0]: ("use a smaller --batch-size: activations take memory for each sample"),
     _SMALLER_BATCH[1]: (
         "accumulate gradients over more of them: the effective batch stays the same"
     ),
@@ -75,10 +60,7 @@ _WITHOUT_A_BATCH = {
     ),
     _SMALLER_BATCH[1]: "",
 }
-_IN_A_PROJECT = {
-    _LESS_AHEAD: "",
-    _LOWER_RATE: "lower the learning rate",
-}
+_IN_A_PROJECT = {_LESS_AHEAD: "", _LOWER_RATE: "lower the learning rate"}
 _FOR_ANY_MODEL = {
     _OF_THE_MODEL[0]: (
         "train with mixed precision or gradient checkpointing: activations take less memory"
@@ -89,12 +71,7 @@ _FOR_ANY_MODEL = {
 
 _ADVICE: dict[FailureKind, tuple[str, ...]] = {
     FailureKind.DEVICE_OOM: (*_SMALLER_BATCH, *_OF_THE_MODEL, _OTHERS),
-    FailureKind.HOST_OOM: (
-        _FEWER_WORKERS,
-        _LESS_AHEAD,
-        *_SMALLER_BATCH,
-        _MORE_MEMORY,
-    ),
+    FailureKind.HOST_OOM: (_FEWER_WORKERS, _LESS_AHEAD, *_SMALLER_BATCH, _MORE_MEMORY),
     FailureKind.WORKER_DEATH: (_NO_WORKERS, _LESS_AHEAD, _MORE_SHARED_MEMORY),
     FailureKind.DEVICE_FAULT: (
         "run once with CUDA_LAUNCH_BLOCKING=1: the traceback then names the kernel at fault",
@@ -149,7 +126,7 @@ _BY_CLUE: dict[FailureKind, dict[str, tuple[str, ...]]] = {
         Clue.BUSY: (
             "see whether another process holds the GPU in exclusive mode: nvidia-smi",
             "where MPS is used: check that nvidia-cuda-mps-control runs as this user",
-        ),
+        )
     },
     FailureKind.SETUP: {
         Clue.GPU_MODEL: (
@@ -182,17 +159,8 @@ _BY_CLUE: dict[FailureKind, dict[str, tuple[str, ...]]] = {
             "download the files before the job, and run it with HF_HUB_OFFLINE=1",
         ),
     },
-    FailureKind.HOST_OOM: {
-        Clue.IMPORT: (_MORE_MEMORY,),
-        Clue.MODEL: (_MORE_MEMORY,),
-    },
-    FailureKind.DEVICE_OOM: {
-        Clue.MODEL: (
-            *_OF_THE_MODEL[2:],
-            "use a smaller model",
-            _OTHERS,
-        ),
-    },
+    FailureKind.HOST_OOM: {Clue.IMPORT: (_MORE_MEMORY,), Clue.MODEL: (_MORE_MEMORY,)},
+    FailureKind.DEVICE_OOM: {Clue.MODEL: (*_OF_THE_MODEL[2:], "use a smaller model", _OTHERS)},
 }
 
 
@@ -226,11 +194,7 @@ def cuda_versions(attempt: Attempt, config: RobustConfig) -> str:
     return read_inventory(processes=False).cuda_versions(torchs)
 
 
-def with_advice(
-    attempt: Attempt,
-    config: RobustConfig,
-    cuda_versions: str = "",
-) -> Attempt:
+def with_advice(attempt: Attempt, config: RobustConfig, cuda_versions: str = "") -> Attempt:
     """Return the attempt with advice on its failure that its trainer can follow.
 
     Args:
@@ -243,18 +207,12 @@ def with_advice(
     if failure is None:
         return attempt
     instead: dict[str, str] = {}
-    if (
-        attempt.spec.num_workers == 0
-        or config.is_script
-        or failure.evidence.no_workers
-    ):
+    if attempt.spec.num_workers == 0 or config.is_script or failure.evidence.no_workers:
         instead |= dict.fromkeys(_NEEDS_WORKERS, "")
     if config.theirs is not None:
         instead |= _IN_A_PROJECT
     if config.is_script:
-        instead |= (
-            _FOR_A_SCRIPT if attempt.spec.has_batch else _WITHOUT_A_BATCH
-        )
+        instead |= _FOR_A_SCRIPT if attempt.spec.has_batch else _WITHOUT_A_BATCH
     if not config.is_built_in:
         instead |= _FOR_ANY_MODEL
     elif not attempt.has_begun:

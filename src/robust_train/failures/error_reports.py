@@ -23,16 +23,11 @@ _PROGRAMMING = (
 PROGRAMMING_ERRORS = frozenset(_PROGRAMMING.split())
 # a file may be missing because a disk or a server was away for a moment
 _OF_THE_SYSTEM = (
-    "FileExistsError FileNotFoundError IsADirectoryError NotADirectoryError "
-    "PermissionError"
+    "FileExistsError FileNotFoundError IsADirectoryError NotADirectoryError PermissionError"
 )
-_ALSO_CERTAIN = (
-    "AssertionError ImportError TabError UnicodeError UnicodeEncodeError"
-)
+_ALSO_CERTAIN = "AssertionError ImportError TabError UnicodeError UnicodeEncodeError"
 # Only the program can be the reason for these, so they would come again.
-CERTAIN_BUGS = PROGRAMMING_ERRORS.difference(_OF_THE_SYSTEM.split()).union(
-    _ALSO_CERTAIN.split()
-)
+CERTAIN_BUGS = PROGRAMMING_ERRORS.difference(_OF_THE_SYSTEM.split()).union(_ALSO_CERTAIN.split())
 # one that may also be raised on purpose in place of the error that is being handled
 _TRANSLATION = "ValueError"
 # how Python prints these two links of a chain
@@ -74,11 +69,7 @@ def reports_of(exception: BaseException) -> Iterator[ErrorReport]:
     return _follow(exception, set(), in_group=False)
 
 
-def _follow(
-    exception: BaseException,
-    seen: set[int],
-    in_group: bool,
-) -> Iterator[ErrorReport]:
+def _follow(exception: BaseException, seen: set[int], in_group: bool) -> Iterator[ErrorReport]:
     if id(exception) in seen or len(seen) >= _DEPTH_LIMIT:
         return
     seen.add(id(exception))
@@ -90,11 +81,7 @@ def _follow(
     own = list(reports_in(_text_of(exception), types))
     for report in own:
         raised = exception if report.types[:1] == types[:1] else None
-        yield replace(
-            report,
-            in_group=in_group,
-            exception=raised,
-        )
+        yield replace(report, in_group=in_group, exception=raised)
     # exception groups, also the backport's
     members = getattr(exception, "exceptions", None)
     if isinstance(members, (tuple, list)):
@@ -153,12 +140,8 @@ _SEPARATOR = re.compile(
     r"Exception raised from |frame #\d+|C\+\+ CapturedTraceback|\"{3}|'{3}|=+$|-+$)"
 )
 # torch elastic's, on one line
-_ROOT_CAUSE = re.compile(
-    r"Root Cause .*?\brank +: (\d+) .*?\bexitcode +: (.*?) +error_file"
-)
-_FRAME = re.compile(
-    r"^\s*(?:frame )?#\d+:? |^Exception raised from |.*most recent call first"
-)
+_ROOT_CAUSE = re.compile(r"Root Cause .*?\brank +: (\d+) .*?\bexitcode +: (.*?) +error_file")
+_FRAME = re.compile(r"^\s*(?:frame )?#\d+:? |^Exception raised from |.*most recent call first")
 # What torch appends to every CUDA error, whatever it is: it names asserts and memory.
 _APPENDIX = re.compile(
     r"Compile with .?TORCH_USE_\w+_DSA.? to enable device-side assertions\.?"
@@ -182,9 +165,7 @@ _HINT = re.compile(
 )
 
 
-def reports_in(
-    text: str, types: tuple[str, ...] = ()
-) -> Iterator[ErrorReport]:
+def reports_in(text: str, types: tuple[str, ...] = ()) -> Iterator[ErrorReport]:
     """Yield the reports in a text: the message itself, or those in tracebacks that it quotes.
 
     Args:
@@ -194,9 +175,7 @@ def reports_in(
     if len(text) > _TEXT_LIMIT:
         text = text[: _TEXT_LIMIT // 2] + "\n" + text[-_TEXT_LIMIT // 2 :]
     lines = [_LINE_PREFIX.sub("", line.rstrip()) for line in text.splitlines()]
-    starts = [
-        number for number, line in enumerate(lines) if _TRACEBACK.search(line)
-    ]
+    starts = [number for number, line in enumerate(lines) if _TRACEBACK.search(line)]
     for start in starts:
         _unprefix(lines, start)
     if not starts:
@@ -206,27 +185,16 @@ def reports_in(
     header = one_line(lines[: starts[0]]) if types else ""
     spans = zip(starts, [*starts[1:], len(lines)], strict=True)
     found = [
-        (
-            _quoted(
-                lines[start + 1 : end], header or _where_caught(lines, start)
-            ),
-            lines[:start],
-        )
+        (_quoted(lines[start + 1 : end], header or _where_caught(lines, start)), lines[:start])
         for start, end in spans
     ]
-    quoted = [
-        (report, above)
-        for report, above in reversed(found)
-        if report is not None
-    ]
+    quoted = [(report, above) for report, above in reversed(found) if report is not None]
     if not quoted:
         yield _plain(lines, types)
         return
     for number, (report, above) in enumerate(quoted):
         # Lightning, torch and joblib raise the worker's own class again: it is known by its bases
-        known = (
-            types if number == 0 and report.types[0] in types else report.types
-        )
+        known = types if number == 0 and report.types[0] in types else report.types
         yield replace(report, types=known)
         if report.is_programming_error and not _has_cause(report, above):
             return
@@ -237,9 +205,7 @@ def _has_cause(report: ErrorReport, above: Sequence[str]) -> bool:
     an exception that is at hand."""
     link = next(filter(str.strip, reversed(above)), "")
     is_translated = _TRANSLATION in report.types
-    return _RAISED_FROM in link or (
-        is_translated and _RAISED_IN_A_HANDLER in link
-    )
+    return _RAISED_FROM in link or (is_translated and _RAISED_IN_A_HANDLER in link)
 
 
 def _unprefix(lines: list[str], start: int) -> None:
@@ -260,12 +226,7 @@ def _plain(lines: list[str], types: tuple[str, ...]) -> ErrorReport:
         types += names_of(prefix.group(1))
     elif name not in ("", "RuntimeError") or not first:
         headline = f"{name}: {first}" if first else name
-    return ErrorReport(
-        types,
-        text,
-        headline[:_LINE_LIMIT],
-        one_line(lines, ""),
-    )
+    return ErrorReport(types, text, headline[:_LINE_LIMIT], one_line(lines, ""))
 
 
 def _where_caught(lines: list[str], start: int) -> str:
@@ -293,9 +254,7 @@ def _quoted(lines: list[str], header: str) -> ErrorReport | None:
             message.append(further)
         text = f"{header} {one_line(message)}" if header else one_line(message)
         cause = _ROOT_CAUSE.search(text)
-        shown = (
-            f"{name}: rank {cause[1]}: exit code {cause[2]}" if cause else line
-        )
+        shown = f"{name}: rank {cause[1]}: exit code {cause[2]}" if cause else line
         return ErrorReport(
             names_of(final.group(1)),
             text.strip(),
@@ -320,11 +279,4 @@ def one_line(lines: list[str], between: str = " ") -> str:
 def _first_line(lines: list[str]) -> str:
     """Return the first line with words in it, unchanged."""
     stripped = (line.strip() for line in lines)
-    return next(
-        (
-            line[:_LINE_LIMIT]
-            for line in stripped
-            if any(map(str.isalnum, line))
-        ),
-        "",
-    )
+    return next((line[:_LINE_LIMIT] for line in stripped if any(map(str.isalnum, line))), "")

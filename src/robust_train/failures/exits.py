@@ -15,49 +15,22 @@ from robust_train.failures.error_reports import (
     one_line,
     reports_in,
 )
-from robust_train.failures.patterns import (
-    Match,
-    match,
-    most_telling,
-    named,
-    read_evidence,
-)
-from robust_train.failures.printed import (
-    joined,
-    since_progress,
-    without_frames,
-)
-from robust_train.failures.stack import (
-    TRACEBACK,
-    last_stack_in,
-    native_stack_in,
-    refined,
-)
+from robust_train.failures.patterns import Match, match, most_telling, named, read_evidence
+from robust_train.failures.printed import joined, since_progress, without_frames
+from robust_train.failures.stack import TRACEBACK, last_stack_in, native_stack_in, refined
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 
 # Asked to stop: by people, by schedulers (Slurm warns with SIGUSR1, SIGXCPU is its time limit), by
 # a terminal that went away.
 _STOPS = frozenset(
-    {
-        "SIGINT",
-        "SIGTERM",
-        "SIGHUP",
-        "SIGQUIT",
-        "SIGUSR1",
-        "SIGUSR2",
-        "SIGXCPU",
-        "SIGPWR",
-        "SIGKILL",
-    }
+    {"SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGPWR", "SIGKILL"}
 )
 _TAIL_LINES = 60
 _OOM_KILLER = "the kernel's OOM killer"
 _KERNELS = named("KERNEL_OOM")
 _TAKEN = named("TAKEN").words
 # what is logged below an error was no reason to end; NCCL calls its errors warnings
-_CHATTER = re.compile(
-    r"^(?!.*\bNCCL\b).{0,60}?\b(?:DEBUG|INFO|WARNING)\b|^\S+:\d+: \w*Warning: "
-)
+_CHATTER = re.compile(r"^(?!.*\bNCCL\b).{0,60}?\b(?:DEBUG|INFO|WARNING)\b|^\S+:\d+: \w*Warning: ")
 
 _NO_ERROR = re.compile(r"^.{0,60}?\b(?:DEBUG|INFO)\b|^\S+:\d+: \w*Warning: ")
 # Any line that reports a lack of memory has one of these words, and few others have.
@@ -78,9 +51,7 @@ _HANDLED = re.compile(
 _WARNING = re.compile(r"^.{0,60}?\bWARN(?:ING)?\b|警告", re.IGNORECASE)
 _BEGINS_WITH_ERROR = re.compile(r"^(?:\w+\.)*\w+(?:Error|Exception): \S")
 _MOST_LINES_OF_A_MESSAGE = 4
-_DIRECT_CAUSE = (
-    "The above exception was the direct cause of the following exception"
-)
+_DIRECT_CAUSE = "The above exception was the direct cause of the following exception"
 
 # with a message, or as Python shows one that has none
 _ERROR = re.compile(r"\b((?:\w+\.)*\w+(?:Error|Exception|Timeout))(?::|\(\))")
@@ -92,11 +63,7 @@ def _tracebacks_under(words: str) -> re.Pattern[str]:
     """Return a pattern for Python's words with the traceback below them, whatever precedes each
     line alike."""
     one = r"\1Traceback \(.*\n(?:\1\s.*\n)*\1?(?:\S.*)?(?:\n|$)"
-    led = (
-        r"(?:\1[ \t]*\n\1(?:During handling|The above exc).*\n\1[ \t]*\n"
-        + one
-        + ")*"
-    )
+    led = r"(?:\1[ \t]*\n\1(?:During handling|The above exc).*\n\1[ \t]*\n" + one + ")*"
     return re.compile(rf"^(.{{0,99}})(?:{words}).*\n{one}{led}", re.MULTILINE)
 
 
@@ -116,10 +83,7 @@ _NATIVE = re.compile(
 
 
 def classify_exit(
-    returncode: int,
-    output_tail: str = "",
-    *,
-    oom_killed: bool | None = None,
+    returncode: int, output_tail: str = "", *, oom_killed: bool | None = None
 ) -> Failure:
     """Return why a process failed that left no report.
 
@@ -136,9 +100,7 @@ def classify_exit(
     """
     number = signal_of(returncode)
     name = signal.Signals(number).name if number else ""
-    ended = (
-        f"ended by {name}" if name else f"ended with exit code {returncode}"
-    )
+    ended = f"ended by {name}" if name else f"ended with exit code {returncode}"
     output_tail = in_order(without_frames(output_tail))
     lines = output_tail.splitlines()[-_TAIL_LINES:]
     is_killed, is_crash = name == "SIGKILL", name == "SIGSEGV"
@@ -146,13 +108,9 @@ def classify_exit(
     words = filter(_KERNELS.words.search, output_tail.splitlines())
     record = "" if is_crash else next(words, "").strip()[:300]
     by_kernel = Failure(
-        FailureKind.HOST_OOM,
-        f"{ended}: {record or _OOM_KILLER}",
-        Evidence(library="kernel"),
+        FailureKind.HOST_OOM, f"{ended}: {record or _OOM_KILLER}", Evidence(library="kernel")
     )
-    if (is_killed and oom_killed) or (
-        record and (is_killed or name == "SIGTERM")
-    ):
+    if (is_killed and oom_killed) or (record and (is_killed or name == "SIGTERM")):
         return by_kernel
     if name in _STOPS:
         # nothing else in the output speaks against the signal: peers of a failed rank get it too
@@ -167,14 +125,10 @@ def classify_exit(
         is_native = bool(name)
         buried = _shortage_in(output_tail, native=is_native)
         reported = buried or reported
-    if reported is not None and not (
-        is_crash and reported[1] == _KERNELS.match
-    ):
+    if reported is not None and not (is_crash and reported[1] == _KERNELS.match):
         report, found = reported
         failure = Failure(
-            found.kind,
-            f"{ended}: {report.headline}",
-            read_evidence(report.text, found),
+            found.kind, f"{ended}: {report.headline}", read_evidence(report.text, found)
         )
         return by_oom_killer(failure) if oom_killed else failure
     if name == "SIGBUS":
@@ -195,9 +149,7 @@ def classify_exit(
         clue = None
     silence = "; the end of its output shows no reason" if lines else ""
     return Failure(
-        FailureKind.BUG,
-        f"{ended}: {last}" if last else f"{ended}{silence}",
-        Evidence(clue=clue),
+        FailureKind.BUG, f"{ended}: {last}" if last else f"{ended}{silence}", Evidence(clue=clue)
     )
 
 
@@ -269,12 +221,7 @@ def _reported_in(
             reports.append(_of_a_log(lines))
     stack = last_stack_in(output)
     matches = (
-        (
-            report,
-            refined(match(report), report, stack)
-            if report.types
-            else match(report),
-        )
+        (report, refined(match(report), report, stack) if report.types else match(report))
         for report in reports
     )
     if telling := most_telling(matches):
@@ -295,14 +242,10 @@ def last_shortage_in(log: str) -> str:
     return "" if found is None else found[0].text
 
 
-def _shortage_in(
-    output: str, *, native: bool
-) -> tuple[ErrorReport, Match] | None:
+def _shortage_in(output: str, *, native: bool) -> tuple[ErrorReport, Match] | None:
     """Return the last lack of memory that the output reports in any of its lines, however much was
     printed below it; None if it was overcome, or if a traceback shows another reason."""
-    is_a_childs = TRACEBACK in output and not _OF_A_CHILD.isdisjoint(
-        next(reports_in(output)).types
-    )
+    is_a_childs = TRACEBACK in output and not _OF_A_CHILD.isdisjoint(next(reports_in(output)).types)
     if TRACEBACK in output and not native and not is_a_childs:
         return None
     if native and _CORRUPTED.search(output):
@@ -313,10 +256,7 @@ def _shortage_in(
     for number in reversed(range(len(lines))):
         line = lines[number]
         names = (name.rpartition(".")[2] for name in _ERROR.findall(line))
-        if (
-            not CERTAIN_BUGS.isdisjoint(names)
-            and match(_of_a_log([line])) is None
-        ):
+        if not CERTAIN_BUGS.isdisjoint(names) and match(_of_a_log([line])) is None:
             return None
         longest = _MOST_LINES_OF_A_MESSAGE if number in near else 0
         for count in range(1, longest + 1):
@@ -349,9 +289,7 @@ def _may_be_short(lines: Sequence[str]) -> set[int]:
     return found
 
 
-def _with_rest(
-    lines: list[str], following: Sequence[str], found: Match
-) -> ErrorReport:
+def _with_rest(lines: list[str], following: Sequence[str], found: Match) -> ErrorReport:
     """Return the report in some lines, with those of the lines below that have figures of it: a
     terminal may have broken the message there."""
     report = _of_a_log(lines)

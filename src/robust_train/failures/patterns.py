@@ -24,19 +24,7 @@ _COUNT = r"(?P<number>\d+)(?P<unit>)"
 _UNITS = "bkmgtpe"
 _PREEMPTIVE = re.compile(r"preemptively rejected", re.IGNORECASE)
 # whose allocator's statistics are those of torch
-_TORCH = frozenset(
-    {
-        "torch",
-        "cuda",
-        "hip",
-        "cublas",
-        "cudnn",
-        "cufft",
-        "cusolver",
-        "nccl",
-        None,
-    }
-)
+_TORCH = frozenset({"torch", "cuda", "hip", "cublas", "cudnn", "cufft", "cusolver", "nccl", None})
 # what CUDA's and HIP's names and numbers of errors follow
 _CODE = (
     r"\b(?:CUDA|HIP|CU)_?ERROR_?"
@@ -45,8 +33,7 @@ _CODE = (
 )
 _VOCABULARY = re.compile(r"^(@\w+@) = (.*)", re.MULTILINE)
 _HEADER = re.compile(
-    r"^\[(?P<kind>\w+), (?P<library>[\w. -]+)(?:, (?P<clue>\w+))?\](?P<names>.*)",
-    re.MULTILINE,
+    r"^\[(?P<kind>\w+), (?P<library>[\w. -]+)(?:, (?P<clue>\w+))?\](?P<names>.*)", re.MULTILINE
 )
 
 # where several failed at once, the one whose remedy keeps the job alive
@@ -98,16 +85,11 @@ def _sections() -> Iterator[tuple[re.Match[str], list[str]]]:
     ends = [header.start() for header in headers[1:]]
     for header, end in itertools.zip_longest(headers, ends):
         lines = text[header.end() : end].splitlines()
-        yield (
-            header,
-            [line for line in lines if line and not line.startswith("#")],
-        )
+        yield (header, [line for line in lines if line and not line.startswith("#")])
 
 
 def _pattern(header: re.Match[str], lines: Sequence[str]) -> Pattern:
-    types = " ".join(
-        line for line in lines if line.startswith("type ")
-    ).split()
+    types = " ".join(line for line in lines if line.startswith("type ")).split()
     words = [_words(line) for line in lines if not line.startswith("type ")]
     return Pattern(
         Match(
@@ -125,10 +107,7 @@ def _words(line: str) -> str:
     """Return the expression for a line: ``a ~ b``, codes, or the expression itself."""
     if line.startswith("code "):
         # `IllegalAddress` is also written `ILLEGAL_ADDRESS`
-        codes = (
-            re.sub(r"(?<=[a-z])(?=[A-Z])", "[_]?", code)
-            for code in line.split()[1:]
-        )
+        codes = (re.sub(r"(?<=[a-z])(?=[A-Z])", "[_]?", code) for code in line.split()[1:])
         either = "|".join(codes)
         return rf"(?:{_CODE})(?:{either})\b"
     first, near, second = line.partition(" ~ ")
@@ -138,24 +117,14 @@ def _words(line: str) -> str:
 
 
 def _figure(lines: Sequence[str]) -> list[re.Pattern[str]]:
-    texts = (
-        line.replace("SIZE", _SIZE).replace("COUNT", _COUNT) for line in lines
-    )
+    texts = (line.replace("SIZE", _SIZE).replace("COUNT", _COUNT) for line in lines)
     return [re.compile(text, re.IGNORECASE) for text in texts]
 
 
 # compiled now: when memory has run out, there is none to compile them
 _ALL = list(_sections())
-PATTERNS = [
-    _pattern(header, lines)
-    for header, lines in _ALL
-    if header["kind"] != _FIGURE
-]
-FIGURES = {
-    header["library"]: _figure(lines)
-    for header, lines in _ALL
-    if header["kind"] == _FIGURE
-}
+PATTERNS = [_pattern(header, lines) for header, lines in _ALL if header["kind"] != _FIGURE]
+FIGURES = {header["library"]: _figure(lines) for header, lines in _ALL if header["kind"] == _FIGURE}
 
 
 def match(report: ErrorReport) -> Match | None:
@@ -163,19 +132,11 @@ def match(report: ErrorReport) -> Match | None:
     the kind ``bug`` is one that no cause behind the exception can change."""
     if report.is_programming_error:
         is_believed = report.types[0] == "ValueError"
-        rows = [
-            row
-            for row in PATTERNS
-            if "VALUE_ERROR" in row.names and is_believed
-        ]
+        rows = [row for row in PATTERNS if "VALUE_ERROR" in row.names and is_believed]
     else:
         rows = [row for row in PATTERNS if "apart" not in row.names]
-    unwrapped = (
-        row.match for row in rows if row.words.search(report.unwrapped)
-    )
-    return next(
-        (row.match for row in rows if row.matches(report)), None
-    ) or next(unwrapped, None)
+    unwrapped = (row.match for row in rows if row.words.search(report.unwrapped))
+    return next((row.match for row in rows if row.matches(report)), None) or next(unwrapped, None)
 
 
 def named(name: str) -> Pattern:
@@ -202,26 +163,18 @@ def most_telling(
             if not report.in_group and match != _WRITER:
                 break
     certain = [pair for pair in found if pair[1] != _WRITER]
-    return min(
-        certain or found[:1],
-        key=lambda pair: _PRIORITY.index(pair[1].kind),
-        default=None,
-    )
+    return min(certain or found[:1], key=lambda pair: _PRIORITY.index(pair[1].kind), default=None)
 
 
 def read_evidence(text: str, match: Match) -> Evidence:
     """Return the figures in a message; ``text`` is on one line. torch asks the driver only below
     ``memory.fraction``: if the request exceeds what is allowed, if more was free than was
     requested, or if it rejects "preemptively" (since 2.15), the process reached its own limit."""
-    found: dict[str, Any] = {
-        name: _first(patterns, text) for name, patterns in FIGURES.items()
-    }
+    found: dict[str, Any] = {name: _first(patterns, text) for name, patterns in FIGURES.items()}
     requested, allocated = found["requested_bytes"], found["allocated_bytes"]
     reserved = found.pop("reserved_bytes")
     if allocated is not None and reserved is not None:
-        unused = found["reserved_unallocated_bytes"] or max(
-            0, reserved - allocated
-        )
+        unused = found["reserved_unallocated_bytes"] or max(0, reserved - allocated)
         found["reserved_unallocated_bytes"] = unused
     own_limit = _PREEMPTIVE.search(text) is not None
     if requested is not None:
@@ -229,14 +182,9 @@ def read_evidence(text: str, match: Match) -> Evidence:
         held = (allocated or 0) + (found["reserved_unallocated_bytes"] or 0)
         own_limit |= free is not None and free >= requested
         own_limit |= bool(allowed) and held + requested > allowed
-    is_device = (
-        match.kind is FailureKind.DEVICE_OOM and match.library == "torch"
-    )
+    is_device = match.kind is FailureKind.DEVICE_OOM and match.library == "torch"
     evidence = Evidence(
-        **found,
-        own_limit=is_device and own_limit,
-        clue=match.clue,
-        library=match.library,
+        **found, own_limit=is_device and own_limit, clue=match.clue, library=match.library
     )
     return replace(evidence, fragmented=_is_fragmented(evidence))
 
@@ -253,9 +201,7 @@ def with_statistics(evidence: Evidence, text: str) -> Evidence:
     except Exception:  # a broken driver must not hide what broke it
         return evidence
     missing: dict[str, Any] = {
-        name: value
-        for name, value in figures.items()
-        if getattr(evidence, name) is None
+        name: value for name, value in figures.items() if getattr(evidence, name) is None
     }
     evidence = replace(evidence, **missing)
     return replace(evidence, fragmented=_is_fragmented(evidence))
@@ -264,26 +210,19 @@ def with_statistics(evidence: Evidence, text: str) -> Evidence:
 def _statistics(torch: Any, text: str) -> dict[str, int]:
     named = re.search(r"\bGPU (\d+)", text)
     count = torch.cuda.device_count()
-    device = (
-        int(named.group(1)) if named and int(named.group(1)) < count else None
-    )
+    device = int(named.group(1)) if named and int(named.group(1)) < count else None
     allocated = torch.cuda.memory_allocated(device)
     free, total = torch.cuda.mem_get_info(device)
     return {
         "allocated_bytes": allocated,
-        "reserved_unallocated_bytes": max(
-            0, torch.cuda.memory_reserved(device) - allocated
-        ),
+        "reserved_unallocated_bytes": max(0, torch.cuda.memory_reserved(device) - allocated),
         "free_bytes": free,
         "total_bytes": total,
     }
 
 
 def _is_fragmented(evidence: Evidence) -> bool:
-    requested, unused = (
-        evidence.requested_bytes,
-        evidence.reserved_unallocated_bytes,
-    )
+    requested, unused = (evidence.requested_bytes, evidence.reserved_unallocated_bytes)
     return bool(requested and unused and unused >= requested)
 
 

@@ -7,9 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-_QUOTED_TRACEBACK = re.compile(
-    r'"Traceback \(most recent call last\):\\n(?:[^"\\\n]|\\.)*"'
-)
+_QUOTED_TRACEBACK = re.compile(r'"Traceback \(most recent call last\):\\n(?:[^"\\\n]|\\.)*"')
 _DIGITS = re.compile(r"\d+")
 _FRAMED = re.compile(r"^\s*([│┃║|]|[*#](?=\s))(.*)\1\s*$")
 _TOP = re.compile(
@@ -61,11 +59,7 @@ def _unframed(lines: Sequence[str]) -> Iterator[str]:
     left = ""
     for framed in lines:
         line = framed
-        if (
-            left
-            and line.lstrip().startswith(f"{left} ")
-            and not _FRAMED.match(line)
-        ):
+        if left and line.lstrip().startswith(f"{left} ") and not _FRAMED.match(line):
             line = line.lstrip().lstrip(left)
         inner = line if is_traceback else _inside_frames(line)
         top = _TOP.match(inner)
@@ -142,11 +136,7 @@ def since_progress(text: str) -> str:
         if _PROGRESS.search(line)
     }
     count = Counter(shapes.values())
-    steps = [
-        number
-        for number, shape in shapes.items()
-        if count[shape] >= _FEW_STEPS
-    ]
+    steps = [number for number, shape in shapes.items() if count[shape] >= _FEW_STEPS]
     if len(steps) < _FEW_STEPS:
         return text
     return "\n".join(lines[steps[-_FEW_STEPS] :])

@@ -39,11 +39,7 @@ def no_room_to_import(module: str, error: BaseException | None) -> str | None:
     if not limits:
         return None
     most, _, command = min(limits)
-    ran_out = (
-        error is None
-        or isinstance(error, MemoryError)
-        or _NO_ROOM.search(str(error))
-    )
+    ran_out = error is None or isinstance(error, MemoryError) or _NO_ROOM.search(str(error))
     if not ran_out or (error is None and most > _LEAST_FOR_TORCH):
         return None
     top = module.partition(".")[0]
@@ -62,9 +58,7 @@ def do_without_onednn(failure: Failure) -> None:
         return
     if torch.backends.mkldnn.enabled:
         torch.backends.mkldnn.set_flags(False)
-        log.warning(
-            "oneDNN is off until this process ends: convolutions take up to twice the time"
-        )
+        log.warning("oneDNN is off until this process ends: convolutions take up to twice the time")
 
 
 def with_shortage(attempt: Attempt, earlier: Sequence[Attempt]) -> Attempt:

@@ -21,52 +21,26 @@ _MAKES_OR_MOVES_A_MODEL = re.compile(
     r"|[/\\]torch[/\\]serialization\.py\".*, in load$",
     re.MULTILINE,
 )
-_IS_IN_A_STEP = re.compile(
-    r", in (?:_call_impl|backward|step|__next__)$", re.MULTILINE
-)
-_IN_A_LOADER = re.compile(
-    r"[/\\]torch[/\\]utils[/\\]data[/\\]|[/\\]multiprocessing[/\\]"
-)
-_MAKES_A_LOCK = re.compile(
-    r"[/\\]multiprocessing[/\\]synchronize\.py\".*in __init__"
-)
+_IS_IN_A_STEP = re.compile(r", in (?:_call_impl|backward|step|__next__)$", re.MULTILINE)
+_IN_A_LOADER = re.compile(r"[/\\]torch[/\\]utils[/\\]data[/\\]|[/\\]multiprocessing[/\\]")
+_MAKES_A_LOCK = re.compile(r"[/\\]multiprocessing[/\\]synchronize\.py\".*in __init__")
 _IS_IN_NETWORK_CODE = re.compile(
     r"[/\\](?:urllib|http|requests|urllib3|httpx|httpcore|aiohttp|fsspec|huggingface_hub|botocore"
     r"|grpc|paramiko|pymongo|redis|websockets?)[/\\]|[/\\](?:socket|ssl|rendezvous)\.py\""
 )
 _TIMEOUT = re.compile(r"^(?:\w+\.)*(?:TimeoutError|timeout)\b", re.IGNORECASE)
-_IN_WORKER = re.compile(
-    r"\bCaught \w*(?:Error|Exception) in DataLoader worker process \d+"
-)
-_CRASHED_THREAD = re.compile(
-    r"^Current thread .*:\n(?P<frames>(?:  .*(?:\n|$))*)",
-    re.MULTILINE,
-)
-_IS_A_LIBRARYS = re.compile(
-    r"[/\\](?:(?:site|dist)-packages|lib[/\\]python3[.\d]*)[/\\]|<frozen"
-)
-_IS_OF_THE_RUNNER = re.compile(
-    r"[/\\]robust_train[/\\](?:attempt(?!.script)|launcher|host)[/\\]"
-)
+_IN_WORKER = re.compile(r"\bCaught \w*(?:Error|Exception) in DataLoader worker process \d+")
+_CRASHED_THREAD = re.compile(r"^Current thread .*:\n(?P<frames>(?:  .*(?:\n|$))*)", re.MULTILINE)
+_IS_A_LIBRARYS = re.compile(r"[/\\](?:(?:site|dist)-packages|lib[/\\]python3[.\d]*)[/\\]|<frozen")
+_IS_OF_THE_RUNNER = re.compile(r"[/\\]robust_train[/\\](?:attempt(?!.script)|launcher|host)[/\\]")
 _IS_OURS = re.compile(
     r"[/\\]robust_train[/\\](?:attempt(?!.script)|launcher|host|memory|step|folder)[/\\]"
 )
 _OF_A_PROCESS = re.compile(r"^(?=(?:rank|process) \d+ \()", re.MULTILINE)
-_RANK = re.compile(
-    r"^rank (?P<rank>\d+) \(process (?P<pid>\d+), (?P<status>.*)\)$",
-    re.MULTILINE,
-)
-_PROCESS = re.compile(
-    r"^process (?P<pid>\d+) \(.*, (?P<status>[\w-]+)\)$",
-    re.MULTILINE,
-)
-_THREAD = re.compile(
-    r"^((?:Current thread|Thread) .*):\n((?:  File .*(?:\n|$))*)",
-    re.MULTILINE,
-)
-_FRAME = re.compile(
-    r'\s*File "(?:.*/)?(?P<file>[^"/]*)", line (?P<line>\d+) in (?P<function>.*)'
-)
+_RANK = re.compile(r"^rank (?P<rank>\d+) \(process (?P<pid>\d+), (?P<status>.*)\)$", re.MULTILINE)
+_PROCESS = re.compile(r"^process (?P<pid>\d+) \(.*, (?P<status>[\w-]+)\)$", re.MULTILINE)
+_THREAD = re.compile(r"^((?:Current thread|Thread) .*):\n((?:  File .*(?:\n|$))*)", re.MULTILINE)
+_FRAME = re.compile(r'\s*File "(?:.*/)?(?P<file>[^"/]*)", line (?P<line>\d+) in (?P<function>.*)')
 _MOST_SHOWN = 300
 _OPEN_FILES = re.compile(r"Too many open files", re.IGNORECASE)
 
@@ -98,15 +72,9 @@ class NativeStack:
     @property
     def headline(self) -> str:
         """The cause, and the innermost frame that is no library's."""
-        own = (
-            frame for frame in self.frames if not _IS_A_LIBRARYS.search(frame)
-        )
+        own = (frame for frame in self.frames if not _IS_A_LIBRARYS.search(frame))
         where = next(own, next(iter(self.frames), ""))
-        return (
-            f"{self.cause} at {where.removeprefix('File ')}"
-            if where
-            else self.cause
-        )
+        return f"{self.cause} at {where.removeprefix('File ')}" if where else self.cause
 
     def __str__(self) -> str:
         frames = "\n".join(f"  {frame}" for frame in self.frames)
@@ -122,22 +90,13 @@ def native_stack_in(output: str) -> NativeStack | None:
     if not found:
         return None
     thread = _CRASHED_THREAD.search(text)
-    frames = (
-        [line.strip() for line in thread["frames"].splitlines()]
-        if thread
-        else []
-    )
-    return NativeStack(
-        text.partition("\n")[0].strip(), tuple(_above_runner(frames))
-    )
+    frames = [line.strip() for line in thread["frames"].splitlines()] if thread else []
+    return NativeStack(text.partition("\n")[0].strip(), tuple(_above_runner(frames)))
 
 
 def _above_runner(frames: Iterable[str]) -> Iterator[str]:
     """Yield the frames that the runner has called, innermost first."""
-    return itertools.takewhile(
-        lambda frame: not _IS_OF_THE_RUNNER.search(frame),
-        frames,
-    )
+    return itertools.takewhile(lambda frame: not _IS_OF_THE_RUNNER.search(frame), frames)
 
 
 def where_it_stands(stacks: str) -> str:
@@ -146,24 +105,15 @@ def where_it_stands(stacks: str) -> str:
     ``stacks`` is what faulthandler writes, of each of several processes under a heading. Processes
     that are stopped come first. Where no process has such a frame, the headings are returned.
     """
-    ranks = {
-        match["pid"]: f"rank {match['rank']} "
-        for match in _RANK.finditer(stacks)
-    }
+    ranks = {match["pid"]: f"rank {match['rank']} " for match in _RANK.finditer(stacks)}
     stopped: dict[str, str] = {}
     others: dict[str, str] = {}
     for section in _OF_A_PROCESS.split(stacks):
         frame = _own_frame(section)
         heading = _RANK.match(section) or _PROCESS.match(section)
         pid = "" if heading is None else heading["pid"]
-        if heading is not None and heading["status"] in (
-            "stopped",
-            "tracing-stop",
-        ):
-            stopped[pid] = (
-                stopped.get(pid)
-                or f"is stopped by a signal{frame and ' '}{frame}"
-            )
+        if heading is not None and heading["status"] in ("stopped", "tracing-stop"):
+            stopped[pid] = stopped.get(pid) or f"is stopped by a signal{frame and ' '}{frame}"
         elif frame:
             others[pid] = frame
     found = [
@@ -176,19 +126,12 @@ def where_it_stands(stacks: str) -> str:
 
 def _own_frame(section: str) -> str:
     """Return the innermost frame of the trainer's: the main thread's, else another's."""
-    threads = [
-        (match[1], match[2].splitlines())
-        for match in _THREAD.finditer(section)
-    ]
+    threads = [(match[1], match[2].splitlines()) for match in _THREAD.finditer(section)]
     # faulthandler writes the main thread last
-    threads.sort(
-        key=lambda thread: "Current" in thread[0] or "MainThread" in thread[0]
-    )
+    threads.sort(key=lambda thread: "Current" in thread[0] or "MainThread" in thread[0])
     for _, frames in reversed(threads):
         for frame in _above_runner(frames):
-            is_own = not (
-                _IS_A_LIBRARYS.search(frame) or _IS_OURS.search(frame)
-            )
+            is_own = not (_IS_A_LIBRARYS.search(frame) or _IS_OURS.search(frame))
             at = _FRAME.match(frame)
             if is_own and at:
                 return f"at {at['file']}:{at['line']} in {at['function']}"
@@ -206,9 +149,7 @@ def memory_clue(stack: str) -> str:
     return Clue.MODEL if _MAKES_OR_MOVES_A_MODEL.search(stack) else ""
 
 
-def refined(
-    found: Match | None, report: ErrorReport, stack: str
-) -> Match | None:
+def refined(found: Match | None, report: ErrorReport, stack: str) -> Match | None:
     """Return the match that the stack makes out of the one by words."""
     # its file is in /dev/shm, which a container may lack: without workers none is needed
     if _MAKES_A_LOCK.search(stack):
@@ -217,14 +158,8 @@ def refined(
     if found is None:
         # without telling words it is the network's only if its code raised it, or waited for it
         timed_out = "TimeoutError" in types or _TIMEOUT.search(text)
-        where = (
-            stack
-            if timed_out
-            else stack.rpartition("File ")[2].partition("\n")[0]
-        )
-        if not report.is_programming_error and _IS_IN_NETWORK_CODE.search(
-            where
-        ):
+        where = stack if timed_out else stack.rpartition("File ")[2].partition("\n")[0]
+        if not report.is_programming_error and _IS_IN_NETWORK_CODE.search(where):
             return Match(FailureKind.COMM, "http", Clue.DOWNLOAD)
         return None
     is_in_loader = _IN_A_LOADER.search(stack) is not None
@@ -235,11 +170,7 @@ def refined(
         return replace(found, clue=memory_clue(stack) or found.clue)
     # workers have a context of their own, and hand each batch over by descriptors
     in_worker = _IN_WORKER.search(text) is not None
-    out_of_descriptors = _OPEN_FILES.search(text) and (
-        in_worker or is_in_loader
-    )
-    if out_of_descriptors or (
-        in_worker and found.kind is FailureKind.DEVICE_FAULT
-    ):
+    out_of_descriptors = _OPEN_FILES.search(text) and (in_worker or is_in_loader)
+    if out_of_descriptors or (in_worker and found.kind is FailureKind.DEVICE_FAULT):
         return Match(FailureKind.WORKER_DEATH, found.library)
     return found

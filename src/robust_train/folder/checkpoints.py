@@ -88,9 +88,7 @@ class Manifest:
     # came out later; `unknown`. `damaged`: its script could not read it
     loss: str = "unknown"
     position: Position = START
-    checksum: int | None = (
-        None  # see checksum_of; None of what an earlier version saved
-    )
+    checksum: int | None = None  # see checksum_of; None of what an earlier version saved
     # see content_of; None if it was not read back
     content: int | None = None
 
@@ -121,9 +119,7 @@ def record_checkpoint(folder: Path, new: Manifest) -> None:
     sync(folder.parent)
     for newer, other in enumerate(reversed(of_job(folder, new.job))):
         # removed by a trainer's own rotation; or a trainer that keeps all of them
-        if other.order < manifest.order and (
-            newer >= _MOST or not other.path.exists()
-        ):
+        if other.order < manifest.order and (newer >= _MOST or not other.path.exists()):
             _file_of(folder, other.path).unlink(missing_ok=True)
 
 
@@ -132,18 +128,10 @@ def _write(folder: Path, manifest: Manifest) -> None:
     beside = path.parent == folder.absolute()
     where = path.name if beside else str(path)
     content = {"schema": SCHEMA, **asdict(manifest), "path": where}
-    write_json(
-        _file_of(folder, path),
-        content,
-        durable=True,
-    )
+    write_json(_file_of(folder, path), content, durable=True)
 
 
-def mark(
-    folder: Path,
-    job: str,
-    loss_of: Callable[[Manifest], str],
-) -> None:
+def mark(folder: Path, job: str, loss_of: Callable[[Manifest], str]) -> None:
     """Write down what is known by now of the loss at each checkpoint of ``job``."""
     for manifest in of_job(folder, job):
         loss = loss_of(manifest)
@@ -151,20 +139,13 @@ def mark(
             _write(folder, replace(manifest, loss=loss))
 
 
-def spoil(
-    folder: Path,
-    job: str,
-    good_step: int,
-    since: float = math.inf,
-) -> None:
+def spoil(folder: Path, job: str, good_step: int, since: float = math.inf) -> None:
     """Have no attempt resume from a checkpoint of a step after ``good_step``, or where its step is
     not known, of a time from ``since`` on: it has diverged. What is proven stays so, and what was
     finite before that step becomes it."""
 
     def loss_of(one: Manifest) -> str:
-        is_after = (
-            one.time >= since if one.step is None else one.step > good_step
-        )
+        is_after = one.time >= since if one.step is None else one.step > good_step
         if is_after and one.loss != "proven":
             return "diverged"
         is_followed = one.step is not None and one.step < good_step
@@ -195,10 +176,7 @@ def _bad_part(file: Path) -> str:
         raise
     except Exception as error:
         # a damaged header makes it raise nearly anything, EINVAL for a bad offset
-        if isinstance(error, OSError) and error.errno not in (
-            None,
-            errno.EINVAL,
-        ):
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise
         return f"{file.name}: {first_line(error)}"
     return f"the checksum of {bad} is wrong" if bad else ""
@@ -216,13 +194,7 @@ def content_of(path: Path) -> int:
     return found
 
 
-def pass_over_damaged(
-    folder: Path,
-    job: str,
-    path: Path,
-    *,
-    lacks_file: bool = False,
-) -> bool:
+def pass_over_damaged(folder: Path, job: str, path: Path, *, lacks_file: bool = False) -> bool:
     """Have no attempt resume from a checkpoint that its script could not read, if there is one
     before it; return whether there is. One that can be read here is not damaged, unless it is a
     folder that ``lacks_file``."""
@@ -230,15 +202,9 @@ def pass_over_damaged(
         if not lacks_file and is_readable(path):
             return False
         own = of_job(folder, job)
-        before = (
-            one for one in own if one.path != path and one.loss not in USELESS
-        )
+        before = (one for one in own if one.path != path and one.loss not in USELESS)
         if any(state_of(one) == "whole" for one in before):
-            mark(
-                folder,
-                job,
-                lambda one: "damaged" if one.path == path else one.loss,
-            )
+            mark(folder, job, lambda one: "damaged" if one.path == path else one.loss)
             return True
     return False
 
@@ -268,9 +234,7 @@ def newest_checkpoint(folder: Path, job: str) -> Manifest | None:
             is_same = damage or known is None or known == content_of(path)
             state = "whole" if is_same else "changed"
         if damage:
-            log.warning(
-                "checkpoint %s is damaged (%s) and is skipped", path, damage
-            )
+            log.warning("checkpoint %s is damaged (%s) and is skipped", path, damage)
         elif state == "changed":
             changed = changed or manifest
         elif state == "whole":
@@ -303,23 +267,15 @@ def _unlisted(folder: Path, known: Manifest) -> Manifest | None:
             found.append((its_numbers, path))
     for its_numbers, path in sorted(found, reverse=True):
         if is_readable(path):
-            log.warning(
-                "checkpoint %s has no manifest, but is whole: using it", path
-            )
-            step = (
-                None
-                if known.step is None
-                else max(its_numbers[-1], known.step + 1)
-            )
+            log.warning("checkpoint %s has no manifest, but is whole: using it", path)
+            step = None if known.step is None else max(its_numbers[-1], known.step + 1)
             return replace(known, step=step, path=path)
     return None
 
 
 def _shape(name: str) -> tuple[str, list[int]]:
     """Return a name without its numbers, and these."""
-    return re.sub(r"[0-9]+", "#", name), [
-        int(one) for one in re.findall("[0-9]+", name)
-    ]
+    return re.sub(r"[0-9]+", "#", name), [int(one) for one in re.findall("[0-9]+", name)]
 
 
 def is_read_only(path: Path) -> bool:
@@ -337,9 +293,7 @@ def why_full(run_dir: Path, message: str) -> str:
             disk = os.statvfs(path.parent)
             is_counted = disk.f_blocks and not disk.f_flag & os.ST_RDONLY
             is_full = disk.f_bavail * disk.f_frsize < _LEAST_BYTES
-            if is_counted and (
-                is_full or (disk.f_files and not disk.f_favail)
-            ):
+            if is_counted and (is_full or (disk.f_files and not disk.f_favail)):
                 return f"no space is left in {path.parent}"
     try:
         folder = run_dir / "checkpoints"
@@ -360,11 +314,7 @@ def why_full(run_dir: Path, message: str) -> str:
     return ""
 
 
-def rotate(
-    folder: Path,
-    job: str,
-    keep: int,
-) -> None:
+def rotate(folder: Path, job: str, keep: int) -> None:
     """Remove all but the newest ``keep`` whole checkpoints of ``job`` that we have named. What was
     written last stays, and so does everything without a manifest of it; and the newest that is
     proven to be good, or until there is one, the oldest that may be."""
@@ -372,19 +322,12 @@ def rotate(
         own = [
             manifest
             for manifest in of_job(folder, job)
-            if manifest.path.parent == folder.absolute()
-            and manifest.path.name.startswith("step-")
+            if manifest.path.parent == folder.absolute() and manifest.path.name.startswith("step-")
         ]
-        whole = [
-            one
-            for one in own
-            if one.loss not in USELESS and state_of(one) == "whole"
-        ]
+        whole = [one for one in own if one.loss not in USELESS and state_of(one) == "whole"]
         proven = [one for one in whole if one.loss == "proven"][-1:]
         good = proven or [one for one in whole if one.loss == "finite"][:1]
-        kept = (
-            good + whole[-keep:] + sorted(own, key=lambda one: one.time)[-1:]
-        )
+        kept = good + whole[-keep:] + sorted(own, key=lambda one: one.time)[-1:]
         for manifest in own:
             is_older = whole and manifest.order < whole[-1].order
             is_of_no_use = is_older or manifest.loss in USELESS
@@ -400,9 +343,7 @@ def rotate(
 
 def of_job(folder: Path, job: str) -> list[Manifest]:
     """Return the manifests of ``job``, the newest checkpoint last; OSError as below."""
-    own = (
-        manifest for manifest in read_manifests(folder) if manifest.job == job
-    )
+    own = (manifest for manifest in read_manifests(folder) if manifest.job == job)
     return sorted(own, key=lambda manifest: manifest.order)
 
 
@@ -441,9 +382,7 @@ def _read(file: Path) -> Manifest | None:
     try:
         manifest = from_json(Manifest, json.loads(text))
     except (ValueError, RecursionError):  # MalformedEventError among them
-        log.warning(
-            "%s is not a manifest of a checkpoint and is skipped", file
-        )
+        log.warning("%s is not a manifest of a checkpoint and is skipped", file)
         return None
     return replace(manifest, path=file.parent / manifest.path)
 
@@ -516,11 +455,7 @@ def _files_of(path: Path) -> list[Path]:
 
 def files_in(folder: Path) -> list[Path]:
     """Return all files in a folder and the folders below it."""
-    return [
-        Path(root) / name
-        for root, _, names in os.walk(folder)
-        for name in names
-    ]
+    return [Path(root) / name for root, _, names in os.walk(folder) for name in names]
 
 
 def _is_zip(path: Path) -> bool:
@@ -545,11 +480,7 @@ def _file_by_form(path: Path) -> bool | None:
             return False
         try:
             header = json.loads(file.read(header_bytes))
-            ends = [
-                v["data_offsets"][1]
-                for k, v in header.items()
-                if k != "__metadata__"
-            ]
+            ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"]
         except (ValueError, TypeError, KeyError, IndexError, AttributeError):
             return False
     return bool(size == 8 + header_bytes + max(ends, default=0))
@@ -597,16 +528,10 @@ def write_atomically(content: Content, path: Path) -> Path:
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            replacing(path, durable=True) as new,
-            new.open("wb") as file,
-            system_errors(),
-        ):
+        with replacing(path, durable=True) as new, new.open("wb") as file, system_errors():
             torch.save(content, file)
     except OSError as error:
-        raise CheckpointError(
-            f"cannot write {path}: {error.strerror or error}"
-        ) from None
+        raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from None
     return path
 
 

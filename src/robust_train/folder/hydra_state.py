@@ -128,9 +128,7 @@ def changes_each_time() -> bool:
 def remove_refused(folder: Path) -> None:
     """Remove the new run folder of a refused command, unless an attempt has left something."""
     with contextlib.suppress(OSError):
-        if all(
-            _BEFORE_ATTEMPTS.fullmatch(name) for name in os.listdir(folder)
-        ):
+        if all(_BEFORE_ATTEMPTS.fullmatch(name) for name in os.listdir(folder)):
             shutil.rmtree(folder)
             folder.parent.rmdir()  # the day's, if no other job has one
 
@@ -156,26 +154,15 @@ def working_directory() -> str:
 def about_job(config: RobustConfig, name: str) -> dict[str, str]:
     """Return what a launch records of its job: name, model, data set, overrides and command without
     secrets."""
-    overrides = (
-        list(HydraConfig.get().overrides.task)
-        if HydraConfig.initialized()
-        else []
-    )
+    overrides = list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
     about = {"name": name}
-    for group, chosen in (
-        ("model", config.model),
-        ("dataset", config.dataset),
-    ):
+    for group, chosen in (("model", config.model), ("dataset", config.dataset)):
         # a user's own trainer need not use our defaults
-        if config.is_built_in or any(
-            one.startswith(group) for one in overrides
-        ):
+        if config.is_built_in or any(one.startswith(group) for one in overrides):
             about[group] = chosen.name or ""
     # of `python -c` the command is a whole program
     about["overrides"] = shlex.join(public_command(overrides))
-    about["command"] = shlex.join(public_command(sys.orig_argv))[
-        :_LONGEST_COMMAND
-    ]
+    about["command"] = shlex.join(public_command(sys.orig_argv))[:_LONGEST_COMMAND]
     return {key: value for key, value in about.items() if value}
 
 
@@ -187,14 +174,9 @@ def owns_terminal(config: RobustConfig) -> bool:
         return False
     if os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
         return False
-    if (
-        not HydraConfig.initialized()
-        or HydraConfig.get().mode != RunMode.MULTIRUN
-    ):
+    if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
         return True
-    return str(HydraConfig.get().launcher.get("_target_")).endswith(
-        ".BasicLauncher"
-    )
+    return str(HydraConfig.get().launcher.get("_target_")).endswith(".BasicLauncher")
 
 
 def composed_files(config: DictConfig | None = None) -> list[Path]:
@@ -251,14 +233,10 @@ def hydra_config() -> DictConfig | None:
     config = whole.copy()
     with read_write(config.hydra), open_dict(config.hydra):
         if OmegaConf.is_config(whole.hydra.get("job_logging")):
-            settings = OmegaConf.to_container(
-                whole.hydra.job_logging, resolve=True
-            )
+            settings = OmegaConf.to_container(whole.hydra.job_logging, resolve=True)
             config.hydra.job_logging = settings
         for part in ("launcher", "sweeper"):
             if OmegaConf.is_config(config.hydra.get(part)):
-                plain = OmegaConf.to_container(
-                    config.hydra[part], resolve=False
-                )
+                plain = OmegaConf.to_container(config.hydra[part], resolve=False)
                 config.hydra[part] = plain
     return config  # type: ignore[no-any-return]

@@ -28,12 +28,7 @@ from robust_train.folder.checkpoints import (
 from robust_train.folder.journal import attempts_in
 from robust_train.folder.provenance import changed_sources
 from robust_train.folder.state import read_summary
-from robust_train.model.errors import (
-    ConfigError,
-    NoProgressError,
-    limit_reached,
-    unusable_folder,
-)
+from robust_train.model.errors import ConfigError, NoProgressError, limit_reached, unusable_folder
 from robust_train.model.events import SCHEMA, from_json
 from robust_train.readable import shortened
 
@@ -77,9 +72,7 @@ class Beginning:
     checkpoint: Path | None
 
 
-def wait_until_readable(
-    read: Callable[[], T], *, sleep: Callable[[float], None] = time.sleep
-) -> T:
+def wait_until_readable(read: Callable[[], T], *, sleep: Callable[[float], None] = time.sleep) -> T:
     """Return what ``read`` returns. If it raises OSError, try again for a minute, then raise
     what :func:`unusable_folder` returns: a network disk that is away for a moment is no reason to
     begin again."""
@@ -133,11 +126,7 @@ def begin_job(
     attempts = wait_until_readable(lambda: attempts_in(journal), sleep=sleep)
     job = wait_until_readable(lambda: read_identity(run_dir), sleep=sleep)
     if job is None or job.completed is not None or not resume:
-        job = Identity(
-            uuid.uuid4().hex,
-            time.time(),
-            cleared=False,
-        )
+        job = Identity(uuid.uuid4().hex, time.time(), cleared=False)
         _write(run_dir, job)
         for parent in run_dir.parents[:_NEW_LEVELS]:
             with contextlib.suppress(OSError):
@@ -147,40 +136,22 @@ def begin_job(
         job = replace(job, cleared=True)
         _write(run_dir, job)
     known = wait_until_readable(lambda: read_manifests(folder), sleep=sleep)
-    _check_progress(
-        run_dir,
-        job,
-        known,
-        max_launches,
-    )
+    _check_progress(run_dir, job, known, max_launches)
     most = max([attempts] + [manifest.attempt for manifest in known])
-    return Beginning(
-        job.id,
-        most,
-        resume_from(run_dir, job.id, sleep=sleep),
-    )
+    return Beginning(job.id, most, resume_from(run_dir, job.id, sleep=sleep))
 
 
 def _check_progress(
-    run_dir: Path,
-    job: Identity,
-    known: Sequence[Manifest],
-    max_launches: int,
+    run_dir: Path, job: Identity, known: Sequence[Manifest], max_launches: int
 ) -> None:
     """Begin to count launches again after a new checkpoint, or where they may be any number."""
-    own = [
-        one for one in known if one.job == job.id and one.loss not in USELESS
-    ]
+    own = [one for one in known if one.job == job.id and one.loss not in USELESS]
     newest = max(own, key=lambda one: one.order, default=None)
     reached = None
     if newest is not None:
         reached = newest.time if newest.step is None else float(newest.step)
     if reached != job.reached or (job.launches and not max_launches):
-        _change(
-            run_dir,
-            job.id,
-            lambda one: replace(one, launches=0, reached=reached),
-        )
+        _change(run_dir, job.id, lambda one: replace(one, launches=0, reached=reached))
     elif 0 < max_launches <= job.launches:
         changed = changed_sources(run_dir)
         if changed:
@@ -246,16 +217,10 @@ def complete_job(run_dir: Path, job: str) -> None:
 def count_launch(run_dir: Path, job: str, by: int) -> None:
     """Count a launch of ``job`` that begins its first attempt, or (-1) one that is not to count
     after all."""
-    _change(
-        run_dir,
-        job,
-        lambda one: replace(one, launches=max(one.launches + by, 0)),
-    )
+    _change(run_dir, job, lambda one: replace(one, launches=max(one.launches + by, 0)))
 
 
-def _change(
-    run_dir: Path, job: str, change: Callable[[Identity], Identity]
-) -> None:
+def _change(run_dir: Path, job: str, change: Callable[[Identity], Identity]) -> None:
     try:
         identity = read_identity(run_dir)
         if identity is not None and identity.id == job:
@@ -269,9 +234,7 @@ def read_identity(run_dir: Path) -> Identity | None:
     just now, ConfigError if it is damaged."""
     path = run_dir / "job.json"
     try:
-        return from_json(
-            Identity, json.loads(path.read_text(encoding="utf-8"))
-        )
+        return from_json(Identity, json.loads(path.read_text(encoding="utf-8")))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError:  # MalformedEventError among them
@@ -283,11 +246,7 @@ def read_identity(run_dir: Path) -> Identity | None:
 def _write(run_dir: Path, identity: Identity) -> None:
     path = run_dir / "job.json"
     try:
-        write_json(
-            path,
-            asdict(identity),
-            durable=True,
-        )
+        write_json(path, asdict(identity), durable=True)
     except OSError as error:
         problem = f"cannot write {path}: {error.strerror or error}"
         way_out = "; choose another run folder (hydra.run.dir=…, --run-dir)"
@@ -301,9 +260,7 @@ def _set_aside(folder: Path) -> None:
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
-        why = (
-            f"what another job has left cannot be set aside ({error.strerror})"
-        )
+        why = f"what another job has left cannot be set aside ({error.strerror})"
         raise unusable_folder(f"{folder}: {why}; move it", error) from error
     if aside is not None:
         text = "%s holds what an earlier job of this run folder has left in checkpoints"

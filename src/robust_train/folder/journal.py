@@ -12,11 +12,7 @@ import time
 from pathlib import Path
 
 from robust_train.files import LineFile, Spacing, json_lines, strict_json
-from robust_train.model.events import (
-    CheckpointSaved,
-    Event,
-    UserEvent,
-)
+from robust_train.model.events import CheckpointSaved, Event, UserEvent
 
 _MOST_OWED = 100
 
@@ -36,21 +32,11 @@ class Journal:
         self._held: dict[str, bytes] = {}
         self._owed: list[bytes] = []
 
-    def write(
-        self,
-        event: Event,
-        attempt: int | None = None,
-    ) -> None:
+    def write(self, event: Event, attempt: int | None = None) -> None:
         """Append one event of attempt number ``attempt``, or of the job; NaN becomes null."""
         whose = {} if attempt is None else {"attempt": attempt}
-        content = strict_json(
-            {"time": round(time.time(), 6), **whose, **event.as_json()}
-        )
-        text = json.dumps(
-            content,
-            ensure_ascii=False,
-            default=repr,
-        )
+        content = strict_json({"time": round(time.time(), 6), **whose, **event.as_json()})
+        text = json.dumps(content, ensure_ascii=False, default=repr)
         line = (text + "\n").encode(errors="replace")
         if event.is_frequent:
             # each rank's own, and each event of the trainer's

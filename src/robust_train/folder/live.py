@@ -9,12 +9,7 @@ from pathlib import Path
 
 from robust_train.files import parse_json, read_small, write_json
 from robust_train.folder.lock import is_held
-from robust_train.folder.requests import (
-    ANSWER,
-    LAUNCHERS_VERB,
-    Reply,
-    new_request,
-)
+from robust_train.folder.requests import ANSWER, LAUNCHERS_VERB, Reply, new_request
 from robust_train.folder.run_list import KnownRun
 from robust_train.model.errors import NotDoneError
 from robust_train.model.events import Json
@@ -36,11 +31,7 @@ class StillQueuedError(ControlError):
 
 
 def ask(
-    run: KnownRun,
-    verb: str,
-    *,
-    wait_seconds: float = USUAL_WAIT_SECONDS,
-    **options: Json,
+    run: KnownRun, verb: str, *, wait_seconds: float = USUAL_WAIT_SECONDS, **options: Json
 ) -> dict[str, Json]:
     """Have a live run do something, and return its answer.
 
@@ -79,9 +70,7 @@ def ask(
 def _no_answer(run: KnownRun) -> ControlError:
     why = f"does not answer (pid {run.pid}; is it stopped with Ctrl-Z?)"
     if run.is_stopped:
-        why = (
-            f"is stopped (Ctrl-Z): continue it with fg or kill -CONT {run.pid}"
-        )
+        why = f"is stopped (Ctrl-Z): continue it with fg or kill -CONT {run.pid}"
     return ControlError(f"{run.id} {why}")
 
 
@@ -90,19 +79,11 @@ def status(run: KnownRun) -> dict[str, Json]:
     figures: dict[str, Json] = {}
     if run.status == "running":
         with contextlib.suppress(ControlError):
-            figures = ask(
-                run,
-                "figures",
-                wait_seconds=_FIGURES_SECONDS,
-            )
+            figures = ask(run, "figures", wait_seconds=_FIGURES_SECONDS)
     return {**run.about(), **figures}
 
 
-def _wait_for_reply(
-    run: KnownRun,
-    request: Path,
-    wait_seconds: float,
-) -> Reply | None:
+def _wait_for_reply(run: KnownRun, request: Path, wait_seconds: float) -> Reply | None:
     """Return the reply, None if it does not come in time; ControlError if the run has ended."""
     started = time.monotonic()
     answer = request.with_suffix(ANSWER)
@@ -118,9 +99,7 @@ def _wait_for_reply(
                 reply: Reply = parse_json(content)
                 return reply
         waited = time.monotonic() - started
-        if waited >= wait_seconds and (
-            request.name not in names or waited >= SEEN_SECONDS
-        ):
+        if waited >= wait_seconds and (request.name not in names or waited >= SEEN_SECONDS):
             return None
         if has_ended:
             raise ControlError(f"{run.id} has ended, or ends right now")

@@ -20,12 +20,7 @@ from pathlib import Path
 import psutil
 
 from robust_train.files import parse_json, read_small
-from robust_train.gpu.processes import (
-    is_there,
-    own_pid_namespace,
-    started_at,
-    user_name,
-)
+from robust_train.gpu.processes import is_there, own_pid_namespace, started_at, user_name
 from robust_train.host.linux import (
     end_processes_of,
     is_locked,
@@ -35,11 +30,7 @@ from robust_train.host.linux import (
     processes_of,
     unlock,
 )
-from robust_train.model.errors import (
-    ConfigError,
-    RunFolderLostError,
-    RunFolderUnavailableError,
-)
+from robust_train.model.errors import ConfigError, RunFolderLostError, RunFolderUnavailableError
 from robust_train.model.events import from_json
 
 log = logging.getLogger("robust_train")
@@ -80,11 +71,7 @@ class Holder:
         """The launcher's process; None if it has ended, or is not here."""
         if not self.is_here:
             return None
-        with contextlib.suppress(
-            psutil.Error,
-            ValueError,
-            OverflowError,
-        ):
+        with contextlib.suppress(psutil.Error, ValueError, OverflowError):
             if is_there(self.pid, self.process_started):
                 return psutil.Process(self.pid)
         return None
@@ -106,22 +93,14 @@ class RunLock:
             Nothing was written.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        job: str,
-    ) -> None:
+    def __init__(self, run_dir: Path, job: str) -> None:
         self.hold: tuple[int, ...] = ()
         self._fd: int | None = None
         self._run_dir, self._job = run_dir, job
         self._is_named = False
         path = run_dir / LOCK_FILE
         try:
-            self._fd = os.open(
-                path,
-                os.O_RDWR | os.O_CREAT | _FLAGS,
-                0o600,
-            )
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o600)
             fd = self._fd
             _wait_until(lambda: lock(fd), run_dir)
         except ConfigError:
@@ -221,11 +200,7 @@ def is_alive(run_dir: Path, *, has_ended: bool) -> bool:
 def read_holder(run_dir: Path) -> Holder | None:
     """Return who holds the folder's lock, or held it last; None if unknown."""
     # it cannot be read, or is not ours: MalformedEventError among them
-    with contextlib.suppress(
-        OSError,
-        ValueError,
-        OverflowError,
-    ):
+    with contextlib.suppress(OSError, ValueError, OverflowError):
         data, _ = read_small(run_dir / LOCK_FILE, _MAX_BYTES)
         holder = from_json(Holder, parse_json(data))
         time.localtime(holder.since)  # can be shown
@@ -279,15 +254,10 @@ def _wait_until(is_free: Callable[[], bool], run_dir: Path) -> None:
 
 
 def left_of(
-    holder: Holder,
-    marked: Callable[[], Mapping[int, Sequence[int]]] = marked_processes,
+    holder: Holder, marked: Callable[[], Mapping[int, Sequence[int]]] = marked_processes
 ) -> list[psutil.Process]:
     """Return the processes of a job whose launcher was killed, this user's alone."""
-    return (
-        processes_of(holder.job, os.geteuid(), marked)
-        if holder.is_dead
-        else []
-    )
+    return processes_of(holder.job, os.geteuid(), marked) if holder.is_dead else []
 
 
 def _end_leftovers(run_dir: Path) -> None:
@@ -302,11 +272,7 @@ def _end_leftovers(run_dir: Path) -> None:
         named(left),
         ORPHAN_SECONDS,
     )
-    if left := end_processes_of(
-        holder.job,
-        os.geteuid(),
-        ORPHAN_SECONDS,
-    ):
+    if left := end_processes_of(holder.job, os.geteuid(), ORPHAN_SECONDS):
         log.warning("%s cannot be ended: it hangs in the kernel", named(left))
 
 
@@ -323,9 +289,5 @@ def _name_of(holder: Holder | None) -> str:
     if holder is None:
         return "another job"
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.since))
-    gone = (
-        ", which was killed, but its attempt still runs"
-        if holder.is_dead
-        else ""
-    )
+    gone = ", which was killed, but its attempt still runs" if holder.is_dead else ""
     return f"the job of {holder.user} on {holder.host}, pid {holder.pid}{gone}, since {since}"

@@ -42,11 +42,7 @@ class Sample:
 
 def encode(sample: Sample) -> str:
     """Return the sample as a line of the file, without its end."""
-    known = {
-        name: value
-        for name, value in vars(sample).items()
-        if value is not None
-    }
+    known = {name: value for name, value in vars(sample).items() if value is not None}
     return json.dumps(known, separators=(",", ":"))
 
 
@@ -85,9 +81,7 @@ class Stability:
 
 def attempt_stability(run_dir: Path, attempt: int) -> Stability | None:
     """Return and log :func:`stability` of one attempt of a run folder; None without samples."""
-    samples = [
-        s for s in read_samples(run_dir / FILE_NAME) if s.attempt == attempt
-    ]
+    samples = [s for s in read_samples(run_dir / FILE_NAME) if s.attempt == attempt]
     if not samples:
         return None
     found = stability(samples)
@@ -104,11 +98,7 @@ def stability(samples: Sequence[Sample]) -> Stability:
     tensors that accumulate are a leak, and memory that the caching allocator accumulates although
     tensors do not is fragmentation. The process's own host memory counts on the CPU and on the GPU.
     """
-    own = [
-        s
-        for s in samples
-        if s.attempt == samples[-1].attempt and s.step is not None
-    ]
+    own = [s for s in samples if s.attempt == samples[-1].attempt and s.step is not None]
     if not own:
         reason = "the trainer reported no steps" if samples else "no samples"
         return Stability("unknown", f"unknown ({reason})")
@@ -117,16 +107,9 @@ def stability(samples: Sequence[Sample]) -> Stability:
     allocated = _floors([(s.step, s.allocated) for s in own])
     reserved = _floors([(s.step, s.reserved) for s in own])
     # a data set that is mapped into memory makes `resident` grow as it is read
-    host = _floors(
-        [
-            (s.step, s.resident if s.anonymous is None else s.anonymous)
-            for s in own
-        ]
-    )
+    host = _floors([(s.step, s.resident if s.anonymous is None else s.anonymous) for s in own])
     if not (allocated if on_gpu else host):
-        return Stability(
-            "unknown", "unknown (too few samples after the warm-up)"
-        )
+        return Stability("unknown", "unknown (too few samples after the warm-up)")
     where = "host memory " if on_gpu else ""
     for floors, least, kind, what in (
         (allocated, _GPU_BYTES, "growing", "leak suspected: "),
@@ -142,16 +125,10 @@ def stability(samples: Sequence[Sample]) -> Stability:
     return Stability("stable", "stable")
 
 
-def _floors(
-    samples: Sequence[tuple[int | None, int | None]],
-) -> list[tuple[int, int]]:
+def _floors(samples: Sequence[tuple[int | None, int | None]]) -> list[tuple[int, int]]:
     """Return step and value of the floor of each sixth of the steps after the warm-up; empty if a
     sixth has too few samples. A tenth of the samples may lie below: the last one often does."""
-    known = [
-        (step, size)
-        for step, size in samples
-        if step is not None and size is not None
-    ]
+    known = [(step, size) for step, size in samples if step is not None and size is not None]
     spans: list[list[tuple[int, int]]] = [[] for _ in range(_SPANS)]
     first, last = (known[0][0], known[-1][0]) if known else (0, 0)
     begin = first + _WARM_UP_SHARE * (last - first)
@@ -176,9 +153,7 @@ def _slope(floors: Sequence[tuple[int, int]], least_bytes: float) -> float:
     slope = (high - low) / (last - first)
     rises = [
         after - before >= _OF_THE_SLOPE * slope * (ended - began)
-        for (before, began), (after, ended) in zip(
-            floors[::2], floors[1::2], strict=True
-        )
+        for (before, began), (after, ended) in zip(floors[::2], floors[1::2], strict=True)
     ]
     is_large = high - low >= max(least_bytes, _SHARE * low)
     return slope if is_large and all(rises) else 0.0

@@ -26,10 +26,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from robust_train.compat import torch_cuda_version
-from robust_train.config.placeholders import (
-    OVERRIDES_VARIABLE,
-    RUN_DIR_VARIABLE,
-)
+from robust_train.config.placeholders import OVERRIDES_VARIABLE, RUN_DIR_VARIABLE
 from robust_train.config.trainers import PROGRAM_FILE
 from robust_train.config.values import is_secret
 from robust_train.files import digest_of, json_lines, read_object, write_json
@@ -46,22 +43,12 @@ LARGEST_SOURCE = 1 << 24
 _MOST_CHANGED_FILES = 1000
 GIT_SECONDS = 5.0
 _LAST_CHANCE_SECONDS = 2.0
-_SHORT = (
-    "host",
-    "python",
-    "torch",
-    "cuda",
-    "driver",
-    "git_commit",
-    "git_dirty",
-)
+_SHORT = ("host", "python", "torch", "cuda", "driver", "git_commit", "git_dirty")
 _MATTERS = re.compile(
     r"(CUDA|NVIDIA|NCCL|GLOO|TORCH|PYTORCH|OMP|MKL|OPENBLAS|HF|TRANSFORMERS|SLURM|XLA|TRITON|"
     r"ROBUST_TRAIN)_\w+|PYTHON\w+|LD_LIBRARY_PATH|LD_PRELOAD|VIRTUAL_ENV|CONDA_DEFAULT_ENV"
 )
-_SECRET = re.compile(
-    r"token|key|pass|pwd|secret|credential|auth|cookie|url|jwt", re.I
-)
+_SECRET = re.compile(r"token|key|pass|pwd|secret|credential|auth|cookie|url|jwt", re.I)
 # a password may have an @ of its own
 _IN_URL = re.compile(r"(\w://)[^\s/\"']+@")
 _NAME = (
@@ -75,8 +62,7 @@ _KEY = re.compile(r"(?<![a-z])key$", re.I)
 _WORD = re.compile(r"[a-z][a-z_.]*", re.I)
 # of which a number is one, too
 _PASSWORD = re.compile(
-    r"passw|passphrase|passcode|pwd|secret|credential|(?:api|access|private)[_-]?key",
-    re.I,
+    r"passw|passphrase|passcode|pwd|secret|credential|(?:api|access|private)[_-]?key", re.I
 )
 _FLAG = re.compile(r"(?:true|false|null|none)", re.I)
 _NUMBER = rf"(?:[-+]?[\d.]+(?:e[-+]?\d+)?|{_FLAG.pattern})"
@@ -95,8 +81,7 @@ _READ = re.compile(
 )
 # what a shell script sets itself
 _ASSIGNED = re.compile(
-    r"^\s*(?:export |local |readonly |declare )?([A-Za-z_]\w*)=(.*)",
-    re.MULTILINE,
+    r"^\s*(?:export |local |readonly |declare )?([A-Za-z_]\w*)=(.*)", re.MULTILINE
 )
 _NEVER_THE_SAME = re.compile(
     r"_|PWD|OLDPWD|SHLVL|RANDOM|SECONDS|LINENO|PPID|HOSTNAME|TERM|COLUMNS|LINES|SSH_\w+"
@@ -159,17 +144,13 @@ def public_variables(environ: Mapping[str, str]) -> dict[str, str]:
     names = [
         one
         for one in environ
-        if _MATTERS.fullmatch(one)
-        and not _SECRET.search(one)
-        and not _forms().search(environ[one])
+        if _MATTERS.fullmatch(one) and not _SECRET.search(one) and not _forms().search(environ[one])
     ]
     return {name: _public_text(environ[name]) for name in sorted(names)}
 
 
 def variables_named(
-    words: Sequence[str],
-    cwd: str | Path,
-    environ: Mapping[str, str],
+    words: Sequence[str], cwd: str | Path, environ: Mapping[str, str]
 ) -> dict[str, Json]:
     """Return the environment variables that a command, or a program file that it names, reads by
     their names, with their values; None for one that is not set. Secrets are left out, and what a
@@ -188,9 +169,7 @@ def variables_named(
             for found in _ASSIGNED.finditer(text)
             if not re.search(rf"\$\{{?{found[1]}\b", found[2])
         }
-        used = {
-            name for found in _READ.findall(text) for name in found if name
-        }
+        used = {name for found in _READ.findall(text) for name in found if name}
         names |= used - own
     return {
         name: environ.get(name)
@@ -202,9 +181,7 @@ def variables_named(
     }
 
 
-def changed_variables(
-    before: Mapping[str, Json], job: str, now: Mapping[str, Json]
-) -> str:
+def changed_variables(before: Mapping[str, Json], job: str, now: Mapping[str, Json]) -> str:
     """Return which variables that the command of a job names have changed since its last launch,
     in one line; empty if none has.
 
@@ -243,20 +220,11 @@ def in_words(content: Mapping[str, Json]) -> dict[str, str]:
     gpus = content.get("gpus")
     listed = gpus if isinstance(gpus, list) else []
     names = [str(one.get("name")) for one in listed if isinstance(one, dict)]
-    words = {"gpu": ", ".join(names)} | {
-        name: content.get(name) for name in _SHORT
-    }
-    return {
-        name.replace("_", " "): str(value)
-        for name, value in words.items()
-        if value
-    }
+    words = {"gpu": ", ".join(names)} | {name: content.get(name) for name in _SHORT}
+    return {name.replace("_", " "): str(value) for name, value in words.items() if value}
 
 
-def config_digests(
-    composed: Sequence[Path],
-    command: Sequence[str] = (),
-) -> dict[str, Json]:
+def config_digests(composed: Sequence[Path], command: Sequence[str] = ()) -> dict[str, Json]:
     """Return the digests of a job's config files: those it was composed of, and those that its
     command names."""
     named = [Path(word.rpartition("=")[2]) for word in command]
@@ -270,10 +238,7 @@ def config_digests(
     return digests
 
 
-def changed_files(
-    before: Mapping[str, Json],
-    digests: Mapping[str, Json],
-) -> list[str]:
+def changed_files(before: Mapping[str, Json], digests: Mapping[str, Json]) -> list[str]:
     """Return the config files that were others in ``before``, the content of ``environment.json``
     of an earlier launch."""
     known = before.get("config_files")
@@ -314,20 +279,13 @@ class Provenance:
     """
 
     def __init__(
-        self,
-        run_dir: Path,
-        gpus: Sequence[tuple[str, str]],
-        known: Mapping[str, Json],
+        self, run_dir: Path, gpus: Sequence[tuple[str, str]], known: Mapping[str, Json]
     ) -> None:
         self._run_dir = run_dir
         self._gpus = gpus
         self._known = dict(known)
         self._short: dict[str, Json] | None = None
-        self._thread = threading.Thread(
-            target=self._write,
-            name="environment",
-            daemon=True,
-        )
+        self._thread = threading.Thread(target=self._write, name="environment", daemon=True)
         with contextlib.suppress(RuntimeError):  # no room for one more thread
             self._thread.start()
 
@@ -353,9 +311,7 @@ class Provenance:
                 "torch": packages.get("torch"),
                 "cuda": None if cuda == "none" else cuda,
                 "driver": _driver(),
-                "gpus": [
-                    {"name": name, "uuid": uuid} for name, uuid in self._gpus
-                ],
+                "gpus": [{"name": name, "uuid": uuid} for name, uuid in self._gpus],
                 "variables": public_variables(os.environ),
                 "packages": packages,
                 **self._known,
@@ -363,11 +319,7 @@ class Provenance:
             content |= _code(cwd)
             short = {name: content[name] for name in _SHORT}
             self._short = {**short, "gpus": [name for name, _ in self._gpus]}
-            write_json(
-                self._run_dir / FILE,
-                content,
-                indent=1,
-            )
+            write_json(self._run_dir / FILE, content, indent=1)
         except Exception as error:  # a record is never worth a job
             log.info("no %s: %r", FILE, error)
 
@@ -391,11 +343,7 @@ def _git(folder: str, arguments: str) -> str | None:
     """Return what git prints, of a repository that runs no program of its own; None if it fails."""
     command = ["git", "-c", "core.fsmonitor=false", "-C", folder]
     variables = {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
-    found = printed_by(
-        command + arguments.split(),
-        GIT_SECONDS,
-        variables,
-    )
+    found = printed_by(command + arguments.split(), GIT_SECONDS, variables)
     return None if found is None else found.decode(errors="replace")
 
 
@@ -412,26 +360,19 @@ def _driver() -> str | None:
     lasts as long as the job, which blocks a reset of the GPUs."""
     with contextlib.suppress(OSError):
         text = Path("/proc/driver/nvidia/version").read_text()
-        if (
-            found := re.search(r"Kernel Module\D*?([\d.]+)", text)
-        ) is not None:
+        if (found := re.search(r"Kernel Module\D*?([\d.]+)", text)) is not None:
             return found[1]
     return None
 
 
-def with_overrides(
-    command: str, run_dir: Path, overrides: Sequence[str]
-) -> str:
+def with_overrides(command: str, run_dir: Path, overrides: Sequence[str]) -> str:
     """Return a resume command with other values for keys, which replace those that it has.
 
     A program that calls ``launch`` may read its arguments itself: it gets them by a variable.
     """
     _, folder, _, *words = shlex.split(command)  # cd FOLDER && …
     keys = tuple(f"{key_of(one)}=" for one in overrides)
-    is_of_hydra = any(
-        word.startswith(("hydra.run.dir=", "hydra.sweep.dir="))
-        for word in words
-    )
+    is_of_hydra = any(word.startswith(("hydra.run.dir=", "hydra.sweep.dir=")) for word in words)
     if is_of_hydra:
         kept = [w for w in words if not w.lstrip("+~").startswith(keys)]
         words = [*kept, *overrides]
@@ -474,19 +415,13 @@ def resume_command(run_dir: Path, *, is_named: bool = False) -> str | None:
         hydra = HydraConfig.get()
         if hydra.mode == RunMode.MULTIRUN:
             return None
-        return _with_folder(
-            "hydra.run.dir",
-            run_dir,
-            str(hydra.runtime.cwd),
-        )
+        return _with_folder("hydra.run.dir", run_dir, str(hydra.runtime.cwd))
     words = command()
     if arguments := arguments_of_run(words):
         if not any(word.startswith("--run-dir") for word in words):
             words[arguments:arguments] = ["--run-dir", str(run_dir)]
         return _from(words)
-    if not os.path.isfile(
-        getattr(sys.modules["__main__"], "__file__", None) or ""
-    ):
+    if not os.path.isfile(getattr(sys.modules["__main__"], "__file__", None) or ""):
         return None  # a notebook, a prompt, standard input
     if is_named:
         return _from(words)
@@ -524,11 +459,7 @@ def arguments_of_run(words: Sequence[str]) -> int:
     return program + 2 if is_run else 0
 
 
-def _with_folder(
-    key: str,
-    folder: Path,
-    cwd: str,
-) -> str | None:
+def _with_folder(key: str, folder: Path, cwd: str) -> str | None:
     """Return the command of this process with a folder for ``key``."""
     kept = [word for word in command() if not word.startswith(f"{key}=")]
     return _from([*kept, folder_override(key, folder)], cwd)
@@ -543,18 +474,12 @@ def folder_override(key: str, folder: Path) -> str:
     return f"{key}={path}"
 
 
-def _from(
-    words: list[str],
-    cwd: str = "",
-    before: Sequence[str] = (),
-) -> str | None:
+def _from(words: list[str], cwd: str = "", before: Sequence[str] = ()) -> str | None:
     # the interpreter by its path, for another PATH would find another one
     same = shlex.join(list(before) + [sys.executable] + words[1:])
     same = f"cd {shlex.quote(cwd or os.getcwd())} && {same}"
     # whoever reads the files drops control characters: it would be another command
-    return (
-        same if public_command(words) == words and same.isprintable() else None
-    )
+    return same if public_command(words) == words and same.isprintable() else None
 
 
 def command() -> list[str]:

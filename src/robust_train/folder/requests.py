@@ -86,9 +86,7 @@ def find_requests(run_dir: Path, suffix: str = NEW) -> list[Request]:
         names = sorted(os.listdir(run_dir / REQUESTS))
     except OSError:
         return []
-    paths = [
-        run_dir / REQUESTS / name for name in names if name.endswith(suffix)
-    ]
+    paths = [run_dir / REQUESTS / name for name in names if name.endswith(suffix)]
     return [request for request in map(_read, paths) if request is not None]
 
 
@@ -141,9 +139,7 @@ def sweep_stop_requested(folder: Path) -> bool:
     except FileNotFoundError:
         return False
     except (OSError, ValueError, KeyError) as problem:
-        log.warning(
-            "%s is not a request to stop (%s) and is removed", path, problem
-        )
+        log.warning("%s is not a request to stop (%s) and is removed", path, problem)
         with contextlib.suppress(OSError):
             path.unlink()
         return False

@@ -55,11 +55,7 @@ class Resolvers:
             yield
 
     def _evaluate(
-        self,
-        key: str,
-        name: str,
-        arguments: tuple[str, ...],
-        resolve: Callable[[], Any],
+        self, key: str, name: str, arguments: tuple[str, ...], resolve: Callable[[], Any]
     ) -> Any:
         call = key, name, arguments
         if call not in self._known:
@@ -117,10 +113,7 @@ def _difference(call: Call, before: Any, now: Any) -> str:
     key, name, arguments = call
     if not _may_be_written(f"{key}:{name}:{','.join(arguments)}", now):
         return key
-    shown = [
-        shortened(str(_without_nodes(value)), _LONGEST_SHOWN)
-        for value in (before, now)
-    ]
+    shown = [shortened(str(_without_nodes(value)), _LONGEST_SHOWN) for value in (before, now)]
     return f"{key}={shown[0]} (now {shown[1]})"
 
 
@@ -132,12 +125,9 @@ def _may_be_written(about: str, value: Any) -> bool:
             return False
         items = dict(value if isinstance(value, dict) else enumerate(value))
         # JSON has no other keys than text
-        is_readable = not isinstance(value, dict) or all(
-            isinstance(key, str) for key in items
-        )
+        is_readable = not isinstance(value, dict) or all(isinstance(key, str) for key in items)
         return is_readable and all(
-            _may_be_written(f"{key}:{about}", item)
-            for key, item in items.items()
+            _may_be_written(f"{key}:{about}", item) for key, item in items.items()
         )
     if not isinstance(value, _PLAIN) or len(str(value)) > _LONGEST_VALUE:
         return False

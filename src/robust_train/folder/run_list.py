@@ -15,13 +15,7 @@ from pathlib import Path
 import psutil
 
 from robust_train.folder.identity import read_identity, shown_id
-from robust_train.folder.lock import (
-    LOCK_FILE,
-    Holder,
-    is_alive,
-    left_of,
-    read_holder,
-)
+from robust_train.folder.lock import LOCK_FILE, Holder, is_alive, left_of, read_holder
 from robust_train.folder.requests import SWEEP_FILE
 from robust_train.folder.state import STATE_FILE, RunState, read_state
 from robust_train.host.linux import marked_processes
@@ -85,10 +79,7 @@ class KnownRun:
         if self.state is None or len(which) < _LEAST_DIGITS:
             return False
         ids = (self.id, self.state.job or "") + self.state.earlier_ids
-        return any(
-            one and (one.startswith(which) or which.startswith(one))
-            for one in ids
-        )
+        return any(one and (one.startswith(which) or which.startswith(one)) for one in ids)
 
     def is_of(self, directory: str) -> bool:
         """Return whether it was started in this directory, or the directory lies in its folder."""
@@ -127,10 +118,7 @@ class KnownRun:
         """Whether its launcher is known to be stopped (Ctrl-Z)."""
         process = None if self.holder is None else self.holder.process
         with contextlib.suppress(psutil.Error):
-            return (
-                process is not None
-                and process.status() == psutil.STATUS_STOPPED
-            )
+            return process is not None and process.status() == psutil.STATUS_STOPPED
         return False
 
     @property
@@ -138,11 +126,7 @@ class KnownRun:
         """Name of the state, corrected by whether the lock is held."""
         last = "starting" if self.state is None else self.state.state
         if not self.alive:
-            return (
-                last
-                if self.state is not None and self.state.is_final
-                else DIED
-            )
+            return last if self.state is not None and self.state.is_final else DIED
         if self.is_orphaned:
             return "stopping"  # the attempt saves its last checkpoint
         return NO_ANSWER if self.is_stopped else last
@@ -156,11 +140,7 @@ class KnownRun:
     def why_died(self) -> str:
         """What ended a run that could not record its end."""
         state = self.state
-        if (
-            self.is_here
-            and state is not None
-            and state.updated < psutil.boot_time()
-        ):
+        if self.is_here and state is not None and state.updated < psutil.boot_time():
             return "the host went down"
         return "its processes were killed"
 
@@ -170,38 +150,24 @@ class KnownRun:
         known: dict[str, Json] = {"id": self.id, "pid": self.pid}
         if self.state is not None:
             content = self.state.about().items()
-            known = {
-                k: v for k, v in content if v is not None or k == "waiting"
-            }
+            known = {k: v for k, v in content if v is not None or k == "waiting"}
             until = time.time() if self.alive else self.state.updated
-            known["seconds_in_state"] = round(
-                max(until - self.state.since, 0.0), 1
-            )
+            known["seconds_in_state"] = round(max(until - self.state.since, 0.0), 1)
             known["seconds"] = round(self.state.seconds(until), 1)
             if status == DIED:
                 known["last_state"] = self.state.state
-        return {
-            **known,
-            "run_dir": str(self.run_dir),
-            "alive": self.alive,
-            "state": status,
-        }
+        return {**known, "run_dir": str(self.run_dir), "alive": self.alive, "state": status}
 
 
 def read_run(
-    run_dir: Path,
-    marked: Callable[[], Mapping[int, Sequence[int]]] = marked_processes,
+    run_dir: Path, marked: Callable[[], Mapping[int, Sequence[int]]] = marked_processes
 ) -> KnownRun | None:
     """Return the run in a folder; None if there never was one."""
     state, holder = read_state(run_dir), read_holder(run_dir)
     if state is None and not os.path.lexists(run_dir / LOCK_FILE):
         return None
     alive = is_alive(run_dir, has_ended=state is None or state.is_final)
-    if (
-        not alive
-        and holder is not None
-        and not (state is not None and state.is_final)
-    ):
+    if not alive and holder is not None and not (state is not None and state.is_final):
         alive = bool(left_of(holder, marked))
     return KnownRun(run_dir, alive, state, holder)
 
@@ -210,25 +176,15 @@ def state_directory(environ: Mapping[str, str] = os.environ) -> Path:
     """Return the directory of links to the user's run folders."""
     if environ.get(VARIABLE):
         return Path(environ[VARIABLE])
-    home = Path(
-        environ.get("HOME") or os.path.expanduser("~").lstrip("~") or "/"
-    )
-    return (
-        Path(environ.get("XDG_STATE_HOME") or home / ".local/state")
-        / "robust-train"
-        / "runs"
-    )
+    home = Path(environ.get("HOME") or os.path.expanduser("~").lstrip("~") or "/")
+    return Path(environ.get("XDG_STATE_HOME") or home / ".local/state") / "robust-train" / "runs"
 
 
 def register(run_dir: Path, token: str) -> None:
     """Put a run folder at the end of the list; drop entries beyond its length."""
     directory = state_directory()
     try:
-        directory.mkdir(
-            0o700,
-            parents=True,
-            exist_ok=True,
-        )
+        directory.mkdir(0o700, parents=True, exist_ok=True)
         links = _links(directory)
         earlier = [name for name, to in links.items() if to == run_dir]
         others = {name: to for name, to in links.items() if to != run_dir}
@@ -250,9 +206,7 @@ def find_runs() -> list[KnownRun]:
     """Return the runs on the user's list whose folders can be found now, the oldest first."""
     links = _links(state_directory())
     marked = functools.cache(marked_processes)
-    runs = [
-        read_run(folder, marked) for folder in dict.fromkeys(links.values())
-    ]
+    runs = [read_run(folder, marked) for folder in dict.fromkeys(links.values())]
     return [run for run in runs if run is not None]
 
 
@@ -270,9 +224,7 @@ def sweep_at(which: str | None) -> Path | None:
     return folder if os.path.isfile(folder / SWEEP_FILE) else None
 
 
-def choose_run(
-    which: str | None, *, dead_too: bool = False, command: str = "status"
-) -> KnownRun:
+def choose_run(which: str | None, *, dead_too: bool = False, command: str = "status") -> KnownRun:
     """Return the run that is meant; every command means the same one.
 
     Args:
@@ -305,21 +257,15 @@ def choose_run(
     if len(found) == 1:
         return found[0]
     if found:
-        raise NoLiveRunError(
-            f"{which} means {len(found)} runs; name one:{_listed(found, command)}"
-        )
+        raise NoLiveRunError(f"{which} means {len(found)} runs; name one:{_listed(found, command)}")
     if meant:
         last = meant[-1]
-        raise NoLiveRunError(
-            f"{which} is not alive: {last.id} {last.status}{_goes_on(last)}"
-        )
+        raise NoLiveRunError(f"{which} is not alive: {last.id} {last.status}{_goes_on(last)}")
     alive = [run for run in known if run.alive]
     hint = "robust-train ps lists them"
     if alive:
         hint = f"alive are:{_listed(alive, command)}"
-    raise NoLiveRunError(
-        f"{which}: no run of yours has that id, folder, name or pid; {hint}"
-    )
+    raise NoLiveRunError(f"{which}: no run of yours has that id, folder, name or pid; {hint}")
 
 
 def _default_run(command: str) -> KnownRun:
@@ -367,9 +313,7 @@ def _run_at(path: Path) -> KnownRun | None:
     for folder in [path] + list(path.parents):
         if os.path.isfile(folder / SWEEP_FILE):  # it has a lock as well
             return None
-        if any(
-            os.path.isfile(folder / name) for name in (LOCK_FILE, STATE_FILE)
-        ):
+        if any(os.path.isfile(folder / name) for name in (LOCK_FILE, STATE_FILE)):
             return read_run(folder.resolve())
     return None
 

@@ -15,13 +15,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from robust_train.files import (
-    parse_json,
-    read_small,
-    strict_json,
-    sync,
-    write_json,
-)
+from robust_train.files import parse_json, read_small, strict_json, sync, write_json
 from robust_train.model.attempt import Attempt
 from robust_train.model.errors import (
     EXIT_FAILED,
@@ -31,14 +25,7 @@ from robust_train.model.errors import (
     RunFolderLostError,
     TrainerFailedError,
 )
-from robust_train.model.events import (
-    SCHEMA,
-    CheckpointSaved,
-    Event,
-    JobStarted,
-    Json,
-    PauseLearned,
-)
+from robust_train.model.events import SCHEMA, CheckpointSaved, Event, JobStarted, Json, PauseLearned
 from robust_train.model.failure import MEMORY_FAILURES
 from robust_train.model.json import as_json, from_json
 from robust_train.readable import duration, shortened
@@ -46,15 +33,8 @@ from robust_train.readable import duration, shortened
 log = logging.getLogger("robust_train")
 
 STATE_FILE = "state.json"
-FINAL = frozenset(
-    {"completed", "failed", "no_device", "interrupted", "pruned"}
-)
-EXIT_CODES = {
-    "completed": 0,
-    "pruned": 0,
-    "failed": EXIT_FAILED,
-    "no_device": EXIT_TRY_LATER,
-}
+FINAL = frozenset({"completed", "failed", "no_device", "interrupted", "pruned"})
+EXIT_CODES = {"completed": 0, "pruned": 0, "failed": EXIT_FAILED, "no_device": EXIT_TRY_LATER}
 """By how a job ended; that of an interrupted one depends on the signal."""
 _INTERVAL_SECONDS = 1.0
 _MAX_BYTES = 1 << 20
@@ -125,21 +105,12 @@ class RunState:
             state = replace(self, attempt=self.attempt.after(event))
         match event:
             case CheckpointSaved(path=path, step=step):
-                return replace(
-                    state,
-                    checkpoint=path,
-                    checkpoint_step=step,
-                )
+                return replace(state, checkpoint=path, checkpoint_step=step)
             case PauseLearned():
                 return replace(state, longest_pause=event.seconds)
             case JobStarted() if self.job != event.job:
                 # what another job in this folder has taught does not count
-                return replace(
-                    state,
-                    job=event.job,
-                    longest_pause=None,
-                    earlier_seconds=0.0,
-                )
+                return replace(state, job=event.job, longest_pause=None, earlier_seconds=0.0)
         return state
 
     def about(self) -> dict[str, Json]:
@@ -180,10 +151,7 @@ class StateFile:
     """
 
     def __init__(
-        self,
-        run_dir: Path,
-        state: RunState,
-        check: Callable[[], None] = lambda: None,
+        self, run_dir: Path, state: RunState, check: Callable[[], None] = lambda: None
     ) -> None:
         self.state = state
         self._check = check
@@ -260,14 +228,8 @@ class Summary:
     def __repr__(self) -> str:
         what = "result" if self.reason is None else "reason"
         end = shortened(f"{what}={getattr(self, what)!r}", 200)
-        attempts = (
-            f"{len(self.attempts)} attempt{'s' * (len(self.attempts) != 1)}"
-        )
-        wall = (
-            ""
-            if self.wall_seconds is None
-            else f" in {duration(self.wall_seconds)}"
-        )
+        attempts = f"{len(self.attempts)} attempt{'s' * (len(self.attempts) != 1)}"
+        wall = "" if self.wall_seconds is None else f" in {duration(self.wall_seconds)}"
         return f"Summary({self.status}, {end}, {attempts}{wall}, run_dir={str(self.run_dir)!r})"
 
     def _repr_html_(self) -> str:
@@ -306,9 +268,7 @@ class Summary:
     def as_json(self) -> dict[str, Json]:
         """Return the content of ``summary.json``."""
         known = {
-            name: as_json(value)
-            for name, value in vars(self).items()
-            if name not in _NOT_IN_FILE
+            name: as_json(value) for name, value in vars(self).items() if name not in _NOT_IN_FILE
         }
         for name in ("wall_seconds", "wait_seconds"):
             known[name] = known[name] and round(known[name], 3)
@@ -349,30 +309,22 @@ def read_summary(folder: Path) -> Summary | None:
     The attempts of a file that another version wrote may be missing.
     """
     try:
-        text = (folder / SUMMARY_FILE).read_text(
-            encoding="utf-8", errors="replace"
-        )
+        text = (folder / SUMMARY_FILE).read_text(encoding="utf-8", errors="replace")
         content = json.loads(text)
-        attempts = (
-            content.pop("attempts", ()) if isinstance(content, dict) else ()
-        )
+        attempts = content.pop("attempts", ()) if isinstance(content, dict) else ()
         content = with_lacked_by_json(content)
         summary = replace(from_json(Summary, content), run_dir=folder)
     except (OSError, ValueError, RecursionError):
         return None
     try:
-        return replace(
-            summary, attempts=tuple(Attempt.parse(one) for one in attempts)
-        )
+        return replace(summary, attempts=tuple(Attempt.parse(one) for one in attempts))
     except (ValueError, TypeError, AttributeError):
         return summary
 
 
 def objective_of(result: Any) -> Any:
     """Return what a sweeper optimises of a trainer's result: its ``objective``, else all of it."""
-    return (
-        result.get("objective", result) if isinstance(result, dict) else result
-    )
+    return result.get("objective", result) if isinstance(result, dict) else result
 
 
 _LACKED = "not_finite"
@@ -388,9 +340,7 @@ def lacked_by_json(result: Any) -> dict[str, Json]:
     if isinstance(objective, float) and not math.isfinite(objective):
         found[_LACKED] = str(float(objective))
     within = [
-        {"at": list(place), "value": value}
-        for place, value in _not_finite(result, ())
-        if place
+        {"at": list(place), "value": value} for place, value in _not_finite(result, ()) if place
     ]
     if within:
         found[_LACKED_WITHIN] = within

@@ -28,11 +28,7 @@ _NOTED = {MLFLOW_ID: "mlflow_run_id", TRACKIO_NAME: "trackio_run_name"}
 
 
 def tracker_environment(
-    environ: Mapping[str, str],
-    run_dir: Path,
-    job: str,
-    *,
-    is_script: bool,
+    environ: Mapping[str, str], run_dir: Path, job: str, *, is_script: bool
 ) -> dict[str, str]:
     """Return what an attempt is to have in its environment, none of which the user has set.
 
@@ -43,16 +39,10 @@ def tracker_environment(
     if has_wandb and not any(name in environ for name in _WANDB_ITSELF):
         found |= {WANDB_ID: job, WANDB_RESUME: "allow"}
     noted = _read_note(run_dir, job, environ.get(_MLFLOW_SERVER))
-    return found | {
-        name: run for name, run in noted.items() if name not in environ
-    }
+    return found | {name: run for name, run in noted.items() if name not in environ}
 
 
-def _read_note(
-    run_dir: Path,
-    job: str,
-    server: str | None,
-) -> dict[str, str]:
+def _read_note(run_dir: Path, job: str, server: str | None) -> dict[str, str]:
     """Return the runs that attempts of this job have noted, by the variables that name them."""
     note = read_object(run_dir / FILE)
     if note.get("job") != job:
@@ -67,11 +57,7 @@ class TrackerNote:
     """Keeps in the run folder which runs of MLflow and trackio this process logs to; ``job`` is
     empty where no launcher would read it."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        job: str | None,
-    ) -> None:
+    def __init__(self, run_dir: Path, job: str | None) -> None:
         self._run_dir, self._job = run_dir, job
         self._noted: dict[str, str] = {}
         # as the launcher sees it: set_tracking_uri() changes the variable in this process
@@ -104,9 +90,7 @@ def _active_mlflow_run() -> dict[str, str]:
     if run is None:
         return {}
     # a run within another ends with it
-    return {
-        MLFLOW_ID: run.data.tags.get("mlflow.parentRunId", run.info.run_id)
-    }
+    return {MLFLOW_ID: run.data.tags.get("mlflow.parentRunId", run.info.run_id)}
 
 
 def _active_trackio_run() -> dict[str, str]:

@@ -120,37 +120,21 @@ def run_command(
         try:
             child.communicate(timeout=_LAST_SECONDS)
         except subprocess.TimeoutExpired:
-            log.warning(
-                "pid %d does not end after SIGKILL: it hangs in the kernel",
-                child.pid,
-            )
-        raise NoAnswerError(
-            f"{command[0]} has not ended after {limit_seconds:g} s"
-        ) from None
+            log.warning("pid %d does not end after SIGKILL: it hangs in the kernel", child.pid)
+        raise NoAnswerError(f"{command[0]} has not ended after {limit_seconds:g} s") from None
     except BaseException:
         child.kill()
         raise
-    return subprocess.CompletedProcess(
-        command,
-        child.returncode,
-        out,
-        err,
-    )
+    return subprocess.CompletedProcess(command, child.returncode, out, err)
 
 
 def printed_by(
-    command: Sequence[str],
-    limit_seconds: float,
-    variables: Mapping[str, str] | None = None,
+    command: Sequence[str], limit_seconds: float, variables: Mapping[str, str] | None = None
 ) -> bytes | None:
     """Do :func:`run_command` for a program that may be missing; return what it prints. None if it
     fails or takes longer. ``variables`` are set beside this process's environment."""
     try:
-        done = run_command(
-            command,
-            limit_seconds,
-            {**os.environ, **(variables or {})},
-        )
+        done = run_command(command, limit_seconds, {**os.environ, **(variables or {})})
     except (OSError, NoAnswerError):
         return None
     return done.stdout if done.returncode == 0 else None

@@ -34,9 +34,7 @@ def cuda_order(environ: Mapping[str, str]) -> tuple[str, ...]:
 @functools.lru_cache(maxsize=8)
 def _ask_fresh_process(device_order: str | None) -> tuple[str, ...] | str:
     hidden = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
-    environ = {
-        name: value for name, value in os.environ.items() if name not in hidden
-    }
+    environ = {name: value for name, value in os.environ.items() if name not in hidden}
     if device_order is not None:
         environ["CUDA_DEVICE_ORDER"] = device_order
     from robust_train.gpu.bounded import NoAnswerError, run_command
@@ -44,11 +42,7 @@ def _ask_fresh_process(device_order: str | None) -> tuple[str, ...] | str:
     # isolated (-I): the script's folder must not come before the standard library
     command = [sys.executable, "-I", "-S", __file__]
     try:
-        done = run_command(
-            command,
-            _TIMEOUT_SECONDS,
-            environ,
-        )
+        done = run_command(command, _TIMEOUT_SECONDS, environ)
     except (OSError, NoAnswerError) as error:
         return str(error)
     if done.returncode != 0:
@@ -61,9 +55,7 @@ def started_driver() -> ctypes.CDLL | None:
     """Return CUDA's driver if anything in this process has initialised it; does not initialise it.
     ``torch.cuda.is_initialized()`` would not do: ``is_available()`` may start the driver."""
     try:
-        driver = ctypes.CDLL(
-            "libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY
-        )
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
     except OSError:
         return None
     code = driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))
@@ -85,9 +77,7 @@ def _enumerate(driver: ctypes.CDLL) -> tuple[str, ...]:
     found = []
     for ordinal in range(count.value):
         device = ctypes.c_int()
-        _check(
-            "cuDeviceGet", driver.cuDeviceGet(ctypes.byref(device), ordinal)
-        )
+        _check("cuDeviceGet", driver.cuDeviceGet(ctypes.byref(device), ordinal))
         raw = (ctypes.c_ubyte * 16)()
         # version 1 has a slice's parent's UUID
         _check("cuDeviceGetUuid_v2", driver.cuDeviceGetUuid_v2(raw, device))

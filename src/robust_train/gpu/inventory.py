@@ -29,18 +29,10 @@ _ANSWER_SECONDS = 5.0
 _CLOSING_SECONDS = 1.0
 _HEALTH_SECONDS = 10.0
 
-_COMPUTE_MODES = {
-    0: "default",
-    1: "exclusive_thread",
-    2: "prohibited",
-    3: "exclusive_process",
-}
+_COMPUTE_MODES = {0: "default", 1: "exclusive_thread", 2: "prohibited", 3: "exclusive_process"}
 # products that share the host's memory. A discrete card may lack its figures as well (no
 # permission, a fault), so the name decides
-_INTEGRATED = re.compile(
-    r"\b(GB10|Thor|Orin|Xavier|Tegra|nvgpu|Jetson|N1X)\b",
-    re.IGNORECASE,
-)
+_INTEGRATED = re.compile(r"\b(GB10|Thor|Orin|Xavier|Tegra|nvgpu|Jetson|N1X)\b", re.IGNORECASE)
 
 # `nvmlClocksEventReason…` in nvml.h
 _THROTTLES = {
@@ -59,9 +51,7 @@ _LEGACY_BINDING = (
     "the module pynvml is a legacy package that shadows nvidia-ml-py: "
     "pip uninstall pynvml nvidia-ml-py3, then pip install --force-reinstall nvidia-ml-py"
 )
-_NO_BINDING = (
-    "the package nvidia-ml-py is not installed: pip install nvidia-ml-py"
-)
+_NO_BINDING = "the package nvidia-ml-py is not installed: pip install nvidia-ml-py"
 _MISMATCH = (
     "the NVIDIA kernel module and its libraries are of different versions (a driver was upgraded "
     "under a running system): reboot, or reload the nvidia kernel module; inside a container, "
@@ -85,9 +75,7 @@ def read_inventory(*, processes: bool = True) -> Inventory:
         processes: also list who is on each GPU. That costs some milliseconds per GPU and contends
             for a lock of the driver, so leave it out when polling.
     """
-    limit_seconds = (
-        OPENING_SECONDS if known_session() is None else _ANSWER_SECONDS
-    )
+    limit_seconds = OPENING_SECONDS if known_session() is None else _ANSWER_SECONDS
     try:
         return ask(lambda: _read_inventory(processes), limit_seconds)
     except NoAnswerError as silence:
@@ -111,9 +99,7 @@ def ask_health_again() -> None:
 def known_session() -> NvmlSession | None:
     """Return this process's session, None if it has none."""
     session = _session  # another thread may forget it
-    return (
-        session if session is not None and session.pid == os.getpid() else None
-    )
+    return session if session is not None and session.pid == os.getpid() else None
 
 
 def close_session() -> None:
@@ -215,11 +201,7 @@ class NvmlSession:
         for index in range(count):
             try:
                 gpus += self._read_gpu(index, processes)
-            except (
-                self.nvml.NVMLError,
-                ValueError,
-                _UnreadableError,
-            ) as error:
+            except (self.nvml.NVMLError, ValueError, _UnreadableError) as error:
                 # a handle of a GPU that was lost can crash the driver's library
                 lost = self._known.pop(index, None)
                 uuid = None if lost is None else lost.uuid
@@ -243,16 +225,10 @@ class NvmlSession:
     def _problem(self, skipped: list[SkippedGpu]) -> str:
         if not skipped:
             return f"no NVIDIA GPU on this machine (driver {self._driver or 'unknown'})"
-        reasons = "; ".join(
-            f"GPU {gpu.index}: {gpu.reason}" for gpu in skipped
-        )
+        reasons = "; ".join(f"GPU {gpu.index}: {gpu.reason}" for gpu in skipped)
         return f"none of the {len(skipped)} GPUs here can be used: {reasons}"
 
-    def _read_gpu(
-        self,
-        index: int,
-        processes: bool,
-    ) -> list[GpuInfo]:
+    def _read_gpu(self, index: int, processes: bool) -> list[GpuInfo]:
         """Return one GPU, or its slices if it is cut into some; a passing error is no error."""
         try:
             return self._read_gpu_once(index, processes)
@@ -267,11 +243,7 @@ class NvmlSession:
                 raise
             return self._read_gpu_once(index, processes)
 
-    def _read_gpu_once(
-        self,
-        index: int,
-        processes: bool,
-    ) -> list[GpuInfo]:
+    def _read_gpu_once(self, index: int, processes: bool) -> list[GpuInfo]:
         device = self._known.get(index)
         if device is None:
             handle = self.nvml.nvmlDeviceGetHandleByIndex(index)
@@ -287,12 +259,7 @@ class NvmlSession:
             return found
         return [replace(gpu, unusable=why, owned=False) for gpu in found]
 
-    def _device(
-        self,
-        index: int,
-        handle: Any,
-        parent: _Device | None = None,
-    ) -> _Device:
+    def _device(self, index: int, handle: Any, parent: _Device | None = None) -> _Device:
         name = self._optional(self.nvml.nvmlDeviceGetName, handle)
         unknown = "unknown GPU" if parent is None else f"{parent.name} MIG"
         return _Device(
@@ -310,20 +277,12 @@ class NvmlSession:
             return ""
         return f"{pci.domain:08x}:{pci.bus:02x}:{pci.device:02x}.0"
 
-    def _read_slices(
-        self,
-        parent: _Device,
-        processes: bool,
-    ) -> list[GpuInfo]:
+    def _read_slices(self, parent: _Device, processes: bool) -> list[GpuInfo]:
         """Return the slices of a GPU: nothing can run on it as a whole while MIG is on."""
         nvml = self.nvml
         slices: list[GpuInfo] = []
-        reason = (
-            "MIG is on but no slice has been made: nvidia-smi mig -cgi … -C"
-        )
-        most = self._optional(
-            nvml.nvmlDeviceGetMaxMigDeviceCount, parent.handle
-        )
+        reason = "MIG is on but no slice has been made: nvidia-smi mig -cgi … -C"
+        most = self._optional(nvml.nvmlDeviceGetMaxMigDeviceCount, parent.handle)
         get = nvml.nvmlDeviceGetMigDeviceHandleByIndex
         for slot in range(most or 0):
             handle = self._optional(get, parent.handle, slot)
@@ -338,16 +297,10 @@ class NvmlSession:
             raise _UnreadableError(reason)
         return slices
 
-    def _read_device(
-        self,
-        device: _Device,
-        processes: bool,
-    ) -> GpuInfo:
+    def _read_device(self, device: _Device, processes: bool) -> GpuInfo:
         nvml, handle, parent = self.nvml, device.handle, device.parent
         total, free, used, is_unified = self._read_memory(device)
-        utilization = self._optional(
-            nvml.nvmlDeviceGetUtilizationRates, handle
-        )
+        utilization = self._optional(nvml.nvmlDeviceGetUtilizationRates, handle)
         whole = handle if parent is None else parent.handle
         mode = self._optional(nvml.nvmlDeviceGetComputeMode, whole)
         compute_mode = _COMPUTE_MODES.get(mode or 0, f"unknown ({mode})")
@@ -359,9 +312,7 @@ class NvmlSession:
             total_bytes=total,
             free_bytes=free,
             used_bytes=used,
-            utilization_percent=None
-            if utilization is None
-            else utilization.gpu,
+            utilization_percent=None if utilization is None else utilization.gpu,
             compute_mode=compute_mode,
             processes=self._read_processes(handle) if processes else None,
             throttled=self._throttled(handle) if processes else None,
@@ -374,18 +325,10 @@ class NvmlSession:
         """Return why the clocks are low, of heat or power."""
         bits = 0
         # which is known depends on the binding's age
-        for name in (
-            "Throttle",
-            "Event",
-        ):
-            read = getattr(
-                self.nvml, f"nvmlDeviceGetCurrentClocks{name}Reasons", None
-            )
+        for name in ("Throttle", "Event"):
+            read = getattr(self.nvml, f"nvmlDeviceGetCurrentClocks{name}Reasons", None)
             bits = bits or (read and self._optional(read, handle)) or 0
-        return (
-            ", ".join(text for bit, text in _THROTTLES.items() if bits & bit)
-            or None
-        )
+        return ", ".join(text for bit, text in _THROTTLES.items() if bits & bit) or None
 
     def _read_mode(self, handle: Any, compute_mode: str) -> dict[str, Any]:
         """Return what the compute mode means for a job that would start now, as GpuInfo has it."""
@@ -407,11 +350,7 @@ class NvmlSession:
         nvml, handle = self.nvml, device.handle
         # version 2 of the call does not count the driver's own memory as used; some drivers have
         # its symbol and refuse it (seen on WSL)
-        memory = self._optional(
-            nvml.nvmlDeviceGetMemoryInfo,
-            handle,
-            nvml.nvmlMemory_v2,
-        )
+        memory = self._optional(nvml.nvmlDeviceGetMemoryInfo, handle, nvml.nvmlMemory_v2)
         problem = "NVML reports no memory for it (a total of 0)"
         try:
             memory = memory or nvml.nvmlDeviceGetMemoryInfo(handle)
@@ -434,19 +373,10 @@ class NvmlSession:
         used: dict[int, int | None] = {}
         for process in (*(compute or ()), *(graphics or ())):
             known, size = used.get(process.pid), process.usedGpuMemory
-            used[process.pid] = (
-                size if known is None else max(known, size or 0)
-            )
-        return tuple(
-            GpuProcess(pid, size, pid in computing)
-            for pid, size in used.items()
-        )
+            used[process.pid] = size if known is None else max(known, size or 0)
+        return tuple(GpuProcess(pid, size, pid in computing) for pid, size in used.items())
 
-    def _list_processes(
-        self,
-        handle: Any,
-        kind: str,
-    ) -> list[Any] | None:
+    def _list_processes(self, handle: Any, kind: str) -> list[Any] | None:
         """Return NVML's list; None on any error."""
         call = getattr(self.nvml, f"nvmlDeviceGet{kind}RunningProcesses_v3")
         return self._optional(call, handle)
@@ -464,17 +394,9 @@ class NvmlSession:
         """Yield what is wrong with a whole GPU, as far as it reports that."""
         nvml = self.nvml
         field = getattr(nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", 230)
-        answers = self._optional(
-            nvml.nvmlDeviceGetFieldValues,
-            handle,
-            [field],
-        )
+        answers = self._optional(nvml.nvmlDeviceGetFieldValues, handle, [field])
         # each field has a return code of its own; on some drivers the value is of another width
-        if (
-            answers
-            and answers[0].nvmlReturn == 0
-            and (action := answers[0].value.uiVal)
-        ):
+        if answers and answers[0].nvmlReturn == 0 and (action := answers[0].value.uiVal):
             what = _RECOVERY.get(action, f"it needs recovery action {action}")
             yield f"the driver reports that {what}"
         # since Ampere: memory rows that failed are replaced by spare ones, while there are some
@@ -485,11 +407,7 @@ class NvmlSession:
         if self._optional(nvml.nvmlDeviceGetRetiredPagesPendingStatus, handle):
             yield "memory pages wait to be retired: reset it or reboot"
 
-    def _optional(
-        self,
-        call: Callable[..., _T],
-        *args: Any,
-    ) -> _T | None:
+    def _optional(self, call: Callable[..., _T], *args: Any) -> _T | None:
         """Return a metric that a GPU may lack: None on any error."""
         try:
             return call(*args)

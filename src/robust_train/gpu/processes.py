@@ -61,9 +61,7 @@ def find_holders(gpus: Iterable[GpuInfo]) -> dict[int, GpuUser]:
     return found
 
 
-def list_cuda_processes(
-    inventory: Inventory,
-) -> tuple[list[CudaProcess], dict[int, str]]:
+def list_cuda_processes(inventory: Inventory) -> tuple[list[CudaProcess], dict[int, str]]:
     """Return who computes on the GPUs of ``inventory``, and by number why another process that NVML
     lists is not among them. In a container, where NVML may list the host's numbers, a process
     counts only if it has CUDA's library loaded."""
@@ -74,13 +72,9 @@ def list_cuda_processes(
             if listed.computes:
                 sizes = on.setdefault(listed.pid, {})
                 held, size = sizes.get(gpu.index, 0), listed.used_bytes
-                sizes[gpu.index] = (
-                    None if held is None or size is None else held + size
-                )
+                sizes[gpu.index] = None if held is None or size is None else held + size
             else:
-                others[listed.pid] = (
-                    "only draws on a GPU and is no CUDA process"
-                )
+                others[listed.pid] = "only draws on a GPU and is no CUDA process"
     needs_proof = not sees_host_pids()
     processes = []
     for pid, sizes in sorted(on.items()):
@@ -90,9 +84,7 @@ def list_cuda_processes(
             process = psutil.Process(pid)
             uid, command = process.uids().real, _command(process)
         except psutil.Error:
-            others[pid] = (
-                "is not visible from here (in another container, or it just ended)"
-            )
+            others[pid] = "is not visible from here (in another container, or it just ended)"
             continue
         if needs_proof and not has_cuda_library(pid):
             others[pid] = (
@@ -137,11 +129,7 @@ def started_at(pid: int) -> float:
         return 0.0
 
 
-def send_signal(
-    pid: int,
-    started: float,
-    signum: signal.Signals,
-) -> bool:
+def send_signal(pid: int, started: float, signum: signal.Signals) -> bool:
     """Signal a process that is known by number and start; return False if it has ended. Raises
     PermissionError: it is another user's."""
     try:
@@ -202,9 +190,7 @@ def is_mps_server(pid: int) -> bool:
         if psutil.Process(pid).name().startswith("nvidia-cuda-mps"):
             return True
     pipes = os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps"
-    return not sees_host_pids() and os.path.exists(
-        os.path.join(pipes, "control")
-    )
+    return not sees_host_pids() and os.path.exists(os.path.join(pipes, "control"))
 
 
 def _command(process: psutil.Process) -> str:
@@ -251,10 +237,7 @@ def learned_context_bytes(gpu_name: str) -> int:
 def learn_context_bytes(gpu_name: str, figures: Mapping[str, int]) -> None:
     """Remember what an attempt measured. Never raises: a guess is all that is lost."""
     known, measured = _learned(), figures.get("context_bytes", 0)
-    at_most, name = (
-        figures.get("context_at_most_bytes", 0),
-        gpu_name + _AT_MOST,
-    )
+    at_most, name = (figures.get("context_at_most_bytes", 0), gpu_name + _AT_MOST)
     learned = dict(known)
     if measured in _PLAUSIBLE:
         learned[gpu_name] = max(measured, known.get(gpu_name, 0))
@@ -263,19 +246,13 @@ def learn_context_bytes(gpu_name: str, figures: Mapping[str, int]) -> None:
     path = _contexts_file()
     if learned != known and path is not None:
         with contextlib.suppress(OSError):
-            path.parent.mkdir(
-                mode=0o700,
-                parents=True,
-                exist_ok=True,
-            )
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_json(path, learned, indent=2)
 
 
 def _contexts_file() -> Path | None:
     """Return where contexts are remembered; None without a home."""
-    chosen, home = (
-        os.environ.get(name, "") for name in ("XDG_CACHE_HOME", "HOME")
-    )
+    chosen, home = (os.environ.get(name, "") for name in ("XDG_CACHE_HOME", "HOME"))
     # the XDG Base Directory Specification ignores relative paths
     cache = chosen if os.path.isabs(chosen) else os.path.join(home, ".cache")
     path = Path(cache) / "robust-train/contexts.json"
@@ -285,8 +262,4 @@ def _contexts_file() -> Path | None:
 def _learned() -> dict[str, int]:
     path = _contexts_file()
     known = {} if path is None else read_object(path)
-    return {
-        name: size
-        for name, size in known.items()
-        if type(size) is int and size in _PLAUSIBLE
-    }
+    return {name: size for name, size in known.items() if type(size) is int and size in _PLAUSIBLE}

@@ -28,15 +28,8 @@ _BUSY_PERCENT, _BUSY_BYTES = 10, 2 * GIB
 def rank(gpus: Sequence[GpuInfo], min_bytes: int) -> list[GpuInfo]:
     """Return the GPUs that a job needing ``min_bytes`` could start on now, best first. Most free
     memory comes first, then the least busy (unknown last), then the lowest PCI address."""
-    suitable = [
-        gpu
-        for gpu in gpus
-        if gpu.unusable is None and gpu.free_bytes >= min_bytes
-    ]
-    return sorted(
-        suitable,
-        key=lambda gpu: (-gpu.free_bytes, tie_breaker(gpu)),
-    )
+    suitable = [gpu for gpu in gpus if gpu.unusable is None and gpu.free_bytes >= min_bytes]
+    return sorted(suitable, key=lambda gpu: (-gpu.free_bytes, tie_breaker(gpu)))
 
 
 def tie_breaker(gpu: GpuInfo) -> tuple[int, str, str]:
@@ -64,20 +57,13 @@ def can_be_one_of(gpu: GpuInfo, count: int) -> bool:
 
 def could_ever_fit(gpu: GpuInfo, min_bytes: int) -> bool:
     """Return whether it is large enough, readable, and open to computing."""
-    return (
-        gpu.compute_mode != "prohibited" and 0 < gpu.total_bytes >= min_bytes
-    )
+    return gpu.compute_mode != "prohibited" and 0 < gpu.total_bytes >= min_bytes
 
 
 def explain(gpus: Sequence[GpuInfo], min_bytes: int) -> str:
     """Return what is needed and why each GPU does not do, as one line."""
-    whys = (
-        gpu.unusable or f"{mib(gpu.free_bytes)} of {mib(gpu.total_bytes)} free"
-        for gpu in gpus
-    )
-    parts = (
-        f"{label(gpu)}: {why}" for gpu, why in zip(gpus, whys, strict=True)
-    )
+    whys = (gpu.unusable or f"{mib(gpu.free_bytes)} of {mib(gpu.total_bytes)} free" for gpu in gpus)
+    parts = (f"{label(gpu)}: {why}" for gpu, why in zip(gpus, whys, strict=True))
     return f"needs {mib(min_bytes)} free; {'; '.join(parts)}"
 
 
@@ -86,34 +72,22 @@ def label(gpu: GpuInfo) -> str:
     return f"GPU {gpu.index} ({gpu.name}, {gpu.uuid[:12]}…)"
 
 
-def describe_process(
-    process: GpuProcess, holders: Mapping[int, GpuUser]
-) -> str:
+def describe_process(process: GpuProcess, holders: Mapping[int, GpuUser]) -> str:
     """Return ``python (pid 812, ada) 14000 MiB``, as far as it is known."""
     holder = holders.get(process.pid)
     who = f"pid {process.pid}"
     if holder is not None:
         who = f"{holder.command} ({who}, {holder.user})"
-    return (
-        who
-        if process.used_bytes is None
-        else f"{who} {mib(process.used_bytes)}"
-    )
+    return who if process.used_bytes is None else f"{who} {mib(process.used_bytes)}"
 
 
-def others_on(
-    gpu: GpuInfo,
-    holders: Mapping[int, GpuUser],
-    ours: Collection[int] = (),
-) -> str:
+def others_on(gpu: GpuInfo, holders: Mapping[int, GpuUser], ours: Collection[int] = ()) -> str:
     """Return who computes on a GPU that was read with its processes; empty if no one does but
     ``ours``. Where none is listed (in a container, under WSL), memory and time in use show them."""
     listed = gpu.processes or ()
     computing = [one for one in listed if one.computes and one.pid not in ours]
     if computing:
-        return ", ".join(
-            describe_process(process, holders) for process in computing
-        )
+        return ", ".join(describe_process(process, holders) for process in computing)
     used, busy = gpu.used_bytes, gpu.utilization_percent or 0
     is_used = used > _BUSY_BYTES and not gpu.unified_memory
     if gpu.processes or not (is_used or busy >= _BUSY_PERCENT):
@@ -121,9 +95,7 @@ def others_on(
     return f"processes that are not listed ({mib(used)} in use, {busy}% busy)"
 
 
-def idlest(
-    gpus: Sequence[GpuInfo], ours: Collection[int] = ()
-) -> GpuInfo | None:
+def idlest(gpus: Sequence[GpuInfo], ours: Collection[int] = ()) -> GpuInfo | None:
     """Return the best of the GPUs on which no one computes but ``ours``, None if there is none."""
     free = [gpu for gpu in gpus if not others_on(gpu, {}, ours)]
     return next(iter(rank(free, 0)), None)
@@ -162,9 +134,7 @@ def _addressable_gpus() -> tuple[dict[GpuInfo, int], str]:
         # what the environment contains now no longer counts
         inventory = read_inventory(processes=False)
         here = {gpu.uuid.partition("-")[2]: gpu for gpu in inventory.gpus}
-        found = {
-            here[uuid]: n for n, uuid in enumerate(started) if uuid in here
-        }
+        found = {here[uuid]: n for n, uuid in enumerate(started) if uuid in here}
         return found, inventory.problem or "CUDA sees no GPU in this process"
     if VARIABLE not in os.environ:
         # a mask of numbers would mean other GPUs under another order, so not beside a mask
@@ -173,7 +143,5 @@ def _addressable_gpus() -> tuple[dict[GpuInfo, int], str]:
     if visible.warning:
         log.warning("%s", visible.warning)
     known = {gpu: visible.ordinal(gpu.uuid) for gpu in visible.gpus}
-    found = {
-        gpu: ordinal for gpu, ordinal in known.items() if ordinal is not None
-    }
+    found = {gpu: ordinal for gpu, ordinal in known.items() if ordinal is not None}
     return found, visible.why_none

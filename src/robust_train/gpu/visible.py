@@ -22,9 +22,7 @@ NAMES_VARIABLE = "ROBUST_TRAIN_CUDA_VISIBLE_DEVICES"
 
 _SLURM_GPUS = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE")
 _INTEGER = re.compile(r"\s*([+-]?[0-9]+)", re.ASCII)
-_NOT_AN_ENTRY = (
-    "ends the list (a list holds numbers from 0, or GPU- UUIDs, or MIG- UUIDs)"
-)
+_NOT_AN_ENTRY = "ends the list (a list holds numbers from 0, or GPU- UUIDs, or MIG- UUIDs)"
 
 
 @dataclass(frozen=True)
@@ -38,9 +36,7 @@ class Visible:
     # one sentence if the variable hides GPUs by a mistake, or is ambiguous
     warning: str = ""
     # all of the machine, visible or not
-    inventory: Inventory = field(
-        default=Inventory(), repr=False, compare=False
-    )
+    inventory: Inventory = field(default=Inventory(), repr=False, compare=False)
 
     @property
     def machine(self) -> tuple[GpuInfo, ...]:
@@ -85,9 +81,7 @@ def visible_gpus(inventory: Inventory, environ: Mapping[str, str]) -> Visible:
                 )
     seen = resolve_mask(mask, listed)
     return replace(
-        seen,
-        warning="; ".join(filter(None, (warning, seen.warning))),
-        inventory=inventory,
+        seen, warning="; ".join(filter(None, (warning, seen.warning))), inventory=inventory
     )
 
 
@@ -98,9 +92,7 @@ def allocated_by(environ: Mapping[str, str]) -> str:
     Their allocation is a reservation already. A Slurm without GPUs in its configuration and a Ray
     task that asked for none reserve nothing, although they see every GPU of the host.
     """
-    if "SLURM_JOB_ID" in environ and any(
-        environ.get(name) for name in _SLURM_GPUS
-    ):
+    if "SLURM_JOB_ID" in environ and any(environ.get(name) for name in _SLURM_GPUS):
         return "Slurm"
     if "RAY_RAYLET_PID" in environ and environ.get("CUDA_VISIBLE_DEVICES"):
         return "Ray"
@@ -115,9 +107,7 @@ def numbers_gpus(environ: Mapping[str, str], *, is_script: bool) -> bool:
     """
     given = environ.get(NAMES_VARIABLE) or "auto"
     if given not in ("auto", "uuid", "index"):
-        raise ConfigError(
-            f"{NAMES_VARIABLE}={given}: must be one of auto, uuid, index"
-        )
+        raise ConfigError(f"{NAMES_VARIABLE}={given}: must be one of auto, uuid, index")
     return given == "index" or (given == "auto" and is_script)
 
 
@@ -137,11 +127,7 @@ def mask_for(gpus: Sequence[GpuInfo], *, by_index: bool) -> str:
 
 def names_integers(mask: str | None) -> bool:
     """Return whether a mask numbers GPUs, so that it depends on who counts."""
-    return (
-        mask is not None
-        and _INTEGER.match(mask) is not None
-        and not _hides_all(mask)
-    )
+    return mask is not None and _INTEGER.match(mask) is not None and not _hides_all(mask)
 
 
 def resolve_mask(mask: str | None, cuda_order: Sequence[GpuInfo]) -> Visible:
@@ -161,11 +147,7 @@ def resolve_mask(mask: str | None, cuda_order: Sequence[GpuInfo]) -> Visible:
     keys: list[int | str] = []
     shown: list[GpuInfo] = []
     for entry in entries:
-        key = (
-            (entry if entry.startswith(kind) else None)
-            if kind
-            else _number(entry)
-        )
+        key = (entry if entry.startswith(kind) else None) if kind else _number(entry)
         if key is None:
             break
         if key in keys:
@@ -176,12 +158,7 @@ def resolve_mask(mask: str | None, cuda_order: Sequence[GpuInfo]) -> Visible:
         try:
             found = _find(key, cuda_order)
         except _NotThereError as error:
-            mistake = _mistake(
-                mask,
-                entry,
-                str(error),
-                len(shown),
-            )
+            mistake = _mistake(mask, entry, str(error), len(shown))
             return Visible(tuple(shown), warning=mistake)
         if found in shown:
             repeated = "names a GPU for the second time"
@@ -191,12 +168,7 @@ def resolve_mask(mask: str | None, cuda_order: Sequence[GpuInfo]) -> Visible:
     # a trailing comma hides nothing
     if shown and not any(entry.strip() for entry in ignored):
         return Visible(tuple(shown))
-    mistake = _mistake(
-        mask,
-        ignored[0],
-        _NOT_AN_ENTRY,
-        len(shown),
-    )
+    mistake = _mistake(mask, ignored[0], _NOT_AN_ENTRY, len(shown))
     return Visible(tuple(shown), warning=mistake)
 
 
@@ -215,15 +187,11 @@ def _find(key: int | str, cuda_order: Sequence[GpuInfo]) -> GpuInfo:
     if isinstance(key, int):
         if key >= len(first_parts):
             count = len(first_parts)
-            raise _NotThereError(
-                f"is out of range (the number of GPUs here is {count})"
-            )
+            raise _NotThereError(f"is out of range (the number of GPUs here is {count})")
         return list(first_parts.values())[key]
     if key.startswith("MIG-"):
         raise _NotThereError("is the whole UUID of no MIG slice here")
-    matches = [
-        gpu for uuid, gpu in first_parts.items() if uuid.startswith(key)
-    ]
+    matches = [gpu for uuid, gpu in first_parts.items() if uuid.startswith(key)]
     if not matches:
         raise _NotThereError("is the UUID of no GPU here")
     if len(matches) > 1:
@@ -231,17 +199,8 @@ def _find(key: int | str, cuda_order: Sequence[GpuInfo]) -> GpuInfo:
     return matches[0]
 
 
-def _mistake(
-    mask: str,
-    entry: str,
-    fault: str,
-    shown: int,
-) -> str:
-    effect = (
-        "no GPU is visible"
-        if shown == 0
-        else "only the entries before it count"
-    )
+def _mistake(mask: str, entry: str, fault: str, shown: int) -> str:
+    effect = "no GPU is visible" if shown == 0 else "only the entries before it count"
     return (
         f"{VARIABLE}={mask}: the entry '{entry}' {fault}, so {effect}; correct or unset the "
         f"variable (robust-train gpus lists what there is), or set {VARIABLE}= for the CPU"
@@ -265,30 +224,17 @@ def _listed(inventory: Inventory) -> list[GpuInfo]:
     for lost in inventory.skipped:
         # without even a UUID the GPU is lost or closed to us, for CUDA too
         if lost.uuid is not None:
-            later = (
-                i for i, gpu in enumerate(listed) if gpu.index > lost.index
-            )
+            later = (i for i, gpu in enumerate(listed) if gpu.index > lost.index)
             gpu = _unreadable(lost.uuid, lost.index, lost.reason)
             listed.insert(next(later, len(listed)), gpu)
     return listed
 
 
 def _unreadable(uuid: str, index: int, reason: str) -> GpuInfo:
-    return GpuInfo(
-        uuid,
-        "unreadable GPU",
-        index,
-        "",
-        0,
-        0,
-        0,
-        unusable=reason,
-    )
+    return GpuInfo(uuid, "unreadable GPU", index, "", 0, 0, 0, unusable=reason)
 
 
-def _order_is_uncertain(
-    inventory: Inventory, environ: Mapping[str, str]
-) -> bool:
+def _order_is_uncertain(inventory: Inventory, environ: Mapping[str, str]) -> bool:
     if any(gpu.parent_uuid is not None for gpu in inventory.gpus):
         return False  # CUDA would list one slice and nothing else
     if inventory.skipped:
@@ -297,12 +243,7 @@ def _order_is_uncertain(
     return not by_pci and len({gpu.name for gpu in inventory.gpus}) > 1
 
 
-def _in_cuda_order(
-    listed: Sequence[GpuInfo], uuids: Sequence[str]
-) -> list[GpuInfo]:
+def _in_cuda_order(listed: Sequence[GpuInfo], uuids: Sequence[str]) -> list[GpuInfo]:
     known = {gpu.uuid.partition("-")[2]: gpu for gpu in listed}
     reason = "NVML does not list it"
-    return [
-        known.get(uuid) or _unreadable(f"GPU-{uuid}", -1, reason)
-        for uuid in uuids
-    ]
+    return [known.get(uuid) or _unreadable(f"GPU-{uuid}", -1, reason) for uuid in uuids]

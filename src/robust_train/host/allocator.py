@@ -14,11 +14,7 @@ _NEWER = "PYTORCH_ALLOC_CONF"
 
 
 def use_expandable_segments(
-    setting: bool | None,
-    environ: Mapping[str, str],
-    *,
-    is_script: bool = False,
-    gpus: int = 1,
+    setting: bool | None, environ: Mapping[str, str], *, is_script: bool = False, gpus: int = 1
 ) -> bool:
     """Decide whether the allocator uses expandable segments from the start.
 
@@ -40,9 +36,7 @@ def is_wsl() -> bool:
     return "microsoft" in os.uname().release.lower()
 
 
-def allocator_settings(
-    environ: Mapping[str, str], *, expandable_segments: bool
-) -> str:
+def allocator_settings(environ: Mapping[str, str], *, expandable_segments: bool) -> str:
     """Return the variable's value: what the user exports under either name, then our setting. An
     exported setting of expandable segments stays."""
     exported = _exported(environ)
@@ -61,9 +55,7 @@ def exported_expandable_segments(environ: Mapping[str, str]) -> bool | None:
 def exported_fraction(environ: Mapping[str, str]) -> float:
     """Return the share of a GPU that the user's own environment leaves the allocator (torch 2.9 and
     later), 1 if that sets none: how people share a GPU."""
-    found = re.search(
-        r"per_process_memory_fraction\s*:\s*([\d.]+)", _exported(environ)
-    )
+    found = re.search(r"per_process_memory_fraction\s*:\s*([\d.]+)", _exported(environ))
     return 1.0 if found is None else float(found[1])
 
 

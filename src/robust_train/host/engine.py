@@ -54,10 +54,7 @@ def guest_rank(environ: Mapping[str, str]) -> GuestRank | None:
         return None
     if "RANK" in environ and _number(environ, "WORLD_SIZE", "1") > 1:
         return _of_torch(environ)
-    if (
-        _number(environ, "SLURM_STEP_NUM_TASKS", "1") > 1
-        and "SLURM_PROCID" in environ
-    ):
+    if _number(environ, "SLURM_STEP_NUM_TASKS", "1") > 1 and "SLURM_PROCID" in environ:
         return _of_slurm(environ)
     return None
 
@@ -66,9 +63,7 @@ def _of_torch(environ: Mapping[str, str]) -> GuestRank:
     """Return a rank of torchrun, or of another engine that sets the same variables."""
     rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
     if rank >= world_size:
-        raise ConfigError(
-            f"RANK={rank}: must be below WORLD_SIZE={world_size}"
-        )
+        raise ConfigError(f"RANK={rank}: must be below WORLD_SIZE={world_size}")
     job, engine = "", "the engine that started this rank"
     run_id = environ.get("TORCHELASTIC_RUN_ID")
     if run_id is not None:
@@ -132,11 +127,7 @@ def first_host(hosts: str) -> str:
     return match[1] + (match[2] or "") + (match[3] or "")
 
 
-def _tasks_here(
-    environ: Mapping[str, str],
-    node: int,
-    tasks: int,
-) -> int:
+def _tasks_here(environ: Mapping[str, str], node: int, tasks: int) -> int:
     """Return how many tasks of the step this node has: ``SLURM_STEP_TASKS_PER_NODE=2(x3),1``."""
     counts: list[int] = []
     for one in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
@@ -145,11 +136,7 @@ def _tasks_here(
     return counts[node] if node < len(counts) else tasks
 
 
-def _number(
-    environ: Mapping[str, str],
-    name: str,
-    default: str = "",
-) -> int:
+def _number(environ: Mapping[str, str], name: str, default: str = "") -> int:
     text = environ.get(name, default)
     if not text.isdigit():
         raise ConfigError(f"{name}={text}: accepted is a number of 0 or more")

@@ -46,9 +46,7 @@ def adopt_hydra(hydra_cfg: DictConfig | None) -> None:
     if logging_cfg is not None:
         settings = OmegaConf.to_container(logging_cfg, resolve=True)
         assert isinstance(settings, dict)
-        logging.config.dictConfig(
-            {str(key): value for key, value in settings.items()}
-        )
+        logging.config.dictConfig({str(key): value for key, value in settings.items()})
     lose_lines_quietly()
     shorten_lines()
     show_lines()

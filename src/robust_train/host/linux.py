@@ -68,20 +68,11 @@ def _prctl(option: int, value: int) -> None:
     _libc_prctl(option, value, 0, 0, 0)
 
 
-def release_blocks(
-    path: Path,
-    offset: int,
-    length: int,
-) -> None:
+def release_blocks(path: Path, offset: int, length: int) -> None:
     """Return part of a file to the disk, as zeros; one that cannot (NFS before 4.2) keeps it."""
     begin, size = ctypes.c_long(offset), ctypes.c_long(length)
     with contextlib.suppress(OSError), path.open("r+b") as file:
-        _libc_fallocate(
-            file.fileno(),
-            _PUNCH_HOLE_AND_KEEP_SIZE,
-            begin,
-            size,
-        )
+        _libc_fallocate(file.fileno(), _PUNCH_HOLE_AND_KEEP_SIZE, begin, size)
 
 
 def children(*, recursive: bool = False) -> list[psutil.Process]:
@@ -120,29 +111,21 @@ def kill_descendants(
     deadline = time.monotonic() + _KILL_SECONDS
     pause = 0.002
     while True:
-        left = [
-            found.pid
-            for found in children(recursive=True)
-            if _is_killed(found, is_ours)
-        ]
+        left = [found.pid for found in children(recursive=True) if _is_killed(found, is_ours)]
         if not left or time.monotonic() >= deadline:
             return left
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
 
 
-def _is_killed(
-    process: psutil.Process, is_ours: Callable[[psutil.Process], bool]
-) -> bool:
+def _is_killed(process: psutil.Process, is_ours: Callable[[psutil.Process], bool]) -> bool:
     """Kill a process that is ours and collect it if it is a child; return whether it is left."""
     try:
         if not is_ours(process):
             return False
         process.kill()
         collect(process.pid)
-        return (
-            process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-        )
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
 
@@ -203,15 +186,8 @@ def processes_of(
     for pid in marked().get(job_mark(job), ()):
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
-            has_ended = process.status() in (
-                psutil.STATUS_ZOMBIE,
-                psutil.STATUS_DEAD,
-            )
-            if (
-                not has_ended
-                and process.uids().real == uid
-                and pid != os.getpid()
-            ):
+            has_ended = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+            if not has_ended and process.uids().real == uid and pid != os.getpid():
                 found.append(process)
     return found
 
@@ -227,11 +203,7 @@ def named(processes: Iterable[psutil.Process]) -> str:
     return ", ".join(found)
 
 
-def end_processes_of(
-    job: str,
-    uid: int,
-    grace_seconds: float,
-) -> list[psutil.Process]:
+def end_processes_of(job: str, uid: int, grace_seconds: float) -> list[psutil.Process]:
     """End what is left of a job without a launcher; return what cannot be ended.
 
     SIGTERM goes to what none of the others has started, for a last checkpoint; then all are killed.
@@ -276,11 +248,7 @@ def lock(fd: int, start: int = 0, length: int = 0) -> bool:
         OSError: the file system has no locks.
     """
     try:
-        fcntl.fcntl(
-            fd,
-            fcntl.F_OFD_SETLK,
-            _request(fcntl.F_WRLCK, start, length),
-        )
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _request(fcntl.F_WRLCK, start, length))
     except BlockingIOError:
         return False
     return True
@@ -288,11 +256,7 @@ def lock(fd: int, start: int = 0, length: int = 0) -> bool:
 
 def unlock(fd: int, start: int = 0, length: int = 0) -> None:
     """Release the lock, also for the processes that have inherited the descriptor."""
-    fcntl.fcntl(
-        fd,
-        fcntl.F_OFD_SETLK,
-        _request(fcntl.F_UNLCK, start, length),
-    )
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _request(fcntl.F_UNLCK, start, length))
 
 
 def is_locked(fd: int) -> bool:
@@ -301,19 +265,9 @@ def is_locked(fd: int) -> bool:
     Raises:
         OSError: the file system has no locks.
     """
-    answer = fcntl.fcntl(
-        fd,
-        fcntl.F_OFD_GETLK,
-        _request(fcntl.F_RDLCK),
-    )
+    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _request(fcntl.F_RDLCK))
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 
 def _request(kind: int, start: int = 0, length: int = 0) -> bytes:
-    return _FLOCK.pack(
-        kind,
-        os.SEEK_SET,
-        start,
-        length,
-        0,
-    )
+    return _FLOCK.pack(kind, os.SEEK_SET, start, length, 0)

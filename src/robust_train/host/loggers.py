@@ -23,9 +23,7 @@ from typing import Any, TextIO
 from robust_train.readable import one_line
 
 PACKAGE = "robust_train"
-_OF_A_SCRIPT = (
-    "ROBUST_TRAIN_EVENTS"  # the variable that only its processes have
-)
+_OF_A_SCRIPT = "ROBUST_TRAIN_EVENTS"  # the variable that only its processes have
 _NAMES = (PACKAGE, f"{PACKAGE}.integrations", f"{PACKAGE}.vision")
 
 
@@ -64,11 +62,7 @@ class PackageLogger(logging.Logger):
     """A logger whose warnings, errors and lines of `log_always` cannot be muted."""
 
     def isEnabledFor(self, level: int) -> bool:
-        return (
-            level >= logging.WARNING
-            or super().isEnabledFor(level)
-            or self._is_jobs(level)
-        )
+        return level >= logging.WARNING or super().isEnabledFor(level) or self._is_jobs(level)
 
     def _is_jobs(self, level: int) -> bool:
         """Return whether the job shows lines of this level, though the logger may be disabled."""
@@ -109,9 +103,7 @@ class PackageLogger(logging.Logger):
                 if record.levelno < handler.level:
                     continue
                 has_passed = handler.handle(record)
-                if has_passed and (
-                    not _lines.is_job or _is_on_screen(handler)
-                ):
+                if has_passed and (not _lines.is_job or _is_on_screen(handler)):
                     is_shown = True
             logger = logger.parent if logger.propagate else None
         return is_shown
@@ -195,15 +187,7 @@ def log_always(text: str, *figures: object) -> None:
     log = logging.getLogger(PACKAGE)
     file, line, function, _ = log.findCaller(stacklevel=2)
     record = log.makeRecord(
-        log.name,
-        logging.INFO,
-        file,
-        line,
-        text,
-        figures,
-        None,
-        function,
-        {"always_shown": True},
+        log.name, logging.INFO, file, line, text, figures, None, function, {"always_shown": True}
     )
     log.handle(record)
 

@@ -69,9 +69,7 @@ def own_memory(status: Path = Path("/proc/self/status")) -> dict[str, int]:
 def room_left() -> int:
     """Return what this process can still take, within its limits and the machine's memory."""
     own, rooms = own_memory(), [read_host_memory().available]
-    rooms += [
-        max(most - own.get(used, 0), 0) for most, used, _ in process_limits()
-    ]
+    rooms += [max(most - own.get(used, 0), 0) for most, used, _ in process_limits()]
     return min(rooms)
 
 
@@ -81,10 +79,7 @@ def process_limits() -> list[tuple[int, str, str]]:
         (resource.RLIMIT_DATA, "VmData", "ulimit -d"),
         (resource.RLIMIT_AS, "VmSize", "ulimit -v"),
     )
-    limits = (
-        (resource.getrlimit(kind)[0], used, command)
-        for kind, used, command in kinds
-    )
+    limits = ((resource.getrlimit(kind)[0], used, command) for kind, used, command in kinds)
     return [limit for limit in limits if limit[0] != resource.RLIM_INFINITY]
 
 
@@ -136,9 +131,7 @@ def cgroup_rooms(root: Path = Path("/")) -> list[tuple[int, int]]:
                 limit = int(_read(folder / limit_file))
                 used = int(_read(folder / usage_file))
                 cached = re.findall(
-                    rf"^{prefix}(?:in)?active_file (\d+)$",
-                    _read(folder / "memory.stat"),
-                    re.M,
+                    rf"^{prefix}(?:in)?active_file (\d+)$", _read(folder / "memory.stat"), re.M
                 )
                 used -= sum(map(int, cached))
                 if limit < _UNLIMITED:
@@ -160,14 +153,8 @@ def memory_folders(root: Path = Path("/")) -> list[Path]:
     mounts = _CGROUP_MOUNT.finditer(_read(root / "proc/self/mountinfo"))
     for mount in mounts if ".." not in own.parts else ():
         mounted = _unescaped(mount["root"])
-        has_memory = kind == "cgroup2" or "memory" in mount["options"].split(
-            ","
-        )
-        if (
-            mount["kind"] == kind
-            and has_memory
-            and own.is_relative_to(mounted)
-        ):
+        has_memory = kind == "cgroup2" or "memory" in mount["options"].split(",")
+        if mount["kind"] == kind and has_memory and own.is_relative_to(mounted):
             below = own.relative_to(mounted)
             folder = root / _unescaped(mount["point"]).lstrip("/") / below
             above = len(below.parts) if kind == "cgroup2" else 0
@@ -187,12 +174,8 @@ class OomKillWatch:
     def __init__(self, root: Path = Path("/")) -> None:
         # version 2: a cgroup without a memory controller is counted with the one above it
         names = ("memory.events", "memory.oom_control")
-        files = [
-            folder / name for folder in memory_folders(root) for name in names
-        ]
-        self._counter = next(
-            (path for path in files if path.is_file()), Path(os.devnull)
-        )
+        files = [folder / name for folder in memory_folders(root) for name in names]
+        self._counter = next((path for path in files if path.is_file()), Path(os.devnull))
         self._machine_counter = root / "proc/vmstat"
         self._before = _kills(self._counter)
         self._machine_before = _kills(self._machine_counter)
@@ -257,12 +240,8 @@ def find_workers(pids: Sequence[int]) -> Workers:
             tree |= {one.pid: one for one in root.children(recursive=True)}
     for pid, process in tree.items():
         with contextlib.suppress(psutil.Error):
-            known[pid] = process.as_dict(
-                ["ppid", "name", "cmdline"], ad_value=""
-            )
-    started = {
-        pid: one for pid, one in known.items() if _is_started(one, known)
-    }
+            known[pid] = process.as_dict(["ppid", "name", "cmdline"], ad_value="")
+    started = {pid: one for pid, one in known.items() if _is_started(one, known)}
     named = {pid for pid, one in started.items() if one["name"] == _OF_TORCH}
     parents = {one["ppid"] for one in started.values()}
     workers = named or started.keys() - parents
@@ -273,14 +252,11 @@ def find_workers(pids: Sequence[int]) -> Workers:
     return Workers(len(workers), theirs > sum(others))
 
 
-def _is_started(
-    one: Mapping[str, Any], known: Mapping[int, Mapping[str, Any]]
-) -> bool:
+def _is_started(one: Mapping[str, Any], known: Mapping[int, Mapping[str, Any]]) -> bool:
     """Return whether multiprocessing has started it: a fork has its parent's command line."""
     words, parent = one["cmdline"], known.get(one["ppid"])
     return parent is not None and (
-        words == parent["cmdline"]
-        or any(name in word for word in words for name in _STARTED)
+        words == parent["cmdline"] or any(name in word for word in words for name in _STARTED)
     )
 
 

@@ -14,12 +14,6 @@ _LEAST_FILES = 24
 def why_unusable() -> ConfigError | None:
     """Return what this process lacks that every command needs; None for nothing."""
     if not os.path.exists("/proc/self/stat"):
-        return ConfigError(
-            "/proc is not mounted here: mount -t proc proc /proc"
-        )
+        return ConfigError("/proc is not mounted here: mount -t proc proc /proc")
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return (
-        limit_reached(OSError(errno.EMFILE, ""))
-        if most < _LEAST_FILES
-        else None
-    )
+    return limit_reached(OSError(errno.EMFILE, "")) if most < _LEAST_FILES else None

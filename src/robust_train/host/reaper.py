@@ -24,9 +24,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 _PR_SET_NAME = 15
-_PF_FORKNOEXEC = (
-    0x40  # a flag of a process that still runs its parent's program
-)
+_PF_FORKNOEXEC = 0x40  # a flag of a process that still runs its parent's program
 _KILL_SECONDS = 5.0  # a process may hang in the kernel
 _CHECK_MS = 1000
 """A fork of the launcher may keep the pipe open, so the parent's id is checked as well."""
@@ -51,26 +49,14 @@ def main() -> None:
             if not data:
                 break
             marks += data
-    interpreters = {
-        int(word[1:]) for word in marks.split() if word.startswith(b"i")
-    }
+    interpreters = {int(word[1:]) for word in marks.split() if word.startswith(b"i")}
     own = [int(word) for word in marks.split() if word.isdigit()]
     if own:
-        end_marked(
-            own[-1],
-            os.getuid(),
-            int(stop_signal),
-            float(grace_seconds),
-            interpreters,
-        )
+        end_marked(own[-1], os.getuid(), int(stop_signal), float(grace_seconds), interpreters)
 
 
 def end_marked(
-    mark: int,
-    uid: int,
-    stop_signal: int,
-    grace_seconds: float,
-    interpreters: Collection[int] = (),
+    mark: int, uid: int, stop_signal: int, grace_seconds: float, interpreters: Collection[int] = ()
 ) -> None:
     """Ask the processes of a user with a mark to stop, those that none of the others has started,
     but kill forks among them that are none of the ``interpreters``; after ``grace_seconds`` kill
@@ -104,14 +90,9 @@ def _marked(mark: int, uid: int) -> dict[int, tuple[int, bool]]:
     whether it is a fork that runs the program of that."""
     found = {}
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-        with (
-            contextlib.suppress(OSError),
-            open(f"/proc/{pid}/stat", "rb") as file,
-        ):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
             state, parent, *fields = file.read().rpartition(b")")[2].split()
-            is_meant = (
-                os.fstat(file.fileno()).st_uid == uid and mark_of(pid) == mark
-            )
+            is_meant = os.fstat(file.fileno()).st_uid == uid and mark_of(pid) == mark
             if is_meant and pid != os.getpid() and state not in (b"Z", b"X"):
                 is_fork = bool(int(fields[4]) & _PF_FORKNOEXEC)
                 found[pid] = int(parent), is_fork

@@ -62,18 +62,10 @@ class Screen:
         """Whether output waits for its reader."""
         return bool(self._waiting)
 
-    def write_line_of(
-        self,
-        source: object,
-        data: bytes,
-    ) -> None:
+    def write_line_of(self, source: object, data: bytes) -> None:
         """Show ``data``; a line that the other of us and the trainer has left open is ended."""
         is_others = (source is None) != (self._source is None)
-        if (
-            is_others
-            and self._is_in_line
-            and not data.startswith((b"\n", b"\r\n"))
-        ):
+        if is_others and self._is_in_line and not data.startswith((b"\n", b"\r\n")):
             data = b"\n" + data
         self._source, self._is_in_line = source, not data.endswith(b"\n")
         self.write(data)
@@ -112,11 +104,7 @@ class Screen:
         poll = select.poll()
         poll.register(self._fd, select.POLLOUT)
         deadline = time.monotonic() + timeout_seconds
-        while (
-            self._waiting
-            and not self._is_unread
-            and time.monotonic() < deadline
-        ):
+        while self._waiting and not self._is_unread and time.monotonic() < deadline:
             before = len(self._waiting)
             poll.poll(100)
             self.show()
@@ -151,11 +139,7 @@ def screen_of(descriptor: int) -> Screen:
     return _screens[target]
 
 
-def show(
-    descriptor: int,
-    data: bytes,
-    source: object = None,
-) -> None:
+def show(descriptor: int, data: bytes, source: object = None) -> None:
     """Write to one of our streams without waiting; nothing where it is closed. ``source`` is who
     writes: what another one writes does not go into its unfinished line."""
     with contextlib.suppress(OSError):
@@ -193,9 +177,7 @@ _MOVES = re.compile(rb"\n|\x1b\[(\d*)([AB])")
 _MOST_BELOW = 10
 _LONGEST_LINE_BYTES = 1 << 14
 _SAVE, _RESTORE, _ERASE = b"\x1b7", b"\x1b8", b"\r\x1b[J"
-_AT_STOP = (
-    b"stopped by Ctrl-Z: training continues meanwhile; fg shows it again\r\n"
-)
+_AT_STOP = b"stopped by Ctrl-Z: training continues meanwhile; fg shows it again\r\n"
 _ONE_DOWN = b"\x1bD"  # scrolls at the end of the screen, and keeps the column
 
 
@@ -213,11 +195,7 @@ class LiveArea:
 
         self._descriptor = descriptor
         self._screen = screen_of(descriptor)
-        self._console = Console(
-            file=io.StringIO(),
-            force_terminal=True,
-            highlight=False,
-        )
+        self._console = Console(file=io.StringIO(), force_terminal=True, highlight=False)
         self._status: list[bytes] = []
         self._is_drawn = self._clears_at_stop = False
         self._source: object = None  # who wrote the line with the cursor
@@ -262,21 +240,12 @@ class LiveArea:
         columns, _ = self.size
         with self._console.capture() as captured:
             for line in status:
-                self._console.print(
-                    line,
-                    no_wrap=True,
-                    overflow="crop",
-                    width=columns,
-                )
+                self._console.print(line, no_wrap=True, overflow="crop", width=columns)
         self._status = captured.get().encode(errors="replace").splitlines()
         self._screen.show()
         self._screen.write(self._erase() + self._draw())
 
-    def write(
-        self,
-        data: bytes,
-        source: object = None,
-    ) -> None:
+    def write(self, data: bytes, source: object = None) -> None:
         """Write what ``source`` prints, above the status."""
         erase = self._erase()
         if source is not self._source and (self._line or self._below):
@@ -310,9 +279,7 @@ class LiveArea:
         """Return whether the line with the cursor is the last one and as short as the terminal."""
         from rich.text import Text
 
-        line = Text.from_ansi(
-            self._line.decode(errors="replace").replace("\r", "")
-        )
+        line = Text.from_ansi(self._line.decode(errors="replace").replace("\r", ""))
         return not self._below and line.cell_len <= self.size[0]
 
     def _next_line(self) -> bytes:
@@ -398,10 +365,7 @@ def never_blocking_output() -> Iterator[None]:
     moved = []
     for handler in log_handlers():
         for was, now in zip(old, (sys.stdout, sys.stderr), strict=True):
-            if (
-                was is not now
-                and descriptor_of(handler.stream) == was.fileno()
-            ):
+            if was is not now and descriptor_of(handler.stream) == was.fileno():
                 moved.append((handler, handler.setStream(now)))
                 break
     try:
@@ -417,10 +381,7 @@ def never_blocking_output() -> Iterator[None]:
 
 def log_handlers() -> list[logging.StreamHandler[TextIO]]:
     """Return what writes the launcher's log lines to streams."""
-    handlers = (
-        logging.getLogger().handlers
-        + logging.getLogger("robust_train").handlers
-    )
+    handlers = logging.getLogger().handlers + logging.getLogger("robust_train").handlers
     return [one for one in handlers if isinstance(one, logging.StreamHandler)]
 
 

@@ -24,12 +24,7 @@ def is_found(pattern: str, text: str) -> bool:
     command = (sys.executable, "-I", "-S", "-c", SEARCH)
     given = json.dumps([pattern, text]).encode()
     try:
-        found = subprocess.run(
-            command,
-            input=given,
-            capture_output=True,
-            timeout=LIMIT_SECONDS,
-        )
+        found = subprocess.run(command, input=given, capture_output=True, timeout=LIMIT_SECONDS)
         if found.returncode == 0:
             return found.stdout.strip() == b"True"
         why = f"its process ended with {found.returncode}"
@@ -37,9 +32,5 @@ def is_found(pattern: str, text: str) -> bool:
         why = f"it takes more than {LIMIT_SECONDS:g} s, as nested repetition like (a+)+ does"
     except OSError as error:
         why = str(error)
-    log.warning(
-        "retry.rules: message %s is skipped: %s",
-        pattern,
-        why,
-    )
+    log.warning("retry.rules: message %s is skipped: %s", pattern, why)
     return False

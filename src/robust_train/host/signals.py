@@ -11,27 +11,15 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, TracebackType
 from typing import Any
 
-from robust_train.model.errors import (
-    EXIT_FAILED,
-    WARNING_SIGNALS,
-    ConfigError,
-    JobInterrupted,
-)
+from robust_train.model.errors import EXIT_FAILED, WARNING_SIGNALS, ConfigError, JobInterrupted
 
-STOP_SIGNALS = (
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGINT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """What stops an attempt. Whoever stops a whole job sends one to every process."""
 
 FORWARDED = {
     signal.SIGRTMIN + number: signum
     for number, signum in enumerate(
-        (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *WARNING_SIGNALS),
-        start=1,
+        (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *WARNING_SIGNALS), start=1
     )
 }
 """From a sweep to its jobs, or node to node: one that receives the signal itself counts it once."""
@@ -79,9 +67,7 @@ def is_at_prompt() -> bool:
     return bool(sys.flags.interactive) or hasattr(sys, "ps1")
 
 
-def end_without_traceback_if_uncaught(
-    shown: BaseException | None = None,
-) -> None:
+def end_without_traceback_if_uncaught(shown: BaseException | None = None) -> None:
     """Have a stop or a refusal that no one catches end the interpreter with its exit code, and the
     error that is ``shown`` already.
 
@@ -97,9 +83,7 @@ def end_without_traceback_if_uncaught(
 
 
 def _end_if_ours(
-    kind: type[BaseException],
-    error: BaseException,
-    frames: TracebackType | None,
+    kind: type[BaseException], error: BaseException, frames: TracebackType | None
 ) -> None:
     if isinstance(error, ConfigError):
         print(error, file=sys.stderr)
@@ -164,10 +148,7 @@ class SignalWatch:
         if self._previous:
             self._delivered = signum
             # any watched signal wakes the main thread; under submitit ``signum`` may not be one
-            signal.pthread_kill(
-                threading.main_thread().ident or 0,
-                next(iter(self._previous)),
-            )
+            signal.pthread_kill(threading.main_thread().ident or 0, next(iter(self._previous)))
 
     def pause(self) -> None:
         """Stop what runs as SIGTERM does. The job goes on, unless a signal ends it meanwhile."""
@@ -211,11 +192,7 @@ class SignalWatch:
         if self.received:
             raise JobInterrupted(self.received)
 
-    def _on_signal(
-        self,
-        signum: int,
-        frame: FrameType | None,
-    ) -> None:
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         delivered, self._delivered = self._delivered, 0
         signum = delivered or signum
         is_forwarded = signum in FORWARDED

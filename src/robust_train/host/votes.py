@@ -28,26 +28,15 @@ _ANSWER_SECONDS_AT_STOP = 5.0
 """A process that was asked to stop is killed soon; a rank that is silent then has ended."""
 
 
-def next_due(
-    flag: str,
-    due: int,
-    fewest: int,
-    most: int,
-) -> int:
+def next_due(flag: str, due: int, fewest: int, most: int) -> int:
     """Return at which look a raised flag is due; ``fewest``, ``most``: looks of a rank so far."""
-    return (
-        most + 1 if not due or (flag == CHECKPOINT and fewest >= due) else due
-    )
+    return most + 1 if not due or (flag == CHECKPOINT and fewest >= due) else due
 
 
 class Flags(Protocol):
     """How several ranks see at the same step what they are asked for."""
 
-    def look(
-        self,
-        flag: str,
-        rank: int,
-    ) -> int:
+    def look(self, flag: str, rank: int) -> int:
         """Return which raising of ``flag`` is due at this look of ``rank``, 0 for none."""
 
     def raise_flag(self, flag: str) -> None:
@@ -60,11 +49,7 @@ class OneRank:
     def __init__(self) -> None:
         self._raised = dict.fromkeys(FLAGS, 0)
 
-    def look(
-        self,
-        flag: str,
-        rank: int,
-    ) -> int:
+    def look(self, flag: str, rank: int) -> int:
         """Return how often ``flag`` was raised."""
         return self._raised[flag]
 
@@ -84,28 +69,16 @@ class Votes:
     ``descriptor`` is the file in memory of the other ranks; None makes a new one.
     """
 
-    def __init__(
-        self,
-        ranks: int,
-        descriptor: int | None = None,
-    ) -> None:
+    def __init__(self, ranks: int, descriptor: int | None = None) -> None:
         self._row = ranks + 2  # raised, due, and the looks of each rank
         self._size = len(FLAGS) * self._row * _WORD
-        self.descriptor = (
-            os.memfd_create("votes") if descriptor is None else descriptor
-        )
+        self.descriptor = os.memfd_create("votes") if descriptor is None else descriptor
         if descriptor is None:
             os.ftruncate(self.descriptor, self._size)
-        self._words = memoryview(mmap.mmap(self.descriptor, self._size)).cast(
-            "q"
-        )
+        self._words = memoryview(mmap.mmap(self.descriptor, self._size)).cast("q")
         self._thread_lock = threading.Lock()
 
-    def look(
-        self,
-        flag: str,
-        rank: int,
-    ) -> int:
+    def look(self, flag: str, rank: int) -> int:
         """Count a look of ``rank``; return the number of the look at which the flag is due, or 0.
 
         It stays due until it is raised again.
@@ -130,18 +103,11 @@ class Votes:
         """Close the file in memory; the ranks keep it."""
         os.close(self.descriptor)
 
-    def _set_due(
-        self,
-        flag: str,
-        row: int,
-    ) -> None:
+    def _set_due(self, flag: str, row: int) -> None:
         if not self._words[row]:
             return
         self._words[row] = 0
-        due, looks = (
-            self._words[row + 1],
-            self._words[row + 2 : row + self._row],
-        )
+        due, looks = (self._words[row + 1], self._words[row + 2 : row + self._row])
         self._words[row + 1] = next_due(flag, due, min(looks), max(looks))
 
     @contextlib.contextmanager
@@ -164,12 +130,7 @@ class StoreVotes:
     furthest of all, and each goes on. While no flag is raised, a thread of each rank polls.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        ranks: int,
-    ) -> None:
+    def __init__(self, store: Store, rank: int, ranks: int) -> None:
         self._store, self._rank, self._ranks = store, rank, range(ranks)
         self._lock = threading.Lock()
         self._looks = dict.fromkeys(FLAGS, 0)
@@ -183,11 +144,7 @@ class StoreVotes:
         # of rank 0: how many were raised and dealt with
         self._seen = dict.fromkeys(FLAGS, 0)
         self._is_stopping = self._is_over = False
-        self._thread = threading.Thread(
-            target=self._follow,
-            daemon=True,
-            name="votes",
-        )
+        self._thread = threading.Thread(target=self._follow, daemon=True, name="votes")
 
     def __enter__(self) -> StoreVotes:
         self._thread.start()
@@ -197,11 +154,7 @@ class StoreVotes:
         self._is_over = True
         self._thread.join(2.0)
 
-    def look(
-        self,
-        flag: str,
-        rank: int,
-    ) -> int:
+    def look(self, flag: str, rank: int) -> int:
         """Count a look; return the number of the look at which the flag is due, or 0. It stays due
         until it is raised again."""
         since = time.monotonic()
@@ -211,11 +164,7 @@ class StoreVotes:
                     self._looks[flag] += 1
                     due = self._due[flag]
                     return due if due and self._looks[flag] >= due else 0
-            limit = (
-                _ANSWER_SECONDS_AT_STOP
-                if self._is_stopping
-                else _ANSWER_SECONDS
-            )
+            limit = _ANSWER_SECONDS_AT_STOP if self._is_stopping else _ANSWER_SECONDS
             if time.monotonic() - since > limit:
                 raise TrainingStopped("the other ranks do not answer")
             time.sleep(_HELD_SECONDS)
@@ -278,10 +227,5 @@ class StoreVotes:
         silent = [rank for rank in self._ranks if here[rank] not in answered]
         if all(self._store.check([f"ended/{rank}"]) for rank in silent):
             looks = [json.loads(self._store.get(key)) for key in answered]
-            due = next_due(
-                flag,
-                self._due[flag],
-                min(looks),
-                max(looks),
-            )
+            due = next_due(flag, self._due[flag], min(looks), max(looks))
             self._store.set(f"due/{self._rounds}", str(due))

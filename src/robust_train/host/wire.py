@@ -89,35 +89,20 @@ class EventSender:
             send_file(self._channel, data)
 
 
-def send_file(
-    channel: socket.socket,
-    data: bytes,
-    descriptors: Sequence[int] = (),
-) -> None:
+def send_file(channel: socket.socket, data: bytes, descriptors: Sequence[int] = ()) -> None:
     """Send what is too large for a packet as a file in memory, with copies of open descriptors."""
     with os.fdopen(os.memfd_create("message"), "wb") as file:
         file.write(data)
         file.flush()
-        socket.send_fds(
-            channel,
-            [_IN_A_FILE],
-            [file.fileno()] + list(descriptors),
-        )
+        socket.send_fds(channel, [_IN_A_FILE], [file.fileno()] + list(descriptors))
 
 
-def read_events(
-    channel: socket.socket,
-    most: int = sys.maxsize,
-) -> Iterator[Event]:
+def read_events(channel: socket.socket, most: int = sys.maxsize) -> Iterator[Event]:
     """Yield the events that have arrived on a non-blocking socket, oldest first, one in memory at a
     time; ``most``: an attempt may send them faster than they are taken."""
     for _ in range(most):
         try:
-            data, descriptors, _, _ = socket.recv_fds(
-                channel,
-                2 * _LARGEST_PACKET,
-                1,
-            )
+            data, descriptors, _, _ = socket.recv_fds(channel, 2 * _LARGEST_PACKET, 1)
         except OSError:
             return
         if not data:
@@ -129,8 +114,6 @@ def read_events(
         try:
             event = parse(json.loads(data))
         except ValueError as error:
-            log.debug(
-                "the attempt sent something that is not an event: %s", error
-            )
+            log.debug("the attempt sent something that is not an event: %s", error)
             continue
         yield event

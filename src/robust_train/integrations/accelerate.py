@@ -50,21 +50,11 @@ class RobustLoop:
     """
 
     def __init__(
-        self,
-        accelerator: Any,
-        model: Any,
-        loader: Any,
-        *,
-        cfg: DictConfig,
-        run: Run,
+        self, accelerator: Any, model: Any, loader: Any, *, cfg: DictConfig, run: Run
     ) -> None:
         _check(accelerator, run)
-        refuse_saving_on_each_node(
-            "Accelerator", accelerator.project_configuration
-        )
-        if (
-            its_log := logging.getLogger("accelerate")
-        ).level == logging.NOTSET:
+        refuse_saving_on_each_node("Accelerator", accelerator.project_configuration)
+        if (its_log := logging.getLogger("accelerate")).level == logging.NOTSET:
             # it has twelve lines for a checkpoint, we one
             its_log.setLevel(logging.WARNING)
         self.accelerator = accelerator
@@ -74,10 +64,7 @@ class RobustLoop:
         self._loader = loader
         self._effective = effective_batch_size(cfg)
         self._order = take_over(
-            loader,
-            name="loader",
-            shares=StepShares(self._effective),
-            seed=cfg.seed,
+            loader, name="loader", shares=StepShares(self._effective), seed=cfg.seed
         )
         if run.world_size > 1:
             _divide(loader)
@@ -95,19 +82,14 @@ class RobustLoop:
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the epochs that are left, from 0; an earlier attempt may have begun the first."""
         if (path := self.run.resume_checkpoint) is not None:
-            if self.accelerator.num_processes == 1 and any(
-                path.glob("pytorch_model_fsdp*")
-            ):
+            if self.accelerator.num_processes == 1 and any(path.glob("pytorch_model_fsdp*")):
                 raise UserError(
                     f"{path}: has the shards of several ranks, which accelerate cannot read in one "
                     "process; go on with num_gpus=2 or more"
                 )
             self.accelerator.load_state(str(path))
             # data of this epoch with which training diverged is passed over
-            passes_over = (
-                max(live_of(self.run).skips_to - self.step, 0)
-                * self._effective
-            )
+            passes_over = max(live_of(self.run).skips_to - self.step, 0) * self._effective
             self.samples = min(self.samples + passes_over, self._order.samples)
         if self.run.world_size > 1:
             # a batch is a step, so accelerate is not to make one more for each rank
@@ -134,9 +116,7 @@ class RobustLoop:
             return
         for batch in live_of(self.run).speed.waits(self._own_batches()):
             yield batch
-            self.samples = min(
-                self.samples + self._effective, self._order.samples
-            )
+            self.samples = min(self.samples + self._effective, self._order.samples)
             self.step += 1
             self._step_done()
 
@@ -156,38 +136,18 @@ class RobustLoop:
             yield batch if is_whole else part_of(batch, 0, 0)
             self._has_samples = True
 
-    def backward(
-        self,
-        loss_of: Callable[[Any], Any],
-        batch: Any,
-        **options: Any,
-    ) -> Any:
+    def backward(self, loss_of: Callable[[Any], Any], batch: Any, **options: Any) -> Any:
         """Call ``run.backward`` for this loop's model, with the accelerator's backward pass."""
         if not self._has_samples:
             options["length"] = lambda batch: 0
         options.setdefault("backward", self.accelerator.backward)
-        result = self.run.backward(
-            loss_of,
-            batch,
-            self.model,
-            **options,
-        )
+        result = self.run.backward(loss_of, batch, self.model, **options)
         self._loss = result[0] if isinstance(result, tuple) else result
         return result
 
-    def forward(
-        self,
-        function: Callable[[Any], T],
-        batch: Any,
-        **options: Any,
-    ) -> list[T]:
+    def forward(self, function: Callable[[Any], T], batch: Any, **options: Any) -> list[T]:
         """Call ``run.forward`` for this loop's model."""
-        return self.run.forward(
-            function,
-            batch,
-            self.model,
-            **options,
-        )
+        return self.run.forward(function, batch, self.model, **options)
 
     def save(self) -> None:
         """Save a checkpoint while training goes on, as ``run.save`` does."""
@@ -232,11 +192,7 @@ class RobustLoop:
         self.run.micro_batcher.restore(state["micro_batch"])
 
     def _step_done(self) -> None:
-        self._steps.done(
-            self.step,
-            self._total,
-            self._loss,
-        )
+        self._steps.done(self.step, self._total, self._loss)
         self._loss = None
         if self.run.should_stop():
             self.save()

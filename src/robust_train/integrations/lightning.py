@@ -25,18 +25,9 @@ from robust_train import compat
 from robust_train.attempt.run import Run, live_of
 from robust_train.config.projects import errors_as_typed
 from robust_train.config.schema import TrainingConfig
-from robust_train.integrations.lightning_callback import (
-    RobustCallback,
-    Stopped,
-    logged,
-)
+from robust_train.integrations.lightning_callback import RobustCallback, Stopped, logged
 from robust_train.integrations.lightning_step import recover_in_steps
-from robust_train.integrations.steering import (
-    keep_batch,
-    lightning,
-    machines,
-    result_of,
-)
+from robust_train.integrations.steering import keep_batch, lightning, machines, result_of
 from robust_train.model.errors import TrainingStopped, UserError
 from robust_train.model.events import BatchTaken
 from robust_train.model.spec import AttemptSpec
@@ -61,11 +52,7 @@ def trainer_arguments(cfg: DictConfig, run: Run) -> dict[str, Any]:
     }
     if run.world_size > 1:
         # fit gives each rank its samples of every step
-        arguments |= {
-            "num_nodes": nodes,
-            "strategy": "ddp",
-            "use_distributed_sampler": False,
-        }
+        arguments |= {"num_nodes": nodes, "strategy": "ddp", "use_distributed_sampler": False}
     elif device.type == "cuda":
         arguments["devices"] = [device.index or 0]
     return arguments
@@ -100,13 +87,7 @@ def fit(
         TrainingStopped: a stop was requested; a checkpoint was saved.
     """
     _fit(trainer.fit, trainer, model, data, cfg=cfg, run=run, **options)
-    return _result(
-        trainer,
-        model,
-        data,
-        metric,
-        options.get("val_dataloaders"),
-    )
+    return _result(trainer, model, data, metric, options.get("val_dataloaders"))
 
 
 def _fit(
@@ -127,21 +108,11 @@ def _fit(
         compat.leave_samplers(trainer)
     if run.should_stop():
         raise TrainingStopped("stopped before the first step")
-    _accumulate(
-        trainer,
-        model,
-        cfg.training.gradient_accumulation_steps,
-        run,
-    )
+    _accumulate(trainer, model, cfg.training.gradient_accumulation_steps, run)
     callback = RobustCallback(cfg, run)
     _prepare(data, callback)
     trainer.callbacks.append(callback)
-    recover_in_steps(
-        trainer,
-        model,
-        run,
-        callback,
-    )
+    recover_in_steps(trainer, model, run, callback)
     path = run.resume_checkpoint
     if has_data:
         is_module = hasattr(data, "train_dataloader")
@@ -153,8 +124,7 @@ def _fit(
         with warnings.catch_warnings():
             # Lightning cannot know that this loader continues where it was
             warnings.filterwarnings(
-                "ignore",
-                message="You're resuming from a checkpoint that ended",
+                "ignore", message="You're resuming from a checkpoint that ended"
             )
             if path is not None:
                 options["ckpt_path"] = str(path)
@@ -170,9 +140,7 @@ def _fit(
     except SystemExit:
         # Lightning's answer to a KeyboardInterrupt and to SIGTERM
         if run.should_stop():
-            raise TrainingStopped(
-                f"stopped after step {trainer.global_step}"
-            ) from None
+            raise TrainingStopped(f"stopped after step {trainer.global_step}") from None
         raise
     finally:
         live_of(run).finish_saving()
@@ -205,28 +173,18 @@ def adopted_fit(cfg: DictConfig, run: Run) -> Iterator[None]:
                 steps = cfg.training.gradient_accumulation_steps
                 _accumulate(trainer, model, steps, run)
         elif run.world_size == 1 and compat.starts_ranks_itself(trainer):
-            reason = (
-                f"Trainer: starts {trainer.world_size} processes of its own"
-            )
+            reason = f"Trainer: starts {trainer.world_size} processes of its own"
         elif not compat.searches(trainer):
             with errors_as_typed(live_of(run).their_keys):
                 if reason is None:
                     fit = partial(own, trainer)
-                    _fit(
-                        fit, trainer, model, data, cfg=cfg, run=run, **options
-                    )
+                    _fit(fit, trainer, model, data, cfg=cfg, run=run, **options)
                     return
                 _check_ranks(trainer, run)
         if reason is not None:
-            log.warning(
-                "%s; this fit is Lightning's own, without checkpoints of ours",
-                reason,
-            )
+            log.warning("%s; this fit is Lightning's own, without checkpoints of ours", reason)
             keep_batch(run, reason)
-        options |= {
-            "train_dataloaders": train_dataloaders,
-            "datamodule": datamodule,
-        }
+        options |= {"train_dataloaders": train_dataloaders, "datamodule": datamodule}
         own(trainer, model, **options)
 
     _pytorch.Trainer.fit = adopting
@@ -236,11 +194,7 @@ def adopted_fit(cfg: DictConfig, run: Run) -> Iterator[None]:
         _pytorch.Trainer.fit = own
 
 
-def _with_batch_of(
-    data: Any,
-    cfg: DictConfig,
-    run: Run,
-) -> DictConfig:
+def _with_batch_of(data: Any, cfg: DictConfig, run: Run) -> DictConfig:
     """Return the config with the data module's own batch size for the job's if that is not set.
 
     Raises:
@@ -252,11 +206,7 @@ def _with_batch_of(
     if not hasattr(data, "train_dataloader") or type(theirs) is not int:
         return cfg
     steps = cfg.training.gradient_accumulation_steps
-    asked = live_of(run).asked or AttemptSpec(
-        (),
-        cfg.training.batch_size,
-        steps,
-    )
+    asked = live_of(run).asked or AttemptSpec((), cfg.training.batch_size, steps)
     if theirs in (cfg.training.batch_size, asked.batch_size):
         return cfg
     name = type(data).__name__
@@ -268,14 +218,10 @@ def _with_batch_of(
         )
     micro_batch = -(-theirs * asked.gradient_accumulation_steps // steps)
     log.info(
-        "%s.batch_size=%d is the job's batch size, as no training.batch_size is given",
-        name,
-        theirs,
+        "%s.batch_size=%d is the job's batch size, as no training.batch_size is given", name, theirs
     )
     live_of(run).asked = asked.with_batch(theirs, None)
-    live_of(run).micro_batch_plan = replace(
-        live_of(run).micro_batch_plan, batch_size=micro_batch
-    )
+    live_of(run).micro_batch_plan = replace(live_of(run).micro_batch_plan, batch_size=micro_batch)
     live_of(run).splits_no_more()  # as an earlier fit of this trainer may have
     if run.is_main:
         live_of(run).send(BatchTaken(theirs, micro_batch, steps))
@@ -292,12 +238,8 @@ def _sets_batch(cfg: DictConfig, asked: AttemptSpec) -> bool:
         or cfg.training.get("effective_batch_size") is not None
     ):
         return True
-    overrides = (
-        HydraConfig.get().overrides.task if HydraConfig.initialized() else []
-    )
-    return any(
-        one.lstrip("+").startswith("training.batch_size=") for one in overrides
-    )
+    overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    return any(one.lstrip("+").startswith("training.batch_size=") for one in overrides)
 
 
 def _check_ranks(trainer: Any, run: Run) -> None:
@@ -318,20 +260,13 @@ def _counts_micro_batches(trainer: Any) -> str | None:
     limit = trainer.limit_train_batches
     if limit == 1.0 or trainer.fast_dev_run:
         return None
-    name = (
-        "overfit_batches" if trainer.overfit_batches else "limit_train_batches"
-    )
+    name = "overfit_batches" if trainer.overfit_batches else "limit_train_batches"
     return (
-        f"Trainer: {name}={limit} counts micro-batches, which become smaller when "
-        "memory runs out"
+        f"Trainer: {name}={limit} counts micro-batches, which become smaller when memory runs out"
     )
 
 
-def _check(
-    trainer: Any,
-    cfg: DictConfig,
-    run: Run,
-) -> None:
+def _check(trainer: Any, cfg: DictConfig, run: Run) -> None:
     accumulation = cfg.training.gradient_accumulation_steps
     _check_ranks(trainer, run)
     if trainer.accumulate_grad_batches not in (1, accumulation) or any(
@@ -343,9 +278,7 @@ def _check(
             "training.gradient_accumulation_steps"
         )
     if (reason := _counts_micro_batches(trainer)) is not None:
-        raise UserError(
-            f"{reason}; shorten the data set instead (torch.utils.data.Subset)"
-        )
+        raise UserError(f"{reason}; shorten the data set instead (torch.utils.data.Subset)")
     if isinstance(trainer.val_check_interval, int):
         log.warning(
             "val_check_interval=%d counts micro-batches: validation comes more often when they "
@@ -354,12 +287,7 @@ def _check(
         )
 
 
-def _accumulate(
-    trainer: Any,
-    model: Any,
-    micro_batches: int,
-    run: Run,
-) -> None:
+def _accumulate(trainer: Any, model: Any, micro_batches: int, run: Run) -> None:
     """Have the trainer, or a model with manual optimization, accumulate so many in a step."""
     if model.automatic_optimization:
         trainer.accumulate_grad_batches = micro_batches
@@ -380,27 +308,17 @@ def _prepare(data: Any, callback: RobustCallback) -> None:
         callback.own_loader(data, "train_dataloaders")
         return
     # where Lightning's own batch size finder sets it
-    _give(
-        data,
-        "batch_size",
-        callback.shares.micro_batch,
-    )
+    _give(data, "batch_size", callback.shares.micro_batch)
     made = data.train_dataloader
 
     @wraps(made)
     def train_dataloader() -> Any:
-        return callback.own_loader(
-            made(), f"{type(data).__name__}.train_dataloader"
-        )
+        return callback.own_loader(made(), f"{type(data).__name__}.train_dataloader")
 
     data.train_dataloader = train_dataloader
 
 
-def _give(
-    owner: Any,
-    name: str,
-    value: int,
-) -> bool:
+def _give(owner: Any, name: str, value: int) -> bool:
     """Set an attribute or hyperparameter; return whether there is one."""
     is_attribute = hasattr(owner, name)
     is_hyperparameter = name in getattr(owner, "hparams", {})
@@ -411,13 +329,7 @@ def _give(
     return is_attribute or is_hyperparameter
 
 
-def _result(
-    trainer: Any,
-    model: Any,
-    data: Any,
-    metric: str | None,
-    validation: Any,
-) -> Any:
+def _result(trainer: Any, model: Any, data: Any, metric: str | None, validation: Any) -> Any:
     found = logged(trainer)
     source = type(model if data is None else data)
     inherited = _pytorch.LightningDataModule.val_dataloader
@@ -428,10 +340,7 @@ def _result(
     if not is_there and trainer.enable_validation and can_validate:
         # an attempt that resumes after the last step trains and logs nothing
         trainer.validate(
-            model,
-            validation,
-            datamodule=data if validation is None else None,
-            verbose=False,
+            model, validation, datamodule=data if validation is None else None, verbose=False
         )
         found |= logged(trainer)
     return result_of(metric, found)

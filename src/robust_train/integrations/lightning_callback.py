@@ -18,11 +18,7 @@ from omegaconf import DictConfig
 
 from robust_train.attempt.run import Run, live_of
 from robust_train.compat import step_schedulers
-from robust_train.integrations.sample_order import (
-    SampleOrder,
-    StepShares,
-    take_over,
-)
+from robust_train.integrations.sample_order import SampleOrder, StepShares, take_over
 from robust_train.integrations.steering import Steps, lightning
 from robust_train.model.errors import UserError
 from robust_train.step.ranks import of_all_ranks
@@ -46,11 +42,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
     It is a ``Checkpoint``, so Lightning calls it after the user's callbacks.
     """
 
-    def __init__(
-        self,
-        cfg: DictConfig,
-        run: Run,
-    ) -> None:
+    def __init__(self, cfg: DictConfig, run: Run) -> None:
         self.run = run
         self.shares = StepShares(
             cfg.training.batch_size,
@@ -71,21 +63,10 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         self.done = 0  # micro-batches of it that are done
         self._sigterm: Any = signal.SIG_DFL
 
-    def own_loader(
-        self,
-        loader: Any,
-        name: str,
-    ) -> Any:
+    def own_loader(self, loader: Any, name: str) -> Any:
         """Give the training samples an order that a resumed run can continue."""
-        self._order = take_over(
-            loader,
-            name=name,
-            shares=self.shares,
-            seed=self._cfg.seed,
-        )
-        self.position = replace(
-            self.position, epoch_samples=self._order.samples
-        )
+        self._order = take_over(loader, name=name, shares=self.shares, seed=self._cfg.seed)
+        self.position = replace(self.position, epoch_samples=self._order.samples)
         self._set_order()
         return loader
 
@@ -93,10 +74,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         position = self.position
         if self._order is not None:
             is_done = position.samples >= position.epoch_samples
-            self._order.begin(
-                position.epoch + is_done,
-                0 if is_done else position.samples,
-            )
+            self._order.begin(position.epoch + is_done, 0 if is_done else position.samples)
 
     def state_dict(self) -> dict[str, object]:
         """Return what Lightning saves in the checkpoint."""
@@ -112,12 +90,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
             "is_validated": self._is_validated,
         }
 
-    def on_load_checkpoint(
-        self,
-        trainer: Any,
-        pl_module: Any,
-        checkpoint: Any,
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
         """Convert the loops' counters to this attempt's micro-batches."""
         restored = checkpoint["callbacks"].get(self.state_key)
         if restored is None:
@@ -141,12 +114,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         )
         self._set_order()
 
-    def setup(
-        self,
-        trainer: Any,
-        pl_module: Any,
-        stage: str,
-    ) -> None:
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Watch every checkpoint that is written, by whichever callback."""
         if stage != "fit":
             return
@@ -161,36 +129,25 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         write = writer.save_checkpoint
 
         @wraps(write)
-        def save_checkpoint(
-            checkpoint: Any,
-            path: Any,
-            **options: Any,
-        ) -> None:
+        def save_checkpoint(checkpoint: Any, path: Any, **options: Any) -> None:
             if self._is_saving:
                 self._saved_step = checkpoint["global_step"]
                 keep = self._cfg.training.keep_checkpoints
                 live_of(self.run).save_content(
-                    checkpoint,
-                    self._saved_step,
-                    keep=keep,
-                    suffix=_SUFFIX,
+                    checkpoint, self._saved_step, keep=keep, suffix=_SUFFIX
                 )
                 return
             write(checkpoint, path, **options)
             # nothing resumes from weights alone
             if "optimizer_states" in checkpoint and Path(path).exists():
                 self._saved_step = checkpoint["global_step"]
-                self.run.checkpoint_saved(
-                    Path(path).absolute(), self._saved_step
-                )
+                self.run.checkpoint_saved(Path(path).absolute(), self._saved_step)
 
         writer.save_checkpoint = save_checkpoint
 
     def leave(self, trainer: Any) -> None:
         """Take no part in what the trainer does after this fit."""
-        trainer.callbacks = [
-            one for one in trainer.callbacks if one is not self
-        ]
+        trainer.callbacks = [one for one in trainer.callbacks if one is not self]
         vars(trainer.strategy.checkpoint_io).pop("save_checkpoint", None)
 
     def on_sanity_check_start(self, *_: Any) -> None:
@@ -203,10 +160,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         """Restore random numbers and counters, and what came after an epoch's last checkpoint."""
         self.on_sanity_check_start()
         batches = getattr(trainer.train_dataloader, "batch_sampler", None)
-        if (
-            self.shares.ranks > 1
-            and getattr(batches, "sampler", None) is not self._order
-        ):
+        if self.shares.ranks > 1 and getattr(batches, "sampler", None) is not self._order:
             raise UserError(
                 "Trainer: gives the ranks samples in an order of its own; pass "
                 "**trainer_arguments(cfg, run), which has use_distributed_sampler=False"
@@ -227,17 +181,13 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
                     "the rest of this one has the learning rate without it"
                 )
             self._restored = None
-        self._begin_step(
-            0 if self.position.is_between_epochs else self.position.samples
-        )
+        self._begin_step(0 if self.position.is_between_epochs else self.position.samples)
         self.run.started(trainer.global_step)
         live_of(self.run).record_memory("fit begins")
         # of a ModelCheckpoint or EarlyStopping
         for one in trainer.callbacks:
             if getattr(one, "monitor", None) is not None:
-                live_of(self.run).monitors(
-                    one.monitor, getattr(one, "mode", "min")
-                )
+                live_of(self.run).monitors(one.monitor, getattr(one, "mode", "min"))
 
     def _lower_rates(self, trainer: Any) -> None:
         """Make the epoch's step of ReduceLROnPlateau, which comes after the last checkpoint."""
@@ -246,19 +196,13 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
             is_due = (self.position.epoch + 1) % one.frequency == 0
             is_of_epochs = one.reduce_on_plateau and one.interval == "epoch"
             if is_of_epochs and is_due and figure is not None:
-                trainer.lightning_module.lr_scheduler_step(
-                    one.scheduler, figure
-                )
+                trainer.lightning_module.lr_scheduler_step(one.scheduler, figure)
 
     def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
         """Begin an epoch; not called if one is resumed in the middle."""
         live_of(self.run).speed.begin()
         live_of(self.run).speed.wait_begins()
-        self.position = replace(
-            self.position,
-            epoch=trainer.current_epoch,
-            samples=0,
-        )
+        self.position = replace(self.position, epoch=trainer.current_epoch, samples=0)
         self._begin_step(0)
         if self._order is not None:
             # reloaded data has had one pass more than epochs
@@ -268,24 +212,13 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         """Take the time: the batch is there."""
         live_of(self.run).speed.wait_ends()
 
-    def on_before_backward(
-        self,
-        trainer: Any,
-        pl_module: Any,
-        loss: Any,
-    ) -> None:
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         """Weight the loss so that every sample of a step counts the same."""
         weight = self.shares.weight(self._step, self.done)
         if weight != 1 and loss.requires_grad:
             loss.register_hook(lambda gradient: gradient * weight)
 
-    def on_train_batch_end(
-        self,
-        trainer: Any,
-        pl_module: Any,
-        outputs: Any,
-        *_: Any,
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
         """Count an optimizer step, save if it is time, stop if requested."""
         before, after = self.position, self._after_batch()
         self.done += 1
@@ -303,17 +236,12 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         """Return the position once the batch in progress is done."""
         seen = self._step.start + (self.done + 1) * self.shares.at_once
         return replace(
-            self.position,
-            samples=min(seen, self._step.stop),
-            step=self._trainer.global_step,
+            self.position, samples=min(seen, self._step.stop), step=self._trainer.global_step
         )
 
     def _after_step(self, trainer: Any, outputs: Any) -> None:
         total: Any = trainer.estimated_stepping_batches
-        if (
-            total == float("inf")
-            or not trainer.lightning_module.automatic_optimization
-        ):
+        if total == float("inf") or not trainer.lightning_module.automatic_optimization:
             total = None
         loss = None
         if isinstance(outputs, Mapping) and "loss" in outputs:
@@ -340,16 +268,9 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
     def on_validation_end(self, trainer: Any, *_: Any) -> None:
         """Record the figures in the journal."""
         if not trainer.sanity_checking and trainer.state.fn == "fit":
-            self.run.record(
-                "validation",
-                {"step": trainer.global_step, **logged(trainer)},
-            )
+            self.run.record("validation", {"step": trainer.global_step, **logged(trainer)})
 
-    def on_train_epoch_end(
-        self,
-        trainer: Any,
-        pl_module: Any,
-    ) -> None:
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Save, unless another callback of the trainer has just done it."""
         step_schedulers(trainer)
         step, saved = trainer.global_step, self._saved()
@@ -360,10 +281,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
             )
         if saved == step:
             return
-        total, epochs = (
-            trainer.estimated_stepping_batches,
-            trainer.current_epoch + 1,
-        )
+        total, epochs = (trainer.estimated_stepping_batches, trainer.current_epoch + 1)
         is_last = step == total or epochs == trainer.max_epochs
         if is_last or saved is None or self.run.should_save():
             self.save(trainer)
@@ -373,8 +291,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         self._is_saving = True
         try:
             trainer.save_checkpoint(
-                self.run.checkpoint_dir
-                / f"step-{self.position.step:08d}{_SUFFIX}",
+                self.run.checkpoint_dir / f"step-{self.position.step:08d}{_SUFFIX}",
                 # left out, Lightning logs a line for each checkpoint
                 weights_only=False,
             )
@@ -388,10 +305,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
 
     def _begin_step(self, start: int) -> None:
         self.done = 0
-        self._step = next(
-            self.shares.steps(self.position.epoch_samples, start),
-            range(0),
-        )
+        self._step = next(self.shares.steps(self.position.epoch_samples, start), range(0))
 
     def _stop_if_requested(self, trainer: Any) -> None:
         if not self.run.should_stop():
@@ -403,9 +317,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
 
 def logged(trainer: Any) -> dict[str, float]:
     """Return the latest figures that the model has logged."""
-    return {
-        name: float(value) for name, value in trainer.callback_metrics.items()
-    }
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
 # --- the position, and the loops' counters for any micro-batch: Lightning counts batches, whatever
@@ -441,11 +353,7 @@ class LightningPosition:
 
 
 def loops_at(
-    fit_loop: Any,
-    position: LightningPosition,
-    at_once: int,
-    *,
-    is_manual: bool = False,
+    fit_loop: Any, position: LightningPosition, at_once: int, *, is_manual: bool = False
 ) -> Any:
     """Return ``checkpoint["loops"]["fit_loop"]`` as if all batches had ``at_once`` samples.
 
@@ -456,10 +364,7 @@ def loops_at(
     loops = copy.deepcopy(dict(fit_loop))
     done = position.batches_done(at_once)
     before = position.epoch * position.batches(at_once)
-    batches, epochs = (
-        loops["epoch_loop.batch_progress"],
-        loops["epoch_progress"],
-    )
+    batches, epochs = (loops["epoch_loop.batch_progress"], loops["epoch_progress"])
     batches["is_last_batch"] = False
     # of any number of optimizers
     stepped = before + done if is_manual else position.step
@@ -485,9 +390,4 @@ def loops_at(
 
 
 def _counters(begun: int, completed: int) -> dict[str, int]:
-    return {
-        "ready": begun,
-        "started": begun,
-        "processed": begun,
-        "completed": completed,
-    }
+    return {"ready": begun, "started": begun, "processed": begun, "completed": completed}

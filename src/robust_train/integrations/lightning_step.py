@@ -37,55 +37,26 @@ _Metric: Any = importlib.import_module("torchmetrics").Metric
 _AutomaticOptimization: Any = _automatic._AutomaticOptimization
 
 
-def recover_in_steps(
-    trainer: Any,
-    model: Any,
-    run: Run,
-    callback: Any,
-) -> None:
+def recover_in_steps(trainer: Any, model: Any, run: Run, callback: Any) -> None:
     """Repeat steps and evaluations of ``trainer`` in smaller parts where memory runs out."""
     in_step, logs = InStep(run, "Lightning"), _Logs(trainer)
     reason = why_not(trainer, model)
-    _keep_evaluation_batches(
-        trainer,
-        run,
-        callback,
-        can_split=not reason,
-    )
+    _keep_evaluation_batches(trainer, run, callback, can_split=not reason)
     if reason is not None:
         in_step.say(reason, on_all_ranks=True)
         return
     if model.automatic_optimization:
-        in_parts = _InParts(
-            trainer,
-            in_step,
-            logs,
-            callback,
-        )
+        in_parts = _InParts(trainer, in_step, logs, callback)
         trainer.fit_loop.epoch_loop.automatic_optimization = in_parts
     else:
         reason = f"{type(model).__name__}.training_step runs the backward passes by itself"
-        in_step.say(
-            f"{reason} (automatic_optimization=False)", on_all_ranks=True
-        )
+        in_step.say(f"{reason} (automatic_optimization=False)", on_all_ranks=True)
     for name in ("validation_step", "test_step", "predict_step"):
-        step = partial(
-            _evaluate,
-            trainer,
-            in_step,
-            logs,
-            getattr(trainer.strategy, name),
-        )
+        step = partial(_evaluate, trainer, in_step, logs, getattr(trainer.strategy, name))
         setattr(trainer.strategy, name, step)
 
 
-def _keep_evaluation_batches(
-    trainer: Any,
-    run: Run,
-    callback: Any,
-    *,
-    can_split: bool,
-) -> None:
+def _keep_evaluation_batches(trainer: Any, run: Run, callback: Any, *, can_split: bool) -> None:
     """Let loaders of validation and test have the batches that they had in the job's first attempt;
     their figures may depend on that, and so does what ``limit_val_batches`` leaves out."""
     own: int = callback.shares.micro_batch
@@ -122,13 +93,7 @@ def _keep_evaluation_batches(
 class _InParts(_AutomaticOptimization):  # type: ignore[misc]
     """Lightning's automatic optimization, whose closure may be run for parts of the batch."""
 
-    def __init__(
-        self,
-        trainer: Any,
-        in_step: InStep,
-        logs: _Logs,
-        callback: Any,
-    ) -> None:
+    def __init__(self, trainer: Any, in_step: InStep, logs: _Logs, callback: Any) -> None:
         super().__init__(trainer)
         self._callback = callback
         self._in_step = in_step
@@ -136,42 +101,21 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
         self._step: OpenStep | None = None
         self._zero_grad: Callable[[], None] | None = None
 
-    def _make_closure(
-        self,
-        kwargs: Any,
-        optimizer: Any,
-        batch_idx: int,
-    ) -> Any:
-        closure = super()._make_closure(
-            kwargs,
-            optimizer,
-            batch_idx,
-        )
+    def _make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
+        closure = super()._make_closure(kwargs, optimizer, batch_idx)
         if isinstance(optimizer, torch.optim.LBFGS) and self._in_step.is_on:
             self._in_step.is_on = False
             self._in_step.say("LBFGS runs the closure several times a step")
         # without a backward pass: weight averaging collects BatchNorm's statistics
-        if (
-            self._in_step.is_on
-            and "batch" in kwargs
-            and not self._skip_backward
-        ):
+        if self._in_step.is_on and "batch" in kwargs and not self._skip_backward:
             whole = closure.closure
-            runs = iter(
-                [partial(self._run, whole, kwargs, optimizer, batch_idx)]
-            )
+            runs = iter([partial(self._run, whole, kwargs, optimizer, batch_idx)])
             # only the first call is the step's: optimizers of two passes have another gradient
             closure.closure = lambda *args, **named: next(runs, whole)()
         return closure
 
     @torch.enable_grad()
-    def _run(
-        self,
-        whole: Callable[[], Any],
-        kwargs: Any,
-        optimizer: Any,
-        batch_idx: int,
-    ) -> Any:
+    def _run(self, whole: Callable[[], Any], kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
         """Run the closure for each part of the batch; return the batch's result."""
         trainer, batch = self.trainer, kwargs["batch"]
         zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
@@ -180,11 +124,7 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
             self._zero_grad = zero_grad
             # its hook may have changed attributes, which are put back
             again = partial(setattr, self, "_zero_grad", zero_grad)
-            self._step = self._in_step.begin(
-                trainer.model,
-                on_rewind=again,
-                keeps_gradients=False,
-            )
+            self._step = self._in_step.begin(trainer.model, on_rewind=again, keeps_gradients=False)
             if self._step is None:
                 return whole()
 
@@ -201,23 +141,14 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
                 result = self._training_step(inputs)
                 loss = result.closure_loss
                 if loss is not None:
-                    logged.loss = (
-                        loss.detach() * trainer.accumulate_grad_batches
-                    )
+                    logged.loss = loss.detach() * trainer.accumulate_grad_batches
                 if weight != 1.0 and loss is not None:
                     result.closure_loss = loss * weight
                     result.loss = result.closure_loss.detach().clone()
                 return result
 
-            backward, zero_grad = (
-                self._make_backward_fn(optimizer),
-                self._zero_once,
-            )
-            closure = _automatic.Closure(
-                step,
-                backward,
-                self._zero_grad and zero_grad,
-            )
+            backward, zero_grad = (self._make_backward_fn(optimizer), self._zero_once)
+            closure = _automatic.Closure(step, backward, self._zero_grad and zero_grad)
             with self._logs.part(part) as logged:
                 return closure.closure(), logged
 
@@ -246,9 +177,7 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
     def _merged(self, found: _Found) -> Any:
         merged = _automatic.ClosureResult(None)
         results = [result for (result, _), _ in found]
-        merged.extra = self._in_step.joined(
-            [(result.extra, part) for (result, _), part in found]
-        )
+        merged.extra = self._in_step.joined([(result.extra, part) for (result, _), part in found])
         losses = [result.loss for result in results if result.loss is not None]
         merged.loss = sum(losses) if losses else None
         return merged
@@ -260,12 +189,7 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
 
 
 def _evaluate(
-    trainer: Any,
-    in_step: InStep,
-    logs: _Logs,
-    inner: Any,
-    batch: Any,
-    *args: Any,
+    trainer: Any, in_step: InStep, logs: _Logs, inner: Any, batch: Any, *args: Any
 ) -> Any:
     """Run a validation, test or prediction step for each part of a batch."""
 
@@ -299,17 +223,9 @@ class _OfPart:
     samples: int
     loss: Tensor | None = None
     # by hook, name, and how often it was logged before: what to log, its figure, and how
-    values: dict[_Key, tuple[Any, Any, dict[str, Any]]] = field(
-        default_factory=dict
-    )
+    values: dict[_Key, tuple[Any, Any, dict[str, Any]]] = field(default_factory=dict)
 
-    def take(
-        self,
-        hook: str,
-        name: str,
-        value: Any,
-        **options: Any,
-    ) -> None:
+    def take(self, hook: str, name: str, value: Any, **options: Any) -> None:
         """Keep a value until the batch is done."""
         if isinstance(value, Tensor):
             figure = value.detach()
@@ -374,10 +290,7 @@ class _Logs:
 
     def log(self, found: _Found) -> None:
         """Log the values of a batch's parts, each once."""
-        results, parts = (
-            logged_by(self._trainer),
-            [one for (_, one), _ in found],
-        )
+        results, parts = (logged_by(self._trainer), [one for (_, one), _ in found])
         for key in dict.fromkeys(key for one in parts for key in one.values):
             own = [one for one in parts if key in one.values]
             value, figure, options = own[0].values[key]
@@ -391,12 +304,7 @@ class _Logs:
                     options["batch_size"] = sum(sizes)
                 figures = [one.values[key][1] for one in own]
                 if isinstance(value, Tensor):
-                    value = self._joined(
-                        key[1],
-                        own,
-                        figures,
-                        kind,
-                    )
+                    value = self._joined(key[1], own, figures, kind)
                 elif isinstance(figure, Tensor):
                     latest = self._latest(key[1], value, own, figures, options)
                     setattr(value, LATEST, latest)
@@ -442,9 +350,7 @@ class _Logs:
     def _metrics(self) -> list[Any]:
         modules = self._trainer.lightning_module.modules()
         return [
-            one
-            for one in modules
-            if isinstance(one, _Metric) and not isinstance(one, _Aggregator)
+            one for one in modules if isinstance(one, _Metric) and not isinstance(one, _Aggregator)
         ]
 
     def _check_aggregations(self) -> None:
@@ -492,11 +398,7 @@ class _Logs:
             self._are_losses[key[1]] = one.is_loss(one.values[key][1])
 
     def _joined(
-        self,
-        name: str,
-        parts: Sequence[_OfPart],
-        figures: Sequence[Tensor],
-        kind: str,
+        self, name: str, parts: Sequence[_OfPart], figures: Sequence[Tensor], kind: str
     ) -> Tensor:
         """Return a batch's value of those of its parts."""
         is_mean = kind in _MEANS or len(parts) == 1
@@ -531,8 +433,7 @@ def _states_of(metric: Any) -> _States:
     if not all(map(is_small, found)):
         return {}
     return {
-        name: one.clone() if isinstance(one, Tensor) else len(one)
-        for name, one in states.items()
+        name: one.clone() if isinstance(one, Tensor) else len(one) for name, one in states.items()
     }
 
 
@@ -562,10 +463,7 @@ def _mean(parts: Sequence[_OfPart], figures: Sequence[Tensor]) -> Tensor:
 def why_not(trainer: Any, model: Any) -> str | None:
     """Return what makes it impossible to run a step in parts, if anything."""
     strategy = trainer.strategy  # DeepSpeed's and XLA's derive from DDP's
-    if type(strategy) not in (
-        _strategies.SingleDeviceStrategy,
-        _strategies.DDPStrategy,
-    ):
+    if type(strategy) not in (_strategies.SingleDeviceStrategy, _strategies.DDPStrategy):
         return f"{type(strategy).__name__} runs the model"
     inherited = _LightningModule.optimizer_zero_grad
     if getattr(type(model), "optimizer_zero_grad", inherited) is not inherited:

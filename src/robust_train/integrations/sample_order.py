@@ -12,13 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    RandomSampler,
-    Sampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler
 
 from robust_train.model.errors import UserError
 from robust_train.step.rewind import GeneratorStates, seed_everything
@@ -54,19 +48,13 @@ class StepShares:
         """Samples in a step; an epoch's last one may have fewer."""
         return self.at_once * self.accumulation
 
-    def steps(
-        self,
-        length: int,
-        start: int = 0,
-    ) -> Iterator[range]:
+    def steps(self, length: int, start: int = 0) -> Iterator[range]:
         """Yield each step's samples, from ``start`` to the end of an epoch of ``length`` samples.
 
         Frameworks step when so many micro-batches of the epoch are done: if another effective batch
         size came before, the first step is shorter.
         """
-        before = self.micro_batches(range(length)) - self.micro_batches(
-            range(start, length)
-        )
+        before = self.micro_batches(range(length)) - self.micro_batches(range(start, length))
         count = self.accumulation - before % self.accumulation
         while start < length:
             stop = min(start + count * self.at_once, length)
@@ -85,20 +73,13 @@ class StepShares:
             mine.append(step[0])
         return mine
 
-    def weight(
-        self,
-        step: range,
-        number: int,
-    ) -> float:
+    def weight(self, step: range, number: int) -> float:
         """Return the factor for the mean loss of micro-batch ``number`` (from 0) of a step.
 
         The framework divides it by the accumulation and averages the gradients over the ranks. It
         is 1 except in a step that is short or uneven, as an epoch's last one may be.
         """
-        mine = (
-            len(share_of(step, self.rank, self.ranks))
-            - number * self.micro_batch
-        )
+        mine = len(share_of(step, self.rank, self.ranks)) - number * self.micro_batch
         samples = min(max(mine, 0), self.micro_batch)
         return samples * self.accumulation * self.ranks / len(step)
 
@@ -127,18 +108,12 @@ class SampleOrder(Sampler[Any]):
     ) -> None:
         self._sampler = sampler
         self._seed = seed
-        self.samples = (
-            len(sampler) if limit is None else min(len(sampler), limit)
-        )
+        self.samples = len(sampler) if limit is None else min(len(sampler), limit)
         self._shares = shares
         self._generator = generator or torch.Generator()
         self.begin(0)
 
-    def begin(
-        self,
-        epoch: int,
-        skip: int = 0,
-    ) -> None:
+    def begin(self, epoch: int, skip: int = 0) -> None:
         """Set the next pass to ``epoch`` (from 0) without its first ``skip`` samples.
 
         Every later pass is the next whole epoch.
@@ -165,9 +140,7 @@ class SampleOrder(Sampler[Any]):
         if self._shares.ranks == 1:
             return range(start, self.samples)
         steps = self._shares.steps(self.samples, start)
-        return itertools.chain.from_iterable(
-            self._shares.own(step) for step in steps
-        )
+        return itertools.chain.from_iterable(self._shares.own(step) for step in steps)
 
     def _seed_of(self, epoch: int) -> int:
         return (self._seed * 1_000_003 + epoch) % 2**63
@@ -175,10 +148,7 @@ class SampleOrder(Sampler[Any]):
     def _draw(self, epoch: int) -> list[Any]:
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
-        own, seed = (
-            getattr(self._sampler, "generator", None),
-            self._seed_of(epoch),
-        )
+        own, seed = (getattr(self._sampler, "generator", None), self._seed_of(epoch))
         before = GeneratorStates()
         seed_everything(seed)
         try:
@@ -213,13 +183,7 @@ def order_of_epochs(loader: Any, seed: int) -> SampleOrder | None:
     return batches.sampler  # type: ignore[no-any-return]
 
 
-def take_over(
-    loader: Any,
-    *,
-    name: str,
-    shares: StepShares,
-    seed: int,
-) -> SampleOrder:
+def take_over(loader: Any, *, name: str, shares: StepShares, seed: int) -> SampleOrder:
     """Replace the sampler of ``loader``, which makes micro-batches, by a :class:`SampleOrder`.
 
     With ``drop_last`` an epoch has only whole optimizer steps, which do not depend on the
@@ -258,11 +222,7 @@ def take_over(
             f"{shares.micro_batch}; {how}"
         )
     samples = len(sampler)
-    limit = (
-        samples // shares.effective * shares.effective
-        if batches.drop_last
-        else samples
-    )
+    limit = samples // shares.effective * shares.effective if batches.drop_last else samples
     if not limit:
         raise UserError(
             f"{name}: {samples} samples make no step of {shares.effective} with drop_last; lower "
@@ -270,12 +230,6 @@ def take_over(
         )
     if loader.generator is None:
         loader.generator = torch.Generator()
-    order = SampleOrder(
-        sampler,
-        seed=seed,
-        limit=limit,
-        generator=loader.generator,
-        shares=shares,
-    )
+    order = SampleOrder(sampler, seed=seed, limit=limit, generator=loader.generator, shares=shares)
     batches.sampler = order
     return order

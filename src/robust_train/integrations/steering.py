@@ -52,11 +52,7 @@ def lightning(module: str = "") -> Any:
 def effective_batch_size(cfg: DictConfig) -> int:
     """Return the samples in an optimizer step, however they are split."""
     ranks = OmegaConf.select(cfg, "num_gpus") or 1
-    return int(
-        cfg.training.batch_size
-        * cfg.training.gradient_accumulation_steps
-        * ranks
-    )
+    return int(cfg.training.batch_size * cfg.training.gradient_accumulation_steps * ranks)
 
 
 def machines() -> int:
@@ -83,11 +79,7 @@ def keep_batch(run: Run, reason: str) -> None:
 class Steps:
     """Sends optimizer steps to the launcher: each loss once, memory after the first step."""
 
-    def __init__(
-        self,
-        cfg: DictConfig,
-        run: Run,
-    ) -> None:
+    def __init__(self, cfg: DictConfig, run: Run) -> None:
         if live_of(run).is_steered:
             raise UserError(
                 "a second fit or loop in one job, which the next attempt would begin with the "
@@ -104,23 +96,14 @@ class Steps:
         """Send a loss with the next step that is passed on."""
         self._loss = {"loss": loss}
 
-    def done(
-        self,
-        step: int,
-        total_steps: int | None,
-        loss: Any = None,
-    ) -> None:
+    def done(self, step: int, total_steps: int | None, loss: Any = None) -> None:
         """Send that optimizer step ``step`` is done, now and then with its loss."""
         if loss is not None:
             live_of(self._run).guard.take(step, loss)
             if step % self._every == 0:  # reading it waits for the GPU
                 self._loss = {"loss": float(loss)}
         is_first = self._run.last_step is None
-        if self._run.progress(
-            step,
-            total_steps=total_steps,
-            **self._loss,
-        ):
+        if self._run.progress(step, total_steps=total_steps, **self._loss):
             self._loss = {}
         if is_first:
             live_of(self._run).record_memory("first step done")
@@ -182,20 +165,13 @@ class OpenStep(Step[Any]):
         if self._can_be_cut:
             # views: the structure as it is now, whatever a body does to it
             whole = splitting.part_of(data, 0, samples)
-        parts = Parts(
-            whole,
-            max(samples, 1),
-            count=count,
-            counts_whole=False,
-        )
+        parts = Parts(whole, max(samples, 1), count=count, counts_whole=False)
 
         def on_original(part: Part) -> Any:
             return body(replace(part, data=data) if part.is_whole else part)
 
         try:
-            results = self.run(
-                Batch(parts, on_original, loss_of, function), is_last=is_last
-            )
+            results = self.run(Batch(parts, on_original, loss_of, function), is_last=is_last)
             if is_last and self.start is not None:
                 self.end()
         except CannotSplitError as reason:
@@ -236,11 +212,7 @@ class OpenStep(Step[Any]):
 class InStep:
     """Whether and how the steps and evaluations of a trainer are repeated in smaller parts."""
 
-    def __init__(
-        self,
-        run: Run,
-        framework: str,
-    ) -> None:
+    def __init__(self, run: Run, framework: str) -> None:
         # False once the model turned out to be one that cannot be split
         self.is_on = True
         self._run = run
@@ -249,20 +221,13 @@ class InStep:
         self._said = False
         self._has_begun = False
 
-    def say(
-        self,
-        reason: str,
-        *,
-        on_all_ranks: bool = False,
-    ) -> None:
+    def say(self, reason: str, *, on_all_ranks: bool = False) -> None:
         """Log why memory that runs out ends the attempt; later reasons change nothing."""
         if self._said:
             return
         kept = live_of(self._run).keeps_batch
         log.log(
-            logging.DEBUG
-            if on_all_ranks and not self._run.is_main
-            else logging.WARNING,
+            logging.DEBUG if on_all_ranks and not self._run.is_main else logging.WARNING,
             "%s: where memory runs out, a new attempt %s; no step is repeated in smaller "
             "parts: %s%s",
             self._framework,
@@ -302,12 +267,7 @@ class InStep:
             keeps_gradients=keeps_gradients,
         )
 
-    def evaluate(
-        self,
-        model: nn.Module,
-        batch: Any,
-        body: Body[Any],
-    ) -> list[tuple[Any, Part]]:
+    def evaluate(self, model: nn.Module, batch: Any, body: Body[Any]) -> list[tuple[Any, Part]]:
         """Run a batch of a validation in parts that fit; return each part's result."""
         shared = self._shared(model) if self.is_on else None
         if shared is None:
@@ -321,8 +281,7 @@ class InStep:
         """Return a batch's result of those of its parts; run out of memory if they don't fit."""
         try:
             return splitting.joined(
-                [result for result, _ in found],
-                [len(part) for _, part in found],
+                [result for result, _ in found], [len(part) for _, part in found]
             )
         except ValueError as error:
             self.say(f"the results of parts cannot be put together: {error}")
@@ -346,19 +305,11 @@ def like(failure: Failure | None) -> Exception:
     message = "" if failure is None else failure.message
     message = message.removeprefix("OutOfMemoryError: ") or "out of memory"
     is_hosts = failure is not None and failure.kind is FailureKind.HOST_OOM
-    return (
-        MemoryError(message) if is_hosts else torch.OutOfMemoryError(message)
-    )
+    return MemoryError(message) if is_hosts else torch.OutOfMemoryError(message)
 
 
 class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Any = (),
-        kwargs: Any = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in func.namespace:
             raise CannotSplitError(
                 f"it calls the collective {func.name().partition('::')[2]}, for which the other "

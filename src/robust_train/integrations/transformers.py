@@ -23,10 +23,7 @@ from robust_train.attempt.run import Run, live_of
 from robust_train.compat import load_best, save_trainer, saving_through
 from robust_train.config.trainers import require
 from robust_train.folder.checkpoints import is_whole
-from robust_train.integrations.sample_order import (
-    SampleOrder,
-    order_of_epochs,
-)
+from robust_train.integrations.sample_order import SampleOrder, order_of_epochs
 from robust_train.integrations.steering import (
     Steps,
     framework,
@@ -39,11 +36,7 @@ from robust_train.step.ranks import of_all_ranks
 
 _NEEDED_BY = "robust_train.integrations.transformers"
 # Trainer cannot be had without it
-require(
-    "accelerate",
-    _NEEDED_BY,
-    extra="transformers",
-)
+require("accelerate", _NEEDED_BY, extra="transformers")
 _transformers = framework("transformers")
 
 log = logging.getLogger("robust_train.integrations")
@@ -69,19 +62,13 @@ def training_arguments(cfg: DictConfig, run: Run) -> dict[str, Any]:
         "use_cpu": cfg.device == "cpu",
         "per_device_train_batch_size": training.batch_size,
         # a figure of each batch is averaged: the same batches in all of the job's attempts
-        "per_device_eval_batch_size": (
-            training.batch_size if asked is None else asked.batch_size
-        ),
+        "per_device_eval_batch_size": (training.batch_size if asked is None else asked.batch_size),
         "gradient_accumulation_steps": training.gradient_accumulation_steps,
-        "resume_from_checkpoint": None
-        if checkpoint is None
-        else str(checkpoint),
+        "resume_from_checkpoint": None if checkpoint is None else str(checkpoint),
         "auto_find_batch_size": False,
         "ignore_data_skip": False,
         "dataloader_num_workers": workers,
-        "dataloader_prefetch_factor": training.prefetch_factor
-        if workers
-        else None,
+        "dataloader_prefetch_factor": training.prefetch_factor if workers else None,
         "seed": cfg.seed,
         "data_seed": cfg.seed,
         # the last but one must stay until the launcher knows of the last
@@ -89,13 +76,7 @@ def training_arguments(cfg: DictConfig, run: Run) -> dict[str, Any]:
     }
 
 
-def fit(
-    trainer: Any,
-    *,
-    cfg: DictConfig,
-    run: Run,
-    metric: str | None = None,
-) -> Any:
+def fit(trainer: Any, *, cfg: DictConfig, run: Run, metric: str | None = None) -> Any:
     """Run ``trainer.train`` as an attempt: resume from the last checkpoint, stop on request.
 
     Args:
@@ -117,14 +98,7 @@ def fit(
         trainer.args.logging_nan_inf_filter = False
     callback = TransformersCallback(cfg, run)
     trainer.add_callback(callback)
-    saving_through(
-        trainer,
-        lambda write: callback.save(
-            write,
-            trainer.args,
-            trainer.state,
-        ),
-    )
+    saving_through(trainer, lambda write: callback.save(write, trainer.args, trainer.state))
     recover_in_steps(trainer, run)
     train_on = trainer.training_step
 
@@ -136,15 +110,11 @@ def fit(
     trainer.training_step = training_step
     if run.is_main:
         # of an attempt that was killed while it saved: the Trainer would count it as a checkpoint
-        for torn in Path(trainer.args.output_dir).glob(
-            f"checkpoint-*/{_MARK}"
-        ):
+        for torn in Path(trainer.args.output_dir).glob(f"checkpoint-*/{_MARK}"):
             shutil.rmtree(torn.parent, ignore_errors=True)
     try:
         try:
-            trainer.train(
-                resume_from_checkpoint=trainer.args.resume_from_checkpoint
-            )
+            trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
         except _AlreadyDone:
             log.info("training was complete already")
             if trainer.args.load_best_model_at_end:
@@ -155,9 +125,7 @@ def fit(
         if not of_all_ranks(is_whole(_folder(trainer.args, trainer.state)))[0]:
             # nothing was trained since the last step
             save_trainer(trainer)
-        raise TrainingStopped(
-            f"stopped after step {trainer.state.global_step}"
-        ) from None
+        raise TrainingStopped(f"stopped after step {trainer.state.global_step}") from None
     finally:
         live_of(run).finish_saving()
 
@@ -176,11 +144,7 @@ _TrainerCallback: Any = _transformers.TrainerCallback
 class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
     """Adds checkpoints, progress and stopping to a trainer."""
 
-    def __init__(
-        self,
-        cfg: DictConfig,
-        run: Run,
-    ) -> None:
+    def __init__(self, cfg: DictConfig, run: Run) -> None:
         self.run = run
         self._cfg = cfg
         self._steps = Steps(cfg, run)
@@ -188,13 +152,7 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
         self._order: SampleOrder | None = None
         self._has_ended = False  # a callback had ended the training
 
-    def on_train_begin(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        **others: Any,
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Check that batches have this attempt's size, whatever the checkpoint has, and order them
         by seed and epoch: a sampler may draw from torch's generator, which dropout shares."""
         loader = others["train_dataloader"]
@@ -225,30 +183,16 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
         live_of(self.run).record_memory("training begins")
         name = args.metric_for_best_model or "loss"
         name = name if name.startswith("eval_") else f"eval_{name}"
-        live_of(self.run).monitors(
-            name, "max" if args.greater_is_better else "min"
-        )
+        live_of(self.run).monitors(name, "max" if args.greater_is_better else "min")
 
-    def on_epoch_begin(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        **others: Any,
-    ) -> None:
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Take the time: the epoch's first batches are read from here on."""
         if self._order is not None:
             self._order.begin(int(state.epoch))
         live_of(self.run).speed.begin()
         live_of(self.run).speed.wait_begins()
 
-    def on_step_begin(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        **others: Any,
-    ) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Refuse a step after the last, which comes if that is within an epoch."""
         live_of(self.run).speed.wait_ends()
         self._loss = None
@@ -259,19 +203,11 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
         """Take what a batch adds to the loss of its step; what is logged is a mean of steps."""
         self._loss = loss if self._loss is None else self._loss + loss
 
-    def on_step_end(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        **others: Any,
-    ) -> Any:
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> Any:
         """Save after an optimizer step if it is time or a stop is requested."""
         live_of(self.run).guard.take(state.global_step, self._loss)
         self._steps.done(state.global_step, state.max_steps)
-        saves_soon = args.save_strategy == "epoch" and state.epoch == round(
-            state.epoch
-        )
+        saves_soon = args.save_strategy == "epoch" and state.epoch == round(state.epoch)
         if self.run.should_stop():
             control.should_evaluate = False
             control.should_save = True
@@ -285,41 +221,21 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
         if self.run.should_stop():
             raise _StoppedInEvaluation
 
-    def on_log(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        logs: Any = None,
-        **others: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
         """Record what the Trainer logs in the journal."""
         figures = _numbers(logs or {})
         if "loss" in figures:
             self._steps.log_loss(figures["loss"])
         if "train_loss" in figures:
-            live_of(
-                self.run
-            ).finish_saving()  # the best one may be loaded next
+            live_of(self.run).finish_saving()  # the best one may be loaded next
         self.run.record("metrics", {"step": state.global_step, **figures})
 
-    def on_evaluate(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        **others: Any,
-    ) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Start the clock of saving, which comes after evaluating."""
         live_of(self.run).saving.clock.begin(state.global_step)
         live_of(self.run).speed.pause()
 
-    def save(
-        self,
-        write: Callable[[], None],
-        args: Any,
-        state: Any,
-    ) -> None:
+    def save(self, write: Callable[[], None], args: Any, state: Any) -> None:
         """Save a checkpoint, which is marked as torn until all its files are there."""
         path, is_main = _folder(args, state), self.run.is_main
 
@@ -351,13 +267,7 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
             )
         )
 
-    def on_save(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        **others: Any,
-    ) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Stop here if requested."""
         if self.run.should_stop():
             raise TrainingStopped(f"stopped after step {state.global_step}")
@@ -367,11 +277,7 @@ def _folder(args: Any, state: Any) -> Path:
     return Path(args.output_dir).absolute() / f"checkpoint-{state.global_step}"
 
 
-def _check(
-    args: Any,
-    cfg: DictConfig,
-    run: Run,
-) -> None:
+def _check(args: Any, cfg: DictConfig, run: Run) -> None:
     training = cfg.training
     wanted = {
         "per_device_train_batch_size": training.batch_size,
@@ -391,9 +297,7 @@ def _check(
         )
     refuse_saving_on_each_node("TrainingArguments", args)
     config = args.accelerator_config
-    if run.world_size > 1 and (
-        config.split_batches or config.dispatch_batches
-    ):
+    if run.world_size > 1 and (config.split_batches or config.dispatch_batches):
         raise UserError(
             "TrainingArguments: accelerator_config has split_batches or dispatch_batches, which "
             "change the effective batch size with the number of GPUs; leave them out"
@@ -407,9 +311,7 @@ def _check(
     }
     for name, why in refused.items():
         if getattr(args, name, False):
-            raise UserError(
-                f"TrainingArguments: {name}=True: {why}; leave it out"
-            )
+            raise UserError(f"TrainingArguments: {name}=True: {why}; leave it out")
 
 
 def _checkpoint_gradients(trainer: Any, cfg: DictConfig) -> None:
@@ -417,9 +319,7 @@ def _checkpoint_gradients(trainer: Any, cfg: DictConfig) -> None:
     if not cfg.training.get("gradient_checkpointing"):
         return
     if not getattr(trainer.model, "supports_gradient_checkpointing", False):
-        log.warning(
-            "training.gradient_checkpointing: this model has none, it has no effect"
-        )
+        log.warning("training.gradient_checkpointing: this model has none, it has no effect")
         return
     for name in ("activation_checkpointing", "gradient_checkpointing"):
         if hasattr(trainer.args, name):
@@ -427,11 +327,7 @@ def _checkpoint_gradients(trainer: Any, cfg: DictConfig) -> None:
 
 
 def _numbers(logs: Mapping[str, object]) -> dict[str, float]:
-    return {
-        name: value
-        for name, value in logs.items()
-        if isinstance(value, (int, float))
-    }
+    return {name: value for name, value in logs.items() if isinstance(value, (int, float))}
 
 
 def _result(trainer: Any, metric: str | None) -> Any:

@@ -39,11 +39,7 @@ _IGNORED = -100  # the label of positions without loss
 
 def recover_in_steps(trainer: Any, run: Run) -> None:
     """Repeat steps and evaluations of ``trainer`` in smaller parts where memory runs out."""
-    args, loss, in_step = (
-        trainer.args,
-        TrainersLoss(trainer),
-        InStep(run, "transformers"),
-    )
+    args, loss, in_step = (trainer.args, TrainersLoss(trainer), InStep(run, "transformers"))
     own = args.gradient_accumulation_steps, run.world_size
     asked = live_of(run).asked
     if asked and (asked.gradient_accumulation_steps, asked.ranks) != own:
@@ -61,15 +57,8 @@ def recover_in_steps(trainer: Any, run: Run) -> None:
 def _evaluate_in_own_batches(trainer: Any, run: Run) -> None:
     """Evaluate in this attempt's batches, for the job's cannot be repeated in parts."""
     args, asked = trainer.args, live_of(run).asked
-    own, evaluated = (
-        args.per_device_train_batch_size,
-        args.per_device_eval_batch_size,
-    )
-    if (
-        asked is None
-        or own == asked.batch_size
-        or evaluated != asked.batch_size
-    ):
+    own, evaluated = (args.per_device_train_batch_size, args.per_device_eval_batch_size)
+    if asked is None or own == asked.batch_size or evaluated != asked.batch_size:
         return
     args.per_device_eval_batch_size = own
     log.warning(
@@ -99,13 +88,7 @@ class TrainersLoss:
         self._asked = asked
         self._trainer.compute_loss = self._compute_weighted
 
-    def _compute_weighted(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        *args: Any,
-        **named: Any,
-    ) -> Any:
+    def _compute_weighted(self, model: nn.Module, inputs: Any, *args: Any, **named: Any) -> Any:
         items = named.get("num_items_in_batch")
         weight = self._weight(model, inputs, items) if model.training else 1.0
         found = self._compute(model, inputs, *args, **named)
@@ -116,12 +99,7 @@ class TrainersLoss:
             return loss * weight, outputs
         return found * weight
 
-    def _weight(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        items: Any,
-    ) -> float:
+    def _weight(self, model: nn.Module, inputs: Any, items: Any) -> float:
         trainer, asked = self._trainer, self._asked
         assert asked is not None
         is_scaled = trainer.loss_is_scaled_for_ga
@@ -153,12 +131,7 @@ class TrainersLoss:
 
     # --- two samples ---
 
-    def adds_up(
-        self,
-        model: nn.Module,
-        data: Any,
-        items: Any,
-    ) -> bool:
+    def adds_up(self, model: nn.Module, data: Any, items: Any) -> bool:
         """Return whether losses are divided by the step's items, so that those of parts add up.
 
         What the Trainer takes for such a loss may ignore the count.
@@ -167,51 +140,27 @@ class TrainersLoss:
             return False
         if self._is_sum is None:
             few = part_of(data, 0, 2)
-            once, twice = (
-                self._of(model, few, items),
-                self._of(model, few, items * 2),
-            )
+            once, twice = (self._of(model, few, items), self._of(model, few, items * 2))
             # the mean over samples without labels is NaN
             found = bool(twice.abs() <= 0.75 * once.abs())
             self._is_sum = all(of_all_ranks(found)) if self._asked else found
         return self._is_sum
 
-    def items(
-        self,
-        model: nn.Module,
-        data: Any,
-        items: Any = None,
-    ) -> float | Tensor:
+    def items(self, model: nn.Module, data: Any, items: Any = None) -> float | Tensor:
         """Return of how many items the loss over ``data`` is a mean."""
         labels = data.get("shift_labels", data.get("labels"))
-        if (
-            not isinstance(labels, Tensor)
-            or labels.is_floating_point()
-            or not labels.ndim
-        ):
+        if not isinstance(labels, Tensor) or labels.is_floating_point() or not labels.ndim:
             return length_of(data)
         if "shift_labels" not in data and labels.ndim > 1:
             if items is None:
                 items = labels.ne(_IGNORED).sum()
             # what adds up is divided by the Trainer's count
-            adds_up = self._trainer.model_accepts_loss_kwargs and self.adds_up(
-                model,
-                data,
-                items,
-            )
-            if (
-                shifts_labels(self._trainer)
-                if adds_up
-                else self._shifts_labels(model, data)
-            ):
+            adds_up = self._trainer.model_accepts_loss_kwargs and self.adds_up(model, data, items)
+            if shifts_labels(self._trainer) if adds_up else self._shifts_labels(model, data):
                 labels = labels[..., 1:]
         return labels.ne(_IGNORED).sum()
 
-    def _shifts_labels(
-        self,
-        model: nn.Module,
-        data: Any,
-    ) -> bool:
+    def _shifts_labels(self, model: nn.Module, data: Any) -> bool:
         """Return whether a mean over labels leaves out the first of each sample."""
         few = part_of(data, 0, 2)
         labels = few["labels"]
@@ -220,15 +169,9 @@ class TrainersLoss:
             without[..., 0] = _IGNORED
             items = labels.ne(_IGNORED).sum()
             known = self._of(model, few, items)
-            other = self._of(
-                model, type(few)({**few, "labels": without}), items
-            )
+            other = self._of(model, type(few)({**few, "labels": without}), items)
             self._shifts = bool(torch.isclose(known, other, rtol=1e-5, atol=0))
-        return (
-            shifts_labels(self._trainer)
-            if self._shifts is None
-            else self._shifts
-        )
+        return shifts_labels(self._trainer) if self._shifts is None else self._shifts
 
     @torch.no_grad()
     def _of(self, model: nn.Module, data: Any, items: Any) -> Tensor:
@@ -248,9 +191,7 @@ class TrainersLoss:
         try:
             with self._trainer.compute_loss_context_manager():
                 inputs = prepared_inputs(self._trainer, data)
-                loss: Tensor = self._compute(
-                    model, inputs, num_items_in_batch=items
-                )
+                loss: Tensor = self._compute(model, inputs, num_items_in_batch=items)
         finally:
             logged.restore()
         return loss
@@ -271,10 +212,7 @@ class LoggedOfPasses:
         """Go back to this moment."""
         for mode, lists in logged_of_passes(self._trainer).items():
             lists.clear()
-            lists.update(
-                (name, list(values))
-                for name, values in self._lists.get(mode, {}).items()
-            )
+            lists.update((name, list(values)) for name, values in self._lists.get(mode, {}).items())
         if self._tokens is not None:
             setattr(self._trainer, TOKENS_SEEN, self._tokens)
 
@@ -286,20 +224,13 @@ class LoggedOfPasses:
                 added = values[known:]
                 if len(added) == len(weights) and any(weights):
                     shares = zip(added, weights, strict=True)
-                    values[known:] = [
-                        sum(v * w for v, w in shares) / sum(weights)
-                    ]
+                    values[known:] = [sum(v * w for v, w in shares) / sum(weights)]
 
 
 class StepsInParts(_TrainerCallback):  # type: ignore[misc]
     """The wrapped methods, and the step in progress."""
 
-    def __init__(
-        self,
-        trainer: Any,
-        in_step: InStep,
-        loss: TrainersLoss,
-    ) -> None:
+    def __init__(self, trainer: Any, in_step: InStep, loss: TrainersLoss) -> None:
         self._trainer = trainer
         self._loss = loss
         self._in_step = in_step
@@ -313,44 +244,27 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
         trainer.prediction_step = self.prediction_step
         trainer.accelerator.backward = self.backward
 
-    def on_step_begin(
-        self,
-        *args: Any,
-        **named: Any,
-    ) -> None:
+    def on_step_begin(self, *args: Any, **named: Any) -> None:
         """Forget a step that was left before its last batch; its gradients stay."""
         if self._step is not None:
             self._step.leave()
         self._step = None
 
-    def backward(
-        self,
-        loss: Tensor,
-        **options: Any,
-    ) -> None:
+    def backward(self, loss: Tensor, **options: Any) -> None:
         """Run the accelerator's backward pass for this part's share of the batch's loss."""
         self._is_weighted = True
         if self._weight:
             self._backward(_share(loss, self._weight), **options)
 
     def training_step(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        num_items_in_batch: Any = None,
-        **more: Any,
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None, **more: Any
     ) -> Tensor:
         """Run the Trainer's for each part; return what the batch adds to the step's loss."""
         if self._step is None:
             on_rewind = LoggedOfPasses(self._trainer).restore
             self._step = self._in_step.begin(model, on_rewind=on_rewind)
         if self._step is None:
-            loss: Tensor = self._training_step(
-                model,
-                inputs,
-                num_items_in_batch,
-                **more,
-            )
+            loss: Tensor = self._training_step(model, inputs, num_items_in_batch, **more)
             return loss
 
         passes = _Passes(self._trainer)
@@ -360,12 +274,7 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
             self._is_weighted = part.weight in (0.0, 1.0)
             try:
                 with passes.part(part):
-                    loss = self._training_step(
-                        model,
-                        part.data,
-                        num_items_in_batch,
-                        **more,
-                    )
+                    loss = self._training_step(model, part.data, num_items_in_batch, **more)
             finally:
                 self._weight = 1.0
             if not self._is_weighted:
@@ -386,9 +295,7 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
             body,
             count=count,
             is_last=is_last,
-            loss_of=lambda data: self._loss.of(
-                model, data, num_items_in_batch
-            ),
+            loss_of=lambda data: self._loss.of(model, data, num_items_in_batch),
             function=self._trainer.compute_loss,
         )
         if is_last:
@@ -396,24 +303,13 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
         shares: list[Tensor] = [share for share, _ in found]
         return sum(shares[1:], shares[0]).to(self._trainer.args.device)
 
-    def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's for each part; return mean loss, logits and labels of the batch."""
         passes = _Passes(self._trainer)
 
         def body(part: Part) -> Any:
             with passes.part(part):
-                return self._prediction_step(
-                    model,
-                    part.data,
-                    *args,
-                    **kwargs,
-                )
+                return self._prediction_step(model, part.data, *args, **kwargs)
 
         found = self._in_step.evaluate(model, inputs, body)
         if len(found) == 1:
@@ -422,9 +318,7 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
         losses, logits, labels = zip(*results, strict=True)
         loss = None
         if losses[0] is not None:
-            items = [
-                float(self._loss.items(model, part.data)) for _, part in found
-            ]
+            items = [float(self._loss.items(model, part.data)) for _, part in found]
             pairs = zip(losses, items, strict=True)
             loss = sum(_share(one, n / max(sum(items), 1)) for one, n in pairs)
         return loss, _concatenated(logits), _concatenated(labels)
@@ -487,10 +381,7 @@ def _why_not(trainer: Any) -> str | None:
         return f"the model is run by {kind}"
     if getattr(trainer.accelerator, "parallelism_config", None) is not None:
         return "parallelism_config: the ranks share a sample"
-    if args.torch_compile and args.torch_compile_mode in (
-        "reduce-overhead",
-        "max-autotune",
-    ):
+    if args.torch_compile and args.torch_compile_mode in ("reduce-overhead", "max-autotune"):
         return f"torch_compile_mode={args.torch_compile_mode} captures CUDA graphs"
     if prepares_inputs_itself(trainer, _transformers.Trainer):
         return f"{type(trainer).__name__}._prepare_inputs makes batches of its own"

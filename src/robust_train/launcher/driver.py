@@ -23,12 +23,7 @@ from robust_train.model.events import Event
 from robust_train.model.gpu import Group
 from robust_train.model.spec import Decision, GiveUp, Retry
 from robust_train.policy.context import Offers
-from robust_train.policy.decide import (
-    cannot_work,
-    decide,
-    first_decision,
-    on_gpus,
-)
+from robust_train.policy.decide import cannot_work, decide, first_decision, on_gpus
 from robust_train.policy.sizes import PolicySettings
 from robust_train.queue.devices import Devices
 from robust_train.queue.waiting import NoGpu, WaitStatus
@@ -92,17 +87,12 @@ class Driver(ABC):
         """
 
     @abstractmethod
-    def first(
-        self, beginning: Beginning, policy: PolicySettings, gpus: Group
-    ) -> Retry:
+    def first(self, beginning: Beginning, policy: PolicySettings, gpus: Group) -> Retry:
         """Return what the job begins with on the GPUs that it has."""
 
     @abstractmethod
     def wait_for_room(
-        self,
-        retry: Retry,
-        policy: PolicySettings,
-        history: tuple[Attempt, ...],
+        self, retry: Retry, policy: PolicySettings, history: tuple[Attempt, ...]
     ) -> Retry | str:
         """Wait for the GPUs that a retry asks for; return it with them, or why they did not become
         free in time."""
@@ -118,17 +108,11 @@ class Driver(ABC):
         """Run one attempt to its end, with what the job has reserved; ``tick`` is called at least
         twice a second."""
         return self.executor.run(
-            request,
-            on_event,
-            signals,
-            hold=self.devices.queue.hold + hold,
-            tick=tick,
+            request, on_event, signals, hold=self.devices.queue.hold + hold, tick=tick
         )
 
     @abstractmethod
-    def decide(
-        self, policy: PolicySettings, history: tuple[Attempt, ...]
-    ) -> Decision:
+    def decide(self, policy: PolicySettings, history: tuple[Attempt, ...]) -> Decision:
         """Return what comes after an attempt that has failed."""
 
     @abstractmethod
@@ -181,47 +165,32 @@ class HostDriver(Driver):
     def _executor(self, signals: SignalWatch, token: str) -> Executor:
         """Return what runs the attempts."""
 
-    def first(
-        self, beginning: Beginning, policy: PolicySettings, gpus: Group
-    ) -> Retry:
+    def first(self, beginning: Beginning, policy: PolicySettings, gpus: Group) -> Retry:
         """Return what the job begins with on the GPUs that it has."""
         return first_decision(policy, gpus)
 
     def wait_for_room(
-        self,
-        retry: Retry,
-        policy: PolicySettings,
-        history: tuple[Attempt, ...],
+        self, retry: Retry, policy: PolicySettings, history: tuple[Attempt, ...]
     ) -> Retry | str:
         """Wait for the GPUs that a retry asks for, for ever if it has no alternative."""
         room = retry.room
         assert room is not None, "nothing is waited for"
-        found = self.devices.wait_for_room(
-            room, for_ever=retry.otherwise is None
-        )
+        found = self.devices.wait_for_room(room, for_ever=retry.otherwise is None)
         if isinstance(found, NoGpu):
             return found.reason
         if room.gpu_uuids:
             return retry
         return on_gpus(policy, history, retry, found)
 
-    def decide(
-        self, policy: PolicySettings, history: tuple[Attempt, ...]
-    ) -> Decision:
+    def decide(self, policy: PolicySettings, history: tuple[Attempt, ...]) -> Decision:
         """Return what comes after an attempt that has failed, with the GPUs that are there now."""
         last, failure = history[-1], history[-1].failure
         assert failure is not None, "a completed attempt needs no decision"
         if self.has_remedies:
-            return decide(
-                policy,
-                history,
-                self.devices.offers() if last.spec.gpus else Offers(),
-            )
+            return decide(policy, history, self.devices.offers() if last.spec.gpus else Offers())
         if last.cuda_cannot_work:
             return GiveUp(cannot_work(failure))
-        hint = (
-            "; train_robust.py would go on" if failure.kind.is_memory else ""
-        )
+        hint = "; train_robust.py would go on" if failure.kind.is_memory else ""
         return GiveUp(failure.message + hint)
 
     def how_to_resume(self, plan: Plan, state: RunState) -> str:

@@ -21,26 +21,14 @@ from robust_train.failures import classify_exit
 from robust_train.failures.advice import cuda_versions, with_advice
 from robust_train.failures.exits import by_oom_killer, in_order
 from robust_train.failures.printed import since_progress
-from robust_train.failures.stack import (
-    TRACEBACK,
-    NativeStack,
-    native_stack_in,
-    where_it_stands,
-)
+from robust_train.failures.stack import TRACEBACK, NativeStack, native_stack_in, where_it_stands
 from robust_train.launcher.plan import Plan
 from robust_train.model.attempt import Attempt, Exit
-from robust_train.model.errors import (
-    ConfigError,
-    JobInterrupted,
-    NoDeviceError,
-    limit_reached,
-)
+from robust_train.model.errors import ConfigError, JobInterrupted, NoDeviceError, limit_reached
 from robust_train.model.events import Failed, Finished, RankDied, ScriptEnded
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 
-_ESCAPES = re.compile(
-    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])"
-)
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _MOST_LINES = 40
 _OF_THE_HOST = (FailureKind.HOST_OOM, FailureKind.WORKER_DEATH)
 _LINES = 15
@@ -86,9 +74,7 @@ def advised(attempt: Attempt, plan: Plan) -> Attempt:
     return plan.words.attempt(with_advice(attempt, plan.config, versions))
 
 
-def failure_of_launcher(
-    error: BaseException, pruned: str
-) -> tuple[str, str, BaseException | None]:
+def failure_of_launcher(error: BaseException, pruned: str) -> tuple[str, str, BaseException | None]:
     """Return how a job ends that an error in the launcher has ended: its status, the reason, and
     what its caller has to know, None if the summary is enough.
 
@@ -136,11 +122,7 @@ def _with_workers(failure: Failure | None, end: Exit) -> Failure | None:
     return replace(failure, evidence=evidence)
 
 
-def _failure(
-    attempt: Attempt,
-    crash: NativeStack | None,
-    stacks: Path,
-) -> Failure | None:
+def _failure(attempt: Attempt, crash: NativeStack | None, stacks: Path) -> Failure | None:
     """Return why it failed, None if it completed."""
     end, ending = attempt.exit, attempt.ending
     if isinstance(ending, Finished):
@@ -151,9 +133,7 @@ def _failure(
         is_interrupted = ending.failure.kind is FailureKind.INTERRUPTED
         if isinstance(attempt.script, ScriptEnded) and not is_interrupted:
             return _with_file(failure_of_script(attempt.script, end), attempt)
-        return (
-            by_oom_killer(ending.failure) if end.oom_killed else ending.failure
-        )
+        return by_oom_killer(ending.failure) if end.oom_killed else ending.failure
     if end.was_stopped:
         why = "did not stop in time and was killed"
         if end.was_hurried:
@@ -180,18 +160,14 @@ def _stalled(end: Exit, stacks: Path) -> Failure:
         FailureKind.COMM,
         f"stalled: {end.stalled} (stall_timeout_minutes){where and '; '}{where}",
         Evidence(library="robust_train", clue=Clue.STALLED),
-        (f"see what the threads were doing in {stacks}",)
-        if end.stacks
-        else (),
+        (f"see what the threads were doing in {stacks}",) if end.stacks else (),
     )
 
 
 def failure_of_script(ended: ScriptEnded, end: Exit) -> Failure:
     """Return why a script failed, as if its exit were the attempt's."""
     output = without_escapes(end.output)
-    failure = classify_exit(
-        ended.returncode, output, oom_killed=end.oom_killed
-    )
+    failure = classify_exit(ended.returncode, output, oom_killed=end.oom_killed)
     is_unknown = failure.evidence.clue == Clue.UNKNOWN
     if end.shortage and is_unknown and TRACEBACK not in output:
         return classify_exit(ended.returncode, end.shortage)
@@ -208,16 +184,12 @@ def _with_file(failure: Failure, attempt: Attempt) -> Failure:
         "weights_only=False) for a file of your own, or export "
         "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 where a library loads it"
     )
-    return replace(
-        failure, message=f"{failure.message.partition(': ')[0]}: {how}"
-    )
+    return replace(failure, message=f"{failure.message.partition(': ')[0]}: {how}")
 
 
 def doubt_of(attempt: Attempt) -> str:
     """Return why a script that ended with 0 may have failed; empty without such a sign."""
-    if attempt.failure is not None or not isinstance(
-        attempt.script, ScriptEnded
-    ):
+    if attempt.failure is not None or not isinstance(attempt.script, ScriptEnded):
         return ""
     output = in_order(without_escapes(attempt.exit.output))
     output = since_progress(output).rstrip()
@@ -259,9 +231,7 @@ def error_of(attempt: Attempt) -> BaseException | None:
     if not isinstance(attempt.ending, Failed) or not attempt.ending.error:
         return None
     try:
-        error = _LoadedOnlyUnpickler(
-            io.BytesIO(base64.b64decode(attempt.ending.error))
-        ).load()
+        error = _LoadedOnlyUnpickler(io.BytesIO(base64.b64decode(attempt.ending.error))).load()
     except Exception:
         return None
     return error if isinstance(error, BaseException) else None
@@ -270,11 +240,7 @@ def error_of(attempt: Attempt) -> BaseException | None:
 class _LoadedOnlyUnpickler(pickle.Unpickler):
     """Builds exceptions only from modules that are here already: no torch in the launcher."""
 
-    def find_class(
-        self,
-        module: str,
-        name: str,
-    ) -> Any:
+    def find_class(self, module: str, name: str) -> Any:
         if module not in sys.modules:
             raise pickle.UnpicklingError(module)
         return super().find_class(module, name)
@@ -312,8 +278,7 @@ class RankEnd:
     def was_stopped(self) -> bool:
         """Whether a signal stopped it."""
         return (
-            isinstance(self.ending, Failed)
-            and self.ending.failure.kind is FailureKind.INTERRUPTED
+            isinstance(self.ending, Failed) and self.ending.failure.kind is FailureKind.INTERRUPTED
         )
 
     @property
@@ -345,9 +310,7 @@ class RankEnd:
             return known.get(self.returncode, 1), self.at
         if self.ending.caused_by_rank is not None:
             return 2, self.at
-        return (
-            4 if self.ending.failure.kind.follows_from_others else 1
-        ), self.at
+        return (4 if self.ending.failure.kind.follows_from_others else 1), self.at
 
 
 def root_cause(ends: Sequence[RankEnd]) -> RankEnd | None:
@@ -360,9 +323,7 @@ def event_of(ends: Sequence[RankEnd]) -> Finished | Failed | RankDied | None:
     """Return the one event of the end of several ranks; None if all that failed were killed."""
     figures = (end.ending.memory for end in ends if end.ending is not None)
     memory = max(
-        figures,
-        key=lambda one: one.get("max_allocated", one.get("max_resident", 0)),
-        default={},
+        figures, key=lambda one: one.get("max_allocated", one.get("max_resident", 0)), default={}
     )
     root, first = root_cause(ends), ends[0].ending
     # rank 0 has done its last step, and its result counts

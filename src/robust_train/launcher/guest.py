@@ -35,20 +35,12 @@ from robust_train.folder.identity import Beginning
 from robust_train.folder.resolvers import resolvers_of
 from robust_train.folder.state import RunState, Summary
 from robust_train.host.engine import TORCHRUN, GuestRank
-from robust_train.host.linux import (
-    shared_machine_environment,
-    signal_at_parents_death,
-)
+from robust_train.host.linux import shared_machine_environment, signal_at_parents_death
 from robust_train.host.signals import SignalWatch
 from robust_train.host.votes import StoreVotes
 from robust_train.launcher.driver import Driver
 from robust_train.launcher.ending import RankEnd, ended
-from robust_train.launcher.inline import (
-    InlineExecutor,
-    function_of,
-    own_modules,
-    shield_workers,
-)
+from robust_train.launcher.inline import InlineExecutor, function_of, own_modules, shield_workers
 from robust_train.launcher.plan import Plan, plan_job
 from robust_train.launcher.request import request_for
 from robust_train.model.attempt import Attempt
@@ -98,39 +90,27 @@ class RankDriver(Driver):
         self.guest = guest
         cfg = guest_config(cfg, guest.engine, guest.world_size)
         folder = _run_dir(guest, run_dir)
-        os.environ.update(
-            {**shared_machine_environment(os.environ), **guest.environ}
-        )
+        os.environ.update({**shared_machine_environment(os.environ), **guest.environ})
         if guest.engine == TORCHRUN and os.getppid() > 1:
             # a rank without its agent is to end
             signal_at_parents_death(signal.SIGKILL)
         shield_workers()
-        self.plan = plan = plan_job(
-            trainer, cfg, folder, features=features, guest=True
-        )
+        self.plan = plan = plan_job(trainer, cfg, folder, features=features, guest=True)
         self._store = PrefixStore("robust_train", _open_store(guest))
         self._has_begun = False
-        self.votes = StoreVotes(
-            self._store,
-            guest.rank,
-            guest.world_size,
-        )
+        self.votes = StoreVotes(self._store, guest.rank, guest.world_size)
         self.devices = RankDevices(guest, plan.config, plan.name, plan.run_dir)
         self.executor = InlineExecutor(
-            functools.cache(
-                lambda: function_of(plan.trainer, plan.trainer_ref)
-            ),
+            functools.cache(lambda: function_of(plan.trainer, plan.trainer_ref)),
             rank=guest.rank,
             flags=self.votes,
-            on_failure=lambda request, event: RankFailures(
-                request.run_dir
-            ).leave(request.attempt, guest.rank, event),
+            on_failure=lambda request, event: RankFailures(request.run_dir).leave(
+                request.attempt, guest.rank, event
+            ),
         )
 
     def run_part(
-        self,
-        run_first: Callable[[], Summary],
-        explain: Callable[[Summary], object],
+        self, run_first: Callable[[], Summary], explain: Callable[[Summary], object]
     ) -> Summary:
         """Run this rank's part of the job, ``run_first`` as rank 0; return its summary.
 
@@ -165,17 +145,12 @@ class RankDriver(Driver):
         """Do nothing: the engine has started this process on its GPU."""
 
     def wait_for_room(
-        self,
-        retry: Retry,
-        policy: PolicySettings,
-        history: tuple[Attempt, ...],
+        self, retry: Retry, policy: PolicySettings, history: tuple[Attempt, ...]
     ) -> Retry | str:
         """Wait for nothing: the engine has given the GPUs."""
         return retry
 
-    def decide(
-        self, policy: PolicySettings, history: tuple[Attempt, ...]
-    ) -> Decision:
+    def decide(self, policy: PolicySettings, history: tuple[Attempt, ...]) -> Decision:
         """Give up: the engine starts the ranks again, and the next start decides."""
         failure = history[-1].failure
         assert failure is not None, "a completed attempt needs no decision"
@@ -192,9 +167,7 @@ class RankDriver(Driver):
             self._has_begun = True
             self._store.set("start", json.dumps(start))
 
-    def first(
-        self, beginning: Beginning, policy: PolicySettings, gpus: Group
-    ) -> Retry:
+    def first(self, beginning: Beginning, policy: PolicySettings, gpus: Group) -> Retry:
         """Return what was decided after the last start, and send it to the other ranks."""
         # the engine decides on devices and the number of ranks: all ranks stay where they are
         config = replace(
@@ -226,29 +199,19 @@ class RankDriver(Driver):
         self.begin(start)
         return first
 
-    def _after(
-        self,
-        history: Sequence[EarlierStart],
-        policy: PolicySettings,
-    ) -> Retry | None:
+    def _after(self, history: Sequence[EarlierStart], policy: PolicySettings) -> Retry | None:
         """Return what follows the last start; None if a start by the user begins again."""
         last = history[-1]
         spec = last.attempt.spec
         if last.was_stopped:
-            return Retry(
-                spec,
-                "start",
-                "goes on after a stop of all ranks",
-            )
+            return Retry(spec, "start", "goes on after a stop of all ranks")
         attempts = tuple(one.attempt for one in history if not one.was_stopped)
         decision = decide(policy, attempts, Offers(spec.gpus))
         while isinstance(decision, Retry) and decision.room is not None:
             assert decision.otherwise is not None
             decision = decision.otherwise  # no GPU is waited for
         if isinstance(decision, Retry):
-            return replace(
-                decision, reason=f"the last start failed: {decision.reason}"
-            )
+            return replace(decision, reason=f"the last start failed: {decision.reason}")
         is_bug = last.attempt.kind is FailureKind.BUG
         if self.guest.restarts and not (is_bug and last.code_has_changed()):
             raise ConfigError(
@@ -264,16 +227,12 @@ class RankDriver(Driver):
         start = self._await_start()
         signals = SignalWatch()
         try:
-            spec = AttemptSpec(
-                **{**start["spec"], "gpus": self.devices.acquire()}
-            )
+            spec = AttemptSpec(**{**start["spec"], "gpus": self.devices.acquire()})
             number, checkpoint = int(start["number"]), start["checkpoint"]
             attempt = Attempt(number, spec, resumed_from=checkpoint)
             run_dir = Path(start["run_dir"])
             # the values of resolvers are those of rank 0
-            plan = replace(
-                self.plan, run_dir=run_dir, resolvers=resolvers_of(run_dir)
-            )
+            plan = replace(self.plan, run_dir=run_dir, resolvers=resolvers_of(run_dir))
             request = request_for(attempt, plan, plan.policy.asked)
 
             def take(event: Event) -> None:
@@ -297,11 +256,7 @@ class RankDriver(Driver):
         )
         if attempt.failure is not None:
             reason = f"rank {self.guest.rank}: {attempt.message}"
-            summary = replace(
-                summary,
-                status="failed",
-                reason=reason,
-            )
+            summary = replace(summary, status="failed", reason=reason)
             explain(summary)
         return summary
 
@@ -310,9 +265,7 @@ class RankDriver(Driver):
         until = time.monotonic() + _START_SECONDS
         while not self._store.check(["start"]):
             if time.monotonic() > until:
-                raise ConfigError(
-                    f"rank 0 did not begin within {_START_SECONDS / 60:g} min"
-                )
+                raise ConfigError(f"rank 0 did not begin within {_START_SECONDS / 60:g} min")
             time.sleep(_POLL_SECONDS)
         start: dict[str, Any] = json.loads(self._store.get("start"))
         if "refusal" in start:
@@ -329,13 +282,7 @@ def _open_store(guest: GuestRank) -> Store:
     from torch.distributed import TCPStore, rendezvous  # type: ignore[attr-defined]
 
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        found: Store = next(
-            rendezvous(
-                "env://",
-                guest.rank,
-                guest.world_size,
-            )
-        )[0]
+        found: Store = next(rendezvous("env://", guest.rank, guest.world_size))[0]
         return found
 
     def open_at(port: int, *, is_ours: bool = False) -> TCPStore:
@@ -363,19 +310,9 @@ class RankDevices(Devices):
     """The GPU that is a rank's by its local rank, reserved where the host has a queue."""
 
     def __init__(
-        self,
-        guest: GuestRank,
-        config: RobustConfig,
-        job_name: str,
-        run_dir: Path,
+        self, guest: GuestRank, config: RobustConfig, job_name: str, run_dir: Path
     ) -> None:
-        super().__init__(
-            replace(config, num_gpus=1),
-            job_name,
-            os.environ,
-            run_dir,
-            time.sleep,
-        )
+        super().__init__(replace(config, num_gpus=1), job_name, os.environ, run_dir, time.sleep)
         self._guest = guest
 
     def acquire(self, fewer: Sequence[int] = ()) -> Group:
@@ -391,11 +328,7 @@ class RankDevices(Devices):
         try:
             super().acquire()
         except (ConfigError, NoDeviceError) as error:
-            log.warning(
-                "%s is used without a reservation: %s",
-                self._config.device,
-                error,
-            )
+            log.warning("%s is used without a reservation: %s", self._config.device, error)
         return group
 
     def _find_gpu(self) -> Group:
@@ -455,11 +388,7 @@ def cause_of(ends: Sequence[RankEnd]) -> Failure:
         return root.report.failure
     killed = [str(one.rank) for one in ends if one.ending is None]
     is_one = len(killed) == 1
-    what = (
-        f"rank {killed[0]} was"
-        if is_one
-        else f"ranks {', '.join(killed)} were"
-    )
+    what = f"rank {killed[0]} was" if is_one else f"ranks {', '.join(killed)} were"
     return Failure(
         FailureKind.INTERRUPTED,
         f"{what} killed",
@@ -475,12 +404,7 @@ class RankFailures:
         self._journal = run_dir / "journal.jsonl"
         self._folder = run_dir / "ranks"
 
-    def leave(
-        self,
-        number: int,
-        rank: int,
-        event: Failed,
-    ) -> None:
+    def leave(self, number: int, rank: int, event: Failed) -> None:
         """Record how this rank's part of attempt ``number`` failed."""
         content = {
             "at": time.time(),
@@ -490,17 +414,10 @@ class RankFailures:
         }
         self.write(f"attempt-{number}.rank-{rank}.json", content)
 
-    def history(
-        self,
-        job: str,
-        gpus: Group,
-    ) -> Sequence[EarlierStart]:
+    def history(self, job: str, gpus: Group) -> Sequence[EarlierStart]:
         """Return the job's earlier attempts that count, the last one last."""
         attempts: dict[int, Attempt] = {}
-        names = (
-            path.stem[len("attempt-") :]
-            for path in self._folder.glob("*.json")
-        )
+        names = (path.stem[len("attempt-") :] for path in self._folder.glob("*.json"))
         for number in sorted(int(name) for name in names if name.isdigit()):
             start = read_object(self._folder / f"attempt-{number}.json")
             if start.get("job") != job:
@@ -526,39 +443,22 @@ class RankFailures:
             name = f"attempt-{attempt.number}.rank-{rank}.json"
             found = read_object(self._folder / name)
             end = RankEnd(rank)
-            with contextlib.suppress(
-                MalformedEventError,
-                KeyError,
-                TypeError,
-            ):
+            with contextlib.suppress(MalformedEventError, KeyError, TypeError):
                 event = parse(found["event"])
                 if isinstance(event, Failed):
                     code[rank] = dict(found["code"])
-                    end = replace(
-                        end,
-                        ending=event,
-                        at=float(found["at"]),
-                    )
+                    end = replace(end, ending=event, at=float(found["at"]))
             ends.append(end)
         failure = cause_of(ends)
         return EarlierStart(
-            replace(attempt, failure=failure, seconds=0.0),
-            code.get(failure.rank or 0, {}),
+            replace(attempt, failure=failure, seconds=0.0), code.get(failure.rank or 0, {})
         )
 
-    def write(
-        self,
-        name: str,
-        content: Mapping[str, object],
-    ) -> None:
+    def write(self, name: str, content: Mapping[str, object]) -> None:
         """Write a file there; what keeps it from that is a warning."""
         try:
             self._folder.mkdir(exist_ok=True)
-            write_json(
-                self._folder / name,
-                dict(content),
-                durable=True,
-            )
+            write_json(self._folder / name, dict(content), durable=True)
         except OSError as error:
             path = self._folder / name
             log.warning("cannot write %s: %s", path, error.strerror)

@@ -103,9 +103,7 @@ class InLauncher:
     def close(self) -> None:
         """End with the job, however it has ended: its end is recorded, its folder is free."""
 
-    def request(
-        self, request: AttemptRequest, attempt: Attempt
-    ) -> AttemptRequest:
+    def request(self, request: AttemptRequest, attempt: Attempt) -> AttemptRequest:
         """Return the request for an attempt that begins, changed for this feature. Chained."""
         return request
 
@@ -151,9 +149,7 @@ class Hooks:
 
     def __init__(self, features: Sequence[Feature], job: JobView) -> None:
         self._all: list[InLauncher] = [
-            load_named(feature.launcher)(job)
-            for feature in features
-            if feature.launcher
+            load_named(feature.launcher)(job) for feature in features if feature.launcher
         ]
 
     @contextmanager
@@ -165,9 +161,7 @@ class Hooks:
                 feature.begin()
             yield
 
-    def request(
-        self, request: AttemptRequest, attempt: Attempt
-    ) -> AttemptRequest:
+    def request(self, request: AttemptRequest, attempt: Attempt) -> AttemptRequest:
         """Return the request as all features want it, each changing what the last one returned."""
         for feature in self._all:
             request = feature.request(request, attempt)
@@ -205,9 +199,7 @@ class Hooks:
     def end(self, summary: Summary) -> Summary:
         """Return the summary as all features complete it."""
         for feature in self._all:
-            completed = computed(
-                type(feature).__name__, partial(feature.end, summary)
-            )
+            completed = computed(type(feature).__name__, partial(feature.end, summary))
             summary = completed or summary
         return summary
 

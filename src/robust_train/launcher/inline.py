@@ -54,9 +54,7 @@ class InlineExecutor:
         *,
         rank: int = 0,
         flags: Flags | None = None,
-        on_failure: Callable[
-            [AttemptRequest, Failed], None
-        ] = lambda request, event: None,
+        on_failure: Callable[[AttemptRequest, Failed], None] = lambda request, event: None,
     ) -> None:
         self._trainer = trainer
         self._rank = rank
@@ -129,16 +127,10 @@ class InlineExecutor:
                 flags=self._flags,
             )
         # a debugger may need what the frames hold
-        clears = (
-            "failure" in request.config.memory.clear_after and not process_ends
-        )
+        clears = "failure" in request.config.memory.clear_after and not process_ends
         if error is not None and clears:
             try:
-                left = release_and_check(
-                    error,
-                    self._memory_at_first,
-                    keep_traceback=was_bug,
-                )
+                left = release_and_check(error, self._memory_at_first, keep_traceback=was_bug)
                 if left is not None:
                     log.warning("%s", left)
                     on_event(MemoryHeld(left))
@@ -157,12 +149,8 @@ _VARIABLES = (VARIABLE,) + trackers.VARIABLES
 def _variables_set(environ: Mapping[str, str]) -> Iterator[None]:
     """Set the allocator's variable, which is read when CUDA starts, and those of trackers, for this
     attempt only."""
-    before = {
-        name: os.environ[name] for name in _VARIABLES if name in os.environ
-    }
-    os.environ.update(
-        {name: environ[name] for name in _VARIABLES if name in environ}
-    )
+    before = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    os.environ.update({name: environ[name] for name in _VARIABLES if name in environ})
     try:
         yield
     finally:

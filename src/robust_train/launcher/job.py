@@ -21,31 +21,14 @@ from robust_train.folder.state import RunState, Summary
 from robust_train.host.linux import sleep_with_ticks
 from robust_train.host.signals import SignalWatch
 from robust_train.launcher.driver import Driver
-from robust_train.launcher.ending import (
-    advised,
-    doubt_of,
-    ended,
-    error_of,
-    failure_of_launcher,
-)
+from robust_train.launcher.ending import advised, doubt_of, ended, error_of, failure_of_launcher
 from robust_train.launcher.hooks import Hooks
 from robust_train.launcher.plan import Plan
 from robust_train.launcher.request import request_for
 from robust_train.launcher.run_folder import RunFolder
 from robust_train.model.attempt import Attempt
-from robust_train.model.errors import (
-    ConfigError,
-    JobInterrupted,
-    NoDeviceError,
-    RunFolderLostError,
-)
-from robust_train.model.events import (
-    CheckpointSaved,
-    DecidedAgain,
-    Event,
-    Failed,
-    JobEnded,
-)
+from robust_train.model.errors import ConfigError, JobInterrupted, NoDeviceError, RunFolderLostError
+from robust_train.model.events import CheckpointSaved, DecidedAgain, Event, Failed, JobEnded
 from robust_train.model.failure import FailureKind
 from robust_train.model.spec import AttemptSpec, Decision, GiveUp, Retry
 from robust_train.policy.decide import concluded
@@ -108,9 +91,7 @@ class Job:
             except (Exception, JobInterrupted) as error:
                 # Nothing that comes after the end changes how the job has ended, and the end of
                 # this job is not recorded in the folder of another one.
-                if self.state.is_final or isinstance(
-                    error, RunFolderLostError
-                ):
+                if self.state.is_final or isinstance(error, RunFolderLostError):
                     raise
                 return self._end_with(error)
 
@@ -118,22 +99,13 @@ class Job:
         """Record that the unfinished job resumes, or a new one starts."""
         self.checkpoint = self.beginning.checkpoint
         if self.checkpoint is not None:
-            log.info(
-                "this run folder holds an unfinished job: resuming from %s",
-                self.checkpoint,
-            )
+            log.info("this run folder holds an unfinished job: resuming from %s", self.checkpoint)
         self.folder.job_starts()
 
     def _train(self) -> Summary:
         """Run attempts until one completes or no remedy is left."""
         driver = self.driver
-        driver.open(
-            self.signals,
-            self.state.id,
-            self.folder.token,
-            self.sleep,
-            self.folder.waits,
-        )
+        driver.open(self.signals, self.state.id, self.folder.token, self.sleep, self.folder.waits)
         try:
             with self._waiting():
                 fewer = self.policy.fewer_ranks(self.plan.config.num_gpus)
@@ -162,9 +134,7 @@ class Job:
         if first.reason:
             log.info("%s", first.reason)
         retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_result(
-                lambda decision: isinstance(decision, Retry)
-            ),
+            retry=tenacity.retry_if_result(lambda decision: isinstance(decision, Retry)),
             wait=lambda state: getattr(self.decision, "pause_seconds", 0.0),
             sleep=self.sleep,
             stop=tenacity.stop_never,
@@ -184,20 +154,14 @@ class Job:
                 self._attempt(spec)
                 return self.decision
             problem = f"{spec.device} went to another job meanwhile"
-            self._decide_again(
-                self._decide(tuple(self.attempts)), "lost_race", problem
-            )
+            self._decide_again(self._decide(tuple(self.attempts)), "lost_race", problem)
 
     def _wait_for_room(self) -> None:
         """Wait for the GPUs that the decision asks for; decide again if the wait is in vain."""
-        while (
-            isinstance(self.decision, Retry) and self.decision.room is not None
-        ):
+        while isinstance(self.decision, Retry) and self.decision.room is not None:
             retry = self.decision
             with self._waiting():
-                found = self.driver.wait_for_room(
-                    retry, self.policy, tuple(self.attempts)
-                )
+                found = self.driver.wait_for_room(retry, self.policy, tuple(self.attempts))
             if isinstance(found, Retry):
                 self.decision = found
                 return
@@ -214,9 +178,7 @@ class Job:
         finally:
             self._wait_seconds += time.monotonic() - started
 
-    def _decide_again(
-        self, decision: Decision | None, why: str, problem: str
-    ) -> None:
+    def _decide_again(self, decision: Decision | None, why: str, problem: str) -> None:
         """Record another decision about the last attempt, whose first one cannot be followed."""
         assert decision is not None, "the last attempt has failed"
         self.decision = decision
@@ -230,11 +192,7 @@ class Job:
         request = self._begin_attempt(spec)
         started = time.monotonic()
         process_exit = self.driver.run(
-            request,
-            self._on_event,
-            self.signals,
-            self.folder.hold,
-            self._tick_attempt,
+            request, self._on_event, self.signals, self.folder.hold, self._tick_attempt
         )
         seconds = time.monotonic() - started
         # a signal that comes now ends the job once the attempt is recorded
@@ -244,27 +202,17 @@ class Job:
             if isinstance(ending, Failed) and ending.config_error:
                 raise ConfigError(ending.config_error) from process_exit.error
             first = self.attempts[0] if self.attempts else attempt
-            self._conclude(
-                ended(attempt.resumed_like(first), request, seconds)
-            )
+            self._conclude(ended(attempt.resumed_like(first), request, seconds))
 
     def _begin_attempt(self, spec: AttemptSpec) -> AttemptRequest:
         """Record that an attempt begins from the newest checkpoint; return its request."""
         number = self.beginning.attempts + 1 + len(self.attempts)
         if self.attempts:  # the first attempt's was read when the launch began
-            self.checkpoint = self.folder.newest_checkpoint(
-                self.checkpoint, sleep=self.sleep
-            )
-        resumed_from = (
-            None if self.checkpoint is None else str(self.checkpoint)
-        )
-        steps = {
-            attempt.checkpoint: attempt.saved_step for attempt in self.attempts
-        }
+            self.checkpoint = self.folder.newest_checkpoint(self.checkpoint, sleep=self.sleep)
+        resumed_from = None if self.checkpoint is None else str(self.checkpoint)
+        steps = {attempt.checkpoint: attempt.saved_step for attempt in self.attempts}
         start_step = steps.get(resumed_from) or 0  # 0 if unknown
-        attempt = Attempt(
-            number, spec, time.time(), resumed_from, start_step=start_step
-        )
+        attempt = Attempt(number, spec, time.time(), resumed_from, start_step=start_step)
         self.folder.attempt_starts(attempt)
         request = request_for(
             attempt,
@@ -281,9 +229,7 @@ class Job:
         evidence = attempt.evidence
         if evidence.bad_step is not None or evidence.has_checkpoint:
             self.checkpoint = self.folder.newest_checkpoint()
-            attempt = attempt.with_checkpoint(
-                is_there=self.checkpoint is not None
-            )
+            attempt = attempt.with_checkpoint(is_there=self.checkpoint is not None)
         attempt = advised(attempt, self.plan)
         self.decision = self._decide((*self.attempts, attempt))
         attempt = concluded(attempt, self.decision)
@@ -310,9 +256,7 @@ class Job:
         """Return whether a signal or a pause has ended an attempt, and no failure of its own."""
         if not self.signals.is_pausing:
             return bool(self.signals.received)
-        return (
-            attempt.failure is None or attempt.kind is FailureKind.INTERRUPTED
-        )
+        return attempt.failure is None or attempt.kind is FailureKind.INTERRUPTED
 
     def _on_event(self, event: Event) -> None:
         """Record an event of the attempt that runs."""
@@ -361,9 +305,7 @@ class Job:
             self.signals.pass_on()
         raise raised
 
-    def _end(
-        self, status: str, reason: str | None, exit_code: int | None = None
-    ) -> Summary:
+    def _end(self, status: str, reason: str | None, exit_code: int | None = None) -> Summary:
         last = self.attempts[-1] if self.attempts else None
         summary = Summary(
             status=status,

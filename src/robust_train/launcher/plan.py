@@ -17,18 +17,8 @@ from robust_train.config.checks import checked, hide_urls
 from robust_train.config.placeholders import placeholders_in
 from robust_train.config.projects import Words, ours, resolved
 from robust_train.config.schema import RobustConfig
-from robust_train.config.trainers import (
-    Trainer,
-    TrainerRef,
-    job_name_of,
-    target_of,
-)
-from robust_train.folder.hydra_state import (
-    chosen_folder,
-    owns_terminal,
-    run_folder,
-    sweep_folder,
-)
+from robust_train.config.trainers import Trainer, TrainerRef, job_name_of, target_of
+from robust_train.folder.hydra_state import chosen_folder, owns_terminal, run_folder, sweep_folder
 from robust_train.folder.identity import refuse_other_version
 from robust_train.folder.provenance import resume_command
 from robust_train.folder.resolvers import Resolvers, resolvers_of
@@ -70,9 +60,7 @@ class Plan:
     resolvers: Resolvers  # values of `${now:…}` and the like, the same in all of a job's attempts
     policy: PolicySettings
     values_used: frozenset[str]  # values of an attempt that reach its script
-    numbers_gpus: (
-        bool  # CUDA_VISIBLE_DEVICES of attempts has numbers in place of UUIDs
-    )
+    numbers_gpus: bool  # CUDA_VISIBLE_DEVICES of attempts has numbers in place of UUIDs
     # this process's environment, without the URLs of notifications that the config names
     environ: dict[str, str]
     features: tuple[Feature, ...] = ()
@@ -140,9 +128,7 @@ def plan_job(
         numbers_gpus=numbers_gpus(environ, is_script=config.is_script),
         environ=environ,
         features=features,
-        resume_command=resume_command(folder, is_named=run_dir is not None)
-        if resumes
-        else None,
+        resume_command=resume_command(folder, is_named=run_dir is not None) if resumes else None,
     )
 
 
@@ -153,9 +139,7 @@ def values_used(cfg: DictConfig, config: RobustConfig) -> set[str]:
     words = " ".join((trainer.argv or ()) + trainer.resume_argv)
     written = str(OmegaConf.to_container(ours(cfg).trainer, resolve=False))
     keys = ("batch_size", "gradient_accumulation_steps")
-    used = placeholders_in(words) | {
-        key for key in keys if f"training.{key}}}" in written
-    }
+    used = placeholders_in(words) | {key for key in keys if f"training.{key}}}" in written}
     # a script that divides the effective batch by the accumulation has the micro-batch
     if used >= {"effective_batch_size", "gradient_accumulation_steps"}:
         used.add("batch_size")

@@ -16,47 +16,22 @@ from dataclasses import replace
 
 from omegaconf import DictConfig
 
-from robust_train.children.interpreters import (
-    Interpreter,
-    Interpreters,
-    preparation,
-    take_early,
-)
-from robust_train.config.attempt import (
-    AttemptRequest,
-    Begin,
-    Preparation,
-    early_imports,
-)
+from robust_train.children.interpreters import Interpreter, Interpreters, preparation, take_early
+from robust_train.config.attempt import AttemptRequest, Begin, Preparation, early_imports
 from robust_train.config.trainers import TrainerRef
 from robust_train.failures.exits import last_shortage_in, signal_of
 from robust_train.failures.shortage import no_room_to_import
 from robust_train.host.linux import TICK_SECONDS, readable
-from robust_train.host.memory import (
-    OomKillWatch,
-    Workers,
-    find_workers,
-    read_host_memory,
-)
+from robust_train.host.memory import OomKillWatch, Workers, find_workers, read_host_memory
 from robust_train.host.screen import show_waiting
 from robust_train.host.signals import SignalWatch, stop_signal
 from robust_train.host.votes import STOP, Votes
 from robust_train.launcher.ending import RankEnd, event_of, without_escapes
 from robust_train.launcher.stall import Standstill
-from robust_train.launcher.stall_watch import (
-    StallWatch,
-    dump_stacks,
-    remove_nccl_pipes,
-)
+from robust_train.launcher.stall_watch import StallWatch, dump_stacks, remove_nccl_pipes
 from robust_train.model.attempt import Exit
 from robust_train.model.errors import ConfigError
-from robust_train.model.events import (
-    Event,
-    Failed,
-    Finished,
-    LibrariesImported,
-    Stalled,
-)
+from robust_train.model.events import Event, Failed, Finished, LibrariesImported, Stalled
 from robust_train.model.failure import FailureKind
 from robust_train.readable import duration, shortened, signal_name
 
@@ -97,13 +72,7 @@ class ProcessExecutor:
     """
 
     def __init__(
-        self,
-        trainer: TrainerRef,
-        cfg: DictConfig,
-        *,
-        ranks: int = 1,
-        has_standby: bool,
-        job: str,
+        self, trainer: TrainerRef, cfg: DictConfig, *, ranks: int = 1, has_standby: bool, job: str
     ) -> None:
         self._trainer, self._cfg, self._job = trainer, cfg, job
         self._ranks, self._has_standby = ranks, has_standby
@@ -143,9 +112,7 @@ class ProcessExecutor:
                 self._modules = event.modules
                 self._standby_bytes = event.resident_bytes * self._ranks
                 if self._has_standby:
-                    self._prepare_next(
-                        preparation(self._modules, is_standby=True)
-                    )
+                    self._prepare_next(preparation(self._modules, is_standby=True))
                 return
             if isinstance(event, Failed) and event.failure.kind not in (
                 FailureKind.BUG,
@@ -188,13 +155,9 @@ class ProcessExecutor:
             interpreters.pump.hold()
             for one in found:
                 # those that import break off: the rest comes with the trainer
-                one.prepare(
-                    preparation(()) if one.is_asked else self._preparation()
-                )
+                one.prepare(preparation(()) if one.is_asked else self._preparation())
             interpreters.await_prepared(found, tick)
-            ends = [
-                one.returncode for one in found if one.returncode is not None
-            ]
+            ends = [one.returncode for one in found if one.returncode is not None]
             if ends:
                 self._on_death_at_import(ends[0])
                 continue
@@ -203,9 +166,7 @@ class ProcessExecutor:
                 return found
             # they did before they imported: a library has started CUDA, and would again
             if not self._modules:
-                raise ConfigError(
-                    "an attempt's interpreter starts CUDA before its trainer runs"
-                )
+                raise ConfigError("an attempt's interpreter starts CUDA before its trainer runs")
             log.info(
                 "importing %s early would start CUDA, so each attempt imports it itself",
                 ", ".join(self._modules),
@@ -230,11 +191,7 @@ class ProcessExecutor:
         """Return what an interpreter imports while it waits."""
         wanted = preparation(self._modules)
         if self._trainer.is_ours:
-            wanted = replace(
-                wanted,
-                trainer=self._trainer,
-                cfg=self._cfg,
-            )
+            wanted = replace(wanted, trainer=self._trainer, cfg=self._cfg)
         return wanted
 
     def _on_death_at_import(self, returncode: int) -> None:
@@ -265,8 +222,7 @@ class ProcessExecutor:
         else:
             self._has_lost_one = True
             log.warning(
-                "an interpreter ended before its attempt began (%s); another one is started",
-                how,
+                "an interpreter ended before its attempt began (%s); another one is started", how
             )
         self._modules = ()
         self.close()
@@ -381,10 +337,7 @@ class RunningAttempt:
         if now >= self._kill_at:
             if self._killed_at == math.inf and not self._is_stopping:
                 self._warn_of_exit_handlers()
-            self._kill_at, self._killed_at = (
-                now + 1.0,
-                min(self._killed_at, now),
-            )
+            self._kill_at, self._killed_at = (now + 1.0, min(self._killed_at, now))
             self._signal_all(signal.SIGKILL)
         is_given_up = now >= self._killed_at + _AFTER_KILL_SECONDS
         # ends before events and output: what a process sent before it ended is then there already
@@ -408,23 +361,15 @@ class RunningAttempt:
             self._look(now)
         if is_given_up or not any(one.is_running for one in own):
             return True
-        if (
-            self._kill_at == math.inf
-            and (stalled := self._watch.poll()) is not None
-        ):
+        if self._kill_at == math.inf and (stalled := self._watch.poll()) is not None:
             self._stalled = stalled
             seconds = dump_stacks(
-                self._request,
-                {rank: one for rank, one in enumerate(own) if one.is_running},
+                self._request, {rank: one for rank, one in enumerate(own) if one.is_running}
             )
             self._kill_in(seconds)
         return False
 
-    def _read(
-        self,
-        rank: int,
-        most: int,
-    ) -> None:
+    def _read(self, rank: int, most: int) -> None:
         for event in self._processes[rank].read(most):
             self._watch.on_event(event)
             if isinstance(event, (Finished, Failed)):
@@ -433,9 +378,7 @@ class RunningAttempt:
                 if self._votes is not None:
                     continue
                 self._kill_in(
-                    AFTER_FAILURE_SECONDS
-                    if isinstance(event, Failed)
-                    else AFTER_FINISHED_SECONDS
+                    AFTER_FAILURE_SECONDS if isinstance(event, Failed) else AFTER_FINISHED_SECONDS
                 )
             self._on_event(event)
 
@@ -443,9 +386,7 @@ class RunningAttempt:
         """Look for data-loader workers, and for CUDA's refusal, less often as time goes by."""
         if not self._was_warned and self._request.spec.gpus:
             self._warn_of_cuda()
-        found = find_workers(
-            [one.pid for one in self._processes if one.is_running]
-        )
+        found = find_workers([one.pid for one in self._processes if one.is_running])
         self._interpreters.collect_orphans()
         if found.count:
             self._workers = found
@@ -483,9 +424,7 @@ class RunningAttempt:
             with contextlib.suppress(OSError):
                 self._processes[0].channel.shutdown(socket.SHUT_WR)
         failed = [end for end in self._ends if end.is_failure]
-        if self._limits_others or not (
-            failed or all(e.is_over for e in self._ends)
-        ):
+        if self._limits_others or not (failed or all(e.is_over for e in self._ends)):
             return
         self._limits_others = True
         seconds = _LAST_REPORT_SECONDS
@@ -504,16 +443,11 @@ class RunningAttempt:
         pump = self._interpreters.pump
         pump.drain()
         pump.end_log()
-        if (
-            self._votes is not None
-            and (event := event_of(self._ends)) is not None
-        ):
+        if self._votes is not None and (event := event_of(self._ends)) is not None:
             self._on_event(event)
         is_left = any(one.is_running for one in own)
         if is_left:
-            log.warning(
-                "the attempt's process hangs in the kernel; it is left behind"
-            )
+            log.warning("the attempt's process hangs in the kernel; it is left behind")
         elif left:
             log.warning("processes %s of the attempt cannot be ended", left)
         remove_nccl_pipes(request.run_dir)

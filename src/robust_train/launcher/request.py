@@ -7,11 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from robust_train.config.attempt import (
-    AttemptRequest,
-    for_attempt,
-    trainer_config,
-)
+from robust_train.config.attempt import AttemptRequest, for_attempt, trainer_config
 from robust_train.folder.hydra_state import hydra_config
 from robust_train.gpu.visible import mask_for
 from robust_train.host.allocator import VARIABLE, allocator_settings
@@ -49,9 +45,7 @@ def request_for(
     )
     if config.stall_timeout_seconds != 0 and len(spec.gpus) > 1:
         environ |= nccl_variables(environ, plan.run_dir, attempt.number)
-    device = name_for_trainer(
-        spec.gpus, os.environ, own_process=not config.runs_inline
-    )
+    device = name_for_trainer(spec.gpus, os.environ, own_process=not config.runs_inline)
     own_config = for_attempt(config, spec, device)
     resumed_from = attempt.resumed_from
     with plan.resolvers.kept():
@@ -72,9 +66,7 @@ def request_for(
         asked=asked,
         is_first=is_first,
         start_method=_start_method(),
-        features=tuple(
-            feature.attempt for feature in plan.features if feature.attempt
-        ),
+        features=tuple(feature.attempt for feature in plan.features if feature.attempt),
     )
 
 
@@ -84,9 +76,7 @@ def _start_method() -> str | None:
     A worker of joblib has a method of joblib's own, which no other process knows.
     """
     method = multiprocessing.get_start_method(allow_none=True)
-    return (
-        method if method in multiprocessing.get_all_start_methods() else None
-    )
+    return method if method in multiprocessing.get_all_start_methods() else None
 
 
 def attempt_environment(
@@ -105,7 +95,5 @@ def attempt_environment(
         "CUDA_VISIBLE_DEVICES": mask_for(gpus, by_index=by_index),
         # so that a program that prints or parses indices agrees with nvidia-smi
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        VARIABLE: allocator_settings(
-            environ, expandable_segments=expandable_segments
-        ),
+        VARIABLE: allocator_settings(environ, expandable_segments=expandable_segments),
     }

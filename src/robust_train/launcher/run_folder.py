@@ -35,29 +35,14 @@ from robust_train.folder.requests import (
     open_requests,
     sweep_stop_requested,
 )
-from robust_train.folder.state import (
-    EXIT_CODES,
-    RunState,
-    StateFile,
-    read_state,
-)
+from robust_train.folder.state import EXIT_CODES, RunState, StateFile, read_state
 from robust_train.gpu.processes import user_name
 from robust_train.host.linux import sleep_with_ticks
 from robust_train.host.signals import SignalWatch
 from robust_train.launcher.plan import Plan
 from robust_train.model.attempt import Attempt, AttemptEnded
-from robust_train.model.errors import (
-    EXIT_BAD_CONFIG,
-    RunFolderLostError,
-    RunFolderUnavailableError,
-)
-from robust_train.model.events import (
-    SCHEMA,
-    AttemptStarted,
-    DeviceAcquired,
-    Event,
-    JobStarted,
-)
+from robust_train.model.errors import EXIT_BAD_CONFIG, RunFolderLostError, RunFolderUnavailableError
+from robust_train.model.events import SCHEMA, AttemptStarted, DeviceAcquired, Event, JobStarted
 from robust_train.model.gpu import Group, device_name
 from robust_train.model.json import finite
 from robust_train.model.spec import Decision
@@ -86,10 +71,7 @@ class RunFolder:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        signals: SignalWatch,
-        on_event: Callable[[Event, Attempt | None], None],
+        self, plan: Plan, signals: SignalWatch, on_event: Callable[[Event, Attempt | None], None]
     ) -> None:
         # the mark of this launch's processes
         self.token = os.urandom(3).hex()
@@ -182,12 +164,7 @@ class RunFolder:
             earlier += (before.id,)
         self._change(id=job, earlier_ids=earlier[-_MOST_IDS:])
 
-    def __exit__(
-        self,
-        kind: object,
-        error: BaseException | None,
-        frames: object,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, frames: object) -> None:
         if not self.state.is_final:
             is_stop = isinstance(error, KeyboardInterrupt)
             self.ended(
@@ -202,9 +179,7 @@ class RunFolder:
     def _refuse_requests(self) -> None:
         for suffix in (TAKEN, NEW):
             for request in find_requests(self._run_dir, suffix):
-                request.answer(
-                    {"error": "the run ended before it came to that"}
-                )
+                request.answer({"error": "the run ended before it came to that"})
 
     def tick(self) -> None:
         """Take requests and write what is due. To be called twice a second, by any thread. Raises
@@ -222,9 +197,7 @@ class RunFolder:
                 self._stop(request)
             elif state not in _TAKING_REQUESTS and request.take():
                 what = f"the run is {state}; try later"
-                request.answer(
-                    {"error": f"no attempt runs that could do that: {what}"}
-                )
+                request.answer({"error": f"no attempt runs that could do that: {what}"})
         if not self._signals.received and self._sweep_is_stopped():
             log.info("the sweep is stopped")
             self._signals.deliver(signal.SIGTERM)
@@ -269,15 +242,11 @@ class RunFolder:
         )
 
     def newest_checkpoint(
-        self,
-        reported: Path | None = None,
-        sleep: Callable[[float], None] = time.sleep,
+        self, reported: Path | None = None, sleep: Callable[[float], None] = time.sleep
     ) -> Path | None:
         """Return the checkpoint that the disk has for the job, or what its trainer ``reported``;
         ``sleep`` is how to wait for a disk that is away."""
-        return resume_from(
-            self._run_dir, self.beginning.job, reported, sleep=sleep
-        )
+        return resume_from(self._run_dir, self.beginning.job, reported, sleep=sleep)
 
     def attempt_starts(self, attempt: Attempt) -> None:
         """Log and record the start of an attempt; with the first one the launch counts."""
@@ -286,20 +255,11 @@ class RunFolder:
         if not self._is_counted:
             self._is_counted = True
             count_launch(self._run_dir, self.beginning.job, 1)
-        self._change(
-            state="running",
-            waiting=None,
-            reason=None,
-            attempt=attempt,
-        )
+        self._change(state="running", waiting=None, reason=None, attempt=attempt)
         started = AttemptStarted(attempt.spec, attempt.resumed_from)
         self.record(started, attempt.number)
 
-    def record(
-        self,
-        event: Event,
-        attempt: int | None = None,
-    ) -> None:
+    def record(self, event: Event, attempt: int | None = None) -> None:
         """Record an event of the job, or of its attempt with this number.
 
         Raises:
@@ -311,11 +271,7 @@ class RunFolder:
         self._update(lambda state: state.after(event))
         self._on_event(event, self.state.attempt)
 
-    def decided(
-        self,
-        attempt: Attempt,
-        decision: Decision | None,
-    ) -> None:
+    def decided(self, attempt: Attempt, decision: Decision | None) -> None:
         """Log and record an attempt's end and what comes next; refuse requests it left open."""
         narration.log_end(attempt, decision)
         self.record(AttemptEnded(attempt), attempt.number)
@@ -325,9 +281,7 @@ class RunFolder:
             attempt=attempt,
         )
         for request in find_requests(self._run_dir, TAKEN):
-            request.answer(
-                {"error": f"the attempt ended first ({attempt.outcome})"}
-            )
+            request.answer({"error": f"the attempt ended first ({attempt.outcome})"})
 
     def ended(
         self,
@@ -342,12 +296,8 @@ class RunFolder:
         code = EXIT_CODES.get(status) if exit_code is None else exit_code
         was_asked = self._is_users_stop(status)
         attempt = self.state.attempt
-        is_bug = (
-            status == "failed" and attempt is not None and attempt.is_sure_bug
-        )
-        if self._is_counted and (
-            code == EXIT_BAD_CONFIG or was_asked or is_bug
-        ):
+        is_bug = status == "failed" and attempt is not None and attempt.is_sure_bug
+        if self._is_counted and (code == EXIT_BAD_CONFIG or was_asked or is_bug):
             self._is_counted = False
             count_launch(self._run_dir, self.beginning.job, -1)
         self._change(
@@ -356,17 +306,13 @@ class RunFolder:
             exit_code=code,
             waiting=None,
             was_asked_to_end=was_asked,
-            ended=time.time()
-            if wall_seconds is None
-            else self.state.started + wall_seconds,
+            ended=time.time() if wall_seconds is None else self.state.started + wall_seconds,
         )
 
     def _is_users_stop(self, status: str) -> bool:
         """Return whether a person has ended the job, by all that is known, not a scheduler."""
         by_user = self._signals.received in (0, signal.SIGINT, signal.SIGHUP)
-        was_asked = (
-            by_user or self._was_asked_to_stop or self._sweep_is_stopped()
-        )
+        was_asked = by_user or self._was_asked_to_stop or self._sweep_is_stopped()
         return status == "interrupted" and was_asked
 
     def _sweep_is_stopped(self) -> bool:

@@ -37,12 +37,7 @@ class Pulse:
             pause = (self.now - self.begun) / _LONGEST_PAUSES
         else:
             pause = self.now - self.reported
-        return replace(
-            self,
-            reported=self.now,
-            alive=self.now,
-            longest=max(self.longest, pause),
-        )
+        return replace(self, reported=self.now, alive=self.now, longest=max(self.longest, pause))
 
 
 @dataclass(frozen=True)
@@ -82,21 +77,13 @@ def standstill(limit_seconds: float | None, pulse: Pulse) -> Standstill | None:
     learned = max(SHORTEST_SECONDS, _LONGEST_PAUSES * pulse.longest)
     silent = pulse.now - pulse.alive
     if pulse.reported is None:
-        return Standstill(
-            silent,
-            limit_seconds or max(STARTUP_SECONDS, learned),
-            True,
-        )
+        return Standstill(silent, limit_seconds or max(STARTUP_SECONDS, learned), True)
     quiet = pulse.now - pulse.reported
     if limit_seconds is not None:
         return Standstill(quiet, limit_seconds, False)
     if silent * _BUSY_TIMES >= quiet:
         return Standstill(silent, learned, False)
-    return Standstill(
-        quiet,
-        _BUSY_TIMES * learned,
-        False,
-    )
+    return Standstill(quiet, _BUSY_TIMES * learned, False)
 
 
 def worth_keeping(longest: float, known: float) -> bool:

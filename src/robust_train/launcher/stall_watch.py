@@ -53,13 +53,7 @@ from robust_train.readable import duration, shortened
 
 log = logging.getLogger("robust_train")
 
-_OF_THE_LOOP = (
-    Progress,
-    EpochEnded,
-    CheckpointSaved,
-    MicroBatchChanged,
-    UserEvent,
-)
+_OF_THE_LOOP = (Progress, EpochEnded, CheckpointSaved, MicroBatchChanged, UserEvent)
 """Once progress was reported, each of these is progress; others may come from a thread."""
 
 _SHORTEST_TICK_LIMIT, _LONGEST_TICK_LIMIT = 1.0, 5.0
@@ -98,10 +92,7 @@ class StallWatch:
     """Watches one attempt, whose interpreters have these process ids."""
 
     def __init__(
-        self,
-        request: AttemptRequest,
-        pids: Sequence[int],
-        on_event: Callable[[Event], None],
+        self, request: AttemptRequest, pids: Sequence[int], on_event: Callable[[Event], None]
     ) -> None:
         self._request, self._pids, self._on_event = request, pids, on_event
         self._limit_seconds = request.config.stall_timeout_seconds
@@ -109,9 +100,7 @@ class StallWatch:
         self._known = request.longest_pause
         self._ticked = time.monotonic()
         tick = (self._limit_seconds or SHORTEST_SECONDS) / 10
-        self._longest_tick = min(
-            max(tick, _SHORTEST_TICK_LIMIT), _LONGEST_TICK_LIMIT
-        )
+        self._longest_tick = min(max(tick, _SHORTEST_TICK_LIMIT), _LONGEST_TICK_LIMIT)
         self._next_look = 0.0
         self._glance: _Glance | None = None  # None after an event
         self._is_suspended = self._has_warned = False
@@ -162,9 +151,7 @@ class StallWatch:
         self._glance = now
         self._is_suspended = 0 < len(now.pids) == now.stopped
         if self._is_suspended and not was_suspended:
-            log.info(
-                "the attempt is stopped by a signal: this time does not count as a stall"
-            )
+            log.info("the attempt is stopped by a signal: this time does not count as a stall")
         if now.stopped or before is None:
             return
         if now.shows_life_since(before) or self._gpu_is_busy():
@@ -182,13 +169,7 @@ class StallWatch:
                 stopped += status in _STOPPED
                 pids.add(process.pid)
                 moved_bytes += bytes_moved_by(process)
-        return _Glance(
-            time.monotonic(),
-            cpu_seconds,
-            moved_bytes,
-            pids,
-            stopped,
-        )
+        return _Glance(time.monotonic(), cpu_seconds, moved_bytes, pids, stopped)
 
     def _gpu_is_busy(self) -> bool:
         uuids = {gpu.uuid for gpu in self._request.spec.gpus}
@@ -198,8 +179,7 @@ class StallWatch:
         close_session()  # an open one blocks a reset of any GPU
         ours = {os.getpid()} | {one.pid for one in children(recursive=True)}
         return any(
-            (gpu.utilization_percent or 0) >= _GPU_PERCENT
-            and not is_shared(gpu, ours)
+            (gpu.utilization_percent or 0) >= _GPU_PERCENT and not is_shared(gpu, ours)
             for gpu in found
             if gpu.uuid in uuids
         )
@@ -217,29 +197,18 @@ class StallWatch:
                 found.what,
                 duration(found.limit_seconds),
             )
-            self._on_event(
-                StallWarning(
-                    round(found.seconds, 1), round(found.limit_seconds, 1)
-                )
-            )
+            self._on_event(StallWarning(round(found.seconds, 1), round(found.limit_seconds, 1)))
 
 
 def bytes_moved_by(process: psutil.Process) -> int:
     """Return what a process has read and written; 0 where the kernel does not count that."""
-    with contextlib.suppress(
-        psutil.Error,
-        AttributeError,
-        RuntimeError,
-        ValueError,
-    ):
+    with contextlib.suppress(psutil.Error, AttributeError, RuntimeError, ValueError):
         figures = process.io_counters()
         return figures.read_chars + figures.write_chars
     return 0
 
 
-def _trainers_processes(
-    pids: Sequence[int], request: AttemptRequest
-) -> list[psutil.Process]:
+def _trainers_processes(pids: Sequence[int], request: AttemptRequest) -> list[psutil.Process]:
     """Return the processes that train: of a script without the one that only supervises it."""
     found = []
     for pid in pids:
@@ -272,18 +241,11 @@ def dump_stacks(
         for one in _trainers_processes(pids, request)
         if not own or one.pid not in pids or _status(one) in _STOPPED
     ]
-    with (
-        contextlib.suppress(OSError),
-        request.stacks_file.open("a", 1) as file,
-    ):
+    with contextlib.suppress(OSError), request.stacks_file.open("a", 1) as file:
         for one in silent[:_MOST_PROCESSES]:
             with contextlib.suppress(psutil.Error):
-                command = shortened(
-                    shlex.join(one.cmdline()) or one.name(), 100
-                )
-                print(
-                    f"process {one.pid} ({command}, {_status(one)})", file=file
-                )
+                command = shortened(shlex.join(one.cmdline()) or one.name(), 100)
+                print(f"process {one.pid} ({command}, {_status(one)})", file=file)
                 if time.monotonic() < until:
                     file.writelines(f"{line}\n" for line in _threads(one))
                 print(file=file)
@@ -315,9 +277,7 @@ def _threads(process: psutil.Process) -> Iterator[str]:
     if _status(process) in _STOPPED:  # it cannot be paused
         command.append("--nonblocking")
     try:
-        for thread in json.loads(
-            printed_by(command, _PY_SPY_SECONDS) or b"[]"
-        ):
+        for thread in json.loads(printed_by(command, _PY_SPY_SECONDS) or b"[]"):
             is_main = thread["os_thread_id"] == process.pid
             name = "MainThread" if is_main else thread["thread_name"]
             yield f"Thread {thread['os_thread_id']} {name} (most recent call first):"
@@ -335,26 +295,17 @@ _FILES = (
     "TORCH_FR_DUMP_TEMP_FILE",
 )
 # recent versions record anyway; 2,000 is their size of the record
-_RECORD = {
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-}
+_RECORD = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 
 
-def nccl_variables(
-    environ: Mapping[str, str],
-    run_dir: Path,
-    attempt: int,
-) -> dict[str, str]:
+def nccl_variables(environ: Mapping[str, str], run_dir: Path, attempt: int) -> dict[str, str]:
     """Return variables with which each rank dumps to ``attempt-<n>.nccl-<rank>`` when asked to.
 
     torch dumps there at its own time-out as well. Nothing where the user has set any of it, or
     where the disk has no pipes, which would end the ranks.
     """
     stem = str(run_dir.absolute() / f"attempt-{attempt}.nccl-")
-    own = {
-        name: value for name, value in _RECORD.items() if name not in environ
-    }
+    own = {name: value for name, value in _RECORD.items() if name not in environ}
     with contextlib.suppress(OSError):
         os.mkfifo(probe := f"{stem}.pipe")
         os.unlink(probe)
@@ -368,9 +319,7 @@ def _request_nccl_dumps(request: AttemptRequest) -> bool:
     is_asked = False
     for pipe in request.run_dir.glob(f"attempt-{request.attempt}.nccl-*.pipe"):
         with contextlib.suppress(OSError):  # no one reads it
-            with open(
-                os.open(pipe, os.O_WRONLY | os.O_NONBLOCK), "wb"
-            ) as writer:
+            with open(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK), "wb") as writer:
                 writer.write(b"1")
             is_asked = True
     return is_asked

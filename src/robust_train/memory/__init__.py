@@ -23,9 +23,7 @@ _HOMES = {
     ),
     "robust_train.memory.tensors": "largest_tensors safe_tensor_to_cpu",
 }
-_HOME = {
-    name: home for home, names in _HOMES.items() for name in names.split()
-}
+_HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

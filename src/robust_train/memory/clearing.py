@@ -114,9 +114,7 @@ class StartingMemory:
         if not sizes:
             return None
         found = tensors.largest_alive(_TOP_OF_A_TRY, sizes, self._storages)
-        largest = (
-            "; ".join(map(str, found)) or "in no tensor that Python knows"
-        )
+        largest = "; ".join(map(str, found)) or "in no tensor that Python knows"
         return f"the failed try has left {', '.join(sizes.values())}; the largest: {largest}"
 
 
@@ -152,9 +150,7 @@ def _forget_first_steps(error: BaseException) -> None:
             owner.state.clear()
 
 
-def has_half_updated(
-    error: BaseException, *, weights_were_written: bool
-) -> bool:
+def has_half_updated(error: BaseException, *, weights_were_written: bool) -> bool:
     """Return whether ``error`` ended an optimizer's step amid its update.
 
     Then some groups may be updated and others not, or the moments and not the weights, and no
@@ -174,8 +170,7 @@ def has_half_updated(
             )
             inner = {below.f_code for below in frames[number + 1 :]}
             if is_step and (
-                weights_were_written
-                or not inner & codes_before_update(optimizer, frame.f_locals)
+                weights_were_written or not inner & codes_before_update(optimizer, frame.f_locals)
             ):
                 return True
     return False
@@ -183,13 +178,9 @@ def has_half_updated(
 
 def _never_stepped(optimizer: Any) -> bool:
     # the step that failed may have counted itself already
-    counters = [
-        state["step"] for state in optimizer.state.values() if "step" in state
-    ]
+    counters = [state["step"] for state in optimizer.state.values() if "step" in state]
     try:
-        return bool(counters) and all(
-            float(counter) <= 1 for counter in counters
-        )
+        return bool(counters) and all(float(counter) <= 1 for counter in counters)
     except RuntimeError:  # they are on a device that has failed
         return False
 
@@ -224,9 +215,7 @@ class Cleared:
         ]
         parts += [self.done] if self.done else []
         if self.held:
-            parts.append(
-                f"the largest tensors left: {'; '.join(map(str, self.held))}"
-            )
+            parts.append(f"the largest tensors left: {'; '.join(map(str, self.held))}")
         return "; ".join(parts)
 
 
@@ -253,9 +242,7 @@ def clear_gpu_memory(force: bool = False) -> Cleared:
 clear_cuda_memory = clear_gpu_memory
 
 
-def cleanup_model_memory(
-    model: nn.Module, *, keep_weights: bool = True
-) -> Cleared:
+def cleanup_model_memory(model: nn.Module, *, keep_weights: bool = True) -> Cleared:
     """Free what training ``model`` has taken: gradients, optimizers' states, weights.
 
     Optimizers are found by the parameters that they hold. Weights (parameters and buffers) go to
@@ -272,10 +259,7 @@ def cleanup_model_memory(
     own = set(model.parameters())
     optimizers = 0
     for optimizer in tensors.live_objects(torch.optim.Optimizer):
-        if any(
-            own.intersection(group["params"])
-            for group in optimizer.param_groups
-        ):
+        if any(own.intersection(group["params"]) for group in optimizer.param_groups):
             optimizer.state.clear()
             optimizers += 1
     own.clear()
@@ -293,16 +277,9 @@ def cleanup_model_memory(
 
 
 def _cleared(
-    before: MemoryStats,
-    held: Iterable[tensors.LiveTensor] = (),
-    done: str = "",
+    before: MemoryStats, held: Iterable[tensors.LiveTensor] = (), done: str = ""
 ) -> Cleared:
-    cleared = Cleared(
-        before,
-        get_gpu_memory_stats(),
-        tuple(held),
-        done,
-    )
+    cleared = Cleared(before, get_gpu_memory_stats(), tuple(held), done)
     log.info("%s", cleared.description)
     return cleared
 

@@ -41,9 +41,7 @@ def started_torch() -> Any:
     """Return the module torch if it has started CUDA in this process, else None."""
     torch = sys.modules.get("torch")
     # another thread may be importing it at this moment
-    is_initialized = getattr(
-        getattr(torch, "cuda", None), "is_initialized", None
-    )
+    is_initialized = getattr(getattr(torch, "cuda", None), "is_initialized", None)
     return torch if is_initialized is not None and is_initialized() else None
 
 
@@ -61,9 +59,7 @@ def ordinal_of(device: Any) -> int | None:
     names = r"None|(?P<host>cpu)(:0)?|cuda(:(?P<number>\d+))?"
     match = re.fullmatch(names, str(device))
     if match is None:
-        raise ValueError(
-            f"device {str(device)!r}: accepted are cpu, cuda, cuda:<number>, a number"
-        )
+        raise ValueError(f"device {str(device)!r}: accepted are cpu, cuda, cuda:<number>, a number")
     if match["host"]:
         return HOST
     return None if match["number"] is None else int(match["number"])
@@ -82,23 +78,15 @@ def _gpu_number(torch: Any, ordinal: int | None) -> int:
     if ordinal is None:
         return busiest_gpu(torch)
     if ordinal >= torch.cuda.device_count():
-        raise ValueError(
-            f"device cuda:{ordinal}: this process sees {torch.cuda.device_count()}"
-        )
+        raise ValueError(f"device cuda:{ordinal}: this process sees {torch.cuda.device_count()}")
     return ordinal
 
 
 def busiest_gpu(torch: Any) -> int:
     """Return the GPU on which this process holds most; CUDA's current one if it holds nothing. A
     trainer may put its model on another GPU than the current one."""
-    held = list(
-        map(torch.cuda.memory_reserved, range(torch.cuda.device_count()))
-    )
-    return (
-        held.index(max(held))
-        if any(held)
-        else int(torch.cuda.current_device())
-    )
+    held = list(map(torch.cuda.memory_reserved, range(torch.cuda.device_count())))
+    return held.index(max(held)) if any(held) else int(torch.cuda.current_device())
 
 
 def gpu_uuid(torch: Any, index: int) -> str:
@@ -213,9 +201,7 @@ def enable_memory_efficient_settings(
     elif exported is None:
         done = ["no expandable segments: WSL's driver lacks them"]
     else:
-        done = [
-            f"{VARIABLE} has expandable_segments:{exported} already, which stays"
-        ]
+        done = [f"{VARIABLE} has expandable_segments:{exported} already, which stays"]
     torch = _usable_torch()
     if torch is None:
         done.append("no CUDA in this process: nothing else to set")
@@ -227,9 +213,7 @@ def enable_memory_efficient_settings(
         if tf32:
             # the flags exist on every GPU and act only where the hardware has the format
             torch.set_float32_matmul_precision("high")
-            done.append(
-                "TensorFloat32 for float32 matrix products if the GPU has it"
-            )
+            done.append("TensorFloat32 for float32 matrix products if the GPU has it")
     for sentence in done:
         log.info("%s", sentence)
     return tuple(done)
@@ -284,9 +268,7 @@ class MemoryLimit:
         )
 
 
-def set_memory_fraction(
-    fraction: float = 0.8, device: Any = None
-) -> MemoryLimit:
+def set_memory_fraction(fraction: float = 0.8, device: Any = None) -> MemoryLimit:
     """Let this process take at most a share of the device's memory; 1 lifts the limit, but for one
     that PYTORCH_CUDA_ALLOC_CONF sets (``per_process_memory_fraction``).
 
@@ -303,13 +285,9 @@ def set_memory_fraction(
         ValueError: no such fraction or device; or the host process has more already, and would
             fail at once.
     """
-    is_number = isinstance(fraction, (int, float)) and not isinstance(
-        fraction, bool
-    )
+    is_number = isinstance(fraction, (int, float)) and not isinstance(fraction, bool)
     if not (is_number and 0 < fraction <= 1):
-        raise ValueError(
-            f"fraction={fraction!r}: accepted is a number over 0, up to 1"
-        )
+        raise ValueError(f"fraction={fraction!r}: accepted is a number over 0, up to 1")
     ordinal, torch = ordinal_of(device), _usable_torch()
     if ordinal == HOST or torch is None:
         limit = _limit_host(float(fraction))
@@ -319,13 +297,7 @@ def set_memory_fraction(
         total = torch.cuda.get_device_properties(index).total_memory
         in_use = torch.cuda.memory_reserved(index)
         most = int(fraction * total)
-        limit = MemoryLimit(
-            f"cuda:{index}",
-            fraction,
-            most,
-            total,
-            in_use,
-        )
+        limit = MemoryLimit(f"cuda:{index}", fraction, most, total, in_use)
     log.info("%s", limit.description)
     return limit
 
@@ -352,13 +324,7 @@ def _limit_host(fraction: float) -> MemoryLimit:
     if hard != resource.RLIM_INFINITY:
         soft = min(soft, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-    return MemoryLimit(
-        "cpu",
-        fraction,
-        most,
-        memory.total,
-        memory.data,
-    )
+    return MemoryLimit("cpu", fraction, most, memory.total, memory.data)
 
 
 def limit_when_cuda_starts(fraction: float, index: int | None) -> bool:
@@ -377,11 +343,7 @@ def limit_when_cuda_starts(fraction: float, index: int | None) -> bool:
         try:
             _limit_cache(torch, fraction, index)
         except (RuntimeError, ValueError) as error:
-            log.warning(
-                "memory.fraction=%g: %s",
-                fraction,
-                first_line(error),
-            )
+            log.warning("memory.fraction=%g: %s", fraction, first_line(error))
 
     when_cuda_starts(torch, limit)
     return True

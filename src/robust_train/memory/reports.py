@@ -19,10 +19,7 @@ from robust_train import compat
 from robust_train.files import replacing, write_json
 from robust_train.memory.clearing import clear_gpu_memory
 from robust_train.memory.cuda import set_memory_fraction, started_torch
-from robust_train.memory.stats import (
-    get_gpu_memory_stats,
-    reset_peak_memory_stats,
-)
+from robust_train.memory.stats import get_gpu_memory_stats, reset_peak_memory_stats
 from robust_train.memory.tensors import largest_alive, largest_tensors
 from robust_train.model.events import OutOfMemory
 from robust_train.model.failure import Failure, FailureKind
@@ -106,14 +103,10 @@ def write_out_of_memory(
         if named:
             where = f"; all in {event.tensors}" if event.tensors else ""
             largest = "; ".join(named)
-            log.info(
-                "out of memory: the largest tensors are %s%s", largest, where
-            )
+            log.info("out of memory: the largest tensors are %s%s", largest, where)
         return replace(event, seconds=round(time.monotonic() - started, 3))
     except Exception as problem:
-        log.warning(
-            "cannot record what fills the memory: %s", first_line(problem)
-        )
+        log.warning("cannot record what fills the memory: %s", first_line(problem))
         return None
 
 
@@ -143,11 +136,7 @@ _OPTIONS = {
 """The option of each request, if it has one."""
 
 
-def perform(
-    verb: str,
-    options: Mapping[str, object],
-    run_dir: Path,
-) -> dict[str, object]:
+def perform(verb: str, options: Mapping[str, object], run_dir: Path) -> dict[str, object]:
     """Carry out a request in this process.
 
     Returns:
@@ -159,9 +148,7 @@ def perform(
         OSError: the snapshot cannot be written.
     """
     if verb not in _OPTIONS:
-        raise ValueError(
-            f"no such request: {verb}; accepted are {', '.join(_OPTIONS)}"
-        )
+        raise ValueError(f"no such request: {verb}; accepted are {', '.join(_OPTIONS)}")
     accepted = _OPTIONS[verb]
     if unknown := next((name for name in options if name != accepted), None):
         known = f"accepted is {accepted}" if accepted else "it has none"
@@ -180,14 +167,10 @@ def perform(
         }
     elif verb == "memory_reset":
         now = reset_peak_memory_stats().description
-        answer = {
-            "sentence": f"reset the peak, which was {mib(before.peak, 1)}; {now}"
-        }
+        answer = {"sentence": f"reset the peak, which was {mib(before.peak, 1)}; {now}"}
     elif verb == "memory_fraction":
         if "fraction" not in options:
-            raise ValueError(
-                "the option fraction is missing: e.g. fraction=0.8"
-            )
+            raise ValueError("the option fraction is missing: e.g. fraction=0.8")
         limit = set_memory_fraction(options["fraction"])  # type: ignore[arg-type]
         answer = {"sentence": limit.description, "limit": limit.bytes}
     elif verb == "memory_snapshot":
@@ -213,9 +196,7 @@ def _write_snapshot(run_dir: Path) -> dict[str, object]:
     written = [str(tensors_path)]
     torch = started_torch()
     if torch is None:
-        parts.append(
-            "no CUDA in this process, so there is no snapshot of its allocator"
-        )
+        parts.append("no CUDA in this process, so there is no snapshot of its allocator")
     else:
         snapshot_path = run_dir / f"memory-snapshot-{number}.pickle"
         with replacing(snapshot_path) as path:

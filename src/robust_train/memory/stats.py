@@ -72,18 +72,10 @@ class MemoryStats:
     def description(self) -> str:
         """The figures in a line for people."""
         of = "" if self.total is None else f" of {_mib(self.total)}"
-        text = _in_words(
-            self.device,
-            self.allocated,
-            self.peak,
-            self.reserved,
-        )
+        text = _in_words(self.device, self.allocated, self.peak, self.reserved)
         if self.free is not None:
             text += f", {_mib(self.free)}{of} free"
-        if (
-            self.fragmentation is not None
-            and self.largest_free_block is not None
-        ):
+        if self.fragmentation is not None and self.largest_free_block is not None:
             text += (
                 f"; largest unused block {_mib(self.largest_free_block)}, "
                 f"fragmentation {self.fragmentation:.0%}, {self.retries} retries, "
@@ -124,9 +116,7 @@ get_cuda_memory_info = get_gpu_memory_stats
 """The other name that people know :func:`get_gpu_memory_stats` by."""
 
 
-def print_cuda_memory_info(
-    device: Any = None, *, file: IO[str] | None = None
-) -> None:
+def print_cuda_memory_info(device: Any = None, *, file: IO[str] | None = None) -> None:
     """Print the figures of :func:`get_gpu_memory_stats`, one a line, in MiB."""
     stats = get_gpu_memory_stats(device)
     note = f" ({stats.note})" if stats.note else ""
@@ -155,9 +145,7 @@ def reset_peak_memory_stats(device: Any = None) -> MemoryStats:
         was_reset = _reset_peak(device)
     stats = get_gpu_memory_stats(device)
     if not was_reset:
-        log.warning(
-            "%s; the kernel does not let its peak be reset", stats.description
-        )
+        log.warning("%s; the kernel does not let its peak be reset", stats.description)
     elif not stats.on_gpu:
         log.info("reset the peak: %s", stats.description)
     return stats
@@ -185,12 +173,7 @@ class GPUMemoryContext:
         delta: ``after - before``.
     """
 
-    def __init__(
-        self,
-        name: str = "",
-        *,
-        device: Any = None,
-    ) -> None:
+    def __init__(self, name: str = "", *, device: Any = None) -> None:
         self.name = name
         self.device = "cpu"
         self.before = self.peak = self.after = 0
@@ -205,9 +188,7 @@ class GPUMemoryContext:
     @property
     def description(self) -> str:
         """The figures in a line for people."""
-        what = (
-            "host memory (resident)" if self.device == "cpu" else self.device
-        )
+        what = "host memory (resident)" if self.device == "cpu" else self.device
         return (
             f"{what}: {_mib(self.before)} before, {_mib(self.peak)} at the peak, "
             f"{_mib(self.after)} after ({self.delta / MIB:+,.1f})"
@@ -223,20 +204,11 @@ class GPUMemoryContext:
             _open_contexts.append(self)
         return self
 
-    def __exit__(
-        self,
-        kind: object,
-        error: BaseException | None,
-        frames: object,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, frames: object) -> None:
         with _peaks_lock:
             _open_contexts.remove(self)
             # after a fault of the device it answers with the same error; the block's own counts
-            with (
-                contextlib.suppress(RuntimeError)
-                if error
-                else contextlib.nullcontext()
-            ):
+            with contextlib.suppress(RuntimeError) if error else contextlib.nullcontext():
                 self._update()
         if self.name:
             log.info("%s: %s", self.name, self.description)
@@ -245,16 +217,9 @@ class GPUMemoryContext:
         device, now, peak = _now_and_peak(self._wanted)
         if device != self.device:
             # CUDA was started inside the block
-            self.device, self.before, self.peak, self._earlier_peak = (
-                device,
-                0,
-                0,
-                0,
-            )
+            self.device, self.before, self.peak, self._earlier_peak = (device, 0, 0, 0)
         self.after = now
-        self.peak = max(
-            self.peak, now, peak if peak > self._earlier_peak else 0
-        )
+        self.peak = max(self.peak, now, peak if peak > self._earlier_peak else 0)
 
 
 def memory_in_use(*, context: bool = True) -> dict[str, int]:
@@ -289,12 +254,7 @@ def describe_memory(figures: Mapping[str, int]) -> str:
     """Return the figures of :func:`memory_in_use` as a line for people."""
     if "allocated" in figures:
         allocated, peak = figures["allocated"], figures["max_allocated"]
-        return _in_words(
-            "GPU memory",
-            allocated,
-            peak,
-            figures["reserved"],
-        )
+        return _in_words("GPU memory", allocated, peak, figures["reserved"])
     if figures:
         return _in_words("cpu", figures["resident"], figures["max_resident"])
     return "memory in use is unknown"
@@ -311,9 +271,7 @@ def beside_cache(torch: Any, index: int) -> dict[str, int]:
     gpu = next((gpu for gpu in gpus if gpu.uuid == uuid), None)
     if gpu is None or gpu.unified_memory:
         return {}
-    computing = [
-        process for process in gpu.processes or () if process.computes
-    ]
+    computing = [process for process in gpu.processes or () if process.computes]
     # in a container it may have another number, and is known only if it is alone
     own = [one for one in computing if one.pid == os.getpid()] or computing
     name, used = "context_at_most_bytes", gpu.used_bytes
@@ -327,11 +285,7 @@ def _of_cuda(torch: Any, ordinal: int) -> MemoryStats:
     figures = torch.cuda.memory_stats(ordinal)
     free, total = _room(torch, ordinal)
     segments = cuda.memory_segments(torch)
-    unused = (
-        (None, None)
-        if segments is None
-        else cuda.unused_blocks(segments, ordinal)
-    )
+    unused = (None, None) if segments is None else cuda.unused_blocks(segments, ordinal)
     return MemoryStats(
         device=f"cuda:{ordinal}",
         allocated=figures.get("allocated_bytes.all.current", 0),
@@ -411,9 +365,7 @@ def _now_and_peak(device: Any) -> tuple[str, int, int]:
     return f"cuda:{index}", now, torch.cuda.max_memory_allocated(index)
 
 
-def _in_words(
-    device: str, allocated: int, peak: int, reserved: int = 0
-) -> str:
+def _in_words(device: str, allocated: int, peak: int, reserved: int = 0) -> str:
     if device == "cpu":
         return f"host memory: {_mib(allocated)} resident (peak {_mib(peak)})"
     return f"{device}: {_mib(allocated)} in tensors (peak {_mib(peak)}), {_mib(reserved)} reserved"

@@ -30,17 +30,9 @@ def live_objects(base: Any) -> list[Any]:
 def live_tensors() -> list[Any]:
     """Return every tensor that Python knows, gradients too; nothing if torch is not loaded."""
     torch = sys.modules.get("torch")
-    found = (
-        {} if torch is None else {id(t): t for t in live_objects(torch.Tensor)}
-    )
-    gradients = [
-        t.grad for t in found.values() if t.is_leaf and t.requires_grad
-    ]
-    found |= {
-        id(gradient): gradient
-        for gradient in gradients
-        if gradient is not None
-    }
+    found = {} if torch is None else {id(t): t for t in live_objects(torch.Tensor)}
+    gradients = [t.grad for t in found.values() if t.is_leaf and t.requires_grad]
+    found |= {id(gradient): gradient for gradient in gradients if gradient is not None}
     return list(found.values())
 
 
@@ -57,9 +49,7 @@ def storages(tensors: Iterable[Any]) -> dict[StorageKey, int]:
     """Return the bytes of each storage that the tensors share."""
     found = {storage_of(tensor): tensor for tensor in tensors}
     return {
-        key: tensor.untyped_storage().nbytes()
-        for key, tensor in found.items()
-        if key is not None
+        key: tensor.untyped_storage().nbytes() for key, tensor in found.items() if key is not None
     }
 
 
@@ -123,9 +113,7 @@ def largest_tensors(
 
 
 def largest_alive(
-    top: int,
-    devices: Collection[str] | None = None,
-    known: Collection[StorageKey] = (),
+    top: int, devices: Collection[str] | None = None, known: Collection[StorageKey] = ()
 ) -> list[LiveTensor]:
     """Return :func:`largest_tensors` as values, without those in ``known`` storages."""
     wanted = training_devices() if devices is None else devices
@@ -197,9 +185,7 @@ def leaves_in(error: BaseException) -> list[Any]:
     if torch is None:
         return []
     # a function that runs may hold models of which the failed one knew nothing
-    running = {
-        frame for frame, _ in traceback.walk_stack(inspect.currentframe())
-    }
+    running = {frame for frame, _ in traceback.walk_stack(inspect.currentframe())}
     found: dict[int, Any] = {}
     for frame in frames_of(error):
         for value in () if frame in running else frame.f_locals.values():
@@ -231,9 +217,7 @@ def safe_tensor_to_cpu(value: _T) -> _T:
         return value
 
     def moved(item: Any, name: str) -> Any:
-        return (
-            tensor_to_cpu(item) if isinstance(item, torch.Tensor) else WALKED
-        )
+        return tensor_to_cpu(item) if isinstance(item, torch.Tensor) else WALKED
 
     result: _T = rebuilt(value, moved)
     return result
@@ -261,13 +245,7 @@ def rebuilt(
         return changed
     if isinstance(value, (tuple, set, frozenset)):
         items = [
-            rebuilt(
-                item,
-                change,
-                f"{name}[{index}]",
-                seen,
-            )
-            for index, item in enumerate(value)
+            rebuilt(item, change, f"{name}[{index}]", seen) for index, item in enumerate(value)
         ]
         # named tuples take their fields one by one
         return getattr(value, "_make", type(value))(items)
@@ -277,24 +255,14 @@ def rebuilt(
         seen[id(value)] = value, result
         keys = value if isinstance(value, Mapping) else range(len(value))
         for key in list(keys):
-            result[key] = rebuilt(
-                value[key],
-                change,
-                f"{name}[{key!r}]",
-                seen,
-            )
+            result[key] = rebuilt(value[key], change, f"{name}[{key!r}]", seen)
         return result
     if not is_dataclass(value) or isinstance(value, type):
         return value
     result = copy.copy(value)
     for item in fields(value):
         if hasattr(value, item.name):
-            part = rebuilt(
-                getattr(value, item.name),
-                change,
-                f"{name}.{item.name}",
-                seen,
-            )
+            part = rebuilt(getattr(value, item.name), change, f"{name}.{item.name}", seen)
             # a frozen class refuses assignments
             object.__setattr__(result, item.name, part)
     return result
@@ -311,10 +279,7 @@ def tensor_to_cpu(tensor: Any) -> Any:
     # a subclass (a distributed, a quantised tensor) has its own way to the host
     is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
     is_moved = tensor.device.type != "cpu"
-    if (
-        not (is_plain and is_moved and tensor.numel())
-        or tensor.is_contiguous()
-    ):
+    if not (is_plain and is_moved and tensor.numel()) or tensor.is_contiguous():
         return tensor.cpu()
     return picked_out(tensor)
 
@@ -323,10 +288,7 @@ def picked_out(tensor: Any) -> Any:
     """Return a strided tensor on the host, by way of the stretch that it lies in."""
     torch = sys.modules["torch"]
     strides = tensor.stride()
-    span = 1 + sum(
-        (n - 1) * stride
-        for n, stride in zip(tensor.shape, strides, strict=True)
-    )
+    span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, strides, strict=True))
     at = tensor.storage_offset()
     stretch = torch.as_strided(tensor, (span,), (1,), at).cpu()
     return torch.as_strided(stretch, tensor.shape, strides).clone()

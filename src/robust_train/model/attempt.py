@@ -163,33 +163,19 @@ class Attempt:
             case AttemptProcess():
                 return replace(self, pid=event.pid)
             case TrainingStarted():
-                return replace(
-                    self,
-                    start_step=event.step,
-                    began_training=True,
-                )
+                return replace(self, start_step=event.step, began_training=True)
             case Progress():
-                total = (
-                    self.total_steps
-                    if event.total_steps is None
-                    else event.total_steps
-                )
+                total = self.total_steps if event.total_steps is None else event.total_steps
                 # a metric may be of any type
                 loss = finite(event.metrics.get("loss", self.loss))
                 after = replace(
                     self,
-                    first_step=event.step
-                    if self.first_step is None
-                    else self.first_step,
+                    first_step=event.step if self.first_step is None else self.first_step,
                     end_step=event.step,
                     total_steps=total,
                     loss=loss,
                 )
-                return (
-                    after._started_before(event.step)
-                    if self.step is None
-                    else after
-                )
+                return after._started_before(event.step) if self.step is None else after
             case CheckpointSaved(loss="diverged"):
                 return self
             case UpdateSkipped():
@@ -198,9 +184,7 @@ class Attempt:
                 return replace(
                     self,
                     checkpoint=event.path,
-                    saved_step=self.end_step
-                    if event.step is None
-                    else event.step,
+                    saved_step=self.end_step if event.step is None else event.step,
                     saves=self.saves + 1,
                     is_guarded=event.is_guarded,
                     saving_seconds=event.saving_seconds,
@@ -218,9 +202,7 @@ class Attempt:
             case MemoryCleared(reason="end" | "failure"):
                 return replace(self, memory_returned=event.figures)
             case MicroBatchChanged(training=True):
-                return replace(
-                    self, micro_batch=event.after or self.micro_batch
-                )
+                return replace(self, micro_batch=event.after or self.micro_batch)
             case MicroBatchExhausted(training=True):
                 return replace(self, micro_batch=event.before)
             case Slow():
@@ -230,47 +212,28 @@ class Attempt:
             case BatchKept():
                 return replace(self, keeps_batch=event.reason)
             case SplitChecked(ends_attempt=True, kept="no"):
-                return replace(
-                    self, split_changes=event.message, micro_batch=None
-                )
+                return replace(self, split_changes=event.message, micro_batch=None)
             case SplitChecked(ends_attempt=True):
-                return replace(
-                    self, cannot_split=event.message, micro_batch=None
-                )
+                return replace(self, cannot_split=event.message, micro_batch=None)
             case BatchTaken():
                 return self._with_batch_of(event)
             case TrainerSupports():
                 return replace(self, spec=self.spec.supporting(event.features))
             case BatchSizeFound():
-                return replace(
-                    self._with_batch_of(event),
-                    batch_size_found=event.figures,
-                )
+                return replace(self._with_batch_of(event), batch_size_found=event.figures)
             case RankDied():
-                return replace(
-                    self,
-                    ending=event,
-                    memory={**self.memory, **event.memory},
-                )
+                return replace(self, ending=event, memory={**self.memory, **event.memory})
             case ScriptStarted() | ScriptEnded():
                 return replace(self, script=event)
             case Finished() | Failed():
                 step = self.end_step if event.step is None else event.step
                 memory = {**self.memory, **event.memory}
-                ended = replace(
-                    self,
-                    ending=event,
-                    end_step=step,
-                    memory=memory,
-                )
+                ended = replace(self, ending=event, end_step=step, memory=memory)
                 return ended._until_it_was_spoiled()
         return self
 
     def _with_batch_of(self, event: BatchTaken | BatchSizeFound) -> Attempt:
-        size, accumulation = (
-            event.batch_size,
-            event.gradient_accumulation_steps,
-        )
+        size, accumulation = (event.batch_size, event.gradient_accumulation_steps)
         return replace(self, spec=self.spec.with_batch(size, accumulation))
 
     def _started_before(self, step: int) -> Attempt:
@@ -291,19 +254,13 @@ class Attempt:
 
     def _until_it_was_spoiled(self) -> Attempt:
         """Return the attempt without what it saved of no use any more: that is no progress."""
-        failure = (
-            self.ending.failure if isinstance(self.ending, Failed) else None
-        )
+        failure = self.ending.failure if isinstance(self.ending, Failed) else None
         if failure is None or failure.evidence.bad_step is None:
             return self
         good = failure.evidence.good_step or 0
         if self.saved_step is None or self.saved_step <= good:
             return self
-        return replace(
-            self,
-            saved_step=good,
-            checkpoint=None,
-        )
+        return replace(self, saved_step=good, checkpoint=None)
 
     def with_checkpoint(self, *, is_there: bool) -> Attempt:
         """Return the failed attempt with whether there is one to go back to. The disk decides: a
@@ -335,10 +292,7 @@ class Attempt:
     @property
     def is_sure_bug(self) -> bool:
         """Whether its trainer's own code failed, as it will until someone changes that."""
-        return self.kind is FailureKind.BUG and self.evidence.clue in (
-            None,
-            Clue.USER_ERROR,
-        )
+        return self.kind is FailureKind.BUG and self.evidence.clue in (None, Clue.USER_ERROR)
 
     @property
     def message(self) -> str | None:
@@ -353,10 +307,7 @@ class Attempt:
     @property
     def failed_gpus(self) -> Group:
         """The GPU on which it failed; all of its GPUs if that is unknown."""
-        return gpus_of(
-            self.spec.gpus,
-            None if self.failure is None else self.failure.rank,
-        )
+        return gpus_of(self.spec.gpus, None if self.failure is None else self.failure.rank)
 
     @property
     def cuda_cannot_work(self) -> bool:
@@ -366,25 +317,17 @@ class Attempt:
     @property
     def result(self) -> Json:
         """What the trainer returned."""
-        return (
-            self.ending.result if isinstance(self.ending, Finished) else None
-        )
+        return self.ending.result if isinstance(self.ending, Finished) else None
 
     @property
     def exceptions(self) -> tuple[str, ...]:
         """The dotted names of the trainer's exception and its bases."""
-        return (
-            self.ending.exceptions if isinstance(self.ending, Failed) else ()
-        )
+        return self.ending.exceptions if isinstance(self.ending, Failed) else ()
 
     @property
     def exit_code(self) -> int | None:
         """A script's, as shells have it (128 + signal)."""
-        code = (
-            self.script.returncode
-            if isinstance(self.script, ScriptEnded)
-            else None
-        )
+        code = self.script.returncode if isinstance(self.script, ScriptEnded) else None
         return code if code is None or code >= 0 else 128 - code
 
     @property
@@ -408,9 +351,7 @@ class Attempt:
         """Return the record in JSON's types, as the journal and ``summary.json`` have it."""
         seconds = self.seconds
         known = {
-            name: as_json(value)
-            for name, value in vars(self).items()
-            if name not in _NOT_IN_FILES
+            name: as_json(value) for name, value in vars(self).items() if name not in _NOT_IN_FILES
         }
         return {
             "attempt": self.number,
@@ -429,9 +370,7 @@ class Attempt:
         Raises:
             MalformedEventError: a field is missing or of another type.
         """
-        return from_json(
-            cls, {**data, "number": data.get("attempt"), "spec": data}
-        )
+        return from_json(cls, {**data, "number": data.get("attempt"), "spec": data})
 
 
 @dataclass(frozen=True)

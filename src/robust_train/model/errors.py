@@ -64,9 +64,7 @@ def limit_reached(error: BaseException) -> LimitReachedError | None:
     if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
         number = errno.EAGAIN
     if number == errno.ENFILE:
-        return LimitReachedError(
-            "too many files are open on this machine; try later"
-        )
+        return LimitReachedError("too many files are open on this machine; try later")
     if number == errno.EMFILE:
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return LimitReachedError(
@@ -74,11 +72,7 @@ def limit_reached(error: BaseException) -> LimitReachedError | None:
         )
     if number == errno.EAGAIN:
         most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-        limit = (
-            "its limit"
-            if most == resource.RLIM_INFINITY
-            else f"ulimit -u is {most}"
-        )
+        limit = "its limit" if most == resource.RLIM_INFINITY else f"ulimit -u is {most}"
         return LimitReachedError(
             f"no other process or thread can be started: this user or container has as many as it "
             f"may have ({limit}); end some, or raise the limit"
@@ -106,9 +100,7 @@ def unusable_folder(problem: str, error: OSError) -> ConfigError:
     """Return what to raise for a run folder that ``error`` keeps from being used: a problem of
     the disk that may pass is not a mistake in the configuration."""
     if error.errno in _PASSING:
-        return RunFolderUnavailableError(
-            f"{problem}; the same command may succeed later"
-        )
+        return RunFolderUnavailableError(f"{problem}; the same command may succeed later")
     return ConfigError(problem)
 
 
@@ -155,9 +147,7 @@ class JobInterrupted(KeyboardInterrupt):
     @property
     def exit_code(self) -> int:
         """128 + signal, as shells have it: 130 for Ctrl-C, 143 for SIGTERM and for preemption."""
-        return 128 + (
-            signal.SIGTERM if self.signum in WARNING_SIGNALS else self.signum
-        )
+        return 128 + (signal.SIGTERM if self.signum in WARNING_SIGNALS else self.signum)
 
 
 class TrainingDiverged(RuntimeError):  # noqa: N818 - an event
@@ -180,12 +170,7 @@ class RankFailure(RuntimeError):  # noqa: N818 - it says where an error began
         is_elsewhere: ``rank`` is another process than the one that raises this.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        failure: Failure,
-        is_elsewhere: bool,
-    ) -> None:
+    def __init__(self, rank: int, failure: Failure, is_elsewhere: bool) -> None:
         super().__init__(rank, failure, is_elsewhere)
         self.rank = rank
         self.failure = failure

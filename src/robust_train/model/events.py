@@ -165,17 +165,9 @@ class MemoryReported(EventOfRank):
     @property
     def figures(self) -> dict[str, int]:
         """Return the figures that are known, by name."""
-        names = (
-            "allocated",
-            "reserved",
-            "max_allocated",
-            "resident",
-            "max_resident",
-        )
+        names = ("allocated", "reserved", "max_allocated", "resident", "max_resident")
         known = {name: getattr(self, name) for name in names}
-        return {
-            name: value for name, value in known.items() if value is not None
-        }
+        return {name: value for name, value in known.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -195,13 +187,7 @@ class MemoryCleared(Event):
     @property
     def figures(self) -> dict[str, Json]:
         """Return the figures by name."""
-        names = (
-            "of",
-            "before_bytes",
-            "after_bytes",
-            "returned_bytes",
-            "seconds",
-        )
+        names = ("of", "before_bytes", "after_bytes", "returned_bytes", "seconds")
         return {name: getattr(self, name) for name in names}
 
 
@@ -313,11 +299,7 @@ class BatchSizeFound(Event):
     @property
     def figures(self) -> dict[str, Json]:
         """Return what was found and how, by name."""
-        names = (
-            "batch_size",
-            "gradient_accumulation_steps",
-            "effective_batch_size",
-        )
+        names = ("batch_size", "gradient_accumulation_steps", "effective_batch_size")
         return {**self.search, **{name: getattr(self, name) for name in names}}
 
 
@@ -417,9 +399,7 @@ class Failed(_Ending):
 
     name = "failed"
     failure: Failure  # why, classified
-    traceback: str = (
-        ""  # the trainer's own; empty if the user made the mistake
-    )
+    traceback: str = ""  # the trainer's own; empty if the user made the mistake
     # the message where the configuration cannot be used
     config_error: str = ""
     # the exception, pickled, in base64, where it can be carried over

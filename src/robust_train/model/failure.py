@@ -89,9 +89,7 @@ class Evidence:
     good_step: int | None = None  # the last one before it
     bad_step: int | None = None  # the last one that was seen
     has_checkpoint: bool = False  # there is one from before it
-    passes_over: bool = (
-        False  # the trainer can pass over data, see `AttemptSpec.skips_to`
-    )
+    passes_over: bool = False  # the trainer can pass over data, see `AttemptSpec.skips_to`
     # the trainer takes the learning rate that it is given
     reads_lr: bool = False
 

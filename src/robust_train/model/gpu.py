@@ -89,10 +89,7 @@ class Inventory:
         Args:
             torch_cuda: ``13.0``, ``none`` for a build without CUDA, None if unknown.
         """
-        drivers = (
-            self.cuda_version
-            and f"the driver supports CUDA {self.cuda_version}"
-        )
+        drivers = self.cuda_version and f"the driver supports CUDA {self.cuda_version}"
         torchs = torch_cuda and f"this torch was built for CUDA {torch_cuda}"
         if torch_cuda == "none":
             torchs = "this torch was built without CUDA"
@@ -103,16 +100,10 @@ class Inventory:
 
         A guess: a container may bring libraries with which an older driver does.
         """
-        if (
-            torch_cuda is None
-            or self.cuda_version is None
-            or torch_cuda == "none"
-        ):
+        if torch_cuda is None or self.cuda_version is None or torch_cuda == "none":
             return torch_cuda != "none"
         # within a major version any driver will do
-        return int(torch_cuda.split(".")[0]) <= int(
-            self.cuda_version.split(".")[0]
-        )
+        return int(torch_cuda.split(".")[0]) <= int(self.cuda_version.split(".")[0])
 
 
 def gpus_of(group: Group, rank: int | None) -> Group:

@@ -32,24 +32,13 @@ def from_json(cls: type[T], data: object) -> T:
     return found
 
 
-def _build(
-    cls: type[Any],
-    data: Mapping[str, Json],
-    where: str,
-) -> Any:
+def _build(cls: type[Any], data: Mapping[str, Json], where: str) -> Any:
     hints = _hints(cls)  # type: ignore[arg-type]  # every class is hashable
     given: dict[str, Json] = {}
     for item in dataclasses.fields(cls):
         if item.name in data:
-            given[item.name] = _value(
-                hints[item.name],
-                data[item.name],
-                f"{where}.{item.name}",
-            )
-        elif (
-            item.default is dataclasses.MISSING
-            and item.default_factory is dataclasses.MISSING
-        ):
+            given[item.name] = _value(hints[item.name], data[item.name], f"{where}.{item.name}")
+        elif item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
             raise MalformedEventError(f"{where} needs {item.name}")
     return cls(**given)
 
@@ -57,11 +46,7 @@ def _build(
 _hints = functools.cache(typing.get_type_hints)
 
 
-def _value(
-    hint: Any,
-    value: Json,
-    where: str,
-) -> Any:
+def _value(hint: Any, value: Json, where: str) -> Any:
     """Return ``value`` as the field's type, which is one of the few that events use."""
     inner = typing.get_args(hint)
     kind = typing.get_origin(hint) or hint
@@ -108,10 +93,7 @@ def as_json(value: object) -> Json:
 def fields_as_json(value: object) -> dict[str, Json]:
     """Return all fields of a dataclass, in JSON's types."""
     assert dataclasses.is_dataclass(value)
-    return {
-        one.name: as_json(getattr(value, one.name))
-        for one in dataclasses.fields(value)
-    }
+    return {one.name: as_json(getattr(value, one.name)) for one in dataclasses.fields(value)}
 
 
 def finite(value: object) -> float | None:

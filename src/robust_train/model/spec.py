@@ -76,24 +76,15 @@ class AttemptSpec:
     @property
     def device_kind(self) -> str:
         """What the memory for a step depends on of the device: its model and size, or ``cpu``."""
-        return (
-            "cpu"
-            if self.gpu is None
-            else f"{self.gpu.name} {self.gpu.total_bytes}"
-        )
+        return "cpu" if self.gpu is None else f"{self.gpu.name} {self.gpu.total_bytes}"
 
-    def with_batch(
-        self,
-        batch_size: int | None,
-        accumulation: int | None,
-    ) -> AttemptSpec:
+    def with_batch(self, batch_size: int | None, accumulation: int | None) -> AttemptSpec:
         """Return the same with another split of the batch; None leaves a figure as it is."""
         return replace(
             self,
             searches=False,
             batch_size=batch_size or self.batch_size,
-            gradient_accumulation_steps=accumulation
-            or self.gradient_accumulation_steps,
+            gradient_accumulation_steps=accumulation or self.gradient_accumulation_steps,
         )
 
     def supporting(self, features: Collection[str]) -> AttemptSpec:
@@ -101,8 +92,7 @@ class AttemptSpec:
         return replace(
             self,
             has_batch=self.has_batch or "batch_size" in features,
-            accumulates=self.accumulates
-            or "gradient_accumulation_steps" in features,
+            accumulates=self.accumulates or "gradient_accumulation_steps" in features,
         )
 
     def as_json(self) -> dict[str, Json]:
@@ -124,12 +114,9 @@ class AttemptSpec:
     def parse(cls, data: Mapping[str, Json]) -> AttemptSpec:
         """Return the spec in :meth:`as_json`. Raises MalformedEventError if it is another thing."""
         batch = {
-            name: data.get(name) or 1
-            for name in ("batch_size", "gradient_accumulation_steps")
+            name: data.get(name) or 1 for name in ("batch_size", "gradient_accumulation_steps")
         }
-        has_batch = data.get("batch_size") is not None and data.get(
-            "has_batch", True
-        )
+        has_batch = data.get("batch_size") is not None and data.get("has_batch", True)
         return from_json(cls, {**data, **batch, "has_batch": has_batch})
 
 

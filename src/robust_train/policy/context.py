@@ -69,9 +69,7 @@ class FailureContext:
     def has_smaller(self) -> bool:
         """Whether there is a smaller micro-batch than that."""
         last = self.last
-        return (
-            last.has_batch and last.batch_size > self.settings.min_batch_size
-        )
+        return last.has_batch and last.batch_size > self.settings.min_batch_size
 
     @property
     def smaller(self) -> AttemptSpec:
@@ -90,10 +88,7 @@ class FailureContext:
             )
         if path is not None:
             return f"the last checkpoint, {PurePath(path).name}"
-        is_asked = (
-            self.config.is_script
-            and self.config.trainer.checkpoint_glob is None
-        )
+        is_asked = self.config.is_script and self.config.trainer.checkpoint_glob is None
         hint = " (--checkpoint)" if is_asked else ""
         return f"the beginning, for no checkpoint is known{hint}"
 
@@ -102,18 +97,13 @@ class FailureContext:
         """Whether a script has a pattern for its checkpoints, and is given none of them."""
         trainer = self.config.trainer
         words = " ".join(trainer.argv or ())
-        is_given = trainer.resume_argv or "checkpoint" in placeholders_in(
-            words
-        )
+        is_given = trainer.resume_argv or "checkpoint" in placeholders_in(words)
         return trainer.checkpoint_glob is not None and not is_given
 
     @property
     def _checkpoint(self) -> str | None:
         """The newest checkpoint that is known and whole."""
-        paths = [
-            one.checkpoint or one.resumed_from
-            for one in reversed(self.history)
-        ]
+        paths = [one.checkpoint or one.resumed_from for one in reversed(self.history)]
         cut = self.attempt.not_whole
         return next((one for one in paths if one and one != cut), None)
 
@@ -153,11 +143,7 @@ class FailureContext:
     @property
     def at_size(self) -> str:
         """The micro-batch in a sentence; empty for a script that is given none."""
-        return (
-            f" at micro-batch {self.last.batch_size}"
-            if self.last.has_batch
-            else ""
-        )
+        return f" at micro-batch {self.last.batch_size}" if self.last.has_batch else ""
 
     @property
     def keeps_batch(self) -> str:
@@ -169,9 +155,7 @@ class FailureContext:
         """Why no step and no batch is split for now: it would change the loss; empty if it may."""
         if self.last.splits_loss:
             return ""
-        return next(
-            (a.split_changes for a in self.history if a.split_changes), ""
-        )
+        return next((a.split_changes for a in self.history if a.split_changes), "")
 
     @property
     def sizes(self) -> PolicySettings:
@@ -199,9 +183,7 @@ class FailureContext:
     def gpus_are_available(self) -> bool:
         """Whether the GPUs on which it failed could be taken again now."""
         usable = {gpu.uuid for gpu in self.offers.gpus if gpu.unusable is None}
-        return bool(self.last.gpus) and usable.issuperset(
-            uuids(self.failed_gpus)
-        )
+        return bool(self.last.gpus) and usable.issuperset(uuids(self.failed_gpus))
 
     @property
     def failed_before_training(self) -> bool:
@@ -228,11 +210,7 @@ class FailureContext:
     @property
     def tried_devices(self) -> frozenset[str]:
         """UUIDs of the GPUs that have had an attempt since progress, and ``cpu`` if it has."""
-        return frozenset(
-            key
-            for a in self.since_progress
-            for key in uuids(a.spec.gpus) or ("cpu",)
-        )
+        return frozenset(key for a in self.since_progress for key in uuids(a.spec.gpus) or ("cpu",))
 
     @property
     def since_progress(self) -> tuple[Attempt, ...]:
@@ -249,11 +227,7 @@ class FailureContext:
             is_new = attempt.saves > 1 or attempt.checkpoint not in names
             if step > furthest:
                 furthest, begins_at, presumed = step, number, 0
-            elif (
-                attempt.saved_step is None
-                and is_new
-                and presumed < _MOST_PRESUMED
-            ):
+            elif attempt.saved_step is None and is_new and presumed < _MOST_PRESUMED:
                 begins_at, presumed = number, presumed + 1
             names.add(attempt.checkpoint)
         return self.history[begins_at:]
@@ -263,14 +237,8 @@ class FailureContext:
         """Whether the attempt itself saved a checkpoint beyond all that was before it."""
         attempt, step = self.attempt, self.attempt.saved_step
         # its first may be what it resumed from
-        may_be_old = (
-            len(self.history) == 1 and attempt.resumed_from is not None
-        )
-        has_saved = (
-            attempt.saves > may_be_old
-            if step is None
-            else step > attempt.start_step
-        )
+        may_be_old = len(self.history) == 1 and attempt.resumed_from is not None
+        has_saved = attempt.saves > may_be_old if step is None else step > attempt.start_step
         return has_saved and len(self.since_progress) == 1
 
     @property
@@ -291,9 +259,7 @@ class FailureContext:
     @property
     def failures_without_progress(self) -> int:
         """How many attempts failed in this way since the job got further."""
-        return sum(
-            one.kind is self.failure.kind for one in self.since_progress
-        )
+        return sum(one.kind is self.failure.kind for one in self.since_progress)
 
     @property
     def earlier_at_same_step(self) -> tuple[Attempt, ...]:
@@ -304,9 +270,7 @@ class FailureContext:
         step = self.attempt.end_step
         return tuple(
             one
-            for one in (self.since_progress if step is None else self.history)[
-                :-1
-            ]
+            for one in (self.since_progress if step is None else self.history)[:-1]
             if one.kind is self.failure.kind and one.end_step == step
         )
 
@@ -349,9 +313,7 @@ class FailureContext:
                 where = device if self.last.gpus else "the GPU"
                 limit = " at this job's own limit (memory.fraction)"
                 own = limit if self.evidence.own_limit else ""
-                return (
-                    f"out of memory on {where}{rank}{own}{self._cannot_split}"
-                )
+                return f"out of memory on {where}{rank}{own}{self._cannot_split}"
             case FailureKind.HOST_OOM:
                 return f"out of memory on the host{rank}{self._cannot_split}"
             case FailureKind.DEVICE_FAULT:
@@ -368,11 +330,7 @@ class FailureContext:
     @property
     def _cannot_split(self) -> str:
         """Why the step was not repeated in parts, in brackets."""
-        return (
-            f" ({self.attempt.cannot_split})"
-            if self.attempt.cannot_split
-            else ""
-        )
+        return f" ({self.attempt.cannot_split})" if self.attempt.cannot_split else ""
 
     def retry(
         self,
@@ -388,16 +346,9 @@ class FailureContext:
         to go on."""
         spec = replace(self.last, **changes)
         if batch_size is not None:
-            spec = self.settings.for_ranks(spec.ranks).resized(
-                spec, batch_size
-            )
+            spec = self.settings.for_ranks(spec.ranks).resized(spec, batch_size)
         return Retry(
-            spec,
-            action,
-            self.what_failed + how,
-            self.warning_about(spec),
-            pause_seconds,
-            room,
+            spec, action, self.what_failed + how, self.warning_about(spec), pause_seconds, room
         )
 
     def warning_about(self, spec: AttemptSpec) -> str:
@@ -424,9 +375,7 @@ class FailureContext:
             if self.config.trainer.scale_learning_rate is not None:
                 was, rate = map(self.config.learning_rate_at, (wanted, now))
                 return f"{change}; the learning rate is {rate:.4g} instead of {was:.4g}"
-            is_known = any(
-                one.spec.effective_batch_size != wanted for one in self.history
-            )
+            is_known = any(one.spec.effective_batch_size != wanted for one in self.history)
             how = _CANNOT_ACCUMULATE if self.config.is_script else _HAS_NO_KEY
             return change if is_known else f"{change}: {how}"
         return (
@@ -437,9 +386,7 @@ class FailureContext:
     def _about_position(self, spec: AttemptSpec) -> str:
         """Return a sentence if a script may go on at another sample."""
         was, now = self.last.batch_size, spec.batch_size
-        is_saved = any(
-            one.checkpoint or one.resumed_from for one in self.history
-        )
+        is_saved = any(one.checkpoint or one.resumed_from for one in self.history)
         if not self.config.is_script or was == now or not is_saved:
             return ""
         return (
@@ -454,19 +401,11 @@ class FailureContext:
             self.settings.asked.gradient_accumulation_steps,
             spec.gradient_accumulation_steps,
         )
-        is_known = any(
-            one.spec.gradient_accumulation_steps != asked
-            for one in self.history
-        )
+        is_known = any(one.spec.gradient_accumulation_steps != asked for one in self.history)
         if not self.settings.config.is_script or is_known or now == asked:
             return ""
-        change = (
-            f"the script accumulates {now} micro-batches instead of {asked}"
-        )
-        is_transformers = any(
-            _TRANSFORMERS_TRAINER.search(one.exit.output)
-            for one in self.history
-        )
+        change = f"the script accumulates {now} micro-batches instead of {asked}"
+        is_transformers = any(_TRANSFORMERS_TRAINER.search(one.exit.output) for one in self.history)
         if not is_transformers:
             return f"{change}: {_DIVIDES}"
         return f"{change}: {_ADDS_UP_MEANS.format(factor=f'{now / asked:g}')}"
@@ -495,9 +434,7 @@ def blamed_on_others(attempt: Attempt) -> tuple[int, int]:
         return 0, 0
     # what came back at its end is what it held; without a request's size it needs a margin
     used = max(after - left, attempt.memory.get("max_allocated", 0))
-    needed = (
-        max(used, after + _NOTABLE_BYTES) if asked is None else used + asked
-    )
+    needed = max(used, after + _NOTABLE_BYTES) if asked is None else used + asked
     return taken, min(needed, before)
 
 
@@ -529,11 +466,7 @@ _CANNOT_ACCUMULATE = (
 )
 
 
-def exchanged(
-    group: Group,
-    leaving: Group,
-    offers: Sequence[GpuInfo],
-) -> Group | None:
+def exchanged(group: Group, leaving: Group, offers: Sequence[GpuInfo]) -> Group | None:
     """Return ``group``, the best of ``offers`` in place of those that leave; None if too few."""
     # no GPU is ours: it failed on another node
     if len(offers) < len(leaving) or not leaving:
@@ -547,11 +480,7 @@ def uuids(gpus: Group) -> tuple[str, ...]:
     return tuple(gpu.uuid for gpu in gpus)
 
 
-def excluded_after(
-    failure: Failure,
-    suspects: Group,
-    answering: Collection[str],
-) -> dict[str, str]:
+def excluded_after(failure: Failure, suspects: Group, answering: Collection[str]) -> dict[str, str]:
     """Return the UUIDs of GPUs that no job of the host should start on now, with the reason.
 
     These are a GPU whose hardware failed, if it is known which one it was, and those that no

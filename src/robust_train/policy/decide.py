@@ -13,20 +13,11 @@ from robust_train.host.search import is_found
 from robust_train.model.attempt import Attempt
 from robust_train.model.failure import Clue, Failure, FailureKind
 from robust_train.model.gpu import Group
-from robust_train.model.spec import (
-    AttemptSpec,
-    Decision,
-    GiveUp,
-    Retry,
-    RetryRule,
-)
+from robust_train.model.spec import AttemptSpec, Decision, GiveUp, Retry, RetryRule
 from robust_train.policy import remedies
 from robust_train.policy.context import FailureContext, Offers
 from robust_train.policy.remedies import Rule
-from robust_train.policy.sizes import (
-    PolicySettings,
-    size_to_begin_with,
-)
+from robust_train.policy.sizes import PolicySettings, size_to_begin_with
 
 REMEDIES: dict[FailureKind, tuple[Rule, ...]] = {
     FailureKind.DEVICE_OOM: (
@@ -74,10 +65,7 @@ REMEDIES: dict[FailureKind, tuple[Rule, ...]] = {
     ),
     FailureKind.DISK_FULL: (remedies.same_again,),
     FailureKind.COMM: (remedies.same_again,),
-    FailureKind.DIVERGED: (
-        remedies.before_it_diverged,
-        remedies.lower_learning_rate,
-    ),
+    FailureKind.DIVERGED: (remedies.before_it_diverged, remedies.lower_learning_rate),
     FailureKind.INTERRUPTED: (remedies.killed_again,),
     FailureKind.BUG: (
         remedies.crashed_once_more,
@@ -92,11 +80,7 @@ EXCLUDE_GPU = "exclude_gpu"
 
 def first_decision(settings: PolicySettings, gpus: Group) -> Retry:
     """Return what the job begins with on the GPUs that were found, or on the CPU."""
-    spec, why = size_to_begin_with(
-        settings,
-        (),
-        first_attempt(settings, gpus),
-    )
+    spec, why = size_to_begin_with(settings, (), first_attempt(settings, gpus))
     return Retry(spec, "start", why)
 
 
@@ -106,11 +90,7 @@ def first_attempt(settings: PolicySettings, gpus: Group) -> AttemptSpec:
     return replace(asked, gpus=gpus)
 
 
-def decide(
-    settings: PolicySettings,
-    history: tuple[Attempt, ...],
-    offers: Offers,
-) -> Decision:
+def decide(settings: PolicySettings, history: tuple[Attempt, ...], offers: Offers) -> Decision:
     """Choose the next attempt, or give up.
 
     A retry that has to wait for room carries in ``otherwise`` what to do if the wait is in vain.
@@ -125,10 +105,7 @@ def decide(
 
 
 def on_gpus(
-    settings: PolicySettings,
-    history: tuple[Attempt, ...],
-    retry: Retry,
-    gpus: Group,
+    settings: PolicySettings, history: tuple[Attempt, ...], retry: Retry, gpus: Group
 ) -> Retry:
     """Return a decision to wait for room, now that these GPUs have it.
 
@@ -155,9 +132,7 @@ def _decision(context: FailureContext) -> Decision:
         return GiveUp(not_the_device)
     decision = _first_remedy(context, REMEDIES.get(context.failure.kind, ()))
     if isinstance(decision, GiveUp):
-        return replace(
-            decision, reason=decision.reason + _what_came_before(context)
-        )
+        return replace(decision, reason=decision.reason + _what_came_before(context))
     return decision
 
 
@@ -166,9 +141,7 @@ def _what_came_before(context: FailureContext) -> str:
     the last attempt may have met what that one left behind."""
     failure = context.failure
     others = [
-        attempt
-        for attempt in context.since_progress[:-1]
-        if attempt.message != failure.message
+        attempt for attempt in context.since_progress[:-1] if attempt.message != failure.message
     ]
     # the end names the first time that nobody could name the failure by itself
     if not others or others[-1] == context.unknown_before:
@@ -183,21 +156,10 @@ def _with_first_size(context: FailureContext, decision: Decision) -> Decision:
     """Return the decision with the batch that the first attempt on a kind of device begins with."""
     if isinstance(decision, GiveUp):
         return decision
-    spec, why = size_to_begin_with(
-        context.settings,
-        context.history,
-        decision.spec,
-    )
-    otherwise = decision.otherwise and _with_first_size(
-        context, decision.otherwise
-    )
+    spec, why = size_to_begin_with(context.settings, context.history, decision.spec)
+    otherwise = decision.otherwise and _with_first_size(context, decision.otherwise)
     reason = f"{decision.reason}; {why}" if why else decision.reason
-    return replace(
-        decision,
-        spec=spec,
-        reason=reason,
-        otherwise=otherwise,
-    )
+    return replace(decision, spec=spec, reason=reason, otherwise=otherwise)
 
 
 def concluded(attempt: Attempt, decision: Decision | None) -> Attempt:
@@ -213,22 +175,11 @@ def concluded(attempt: Attempt, decision: Decision | None) -> Attempt:
         and failure.evidence.clue == Clue.UNCLEAR
         and isinstance(decision, GiveUp)
     ):
-        failure = replace(
-            failure,
-            kind=FailureKind.BUG,
-            advice=(),
-        )
-    return replace(
-        attempt,
-        failure=failure,
-        action=decision.action,
-        reason=decision.reason,
-    )
+        failure = replace(failure, kind=FailureKind.BUG, advice=())
+    return replace(attempt, failure=failure, action=decision.action, reason=decision.reason)
 
 
-def _first_remedy(
-    context: FailureContext, rules: tuple[Rule, ...]
-) -> Decision:
+def _first_remedy(context: FailureContext, rules: tuple[Rule, ...]) -> Decision:
     for number, rule in enumerate(rules, start=1):
         retry = rule(context)
         if retry is None or context.settings.refuses(retry.spec):
@@ -236,18 +187,14 @@ def _first_remedy(
         if context.keeps_batch and not _has_same_split(retry, context):
             continue
         if retry.room is not None:
-            return replace(
-                retry, otherwise=_first_remedy(context, rules[number:])
-            )
+            return replace(retry, otherwise=_first_remedy(context, rules[number:]))
         return retry
     return GiveUp(_why_give_up(context))
 
 
 def _has_same_split(retry: Retry, context: FailureContext) -> bool:
     specs = retry.spec, context.last
-    splits = {
-        (s.batch_size, s.gradient_accumulation_steps, s.ranks) for s in specs
-    }
+    splits = {(s.batch_size, s.gradient_accumulation_steps, s.ranks) for s in specs}
     # fewer GPUs take over the samples of the others
     return len(splits) == 1 and retry.action != "fewer_gpus"
 
@@ -255,10 +202,7 @@ def _has_same_split(retry: Retry, context: FailureContext) -> bool:
 def _why_give_up(context: FailureContext) -> str:
     """Return one sentence: what failed, and with what it was tried."""
     kind, message = context.failure.kind, context.failure.message
-    if (
-        kind in (FailureKind.BUG, FailureKind.UNKNOWN)
-        or context.evidence.clue == Clue.UNCLEAR
-    ):
+    if kind in (FailureKind.BUG, FailureKind.UNKNOWN) or context.evidence.clue == Clue.UNCLEAR:
         rank = context.failure.rank
         message = message if rank is None else f"{message} (rank {rank})"
         is_unknown = context.evidence.clue == Clue.UNKNOWN
@@ -283,11 +227,7 @@ def _why_give_up(context: FailureContext) -> str:
         return cannot_work(context.failure)
     count = context.failures_without_progress
     if kind in (FailureKind.INTERRUPTED, FailureKind.DIVERGED):
-        return (
-            f"{message}, {count} times without progress"
-            if count > 1
-            else message
-        )
+        return f"{message}, {count} times without progress" if count > 1 else message
     if kind is FailureKind.COMM:
         is_hang = context.evidence.library == "robust_train"
         what = "hang" if is_hang else "network failure"
@@ -295,9 +235,7 @@ def _why_give_up(context: FailureContext) -> str:
         return f"{what}, {count} {attempts} without progress: giving up ({message})"
     tried: dict[str, list[str]] = {}
     for one in context.history:
-        size = (
-            " down to ".join(map(str, one.sizes)) if one.spec.has_batch else ""
-        )
+        size = " down to ".join(map(str, one.sizes)) if one.spec.has_batch else ""
         tried.setdefault(one.spec.device, []).append(size)
     listed = "; ".join(
         f"{device} at micro-batch {', '.join(sizes)}" if any(sizes) else device
@@ -314,15 +252,9 @@ def _why_give_up(context: FailureContext) -> str:
         hint += "; a smaller micro-batch would change the effective batch size, which is kept"
     if not can_halve:
         is_project = context.config.theirs is not None
-        why = (
-            _HAS_NO_BATCH if is_project else "the command has no {batch_size}"
-        )
+        why = _HAS_NO_BATCH if is_project else "the command has no {batch_size}"
         hint += f"; the batch was not halved: {why}"
-    if (
-        can_halve
-        and context.config.max_retries is not None
-        and context.sizes_not_tried
-    ):
+    if can_halve and context.config.max_retries is not None and context.sizes_not_tried:
         left = ", ".join(map(str, context.sizes_not_tried))
         hint += f"; micro-batch {left} was not tried (max_retries={context.config.retries})"
     if context.keeps_loss:
@@ -347,11 +279,7 @@ def cannot_work(failure: Failure) -> str:
 # --- the user's own rules -------------------------------------------------------------------------
 
 
-def with_rule(
-    settings: PolicySettings,
-    earlier: tuple[Attempt, ...],
-    attempt: Attempt,
-) -> Attempt:
+def with_rule(settings: PolicySettings, earlier: tuple[Attempt, ...], attempt: Attempt) -> Attempt:
     """Return the attempt with the number of the user's rule that applies to it, if there is one.
 
     With the rule ``exclude_gpu`` it is a failure of the GPU.
@@ -361,10 +289,7 @@ def with_rule(
         return attempt
     context = FailureContext(settings, earlier + (attempt,), Offers())
     for number, rule in enumerate(settings.config.retry.rules):
-        has_tries = rule.then == "stop" or _tries(context, number) < _most(
-            context,
-            rule,
-        )
+        has_tries = rule.then == "stop" or _tries(context, number) < _most(context, rule)
         if has_tries and _fits(rule, attempt) and _can(rule, context):
             break
     else:
@@ -375,11 +300,7 @@ def with_rule(
     why = _why(replace(context, history=earlier + (attempt,)))
     evidence = replace(failure.evidence, clue=Clue.HARDWARE)
     fault = Failure(
-        FailureKind.DEVICE_FAULT,
-        f"{why}: {EXCLUDE_GPU}",
-        evidence,
-        failure.advice,
-        failure.rank,
+        FailureKind.DEVICE_FAULT, f"{why}: {EXCLUDE_GPU}", evidence, failure.advice, failure.rank
     )
     return replace(attempt, failure=fault)
 
@@ -394,20 +315,11 @@ def _by_rule(context: FailureContext) -> Decision | None:
         case "stop":
             return GiveUp(f"{why}: stop")
         case "smaller_batch":
-            return remedies.halved(
-                context,
-                "halve_batch",
-                f"{why}: ",
-            )
+            return remedies.halved(context, "halve_batch", f"{why}: ")
         case "retry":
             pause = remedies.pause_before(context, _tries(context, number))
             reason = f"{why}: the same again in {pause:g} s"
-            return Retry(
-                context.last,
-                "retry",
-                reason,
-                pause_seconds=pause,
-            )
+            return Retry(context.last, "retry", reason, pause_seconds=pause)
     return None  # the remedies for a GPU whose hardware failed
 
 
@@ -434,11 +346,7 @@ def _fits(rule: RetryRule, attempt: Attempt) -> bool:
     failure = attempt.failure
     if failure is None or rule.exit_code not in (None, attempt.exit_code):
         return False
-    names = {
-        name
-        for one in attempt.exceptions
-        for name in (one, one.rpartition(".")[2])
-    }
+    names = {name for one in attempt.exceptions for name in (one, one.rpartition(".")[2])}
     if rule.exception and rule.exception not in names:
         return False
     texts = (failure.message, attempt.traceback or "", attempt.exit.output)

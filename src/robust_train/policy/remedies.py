@@ -7,12 +7,7 @@ from collections.abc import Callable, Sequence
 from robust_train.model.failure import Clue, FailureKind
 from robust_train.model.gpu import GpuInfo, Group, device_name
 from robust_train.model.spec import Retry, Room
-from robust_train.policy.context import (
-    FailureContext,
-    blamed_on_others,
-    exchanged,
-    uuids,
-)
+from robust_train.policy.context import FailureContext, blamed_on_others, exchanged, uuids
 from robust_train.policy.sizes import largest_up_to, sizes
 from robust_train.readable import mib
 
@@ -35,18 +30,13 @@ def room_taken_by_others(context: FailureContext) -> Retry | None:
     taken, needed = blamed_on_others(context.attempt)
     here = (context.last.device_key, context.last.batch_size)
     tries = sum(
-        (one.spec.device_key, one.spec.batch_size) == here
-        for one in context.since_progress
+        (one.spec.device_key, one.spec.batch_size) == here for one in context.since_progress
     )
     if not taken or tries > context.config.retries:
         return None
     why = f", but others took {mib(taken)} of it meanwhile"
     offers = [gpu for gpu in _untried(context) if gpu.free_bytes >= needed]
-    group = exchanged(
-        context.last.gpus,
-        context.failed_gpus,
-        offers,
-    )
+    group = exchanged(context.last.gpus, context.failed_gpus, offers)
     if group:
         new = context.new_in(group)
         free = mib(min(gpu.free_bytes for gpu in new))
@@ -55,11 +45,7 @@ def room_taken_by_others(context: FailureContext) -> Retry | None:
     if not context.config.wait_for_gpu:
         return None
     how = f"{why}: same batch when {mib(needed)} are free there again"
-    return context.retry(
-        "wait",
-        how,
-        room=Room(uuids(context.failed_gpus), needed),
-    )
+    return context.retry("wait", how, room=Room(uuids(context.failed_gpus), needed))
 
 
 def expandable_segments(context: FailureContext) -> Retry | None:
@@ -69,19 +55,11 @@ def expandable_segments(context: FailureContext) -> Retry | None:
     is_refused = any(one.evidence.clue in refusals for one in context.history)
     if is_refused or not context.settings.may_use_expandable_segments:
         return None
-    if (
-        not last.gpus
-        or last.expandable_segments
-        or not context.evidence.fragmented
-    ):
+    if not last.gpus or last.expandable_segments or not context.evidence.fragmented:
         return None
     unused = mib(context.evidence.reserved_unallocated_bytes or 0)
     how = f" with {unused} reserved but unused: fragmentation; same batch with expandable segments"
-    return context.retry(
-        "expandable_segments",
-        how,
-        expandable_segments=True,
-    )
+    return context.retry("expandable_segments", how, expandable_segments=True)
 
 
 def fewer_workers(context: FailureContext) -> Retry | None:
@@ -107,12 +85,7 @@ def fewer_workers(context: FailureContext) -> Retry | None:
     how = f": {last.num_workers} → {workers} data-loader workers"
     if workers and prefetch != last.prefetch_factor:
         how += f", {last.prefetch_factor} → {prefetch} batches ahead"
-    return context.retry(
-        "fewer_workers",
-        how,
-        num_workers=workers,
-        prefetch_factor=prefetch,
-    )
+    return context.retry("fewer_workers", how, num_workers=workers, prefetch_factor=prefetch)
 
 
 def _workers_are_fixed(context: FailureContext) -> bool:
@@ -143,11 +116,7 @@ def halve_batch(context: FailureContext) -> Retry | None:
     is_last = context.smaller_batches_tried_here >= context.config.retries
     if is_last and not context.config.finds_batch_size:
         return None
-    return halved(
-        context,
-        "halve_batch",
-        f"{context.what_failed}: ",
-    )
+    return halved(context, "halve_batch", f"{context.what_failed}: ")
 
 
 def switch_gpu(context: FailureContext) -> Retry | None:
@@ -170,10 +139,7 @@ def switch_gpu(context: FailureContext) -> Retry | None:
         f"({mib(had)} were free on {device_name(context.failed_gpus)})"
     )
     return context.retry(
-        "switch_gpu",
-        how,
-        gpus=group,
-        batch_size=largest_up_to(context.sizes, at_most),
+        "switch_gpu", how, gpus=group, batch_size=largest_up_to(context.sizes, at_most)
     )
 
 
@@ -186,16 +152,10 @@ def second_opinion(context: FailureContext) -> Retry | None:
     had, short = _shortest(context)
     if _confirmed_by_another_gpu(context):
         return None
-    offers = [
-        gpu for gpu in _untried(context) if gpu.free_bytes >= ALIKE * had
-    ]
+    offers = [gpu for gpu in _untried(context) if gpu.free_bytes >= ALIKE * had]
     how = f"{context.at_size}: same size once on "
     return _exchange(
-        context,
-        short,
-        offers,
-        how,
-        ", which has about as much memory free, before the CPU",
+        context, short, offers, how, ", which has about as much memory free, before the CPU"
     )
 
 
@@ -218,11 +178,7 @@ def without_expandable_segments(context: FailureContext) -> Retry | None:
         )
     else:
         return None
-    return context.retry(
-        "no_expandable_segments",
-        how,
-        expandable_segments=False,
-    )
+    return context.retry("no_expandable_segments", how, expandable_segments=False)
 
 
 def half_after_internal_errors(context: FailureContext) -> Retry | None:
@@ -241,9 +197,7 @@ def half_after_internal_errors(context: FailureContext) -> Retry | None:
 def same_gpu_again(context: FailureContext) -> Retry | None:
     """Start over on the same GPU: most faults break the process's context, not the GPU."""
     failed = context.failed_gpus
-    if not context.gpus_are_available or context.faulty.intersection(
-        uuids(failed)
-    ):
+    if not context.gpus_are_available or context.faulty.intersection(uuids(failed)):
         return None
     return context.retry("retry", f": a new process on {device_name(failed)}")
 
@@ -260,31 +214,19 @@ def fault_without_a_gpu_once_more(context: FailureContext) -> Retry | None:
 
 def other_gpu(context: FailureContext) -> Retry | None:
     """Retry the same batch on the best GPU not tried yet."""
-    return _exchange(
-        context,
-        context.failed_gpus,
-        _untried(context),
-        ": same batch on ",
-    )
+    return _exchange(context, context.failed_gpus, _untried(context), ": same batch on ")
 
 
 def wait_for_other_gpu(context: FailureContext) -> Retry | None:
     """Wait for the first GPU that becomes free: others have those that would do."""
     config, count = context.config, len(context.last.gpus)
-    others = [
-        gpu for gpu in context.offers.held if gpu.uuid not in context.faulty
-    ]
+    others = [gpu for gpu in context.offers.held if gpu.uuid not in context.faulty]
     if len(others) < len(context.failed_gpus) or not count:
         return None
     if not config.wait_for_gpu or not config.picks_gpu:
         return None
     exclude = tuple(sorted(context.faulty))
-    room = Room(
-        (),
-        config.min_gpu_memory_bytes,
-        exclude,
-        (count,),
-    )
+    room = Room((), config.min_gpu_memory_bytes, exclude, (count,))
     how = ": same batch on the next GPU that becomes free"
     return context.retry("wait", how, room=room)
 
@@ -298,12 +240,7 @@ def fewer_gpus(context: FailureContext) -> Retry | None:
     if not counts:
         return None
     least = context.config.min_gpu_memory_bytes
-    room = Room(
-        (),
-        least,
-        tuple(sorted(excluded)),
-        counts,
-    )
+    room = Room((), least, tuple(sorted(excluded)), counts)
     how = (
         " and no other GPU is available: on with fewer GPUs "
         f"(min_num_gpus={context.config.min_num_gpus})"
@@ -321,17 +258,11 @@ def busy_gpu_again(context: FailureContext) -> Retry | None:
 def wait_for_turn(context: FailureContext) -> Retry | None:
     """Retry on the next available GPU: another job was faster on this one."""
     config, ours = context.config, uuids(context.last.gpus)
-    is_taken = bool(ours) and not {*uuids(context.offers.gpus)}.issuperset(
-        ours
-    )
+    is_taken = bool(ours) and not {*uuids(context.offers.gpus)}.issuperset(ours)
     if not is_taken or not config.wait_for_gpu or not context.has_retries:
         return None
     only = () if config.picks_gpu else ours
-    room = Room(
-        only,
-        config.min_gpu_memory_bytes,
-        counts=(len(ours),),
-    )
+    room = Room(only, config.min_gpu_memory_bytes, counts=(len(ours),))
     how = ", and someone else has it: same batch on the next available GPU"
     return context.retry("wait", how, room=room)
 
@@ -345,9 +276,7 @@ def same_again(context: FailureContext) -> Retry | None:
         longer = min(pause * _RATE_LIMIT_FACTOR, _LONGEST_PAUSE_SECONDS)
         pause = max(pause, longer)
     return context.retry(
-        "retry",
-        f": the same again in {pause:g} s, from {context.saved}",
-        pause_seconds=pause,
+        "retry", f": the same again in {pause:g} s, from {context.saved}", pause_seconds=pause
     )
 
 
@@ -357,16 +286,12 @@ def killed_again(context: FailureContext) -> Retry | None:
     if context.evidence.clue != Clue.KILLED or not context.has_retries:
         return None
     where = device_name(context.last.gpus)
-    return context.retry(
-        "retry", f": the same again on {where} from {context.saved}"
-    )
+    return context.retry("retry", f": the same again on {where} from {context.saved}")
 
 
 def crashed_once_more(context: FailureContext) -> Retry | None:
     """Retry once after a segmentation fault, which may be a cosmic ray; twice it is a bug."""
-    crashes = [
-        one.evidence.clue == Clue.CRASHED for one in context.since_progress
-    ]
+    crashes = [one.evidence.clue == Clue.CRASHED for one in context.since_progress]
     if context.evidence.clue != Clue.CRASHED or sum(crashes) > 1:
         return None
     return context.retry("retry", f": once more, from {context.saved}")
@@ -380,17 +305,12 @@ def unknown_once_more(context: FailureContext) -> Retry | None:
     if not context.has_saved or context.unknown_before:
         return None
     why = "neither a known failure nor certainly a bug"
-    return context.retry(
-        "retry", f": {why}, so once more, from {context.saved}"
-    )
+    return context.retry("retry", f": {why}, so once more, from {context.saved}")
 
 
 def earlier_checkpoint(context: FailureContext) -> Retry | None:
     """Retry once from the checkpoint before the one that the script could not read."""
-    if (
-        context.evidence.clue != Clue.DAMAGED
-        or not context.evidence.has_checkpoint
-    ):
+    if context.evidence.clue != Clue.DAMAGED or not context.evidence.has_checkpoint:
         return None
     if context.failures_without_progress > 1:
         return None
@@ -401,17 +321,9 @@ def earlier_checkpoint(context: FailureContext) -> Retry | None:
 
 def before_it_diverged(context: FailureContext) -> Retry | None:
     """Retry from the last checkpoint before it, once: data or chance may have been the cause."""
-    if (
-        not context.evidence.has_checkpoint
-        or context.failures_without_progress > 1
-    ):
+    if not context.evidence.has_checkpoint or context.failures_without_progress > 1:
         return None
-    return _back(
-        context,
-        "before_it_diverged",
-        context.last.lr_factor,
-        "",
-    )
+    return _back(context, "before_it_diverged", context.last.lr_factor, "")
 
 
 def lower_learning_rate(context: FailureContext) -> Retry | None:
@@ -422,33 +334,16 @@ def lower_learning_rate(context: FailureContext) -> Retry | None:
     if tries > context.config.retries:
         return None
     lower = context.last.lr_factor * _LESS_LEARNING
-    return _back(
-        context,
-        "lower_learning_rate",
-        lower,
-        f" with {lower:g} times the learning rate",
-    )
+    return _back(context, "lower_learning_rate", lower, f" with {lower:g} times the learning rate")
 
 
-def _back(
-    context: FailureContext,
-    action: str,
-    lr_factor: float,
-    with_less: str,
-) -> Retry:
+def _back(context: FailureContext, action: str, lr_factor: float, with_less: str) -> Retry:
     bad = context.evidence.bad_step or 0
     skips = bad if context.evidence.passes_over else 0
     data = f"; the data up to step {skips} is skipped" if skips else ""
-    where = (
-        "from it" if context.evidence.has_checkpoint else "from the beginning"
-    )
+    where = "from it" if context.evidence.has_checkpoint else "from the beginning"
     how = f": again {where}{with_less}{data}"
-    return context.retry(
-        action,
-        how,
-        lr_factor=lr_factor,
-        skips_to=skips,
-    )
+    return context.retry(action, how, lr_factor=lr_factor, skips_to=skips)
 
 
 def same_fault_elsewhere(context: FailureContext) -> str:
@@ -461,9 +356,7 @@ def same_fault_elsewhere(context: FailureContext) -> str:
         there = earlier.failed_gpus
         if uuids(there) != uuids(here):
             step = context.attempt.end_step
-            where = (
-                "before the first step" if step is None else f"at step {step}"
-            )
+            where = "before the first step" if step is None else f"at step {step}"
             return (
                 f"the same failure {where} on two devices ({device_name(there)} and "
                 f"{device_name(here)}) is not the device's: {context.failure.message}"
@@ -480,14 +373,8 @@ def checkpoint_gradients(context: FailureContext) -> Retry | None:
     A loss that splitting changes keeps the micro-batch that it has.
     """
     last, config = context.last, context.config
-    is_possible = (
-        config.may_checkpoint_gradients and context.settings.can_checkpoint
-    )
-    if (
-        not is_possible
-        or last.gradient_checkpointing
-        or context.failed_before_training
-    ):
+    is_possible = config.may_checkpoint_gradients and context.settings.can_checkpoint
+    if not is_possible or last.gradient_checkpointing or context.failed_before_training:
         return None
     # activations lie on the GPU, if there is one
     if context.failure.kind is FailureKind.HOST_OOM and last.gpus:
@@ -501,10 +388,7 @@ def checkpoint_gradients(context: FailureContext) -> Retry | None:
         "(training.gradient_checkpointing)"
     )
     return context.retry(
-        "gradient_checkpointing",
-        how,
-        batch_size=size,
-        gradient_checkpointing=True,
+        "gradient_checkpointing", how, batch_size=size, gradient_checkpointing=True
     )
 
 
@@ -534,9 +418,7 @@ def sizes_left(context: FailureContext) -> Retry | None:
         return None
     if not context.sizes_not_tried or context.failed_before_training:
         return None
-    now = {
-        gpu.uuid: gpu for gpu in context.offers.gpus if gpu.unusable is None
-    }
+    now = {gpu.uuid: gpu for gpu in context.offers.gpus if gpu.unusable is None}
     tried = [
         tuple(now[gpu.uuid] for gpu in one.spec.gpus)
         for one in context.history
@@ -545,11 +427,7 @@ def sizes_left(context: FailureContext) -> Retry | None:
         and context.faulty.isdisjoint(uuids(one.spec.gpus))
         and now.keys() >= {*uuids(one.spec.gpus)}
     ]
-    most = max(
-        tried,
-        key=lambda group: min(gpu.free_bytes for gpu in group),
-        default=(),
-    )
+    most = max(tried, key=lambda group: min(gpu.free_bytes for gpu in group), default=())
     if last.gpus and not most:
         return None
     size = context.sizes_not_tried[0]
@@ -597,30 +475,20 @@ def _untried(context: FailureContext) -> list[GpuInfo]:
 
 
 def _exchange(
-    context: FailureContext,
-    leaving: Group,
-    offers: Sequence[GpuInfo],
-    how: str,
-    why: str = "",
+    context: FailureContext, leaving: Group, offers: Sequence[GpuInfo], how: str, why: str = ""
 ) -> Retry | None:
     """Return the retry of the same batch on offered GPUs, whose names stand between two texts."""
     group = exchanged(context.last.gpus, leaving, offers)
     if not group:
         return None
     new = device_name(context.new_in(group))
-    return context.retry(
-        "switch_gpu",
-        f"{how}{new}{why}",
-        gpus=group,
-    )
+    return context.retry("switch_gpu", f"{how}{new}{why}", gpus=group)
 
 
 def _shortest(context: FailureContext) -> tuple[int, Group]:
     """Return the free memory that did not suffice, and the attempt's GPUs that had no more."""
     had = min((gpu.free_bytes for gpu in context.failed_gpus), default=0)
-    return had, tuple(
-        gpu for gpu in context.last.gpus if gpu.free_bytes <= had
-    )
+    return had, tuple(gpu for gpu in context.last.gpus if gpu.free_bytes <= had)
 
 
 def _confirmed_by_another_gpu(context: FailureContext) -> bool:
@@ -642,28 +510,14 @@ def _confirmed_by_another_gpu(context: FailureContext) -> bool:
 def pause_before(context: FailureContext, tries: int) -> float:
     """Return the seconds before a try of the same: they double each time, up to an hour."""
     first = context.config.retry_pause_seconds
-    return min(
-        first * 2.0 ** min(tries - 1, 30), max(first, _LONGEST_PAUSE_SECONDS)
-    )
+    return min(first * 2.0 ** min(tries - 1, 30), max(first, _LONGEST_PAUSE_SECONDS))
 
 
-def halved(
-    context: FailureContext,
-    action: str,
-    why: str,
-) -> Retry:
+def halved(context: FailureContext, action: str, why: str) -> Retry:
     """Return the retry with the next smaller micro-batch; its reason begins with ``why``."""
     last, spec = context.last, context.smaller
     reason = f"{why}micro-batch {last.batch_size} → {spec.batch_size}"
-    was, now = (
-        last.gradient_accumulation_steps,
-        spec.gradient_accumulation_steps,
-    )
+    was, now = (last.gradient_accumulation_steps, spec.gradient_accumulation_steps)
     if now != was:
         reason += f", accumulation {was} → {now}"
-    return Retry(
-        spec,
-        action,
-        reason,
-        context.warning_about(spec),
-    )
+    return Retry(spec, action, reason, context.warning_about(spec))

@@ -65,8 +65,7 @@ class PolicySettings:
             gradient_checkpointing=training.gradient_checkpointing is True,
         )
         known.setdefault(
-            "can_checkpoint",
-            config.is_built_in or CHECKPOINTING in (config.theirs or ()),
+            "can_checkpoint", config.is_built_in or CHECKPOINTING in (config.theirs or ())
         )
         settings = cls(config, asked, **known)
         return settings.supporting(used) if is_script else settings
@@ -78,9 +77,7 @@ class PolicySettings:
             case TrainerSupports():
                 return self.supporting(event.features)
             case BatchTaken():
-                return replace(
-                    self, asked=self.asked.with_batch(event.asked, None)
-                )
+                return replace(self, asked=self.asked.with_batch(event.asked, None))
         return self
 
     def supporting(self, features: Collection[str]) -> PolicySettings:
@@ -88,8 +85,7 @@ class PolicySettings:
         return replace(
             self,
             asked=self.asked.supporting(features),
-            can_checkpoint=self.can_checkpoint
-            or "gradient_checkpointing" in features,
+            can_checkpoint=self.can_checkpoint or "gradient_checkpointing" in features,
         )
 
     @property
@@ -135,11 +131,7 @@ class PolicySettings:
         asked = asked.with_batch(size, -(-total // (size * ranks)))
         return replace(self, asked=replace(asked, ranks=ranks))
 
-    def resized(
-        self,
-        spec: AttemptSpec,
-        batch_size: int,
-    ) -> AttemptSpec:
+    def resized(self, spec: AttemptSpec, batch_size: int) -> AttemptSpec:
         """Return ``spec`` with another micro-batch, and the accumulation that makes up the
         effective batch with it."""
         accumulation = self.asked.gradient_accumulation_steps
@@ -168,23 +160,15 @@ class PolicySettings:
         """
         total = self.asked.effective_batch_size
         least = self.config.min_num_gpus or ranks
-        may_change = (
-            not self.accumulates
-            and self.config.preserve_effective_batch_size is not True
-        )
+        may_change = not self.accumulates and self.config.preserve_effective_batch_size is not True
         return tuple(
             fewer
             for fewer in range(ranks - 1, least - 1, -1)
-            if may_change
-            or self.for_ranks(fewer).asked.effective_batch_size == total
+            if may_change or self.for_ranks(fewer).asked.effective_batch_size == total
         )
 
 
-def next_smaller(
-    batch_size: int,
-    least: int,
-    share: int = 0,
-) -> int:
+def next_smaller(batch_size: int, least: int, share: int = 0) -> int:
     """Return the next smaller micro-batch.
 
     At most half of ``batch_size``, not below ``least``; among those the largest divisor of
@@ -192,9 +176,7 @@ def next_smaller(
     divisor in that range the accumulation is rounded up, and the effective batch is not exact.
     """
     at_most = max(batch_size // 2, least)
-    exact = (
-        size for size in range(at_most, least - 1, -1) if share % size == 0
-    )
+    exact = (size for size in range(at_most, least - 1, -1) if share % size == 0)
     return next(exact, at_most)
 
 
@@ -261,28 +243,17 @@ class Probe:
     peak_bytes: int | None
 
 
-def exact_sizes(
-    effective_batch_size: int, min_batch_size: int
-) -> tuple[int, ...]:
+def exact_sizes(effective_batch_size: int, min_batch_size: int) -> tuple[int, ...]:
     """Return the divisors of the effective batch from ``min_batch_size`` on, the smallest first.
     With them, and no other, accumulation makes up the effective batch exactly."""
     least = min(min_batch_size, effective_batch_size)
-    return tuple(
-        n
-        for n in range(least, effective_batch_size + 1)
-        if effective_batch_size % n == 0
-    )
+    return tuple(n for n in range(least, effective_batch_size + 1) if effective_batch_size % n == 0)
 
 
-def micro_batch_sizes(
-    effective_batch_size: int, min_batch_size: int
-) -> tuple[int, ...]:
+def micro_batch_sizes(effective_batch_size: int, min_batch_size: int) -> tuple[int, ...]:
     """Return :func:`exact_sizes`, and those that the policy would halve to: for a loop that splits
     its own batches, where divisors are far apart."""
-    size, least = (
-        effective_batch_size,
-        min(min_batch_size, effective_batch_size),
-    )
+    size, least = (effective_batch_size, min(min_batch_size, effective_batch_size))
     found = {size}.union(exact_sizes(effective_batch_size, least))
     while size > least:
         size = next_smaller(size, least, effective_batch_size)
@@ -291,9 +262,7 @@ def micro_batch_sizes(
 
 
 def size_to_begin_with(
-    settings: PolicySettings,
-    history: Sequence[Attempt],
-    spec: AttemptSpec,
+    settings: PolicySettings, history: Sequence[Attempt], spec: AttemptSpec
 ) -> tuple[AttemptSpec, str]:
     """Return ``spec`` with the batch that an attempt begins with, and why; "" if it is unchanged.
 
@@ -303,10 +272,7 @@ def size_to_begin_with(
     spec = replace(spec, searches=False)
     own = [one for one in history if one.spec.device_kind == spec.device_kind]
     if any(
-        one.kind is None
-        or one.kind.is_memory
-        or one.has_begun
-        or one.batch_size_found is not None
+        one.kind is None or one.kind.is_memory or one.has_begun or one.batch_size_found is not None
         for one in own
     ):
         return spec, ""  # it came far enough to show what fits
@@ -332,16 +298,10 @@ class Limits:
 
     def but_for(self, margin: float) -> float:
         """Return the peak that leaves this share of the room free."""
-        return self.limit_bytes - margin * max(
-            self.limit_bytes - self.rest_bytes, 0
-        )
+        return self.limit_bytes - margin * max(self.limit_bytes - self.rest_bytes, 0)
 
 
-def next_size(
-    sizes: Sequence[int],
-    probes: Sequence[Probe],
-    limits: Limits,
-) -> int | None:
+def next_size(sizes: Sequence[int], probes: Sequence[Probe], limits: Limits) -> int | None:
     """Return the size to try next, None if nothing is to be gained by another probe.
 
     Args:
@@ -361,15 +321,11 @@ def next_size(
     if best is None:
         return between[0]
     peak_of = _line(probes, best, limits)
-    expected = [
-        size for size in between if peak_of(size) <= limits.but_for(MARGIN)
-    ]
+    expected = [size for size in between if peak_of(size) <= limits.but_for(MARGIN)]
     largest = expected[-1] if expected else low
     if not failed and _is_vague(_before(probes, best, limits), best):
         # workspaces and noise may hide a sample's share, so grow, but by a bounded step
-        doubled = next(
-            (size for size in between if size >= 2 * low), between[-1]
-        )
+        doubled = next((size for size in between if size >= 2 * low), between[-1])
         bounded = [size for size in expected if size <= _FARTHEST * low]
         return max([doubled] + bounded)
     if len(probes) == MOST_PROBES - 1 and probes[-1].peak_bytes is None:
@@ -382,9 +338,7 @@ def next_size(
 
 def fits(probe: Probe, limits: Limits) -> bool:
     """Return whether a probe went through and left half the margin free."""
-    return probe.peak_bytes is not None and probe.peak_bytes <= limits.but_for(
-        MARGIN / 2
-    )
+    return probe.peak_bytes is not None and probe.peak_bytes <= limits.but_for(MARGIN / 2)
 
 
 def largest_that_fits(probes: Sequence[Probe], limits: Limits) -> Probe | None:
@@ -393,11 +347,7 @@ def largest_that_fits(probes: Sequence[Probe], limits: Limits) -> Probe | None:
     return max(good, key=lambda probe: probe.batch_size, default=None)
 
 
-def _line(
-    probes: Sequence[Probe],
-    best: Probe,
-    limits: Limits,
-) -> Callable[[int], float]:
+def _line(probes: Sequence[Probe], best: Probe, limits: Limits) -> Callable[[int], float]:
     """Return the line between what fitted and what did not, else through what fitted."""
     size, peak = best.batch_size, float(best.peak_bytes or 0)
     above = [p for p in probes if p.batch_size > size]
@@ -412,25 +362,15 @@ def _line(
     return line((before.batch_size, peak - risen), (size, peak))
 
 
-def line(
-    one: tuple[int, float], other: tuple[int, float]
-) -> Callable[[int], float]:
+def line(one: tuple[int, float], other: tuple[int, float]) -> Callable[[int], float]:
     """Return the straight line through two points, each a size and its peak in bytes."""
     slope = (other[1] - one[1]) / (other[0] - one[0])
     return lambda samples: other[1] + slope * (samples - other[0])
 
 
-def _before(
-    probes: Sequence[Probe],
-    best: Probe,
-    limits: Limits,
-) -> Probe:
+def _before(probes: Sequence[Probe], best: Probe, limits: Limits) -> Probe:
     """Return the next smaller size that was measured, else none with what was in use before."""
-    smaller = [
-        p
-        for p in probes
-        if p.batch_size < best.batch_size and p.peak_bytes is not None
-    ]
+    smaller = [p for p in probes if p.batch_size < best.batch_size and p.peak_bytes is not None]
     nothing = Probe(0, limits.rest_bytes)
     return max(smaller, key=lambda p: p.batch_size, default=nothing)
 

@@ -14,11 +14,7 @@ def train(cfg: DictConfig, run: Run) -> float:
     points, labels = two_spirals(cfg.spirals.samples)
     width = cfg.spirals.width
     model = nn.Sequential(
-        nn.Linear(2, width),
-        nn.Tanh(),
-        nn.Linear(width, width),
-        nn.Tanh(),
-        nn.Linear(width, 2),
+        nn.Linear(2, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 2)
     ).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.training.lr)
 
@@ -29,20 +25,14 @@ def train(cfg: DictConfig, run: Run) -> float:
     state = {"model": model, "optimizer": optimizer}
     first = run.load(state)
     # samples per optimizer step: constant, also when the launcher halves the micro-batch size
-    samples = (
-        cfg.training.batch_size * cfg.training.gradient_accumulation_steps
-    )
+    samples = cfg.training.batch_size * cfg.training.gradient_accumulation_steps
     draws = torch.Generator()
     for step in range(first + 1, cfg.spirals.steps + 1):
         # by the step's own seed, so that a resumed job draws what it would have drawn
         draws.manual_seed(cfg.seed * 2**32 + step)
         chosen = torch.randint(len(points), (samples,), generator=draws)
         optimizer.zero_grad()
-        run.backward(
-            loss_of,
-            (points[chosen], labels[chosen]),
-            model,
-        )
+        run.backward(loss_of, (points[chosen], labels[chosen]), model)
         optimizer.step()
         run.progress(step, total_steps=cfg.spirals.steps)
         is_last = step == cfg.spirals.steps or run.should_stop()
@@ -60,7 +50,5 @@ def two_spirals(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     labels = torch.arange(samples) % 2
     angle = torch.rand(samples) * 6 + 1
     turned = angle + labels * torch.pi
-    points = (
-        torch.stack([turned.cos(), turned.sin()], dim=1) * angle[:, None] / 4
-    )
+    points = torch.stack([turned.cos(), turned.sin()], dim=1) * angle[:, None] / 4
     return points + torch.randn_like(points) * 0.02, labels

@@ -12,12 +12,7 @@ from pathlib import Path
 
 from robust_train.config.projects import Words
 from robust_train.config.schema import RobustConfig
-from robust_train.gpu.inventory import (
-    NO_DRIVER,
-    ask_health_again,
-    close_session,
-    read_inventory,
-)
+from robust_train.gpu.inventory import NO_DRIVER, ask_health_again, close_session, read_inventory
 from robust_train.gpu.processes import footprint, learn_context_bytes
 from robust_train.gpu.select import can_be_one_of, could_ever_fit, rank
 from robust_train.gpu.visible import Visible, allocated_by, visible_gpus
@@ -31,13 +26,7 @@ from robust_train.policy.context import Offers, excluded_after
 from robust_train.queue.host_queue import GpuRequest, HostQueue
 from robust_train.queue.queue_dir import directory_for
 from robust_train.queue.registry import QueuedJob
-from robust_train.queue.waiting import (
-    NoGpu,
-    Waiting,
-    WaitStatus,
-    wait_for_gpus,
-    why_pointless,
-)
+from robust_train.queue.waiting import NoGpu, Waiting, WaitStatus, wait_for_gpus, why_pointless
 from robust_train.readable import MIB
 
 log = logging.getLogger("robust_train")
@@ -111,9 +100,7 @@ class Devices:
                 "that may be taken in CUDA_VISIBLE_DEVICES"
             )
         if config.auto_device and config.device not in ("auto", "cuda"):
-            log.warning(
-                "device=%s is not used because auto_device=true", config.device
-            )
+            log.warning("device=%s is not used because auto_device=true", config.device)
         visible = self._read(False)
         # else it is the reason below
         if visible.warning and visible.gpus:
@@ -147,9 +134,7 @@ class Devices:
         """Return what the next attempt may have now: the GPUs that could be taken, best first and
         ``free_bytes`` as usable, and the healthy ones that others have."""
         count, least = self._config.num_gpus, self._config.min_gpu_memory_bytes
-        free = [
-            gpu for gpu in self.queue.open_gpus() if can_be_one_of(gpu, count)
-        ]
+        free = [gpu for gpu in self.queue.open_gpus() if can_be_one_of(gpu, count)]
         gpus = tuple(rank(free, least))
         uuids = {gpu.uuid for gpu in gpus}
         held = (
@@ -170,11 +155,7 @@ class Devices:
     def who_waits(self) -> QueuedJob | None:
         """Return the job for which this one, after its time slice, is to leave its GPUs."""
         minutes, now = self._config.gpu_slice_minutes, time.monotonic()
-        if (
-            minutes is None
-            or not self._config.wait_for_gpu
-            or now < self._slice_ends
-        ):
+        if minutes is None or not self._config.wait_for_gpu or now < self._slice_ends:
             return None
         self._slice_ends = now + _SLICE_POLL_SECONDS
         return self.queue.who_waits()
@@ -195,9 +176,7 @@ class Devices:
             rank = event.rank or 0
             self.queue.report(event.reserved, rank)
             if rank > 0:  # rank 0's peak is in the outcome, and more exact
-                self._other_ranks_bytes = max(
-                    self._other_ranks_bytes, event.reserved
-                )
+                self._other_ranks_bytes = max(self._other_ranks_bytes, event.reserved)
 
     def ended(self, attempt: Attempt) -> Attempt:
         """Record that an attempt's processes are gone. Returns it with the free memory of the GPU
@@ -220,9 +199,7 @@ class Devices:
         failed_on = gpus_of(group, failure.rank or 0)
         uuid = failed_on[0].uuid if failed_on else ""
         return replace(
-            attempt,
-            gpu_free_before_bytes=before.get(uuid),
-            gpu_free_after_bytes=after.get(uuid),
+            attempt, gpu_free_before_bytes=before.get(uuid), gpu_free_after_bytes=after.get(uuid)
         )
 
     def wait_for_room(self, room: Room, *, for_ever: bool) -> Group | NoGpu:
@@ -241,25 +218,16 @@ class Devices:
             return self._wait(request, room.counts)
         # these are reserved already
         alone = HostQueue(None, self._read)
-        return self._in_words_of_user(
-            Waiting(request, alone, self._on_wait, self._sleep).run()
-        )
+        return self._in_words_of_user(Waiting(request, alone, self._on_wait, self._sleep).run())
 
-    def _wait(
-        self, request: GpuRequest, counts: Iterable[int]
-    ) -> Group | NoGpu:
+    def _wait(self, request: GpuRequest, counts: Iterable[int]) -> Group | NoGpu:
         """Wait for the first of ``counts`` that can be had at all, then take what there is."""
         deadline = time.monotonic() + request.timeout_seconds
         why = NoGpu("no GPU is wanted")
         for number, count in enumerate(counts):
             left = max(deadline - time.monotonic(), 0.0)
             request = replace(request, count=count, timeout_seconds=left)
-            found = wait_for_gpus(
-                self.queue,
-                request,
-                self._on_wait,
-                self._sleep,
-            )
+            found = wait_for_gpus(self.queue, request, self._on_wait, self._sleep)
             if not isinstance(found, NoGpu):
                 slice_seconds = 60 * (self._config.gpu_slice_minutes or 0.0)
                 self._slice_ends = time.monotonic() + slice_seconds
@@ -274,10 +242,7 @@ class Devices:
         return replace(found, reason=self._words.text(found.reason))
 
     def _request(
-        self,
-        min_bytes: int,
-        only: Sequence[str],
-        exclude: Sequence[str] = (),
+        self, min_bytes: int, only: Sequence[str], exclude: Sequence[str] = ()
     ) -> GpuRequest:
         """Return a request for all GPUs of ``only``, or for as many as the job needs."""
         config = self._config
@@ -297,11 +262,7 @@ class Devices:
     def _learn(self, attempt: Attempt) -> None:
         """Learn from an attempt how much memory the next one needs."""
         group, shown = attempt.spec.gpus, attempt.memory
-        peak = max(
-            shown.get("max_allocated", 0),
-            shown.get("reserved", 0),
-            self._other_ranks_bytes,
-        )
+        peak = max(shown.get("max_allocated", 0), shown.get("reserved", 0), self._other_ranks_bytes)
         self._other_ranks_bytes = 0
         if peak:
             name = group[0].name if group else ""
@@ -309,11 +270,7 @@ class Devices:
             needed = footprint(peak, name)
             self._need_bytes = max(self._config.min_gpu_memory_bytes, needed)
 
-    def _settle(
-        self,
-        group: Group,
-        before: Mapping[str, int],
-    ) -> Mapping[str, int]:
+    def _settle(self, group: Group, before: Mapping[str, int]) -> Mapping[str, int]:
         """Wait some seconds for the memory of an attempt: the driver may return it with a delay.
         Returns what is free then."""
         deadline = time.monotonic() + _SETTLE_SECONDS
@@ -333,9 +290,7 @@ class Devices:
         if self._config.needs_gpu:
             device = self._config.device
             raise ConfigError(f"device={device}: no such GPU here: {why}")
-        has_gpus = (
-            visible.inventory.may_have_gpus and not visible.hidden_on_purpose
-        )
+        has_gpus = visible.inventory.may_have_gpus and not visible.hidden_on_purpose
         return self._cpu_or_nothing(why, has_gpus=has_gpus)
 
     def _cpu_or_nothing(self, reason: str, *, has_gpus: bool) -> Group:
@@ -350,10 +305,7 @@ class Devices:
                 asked,
             )
         elif has_gpus:
-            log.warning(
-                "%s: training on the CPU, which may take many times as long",
-                reason,
-            )
+            log.warning("%s: training on the CPU, which may take many times as long", reason)
         else:
             log.info(
                 "%s: training on the CPU (details: robust-train doctor)",
@@ -379,12 +331,7 @@ def _free_bytes(group: Group) -> dict[str, int]:
     return {gpu.uuid: gpu.free_bytes for gpu in gpus if gpu.uuid in uuids}
 
 
-def name_for_trainer(
-    group: Group,
-    environ: Mapping[str, str],
-    *,
-    own_process: bool,
-) -> str:
+def name_for_trainer(group: Group, environ: Mapping[str, str], *, own_process: bool) -> str:
     """Return the value of ``cfg.device`` for the trainer.
 
     Args:
@@ -400,18 +347,13 @@ def name_for_trainer(
     return f"cuda:{visible.ordinal(group[0].uuid) or 0}"
 
 
-def _queue_directory(
-    config: RobustConfig, environ: Mapping[str, str]
-) -> Path | None:
+def _queue_directory(config: RobustConfig, environ: Mapping[str, str]) -> Path | None:
     """Return where the host's jobs queue; None if this one does not."""
     queue = config.gpu_queue
     if queue is False:
         return None
     if owner := allocated_by(environ):
-        log.info(
-            "the GPUs are allocated by %s: the host's own queue is not used",
-            owner,
-        )
+        log.info("the GPUs are allocated by %s: the host's own queue is not used", owner)
         return None
     return directory_for(None if queue is True else str(queue), environ)
 
@@ -423,12 +365,8 @@ def _named(device: str, visible: Visible) -> tuple[str, ...]:
     if device.startswith("cuda"):
         matches = visible.gpus[int(device.partition(":")[2] or 0) :][:1]
     else:
-        matches = tuple(
-            gpu for gpu in visible.gpus if gpu.uuid.startswith(device)
-        )
+        matches = tuple(gpu for gpu in visible.gpus if gpu.uuid.startswith(device))
     if len(matches) == 1:
         return (matches[0].uuid,)
-    listed = ", ".join(
-        f"cuda:{i} ({gpu.uuid})" for i, gpu in enumerate(visible.gpus)
-    )
+    listed = ", ".join(f"cuda:{i} ({gpu.uuid})" for i, gpu in enumerate(visible.gpus))
     raise ConfigError(f"device={device}: no such GPU here; there are {listed}")

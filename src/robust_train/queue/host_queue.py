@@ -22,12 +22,7 @@ from robust_train.gpu.visible import Visible
 from robust_train.model.errors import ConfigError
 from robust_train.model.gpu import GpuInfo
 from robust_train.queue.plan import has_room, open_to, waits_for
-from robust_train.queue.queue_dir import (
-    EXCLUDED_SECONDS,
-    LIMITS_FILE,
-    NO_LIMIT,
-    QueueError,
-)
+from robust_train.queue.queue_dir import EXCLUDED_SECONDS, LIMITS_FILE, NO_LIMIT, QueueError
 from robust_train.queue.registry import QueuedJob, Registry, Reservation
 
 log = logging.getLogger("robust_train")
@@ -53,11 +48,7 @@ class GpuRequest:
     def allows(self, gpu: GpuInfo) -> bool:
         """Return whether the job may use a GPU at all."""
         is_named = not self.only or gpu.uuid in self.only
-        return (
-            is_named
-            and gpu.uuid not in self.exclude
-            and can_be_one_of(gpu, self.count)
-        )
+        return is_named and gpu.uuid not in self.exclude and can_be_one_of(gpu, self.count)
 
 
 class HostQueue:
@@ -138,9 +129,7 @@ class HostQueue:
 
     def gpu_limit(self) -> int:
         """Return how many GPUs one user may hold."""
-        return (
-            NO_LIMIT if self._registry is None else self._registry.gpu_limit()
-        )
+        return NO_LIMIT if self._registry is None else self._registry.gpu_limit()
 
     def read(self, processes: bool = False) -> Visible:
         """Return all GPUs that the job may use, with what the host's jobs have found out."""
@@ -159,12 +148,7 @@ class HostQueue:
         now = time.monotonic()
         reservation = self._reservation
         job = self._job if reservation is None else reservation.job
-        job = job.on(
-            (),
-            reserved_bytes=request.min_bytes,
-            count=request.count,
-            only=only,
-        )
+        job = job.on((), reserved_bytes=request.min_bytes, count=request.count, only=only)
         if self._registry is None:
             return replace(job, id="alone", polled_at=now)
         if reservation is None:
@@ -197,9 +181,7 @@ class HostQueue:
         reservation.update(before.on(tuple(both), reserved_bytes=most))
         others, limit, visible = self.others(), self.gpu_limit(), self.read()
         wanted = before.on(
-            uuids,
-            reserved_bytes=need_bytes,
-            only=tuple(gpu.uuid for gpu in visible.gpus),
+            uuids, reserved_bytes=need_bytes, only=tuple(gpu.uuid for gpu in visible.gpus)
         )
         is_mine = has_room(wanted, others, visible.machine, limit)
         reservation.update(wanted if is_mine else before)
@@ -218,9 +200,7 @@ class HostQueue:
             return self.read().gpus
         visible = self.read()
         me = replace(
-            self._reservation.job,
-            reserved_bytes=0,
-            only=tuple(gpu.uuid for gpu in visible.gpus),
+            self._reservation.job, reserved_bytes=0, only=tuple(gpu.uuid for gpu in visible.gpus)
         )
         return open_to(me, others, visible.machine, now, limit)
 
@@ -254,12 +234,8 @@ class HostQueue:
                 return True
             if set(uuids) != set(before.gpus):
                 return self.announce(uuids, need_bytes)
-            here = [
-                gpu.free_bytes for gpu in self.open_gpus() if gpu.uuid in uuids
-            ]
-            room = (
-                min(here) if len(here) == len(uuids) else before.reserved_bytes
-            )
+            here = [gpu.free_bytes for gpu in self.open_gpus() if gpu.uuid in uuids]
+            room = min(here) if len(here) == len(uuids) else before.reserved_bytes
             if not self.announce(uuids, min(need_bytes, room)):
                 self._reservation.update(before.on(uuids))
         except QueueError as problem:
@@ -269,22 +245,13 @@ class HostQueue:
     def exclude(self, uuid: str, reason: str) -> None:
         """Exclude a GPU that proved unhealthy for the host's jobs, and log whether it is."""
         fate = "failed, and other jobs do not know of it"
-        if self._registry and self._registry.exclude(
-            uuid, self._job.run_dir, reason
-        ):
+        if self._registry and self._registry.exclude(uuid, self._job.run_dir, reason):
             fate = f"is excluded for {EXCLUDED_SECONDS / 60:g} min for all jobs of this host"
-        log.warning(
-            "%s %s: %s (robust-train doctor)",
-            uuid,
-            fate,
-            reason,
-        )
+        log.warning("%s %s: %s (robust-train doctor)", uuid, fate, reason)
 
     def report(self, taken_bytes: int, rank: int = 0) -> None:
         """Show the other jobs how much a rank of the attempt has allocated on its GPU."""
-        taken = list(
-            self._reservation.job.taken_bytes if self._reservation else ()
-        )
+        taken = list(self._reservation.job.taken_bytes if self._reservation else ())
         if 0 <= rank < len(taken):
             taken[rank] = taken_bytes
             self._show(taken_bytes=tuple(taken))
@@ -293,11 +260,7 @@ class HostQueue:
         """Show the other jobs that the attempt has ended; its memory will be free soon."""
         if self._reservation is not None:
             gpus = self._reservation.job.gpus
-            self._show(
-                draining=True,
-                taken_bytes=(None,) * len(gpus),
-                idle_seconds=(),
-            )
+            self._show(draining=True, taken_bytes=(None,) * len(gpus), idle_seconds=())
 
     def tick(self) -> None:
         """Record now and then for how long the job's GPUs have been idle.
@@ -311,9 +274,7 @@ class HostQueue:
         uuids, busy_at = self._reservation.job.gpus, self._busy_at
         # one that does not report its utilisation counts as busy
         self._busy_at = {
-            gpu.uuid: now
-            if gpu.utilization_percent != 0
-            else busy_at.get(gpu.uuid, now)
+            gpu.uuid: now if gpu.utilization_percent != 0 else busy_at.get(gpu.uuid, now)
             for gpu in self.read().gpus
             if gpu.uuid in uuids
         }

@@ -119,9 +119,7 @@ class Plan:
         found = self.suitable(job)
         apart = [state for state in found if not self._first_could(state)]
         for states in (apart, found):
-            if group := choose_group(
-                [state.gpu for state in states], job.count
-            ):
+            if group := choose_group([state.gpu for state in states], job.count):
                 return [self._states[gpu.uuid] for gpu in group]
         return ()
 
@@ -134,21 +132,13 @@ class Plan:
 
         None while too few are healthy. GPUs that this process cannot see may be healthy.
         """
-        possible = [
-            state
-            for state in self._states.values()
-            if state.could_ever_suit(job)
-        ]
+        possible = [state for state in self._states.values() if state.could_ever_suit(job)]
         # those that do not stay unusable when what runs there ends
-        healthy = sum(
-            state.gpu.unusable is None or state.gpu.owned for state in possible
-        )
+        healthy = sum(state.gpu.unusable is None or state.gpu.owned for state in possible)
         unseen = len(set(job.only) - self._states.keys())
         if healthy + unseen < job.count:
             return ()
-        doublings = (
-            max(self._now - job.queued_at, 0.0) / _DOUBLES_EVERY_SECONDS
-        )
+        doublings = max(self._now - job.queued_at, 0.0) / _DOUBLES_EVERY_SECONDS
         count = job.count << min(int(doublings), 20)
         nearest = sorted(possible, key=lambda state: state.distance(job))
         return tuple(state.gpu.uuid for state in nearest[:count])
@@ -166,13 +156,7 @@ def open_to(
     A job of several GPUs may take any of them. What it holds itself counts as free.
     """
     me = me.on((), polled_at=now)
-    before = Plan(
-        [*others, me],
-        gpus,
-        now,
-        gpu_limit,
-        until=me.id,
-    )
+    before = Plan([*others, me], gpus, now, gpu_limit, until=me.id)
     return tuple(state.as_gpu() for state in before.suitable(me))
 
 
@@ -194,10 +178,7 @@ def waits_for(
 
 
 def has_room(
-    me: QueuedJob,
-    others: Iterable[QueuedJob],
-    gpus: Sequence[GpuInfo],
-    gpu_limit: int = NO_LIMIT,
+    me: QueuedJob, others: Iterable[QueuedJob], gpus: Sequence[GpuInfo], gpu_limit: int = NO_LIMIT
 ) -> bool:
     """Return whether the GPUs that a job has announced have room for it beside all other jobs."""
     others = list(others)
@@ -222,10 +203,7 @@ def queue_order(jobs: Iterable[QueuedJob]) -> list[QueuedJob]:
         if not job.gpus:
             queues[job.owner].append(job)
     # each user's, and the places that they have among all
-    urgent = {
-        user: sorted(queue, key=lambda job: -job.urgency)
-        for user, queue in queues.items()
-    }
+    urgent = {user: sorted(queue, key=lambda job: -job.urgency) for user, queue in queues.items()}
     ordered: list[QueuedJob] = []
     while any(queues.values()):
         users = (user for user in queues if queues[user])
@@ -247,11 +225,7 @@ def _held(jobs: Iterable[QueuedJob]) -> defaultdict[int, set[str]]:
 class GpuState:
     """One GPU, its jobs, and the room that is left on it."""
 
-    def __init__(
-        self,
-        gpu: GpuInfo,
-        jobs: Sequence[QueuedJob],
-    ) -> None:
+    def __init__(self, gpu: GpuInfo, jobs: Sequence[QueuedJob]) -> None:
         self.gpu = gpu
         self.jobs = jobs
         self.count = len(jobs)
@@ -262,9 +236,7 @@ class GpuState:
         # what NVML reports as free less what is reserved and not taken yet; and all reservations
         # together never exceed the GPU
         taken = sum(self.taken(job) for job in jobs)
-        committed = sum(
-            max(job.reserved_bytes, self.taken(job)) for job in jobs
-        )
+        committed = sum(max(job.reserved_bytes, self.taken(job)) for job in jobs)
         self.usable = min(gpu.free_bytes + taken, gpu.total_bytes) - committed
 
     def taken(self, job: QueuedJob) -> int:
@@ -277,9 +249,7 @@ class GpuState:
 
     def suits(self, job: QueuedJob) -> bool:
         """Return whether the job could start here now."""
-        has_room = (
-            self.usable >= job.reserved_bytes and self.count < self.most(job)
-        )
+        has_room = self.usable >= job.reserved_bytes and self.count < self.most(job)
         return has_room and self.gpu.uuid in job.only
 
     def could_ever_suit(self, job: QueuedJob) -> bool:
@@ -295,9 +265,7 @@ class GpuState:
 
     def is_exclusive(self) -> bool:
         """Return whether the GPU's compute mode allows one process only."""
-        return (
-            self.gpu.compute_mode.startswith("exclusive") and not self.gpu.mps
-        )
+        return self.gpu.compute_mode.startswith("exclusive") and not self.gpu.mps
 
     def as_gpu(self) -> GpuInfo:
         """Return the GPU with the memory that a new job can count on as free."""
@@ -306,10 +274,7 @@ class GpuState:
     def in_use(self) -> int:
         """Return what will be free when its jobs end: an estimate, which never grants a GPU."""
         most = self.gpu.used_bytes
-        return sum(
-            self.taken(job) or min(job.reserved_bytes, most)
-            for job in self.jobs
-        )
+        return sum(self.taken(job) or min(job.reserved_bytes, most) for job in self.jobs)
 
     def distance(self, job: QueuedJob) -> tuple[Any, ...]:
         """Return a sort key; the GPU that suits the job soonest comes first.
@@ -338,20 +303,13 @@ class GpuState:
         """
         later = [one for one in self.jobs if one.ticket > job.ticket]
         room = self.gpu.total_bytes - sum(one.reserved_bytes for one in later)
-        most = min(
-            (one.jobs_per_device for one in later),
-            default=job.jobs_per_device,
-        )
-        if room >= job.reserved_bytes and len(later) < min(
-            most, job.jobs_per_device
-        ):
+        most = min((one.jobs_per_device for one in later), default=job.jobs_per_device)
+        if room >= job.reserved_bytes and len(later) < min(most, job.jobs_per_device):
             return 0.0
         return max((one.since for one in later), default=0.0)
 
 
-def gpu_states(
-    jobs: Iterable[QueuedJob], gpus: Sequence[GpuInfo]
-) -> dict[str, GpuState]:
+def gpu_states(jobs: Iterable[QueuedJob], gpus: Sequence[GpuInfo]) -> dict[str, GpuState]:
     """Return each GPU's state by its UUID."""
     by_gpu: defaultdict[str, list[QueuedJob]] = defaultdict(list)
     for job in jobs:
@@ -387,9 +345,7 @@ def why_waiting(
     """
     if job.id in decided.capped:
         return shortened(decided.capped[job.id], LONGEST)
-    promised = {
-        gpu.uuid: id_ for id_, group in decided.groups.items() for gpu in group
-    }
+    promised = {gpu.uuid: id_ for id_, group in decided.groups.items() for gpu in group}
     promised |= dict.fromkeys(decided.kept, decided.first)
     shown_ids = {one.id: one.shown_id for one in decided.order}
     found: defaultdict[tuple[int, str], list[GpuState]] = defaultdict(list)
@@ -405,20 +361,9 @@ def why_waiting(
 
     nearest = sorted(
         found.items(),
-        key=lambda item: (
-            not any(state.gpu.uuid in awaited for state in item[1]),
-            item[0][0],
-        ),
+        key=lambda item: (not any(state.gpu.uuid in awaited for state in item[1]), item[0][0]),
     )
-    parts = [
-        _sentence(
-            text,
-            states,
-            job,
-            holders,
-        )
-        for (_, text), states in nearest
-    ]
+    parts = [_sentence(text, states, job, holders) for (_, text), states in nearest]
     if job.count > 1:
         parts.insert(0, f"{available} of {job.count} GPUs available")
     nothing = "its driver shows none of its GPUs"
@@ -430,11 +375,7 @@ def why_waiting(
 _NONE = 0, ""
 
 
-def _obstacle(
-    state: GpuState,
-    job: QueuedJob,
-    kept_for: str | None,
-) -> tuple[int, str]:
+def _obstacle(state: GpuState, job: QueuedJob, kept_for: str | None) -> tuple[int, str]:
     """Return how far away a GPU is, for sorting, and why; ``_NONE`` if the job could have it."""
     if state.gpu.unusable is not None:
         return 4, state.gpu.unusable
@@ -444,10 +385,7 @@ def _obstacle(
         if state.is_exclusive():
             return 1, "taken, and its compute mode allows one process"
         of_them = " of the job there" if most < job.jobs_per_device else ""
-        return (
-            1,
-            f"taken, {jobs} per GPU (gpu_jobs_per_device={most}{of_them})",
-        )
+        return (1, f"taken, {jobs} per GPU (gpu_jobs_per_device={most}{of_them})")
     if state.usable < job.reserved_bytes:
         is_ours = state.gpu.free_bytes + state.in_use() >= job.reserved_bytes
         return (2, "ours") if is_ours else (3, "others")
@@ -457,30 +395,19 @@ def _obstacle(
 
 
 def _sentence(
-    text: str,
-    states: Sequence[GpuState],
-    job: QueuedJob,
-    holders: Mapping[int, GpuUser],
+    text: str, states: Sequence[GpuState], job: QueuedJob, holders: Mapping[int, GpuUser]
 ) -> str:
-    numbers = ", ".join(
-        dict.fromkeys(str(state.gpu.index) for state in states)
-    )
+    numbers = ", ".join(dict.fromkeys(str(state.gpu.index) for state in states))
     if text in ("ours", "others"):
         usable = max(max(state.usable for state in states), 0)
         most = "at most " if len(states) > 1 else ""
         text = f"{most}{usable // MIB} of {mib(job.reserved_bytes)} free"
-        jobs = dict.fromkeys(
-            one.shown_id for state in states for one in state.jobs
-        )
-        processes = [
-            one for state in states for one in state.gpu.processes or ()
-        ]
+        jobs = dict.fromkeys(one.shown_id for state in states for one in state.jobs)
+        processes = [one for state in states for one in state.gpu.processes or ()]
         if jobs:
             text += f" beside job {', '.join(jobs)}"
         elif processes:
-            largest = max(
-                processes, key=lambda process: process.used_bytes or 0
-            )
+            largest = max(processes, key=lambda process: process.used_bytes or 0)
             text += f", {describe_process(largest, holders)}"
     return f"GPU{'s' * (len(states) > 1)} {numbers}: {text}"
 
@@ -490,10 +417,7 @@ def describe(jobs: Iterable[QueuedJob], gpus: Sequence[GpuInfo]) -> list[str]:
     lines = []
     for state in gpu_states(jobs, gpus).values():
         gpu = state.gpu
-        parts = [
-            gpu.unusable
-            or f"{mib(gpu.free_bytes)} of {mib(gpu.total_bytes)} free"
-        ]
+        parts = [gpu.unusable or f"{mib(gpu.free_bytes)} of {mib(gpu.total_bytes)} free"]
         for job in state.jobs:
             who = f"{job.name}, {user_name(job.owner)}"
             leaving = ", which is leaving" * job.draining

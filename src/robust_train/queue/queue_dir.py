@@ -45,13 +45,9 @@ _NAME = "robust-train"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SHARED_MODE = 0o1777
 _MOST_TEXT = 200
-_EXCLUSION_FILE = re.compile(
-    r"excluded\.([A-Za-z0-9-]{1,80})\.(\d{1,10})", re.ASCII
-)
+_EXCLUSION_FILE = re.compile(r"excluded\.([A-Za-z0-9-]{1,80})\.(\d{1,10})", re.ASCII)
 # their locks may hang, or not reach other hosts
-_NOT_LOCAL = re.compile(
-    r"nfs|smb|cifs|fuse|lustre|ceph|k?afs|9p|gpfs|beegfs|gfs2|ocfs2|panfs|coda"
-)
+_NOT_LOCAL = re.compile(r"nfs|smb|cifs|fuse|lustre|ceph|k?afs|9p|gpfs|beegfs|gfs2|ocfs2|panfs|coda")
 
 
 @functools.cache
@@ -112,14 +108,8 @@ class QueueDir:
         with self.problems("used"):
             self.file_system = kind = file_system_of(self.path)
         if _NOT_LOCAL.match(kind):
-            raise QueueError(
-                base, f"is on {kind}, where locks may hang or not work"
-            )
-        if not os.access(
-            self.path,
-            os.W_OK | os.X_OK,
-            effective_ids=True,
-        ):
+            raise QueueError(base, f"is on {kind}, where locks may hang or not work")
+        if not os.access(self.path, os.W_OK | os.X_OK, effective_ids=True):
             raise QueueError(self.path, "is not writable")
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         with self.problems("used"):
@@ -130,9 +120,7 @@ class QueueDir:
         os.close(self.fd)
 
     def matches(
-        self,
-        pattern: re.Pattern[str],
-        without: Collection[str] = (),
+        self, pattern: re.Pattern[str], without: Collection[str] = ()
     ) -> list[re.Match[str]]:
         """Return the names that match, sorted.
 
@@ -150,11 +138,7 @@ class QueueDir:
         own, kept = Counter[int](), []
         for match in found:
             with contextlib.suppress(OSError):
-                status = os.stat(
-                    match[0],
-                    dir_fd=self.fd,
-                    follow_symlinks=False,
-                )
+                status = os.stat(match[0], dir_fd=self.fd, follow_symlinks=False)
                 own[status.st_uid] += 1
                 if own[status.st_uid] <= MOST_FILES_PER_USER:
                     kept.append(match)
@@ -169,9 +153,7 @@ class QueueDir:
             OSError: a full disk, or a name that another user has taken.
         """
         temporary = f"new.{os.urandom(8).hex()}"
-        flags = (
-            os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        )
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(temporary, flags, 0o600, dir_fd=self.fd)
         try:
             yield fd
@@ -241,11 +223,7 @@ class QueueDir:
         if _EXCLUSION_FILE.fullmatch(name) is None:
             return False
         content = json.dumps(
-            {
-                "job": job[-_MOST_TEXT:],
-                "time": time.time(),
-                "reason": reason[: _MOST_TEXT // 2],
-            }
+            {"job": job[-_MOST_TEXT:], "time": time.time(), "reason": reason[: _MOST_TEXT // 2]}
         )
         with contextlib.suppress(OSError):
             with self.creating(name) as fd:
@@ -270,12 +248,7 @@ class QueueDir:
     def _read_exclusion(self, file: re.Match[str]) -> Exclusion | None:
         """Return the content of a file; None if it is none, or of another user than its name
         says."""
-        with contextlib.suppress(
-            OSError,
-            ValueError,
-            TypeError,
-            OverflowError,
-        ):
+        with contextlib.suppress(OSError, ValueError, TypeError, OverflowError):
             data, status = read_small(file[0], MOST_BYTES, self.fd)
             if status.st_uid != int(file[2]):
                 return None
@@ -288,14 +261,10 @@ class QueueDir:
         try:
             data, status = read_small(self.base / LIMITS_FILE, MOST_BYTES)
         except OSError:
-            raise ValueError(
-                f"it is not a regular file of at most {MOST_BYTES} bytes"
-            ) from None
+            raise ValueError(f"it is not a regular file of at most {MOST_BYTES} bytes") from None
         if status.st_uid != 0 or status.st_mode & 0o022:
             who = user_name(status.st_uid)
-            raise ValueError(
-                f"{who} or others may write it (chown root, chmod 644)"
-            )
+            raise ValueError(f"{who} or others may write it (chown root, chmod 644)")
         found = None
         with contextlib.suppress(yaml.YAMLError, ValueError):
             found = yaml.safe_load(data) or {}
@@ -396,9 +365,7 @@ def _checked_owner(path: Path) -> int:
         raise QueueError(path, trouble)
     is_shared = is_sticky and status.st_mode & 0o002
     if status.st_uid not in (0, os.geteuid()) and not is_shared:
-        raise QueueError(
-            path, f"belongs to user {status.st_uid} and is not shared"
-        )
+        raise QueueError(path, f"belongs to user {status.st_uid} and is not shared")
     return status.st_uid
 
 

@@ -29,12 +29,7 @@ from typing import Any
 
 from robust_train.files import open_regular, parse_json
 from robust_train.gpu.processes import own_pid_namespace, started_at
-from robust_train.host.linux import (
-    is_locked,
-    lock,
-    marked_processes,
-    processes_of,
-)
+from robust_train.host.linux import is_locked, lock, marked_processes, processes_of
 from robust_train.model.json import from_json
 from robust_train.queue.queue_dir import MOST_BYTES, QueueDir, write_whole
 
@@ -107,18 +102,10 @@ class QueuedJob:
         """First come, first served; lower goes first."""
         return self.ticket, self.queued_at, self.id
 
-    def on(
-        self,
-        gpus: Sequence[str],
-        **changes: Any,
-    ) -> QueuedJob:
+    def on(self, gpus: Sequence[str], **changes: Any) -> QueuedJob:
         """Return the job with these GPUs, on which it has taken nothing yet."""
         own = replace(
-            self,
-            gpus=tuple(gpus),
-            taken_bytes=(None,) * len(gpus),
-            idle_seconds=(),
-            draining=False,
+            self, gpus=tuple(gpus), taken_bytes=(None,) * len(gpus), idle_seconds=(), draining=False
         )
         return replace(own, **changes)
 
@@ -128,8 +115,7 @@ class QueuedJob:
         return self.pid_namespace == own_pid_namespace()
 
     def lives_on(
-        self,
-        marked: Callable[[], Mapping[int, Sequence[int]]] = marked_processes,
+        self, marked: Callable[[], Mapping[int, Sequence[int]]] = marked_processes
     ) -> bool:
         """Return whether processes of it are left on its GPUs."""
         return bool(self.gpus and processes_of(self.id, self.owner, marked))
@@ -141,9 +127,7 @@ class QueuedJob:
     def idle(self) -> dict[str, int]:
         """Return for how many seconds GPUs of it have been idle, for those over an hour."""
         times = zip(self.gpus, self.idle_seconds, strict=False)
-        return {
-            uuid: seconds for uuid, seconds in times if seconds >= IDLE_SECONDS
-        }
+        return {uuid: seconds for uuid, seconds in times if seconds >= IDLE_SECONDS}
 
 
 def encode(job: QueuedJob) -> bytes:
@@ -163,12 +147,7 @@ def encode(job: QueuedJob) -> bytes:
 
 
 @functools.lru_cache(maxsize=256)  # most records are the same at the next poll
-def decode(
-    data: bytes,
-    job_id: str,
-    ticket: int,
-    owner: int,
-) -> QueuedJob | None:
+def decode(data: bytes, job_id: str, ticket: int, owner: int) -> QueuedJob | None:
     """Return the job in a record's content; None if it is anything else."""
     line = data[_CHECKSUM:].rstrip()
     try:
@@ -179,15 +158,9 @@ def decode(
         job = from_json(QueuedJob, {**parse_json(line), **own})
     except (ValueError, TypeError, OverflowError):
         return None
-    figures = itertools.chain(
-        vars(job).values(), job.taken_bytes, job.idle_seconds
-    )
+    figures = itertools.chain(vars(job).values(), job.taken_bytes, job.idle_seconds)
     is_possible = (
-        all(
-            0 <= one <= _LARGEST
-            for one in figures
-            if isinstance(one, (int, float))
-        )
+        all(0 <= one <= _LARGEST for one in figures if isinstance(one, (int, float)))
         and min(job.count, job.jobs_per_device) >= 1
         and _JOB.fullmatch(job.job) is not None
         and job.pid < 2**31
@@ -225,16 +198,12 @@ class Registry(QueueDir):
             if self._dead:
                 self._dead.intersection_update(os.listdir(self.fd))
             self._known = {
-                record[0]: job
-                for record in records
-                if (job := self._look_at(record, marked))
+                record[0]: job for record in records if (job := self._look_at(record, marked))
             }
         return sorted(self._known.values(), key=lambda job: job.order)
 
     def _look_at(
-        self,
-        record: re.Match[str],
-        marked: Callable[[], Mapping[int, Sequence[int]]],
+        self, record: re.Match[str], marked: Callable[[], Mapping[int, Sequence[int]]]
     ) -> QueuedJob | None:
         """Return a record's job if it lives; else remove what is left, if it is this user's."""
         name = record[0]
@@ -281,11 +250,7 @@ class Registry(QueueDir):
             since=now,
             polled_at=now,
         )
-        return Reservation(
-            self,
-            entered,
-            f"record.{ticket:010}.{token}",
-        )
+        return Reservation(self, entered, f"record.{ticket:010}.{token}")
 
 
 def _read(fd: int, record: re.Match[str], owner: int) -> QueuedJob | None:
@@ -294,12 +259,7 @@ def _read(fd: int, record: re.Match[str], owner: int) -> QueuedJob | None:
     for _ in range(2):
         with contextlib.suppress(OSError):
             data = os.pread(fd, MOST_BYTES + 1, 0)
-            if job := decode(
-                data,
-                f"{ticket}-{record[2]}",
-                ticket,
-                owner,
-            ):
+            if job := decode(data, f"{ticket}-{record[2]}", ticket, owner):
                 return job
     return None
 
@@ -352,8 +312,6 @@ class Reservation:
     def _create(self, job: QueuedJob) -> int:
         registry = self.registry
         with registry.problems("written"), registry.creating(self._name) as fd:
-            lock(
-                fd
-            )  # while it is private: another user's lock could come first
+            lock(fd)  # while it is private: another user's lock could come first
             write_whole(fd, encode(job))
         return fd

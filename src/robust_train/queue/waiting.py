@@ -23,11 +23,7 @@ from robust_train.readable import MIB, as_clock, mib, ordinal, shortened
 _CLOSING_SECONDS = 2.0
 _STATUS_SECONDS = 1.0
 # the first waiting job polls most often, those behind it less; all within UNSEEN_SECONDS
-_SHORTEST_PAUSE_SECONDS, _POSITION_SECONDS, _LONGEST_PAUSE_SECONDS = (
-    0.2,
-    0.05,
-    2.0,
-)
+_SHORTEST_PAUSE_SECONDS, _POSITION_SECONDS, _LONGEST_PAUSE_SECONDS = (0.2, 0.05, 2.0)
 # to read the records takes a tenth of the time, as long as the pauses allow it
 _LISTING_FACTOR = 10.0
 _SETTLE_SECONDS = 5.0
@@ -152,10 +148,7 @@ class Waiting:
         started = time.monotonic()
         others = self._queue.others()
         cost_seconds = time.monotonic() - started
-        seen = [
-            replace(job, polled_at=float(job.is_polling(started)))
-            for job in others
-        ]
+        seen = [replace(job, polled_at=float(job.is_polling(started))) for job in others]
         if seen != self._seen:
             # the memory of a job that has ended comes back a little later
             settling = 0.0 if self._seen is None else _SETTLE_SECONDS
@@ -172,10 +165,7 @@ class Waiting:
         self._pause_seconds = min(_STATUS_SECONDS, self._next_read - started)
         if self._queue.is_shared:
             behind = _POSITION_SECONDS * (self._position - 1)
-            pause = max(
-                _SHORTEST_PAUSE_SECONDS + behind,
-                _LISTING_FACTOR * cost_seconds,
-            )
+            pause = max(_SHORTEST_PAUSE_SECONDS + behind, _LISTING_FACTOR * cost_seconds)
             pause = min(pause, _LONGEST_PAUSE_SECONDS)
             self._pause_seconds = pause * random.uniform(0.5, 1.0)
         return group
@@ -183,9 +173,7 @@ class Waiting:
     def _decide(self, others: Sequence[QueuedJob], now: float) -> Group:
         """Do it with the jobs as they were ``now``: to read the GPUs may take seconds."""
         visible = self._queue.read()
-        usable = (
-            gpu.uuid for gpu in visible.gpus if self._request.allows(gpu)
-        )
+        usable = (gpu.uuid for gpu in visible.gpus if self._request.allows(gpu))
         only = tuple(usable) if visible.inventory.answered else ()
         gpus = visible.machine
         self._me = me = self._queue.requeue(self._request, only)

@@ -104,9 +104,7 @@ class Clock:
 
     def __call__(self, time: float) -> float:
         """Return the seconds of the job until a moment."""
-        away = sum(
-            max(min(one.end, time) - one.start, 0.0) for one in self._stops
-        )
+        away = sum(max(min(one.end, time) - one.start, 0.0) for one in self._stops)
         return time - self._start - away
 
     def percent(self, seconds: float) -> float:
@@ -118,25 +116,14 @@ def memory_charts(story: Story) -> list[Chart]:
     """Draw memory over time for each device that has more than one sample."""
     clock = Clock(story)
     return [
-        _memory_chart(story, device, clock)
-        for device in story.memory
-        if len(device.samples) > 1
+        _memory_chart(story, device, clock) for device in story.memory if len(device.samples) > 1
     ]
 
 
-def _memory_chart(
-    story: Story,
-    device: DeviceMemory,
-    clock: Clock,
-) -> Chart:
+def _memory_chart(story: Story, device: DeviceMemory, clock: Clock) -> Chart:
     is_cpu = device.device == "cpu"
     reported = max(
-        (
-            a.peak_memory_bytes or 0
-            for a in story.attempts
-            if a.device == device.device
-        ),
-        default=0,
+        (a.peak_memory_bytes or 0 for a in story.attempts if a.device == device.device), default=0
     )
     lines: list[Line] = []
     legend: list[Key] = []
@@ -152,49 +139,26 @@ def _memory_chart(
             peak = max(peak, reported)
         legend.append((style, f"{label}, at most {memory(peak)}"))
         x, y = _over_time(device.samples, name, clock)
-        lines.append(
-            Line(
-                label,
-                style,
-                x,
-                y,
-                is_area=name != "reserved",
-            )
-        )
+        lines.append(Line(label, style, x, y, is_area=name != "reserved"))
     total = device.most("gpu_total")
     if is_near := highest > total / 2 > 0:
         legend.append(("level", f"{memory(total)} in all"))
-    bands = [
-        Band(clock(one.started), clock(one.ended), str(one.number))
-        for one in story.attempts
-    ]
+    bands = [Band(clock(one.started), clock(one.ended), str(one.number)) for one in story.attempts]
     return Chart(
         caption=f"Memory on {'the CPU' if is_cpu else device.device}",
-        plot=Plot(
-            "time",
-            clock.seconds,
-            lines,
-            bands,
-            total if is_near else None,
-        ),
+        plot=Plot("time", clock.seconds, lines, bands, total if is_near else None),
         legend=legend,
-        lanes=_lanes(
-            [m for m in story.marks if m.device == device.device], clock
-        ),
+        lanes=_lanes([m for m in story.marks if m.device == device.device], clock),
     )
 
 
 def _over_time(
-    samples: Sequence[Sample],
-    name: str,
-    clock: Clock,
+    samples: Sequence[Sample], name: str, clock: Clock
 ) -> tuple[list[float], list[float | None]]:
     """Return x and y of one figure's line, which is interrupted between attempts."""
     x: list[float] = []
     y: list[float | None] = []
-    for _, own in itertools.groupby(
-        samples, key=lambda sample: sample.attempt
-    ):
+    for _, own in itertools.groupby(samples, key=lambda sample: sample.attempt):
         if x:
             x.append(x[-1] + 1e-4)
             y.append(None)
@@ -231,20 +195,13 @@ def curve_charts(story: Story) -> list[Chart]:
     # losses first, and the learning rate, which follows a known schedule, last
     order = sorted(groups, key=lambda name: (name != "loss", name == "lr"))
     has_several = len(story.attempts) > 1
-    charts = [
-        _curve_chart(name, groups[name], has_several)
-        for name in order[:_MOST_CHARTS]
-    ]
+    charts = [_curve_chart(name, groups[name], has_several) for name in order[:_MOST_CHARTS]]
     if more := ", ".join(order[_MOST_CHARTS:]):
         charts[-1] = replace(charts[-1], note=f"Not drawn: {more}.")
     return charts
 
 
-def _curve_chart(
-    name: str,
-    curves: Sequence[Curve],
-    has_several: bool,
-) -> Chart:
+def _curve_chart(name: str, curves: Sequence[Curve], has_several: bool) -> Chart:
     last = {curve.name: curve.points[-1][1] for curve in curves}
     styles = dict(zip(last, _styles(), strict=False))
     lines = [
@@ -257,18 +214,12 @@ def _curve_chart(
         # lost ones lie behind
         for one in sorted(curves, key=lambda one: not one.lost)
     ]
-    legend = [
-        (styles[one], f"{one}, last {number(value)}")
-        for one, value in last.items()
-    ]
+    legend = [(styles[one], f"{one}, last {number(value)}") for one, value in last.items()]
     if any(curve.lost for curve in curves):
         legend.append(("lost-line", "lost: done again, or not saved"))
     caption = name[:1].upper() + name[1:].replace("_", " ")
     return _over_steps(
-        "Learning rate" if name == "lr" else caption,
-        lines,
-        legend,
-        may_be_log=name == "loss",
+        "Learning rate" if name == "lr" else caption, lines, legend, may_be_log=name == "loss"
     )
 
 
@@ -276,21 +227,9 @@ def _styles() -> Iterator[str]:
     return itertools.cycle(f"c{index}" for index in range(1, _COLOURS + 1))
 
 
-def _line(
-    name: str,
-    style: str,
-    points: Iterable[Point],
-    *,
-    is_lost: bool,
-) -> Line:
+def _line(name: str, style: str, points: Iterable[Point], *, is_lost: bool) -> Line:
     own = list(points)
-    return Line(
-        name,
-        style,
-        [x for x, _ in own],
-        [y for _, y in own],
-        is_lost=is_lost,
-    )
+    return Line(name, style, [x for x, _ in own], [y for _, y in own], is_lost=is_lost)
 
 
 def curves_of_jobs(
@@ -310,19 +249,13 @@ def curves_of_jobs(
             style = next(styles)
             text = f"job {label}{', pruned' if is_pruned else ''}"
             legend.append((style, text))
-            lines += [
-                _line(text, style, one, is_lost=is_pruned) for one in curves
-            ]
+            lines += [_line(text, style, one, is_lost=is_pruned) for one in curves]
     if not lines:
         return []
     return [_over_steps(name, lines, legend, may_be_log=may_be_log)]
 
 
-def value_over(
-    caption: str,
-    points: Sequence[tuple[str, float, bool]],
-    note: str = "",
-) -> Chart:
+def value_over(caption: str, points: Sequence[tuple[str, float, bool]], note: str = "") -> Chart:
     """Draw the value of each job over a parameter: (its text, value, whether it was pruned).
 
     What is no number has a place of its own for each text, and so have all if one is without end.
@@ -352,30 +285,13 @@ def value_over(
         if own
     ]
     room = 0.05 * (high - low) or 0.5
-    low, high = (
-        (low / 1.2, high * 1.2) if is_log else (low - room, high + room)
-    )
-    plot = Plot(
-        "figure",
-        high,
-        lines,
-        low=low,
-        is_log_x=is_log,
-    )
-    return Chart(
-        caption,
-        plot,
-        [(one.style, one.name) for one in lines],
-        note=note,
-    )
+    low, high = (low / 1.2, high * 1.2) if is_log else (low - room, high + room)
+    plot = Plot("figure", high, lines, low=low, is_log_x=is_log)
+    return Chart(caption, plot, [(one.style, one.name) for one in lines], note=note)
 
 
 def _over_steps(
-    name: str,
-    lines: Sequence[Line],
-    legend: Sequence[Key],
-    *,
-    may_be_log: bool,
+    name: str, lines: Sequence[Line], legend: Sequence[Key], *, may_be_log: bool
 ) -> Chart:
     values = [value for line in lines for value in line.y if value is not None]
     low, high = min(values), max(values)

@@ -137,9 +137,7 @@ class Story:
     @property
     def peak_memory_bytes(self) -> int | None:
         """Of all attempts on the device that was used last; None if not known."""
-        own = (
-            a for a in self.attempts if a.device == self.attempts[-1].device
-        )
+        own = (a for a in self.attempts if a.device == self.attempts[-1].device)
         return max((a.peak_memory_bytes or 0 for a in own), default=0) or None
 
     def as_json(self) -> Any:
@@ -151,9 +149,7 @@ class Story:
 
 
 def spans_of(
-    launches: Sequence[Launch],
-    attempts: Sequence[TimedAttempt],
-    kept: Mapping[int, float],
+    launches: Sequence[Launch], attempts: Sequence[TimedAttempt], kept: Mapping[int, float]
 ) -> tuple[Span, ...]:
     """Cut all of a job's time into its uses, without gaps or overlaps, oldest first; ``kept`` is
     from :func:`kept_steps`."""
@@ -161,9 +157,7 @@ def spans_of(
     spans: list[Span] = []
     now = starts[0] if starts else 0.0
     for number, launch in enumerate(launches, start=1):
-        own = [
-            a for a in attempts if bisect_right(starts, a.started) == number
-        ]
+        own = [a for a in attempts if bisect_right(starts, a.started) == number]
         away = Span("stopped", now, launch.start)
         for span in (away, *_of_launch(launch, own, kept)):
             # in a damaged journal, two attempts may overlap
@@ -173,16 +167,10 @@ def spans_of(
     return tuple(spans)
 
 
-def seconds_of(
-    spans: Iterable[Span],
-    use: Use,
-    attempt: int | None = None,
-) -> float:
+def seconds_of(spans: Iterable[Span], use: Use, attempt: int | None = None) -> float:
     """Return the length of all spans of a use, or of those of an attempt."""
     return math.fsum(
-        span.seconds
-        for span in spans
-        if use == span.use and attempt in (None, span.attempt)
+        span.seconds for span in spans if use == span.use and attempt in (None, span.attempt)
     )
 
 
@@ -193,9 +181,7 @@ def totals(spans: Sequence[Span]) -> dict[str, float]:
     return {**seconds, "wall": wall}
 
 
-def goodput_of(
-    spans: Sequence[Span], attempts: Sequence[TimedAttempt]
-) -> dict[str, float]:
+def goodput_of(spans: Sequence[Span], attempts: Sequence[TimedAttempt]) -> dict[str, float]:
     """Return the parts of the wall time, in seconds, that add up to it; ``docs/report.md`` has
     the definitions."""
     parts = {
@@ -212,9 +198,7 @@ def goodput_of(
         saving = min(one.saving_seconds, useful)
         a_step = one.speed[0].seconds_per_step if one.speed else 0.0
         skipped = min(one.skipped_updates * a_step, useful - saving)
-        stalled = min(
-            one.stalled_seconds, seconds_of(spans, "lost", one.number)
-        )
+        stalled = min(one.stalled_seconds, seconds_of(spans, "lost", one.number))
         parts["saving"] += saving
         parts["skipped"] += skipped
         parts["useful"] -= saving + skipped
@@ -229,9 +213,7 @@ def share_of(parts: Mapping[str, float]) -> float | None:
     return parts["useful"] / wall if wall > 0 else None
 
 
-def kept_steps(
-    status: str, attempts: Sequence[TimedAttempt]
-) -> dict[int, float]:
+def kept_steps(status: str, attempts: Sequence[TimedAttempt]) -> dict[int, float]:
     """Return the last step of each attempt, by its number, that no later attempt repeated. If the
     job did not complete, steps after its last checkpoint are not kept either."""
     kept: dict[int, float] = {}
@@ -240,17 +222,13 @@ def kept_steps(
         saved = (step for one in attempts for step, _ in one.checkpoints)
         bound = max(saved, default=0)
     for attempt in reversed(attempts):
-        kept[attempt.number] = (
-            math.inf if attempt.outcome == "completed" else bound
-        )
+        kept[attempt.number] = math.inf if attempt.outcome == "completed" else bound
         bound = min(bound, attempt.start_step)
     return kept
 
 
 def _of_launch(
-    launch: Launch,
-    attempts: Sequence[TimedAttempt],
-    kept: Mapping[int, float],
+    launch: Launch, attempts: Sequence[TimedAttempt], kept: Mapping[int, float]
 ) -> Iterator[Span]:
     now = launch.start
     before: Use = "startup"
@@ -262,12 +240,7 @@ def _of_launch(
     elif not attempts:
         before = "wait"
     for attempt in attempts:
-        yield Span(
-            before,
-            now,
-            attempt.started,
-            attempt.number,
-        )
+        yield Span(before, now, attempt.started, attempt.number)
         yield from _of_attempt(attempt, kept[attempt.number])
         now, before = attempt.ended, "wait"
     if attempts and not attempts[-1].is_retried:
@@ -305,28 +278,19 @@ def memory_of(samples: Iterable[Sample]) -> tuple[DeviceMemory, ...]:
     grouped: dict[str, list[Sample]] = {}
     for sample in samples:
         grouped.setdefault(sample.device, []).append(sample)
-    return tuple(
-        DeviceMemory(device, tuple(own)) for device, own in grouped.items()
-    )
+    return tuple(DeviceMemory(device, tuple(own)) for device, own in grouped.items())
 
 
-def curves_of(
-    entries: Sequence[Entry], kept: Mapping[int, float]
-) -> tuple[Curve, ...]:
+def curves_of(entries: Sequence[Entry], kept: Mapping[int, float]) -> tuple[Curve, ...]:
     """Return every metric that was reported, cut where an attempt's steps were not kept."""
     points: dict[tuple[str, int], list[tuple[int, float]]] = {}
     for entry in entries:
         event, number = entry.event, entry.attempt
-        if (
-            isinstance(event, (events.Progress, events.EpochEnded))
-            and number in kept
-        ):
+        if isinstance(event, (events.Progress, events.EpochEnded)) and number in kept:
             for name, metric in event.metrics.items():
                 value = finite(metric)
                 if value is not None and event.step is not None:
-                    points.setdefault((name, number), []).append(
-                        (event.step, value)
-                    )
+                    points.setdefault((name, number), []).append((event.step, value))
     curves = []
     for (name, attempt), own in points.items():
         good = [point for point in own if point[0] <= kept[attempt]]
@@ -334,20 +298,11 @@ def curves_of(
         if good:
             curves.append(Curve(name, attempt, tuple(good)))
         if rest:
-            curves.append(
-                Curve(
-                    name,
-                    attempt,
-                    tuple(good[-1:] + rest),
-                    lost=True,
-                )
-            )
+            curves.append(Curve(name, attempt, tuple(good[-1:] + rest), lost=True))
     return tuple(curves)
 
 
-def marks_of(
-    entries: Sequence[Entry], attempts: Sequence[TimedAttempt]
-) -> tuple[Mark, ...]:
+def marks_of(entries: Sequence[Entry], attempts: Sequence[TimedAttempt]) -> tuple[Mark, ...]:
     """Return the marks of a journal, oldest first."""
     by_number = {attempt.number: attempt for attempt in attempts}
     found = [
@@ -368,13 +323,7 @@ def marks_of(
             text = f"attempt {one.number}: {one.message or 'out of memory'}"
             found.append(("oom", one.ended, text, one))
     return tuple(
-        Mark(
-            kind,
-            time,
-            text,
-            attempt.number,
-            attempt.device,
-        )
+        Mark(kind, time, text, attempt.number, attempt.device)
         for kind, time, text, attempt in sorted(found, key=lambda one: one[1])
     )
 
@@ -389,23 +338,15 @@ def _descriptions(event: events.Event) -> Iterator[tuple[str, str]]:
         case events.MicroBatchExhausted(step=step, reason=reason):
             yield "oom", f"inside a step at step {step}: {reason}"
         case events.BatchSizeFound(batch_size=size):
-            yield (
-                "batch",
-                f"probes found micro-batch {size or 'that fits: none'}",
-            )
+            yield ("batch", f"probes found micro-batch {size or 'that fits: none'}")
         case events.CheckpointSaved(step=step):
             at = "" if step is None else f" at step {step}"
             yield "checkpoint", f"checkpoint{at}"
         case events.MemoryReported(milestone=milestone) if not event.rank:
             yield "milestone", milestone
         case events.MemoryCleared(reason=reason, returned_bytes=returned):
-            yield (
-                "cleared",
-                f"memory cleared ({reason}): {memory(returned)} returned",
-            )
+            yield ("cleared", f"memory cleared ({reason}): {memory(returned)} returned")
         case events.UserEvent(event_name=name, fields=fields):
-            values = ", ".join(
-                f"{key}={value}" for key, value in fields.items()
-            )
+            values = ", ".join(f"{key}={value}" for key, value in fields.items())
             text = f"{name}: {values[:_LONGEST_FIELDS]}" if values else name
             yield "milestone", text

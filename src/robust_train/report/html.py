@@ -39,9 +39,7 @@ _WITH_A_LANGUAGE = (
 
 def write_report(sources: Sources) -> None:
     """Write ``report.html`` into a run folder. A failure costs a warning."""
-    try_to_save(
-        sources.folder / FILE_NAME, lambda: job_page(story_of(sources))
-    )
+    try_to_save(sources.folder / FILE_NAME, lambda: job_page(story_of(sources)))
 
 
 def try_to_save(path: Path, page: Callable[[], str]) -> None:
@@ -67,11 +65,7 @@ def save(path: Path, text: str) -> None:
 def job_page(story: Story) -> str:
     """Return the page of one job."""
     last = story.attempts[-1] if story.attempts else None
-    text = (
-        (last.traceback or "")
-        if last and last.outcome != "interrupted"
-        else ""
-    )
+    text = (last.traceback or "") if last and last.outcome != "interrupted" else ""
     objective = finite(objective_of(story.result))
     results = story.result if isinstance(story.result, Mapping) else {}
     if story.result is not None and not results and objective is None:
@@ -83,8 +77,7 @@ def job_page(story: Story) -> str:
         objective=objective,
         shares=shares(story.seconds),
         results=results,
-        traceback="…\n" * (len(text) > _LONGEST_TRACEBACK)
-        + text[-_LONGEST_TRACEBACK:],
+        traceback="…\n" * (len(text) > _LONGEST_TRACEBACK) + text[-_LONGEST_TRACEBACK:],
         clock=charts.Clock(story),
         memory=charts.memory_charts(story),
         curves=charts.curve_charts(story),
@@ -115,9 +108,7 @@ def template_environment() -> Environment:
     licence = f"/*\n{_text('vendor/LICENSE.uPlot.txt')}*/\n"
     library = _text("vendor/uPlot.iife.min.js")
     script = licence + _WITH_A_LANGUAGE + library + _text("report.js")
-    digest = base64.b64encode(
-        hashlib.sha256(script.encode()).digest()
-    ).decode()
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     environment.globals.update(
         style=Markup(_text("vendor/uPlot.min.css") + _text("report.css")),
         script=Markup(script),
@@ -138,10 +129,7 @@ def template_environment() -> Environment:
         action=wording.action_in_words,
         value=value_text,
         shares=shares,
-        json=lambda plot: htmlsafe_json_dumps(
-            strict_json(asdict(plot)),
-            separators=(",", ":"),
-        ),
+        json=lambda plot: htmlsafe_json_dumps(strict_json(asdict(plot)), separators=(",", ":")),
         link=lambda text: quote(str(text), safe="/", errors="replace"),
     )
     return environment
@@ -158,9 +146,7 @@ def _text(name: str) -> str:
     return (TEMPLATES / name).read_text(encoding="utf-8")
 
 
-def shares(
-    seconds: Mapping[str, float],
-) -> list[tuple[str, str, float, float]]:
+def shares(seconds: Mapping[str, float]) -> list[tuple[str, str, float, float]]:
     """Return (style, text, seconds, share) of each use of the wall time."""
     wall = seconds.get("wall", 0.0)
     return [

@@ -15,14 +15,7 @@ from robust_train.model.attempt import Attempt
 from robust_train.model.events import JobStarted
 from robust_train.model.failure import MEMORY_FAILURES, Clue, FailureKind
 from robust_train.model.spec import AttemptSpec, Decision, Retry
-from robust_train.readable import (
-    GIB,
-    aligned,
-    by_processes,
-    duration,
-    named_line,
-    shortened,
-)
+from robust_train.readable import GIB, aligned, by_processes, duration, named_line, shortened
 from robust_train.readable import number as number_text
 from robust_train.report.sources import Entry, attempts_of, read_entries
 from robust_train.report.wording import (
@@ -35,19 +28,13 @@ from robust_train.report.wording import (
 log = logging.getLogger("robust_train")
 
 _LONGEST_REASON = 600
-_CLUES = {
-    Clue.USER_ERROR: "user error",
-    Clue.STALLED: "hang",
-    Clue.PORT: "port taken",
-}
+_CLUES = {Clue.USER_ERROR: "user error", Clue.STALLED: "hang", Clue.PORT: "port taken"}
 _ENDING_OF_A_PROCESS = re.compile(r"ended (?:with|by) ([^:]+)")
 
 
 def announce(number: int, spec: AttemptSpec) -> None:
     """Log that attempt ``number`` begins."""
-    where = (
-        spec.where if spec.gpu is None else f"{spec.where} ({spec.gpu.name})"
-    )
+    where = spec.where if spec.gpu is None else f"{spec.where} ({spec.gpu.name})"
     batch = ""
     if spec.has_batch:
         batch = f": {batch_in_words(Attempt(number, spec))}"
@@ -56,11 +43,7 @@ def announce(number: int, spec: AttemptSpec) -> None:
     log.info("attempt %d on %s%s", number, where, batch)
 
 
-def show_end(
-    summary: Summary,
-    explain: Callable[[Summary], object],
-    how_to_go_on: str,
-) -> None:
+def show_end(summary: Summary, explain: Callable[[Summary], object], how_to_go_on: str) -> None:
     """Log how a job ended: its attempts, those of its journal's earlier launches included, what
     ``explain`` shows, and the last lines."""
     if summary.attempts:
@@ -133,14 +116,10 @@ def attempts_table(attempts: Sequence[Attempt]) -> str:
             [
                 attempt.number,
                 spec.device + by_processes(spec.ranks),
-                " → ".join(map(str, attempt.sizes))
-                if spec.has_batch
-                else None,
+                " → ".join(map(str, attempt.sizes)) if spec.has_batch else None,
                 spec.effective_batch_size if spec.has_batch else None,
                 "-" if steps == "0-?" else steps,
-                None
-                if attempt.seconds is None
-                else f"{attempt.seconds:.1f} s",
+                None if attempt.seconds is None else f"{attempt.seconds:.1f} s",
                 ending,
             ]
         )
@@ -149,11 +128,7 @@ def attempts_table(attempts: Sequence[Attempt]) -> str:
         rows = [row[:2] + row[4:] for row in rows]
     lines = aligned(rows, names)
     below = " " * lines[0].index("outcome")
-    wrap = textwrap.TextWrapper(
-        80,
-        subsequent_indent=below,
-        break_long_words=False,
-    )
+    wrap = textwrap.TextWrapper(80, subsequent_indent=below, break_long_words=False)
     return "\n".join(line for row in lines for line in wrap.wrap(row))
 
 
@@ -191,9 +166,7 @@ def conclude(summary: Summary, how_to_go_on: str) -> None:
     the job's, in all its launches."""
     wall = summary.wall_seconds or 0.0
     last = summary.attempts[-1] if summary.attempts else None
-    ending = (
-        f"{summary.status} after {duration(summary.earlier_seconds + wall)}"
-    )
+    ending = f"{summary.status} after {duration(summary.earlier_seconds + wall)}"
     if summary.earlier_seconds:
         ending += f" (this launch: {duration(wall)})"
     if last is not None:
@@ -202,15 +175,9 @@ def conclude(summary: Summary, how_to_go_on: str) -> None:
             ending += f" with micro-batch {last.sizes[-1]}"
     if summary.result is not None:
         result = summary.objective
-        text = (
-            number_text(result) if isinstance(result, float) else str(result)
-        )
+        text = number_text(result) if isinstance(result, float) else str(result)
         ending += f"; result: {shortened(text, 100)}"
-    elif (
-        summary.status == "completed"
-        and last is not None
-        and last.script is None
-    ):
+    elif summary.status == "completed" and last is not None and last.script is None:
         ending += "; result: none"  # a forgotten return would cost a sweep
     if summary.status == "no_device" or (
         last is not None and summary.status in ("failed", "pruned")
@@ -244,11 +211,7 @@ def _what_is_lost(attempt: Attempt) -> str:
     kept = attempt.start_step if saved is None else saved
     if lost <= kept:
         return f" at once by a second signal; the checkpoint of step {kept} has all"
-    steps = (
-        f"step {lost} is"
-        if lost == kept + 1
-        else f"steps {kept + 1} to {lost} are"
-    )
+    steps = f"step {lost} is" if lost == kept + 1 else f"steps {kept + 1} to {lost} are"
     since = f"goes on from step {kept}" if kept else "starts over"
     return f" at once by a second signal: {steps} lost, it {since}"
 
@@ -259,18 +222,12 @@ def log_end(attempt: Attempt, decision: Decision | None) -> None:
     if failure is None or decision is None:
         return
     if isinstance(decision, Retry):
-        log.warning(
-            "attempt %d: %s",
-            attempt.number,
-            decision.reason,
-        )
+        log.warning("attempt %d: %s", attempt.number, decision.reason)
         if decision.warning:
             log.warning("%s", decision.warning)
         return
     if decision.action == "stopped":  # by its user
-        log.info(
-            "attempt %d: stopped%s", attempt.number, _what_is_lost(attempt)
-        )
+        log.info("attempt %d: stopped%s", attempt.number, _what_is_lost(attempt))
         return
     # the reason follows at the job's end, whole
     is_bug, names = failure.kind is FailureKind.BUG, attempt.exceptions
@@ -279,11 +236,7 @@ def log_end(attempt: Attempt, decision: Decision | None) -> None:
         what = ending_of(attempt)
     elif is_bug and names:
         what = names[0].rpartition(".")[2]
-    log.error(
-        "attempt %d failed: %s",
-        attempt.number,
-        what,
-    )
+    log.error("attempt %d failed: %s", attempt.number, what)
     # where no CUDA can work, the job's reason has the advice
     if failure.advice and not is_bug and failure.kind is not FailureKind.SETUP:
         log.error("advice: %s", "; ".join(failure.advice))

@@ -100,11 +100,7 @@ def _entries(path: Path, gaps: list[str]) -> Iterator[Entry]:
             # a clock that was set back must not reverse the story
             latest = max(latest, time)
             attempt = content.get("attempt")
-            yield Entry(
-                latest,
-                event,
-                attempt if type(attempt) is int else 0,
-            )
+            yield Entry(latest, event, attempt if type(attempt) is int else 0)
     except OSError as error:
         gaps.append(f"{path.name}: {error.strerror or error}")
     if skipped:
@@ -114,9 +110,7 @@ def _entries(path: Path, gaps: list[str]) -> Iterator[Entry]:
 
 def _files(folder: Path) -> tuple[str, ...]:
     try:
-        names = sorted(
-            item.name for item in folder.iterdir() if item.is_file()
-        )
+        names = sorted(item.name for item in folder.iterdir() if item.is_file())
     except OSError:
         return ()
     return tuple(names[:_MOST_FILES])
@@ -165,16 +159,10 @@ def launches_of(entries: Sequence[Entry]) -> tuple[Launch, ...]:
             launches.append(Launch(entry.time, entry.time))
         launch, event = replace(launches[-1], end=entry.time), entry.event
         if isinstance(event, JobEnded):
-            launch = replace(
-                launch,
-                status=event.status,
-                reason=event.reason,
-            )
+            launch = replace(launch, status=event.status, reason=event.reason)
         elif isinstance(event, DeviceAcquired):
             launch = replace(
-                launch,
-                device_acquired=entry.time,
-                device_wait_seconds=max(event.wait_seconds, 0.0),
+                launch, device_acquired=entry.time, device_wait_seconds=max(event.wait_seconds, 0.0)
             )
         launches[-1] = launch
     return tuple(launches)
@@ -194,9 +182,7 @@ def attempts_of(entries: Sequence[Entry]) -> tuple[TimedAttempt, ...]:
 
 
 def _attempt(
-    number: int,
-    entries: Sequence[Entry],
-    saved: Mapping[str, int],
+    number: int, entries: Sequence[Entry], saved: Mapping[str, int]
 ) -> TimedAttempt | None:
     attempt: Attempt | None = None
     progress: list[tuple[int, float]] = []
@@ -207,24 +193,14 @@ def _attempt(
         match event:
             case AttemptStarted(resume_checkpoint=path):
                 attempt = Attempt(
-                    number,
-                    event.spec,
-                    time,
-                    path,
-                    start_step=saved.get(path or "", 0),
+                    number, event.spec, time, path, start_step=saved.get(path or "", 0)
                 )
             case AttemptEnded():
                 # its record may have the time of a clock that was set back
                 own, ended = attempt or event.record, time
-                attempt = replace(
-                    event.record, number=number, started=own.started
-                )
+                attempt = replace(event.record, number=number, started=own.started)
             case DecidedAgain() if attempt is not None:
-                attempt = replace(
-                    attempt,
-                    action=event.action,
-                    reason=event.reason,
-                )
+                attempt = replace(attempt, action=event.action, reason=event.reason)
             case _ if attempt is not None and attempt.seconds is None:
                 attempt = attempt.after(event)
         match event:

@@ -15,11 +15,7 @@ from robust_train.host.screen import LiveArea, live_area
 from robust_train.model.attempt import Attempt
 from robust_train.queue.waiting import WaitStatus
 from robust_train.readable import as_clock, memory, number, of_all
-from robust_train.report.wording import (
-    batch_in_words,
-    samples_per_second,
-    seconds_per_step,
-)
+from robust_train.report.wording import batch_in_words, samples_per_second, seconds_per_step
 
 log = logging.getLogger("robust_train")
 
@@ -32,11 +28,7 @@ _MOST_LINES = 3
 _DONE, _LEFT = "━", "─"
 
 
-def status_lines(
-    state: RunState,
-    now: float,
-    columns: int,
-) -> list[str]:
+def status_lines(state: RunState, now: float, columns: int) -> list[str]:
     """Return the status as lines of at most ``columns`` characters; none if the job has ended."""
     if state.is_final:
         return []
@@ -44,11 +36,7 @@ def status_lines(
     attempt = state.attempt
     if attempt is None or state.state not in ("running", "stopping"):
         return lines
-    if (
-        attempt.step is not None
-        and attempt.total_steps
-        and state.state == "running"
-    ):
+    if attempt.step is not None and attempt.total_steps and state.state == "running":
         width = min(columns - 6, _BAR_COLUMNS)
         done = max(min(attempt.step / attempt.total_steps, 1.0), 0.0)
         full = int(done * width)
@@ -94,9 +82,7 @@ def _how_far(state: RunState, attempt: Attempt) -> list[str]:
         parts.append(f"memory {memory(used)}")
     if state.checkpoint is not None:
         saved = state.checkpoint_step
-        parts.append(
-            "checkpoint" if saved is None else f"checkpoint step {saved}"
-        )
+        parts.append("checkpoint" if saved is None else f"checkpoint step {saved}")
     return parts
 
 
@@ -108,12 +94,7 @@ def _packed(parts: Sequence[str], columns: int) -> list[str]:
             lines[-1] += f" · {part}"
         else:
             width = max(columns, 10)
-            lines += textwrap.wrap(
-                part,
-                width,
-                max_lines=_MOST_LINES,
-                placeholder=" …",
-            )
+            lines += textwrap.wrap(part, width, max_lines=_MOST_LINES, placeholder=" …")
     return lines
 
 
@@ -162,6 +143,4 @@ class LiveStatus(LiveLines):
 def _styled(line: str) -> Text:
     from rich.text import Text
 
-    return Text(
-        line, style="green" if line.startswith((_DONE, _LEFT)) else "dim"
-    )
+    return Text(line, style="green" if line.startswith((_DONE, _LEFT)) else "dim")

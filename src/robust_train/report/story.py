@@ -20,21 +20,12 @@ from robust_train.report.facts import (
     spans_of,
     totals,
 )
-from robust_train.report.sources import (
-    Sources,
-    TimedAttempt,
-    attempts_of,
-    launches_of,
-)
+from robust_train.report.sources import Sources, TimedAttempt, attempts_of, launches_of
 
 
 def story_of(sources: Sources) -> Story:
     """Return what happened in the job whose run folder was read."""
-    entries, samples, summary = (
-        sources.entries,
-        sources.samples,
-        sources.summary,
-    )
+    entries, samples, summary = (sources.entries, sources.samples, sources.summary)
     about: dict[str, str] = {}
     keys: Mapping[str, str] | None = None
     for entry in entries:  # what the last launch recorded counts
@@ -42,18 +33,13 @@ def story_of(sources: Sources) -> Story:
             about = {"trainer": entry.event.trainer, **entry.event.about}
             keys = entry.event.keys
     about |= in_words(sources.environment)
-    attempts = tuple(
-        _with_samples(one, samples) for one in attempts_of(entries)
-    )
+    attempts = tuple(_with_samples(one, samples) for one in attempts_of(entries))
     launches = list(launches_of(entries))
     status = "empty" if summary is None else summary.status
     if launches:
         last = launches[-1]
         end = max([last.end, *(attempt.ended for attempt in attempts)])
-        launches[-1], status = (
-            replace(last, end=end),
-            last.status or UNFINISHED,
-        )
+        launches[-1], status = (replace(last, end=end), last.status or UNFINISHED)
     kept = kept_steps(status, attempts)
     spans = spans_of(launches, attempts, kept)
     seconds = totals(spans)
@@ -77,9 +63,7 @@ def story_of(sources: Sources) -> Story:
         stability=_stability(attempts),
     )
     return replace(
-        story,
-        sentence=wording.sentence_of(story),
-        advice=tuple(wording.advice_of(story, keys)),
+        story, sentence=wording.sentence_of(story), advice=tuple(wording.advice_of(story, keys))
     )
 
 
@@ -93,23 +77,15 @@ def goodput_from(sources: Sources) -> dict[str, float] | None:
     return {name: round(figure, 3) for name, figure in figures.items()}
 
 
-def _with_samples(
-    attempt: TimedAttempt, samples: Sequence[Sample]
-) -> TimedAttempt:
+def _with_samples(attempt: TimedAttempt, samples: Sequence[Sample]) -> TimedAttempt:
     """Raise an attempt's peak to its samples'; if it has no end, let it last to the last one."""
     own = [sample for sample in samples if sample.attempt == attempt.number]
     figures = [s.resident if s.device == "cpu" else s.allocated for s in own]
-    peak = max(
-        [attempt.peak_memory_bytes or 0, *(one or 0 for one in figures)]
-    )
+    peak = max([attempt.peak_memory_bytes or 0, *(one or 0 for one in figures)])
     ended = attempt.ended
     if attempt.outcome == UNFINISHED:
         ended = max([ended, *(sample.time for sample in own)])
-    return replace(
-        attempt,
-        peak_memory_bytes=peak or None,
-        ended=ended,
-    )
+    return replace(attempt, peak_memory_bytes=peak or None, ended=ended)
 
 
 def _stability(attempts: Sequence[TimedAttempt]) -> str | None:

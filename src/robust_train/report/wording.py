@@ -10,22 +10,8 @@ from robust_train.config.projects import as_typed
 from robust_train.model.attempt import UNFINISHED, Attempt
 from robust_train.model.failure import Failure, FailureKind
 from robust_train.model.spec import Speed, slowest_rank
-from robust_train.readable import (
-    by_processes,
-    counted,
-    duration,
-    memory,
-    number,
-    ordinal,
-    percent,
-)
-from robust_train.report.facts import (
-    OOM,
-    Advice,
-    DeviceMemory,
-    Story,
-    seconds_of,
-)
+from robust_train.readable import by_processes, counted, duration, memory, number, ordinal, percent
+from robust_train.report.facts import OOM, Advice, DeviceMemory, Story, seconds_of
 from robust_train.report.sources import TimedAttempt
 
 _MOST_TROUBLES = 4
@@ -79,21 +65,14 @@ def sentence_of(story: Story) -> str:
     attempts, wall = story.attempts, story.seconds["wall"]
     is_completed = story.status == "completed"
     parts = [_ending(story)]
-    has_ended = story.status in (
-        "completed",
-        "failed",
-        "interrupted",
-        "pruned",
-    )
+    has_ended = story.status in ("completed", "failed", "interrupted", "pruned")
     troubles = list(_troubles(attempts[:-1] if has_ended else attempts))
     if more := len(troubles[_MOST_TROUBLES:]):
         troubles[_MOST_TROUBLES:] = [counted(more, "more failed attempt")]
     if troubles:
         parts.append(_sentence(", then ".join(troubles)))
     if inside := _inside_steps(story):
-        parts.append(
-            f"Memory ran out {inside} inside a step, which was repeated in smaller parts."
-        )
+        parts.append(f"Memory ran out {inside} inside a step, which was repeated in smaller parts.")
     if is_completed and len(attempts) > 1 and wall > 0:
         useful = percent(story.seconds["useful"] / wall)
         parts.append(f"{useful} of the time was useful.")
@@ -129,9 +108,7 @@ def _ending(story: Story) -> str:
             "Has no recorded end: it still runs, or its process was killed. The last record is "
             f"from {took} after its start{_at(last)}.{_saved(attempts)}"
         )
-    where = (
-        "" if last is None else f" in the {nth} attempt, on {last.spec.where}"
-    )
+    where = "" if last is None else f" in the {nth} attempt, on {last.spec.where}"
     return _sentence(f"{status.replace('_', ' ')} after {took}{where}{why}")
 
 
@@ -142,11 +119,7 @@ def batch_in_words(attempt: Attempt) -> str:
     if not spec.has_batch:
         return "an unknown micro-batch"
     size = "auto" if spec.searches else " → ".join(map(str, attempt.sizes))
-    steps = (
-        f" × accumulation {spec.accumulation}"
-        if spec.accumulation != 1
-        else ""
-    )
+    steps = f" × accumulation {spec.accumulation}" if spec.accumulation != 1 else ""
     return f"micro-batch {size}{steps}{by_processes(spec.ranks)}"
 
 
@@ -163,8 +136,7 @@ def _saved(attempts: Sequence[TimedAttempt]) -> str:
         (step, attempt.is_guarded)
         for attempt in attempts
         for step, _ in attempt.checkpoints
-        if attempt.evidence.bad_step is None
-        or step <= (attempt.evidence.good_step or 0)
+        if attempt.evidence.bad_step is None or step <= (attempt.evidence.good_step or 0)
     ]
     if steps:
         step, is_guarded = steps[-1]
@@ -175,12 +147,9 @@ def _saved(attempts: Sequence[TimedAttempt]) -> str:
 
 
 def _troubles(attempts: Sequence[TimedAttempt]) -> Iterator[str]:
-    failed = [
-        a for a in attempts if a.outcome not in ("completed", UNFINISHED)
-    ]
+    failed = [a for a in attempts if a.outcome not in ("completed", UNFINISHED)]
     for (outcome, where), group in itertools.groupby(
-        failed,
-        key=lambda a: (a.outcome, a.spec.where),
+        failed, key=lambda a: (a.outcome, a.spec.where)
     ):
         own = list(group)
         sizes = dict.fromkeys(str(a.batch_size) for a in own if a.batch_size)
@@ -195,16 +164,10 @@ def _troubles(attempts: Sequence[TimedAttempt]) -> Iterator[str]:
 
 
 def _sentence(text: str) -> str:
-    return (
-        text[:1].upper()
-        + text[1:]
-        + ("" if text.endswith((".", "!", "?")) else ".")
-    )
+    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")
 
 
-def advice_of(
-    story: Story, keys: Mapping[str, str] | None
-) -> Iterator[Advice]:
+def advice_of(story: Story, keys: Mapping[str, str] | None) -> Iterator[Advice]:
     """Yield findings and advice, most promising first; none if nothing was tight. ``keys`` are a
     project's that stand for ours."""
     for one in _advice_of(story, keys):
@@ -213,17 +176,13 @@ def advice_of(
         yield replace(one, steps=steps, overrides=overrides)
 
 
-def _advice_of(
-    story: Story, keys: Mapping[str, str] | None
-) -> Iterator[Advice]:
+def _advice_of(story: Story, keys: Mapping[str, str] | None) -> Iterator[Advice]:
     yield from _what_worked(story)
     yield from _failures(story.attempts)
     if inside := _inside_steps(story):
         yield Advice(
             f"Memory ran out {inside} inside a step.",
-            (
-                "set training.batch_size to a size that fits: then no step is repeated",
-            ),
+            ("set training.batch_size to a size that fits: then no step is repeated",),
         )
     for device in story.memory:
         yield from _tightness(device)
@@ -247,14 +206,10 @@ def _what_worked(story: Story) -> Iterator[Advice]:
     failed = [
         one
         for one in story.attempts
-        if one.outcome in OOM
-        and one.device == last.device
-        and one.batch_size != last.batch_size
+        if one.outcome in OOM and one.device == last.device and one.batch_size != last.batch_size
     ]
     if failed and last.batch_size is not None:
-        lost = sum(
-            seconds_of(story.spans, "lost", one.number) for one in failed
-        )
+        lost = sum(seconds_of(story.spans, "lost", one.number) for one in failed)
         sizes = ", ".join(dict.fromkeys(str(one.batch_size) for one in failed))
         yield Advice(
             f"On {last.spec.where} micro-batch {last.batch_size} fitted and {sizes} did not. "
@@ -269,9 +224,7 @@ def _failures(attempts: Sequence[TimedAttempt]) -> Iterator[Advice]:
     """Yield the last failure of each kind on each device."""
     for attempt in {(a.outcome, a.device): a for a in attempts}.values():
         if attempt.failure is not None and attempt.failure.advice:
-            yield Advice(
-                _finding(attempt, attempt.failure), attempt.failure.advice
-            )
+            yield Advice(_finding(attempt, attempt.failure), attempt.failure.advice)
 
 
 def _finding(attempt: TimedAttempt, failure: Failure) -> str:
@@ -281,35 +234,21 @@ def _finding(attempt: TimedAttempt, failure: Failure) -> str:
     total = evidence.total_bytes
     sizes = {
         "requested": evidence.requested_bytes,
-        "free"
-        if total is None
-        else f"of {memory(total)} free": evidence.free_bytes,
+        "free" if total is None else f"of {memory(total)} free": evidence.free_bytes,
         "in use by tensors": evidence.allocated_bytes,
         "reserved but unused": evidence.reserved_unallocated_bytes,
     }
-    figures = [
-        f"{memory(n)} {what}" for what, n in sizes.items() if n is not None
-    ]
+    figures = [f"{memory(n)} {what}" for what, n in sizes.items() if n is not None]
     known = f" ({', '.join(figures)})" if figures else ""
-    what = (
-        "GPU memory"
-        if failure.kind is FailureKind.DEVICE_OOM
-        else "Host memory"
-    )
-    size = (
-        ""
-        if attempt.batch_size is None
-        else f" at micro-batch {attempt.batch_size}"
-    )
+    what = "GPU memory" if failure.kind is FailureKind.DEVICE_OOM else "Host memory"
+    size = "" if attempt.batch_size is None else f" at micro-batch {attempt.batch_size}"
     return f"{what} ran out in attempt {attempt.number} on {attempt.spec.where}{size}{known}."
 
 
 def _tightness(device: DeviceMemory) -> Iterator[Advice]:
     total, used = device.most("gpu_total"), device.most("gpu_used")
     if used > _TIGHT * total > 0:
-        others = max(
-            (s.gpu_used or 0) - (s.reserved or 0) for s in device.samples
-        )
+        others = max((s.gpu_used or 0) - (s.reserved or 0) for s in device.samples)
         yield Advice(
             f"{device.device} was {percent(used / total)} full at its fullest ({memory(used)} of "
             f"{memory(total)}), up to {memory(others)} of it outside of this job's cache.",
@@ -367,9 +306,7 @@ def seconds_per_step(speed: Sequence[Speed]) -> float:
 def samples_per_second(speed: Sequence[Speed], ranks: int) -> float | None:
     """Return the samples of all ranks, None if unknown. Ranks share a step alike, and of a script's
     only the first reports."""
-    rates = [
-        s.samples_per_second for s in speed if s.samples_per_second is not None
-    ]
+    rates = [s.samples_per_second for s in speed if s.samples_per_second is not None]
     if not speed or len(rates) < len(speed):
         return None
     return sum(rates) * ranks / len(speed)
@@ -381,13 +318,9 @@ def speed_text(speed: Sequence[Speed], ranks: int) -> str:
         return ""
     slowest = max(speed, key=lambda one: one.seconds_per_step)
     shares = [one.data_share for one in speed if one.data_share is not None]
-    between = [
-        one.between_share for one in speed if one.between_share is not None
-    ]
+    between = [one.between_share for one in speed if one.between_share is not None]
     rate = samples_per_second(speed, ranks)
-    parts = (
-        [] if rate is None else [f"{number(rate)} samples/s while training"]
-    )
+    parts = [] if rate is None else [f"{number(rate)} samples/s while training"]
     parts.append(
         f"{number(slowest.seconds_per_step)} s a step "
         f"(median; 95 %: {number(slowest.seconds_per_step_p95)} s)"

@@ -30,18 +30,14 @@ from robust_train.step.copies import ALWAYS_COPIED, Copies, is_small
 
 log = logging.getLogger("robust_train")
 
-_PLAIN = frozenset(
-    (int, float, bool, complex, str, bytes, NoneType, range, slice)
-) | {
+_PLAIN = frozenset((int, float, bool, complex, str, bytes, NoneType, range, slice)) | {
     *(torch.dtype, torch.device, torch.Size),
     *(type, FunctionType, BuiltinFunctionType, MethodType),
 }
 _numpy: Any = sys.modules.get("numpy")  # torch does without it, too
 _ARRAYS = () if _numpy is None else (_numpy.ndarray,)
 _SCALARS = () if _numpy is None else (_numpy.generic,)
-_CONTAINERS = frozenset(
-    (list, deque, set, dict, OrderedDict, defaultdict, Counter)
-)
+_CONTAINERS = frozenset((list, deque, set, dict, OrderedDict, defaultdict, Counter))
 # Of a longer container only growth can be undone.
 _MOST_PLAIN, _MOST_OTHERS = 1000, 200
 # Lists of tensors that grow, as a metric's, are not written to in place.
@@ -133,14 +129,10 @@ class _Plan:
     lazy: tuple[int, ...] = ()
 
     @classmethod
-    def of(
-        cls, modules: Sequence[nn.Module], homes: Sequence[dict[str, Any]]
-    ) -> _Plan:
+    def of(cls, modules: Sequence[nn.Module], homes: Sequence[dict[str, Any]]) -> _Plan:
         """Look at all attributes of modules."""
         plain, names, empty, left_alone, lazy = [], [], [], [], []
-        for place, (module, home) in enumerate(
-            zip(modules, homes, strict=True)
-        ):
+        for place, (module, home) in enumerate(zip(modules, homes, strict=True)):
             kind: Any = type(module)
             if _is_left_alone(kind):
                 left_alone.append(place)
@@ -150,11 +142,7 @@ class _Plan:
             own = _names_to_hold(kind, home)
             if own:
                 names.append((place, own))
-            others = tuple(
-                name
-                for name in home
-                if name not in _OF_MODULES and name not in own
-            )
+            others = tuple(name for name in home if name not in _OF_MODULES and name not in own)
             if others:
                 plain.append((place, others, _reader_of(others)))
             none = [] if _is_torchs(kind) else _names_of_none(kind, home)
@@ -177,30 +165,17 @@ class _Plan:
             return None
         try:
             return [read(homes[place]) for place, _, read in self.plain]
-        except (
-            KeyError
-        ):  # Another attribute has the place of one that was deleted.
+        except KeyError:  # Another attribute has the place of one that was deleted.
             return None
 
-    def _is_of(
-        self, modules: Sequence[nn.Module], homes: Sequence[dict[str, Any]]
-    ) -> bool:
+    def _is_of(self, modules: Sequence[nn.Module], homes: Sequence[dict[str, Any]]) -> bool:
         return (
             _seen(modules, homes) == self.seen
             and not any(
-                homes[place].get(name) is not None
-                for place, names in self.empty
-                for name in names
+                homes[place].get(name) is not None for place, names in self.empty for name in names
             )
-            and all(
-                name in homes[place]
-                for place, names in self.names
-                for name in names
-            )
-            and all(
-                isinstance(modules[place], LazyModuleMixin)
-                for place in self.lazy
-            )
+            and all(name in homes[place] for place, names in self.names for name in names)
+            and all(isinstance(modules[place], LazyModuleMixin) for place in self.lazy)
         )
 
 
@@ -277,9 +252,7 @@ class Attributes:
         self._copies.restore({id(t) for t, at, now_at in both if at != now_at})
         found = {
             place: dict(zip(names, values[1:], strict=True))
-            for (place, names, _), values in zip(
-                self._plan.plain, self._plain, strict=True
-            )
+            for (place, names, _), values in zip(self._plan.plain, self._plain, strict=True)
         }
         for place, module in enumerate(self._modules):
             if place in self._plan.left_alone:
@@ -306,9 +279,7 @@ class Attributes:
         if level < _MOST_LEVELS and kind in _CONTAINERS:
             return self._hold_container(value, level)
         if level < _MOST_LEVELS and isinstance(value, tuple):
-            if len(value) > _MOST_OTHERS or _PLAIN.issuperset(
-                map(type, value)
-            ):
+            if len(value) > _MOST_OTHERS or _PLAIN.issuperset(map(type, value)):
                 return value
             return _HeldTuple(kind, self._hold_all(value, level))
         if _is_array(value):
@@ -351,10 +322,7 @@ class Attributes:
     def _hold_all(self, values: Collection[Any], level: int) -> list[Any]:
         most_copied = len(values) <= _MOST_COPIED
         held = (self._hold(one, most_copied, level + 1) for one in values)
-        return [
-            one if kept is _UNSEEN else kept
-            for one, kept in zip(values, held, strict=True)
-        ]
+        return [one if kept is _UNSEEN else kept for one, kept in zip(values, held, strict=True)]
 
 
 # --- going back ---
@@ -393,9 +361,7 @@ def _value_of(held: Any, now: Any = None) -> tuple[Any, bool]:
             tensor = held.values
         if tensor is None:
             raise _CannotPutBackError
-        return tensor, held.is_copied or versions_of([tensor]) == [
-            held.version
-        ]
+        return tensor, held.is_copied or versions_of([tensor]) == [held.version]
     if isinstance(held, _HeldTuple):
         items, is_whole = _values_of(held.items)
         make = getattr(held.kind, "_make", held.kind)
@@ -475,18 +441,12 @@ def _names_to_hold(kind: Any, home: dict[str, Any]) -> list[str]:
 
 
 def _names_of_none(kind: Any, home: dict[str, Any]) -> list[str]:
-    return [
-        name
-        for name, value in home.items()
-        if value is None and _is_looked_at(kind, name)
-    ]
+    return [name for name, value in home.items() if value is None and _is_looked_at(kind, name)]
 
 
 def _is_looked_at(kind: Any, name: str) -> bool:
     """Return whether an attribute is a user's, not of nn.Module or of torch's own modules."""
-    return name not in _OF_MODULES and not (
-        name.startswith("_") and _is_torchs(kind)
-    )
+    return name not in _OF_MODULES and not (name.startswith("_") and _is_torchs(kind))
 
 
 @functools.cache
@@ -507,9 +467,7 @@ def _is_left_alone(kind: Any) -> bool:
 
 
 def _is_put_back(held: Any) -> bool:
-    if type(held) in _PLAIN or isinstance(
-        held, (*_HELD, nn.Module, nn.Parameter)
-    ):
+    if type(held) in _PLAIN or isinstance(held, (*_HELD, nn.Module, nn.Parameter)):
         return True
     return _is_plain(held) or type(held) is tuple
 

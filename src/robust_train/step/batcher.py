@@ -15,33 +15,12 @@ from robust_train.model.errors import UserError
 from robust_train.model.events import BatchSizeFound
 from robust_train.policy.sizes import BatchSearch
 from robust_train.step import ranks
-from robust_train.step.engine import (
-    Batch,
-    Body,
-    OnEvent,
-    Recorder,
-    Results,
-    Step,
-)
+from robust_train.step.engine import Batch, Body, OnEvent, Recorder, Results, Step
 from robust_train.step.probing import find_in_step
 from robust_train.step.ranks import SharedStep
-from robust_train.step.rewind import (
-    Models,
-    PartStart,
-    StepStart,
-    Watch,
-    models_of,
-)
+from robust_train.step.rewind import Models, PartStart, StepStart, Watch, models_of
 from robust_train.step.split_watch import SplitWatch
-from robust_train.step.splitting import (
-    Count,
-    Length,
-    MicroBatchSize,
-    Part,
-    Parts,
-    SizeState,
-    Split,
-)
+from robust_train.step.splitting import Count, Length, MicroBatchSize, Part, Parts, SizeState, Split
 
 log = logging.getLogger("robust_train")
 
@@ -86,19 +65,10 @@ class MicroBatcher:
         ):
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: must be 1 or more")
-        plan = MicroBatchPlan(
-            batch_size,
-            gradient_accumulation_steps,
-            min_batch_size,
-        )
-        self._training, self._other = (
-            MicroBatchSize(plan),
-            MicroBatchSize(plan),
-        )
+        plan = MicroBatchPlan(batch_size, gradient_accumulation_steps, min_batch_size)
+        self._training, self._other = (MicroBatchSize(plan), MicroBatchSize(plan))
         self._recorder = recorder or Recorder(
-            lambda: self._steps_begun,
-            on_event,
-            splits=SplitWatch(SplitRule(is_exact=exact)),
+            lambda: self._steps_begun, on_event, splits=SplitWatch(SplitRule(is_exact=exact))
         )
         self._watch = Watch()
         self._search = search
@@ -165,23 +135,10 @@ class MicroBatcher:
             UserError: the model cannot be split here; the message has the reason.
             RankFailure: one of several ranks cannot go on.
         """
-        parts = Parts.of(
-            batch,
-            length,
-            split,
-            count,
-        )
+        parts = Parts.of(batch, length, split, count)
         if not parts.samples and ranks.here() is None:
-            raise ValueError(
-                "The batch is empty, so its mean loss is undefined"
-            )
-        step = self._begin(
-            "backward",
-            loss_of,
-            parts,
-            model,
-            training,
-        )
+            raise ValueError("The batch is empty, so its mean loss is undefined")
+        step = self._begin("backward", loss_of, parts, model, training)
         start, returns_more = step.start, False
         without_loss: dict[tuple[int, int], float] = {}
 
@@ -197,16 +154,12 @@ class MicroBatcher:
             if training and (weight or step.is_sharded):
                 if model is None and start is not None:
                     start.notice(loss)
-                torch.autograd.backward(
-                    share
-                ) if backward is None else backward(share)
+                torch.autograd.backward(share) if backward is None else backward(share)
             return share.detach() if weight else torch.zeros_like(share), more
 
         if training:
             self._probe(step, parts, body)
-        batch_of_step = Batch(
-            parts, body, lambda data: _loss_and_more(loss_of(data))[0], loss_of
-        )
+        batch_of_step = Batch(parts, body, lambda data: _loss_and_more(loss_of(data))[0], loss_of)
         results = step.run(batch_of_step)
         if training and count is None and not step.is_sharded:
             while new := _parts_without_loss(results):
@@ -216,18 +169,10 @@ class MicroBatcher:
         shares = [share for (share, _), _ in results]
         loss = sum(shares[1:], shares[0]) if shares else torch.zeros(())
         if training:
-            loss, returns_more = step.end(
-                loss,
-                items=parts.items,
-                returns_more=returns_more,
-            )
+            loss, returns_more = step.end(loss, items=parts.items, returns_more=returns_more)
         else:
             step.leave()
-        return (
-            (loss, [more[0] for (_, more), _ in results])
-            if returns_more
-            else loss
-        )
+        return (loss, [more[0] for (_, more), _ in results]) if returns_more else loss
 
     def forward(
         self,
@@ -247,43 +192,20 @@ class MicroBatcher:
             What ``function`` returned for each part, in order: each sample's result once.
         """
         parts = Parts.of(batch, length, split)
-        step = self._begin(
-            "forward",
-            function,
-            parts,
-            model,
-            training=False,
-        )
+        step = self._begin("forward", function, parts, model, training=False)
         results = step.run(Batch(parts, lambda part: function(part.data)))
         step.leave()
         return [result for result, _ in results]
 
     def open_step(
-        self,
-        kind: Callable[..., S],
-        model: nn.Module,
-        shared: SharedStep,
-        *,
-        keeps_gradients: bool,
+        self, kind: Callable[..., S], model: nn.Module, shared: SharedStep, *, keeps_gradients: bool
     ) -> S:
         """Begin a step whose batches a framework hands over one at a time."""
         self._steps_begun += 1
-        start = StepStart(
-            self._watch, [model], keeps_gradients=keeps_gradients
-        )
-        return kind(
-            self._training,
-            start,
-            shared,
-            self._recorder,
-        )
+        start = StepStart(self._watch, [model], keeps_gradients=keeps_gradients)
+        return kind(self._training, start, shared, self._recorder)
 
-    def open_evaluation(
-        self,
-        kind: Callable[..., S],
-        model: nn.Module,
-        shared: SharedStep,
-    ) -> S:
+    def open_evaluation(self, kind: Callable[..., S], model: nn.Module, shared: SharedStep) -> S:
         """Begin a batch of a framework's validation."""
         self._recorder.speed.pause()
         return kind(
@@ -305,10 +227,7 @@ class MicroBatcher:
 
     def state(self) -> dict[str, SizeState]:
         """Return the sizes in use, for a checkpoint."""
-        return {
-            "training": self._training.state(),
-            "other": self._other.state(),
-        }
+        return {"training": self._training.state(), "other": self._other.state()}
 
     def restore(self, state: dict[str, SizeState]) -> None:
         """Take over :meth:`state`'s result, unless another batch size was requested since."""
@@ -316,12 +235,7 @@ class MicroBatcher:
         self._other.restore(state["other"])
 
     def _begin(
-        self,
-        name: str,
-        function: Any,
-        parts: Parts,
-        model: Models,
-        training: bool,
+        self, name: str, function: Any, parts: Parts, model: Models, training: bool
     ) -> Step[Any]:
         if model is None and ranks.here() is not None:
             raise UserError(
@@ -348,22 +262,14 @@ class MicroBatcher:
             part_start=partial(PartStart, models, function, watch=self._watch),
         )
 
-    def _probe(
-        self,
-        step: Step[Any],
-        parts: Parts,
-        body: Body[Any],
-    ) -> None:
+    def _probe(self, step: Step[Any], parts: Parts, body: Body[Any]) -> None:
         """Search for the size before the first step, if one was asked for."""
         search, self._search = self._search, None
         if search is None or step.start is None:
             return
         with step.undone_after_an_error():
             found = find_in_step(
-                search,
-                parts.samples,
-                lambda size: body(parts.part(0, size)),
-                step.start,
+                search, parts.samples, lambda size: body(parts.part(0, size)), step.start
             )
         if found is None:
             return
@@ -373,9 +279,7 @@ class MicroBatcher:
         log.info("training.batch_size=auto: %s", found)
         accumulation = None if size is None else -(-effective // size)
         result = found.as_json()
-        self._recorder.on_event(
-            BatchSizeFound(size, accumulation, effective, result)
-        )
+        self._recorder.on_event(BatchSizeFound(size, accumulation, effective, result))
 
 
 def _parts_without_loss(results: Results[Any]) -> dict[tuple[int, int], float]:
@@ -391,16 +295,10 @@ def _parts_without_loss(results: Results[Any]) -> dict[tuple[int, int], float]:
     if all(are_missing):
         return {}
     pairs = zip(results, are_missing, strict=True)
-    return {
-        (part.start, part.stop): part.weight
-        for (_, part), is_missing in pairs
-        if is_missing
-    }
+    return {(part.start, part.stop): part.weight for (_, part), is_missing in pairs if is_missing}
 
 
-def _weight_beside(
-    part: Part, without_loss: dict[tuple[int, int], float]
-) -> float:
+def _weight_beside(part: Part, without_loss: dict[tuple[int, int], float]) -> float:
     """Return a part's weight among those that have a loss; 0 if it has none itself."""
     if (part.start, part.stop) in without_loss:
         return 0.0
@@ -414,11 +312,7 @@ def _loss_and_more(result: Any) -> tuple[Tensor, list[Any]]:
         loss, more = result[0], [result[1]]
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss.reshape(()), more
-    shape = (
-        f" of shape {tuple(result.shape)}"
-        if isinstance(result, Tensor)
-        else ""
-    )
+    shape = f" of shape {tuple(result.shape)}" if isinstance(result, Tensor) else ""
     raise TypeError(
         "run.backward: the function has to return the mean loss of its part, a tensor with one "
         "element, or a tuple of that and anything else; it returned "

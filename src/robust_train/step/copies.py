@@ -44,9 +44,7 @@ class Copies:
 
     def take(self, now: list[Tensor | None]) -> None:
         """Take the values that tensors have now as those to go back to."""
-        copied = itertools.chain.from_iterable(
-            sources for _, sources in self._groups
-        )
+        copied = itertools.chain.from_iterable(sources for _, sources in self._groups)
         if (
             len(now) != len(self._now)
             or not all(map(is_, now, self._now))
@@ -72,9 +70,7 @@ class Copies:
                 continue
             # made by the first pass, or never changed in place
             is_kept = not (is_lazy(one) or one.is_inference())
-            is_copied = (
-                is_small(one, self._most_bytes) or id(one) in self._changing
-            )
+            is_copied = is_small(one, self._most_bytes) or id(one) in self._changing
             if not (is_kept and is_copied):
                 self._others.append(one)
                 continue

@@ -23,23 +23,13 @@ from robust_train.failures.shortage import do_without_onednn
 from robust_train.memory import cuda
 from robust_train.memory.clearing import clear_frames, return_memory
 from robust_train.model.errors import RankFailure
-from robust_train.model.events import (
-    Event,
-    MicroBatchChanged,
-    MicroBatchExhausted,
-)
+from robust_train.model.events import Event, MicroBatchChanged, MicroBatchExhausted
 from robust_train.model.failure import Failure, FailureKind
 from robust_train.readable import first_line, memory
 from robust_train.step.ranks import RankReport, RanOut, SharedStep
 from robust_train.step.rewind import PartStart, StepStart
 from robust_train.step.sharded import RanOutElsewhereError
-from robust_train.step.split_check import (
-    Checker,
-    Kept,
-    LossOf,
-    SplitCheck,
-    described,
-)
+from robust_train.step.split_check import Checker, Kept, LossOf, SplitCheck, described
 from robust_train.step.split_watch import SplitWatch, kind_of_step
 from robust_train.step.splitting import MicroBatchSize, Part, Parts, bounds
 
@@ -80,12 +70,8 @@ class Batch(Generic[T]):
 
     parts: Parts
     body: Body[T]
-    loss_of: LossOf | None = (
-        None  # None if it cannot be computed apart from the pass
-    )
-    function: Any = (
-        None  # the user's, by whose code steps of one kind are recognised
-    )
+    loss_of: LossOf | None = None  # None if it cannot be computed apart from the pass
+    function: Any = None  # the user's, by whose code steps of one kind are recognised
 
 
 class StepSpeed(Protocol):
@@ -122,29 +108,13 @@ class Recorder:
     def changed(self, sizes: tuple[int, int], reason: str) -> None:
         """Log that the size changes, from one to the other, though no memory ran out."""
         step, (before, after) = self.step(), sizes
-        log.info(
-            "step %d: micro-batch %d → %d: %s",
-            step,
-            before,
-            after,
-            reason,
-        )
-        self.on_event(
-            MicroBatchChanged(step, True, before, reason, after=after)
-        )
+        log.info("step %d: micro-batch %d → %d: %s", step, before, after, reason)
+        self.on_event(MicroBatchChanged(step, True, before, reason, after=after))
 
-    def repeated(
-        self,
-        training: bool,
-        failure: Failure,
-        before: int,
-        after: int | None,
-    ) -> None:
+    def repeated(self, training: bool, failure: Failure, before: int, after: int | None) -> None:
         """Log that the step (in validation the part) is repeated with a smaller size."""
         step, figures = self.step(), _figures(failure)
-        self.on_event(
-            MicroBatchChanged(step, training, before, after=after, **figures)
-        )
+        self.on_event(MicroBatchChanged(step, training, before, after=after, **figures))
         requested = failure.evidence.requested_bytes
         log.warning(
             "step %d: out of memory on the %s%s: micro-batch %d → %s, %s",
@@ -175,23 +145,13 @@ class Recorder:
             self.step(),
         )
 
-    def exhausted(
-        self,
-        training: bool,
-        failure: Failure,
-        used: int,
-        tried: tuple[int, ...],
-    ) -> str:
+    def exhausted(self, training: bool, failure: Failure, used: int, tried: tuple[int, ...]) -> str:
         """Log that memory ran out at the smallest size too; return that as a note."""
         step, sizes = self.step(), ", ".join(map(str, tried))
-        note = (
-            f"step {step}: memory ran out at every micro-batch tried ({sizes})"
-        )
+        note = f"step {step}: memory ran out at every micro-batch tried ({sizes})"
         log.error("%s", note)
         figures = _figures(failure)
-        self.on_event(
-            MicroBatchExhausted(step, training, used, tried=tried, **figures)
-        )
+        self.on_event(MicroBatchExhausted(step, training, used, tried=tried, **figures))
         return note
 
 
@@ -295,11 +255,7 @@ class Step(Generic[T]):
         return self._shared.is_sharded
 
     def end(
-        self,
-        loss: Tensor | None = None,
-        *,
-        items: float = 1.0,
-        returns_more: bool = False,
+        self, loss: Tensor | None = None, *, items: float = 1.0, returns_more: bool = False
     ) -> tuple[Tensor | None, bool]:
         """End the step on all ranks; return the mean of their losses, each a mean of ``items``.
 
@@ -341,9 +297,7 @@ class Step(Generic[T]):
                 self.start.rewind()
                 self.start.end()
         except Exception as error:
-            log.warning(
-                "the step's start cannot be restored: %s", first_line(error)
-            )
+            log.warning("the step's start cannot be restored: %s", first_line(error))
 
     # --- what a framework changes ---
 
@@ -393,9 +347,7 @@ class Step(Generic[T]):
         factor, most = 1.0, len(own)
         if self.is_sharded:
             self._items = parts.items
-            most, factor, wants_check = self._shared.plan(
-                len(own), parts.items, wants_check
-            )
+            most, factor, wants_check = self._shared.plan(len(own), parts.items, wants_check)
         if wants_check:
             self._check_split(batch, used)
         for number in range(most):
@@ -427,21 +379,15 @@ class Step(Generic[T]):
         assert self.start is not None
         self._recorder.speed.pause()
         splits = self._recorder.splits
-        check = SplitCheck(
-            Kept.UNKNOWN, "its loss is not known apart from its step"
-        )
+        check = SplitCheck(Kept.UNKNOWN, "its loss is not known apart from its step")
         if batch.loss_of is not None:
             check = self._compare_losses(batch, batch.loss_of, used)
         kind = kind_of_step(batch.parts, batch.function)
         ran_out = self.repeats > 0
-        if not splits.take(
-            kind, check, self._recorder.step(), ran_out=ran_out
-        ):
+        if not splits.take(kind, check, self._recorder.step(), ran_out=ran_out):
             self._end_as_shortage(check.message, used)
 
-    def _compare_losses(
-        self, batch: Batch[T], loss_of: LossOf, used: int
-    ) -> SplitCheck:
+    def _compare_losses(self, batch: Batch[T], loss_of: LossOf, used: int) -> SplitCheck:
         assert self.start is not None
         # Weights that are gathered would be taken for weights of the model.
         self._shared.reset()
@@ -492,9 +438,7 @@ class Step(Generic[T]):
         self._tell_other_ranks(failure, shortage)
         raise shortage from error
 
-    def _tell_other_ranks(
-        self, failure: Failure, error: BaseException
-    ) -> None:
+    def _tell_other_ranks(self, failure: Failure, error: BaseException) -> None:
         """Let the other ranks end as well; they may save before that."""
         if not self._agrees:
             return
@@ -503,22 +447,13 @@ class Step(Generic[T]):
             rank = self._shared.rank
             raise RankFailure(rank, failure, is_elsewhere=False) from error
 
-    def _goes_through(
-        self,
-        part: Part,
-        body: Body[T],
-        used: int,
-        results: Results[T],
-    ) -> bool:
+    def _goes_through(self, part: Part, body: Body[T], used: int, results: Results[T]) -> bool:
         """Run one part; False if memory ran out, and all that the pass held is free again."""
         is_watched = self.start is not None and self.refuses_collectives
         failure: Failure | None = None
         went_through = False
         if is_watched:
-            self._shared.begin_part(
-                training=self._is_training,
-                has_weight=bool(part.weight),
-            )
+            self._shared.begin_part(training=self._is_training, has_weight=bool(part.weight))
         try:
             with self.guard():
                 result = body(part)
@@ -551,12 +486,7 @@ class Step(Generic[T]):
                 self._recorder.made_room()
                 self._has_made_room = False
             else:
-                self._recorder.repeated(
-                    self._is_training,
-                    failure,
-                    used,
-                    size,
-                )
+                self._recorder.repeated(self._is_training, failure, used, size)
             self._warn_of_changes()
             if self.is_sharded:
                 self._shared.end_part(ran_out=True)
@@ -568,17 +498,11 @@ class Step(Generic[T]):
 
     def _hides_a_shortage(self, part: Part, error: Exception) -> bool:
         """Return whether a part raised what the whole batch, which ran out of memory, did not."""
-        is_cut = (
-            not part.is_whole and self.repeats > 0 and self.start is not None
-        )
-        failure = classify_failure(
-            error, host_memory_ran_out=self._host_ran_out
-        )
+        is_cut = not part.is_whole and self.repeats > 0 and self.start is not None
+        failure = classify_failure(error, host_memory_ran_out=self._host_ran_out)
         return is_cut and not failure.kind.is_memory
 
-    def _end_after_error_of_a_part(
-        self, error: Exception, used: int
-    ) -> NoReturn:
+    def _end_after_error_of_a_part(self, error: Exception, used: int) -> NoReturn:
         check = SplitCheck(Kept.CANNOT, described(error), used)
         note = check.message
         self._recorder.splits.on_found(self._recorder.step(), check, True)
@@ -601,16 +525,10 @@ class Step(Generic[T]):
             changed,
         )
 
-    def _failure_to_repeat_after(
-        self,
-        error: Exception,
-        used: int,
-    ) -> Failure | None:
+    def _failure_to_repeat_after(self, error: Exception, used: int) -> Failure | None:
         """Return the failure if the step is repeated; if no smaller part is left, log what was
         tried, and have the other ranks end as well."""
-        failure = classify_failure(
-            error, host_memory_ran_out=self._host_ran_out
-        )
+        failure = classify_failure(error, host_memory_ran_out=self._host_ran_out)
         self._host_ran_out |= failure.kind is FailureKind.HOST_OOM
         if not failure.kind.is_memory:
             return None
@@ -638,9 +556,7 @@ class Step(Generic[T]):
             return failure
         if reason is None:
             tried = self._size.tried
-            note = self._recorder.exhausted(
-                self._is_training, failure, used, tried
-            )
+            note = self._recorder.exhausted(self._is_training, failure, used, tried)
             if hasattr(error, "add_note"):  # from Python 3.11 on
                 error.add_note(note)
         if self._agrees and self.is_sharded:
@@ -656,10 +572,7 @@ class Step(Generic[T]):
         for batch in self._batches:
             samples = batch.parts.samples
             parts = bounds(samples, smaller, least=least)
-            if (
-                samples >= used
-                and max(stop - start for start, stop in parts) >= used
-            ):
+            if samples >= used and max(stop - start for start, stop in parts) >= used:
                 return False
         return True
 
@@ -676,13 +589,7 @@ class Step(Generic[T]):
         """Agree with the other ranks how this step, or part, went; None if there are none."""
         self._recorder.speed.alone_until_now()
         mine, size = self._ran_out, self._size
-        report = RankReport(
-            mine,
-            size.current,
-            self._items,
-            (),
-            returns_more,
-        )
+        report = RankReport(mine, size.current, self._items, (), returns_more)
         agreed = self._shared.agree(report)
         if agreed is None or (mine is not None and mine.is_exhausted):
             return agreed

@@ -16,11 +16,7 @@ from typing import Any, TypeVar, overload
 from robust_train.config.trainers import signature_of
 from robust_train.failures import classify_failure
 from robust_train.failures.shortage import do_without_onednn
-from robust_train.memory.clearing import (
-    StartingMemory,
-    has_half_updated,
-    release_memory,
-)
+from robust_train.memory.clearing import StartingMemory, has_half_updated, release_memory
 from robust_train.memory.tensors import leaves_in
 from robust_train.model.errors import AttemptsExhaustedError
 from robust_train.model.failure import Clue, FailureKind
@@ -97,8 +93,7 @@ class OOMHandler:
         self.gradient_accumulation_steps = gradient_accumulation_steps
         # samples to preserve in an optimizer step, 0 for none
         self._effective = (
-            preserve_effective_batch_size
-            and initial_batch_size * gradient_accumulation_steps
+            preserve_effective_batch_size and initial_batch_size * gradient_accumulation_steps
         )
         self._least = min_batch_size
         self._max_retries = math.inf if max_retries is None else max_retries
@@ -168,9 +163,7 @@ class OOMHandler:
             ) from error
         self.batch_size = next_smaller(before, self._least, self._effective)
         if self._effective:
-            self.gradient_accumulation_steps = -(
-                -self._effective // self.batch_size
-            )
+            self.gradient_accumulation_steps = -(-self._effective // self.batch_size)
         log.warning(
             "out of memory on the %s: micro-batch %d → %d, accumulation %d",
             "host" if failure.kind is FailureKind.HOST_OOM else "GPU",
@@ -187,12 +180,7 @@ class OOMHandler:
             log.warning("%s", left)
         return True
 
-    def run(
-        self,
-        train_fn: Callable[..., T],
-        *args: Any,
-        **kwargs: Any,
-    ) -> T:
+    def run(self, train_fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Call ``train_fn`` until it fits, and return what it returns.
 
         It gets the batch by keyword if it has a parameter called ``batch_argument``, else as its
@@ -215,18 +203,9 @@ class OOMHandler:
                 return train_fn(*args, **named, **kwargs)
             return train_fn(self.batch_size, *args, **named, **kwargs)
 
-        return self.run_call(
-            call,
-            GradientsBefore(),
-            (train_fn, args, kwargs),
-        )
+        return self.run_call(call, GradientsBefore(), (train_fn, args, kwargs))
 
-    def run_call(
-        self,
-        call: Callable[[], T],
-        gradients: GradientsBefore,
-        trained: Any,
-    ) -> T:
+    def run_call(self, call: Callable[[], T], gradients: GradientsBefore, trained: Any) -> T:
         """Call ``call``, which reads the sizes here, until it fits; return what it returns.
 
         ``gradients`` are those of ``trained``, whatever modules it reaches.
@@ -273,10 +252,7 @@ def adaptive_batch_training(
 def retry_on_oom(function: Callable[..., T], /) -> Callable[..., T]: ...
 @overload
 def retry_on_oom(
-    *,
-    max_retries: int = 3,
-    min_batch_size: int = 1,
-    batch_argument: str = "batch_size",
+    *, max_retries: int = 3, min_batch_size: int = 1, batch_argument: str = "batch_size"
 ) -> Callable[[Callable[..., T]], Callable[..., T]]: ...
 def retry_on_oom(
     function: Callable[..., Any] | None = None,
@@ -322,9 +298,7 @@ def retry_on_oom(
             handler = OOMHandler(
                 batch_size,
                 min(min_batch_size, batch_size),
-                gradient_accumulation_steps=1
-                if accumulation is None
-                else accumulation,
+                gradient_accumulation_steps=1 if accumulation is None else accumulation,
                 max_retries=max_retries,
                 check_memory=False,
             )
@@ -332,16 +306,10 @@ def retry_on_oom(
             def call() -> T:
                 bound.arguments[batch_argument] = handler.batch_size
                 if accumulation is not None:
-                    bound.arguments[_ACCUMULATION] = (
-                        handler.gradient_accumulation_steps
-                    )
+                    bound.arguments[_ACCUMULATION] = handler.gradient_accumulation_steps
                 return function(*bound.args, **bound.kwargs)
 
-            return handler.run_call(
-                call,
-                gradients,
-                (function, args, kwargs),
-            )
+            return handler.run_call(call, gradients, (function, args, kwargs))
 
         return with_retries
 

@@ -30,12 +30,7 @@ from robust_train.policy.sizes import (
 )
 from robust_train.readable import memory as shown
 from robust_train.step import ranks
-from robust_train.step.rewind import (
-    Models,
-    StepStart,
-    Watch,
-    models_of,
-)
+from robust_train.step.rewind import Models, StepStart, Watch, models_of
 
 log = logging.getLogger("robust_train")
 
@@ -62,10 +57,7 @@ class FoundBatchSize:
 
     def __str__(self) -> str:
         limits = Limits(self.rest_bytes, self.limit_bytes)
-        tried = ", ".join(
-            f"{probe.batch_size}: {_outcome(probe, limits)}"
-            for probe in self.probes
-        )
+        tried = ", ".join(f"{probe.batch_size}: {_outcome(probe, limits)}" for probe in self.probes)
         probes = f"{len(self.probes)} probe{'s' * (len(self.probes) != 1)} ({tried})"
         if self.batch_size is None or self.measured_bytes is None:
             return f"{probes}: none fits into {shown(self.limit_bytes)}"
@@ -82,9 +74,7 @@ class FoundBatchSize:
 def _outcome(probe: Probe, limits: Limits) -> str:
     if probe.peak_bytes is None:
         return "out of memory"
-    return shown(probe.peak_bytes) + (
-        "" if fits(probe, limits) else ", too near the limit"
-    )
+    return shown(probe.peak_bytes) + ("" if fits(probe, limits) else ", too near the limit")
 
 
 def search_size(
@@ -194,21 +184,15 @@ def find_batch_size(
             f"min_batch_size={min_batch_size}: must be from 1 to max_batch_size={max_batch_size}"
         )
     if effective_batch_size is not None and effective_batch_size < 1:
-        raise ValueError(
-            f"effective_batch_size={effective_batch_size}: must be 1 or more"
-        )
+        raise ValueError(f"effective_batch_size={effective_batch_size}: must be 1 or more")
     sizes: tuple[int, ...] | range = range(min_batch_size, max_batch_size + 1)
     if effective_batch_size is not None:
         wanted = micro_batch_sizes(effective_batch_size, min_batch_size)
-        sizes = tuple(size for size in wanted if size <= max_batch_size) or (
-            max_batch_size,
-        )
+        sizes = tuple(size for size in wanted if size <= max_batch_size) or (max_batch_size,)
     models = models_of(model, try_batch)
     start = StepStart(Watch(), models, try_batch)
     parameters = start.parameters()
-    state_bytes, step_bytes = (
-        (0, 0) if model is None else optimizer_bytes(parameters)
-    )
+    state_bytes, step_bytes = (0, 0) if model is None else optimizer_bytes(parameters)
     where = device_of(parameters) if device is None else torch.device(device)
     try:
         found = search_size(
@@ -231,10 +215,7 @@ def find_batch_size(
 
 
 def find_in_step(
-    search: BatchSearch,
-    samples: int,
-    run: Callable[[int], object],
-    start: StepStart,
+    search: BatchSearch, samples: int, run: Callable[[int], object], start: StepStart
 ) -> FoundBatchSize | None:
     """Find the size in a step's first batch; None if it cannot be found there.
 
@@ -249,19 +230,11 @@ def find_in_step(
     elif len(devices) > 1:
         why = "several devices share"
     if why is not None:
-        log.info(
-            "training.batch_size=auto: no probes, since %s: sizes are halved instead",
-            why,
-        )
+        log.info("training.batch_size=auto: no probes, since %s: sizes are halved instead", why)
         return None
     state_bytes, step_bytes = optimizer_bytes(parameters)
     return search_size(
-        run,
-        start,
-        sizes,
-        Meter(devices.pop(), search.memory_share),
-        state_bytes,
-        step_bytes,
+        run, start, sizes, Meter(devices.pop(), search.memory_share), state_bytes, step_bytes
     )
 
 
@@ -282,9 +255,7 @@ def optimizer_bytes(parameters: Iterable[Tensor]) -> tuple[int, int]:
         optimizer = optimizers.get(id(parameter))
         settings = _ADAM if optimizer is None else optimizer.defaults
         if parameter.requires_grad:
-            step += parameter.nbytes * _copies_in_a_step(
-                settings, parameter.device
-            )
+            step += parameter.nbytes * _copies_in_a_step(settings, parameter.device)
             if optimizer is None or parameter not in optimizer.state:
                 state += parameter.nbytes * _states_per_parameter(settings)
     return state, step
@@ -302,9 +273,7 @@ def _states_per_parameter(settings: Mapping[str, Any]) -> int:
     return 2 + bool(settings.get("amsgrad"))  # Adam and its variants
 
 
-def _copies_in_a_step(
-    settings: Mapping[str, Any], device: torch.device
-) -> bool:
+def _copies_in_a_step(settings: Mapping[str, Any], device: torch.device) -> bool:
     """Return whether a step holds a copy of all parameters at once.
 
     The ``foreach`` implementations, torch's choice on a GPU, compute on lists of whole tensors:
@@ -314,9 +283,7 @@ def _copies_in_a_step(
     uses_foreach = settings.get("foreach")
     if uses_foreach is None:
         uses_foreach = device.type == "cuda" and not settings.get("fused")
-    copies = {"betas", "alpha"} & settings.keys() or settings.get(
-        "weight_decay"
-    )
+    copies = {"betas", "alpha"} & settings.keys() or settings.get("weight_decay")
     return bool(uses_foreach and copies)
 
 
@@ -330,9 +297,7 @@ class Meter:
         self.index: int | None = None
         if device.type == "cuda":
             is_current = device.index is None
-            self.index = (
-                torch.cuda.current_device() if is_current else device.index
-            )
+            self.index = torch.cuda.current_device() if is_current else device.index
         self._share = share
 
     def begin(self) -> int:
@@ -350,11 +315,7 @@ class Meter:
         if self.index is None:
             own = host.own_memory()
             # pages of libraries that were read meanwhile stay, so they are in the peak as well
-            return (
-                own.get("VmHWM", 0)
-                - own.get("RssFile", 0)
-                - own.get("RssShmem", 0)
-            )
+            return own.get("VmHWM", 0) - own.get("RssFile", 0) - own.get("RssShmem", 0)
         torch.cuda.synchronize(self.index)
         return torch.cuda.max_memory_allocated(self.index)
 
@@ -364,13 +325,9 @@ class Meter:
             return host.own_memory().get("RssAnon", 0) + host.room_left()
         free, total = torch.cuda.mem_get_info(self.index)
         # the allocator's limit by memory.fraction; torch before 2.8 does not say
-        known = getattr(
-            torch.cuda, "get_per_process_memory_fraction", lambda index: 1.0
-        )
+        known = getattr(torch.cuda, "get_per_process_memory_fraction", lambda index: 1.0)
         share = min(self._share, known(self.index))
-        return min(
-            int(share * total), free + torch.cuda.memory_reserved(self.index)
-        )
+        return min(int(share * total), free + torch.cuda.memory_reserved(self.index))
 
 
 def device_of(parameters: Iterable[torch.Tensor]) -> torch.device:
@@ -379,6 +336,4 @@ def device_of(parameters: Iterable[torch.Tensor]) -> torch.device:
     found = list(dict.fromkeys(parameter.device for parameter in parameters))
     is_on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     found.append(torch.device("cuda" if is_on_gpu else "cpu"))
-    return next(
-        (device for device in found if device.type == "cuda"), found[0]
-    )
+    return next((device for device in found if device.type == "cuda"), found[0])

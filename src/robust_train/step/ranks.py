@@ -90,9 +90,7 @@ class Ranks:
         # its own: the default group counts the collectives of a user
         self._group: Any = dist.new_group(backend="gloo")
         self.replicas = ReplicaFinder()
-        self.ledger = sharded.Ledger(
-            lambda ran_out: bool(self.figures([ran_out]).any())
-        )
+        self.ledger = sharded.Ledger(lambda ran_out: bool(self.figures([ran_out]).any()))
         self._reported: RankReport | None = None  # without the items
         self._agreed: RankReport | None = None
 
@@ -124,20 +122,12 @@ class Ranks:
         if self._agreed is None or rows[:, 0].any():
             self._agreed = agree(self.gather(report))
             return self._agreed
-        return replace(
-            self._agreed,
-            ran_out=None,
-            items=float(rows[:, 1].sum()),
-        )
+        return replace(self._agreed, ran_out=None, items=float(rows[:, 1].sum()))
 
     def gather(self, value: T) -> list[T]:
         """Return every rank's value, by rank, in several messages. All have to call it."""
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(
-            values,
-            value,
-            group=self._group,
-        )
+        dist.all_gather_object(values, value, group=self._group)
         return values
 
 
@@ -147,11 +137,7 @@ _here: Ranks | None = None
 def here() -> Ranks | None:
     """Return this process's ranks; None if it trains alone."""
     global _here
-    if (
-        not dist.is_available()
-        or not dist.is_initialized()
-        or dist.get_world_size() == 1
-    ):
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     if _here is None or _here.world is not dist.group.WORLD:
         _here = Ranks()
@@ -177,11 +163,7 @@ class SharedStep:
         UserError: a model that cannot be split here.
     """
 
-    def __init__(
-        self,
-        models: Iterable[nn.Module],
-        function: Any = None,
-    ) -> None:
+    def __init__(self, models: Iterable[nn.Module], function: Any = None) -> None:
         """Find what ranks share in ``models``, which learn; ``function`` may reach wrappers."""
         models = list(models)
         self._group = here()
@@ -211,8 +193,7 @@ class SharedStep:
             parameter
             for replica in self._replicas
             for name, parameter in replica.module.named_parameters()
-            if parameter.requires_grad
-            and name not in replica.parameters_to_ignore
+            if parameter.requires_grad and name not in replica.parameters_to_ignore
         )
         # each once, in an order that is the same on every rank
         self._parameters = list(dict.fromkeys(trained))
@@ -228,9 +209,7 @@ class SharedStep:
         """Whether the passes gather weights, so that no rank may leave a part half-way."""
         return self._group is not None and bool(self._roots)
 
-    def plan(
-        self, parts: int, items: float, wants_check: bool
-    ) -> tuple[int, float, bool]:
+    def plan(self, parts: int, items: float, wants_check: bool) -> tuple[int, float, bool]:
         """Return how many parts all ranks of a sharded model run, the factor of their weights, and
         whether any rank wants its split to be checked.
 
@@ -281,11 +260,7 @@ class SharedStep:
         if self._group is not None:
             self._foreign = self._group.foreign()
             if self._roots:
-                self._group.ledger.begin_part(
-                    self._roots,
-                    training=training,
-                    has_weight=has_weight,
-                )
+                self._group.ledger.begin_part(self._roots, training=training, has_weight=has_weight)
 
     def end_part(self, *, ran_out: bool) -> None:
         """Reach its end, with a sharded model together with the other ranks.
@@ -336,10 +311,7 @@ class SharedStep:
 
     @torch.no_grad()
     def sum_gradients(
-        self,
-        agreed: RankReport | None,
-        loss: Tensor | None,
-        items: float,
+        self, agreed: RankReport | None, loss: Tensor | None, items: float
     ) -> Tensor | None:
         """Sum the ranks' gradients, each by its share in the items of all; return the mean loss
         over all ranks' items. A parameter without a gradient on any rank keeps none, so that
@@ -348,21 +320,15 @@ class SharedStep:
             return sharded.mean_loss(self._roots, loss)
         if agreed is None or not self._parameters or not agreed.items:
             return loss
-        for parameter, is_wanted in zip(
-            self._parameters, agreed.has_gradient, strict=True
-        ):
+        for parameter, is_wanted in zip(self._parameters, agreed.has_gradient, strict=True):
             if is_wanted and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        total = torch.zeros(
-            (), dtype=torch.float32, device=self._parameters[0].device
-        )
+        total = torch.zeros((), dtype=torch.float32, device=self._parameters[0].device)
         if loss is not None:
             # a model on several GPUs ends on another one than it begins on
             total += loss.to(total.device)
         # last: the gradients are there in the order of their layers
-        tensors = [p.grad for p in self._parameters if p.grad is not None] + [
-            total
-        ]
+        tensors = [p.grad for p in self._parameters if p.grad is not None] + [total]
         for bucket in _buckets(tensors):
             flat = _flattened(bucket).mul_(items / agreed.items)
             dist.all_reduce(flat, group=self._replicas[0].process_group)
@@ -384,14 +350,8 @@ class SharedStep:
             with contextlib.ExitStack() as stack:
                 for buffer in buffers:
                     # the same as far as autograd and the rewinding of steps are concerned
-                    stack.enter_context(
-                        preserve_version_counter(torch, buffer)
-                    )
-                broadcast(
-                    buffers,
-                    source,
-                    replica.process_group,
-                )
+                    stack.enter_context(preserve_version_counter(torch, buffer))
+                broadcast(buffers, source, replica.process_group)
 
 
 # --- replicas of a model ---
@@ -413,16 +373,10 @@ class Replicated(nn.Module):
         self.module = module
         self.process_group: Any = dist.group.WORLD
         broadcast(
-            list(itertools.chain(module.parameters(), module.buffers())),
-            0,
-            self.process_group,
+            list(itertools.chain(module.parameters(), module.buffers())), 0, self.process_group
         )
 
-    def forward(
-        self,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
         return self.module(*args, **kwargs)
 
@@ -434,15 +388,9 @@ class ReplicaFinder:
     """Finds the replicas in models, and refuses models that a rank cannot leave half-way."""
 
     def __init__(self) -> None:
-        self._known = weakref.WeakKeyDictionary[
-            nn.Module, list[weakref.ref[Any]]
-        ]()
+        self._known = weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Any]]]()
 
-    def of(
-        self,
-        models: Iterable[nn.Module],
-        function: Any,
-    ) -> list[Replica]:
+    def of(self, models: Iterable[nn.Module], function: Any) -> list[Replica]:
         """Return the replicas in ``models`` at any depth, and those around one that ``function``
         reaches: a step may name the model and call its wrapper.
 
@@ -465,11 +413,7 @@ class ReplicaFinder:
 
 
 @torch.no_grad()
-def broadcast(
-    tensors: Sequence[Tensor],
-    source: int,
-    group: Any,
-) -> None:
+def broadcast(tensors: Sequence[Tensor], source: int, group: Any) -> None:
     """Give every rank the tensors of ``source``, in few messages."""
     for bucket in _buckets(tensors):
         flat = _flattened(bucket)
@@ -543,25 +487,15 @@ def _why_not(module: nn.Module) -> str | None:
         for parameter in module.parameters(recurse=False)
         for cls in type(parameter).__mro__
     )
-    if is_split or names & {
-        "FSDPModule",
-        "FullyShardedDataParallel",
-        "DeepSpeedEngine",
-    }:
+    if is_split or names & {"FSDPModule", "FullyShardedDataParallel", "DeepSpeedEngine"}:
         return f"gathers its weights {waiting}; use DistributedDataParallel, {WITHOUT}"
     if not isinstance(module, DistributedDataParallel):
         return None
     has_hook, delays = hook_and_delay(module)
     if has_hook:
         return "has a communication hook, which would be passed over; do without one of the two"
-    options = {
-        name: getattr(module, name, None)
-        for name in ("static_graph", "mixed_precision")
-    }
-    for option, is_on in {
-        **options,
-        "delay_all_reduce_params": delays,
-    }.items():
+    options = {name: getattr(module, name, None) for name in ("static_graph", "mixed_precision")}
+    for option, is_on in {**options, "delay_all_reduce_params": delays}.items():
         if is_on:
             return (
                 f"has {option}, with which DistributedDataParallel communicates in "

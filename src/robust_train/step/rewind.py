@@ -63,11 +63,7 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def seed_rank(
-    seed: int,
-    step: int,
-    rank: int,
-) -> None:
+def seed_rank(seed: int, step: int, rank: int) -> None:
     """Have each rank but the first, whose state a checkpoint holds, draw numbers of its own."""
     if rank:
         seed_everything((seed * 1_000_003 + step * 1009 + rank) % 2**63)
@@ -89,9 +85,7 @@ def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
     return state
 
 
-def restore_rng(
-    state: Mapping[str, Any], device: torch.device | None = None
-) -> None:
+def restore_rng(state: Mapping[str, Any], device: torch.device | None = None) -> None:
     """Invert :func:`capture_rng`; a generator of a device that is absent here is left."""
     torch.set_rng_state(state["torch"])
     version, internal, gauss = state["python"]
@@ -178,14 +172,10 @@ def modules_of(function: Any) -> list[nn.Module]:
     These are the variables it closes over, its defaults, the globals it names, the object it is a
     method of, and what these hold in attributes, lists and dictionaries a few steps away.
     """
-    return [
-        value for value in _reached(function) if isinstance(value, nn.Module)
-    ]
+    return [value for value in _reached(function) if isinstance(value, nn.Module)]
 
 
-def taking_part(
-    models: Iterable[nn.Module], function: Any
-) -> tuple[list[nn.Module], list[Any]]:
+def taking_part(models: Iterable[nn.Module], function: Any) -> tuple[list[nn.Module], list[Any]]:
     """Return the modules whose state a step may change, and the user's generators.
 
     Beside ``models`` these are those among the variables of the function or attributes of its
@@ -246,8 +236,7 @@ def _named_in(function: FunctionType) -> list[Any]:
         value = function.__globals__.get(name)
         # the functions of a library train nothing that they were not given
         is_of_a_library = (
-            isinstance(value, FunctionType)
-            and value.__module__ != function.__module__
+            isinstance(value, FunctionType) and value.__module__ != function.__module__
         )
         if not is_of_a_library:
             found.append(value)
@@ -278,9 +267,7 @@ def why_not_again(model: nn.Module) -> str | None:
 # --- a step ---
 
 
-def with_modules_inside(
-    attributes: Attributes, modules: list[nn.Module]
-) -> list[nn.Module]:
+def with_modules_inside(attributes: Attributes, modules: list[nn.Module]) -> list[nn.Module]:
     """Keep the attributes of ``modules``; return these and what lists and dictionaries of theirs
     hold, as metrics, or a teacher that is hidden from ``parameters()``."""
     inside = attributes.keep(modules)
@@ -331,11 +318,7 @@ class PartStart:
     statistics are collected."""
 
     def __init__(
-        self,
-        models: Iterable[nn.Module] = (),
-        function: Any = None,
-        *,
-        watch: Watch | None = None,
+        self, models: Iterable[nn.Module] = (), function: Any = None, *, watch: Watch | None = None
     ) -> None:
         models = list(models)
         modules, generators = taking_part(models, function)
@@ -361,8 +344,7 @@ class PassState:
         self,
         models: Iterable[nn.Module],
         function: Any = None,
-        named: set[str]
-        | None = None,  # of which a line says already that they change
+        named: set[str] | None = None,  # of which a line says already that they change
     ) -> None:
         modules, self.generators = taking_part(models, function)
         self._attributes = Attributes(named)
@@ -389,11 +371,7 @@ def _weights_in(modules: Iterable[nn.Module]) -> list[Tensor]:
     weights = parameters_of(modules)
     frozen = [one for one in weights if not one.requires_grad]
     # A trained one that is sharded is not copied to the host.
-    plain = [
-        one
-        for one in weights
-        if one.requires_grad and type(one) in (Tensor, nn.Parameter)
-    ]
+    plain = [one for one in weights if one.requires_grad and type(one) in (Tensor, nn.Parameter)]
     for found in ([*frozen, *plain], frozen):
         if sum(one.nbytes for one in found) <= _MOST_COPIED:
             return found
@@ -408,9 +386,7 @@ class _Originals:
         self._tensors = tensors
         # Memory is short on the device: that of what is trained is needed for activations.
         self._copies = [
-            one.detach().to("cpu", copy=True)
-            if one.requires_grad
-            else one.detach().clone()
+            one.detach().to("cpu", copy=True) if one.requires_grad else one.detach().clone()
             for one in tensors
         ]
         self._versions = versions_of(tensors)
@@ -449,27 +425,16 @@ class _Variables:
     def _take_all_of(self, function: FunctionType) -> None:
         for cell in function.__closure__ or ():
             with contextlib.suppress(ValueError):  # It may have no value yet.
-                self._take(
-                    cell.cell_contents, partial(setattr, cell, "cell_contents")
-                )
-        for value in (
-            *(function.__defaults__ or ()),
-            *(function.__kwdefaults__ or {}).values(),
-        ):
+                self._take(cell.cell_contents, partial(setattr, cell, "cell_contents"))
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._take(value, _ignore)
         variables = function.__globals__
         for name in _names_in(function.__code__):
             if name in variables:
-                self._take(
-                    variables[name], partial(variables.__setitem__, name)
-                )
+                self._take(variables[name], partial(variables.__setitem__, name))
 
     def _take(
-        self,
-        value: Any,
-        put_back: Callable[[Any], None],
-        *,
-        is_inside: bool = False,
+        self, value: Any, put_back: Callable[[Any], None], *, is_inside: bool = False
     ) -> None:
         if value is None or isinstance(value, (bool, int, float, str)):
             self._places.append((put_back, value))
@@ -530,9 +495,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._buffers = weakref.WeakKeyDictionary[nn.Module, _Buffers]()
-        self._attributes = weakref.WeakKeyDictionary[
-            nn.Module, dict[int, Attributes]
-        ]()
+        self._attributes = weakref.WeakKeyDictionary[nn.Module, dict[int, Attributes]]()
         self.named: set[str] = set()
         self._checked = weakref.WeakSet[nn.Module]()
         # whether gradients of earlier batches spend a step on the host, since memory ran out
@@ -554,9 +517,7 @@ class Watch:
         new = _Buffers()
         return self._buffers.setdefault(models[0], new) if models else new
 
-    def attributes_with(
-        self, models: Sequence[nn.Module], batch: int = 0
-    ) -> Attributes:
+    def attributes_with(self, models: Sequence[nn.Module], batch: int = 0) -> Attributes:
         """Return those of this batch of the last step that began with these models."""
         if not models:
             return Attributes(self.named)
@@ -625,9 +586,7 @@ def are_zeros(gradients: Sequence[Tensor]) -> bool:
     Of other gradients the first one shows it. A GPU is not asked: the host would wait for it.
     """
     return bool(gradients) and all(
-        type(one) is Tensor
-        and not (one.is_sparse or is_on_gpu(one))
-        and not one.any()
+        type(one) is Tensor and not (one.is_sparse or is_on_gpu(one)) and not one.any()
         for one in gradients
     )
 
@@ -682,9 +641,7 @@ class StepStart:
         if not self._keeps_gradients:
             return
         found = [
-            (parameter, parameter.grad)
-            for parameter in parameters
-            if parameter.grad is not None
+            (parameter, parameter.grad) for parameter in parameters if parameter.grad is not None
         ]
         if are_zeros([gradient for _, gradient in found]):
             self._zeros += found
@@ -821,20 +778,13 @@ class _Before:
     def was_written(self) -> bool:
         """Whether the parameter itself has changed, as far as its version shows."""
         parameter = self.parameter()
-        return (
-            parameter is not None
-            and version_of(parameter) != self.version_of_weights
-        )
+        return parameter is not None and version_of(parameter) != self.version_of_weights
 
     @property
     def was_dropped(self) -> bool:
         """Whether the parameter has another gradient now, or none."""
         parameter, gradient = self.parameter(), self.gradient()
-        return (
-            parameter is None
-            or gradient is None
-            or parameter.grad is not gradient
-        )
+        return parameter is None or gradient is None or parameter.grad is not gradient
 
 
 class GradientsBefore:
@@ -851,9 +801,7 @@ class GradientsBefore:
     def begin(self, trained: Any) -> None:
         """Note the gradients of all that ``trained`` (modules, functions, arguments) reaches."""
         self._before = {}
-        for parameter in (
-            one for m in modules_of(trained) for one in m.parameters()
-        ):
+        for parameter in (one for m in modules_of(trained) for one in m.parameters()):
             gradient, values = parameter.grad, None
             if gradient is not None and not self._drops:
                 values = gradient.detach().to("cpu", copy=True)
@@ -867,9 +815,7 @@ class GradientsBefore:
 
     def end(self) -> None:
         """Learn from a complete call whether the next ones need copies."""
-        had = [
-            one for one in self._before.values() if one.gradient is not _none
-        ]
+        had = [one for one in self._before.values() if one.gradient is not _none]
         if had:
             drops = all(one.was_dropped for one in had)
             self._drops = drops and self._drops is not False

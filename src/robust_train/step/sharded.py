@@ -48,29 +48,12 @@ class Collective:
 
     def play(self) -> None:
         """Take part in it with nothing to send."""
-        output = torch.empty(
-            self.output,
-            dtype=self.dtype,
-            device=self.device,
-        )
-        nothing = torch.zeros(
-            self.input,
-            dtype=self.dtype,
-            device=self.device,
-        )
+        output = torch.empty(self.output, dtype=self.dtype, device=self.device)
+        nothing = torch.zeros(self.input, dtype=self.dtype, device=self.device)
         if self.is_gathered:
-            dist.all_gather_into_tensor(
-                output,
-                nothing,
-                group=self.group,
-            )
+            dist.all_gather_into_tensor(output, nothing, group=self.group)
         else:
-            dist.reduce_scatter_tensor(
-                output,
-                nothing,
-                group=self.group,
-                op=self.op,
-            )
+            dist.reduce_scatter_tensor(output, nothing, group=self.group, op=self.op)
 
 
 class Ledger:
@@ -114,16 +97,9 @@ class Ledger:
         """Begin to note the collectives of a part."""
         self._has_weight = has_weight
         # modules that were left unsharded gather nothing: the next part may have another list
-        parameters = (
-            parameter for root in roots for parameter in root.parameters()
-        )
-        is_gathered = tuple(
-            not hasattr(parameter, "device_mesh") for parameter in parameters
-        )
-        self._now, self._part = (
-            [],
-            (tuple(map(id, roots)), training, is_gathered),
-        )
+        parameters = (parameter for root in roots for parameter in root.parameters())
+        is_gathered = tuple(not hasattr(parameter, "device_mesh") for parameter in parameters)
+        self._now, self._part = ([], (tuple(map(id, roots)), training, is_gathered))
 
     def begin_extra_pass(self) -> None:
         """Begin a pass that is no part: there is no record of its kind, so the ranks vote."""
@@ -179,19 +155,10 @@ class Ledger:
 
     @contextlib.contextmanager
     def _noted(
-        self,
-        is_gathered: bool,
-        output: Tensor,
-        given: Tensor,
-        group: Any,
-        op: Any,
+        self, is_gathered: bool, output: Tensor, given: Tensor, group: Any, op: Any
     ) -> Iterator[None]:
         """Note a collective once it has been sent, and what one has failed with on its way."""
-        if (
-            self._now is not None
-            and self._part not in self._records
-            and self._vote(False)
-        ):
+        if self._now is not None and self._part not in self._records and self._vote(False):
             self._now = None
             raise RanOutElsewhereError
         if not (self._has_weight or is_gathered):
@@ -209,13 +176,7 @@ class Ledger:
             return
         self._now.append(
             Collective(
-                is_gathered,
-                output.numel(),
-                given.numel(),
-                output.dtype,
-                output.device,
-                group,
-                op,
+                is_gathered, output.numel(), given.numel(), output.dtype, output.device, group, op
             )
         )
 
@@ -246,12 +207,7 @@ def roots_in_one_process(models: Iterable[nn.Module]) -> tuple[Any, ...]:
 
 
 def _outermost(modules: Sequence[Any]) -> tuple[Any, ...]:
-    inner = {
-        part
-        for module in modules
-        for part in module.modules()
-        if part is not module
-    }
+    inner = {part for module in modules for part in module.modules() if part is not module}
     return tuple(module for module in modules if module not in inner)
 
 
@@ -261,11 +217,7 @@ def _sharded_in(model: nn.Module) -> list[Any]:
     return [part for part in model.modules() if isinstance(part, kind)]
 
 
-def refuse(
-    name: str,
-    module: nn.Module,
-    reason: str | None,
-) -> None:
+def refuse(name: str, module: nn.Module, reason: str | None) -> None:
     """Raise UserError if there is a reason why steps with this module cannot be repeated."""
     if reason is not None:
         where = f"{name or 'the model'} ({type(module).__name__})"
@@ -283,9 +235,7 @@ def _refuse(model: nn.Module, modules: Sequence[Any]) -> None:
                 f"run.backward: {name} is not sharded, beside parameters that are; apply "
                 f"fully_shard to the whole model, {WITHOUT}"
             )
-        if mesh is not None and (
-            mesh.ndim > 1 or mesh.size() != dist.get_world_size()
-        ):
+        if mesh is not None and (mesh.ndim > 1 or mesh.size() != dist.get_world_size()):
             raise UserError(
                 "run.backward: the model has hybrid sharding or tensor parallelism, whose messages"
                 f" no one can send for a rank that runs out; shard it over all ranks, {WITHOUT}"

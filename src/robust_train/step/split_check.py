@@ -33,21 +33,9 @@ from robust_train.memory.clearing import clear_frames, return_memory
 from robust_train.model.errors import UserError
 from robust_train.model.failure import FailureKind
 from robust_train.readable import first_line
-from robust_train.step.rewind import (
-    GeneratorStates,
-    Models,
-    PassState,
-    models_of,
-)
+from robust_train.step.rewind import GeneratorStates, Models, PassState, models_of
 from robust_train.step.sharded import RanOutElsewhereError
-from robust_train.step.splitting import (
-    Count,
-    Length,
-    Parts,
-    Split,
-    part_of,
-    part_of_both_ends,
-)
+from robust_train.step.splitting import Count, Length, Parts, Split, part_of, part_of_both_ends
 
 LossOf = Callable[[Any], Tensor]
 """Returns the loss of some data, a tensor with one element, and runs no backward pass."""
@@ -187,21 +175,13 @@ def differ_beyond_noise(draws: Sequence[Losses]) -> bool:
         return any(math.isfinite(one.whole) for one in draws)
     noise = statistics.stdev(differences) / math.sqrt(len(draws))
     tolerance = max(one.tolerance for one in draws)
-    return abs(statistics.fmean(differences)) > max(
-        _STANDARD_ERRORS * noise, tolerance
-    )
+    return abs(statistics.fmean(differences)) > max(_STANDARD_ERRORS * noise, tolerance)
 
 
 def mean_of(draws: Sequence[Losses]) -> Losses:
     """Return the means of several draws."""
-    halves = tuple(
-        map(statistics.fmean, zip(*(one.halves for one in draws), strict=True))
-    )
-    return replace(
-        draws[0],
-        whole=statistics.fmean(one.whole for one in draws),
-        halves=halves,
-    )
+    halves = tuple(map(statistics.fmean, zip(*(one.halves for one in draws), strict=True)))
+    return replace(draws[0], whole=statistics.fmean(one.whole for one in draws), halves=halves)
 
 
 def mean_of_ranks(losses: Sequence[float], items: Sequence[float]) -> float:
@@ -250,9 +230,7 @@ class _Outcome(Enum):
     """What one comparison shows."""
 
     EXACT = 0
-    NOISY = (
-        1  # they differ, and so does the same part with other random numbers
-    )
+    NOISY = 1  # they differ, and so does the same part with other random numbers
     NOT_FINITE = 2
     FAILED = 3
     DIFFERS = 4
@@ -309,9 +287,7 @@ class Checker:
         models: Iterable[nn.Module],
         function: Any = None,
         *,
-        around: Callable[
-            [], AbstractContextManager[object]
-        ] = contextlib.nullcontext,
+        around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
         figures: Figures = only_own,
         named: set[str] | None = None,
         host_memory_ran_out: bool = False,
@@ -403,9 +379,7 @@ class Checker:
         # A piece that cannot be computed shows nothing: no step has to have one of its size.
         if self._compare(self._mode) is not _Outcome.DIFFERS:
             return check
-        text = in_words(
-            self._draws[0], self._size, None if is_small else first
-        )
+        text = in_words(self._draws[0], self._size, None if is_small else first)
         return SplitCheck(Kept.NO, text, self._size)
 
     def _from_both_ends(self) -> Any:
@@ -415,10 +389,7 @@ class Checker:
             return self._from((parts.samples - self._size) // 2)
         try:
             return part_of_both_ends(parts.batch, parts.samples, self._size)
-        except (
-            TypeError,
-            ValueError,
-        ):  # Arrays of unknown libraries may not be joined.
+        except (TypeError, ValueError):  # Arrays of unknown libraries may not be joined.
             return self._from((parts.samples - self._size) // 2)
 
     def _of_other_samples(self) -> Any:
@@ -446,9 +417,7 @@ class Checker:
             items = tuple(weight * part.items for weight in weights)
         self._items = self._exchange(*items)
         whole, *of_halves = map(sum, zip(*self._items, strict=True))
-        self._weights = tuple(
-            of_half / whole if whole else 0.0 for of_half in of_halves
-        )
+        self._weights = tuple(of_half / whole if whole else 0.0 for of_half in of_halves)
 
     def _compare_in_modes(self) -> SplitCheck:
         """Compare in the mode of training, and in that of evaluation if that leaves doubts."""
@@ -457,9 +426,7 @@ class Checker:
             return self._conclude(calm)
         draws = self._draws
         still = self._compare(_Mode.EVALUATION)
-        if still is _Outcome.DIFFERS or (
-            still is _Outcome.EXACT and calm is not _Outcome.NOISY
-        ):
+        if still is _Outcome.DIFFERS or (still is _Outcome.EXACT and calm is not _Outcome.NOISY):
             return self._conclude(still)
         if still is _Outcome.NOISY:
             return self._compare_means(_Mode.EVALUATION)
@@ -468,24 +435,18 @@ class Checker:
             return self._compare_means(_Mode.CALM)
         if calm is _Outcome.FAILED and still is _Outcome.FAILED:
             return SplitCheck(Kept.CANNOT, self._why_failed(), self._size)
-        return SplitCheck(
-            Kept.UNKNOWN, "it is not a finite number", self._size
-        )
+        return SplitCheck(Kept.UNKNOWN, "it is not a finite number", self._size)
 
     def _conclude(self, outcome: _Outcome) -> SplitCheck:
         kept = Kept.YES if outcome is _Outcome.EXACT else Kept.NO
-        return SplitCheck(
-            kept, in_words(self._draws[0], self._size), self._size
-        )
+        return SplitCheck(kept, in_words(self._draws[0], self._size), self._size)
 
     def _compare_means(self, mode: _Mode) -> SplitCheck:
         """Compare the means of several draws of the random numbers."""
         while len(self._draws) < _DRAWS:
             self._draws.append(self._draw(mode, self._drawn))
         differs = differ_beyond_noise(self._draws)
-        text = (
-            f"{in_words(mean_of(self._draws), self._size)} (means of {_DRAWS})"
-        )
+        text = f"{in_words(mean_of(self._draws), self._size)} (means of {_DRAWS})"
         return SplitCheck(Kept.NO if differs else Kept.YES, text, self._size)
 
     def _compare(self, mode: _Mode) -> _Outcome:
@@ -519,9 +480,7 @@ class Checker:
             return _Outcome.NOT_FINITE
         return _Outcome.EXACT if losses.agree else _Outcome.DIFFERS
 
-    def _draw(
-        self, mode: _Mode, random_numbers: GeneratorStates | None = None
-    ) -> Losses:
+    def _draw(self, mode: _Mode, random_numbers: GeneratorStates | None = None) -> Losses:
         """Return the losses of the part and of its halves, one after the other as in a step.
 
         Raises:
@@ -538,13 +497,7 @@ class Checker:
             self._restore(random_numbers)
             halves = (self._value_of(1), self._value_of(2))
             self._drawn = GeneratorStates(self._state.generators)
-        return Losses(
-            whole,
-            halves,
-            self._weights,
-            self._rounding,
-            self._terms,
-        )
+        return Losses(whole, halves, self._weights, self._rounding, self._terms)
 
     def _restore(self, random_numbers: GeneratorStates | None) -> None:
         with self._noting_trouble():
@@ -560,17 +513,11 @@ class Checker:
     def _value_of(self, number: int) -> float:
         """Return the loss of the part (0) or of a half, the mean of all ranks' items."""
         value = math.nan
-        with (
-            self._noting_trouble(),
-            self._around(),
-            torch.set_grad_enabled(self._needs_gradients),
-        ):
+        with self._noting_trouble(), self._around(), torch.set_grad_enabled(self._needs_gradients):
             loss = self._loss_of(self._pieces[number]).detach()
             self._formats.note_loss(loss)
             value = float(loss)
-        rows = self._exchange(
-            value, self._formats.rounding, self._formats.terms
-        )
+        rows = self._exchange(value, self._formats.rounding, self._formats.terms)
         values, roundings, terms = zip(*rows, strict=True)
         self._rounding = max(roundings)
         self._terms = max(terms)
@@ -586,9 +533,7 @@ class Checker:
         except UserError:
             raise
         except Exception as error:
-            failure = classify_failure(
-                error, host_memory_ran_out=self._host_memory_ran_out
-            )
+            failure = classify_failure(error, host_memory_ran_out=self._host_memory_ran_out)
             kind = failure.kind
             is_of_program = kind in (FailureKind.BUG, FailureKind.UNKNOWN)
             # A fault of the device or of a peer says nothing of the pass.
@@ -674,24 +619,17 @@ class _Formats(TorchFunctionMode):
     def rounding(self) -> float:
         """Relative difference that the number formats explain."""
         return max(
-            _TOLERANCE_IN_EPSILONS * self._epsilon_of_loss,
-            _TOLERANCE_OF_INPUTS * self._epsilon,
+            _TOLERANCE_IN_EPSILONS * self._epsilon_of_loss, _TOLERANCE_OF_INPUTS * self._epsilon
         )
 
     def note_loss(self, loss: Tensor) -> None:
         """Take the format of a loss."""
-        self._epsilon_of_loss = max(
-            self._epsilon_of_loss, _epsilon_of(loss.dtype, loss.is_cuda)
-        )
+        self._epsilon_of_loss = max(self._epsilon_of_loss, _epsilon_of(loss.dtype, loss.is_cuda))
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor) and result.is_floating_point():
-            self._epsilon = max(
-                self._epsilon, _epsilon_of(result.dtype, result.is_cuda)
-            )
+            self._epsilon = max(self._epsilon, _epsilon_of(result.dtype, result.is_cuda))
             name = getattr(func, "__name__", "")
             if not result.ndim and name in _ADDING:
                 self._note_terms(args)
@@ -706,9 +644,14 @@ class _Formats(TorchFunctionMode):
                         self.terms = max(self.terms, size)
 
 
-_ADDING = frozenset(
-    ("add", "sub", "rsub", "subtract", "mean", "__add__", "__radd__")
-) | {"__sub__", "__rsub__", "__iadd__", "__isub__", "add_", "sub_"}
+_ADDING = frozenset(("add", "sub", "rsub", "subtract", "mean", "__add__", "__radd__")) | {
+    "__sub__",
+    "__rsub__",
+    "__iadd__",
+    "__isub__",
+    "add_",
+    "sub_",
+}
 """Functions whose result, if it is one number, may be much smaller than what it is made of."""
 
 
@@ -718,11 +661,7 @@ def _epsilon_of(dtype: torch.dtype, is_cuda: bool) -> float:
     if dtype.itemsize < 2:
         return 0.0
     epsilon = torch.finfo(dtype).eps
-    return (
-        max(epsilon, _TF32_EPSILON)
-        if is_cuda and dtype is torch.float32
-        else epsilon
-    )
+    return max(epsilon, _TF32_EPSILON) if is_cuda and dtype is torch.float32 else epsilon
 
 
 # --- for loops of one's own ---
@@ -770,9 +709,7 @@ def check_split(
         raise ValueError(f"size={size}: must be 2 or more")
     parts = Parts.of(batch, length, split, count)
     if parts.samples < 2:
-        return SplitCheck(
-            Kept.UNKNOWN, "the batch has fewer than 2 samples", parts.samples
-        )
+        return SplitCheck(Kept.UNKNOWN, "the batch has fewer than 2 samples", parts.samples)
 
     def loss_of(data: Any) -> Tensor:
         result = function(data)
@@ -780,10 +717,6 @@ def check_split(
         return loss
 
     checker = Checker(
-        loss_of,
-        parts,
-        size or parts.samples // 2,
-        models_of(model, function),
-        function,
+        loss_of, parts, size or parts.samples // 2, models_of(model, function), function
     )
     return checker.check()

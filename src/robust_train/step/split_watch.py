@@ -35,9 +35,7 @@ class SplitWatch:
         self,
         rule: SplitRule | None = None,
         on_found: OnFound = lambda step, check, ends_attempt: None,
-        muted: Callable[
-            [], AbstractContextManager[object]
-        ] = contextlib.nullcontext,
+        muted: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
         self.rule = rule or SplitRule()
         self.on_found = on_found
@@ -48,9 +46,7 @@ class SplitWatch:
         """Return whether this kind of step was checked before."""
         return kind in self._known
 
-    def take(
-        self, kind: object, check: SplitCheck, step: int, *, ran_out: bool
-    ) -> bool:
+    def take(self, kind: object, check: SplitCheck, step: int, *, ran_out: bool) -> bool:
         """Take the check of a kind of step; return whether the step may be computed in parts.
 
         Raises:
@@ -61,9 +57,7 @@ class SplitWatch:
         self._known.add(kind)
         if check.is_kept:
             return True
-        ends_attempt = ran_out and (
-            check.kept is Kept.CANNOT or self._ends_with(check)
-        )
+        ends_attempt = ran_out and (check.kept is Kept.CANNOT or self._ends_with(check))
         self.on_found(step, check, ends_attempt)
         if ends_attempt:
             return False

@@ -30,13 +30,7 @@ Count = Callable[[Any], "float | torch.Tensor"]
 """How many items (samples, tokens, unmasked positions) the loss over this data is a mean of."""
 
 
-def bounds(
-    samples: int,
-    at_most: int,
-    start: int = 0,
-    *,
-    least: int = 1,
-) -> list[tuple[int, int]]:
+def bounds(samples: int, at_most: int, start: int = 0, *, least: int = 1) -> list[tuple[int, int]]:
     """Split the samples from ``start`` up to ``samples``: as few parts as possible, even in size.
 
     Even parts need the least memory. No part has fewer than ``least`` samples if there are that
@@ -46,17 +40,11 @@ def bounds(
     parts = -(-count // at_most)
     if parts > 1:
         parts = max(min(parts, count // least), 1)
-    edges = (
-        [start + count * i // parts for i in range(parts + 1)] if parts else []
-    )
+    edges = [start + count * i // parts for i in range(parts + 1)] if parts else []
     return list(itertools.pairwise(edges))
 
 
-def share_of(
-    samples: Sequence[T],
-    rank: int,
-    ranks: int,
-) -> Sequence[T]:
+def share_of(samples: Sequence[T], rank: int, ranks: int) -> Sequence[T]:
     """Return the slice of ``samples`` for ``rank``; the first ranks may have one more."""
     least, more = divmod(len(samples), ranks)
     start = rank * least + min(rank, more)
@@ -97,17 +85,11 @@ def length_of(batch: Any, *, is_strict: bool = False) -> int:
         )
     if len({length for _, length in lengths}) > 1:
         listed = ", ".join(f"{name} has {length}" for name, length in lengths)
-        raise ValueError(
-            f"cannot count the samples: {listed}; give length=… and split=…"
-        )
+        raise ValueError(f"cannot count the samples: {listed}; give length=… and split=…")
     return lengths[0][1]
 
 
-def part_of(
-    batch: Any,
-    start: int,
-    stop: int,
-) -> Any:
+def part_of(batch: Any, start: int, stop: int) -> Any:
     """Return the samples from ``start`` up to, without, ``stop``, in the structure of ``batch``.
 
     Tensors and arrays are sliced, which copies nothing; mappings, tuples and dataclasses are built
@@ -162,12 +144,7 @@ def _concatenated(first: Any, last: Any) -> Any:
     return rebuilt(first, join)
 
 
-def joined(
-    parts: Sequence[Any],
-    sizes: Sequence[int],
-    *,
-    any_length: bool = False,
-) -> Any:
+def joined(parts: Sequence[Any], sizes: Sequence[int], *, any_length: bool = False) -> Any:
     """Invert :func:`part_of` for what was made of the parts.
 
     Entries for samples are put together. A number with a fraction is a mean, any other a count. Of
@@ -256,20 +233,11 @@ class Parts:
 
     @classmethod
     def of(
-        cls,
-        batch: Any,
-        length: Length | None,
-        split: Split | None,
-        count: Count | None = None,
+        cls, batch: Any, length: Length | None, split: Split | None, count: Count | None = None
     ) -> Parts:
         """Return a user's batch; without a length of theirs it is counted here."""
         length = length or (len if split else length_of)
-        return cls(
-            batch,
-            length(batch),
-            split or part_of,
-            count,
-        )
+        return cls(batch, length(batch), split or part_of, count)
 
     def __post_init__(self) -> None:
         # not those that a function may put in their place
@@ -283,17 +251,9 @@ class Parts:
     @functools.cached_property
     def items(self) -> float:
         """Of how many the loss over the whole batch is a mean."""
-        return float(
-            self.samples if self.count is None else self.count(self.batch)
-        )
+        return float(self.samples if self.count is None else self.count(self.batch))
 
-    def part(
-        self,
-        start: int,
-        stop: int,
-        *,
-        factor: float = 1.0,
-    ) -> Part:
+    def part(self, start: int, stop: int, *, factor: float = 1.0) -> Part:
         """Return the samples from ``start`` to ``stop``; their weight is multiplied by ``factor``.
 
         The whole batch is handed over as it is.
@@ -304,17 +264,9 @@ class Parts:
         if is_whole:
             share = float(not self.counts_whole or self.items != 0)
         else:
-            items = (
-                stop - start if self.count is None else float(self.count(data))
-            )
+            items = stop - start if self.count is None else float(self.count(data))
             share = items / self.items if self.items else 0.0
-        return Part(
-            data,
-            factor * share,
-            start,
-            stop,
-            self.samples,
-        )
+        return Part(data, factor * share, start, stop, self.samples)
 
     def without_weight(self) -> Part:
         """Return one sample that does not count, for a rank that other ranks' collectives need."""
@@ -337,11 +289,7 @@ def _versions_in(batch: Any) -> list[tuple[Any, int]]:
 def _is_array(item: Any) -> bool:
     if isinstance(item, torch.Tensor):
         return True
-    return (
-        hasattr(item, "__array__")
-        and hasattr(item, "shape")
-        and hasattr(item, "dtype")
-    )
+    return hasattr(item, "__array__") and hasattr(item, "shape") and hasattr(item, "dtype")
 
 
 def _has_samples(item: Any) -> bool:
@@ -421,13 +369,7 @@ class MicroBatchSize:
         self.agree(smaller)
         return before, smaller
 
-    def agree(
-        self,
-        size: int | None,
-        *,
-        failed: int = 0,
-        is_known: bool = False,
-    ) -> None:
+    def agree(self, size: int | None, *, failed: int = 0, is_known: bool = False) -> None:
         """Take over what several ranks have agreed on.
 
         Args:

@@ -36,18 +36,10 @@ class LateFigures:
     def __init__(self) -> None:
         self._waiting: tuple[int, Tensor, Any] | None = None
 
-    def swap(
-        self,
-        step: int,
-        figure: Tensor,
-    ) -> tuple[int, float] | None:
+    def swap(self, step: int, figure: Tensor) -> tuple[int, float] | None:
         """Take a figure of ``step``; return the one that was taken before, with its step."""
         figure, event = figure.detach(), None
-        copy = torch.empty_like(
-            figure,
-            device="cpu",
-            pin_memory=figure.is_cuda,
-        )
+        copy = torch.empty_like(figure, device="cpu", pin_memory=figure.is_cuda)
         copy.copy_(figure, non_blocking=figure.is_cuda)
         if figure.is_cuda:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -126,9 +118,7 @@ def _clip(optimizer: torch.optim.Optimizer, most: float | None) -> Tensor:
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     clip = nn.utils.clip_grad_norm_
     norm: Any = clip(trained, most) if most else total_norm(torch, trained)
-    whole: Tensor = (
-        norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    )
+    whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     return whole
 
 
@@ -137,7 +127,5 @@ def _is_bad(figures: Iterable[Tensor | None]) -> Tensor | None:
     if not known:
         return None
     # of a model on several GPUs the loss is elsewhere than the norm
-    finite = [
-        torch.isfinite(figure).all().to(known[-1].device) for figure in known
-    ]
+    finite = [torch.isfinite(figure).all().to(known[-1].device) for figure in known]
     return ~torch.stack(finite).all()

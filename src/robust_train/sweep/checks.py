@@ -46,14 +46,10 @@ class SweeperSettings:
         for name in ("n_trials", "repeat", "n_jobs"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConfigError(
-                    f"hydra.sweeper.{name}={value}: must be 1 or more"
-                )
+                raise ConfigError(f"hydra.sweeper.{name}={value}: must be 1 or more")
         if self.pruner is not None and self.repeat != 1:
             # one repetition says too little of the point
-            raise ConfigError(
-                f"hydra.sweeper.repeat={self.repeat}: a pruner needs repeat=1"
-            )
+            raise ConfigError(f"hydra.sweeper.repeat={self.repeat}: a pruner needs repeat=1")
         if self.direction not in ("maximize", "minimize"):
             raise ConfigError(
                 f"hydra.sweeper.direction={self.direction}: must be maximize or minimize"
@@ -72,11 +68,7 @@ def check_jobs(config: DictConfig, check: Check | None) -> None:
         problem = _problem_of(config, job, check)
         found.add(str(problem))
         # the first two differ in all that is swept
-        if (
-            problem is not None
-            and len(found) == 1
-            and number + 1 >= min(most, 2)
-        ):
+        if problem is not None and len(found) == 1 and number + 1 >= min(most, 2):
             raise problem
         if time.monotonic() > until:
             return
@@ -102,16 +94,12 @@ def _overrides(config: DictConfig) -> Iterator[list[str]]:
             elif override.is_sweep_override():
                 values = override.sweep_string_iterator()
             key = override.get_key_element()
-            own = [
-                f"{key}={one}" for one in itertools.islice(values, _MOST_JOBS)
-            ]
+            own = [f"{key}={one}" for one in itertools.islice(values, _MOST_JOBS)]
             yield own or [line]
 
 
 def _problem_of(
-    config: DictConfig,
-    overrides: list[str],
-    check: Check | None,
+    config: DictConfig, overrides: list[str], check: Check | None
 ) -> ConfigError | None:
     """Return why a job cannot be run. Raises ConfigError: no job with one of its values can."""
     try:
@@ -166,10 +154,7 @@ def misplaced_launcher(config: DictConfig, running: str) -> str:
     counts. ``running``: the one that runs the sweep; empty if unknown."""
     chosen = launcher_of(config)
     if config.hydra.mode != RunMode.MULTIRUN:
-        if (
-            chosen == "basic"
-            or f"hydra/launcher={chosen}" not in config.hydra.overrides.hydra
-        ):
+        if chosen == "basic" or f"hydra/launcher={chosen}" not in config.hydra.overrides.hydra:
             return ""
         return (
             f"hydra/launcher={chosen}: a launcher runs the jobs of a sweep, and this is none; "
@@ -186,9 +171,7 @@ def misplaced_launcher(config: DictConfig, running: str) -> str:
 
 def known_problem(error: BaseException) -> tuple[str, int] | None:
     """Return one line and an exit code for a plugin's error that its user can mend, else None."""
-    if isinstance(error, RuntimeError) and 'Could not detect "srun"' in str(
-        error
-    ):
+    if isinstance(error, RuntimeError) and 'Could not detect "srun"' in str(error):
         return (
             "hydra/launcher=submitit_slurm: no srun here; start the sweep where Slurm's commands "
             "are, or use hydra/launcher=gpu_queue on this machine",

@@ -66,12 +66,7 @@ from robust_train.sweep.record import (
     read_row,
     row_of,
 )
-from robust_train.sweep.session import (
-    fail_fast,
-    prepare,
-    session,
-    sweep_folder_of,
-)
+from robust_train.sweep.session import fail_fast, prepare, session, sweep_folder_of
 from robust_train.sweep.table import screen_table, tally, without
 
 log = logging.getLogger("robust_train")
@@ -144,11 +139,7 @@ class GpuQueue:
         self._killed_at = math.inf
         self._next_show = 0.0
 
-    def launch(
-        self,
-        job_overrides: Sequence[Sequence[str]],
-        first: int,
-    ) -> list[JobReturn]:
+    def launch(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
         """Run a sweeper's batch of jobs; return their results in order, NaN for one that did not
         complete. Raises as :meth:`run`."""
         listed = dict(enumerate(job_overrides, first))
@@ -156,9 +147,7 @@ class GpuQueue:
         returned = []
         for number in listed:
             row = self.rows[number]
-            job = JobReturn(
-                overrides=row.overrides, status=JobStatus.COMPLETED
-            )
+            job = JobReturn(overrides=row.overrides, status=JobStatus.COMPLETED)
             job.return_value = row.objective
             returned.append(job)
         return returned
@@ -167,9 +156,7 @@ class GpuQueue:
         """Run jobs, one as soon as another has ended. Raises JobInterrupted: a signal ended the
         sweep, after every job has ended."""
         setup_globals()
-        configure_log(
-            self._config.hydra.hydra_logging, self._config.hydra.verbose
-        )
+        configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
         shorten_lines()
         show_lines()
         name_keys_as_typed(self._config)
@@ -184,9 +171,7 @@ class GpuQueue:
             if (found := read_record(folder)) is not None:
                 own = self.rows.get(found.job)
                 # the folder may hold jobs of other sweeps
-                if found.sweep == table.sweep or (
-                    own and own.varies_as(found)
-                ):
+                if found.sweep == table.sweep or (own and own.varies_as(found)):
                     self._reports.begin(found.job, folder)
         slots = jobs_at_once(
             self._settings,
@@ -271,9 +256,7 @@ class GpuQueue:
             self._ended(row_of(job, folder))
             return
         self._running[number] = start_job(
-            partial(self._work, config),
-            folder / LOG_FILE,
-            self._signals.__exit__,
+            partial(self._work, config), folder / LOG_FILE, self._signals.__exit__
         )
         self.rows[number] = replace(job, status="starting")
         own = without(of_jobs(job.overrides), self.sweep.table.overrides)
@@ -304,19 +287,14 @@ class GpuQueue:
         """Wait a moment; then handle signals and jobs that have ended."""
         self._show(live)
         # until a job ends: its GPU is free, and the next one takes some time to start
-        wait(
-            [process.sentinel for process in self._running.values()],
-            _POLL_SECONDS,
-        )
+        wait([process.sentinel for process in self._running.values()], _POLL_SECONDS)
         while self._received:
             self._pass_on(self._received.popleft())
         if not self._is_stopping and self._has_lost_folder():
             self._is_stopping = True  # the end says why
         if not self._is_stopping and sweep_stop_requested(self.folder):
             self._is_stopping = True  # the jobs see it as well
-            log.info(
-                "the sweep is stopped: no more jobs start, running ones end"
-            )
+            log.info("the sweep is stopped: no more jobs start, running ones end")
         for number, process in list(self._running.items()):
             code = process.exitcode
             self._read_reports(number)
@@ -324,14 +302,9 @@ class GpuQueue:
                 process.close()  # or a long sweep runs out of descriptors
                 del self._running[number]
                 self._settle(number, code)
-        if (
-            self._running
-            and time.monotonic() > self._killed_at + _KILLED_SECONDS
-        ):
+        if self._running and time.monotonic() > self._killed_at + _KILLED_SECONDS:
             numbers = ", ".join(map(str, self._running))
-            line = (
-                "left behind: the processes of jobs %s do not end when killed"
-            )
+            line = "left behind: the processes of jobs %s do not end when killed"
             log.error(line, numbers)
             self._running.clear()
 
@@ -402,9 +375,7 @@ class GpuQueue:
             signum = signal.SIGKILL
             self._killed_at = time.monotonic()
         else:
-            log.info(
-                "stopping: each job saves a checkpoint; Ctrl-C again kills them"
-            )
+            log.info("stopping: each job saves a checkpoint; Ctrl-C again kills them")
         self._has_passed_on = True
         self._stop(signum)
 
@@ -416,11 +387,7 @@ class GpuQueue:
                 os.kill(process.pid, forwarded(signum))
 
 
-def start_job(
-    work: Callable[[], int],
-    log_path: Path,
-    detach: Callable[[], None],
-) -> ForkProcess:
+def start_job(work: Callable[[], int], log_path: Path, detach: Callable[[], None]) -> ForkProcess:
     """Start a process that prints to ``log_path``, drops its parent's handlers with ``detach`` and
     calls ``work``, which returns the exit code.
 
@@ -439,10 +406,7 @@ def start_job(
         if os.getppid() != parent:
             os._exit(1)
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            open(os.devnull, "rb") as nothing,
-            log_path.open("ab") as log_file,
-        ):
+        with open(os.devnull, "rb") as nothing, log_path.open("ab") as log_file:
             os.dup2(nothing.fileno(), 0)
             os.dup2(log_file.fileno(), 1)
             os.dup2(log_file.fileno(), 2)
@@ -457,10 +421,7 @@ def start_job(
             code = getattr(error, "exit_code", 130)
         raise SystemExit(code)
 
-    process = multiprocessing.get_context("fork").Process(
-        target=be_the_job,
-        args=(os.getpid(),),
-    )
+    process = multiprocessing.get_context("fork").Process(target=be_the_job, args=(os.getpid(),))
     try:
         process.start()
     finally:
@@ -474,12 +435,7 @@ def _receive(signum: int, frame: FrameType | None) -> None:
 
 
 def jobs_at_once(
-    wanted: RobustConfig,
-    n_jobs: int | None,
-    jobs: int,
-    *,
-    gpus: int,
-    cpus: int,
+    wanted: RobustConfig, n_jobs: int | None, jobs: int, *, gpus: int, cpus: int
 ) -> int:
     """Return how many of a sweep's ``jobs`` run side by side.
 

@@ -32,13 +32,7 @@ from robust_train.sweep.record import (
     read_table,
     storage_in,
 )
-from robust_train.sweep.table import (
-    best_first,
-    common,
-    has_results,
-    tally,
-    without,
-)
+from robust_train.sweep.table import best_first, common, has_results, tally, without
 
 SCHEMA = 1
 _MOST_PARAMETERS = 8
@@ -80,8 +74,7 @@ class SweepStory:
         """Return the story in JSON's types, schema first."""
         content = {"schema": SCHEMA, "name": self.name, **vars(self)}
         jobs = [
-            {"row": {**vars(job.row), **job.row.as_json()}, "story": job.story}
-            for job in self.jobs
+            {"row": {**vars(job.row), **job.row.as_json()}, "story": job.story} for job in self.jobs
         ]
         return strict_json(as_json(content | {"jobs": jobs}))
 
@@ -109,9 +102,7 @@ def sweep_story_of(folder: Path) -> SweepStory:
     if not is_over and is_alive(folder, has_ended=False):
         sentence += " It is still running."
     elif not is_over:
-        sentence += (
-            " The end of the sweep is not recorded: its process was killed."
-        )
+        sentence += " The end of the sweep is not recorded: its process was killed."
     return SweepStory(
         folder=str(folder),
         is_over=is_over,
@@ -141,17 +132,14 @@ def sweep_page(sweep: SweepStory) -> str:
                 job,
                 without(job.row.overrides, same),
                 # relative: both pages can be moved together
-                os.path.join(
-                    os.path.relpath(job.row.path, sweep.folder), FILE_NAME
-                )
+                os.path.join(os.path.relpath(job.row.path, sweep.folder), FILE_NAME)
                 if job.story
                 else "",
             )
             for job in sweep.jobs
         ],
         hours=_hours(sweep.jobs),
-        values=curves_of_jobs("Value", values)
-        + _over_parameters(sweep, reports.last),
+        values=curves_of_jobs("Value", values) + _over_parameters(sweep, reports.last),
         losses=curves_of_jobs("Loss", losses, may_be_log=True),
     )
 
@@ -159,9 +147,7 @@ def sweep_page(sweep: SweepStory) -> str:
 def _losses(story: Story | None) -> list[Sequence[Point]]:
     """Return the curves of the loss of training that were not lost."""
     curves = () if story is None else story.curves
-    own = [
-        c for c in curves if c.name in ("loss", "train_loss") and not c.lost
-    ]
+    own = [c for c in curves if c.name in ("loss", "train_loss") and not c.lost]
     return [curve.points for curve in own if curve.name == own[0].name]
 
 
@@ -171,9 +157,7 @@ def _hours(jobs: Sequence[JobStory]) -> str:
     spent = sum(job.hours for job in jobs)
     if not spent:
         return ""
-    on_gpus = any(
-        "cuda" in device for job in jobs for device in job.row.devices
-    )
+    on_gpus = any("cuda" in device for job in jobs for device in job.row.devices)
     text = f"{number(spent)} {'GPU-hours' if on_gpus else 'hours on the CPU'}"
     pruned = [job.hours for job in jobs if job.row.is_pruned]
     done = [job.hours for job in jobs if job.row.has_completed]
@@ -186,9 +170,7 @@ def _hours(jobs: Sequence[JobStory]) -> str:
     )
 
 
-def _over_parameters(
-    sweep: SweepStory, last: Mapping[int, float]
-) -> list[Chart]:
+def _over_parameters(sweep: SweepStory, last: Mapping[int, float]) -> list[Chart]:
     """Draw the value of each job over each parameter that differs, the most important first."""
     points = defaultdict[str, list[tuple[str, float, bool]]](list)
     for job in sweep.jobs:
@@ -197,9 +179,7 @@ def _over_parameters(
             for override in job.row.overrides:
                 key, _, text = override.partition("=")
                 points[key].append((text, value, job.row.is_pruned))
-    varied = {
-        k: own for k, own in points.items() if len({t for t, _, _ in own}) > 1
-    }
+    varied = {k: own for k, own in points.items() if len({t for t, _, _ in own}) > 1}
     shares: dict[str, float] = {}
     if varied and (Path(sweep.folder) / STUDY_FILE).exists():
         # without Optuna, or of too few trials
@@ -207,12 +187,8 @@ def _over_parameters(
             import optuna
 
             storage = storage_in(Path(sweep.folder))
-            shares = importances_of(
-                optuna.load_study(study_name=STUDY, storage=storage)
-            )
-    keys = sorted(varied, key=lambda key: -shares.get(key, 0.0))[
-        :_MOST_PARAMETERS
-    ]
+            shares = importances_of(optuna.load_study(study_name=STUDY, storage=storage))
+    keys = sorted(varied, key=lambda key: -shares.get(key, 0.0))[:_MOST_PARAMETERS]
     charts = []
     for key in keys:
         note = f"Importance {percent(shares[key])}." if key in shares else ""

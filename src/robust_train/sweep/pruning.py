@@ -36,10 +36,7 @@ class Reports:
     def new(self, job: int, folder: Path) -> list[ValueReported]:
         """Return what a job has reported since the last time."""
         data, found = b"", []
-        with (
-            contextlib.suppress(OSError),
-            (folder / _JOURNAL).open("rb") as file,
-        ):
+        with contextlib.suppress(OSError), (folder / _JOURNAL).open("rb") as file:
             file.seek(self._read[job])
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
@@ -49,9 +46,7 @@ class Reports:
                 continue
             with contextlib.suppress(ValueError):
                 event = parse(parse_json(line))
-                if isinstance(event, ValueReported) and self._counts(
-                    event, job
-                ):
+                if isinstance(event, ValueReported) and self._counts(event, job):
                     found.append(event)
         # a step that is done again after a resume is the same report
         self.values[job].update((one.step, one.value) for one in found)
@@ -73,11 +68,7 @@ class Reports:
     @property
     def last(self) -> dict[int, float]:
         """What each job has reported last."""
-        return {
-            job: own[next(reversed(own))]
-            for job, own in self.values.items()
-            if own
-        }
+        return {job: own[next(reversed(own))] for job, own in self.values.items() if own}
 
     def is_behind(self, job: int, patience: int) -> bool:
         """Return whether a job's best value was worse than that of another one, after as many
@@ -87,16 +78,11 @@ class Reports:
             return False
         sign = -1 if self._mode == "min" else 1
         best = {
-            number: list(
-                accumulate((sign * value for value in each.values()), max)
-            )
+            number: list(accumulate((sign * value for value in each.values()), max))
             for number, each in self.values.items()
         }
         own = best.pop(job)
         return len(own) >= patience and all(
-            any(
-                len(other) > at and other[at] > own[at]
-                for other in best.values()
-            )
+            any(len(other) > at and other[at] > own[at] for other in best.values())
             for at in range(len(own) - patience, len(own))
         )

@@ -29,12 +29,7 @@ from robust_train.folder.state import (
 )
 from robust_train.model.attempt import Attempt
 from robust_train.model.errors import EXIT_BAD_CONFIG
-from robust_train.model.events import (
-    SCHEMA,
-    Json,
-    MalformedEventError,
-    from_json,
-)
+from robust_train.model.events import SCHEMA, Json, MalformedEventError, from_json
 from robust_train.readable import shortened, signal_name
 
 if TYPE_CHECKING:
@@ -150,22 +145,13 @@ class SweepJob:
 
     def refused(self, reason: str) -> SweepJob:
         """Return the job as one that must not run."""
-        return replace(
-            self,
-            status=Status.REFUSED,
-            exit_code=EXIT_BAD_CONFIG,
-            reason=reason,
-        )
+        return replace(self, status=Status.REFUSED, exit_code=EXIT_BAD_CONFIG, reason=reason)
 
     def write(self, folder: Path) -> None:
         """Write it into its run folder, whole or not at all; a full disk costs a warning."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            content = {
-                "schema": 2,
-                **vars(self),
-                **lacked_by_json(self.result),
-            }
+            content = {"schema": 2, **vars(self), **lacked_by_json(self.result)}
             write_json(folder / JOB_FILE, content, indent=2)
         except OSError as error:
             log.warning("cannot write to %s: %s", folder, error.strerror)
@@ -186,12 +172,7 @@ class SweepJob:
         return from_json(cls, with_lacked_by_json(content))
 
 
-def begun(
-    own: SweepJob,
-    earlier: SweepJob | None,
-    *,
-    resume: bool,
-) -> tuple[SweepJob, bool]:
+def begun(own: SweepJob, earlier: SweepJob | None, *, resume: bool) -> tuple[SweepJob, bool]:
     """Return the record of a job that is about to start in a folder where an ``earlier`` one may
     have left its own, and whether what else is there is its own too, to be resumed.
 
@@ -220,11 +201,7 @@ def read_row(folder: Path) -> SweepJob | None:
     return None if record is None else row_of(record, folder)
 
 
-def row_of(
-    job: SweepJob,
-    folder: Path,
-    returncode: int | None = None,
-) -> SweepJob:
+def row_of(job: SweepJob, folder: Path, returncode: int | None = None) -> SweepJob:
     """Return a job of which this is the record as it is now, however it has ended. ``returncode``
     is of its process, for whoever knows that it has ended."""
     summary, attempts = read_summary(folder), tuple[Attempt, ...]()
@@ -233,11 +210,7 @@ def row_of(
     job = replace(job, folder=str(folder))
     if summary is not None:
         attempts = summary.attempts
-        job = replace(
-            job,
-            wall_seconds=summary.wall_seconds,
-            wait_seconds=summary.wait_seconds,
-        )
+        job = replace(job, wall_seconds=summary.wall_seconds, wait_seconds=summary.wait_seconds)
     if job.status != Status.STARTED:
         pass  # recorded by its own process
     elif summary is not None:
@@ -281,14 +254,8 @@ def ending_of_process(returncode: int | None) -> tuple[str, int, str | None]:
         why = f"interrupted by {signal_name(signum)} before it had begun"
         return Status.INTERRUPTED, 128 + signum, why
     if returncode < 0:
-        return (
-            Status.DIED,
-            1,
-            f"its process was killed by {signal_name(signum)}",
-        )
-    why = (
-        f"its process ended with exit code {returncode} and without a summary"
-    )
+        return (Status.DIED, 1, f"its process was killed by {signal_name(signum)}")
+    why = f"its process ended with exit code {returncode} and without a summary"
     return Status.DIED, returncode, why
 
 
@@ -304,11 +271,7 @@ def exit_code_of(rows: Sequence[SweepJob]) -> int:
     return next((row.exit_code for row in failed if row.exit_code), 0)
 
 
-def link_outside(
-    folder: Path,
-    job: int,
-    sweep_folder: Path,
-) -> None:
+def link_outside(folder: Path, job: int, sweep_folder: Path) -> None:
     """Leave a link in a sweep's folder to a job's run folder that lies elsewhere.
 
     ``hydra.sweep.subdir`` may lead out of the folder, in which the jobs are looked for.
@@ -339,9 +302,7 @@ def job_folders(sweep_folder: Path) -> Iterator[Path]:
             names.clear()  # no job lies inside another
             yield Path(folder)
         else:
-            names[:] = sorted(
-                name for name in names if not name.startswith(".")
-            )
+            names[:] = sorted(name for name in names if not name.startswith("."))
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,7 @@ from statistics import fmean
 from typing import Any
 
 import optuna
-from hydra.core.override_parser.types import (
-    IntervalSweep,
-    Override,
-    RangeSweep,
-    Transformer,
-)
+from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep, Transformer
 from optuna.distributions import (
     BaseDistribution,
     CategoricalDistribution,
@@ -70,9 +65,7 @@ class Search(Jobs):
     ) -> None:
         super().__init__({})
         self._folder, self._settings = queue.folder, settings
-        self._space = {
-            key: distribution(override) for key, override in swept.items()
-        }
+        self._space = {key: distribution(override) for key, override in swept.items()}
         self._fixed, self._seeds = fixed, seeds
         self.most = settings.n_trials * len(seeds)
         self._had: dict[int, Trial] = {}  # trials that this launch has run
@@ -96,10 +89,7 @@ class Search(Jobs):
                 f"{self._folder / STUDY_FILE}: {named_line(error)}; choose another "
                 "hydra.sweep.dir, or move the file away to begin the search again"
             ) from error
-        begun = {
-            "repeat": settings.repeat,
-            "direction": settings.direction,
-        }
+        begun = {"repeat": settings.repeat, "direction": settings.direction}
         known = self._study.user_attrs or begun
         if known != begun:
             raise ConfigError(
@@ -110,9 +100,7 @@ class Search(Jobs):
         for name, value in begun.items():
             self._study.set_user_attr(name, value)
         # the jobs of trials that ended in an earlier launch are a part of this one
-        over = {
-            one.number for one in self._trials() if one.state.is_finished()
-        }
+        over = {one.number for one in self._trials() if one.state.is_finished()}
         sweep = queue.sweep.table.sweep
         drawn = (*self._space, *(one.partition("=")[0] for one in seeds[0]))
         changed = set[str]()
@@ -121,9 +109,7 @@ class Search(Jobs):
             if row and row.trial in over and row.sweep != sweep:
                 replace(row, sweep=sweep, reused=True).write(folder)
                 changed |= {*fixed} ^ {
-                    one
-                    for one in row.overrides
-                    if one.partition("=")[0] not in drawn
+                    one for one in row.overrides if one.partition("=")[0] not in drawn
                 }
         if others := public_command(of_jobs(sorted(changed))):
             log.warning(
@@ -155,9 +141,7 @@ class Search(Jobs):
         None if there were as many as wanted."""
         trials = self._trials()
         left = [
-            one
-            for one in trials
-            if not one.state.is_finished() and one.number not in self._had
+            one for one in trials if not one.state.is_finished() and one.number not in self._had
         ]
         if left:
             self._study.sampler = self._sampler(left[0].number)
@@ -217,13 +201,9 @@ class Search(Jobs):
         elif values and len(values) == sum(row.has_completed for row in rows):
             self._study.tell(trial, fmean(values))
         else:
-            reason = "; ".join(
-                dict.fromkeys(row.why for row in rows if row.why)
-            )
+            reason = "; ".join(dict.fromkeys(row.why for row in rows if row.why))
             if all(row.has_completed for row in rows):
-                log.warning(
-                    "trial %d counts as failed: %s", trial.number, reason
-                )
+                log.warning("trial %d counts as failed: %s", trial.number, reason)
             trial.set_user_attr("reason", reason)
             self._study.tell(trial, state=TrialState.FAIL)
 
@@ -250,9 +230,7 @@ def _made(wanted: Any) -> Any:
         return arguments
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", optuna.exceptions.ExperimentalWarning
-            )
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             return pkgutil.resolve_name(target)(**arguments)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"hydra.sweeper: {target}: {error}") from error
@@ -283,16 +261,12 @@ def distribution(override: Override) -> BaseDistribution:
             numbers, step = list(value.range()), abs(value.step)
             low, high = min(numbers), max(numbers)
             if isinstance(value.start, int) and isinstance(step, int):
-                return IntDistribution(
-                    int(low), int(high), log=is_log, step=step
-                )
+                return IntDistribution(int(low), int(high), log=is_log, step=step)
             return FloatDistribution(low, high, step=step)
         return CategoricalDistribution(
             [
                 each if isinstance(each, (bool, int, float)) else str(each)
-                for each in override.sweep_iterator(
-                    transformer=Transformer.encode
-                )
+                for each in override.sweep_iterator(transformer=Transformer.encode)
             ]
         )
     except (ValueError, AssertionError) as error:

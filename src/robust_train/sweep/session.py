@@ -33,16 +33,8 @@ from robust_train.config.checks import hide_urls, unchecked
 from robust_train.config.projects import as_typed, their_keys
 from robust_train.config.schema import RobustConfig
 from robust_train.files import plain, set_aside
-from robust_train.folder.hydra_state import (
-    OF_HYDRA,
-    close_to_others,
-    composed_files,
-)
-from robust_train.folder.lock import (
-    RunLock,
-    refusal,
-    wait_until_free,
-)
+from robust_train.folder.hydra_state import OF_HYDRA, close_to_others, composed_files
+from robust_train.folder.lock import RunLock, refusal, wait_until_free
 from robust_train.folder.provenance import (
     changed_files,
     config_digests,
@@ -85,14 +77,7 @@ from robust_train.sweep.record import (
     read_row,
     read_rows,
 )
-from robust_train.sweep.table import (
-    as_csv,
-    best_first,
-    point_table,
-    screen_table,
-    tally,
-    unranked,
-)
+from robust_train.sweep.table import as_csv, best_first, point_table, screen_table, tally, unranked
 
 log = logging.getLogger("robust_train")
 
@@ -121,9 +106,7 @@ class Sweep:
 
     def rows(self) -> list[SweepJob]:
         """Return the jobs so far, by number, with known ones that have left nothing on disk."""
-        found = {
-            row.job: row for row in read_rows(self.folder, self.table.sweep)
-        }
+        found = {row.job: row for row in read_rows(self.folder, self.table.sweep)}
         rows = self.known | found
         return [rows[number] for number in sorted(rows)]
 
@@ -153,9 +136,7 @@ class Sweep:
             table.write(folder)
             save(folder / "sweep.csv", as_csv(rows))
         except OSError as error:
-            log.warning(
-                "cannot write a table to %s: %s", folder, error.strerror
-            )
+            log.warning("cannot write a table to %s: %s", folder, error.strerror)
         write_sweep_report(folder)
         self._notify(table, ended)
         points = best_first(table)
@@ -175,10 +156,7 @@ class Sweep:
         return code
 
     def _notify(self, table: SweepTable, ended: str) -> None:
-        stopped = any(
-            row.status in (Status.INTERRUPTED, Status.NOT_STARTED)
-            for row in table.jobs
-        )
+        stopped = any(row.status in (Status.INTERRUPTED, Status.NOT_STARTED) for row in table.jobs)
         failure = "interrupted" if stopped else "failed"
         host = socket.gethostname()
         self.notifier.send(
@@ -191,8 +169,7 @@ class Sweep:
                 "host": host,
                 # not its overrides, which may hold a secret
                 "jobs": [
-                    {"job": r.job, "status": r.status, "result": r.result}
-                    for r in table.jobs
+                    {"job": r.job, "status": r.status, "result": r.result} for r in table.jobs
                 ],
             },
         )
@@ -223,21 +200,13 @@ class HydraSession:
         self.exit_code = self.exit_code or exit_code
 
     def job_ended(
-        self,
-        status: str,
-        exit_code: int,
-        reason: str | None = None,
-        result: Any = None,
+        self, status: str, exit_code: int, reason: str | None = None, result: Any = None
     ) -> None:
         """Record the end of the job that Hydra has entered. The first call counts."""
         self.note(exit_code)
         if self.job is not None and self.job.is_running:
             self.job = replace(
-                self.job,
-                status=status,
-                exit_code=exit_code,
-                reason=reason,
-                result=result,
+                self.job, status=status, exit_code=exit_code, reason=reason, result=result
             )
             if not is_anothers(self.sweep_folder, self.job.sweep):
                 self.job.write(self.job.path)
@@ -284,21 +253,15 @@ class HydraSession:
             (folder / SWEEP_LIMIT_FILE).unlink(missing_ok=True)
             table.write(folder)
         except OSError as error:
-            raise ConfigError(
-                f"sweep folder {folder}: {error.strerror}"
-            ) from error
-        if launcher != "gpu_queue" and (
-            patience := unchecked(config).sweep_patience
-        ):
+            raise ConfigError(f"sweep folder {folder}: {error.strerror}") from error
+        if launcher != "gpu_queue" and (patience := unchecked(config).sweep_patience):
             log.warning(
                 f"sweep_patience={patience}: hydra/launcher={launcher} runs each job to its end; "
                 "gpu_queue and our sweepers stop those that are behind"
             )
         os.environ[SWEEP_VARIABLE] = id_
         remember_mask(os.environ)
-        notifier = Notifier(
-            notifications(unchecked(config).notify, os.environ)
-        )
+        notifier = Notifier(notifications(unchecked(config).notify, os.environ))
         self.sweep, self.exit_code = Sweep(table, folder, lock, notifier), 0
         detach.has_begun(folder, detach.sweep_text(folder))
         # a project with a command of its own gets its table also when a job's error ends the sweep
@@ -312,10 +275,7 @@ class HydraSession:
             signals = SignalWatch()
             # one signal too many must not cost the table; nor, once they are blocked again as an
             # interrupted sweep leaves them, the exit code while the interpreter ends
-            with (
-                signals,
-                signals.handed_to(lambda signum: sweep.notifier.hurry()),
-            ):
+            with signals, signals.handed_to(lambda signum: sweep.notifier.hurry()):
                 try:
                     self.note(sweep.show_and_write())
                 finally:
@@ -358,8 +318,7 @@ def prepare(config: DictConfig, folder: Path) -> SweepJob:
         changed = ", ".join(changed_files(read_environment(folder), digests))
         log.log(
             logging.WARNING if changed else logging.INFO,
-            "job %s %s in an earlier launch of this sweep and is not run again "
-            "(resume=true)%s",
+            "job %s %s in an earlier launch of this sweep and is not run again (resume=true)%s",
             job.job,
             job.status,
             f"; its config has changed since: {changed}" if changed else "",
@@ -373,9 +332,7 @@ def prepare(config: DictConfig, folder: Path) -> SweepJob:
             (folder / "summary.json").unlink(missing_ok=True)
         except OSError as error:
             # not run over it: a checkpoint of another job must not be mistaken for this one's
-            return own.refused(
-                f"{folder}: cannot move aside what it holds: {error.strerror}"
-            )
+            return own.refused(f"{folder}: cannot move aside what it holds: {error.strerror}")
         if sweep_stop_requested(sweep_folder_of(config)):
             reason = "the sweep was stopped"
             job = replace(job, status=Status.NOT_STARTED, reason=reason)
@@ -385,18 +342,12 @@ def prepare(config: DictConfig, folder: Path) -> SweepJob:
     return job
 
 
-def fail_fast(
-    settings: RobustConfig,
-    job: SweepJob,
-    folder: Path,
-) -> None:
+def fail_fast(settings: RobustConfig, job: SweepJob, folder: Path) -> None:
     """Stop the sweep in ``folder`` if a job of it has failed and its user wants that."""
     if settings.sweep_fail_fast and job.exit_code:
         with contextlib.suppress(OSError, RefusedError):
             request_sweep_stop(folder)
-            log.info(
-                "job %d has ended the sweep: sweep_fail_fast=true", job.job
-            )
+            log.info("job %d has ended the sweep: sweep_fail_fast=true", job.job)
 
 
 class SweepCallback(Callback):
@@ -470,12 +421,7 @@ class SweepCallback(Callback):
             is_over = session.job.has_completed or session.job.is_pruned
             note_ended_earlier(folder if is_over else None)
 
-    def on_job_end(
-        self,
-        config: DictConfig,
-        job_return: JobReturn,
-        **kwargs: Any,
-    ) -> None:
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """Record the end of the job's function, unless it was interrupted."""
         if self._working_directory is not None:
             # A job in this process may have changed it, and the folders of the next jobs, which

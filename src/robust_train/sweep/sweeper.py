@@ -49,10 +49,7 @@ def sweep(
     lines = [f"{key}={value}" for key, value in params.items()]
     lines += arguments  # comes last, and counts
     parser = OverridesParser.create(config_loader=context.config_loader)
-    by_key = {
-        override.get_key_element(): override
-        for override in parser.parse_overrides(lines)
-    }
+    by_key = {override.get_key_element(): override for override in parser.parse_overrides(lines)}
     swept = {k: one for k, one in by_key.items() if one.is_sweep_override()}
     fixed = [
         f"{key}={override.get_value_element_as_str()}"
@@ -61,10 +58,7 @@ def sweep(
     ]
     seeds = _seeds(settings, config, by_key)
     queue = GpuQueue(
-        context,
-        task_function,
-        config,
-        settings.n_jobs or config.hydra.launcher.get("n_jobs"),
+        context, task_function, config, settings.n_jobs or config.hydra.launcher.get("n_jobs")
     )
     if settings.sampler is None:
         jobs = dict(enumerate(_combinations(swept, fixed, seeds)))
@@ -81,9 +75,7 @@ def sweep(
 
 
 def _combinations(
-    swept: Mapping[str, Override],
-    fixed: list[str],
-    seeds: list[list[str]],
+    swept: Mapping[str, Override], fixed: list[str], seeds: list[list[str]]
 ) -> list[list[str]]:
     """Return the overrides of each job of a grid."""
     jobs = [fixed]
@@ -99,9 +91,7 @@ def _combinations(
 
 
 def _seeds(
-    settings: SweeperSettings,
-    config: DictConfig,
-    by_key: Mapping[str, Override],
+    settings: SweeperSettings, config: DictConfig, by_key: Mapping[str, Override]
 ) -> list[list[str]]:
     """Return the overrides of each repetition of a point; none without ``repeat``."""
     if settings.repeat == 1:
@@ -112,10 +102,5 @@ def _seeds(
         raise ConfigError(
             f"hydra.sweeper.repeat={settings.repeat} sets {key} itself; leave it out of the sweep"
         )
-    first: Any = (
-        OmegaConf.select(config, key) if given is None else given.value()
-    )
-    return [
-        [f"{key}={int(first or 0) + number}"]
-        for number in range(settings.repeat)
-    ]
+    first: Any = OmegaConf.select(config, key) if given is None else given.value()
+    return [[f"{key}={int(first or 0) + number}"] for number in range(settings.repeat)]

@@ -56,9 +56,7 @@ def point_table(points: Sequence[Sequence[SweepJob]]) -> list[str]:
     for rows, own in zip(points, shared, strict=True):
         values = values_of(rows)
         spread = f" ± {stdev(values):.3g}" if len(values) > 1 else ""
-        failed = ", ".join(
-            without(row.overrides, own) for row in rows if row.exit_code
-        )
+        failed = ", ".join(without(row.overrides, own) for row in rows if row.exit_code)
         lines.append(
             (
                 rows[0].trial,
@@ -71,10 +69,7 @@ def point_table(points: Sequence[Sequence[SweepJob]]) -> list[str]:
     return aligned(lines, ("trial", "mean ± std", "seeds", "overrides", ""))
 
 
-def screen_table(
-    rows: Sequence[SweepJob],
-    values: Mapping[int, float] | None = None,
-) -> list[str]:
+def screen_table(rows: Sequence[SweepJob], values: Mapping[int, float] | None = None) -> list[str]:
     """Return jobs in plain columns; of the overrides only those in which they differ.
 
     ``values``: what jobs have reported last, by number; then only those that run are shown.
@@ -88,11 +83,7 @@ def screen_table(
     return aligned(shown, COLUMNS)
 
 
-def _cells(
-    row: SweepJob,
-    overrides: str,
-    values: Mapping[int, float],
-) -> list[object]:
+def _cells(row: SweepJob, overrides: str, values: Mapping[int, float]) -> list[object]:
     wall = row.wall_seconds
     result = values.get(row.job) if row.is_running else row.result
     return [
@@ -113,16 +104,12 @@ def common(overrides: Sequence[Sequence[str]]) -> list[str]:
     """Return the overrides that all jobs have; none of a single job."""
     if len(overrides) < 2:
         return []
-    return [
-        one for one in overrides[0] if all(one in other for other in overrides)
-    ]
+    return [one for one in overrides[0] if all(one in other for other in overrides)]
 
 
 def without(overrides: Sequence[str], others: Sequence[str]) -> str:
     """Return the overrides that are not among the others, without secrets, as one text."""
-    return " ".join(
-        public_command([one for one in overrides if one not in others])
-    )
+    return " ".join(public_command([one for one in overrides if one not in others]))
 
 
 def tally(rows: Sequence[SweepJob]) -> str:
@@ -178,9 +165,5 @@ def short_result(result: Any) -> str:
         return "-"
     if isinstance(result, float):
         return f"{result:.6g}"
-    text = (
-        result
-        if isinstance(result, str)
-        else json.dumps(result, ensure_ascii=False)
-    )
+    text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
     return shortened(text, _LONGEST_RESULT)

@@ -25,15 +25,9 @@ _VALIDATION_FRACTION = 0.1
 # not the job's seed: runs with different seeds are compared on the same test images
 _SPLIT_SEED = 0
 _FLOWERS102_URL = "https://www.robots.ox.ac.uk/~vgg/data/flowers/102/"
-_CUB200_URL = (
-    "https://data.caltech.edu/records/65de6-vp158/files/CUB_200_2011.tgz"
-)
+_CUB200_URL = "https://data.caltech.edu/records/65de6-vp158/files/CUB_200_2011.tgz"
 _CUB200_MD5 = "97eceeb196236b17998738112f37df78"
-_CUB200_LISTS = (
-    "images.txt",
-    "image_class_labels.txt",
-    "train_test_split.txt",
-)
+_CUB200_LISTS = ("images.txt", "image_class_labels.txt", "train_test_split.txt")
 # urllib waits for ever by default
 SILENCE_SECONDS = 20.0
 
@@ -92,9 +86,7 @@ def open_data(cfg: Any) -> Splits:
     for what in ("train", "validation", "test"):
         part: Images = getattr(splits, what)
         if not part.labels:
-            raise ConfigError(
-                f"dataset.root={cfg.root}: {cfg.name} has no {what} images there"
-            )
+            raise ConfigError(f"dataset.root={cfg.root}: {cfg.name} has no {what} images there")
         for name, label in zip(part.names, part.labels, strict=True):
             if not 0 <= label < known:
                 raise ConfigError(
@@ -103,9 +95,7 @@ def open_data(cfg: Any) -> Splits:
                 )
     wanted = cfg.num_classes or known
     if wanted < known:
-        raise ConfigError(
-            f"dataset.num_classes={wanted}: {cfg.name} has {known} classes"
-        )
+        raise ConfigError(f"dataset.num_classes={wanted}: {cfg.name} has {known} classes")
     return replace(splits, shape=replace(splits.shape, num_classes=wanted))
 
 
@@ -117,9 +107,7 @@ def stratified_split(source: Images, fraction: float) -> tuple[Images, Images]:
     first: list[int] = []
     second: list[int] = []
     for label in sorted(set(source.labels)):
-        members = [
-            index for index, own in enumerate(source.labels) if own == label
-        ]
+        members = [index for index, own in enumerate(source.labels) if own == label]
         order = torch.randperm(len(members), generator=generator).tolist()
         count = min(max(round(len(members) * fraction), 1), len(members) - 1)
         second += [members[position] for position in order[:count]]
@@ -140,8 +128,7 @@ def _open_digits(cfg: Any) -> Splits:
     bunch = require("sklearn.datasets", "dataset=digits").load_digits()
     scaled = (bunch.images * (255 / _DIGITS_WHITE)).round().astype("uint8")
     pixels = {
-        f"digit {number} of scikit-learn": image.tobytes()
-        for number, image in enumerate(scaled)
+        f"digit {number} of scikit-learn": image.tobytes() for number, image in enumerate(scaled)
     }
     digits = Images(list(pixels), bunch.target.tolist(), pixels)
     train, held_out = stratified_split(digits, _DIGITS_HELD_OUT)
@@ -179,17 +166,11 @@ def _open_image_folder(cfg: Any) -> Splits:
 
 
 def _classes_in(folder: Path) -> list[str]:
-    return sorted(
-        one.name
-        for one in folder.iterdir()
-        if one.is_dir() and one.name[0] != "."
-    )
+    return sorted(one.name for one in folder.iterdir() if one.is_dir() and one.name[0] != ".")
 
 
 def _read_classes(folder: Path, classes: Sequence[str]) -> Images:
-    torchvision = require(
-        "torchvision.datasets.folder", "dataset=image_folder"
-    )
+    torchvision = require("torchvision.datasets.folder", "dataset=image_folder")
     own = _classes_in(folder)
     if unknown := sorted(set(own) - set(classes)):
         raise ConfigError(
@@ -201,14 +182,9 @@ def _read_classes(folder: Path, classes: Sequence[str]) -> Images:
             {name: classes.index(name) for name in own},
             (*torchvision.IMG_EXTENSIONS, ".gif"),
         )
-    except (
-        FileNotFoundError,
-        ValueError,
-    ) as error:  # a class, or all, without an image
+    except (FileNotFoundError, ValueError) as error:  # a class, or all, without an image
         raise ConfigError(f"dataset=image_folder: {folder}: {error}") from None
-    return Images(
-        [name for name, _ in samples], [label for _, label in samples]
-    )
+    return Images([name for name, _ in samples], [label for _, label in samples])
 
 
 def _open_flowers102(cfg: Any) -> Splits:
@@ -232,22 +208,12 @@ def _open_flowers102(cfg: Any) -> Splits:
         numbers = _matlab_values(source, set_id)
         if not all(1 <= number <= len(labels) for number in numbers):
             raise ConfigError(
-                f"dataset=flowers102: {source}, {set_id}: an image has no label in "
-                "imagelabels.mat"
+                f"dataset=flowers102: {source}, {set_id}: an image has no label in imagelabels.mat"
             )
-        paths = [
-            folder / "jpg" / f"image_{number:05d}.jpg" for number in numbers
-        ]
-        return _image_files(
-            source, paths, [labels[number - 1] for number in numbers]
-        )
+        paths = [folder / "jpg" / f"image_{number:05d}.jpg" for number in numbers]
+        return _image_files(source, paths, [labels[number - 1] for number in numbers])
 
-    return Splits(
-        split("trnid"),
-        split("valid"),
-        split("tstid"),
-        Shape(102),
-    )
+    return Splits(split("trnid"), split("valid"), split("tstid"), Shape(102))
 
 
 def _matlab_values(path: Path, key: str) -> list[int]:
@@ -272,17 +238,11 @@ def _open_cub200(cfg: Any) -> Splits:
         "CUB_200_2011",
         ("images", *_CUB200_LISTS),
         _CUB200_URL,
-        lambda torchvision, root: (
-            torchvision.utils.download_and_extract_archive(
-                _CUB200_URL,
-                root,
-                md5=_CUB200_MD5,
-            )
+        lambda torchvision, root: torchvision.utils.download_and_extract_archive(
+            _CUB200_URL, root, md5=_CUB200_MD5
         ),
     )
-    names, labels, parts = (
-        _bird_column(folder / name) for name in _CUB200_LISTS
-    )
+    names, labels, parts = (_bird_column(folder / name) for name in _CUB200_LISTS)
 
     def split(part: str) -> Images:
         own = [image for image in names if parts[image] == part]
@@ -316,18 +276,12 @@ def _bird_column(source: Path) -> dict[str, str]:
     return values
 
 
-def _image_files(
-    source: Path, paths: Sequence[Path], labels: Sequence[int]
-) -> Images:
+def _image_files(source: Path, paths: Sequence[Path], labels: Sequence[int]) -> Images:
     """Return images with their labels counted from 0."""
     missing = next((path for path in paths if not path.is_file()), None)
     if missing is not None:
-        raise ConfigError(
-            f"dataset: {source} names {missing}, which is not there"
-        )
-    return Images(
-        [str(path) for path in paths], [label - 1 for label in labels]
-    )
+        raise ConfigError(f"dataset: {source} names {missing}, which is not there")
+    return Images([str(path) for path in paths], [label - 1 for label in labels])
 
 
 _DATASETS: Mapping[str, Callable[[Any], Splits]] = {
@@ -365,9 +319,7 @@ def _fetched(
             _fetch_whole(partial(fetch, torchvision), root, name)
         except (OSError, RuntimeError, EOFError) as error:
             # urllib's errors are OSErrors; torchvision reports a wrong checksum as RuntimeError
-            reason = (
-                str(getattr(error, "reason", error)) or type(error).__name__
-            )
+            reason = str(getattr(error, "reason", error)) or type(error).__name__
             raise ConfigError(
                 f"dataset={cfg.name}: could not be fetched from {url} ({reason.splitlines()[0]}); "
                 f"{way_out}"
@@ -375,11 +327,7 @@ def _fetched(
     return next(filter(is_there, folders))
 
 
-def _fetch_whole(
-    fetch: Callable[[Path], object],
-    root: Path,
-    name: str,
-) -> None:
+def _fetch_whole(fetch: Callable[[Path], object], root: Path, name: str) -> None:
     """Fetch ``root / name`` by way of a folder of our own: what fails half-way leaves nothing, and
     jobs that fetch at the same time replace each other's files by the same ones."""
     before = socket.getdefaulttimeout()
@@ -389,10 +337,7 @@ def _fetch_whole(
         with TemporaryDirectory(dir=root, prefix=".download-") as temporary:
             fetch(Path(temporary))
             shutil.copytree(
-                Path(temporary, name),
-                root / name,
-                copy_function=os.replace,
-                dirs_exist_ok=True,
+                Path(temporary, name), root / name, copy_function=os.replace, dirs_exist_ok=True
             )
     finally:
         socket.setdefaulttimeout(before)

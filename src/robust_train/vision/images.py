@@ -49,12 +49,7 @@ class ImageDataset(Dataset[Any]):
     ``dataset.augment``."""
 
     def __init__(
-        self,
-        source: Images,
-        spec: ImageSpec,
-        *,
-        augment: str = "none",
-        seed: int = 0,
+        self, source: Images, spec: ImageSpec, *, augment: str = "none", seed: int = 0
     ) -> None:
         self.source = source
         self.spec = spec
@@ -65,11 +60,7 @@ class ImageDataset(Dataset[Any]):
         self._resize = v2.Resize((spec.size, spec.size), bicubic)
         if augment == "crop_flip":
             changes: list[Any] = [
-                v2.RandomResizedCrop(
-                    spec.size,
-                    scale=_CROP_AREAS,
-                    interpolation=bicubic,
-                ),
+                v2.RandomResizedCrop(spec.size, scale=_CROP_AREAS, interpolation=bicubic),
                 v2.RandomHorizontalFlip(),
             ]
         else:
@@ -110,12 +101,7 @@ class ImageDataset(Dataset[Any]):
         try:
             with self.source.image(index) as image:
                 return image.convert("L" if self.spec.channels == 1 else "RGB")
-        except (
-            Image.DecompressionBombError,
-            SyntaxError,
-            ValueError,
-            OSError,
-        ) as error:
+        except (Image.DecompressionBombError, SyntaxError, ValueError, OSError) as error:
             # PIL's own OSErrors have no number; others than "no such file" are the disk's
             if getattr(error, "errno", None) not in (None, errno.ENOENT):
                 raise
@@ -161,11 +147,7 @@ class BatchPlan:
         generator = torch.Generator().manual_seed(seed)
         return torch.randperm(self.num_samples, generator=generator).tolist()
 
-    def steps(
-        self,
-        epoch: int,
-        start: int = 0,
-    ) -> Iterator[list[Sequence[int]]]:
+    def steps(self, epoch: int, start: int = 0) -> Iterator[list[Sequence[int]]]:
         """Yield what this rank reads of each optimizer step from sample ``start`` on. A step's
         samples and their order depend on the effective batch alone. In an epoch's last step a rank
         may have none."""
@@ -183,17 +165,13 @@ class BatchPlan:
 
 def in_order(samples: Sequence[int], size: int) -> list[Sequence[int]]:
     """Split samples into batches without shuffling."""
-    return [
-        samples[first : first + size] for first in range(0, len(samples), size)
-    ]
+    return [samples[first : first + size] for first in range(0, len(samples), size)]
 
 
 def read_at_once(effective_batch: int) -> int:
     """Return the samples to read at once while the micro-batch size is unknown. Workers read ahead
     in such parts, so a large effective batch must not be a single one."""
-    samples = max(
-        n for n in range(1, _READ_AT_MOST + 1) if effective_batch % n == 0
-    )
+    samples = max(n for n in range(1, _READ_AT_MOST + 1) if effective_batch % n == 0)
     too_few = 4 * samples < min(_READ_AT_MOST, effective_batch)
     return effective_batch if too_few else samples
 
@@ -211,13 +189,9 @@ def read_batches(
     never hold memory at the same time. ``pinned``: into memory from which a GPU copies at once."""
     loader: DataLoader[Any] = DataLoader(
         dataset,
-        batch_sampler=[
-            [(epoch, index) for index in chunk] for chunk in chunks
-        ],
+        batch_sampler=[[(epoch, index) for index in chunk] for chunk in chunks],
         num_workers=training.num_workers,
-        prefetch_factor=training.prefetch_factor
-        if training.num_workers
-        else None,
+        prefetch_factor=training.prefetch_factor if training.num_workers else None,
         pin_memory=pinned,
         collate_fn=collate,
         # the loader draws a seed; from dropout's generator it would change a resumed epoch

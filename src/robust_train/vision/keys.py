@@ -16,14 +16,7 @@ from omegaconf import MISSING, DictConfig
 from robust_train.config.checks import read
 from robust_train.config.composition import store_group
 from robust_train.config.schema import TrainingConfig
-from robust_train.config.values import (
-    FROM_0,
-    FROM_1,
-    SHARE,
-    Range,
-    key,
-    words_of_list,
-)
+from robust_train.config.values import FROM_0, FROM_1, SHARE, Range, key, words_of_list
 from robust_train.model.errors import ConfigError
 from robust_train.readable import meant
 
@@ -38,9 +31,7 @@ LOGGERS = ("tensorboard", "none")
 def _layers(name: str, given: Any) -> tuple[str, ...]:
     layers = words_of_list(name, given)
     if not layers:
-        raise ConfigError(
-            f"{name}=[]: name at least one module, e.g. [attn.qkv]"
-        )
+        raise ConfigError(f"{name}=[]: name at least one module, e.g. [attn.qkv]")
     return layers
 
 
@@ -50,20 +41,12 @@ class CnnConfig:
 
     name: str = key("cnn", "name of the model")
     width: int = key(
-        32,
-        "channels of the first stage; they double with each halving of the image",
-        range=FROM_1,
+        32, "channels of the first stage; they double with each halving of the image", range=FROM_1
     )
     image_size: int | None = key(
-        None,
-        "side of the square images, pixels; `null`: the data's own",
-        range=FROM_1,
+        None, "side of the square images, pixels; `null`: the data's own", range=FROM_1
     )
-    dropout: float = key(
-        0.1,
-        "dropout before the head",
-        range=_BELOW_1,
-    )
+    dropout: float = key(0.1, "dropout before the head", range=_BELOW_1)
     lr: float = key(3e-3, "learning rate that suits it")
     weights: str | None = key(None, "local file with weights to start from")
 
@@ -75,19 +58,11 @@ class BackboneConfig:
     name: str = key(MISSING, "name of the model")
     backbone: str = key(MISSING, "the backbone, a name of timm's")
     pretrained: bool = key(True, "download pretrained weights")
-    weights: str | None = key(
-        None, "local file with weights instead of a download"
-    )
+    weights: str | None = key(None, "local file with weights instead of a download")
     image_size: int = key(
-        224,
-        "side of the square that images are resized to, pixels",
-        range=FROM_1,
+        224, "side of the square that images are resized to, pixels", range=FROM_1
     )
-    dropout: float = key(
-        0.0,
-        "dropout before the head",
-        range=_BELOW_1,
-    )
+    dropout: float = key(0.0, "dropout before the head", range=_BELOW_1)
     lr: float = key(1e-3, "learning rate that suits it")
 
 
@@ -97,8 +72,7 @@ class LinearProbeConfig(BackboneConfig):
 
     name: str = key("linear_probe", "name of the model")
     backbone: str = key(
-        "vit_small_patch14_dinov2.lvd142m",
-        "its features separate the classes linearly",
+        "vit_small_patch14_dinov2.lvd142m", "its features separate the classes linearly"
     )
 
 
@@ -112,16 +86,8 @@ class LoraModelConfig(BackboneConfig):
     name: str = key("lora", "name of the model")
     backbone: str = key(_VIT, "the backbone, a name of timm's")
     lora_r: int = key(8, "rank of the adapters", range=FROM_1)
-    lora_alpha: int = key(
-        16,
-        "adapters are scaled by lora_alpha / lora_r",
-        range=FROM_1,
-    )
-    lora_dropout: float = key(
-        0.1,
-        "dropout of the adapters",
-        range=_BELOW_1,
-    )
+    lora_alpha: int = key(16, "adapters are scaled by lora_alpha / lora_r", range=FROM_1)
+    lora_dropout: float = key(0.1, "dropout of the adapters", range=_BELOW_1)
     target_modules: tuple[str, ...] = key(
         ("attn.qkv", "attn.proj"),
         "layers that get adapters; `proj` alone would also match the patch embedding",
@@ -144,15 +110,9 @@ class DatasetConfig:
     """``dataset``: what every data set has."""
 
     name: str = key(MISSING, "name of the data set")
-    root: str = key(
-        "data", "folder of the data, relative to the working directory"
-    )
+    root: str = key("data", "folder of the data, relative to the working directory")
     download: bool = key(True, "download what is missing")
-    num_classes: int | None = key(
-        None,
-        "number of classes; `null`: the data's",
-        range=_FROM_2,
-    )
+    num_classes: int | None = key(None, "number of classes; `null`: the data's", range=_FROM_2)
     augment: str = key(
         "crop_flip",
         "random changes of the training images: `crop_flip`, `shift` or `none`",
@@ -167,18 +127,11 @@ class ImageFolderConfig(DatasetConfig):
     """``dataset=image_folder``: one folder of images a class."""
 
     name: str = key("image_folder", "name of the data set")
-    root: str = key(
-        MISSING, "folder of the data: `<root>/train/<class>/<image>`"
-    )
-    train: str = key(
-        "train",
-        "subfolder with the training images, one folder per class",
-    )
+    root: str = key(MISSING, "folder of the data: `<root>/train/<class>/<image>`")
+    train: str = key("train", "subfolder with the training images, one folder per class")
     test: str = key("test", "subfolder with the test images")
     test_fraction: float = key(
-        0.2,
-        "share of each class held out where there is no test folder",
-        range=_BETWEEN,
+        0.2, "share of each class held out where there is no test folder", range=_BETWEEN
     )
 
 
@@ -188,20 +141,10 @@ class ImageTrainingConfig(TrainingConfig):
 
     weight_decay: float = key(0.01, "weight decay", range=FROM_0)
     warmup_fraction: float = key(
-        0.05,
-        "share of the steps with a rising learning rate",
-        range=SHARE,
+        0.05, "share of the steps with a rising learning rate", range=SHARE
     )
-    label_smoothing: float = key(
-        0.0,
-        "label smoothing of the loss",
-        range=SHARE,
-    )
-    max_grad_norm: float = key(
-        1.0,
-        "gradient clipping; `0`: none",
-        range=FROM_0,
-    )
+    label_smoothing: float = key(0.0, "label smoothing of the loss", range=SHARE)
+    max_grad_norm: float = key(1.0, "gradient clipping; `0`: none", range=FROM_0)
     mixed_precision: bool = key(True, "bf16, or fp16 with a scaler, on GPUs")
     sharding: str = key(
         "ddp",
@@ -233,9 +176,7 @@ def check_config(cfg: DictConfig) -> None:
     for group, options in (("model", MODELS), ("dataset", DATASETS)):
         name = cfg[group].get("name")
         if name not in options:
-            raise ConfigError(
-                f"{group}.name={name}: must be one of {', '.join(options)}"
-            )
+            raise ConfigError(f"{group}.name={name}: must be one of {', '.join(options)}")
         read(options[name], cfg[group], f"{group}.")
 
 
@@ -251,19 +192,11 @@ def preload_modules(cfg: DictConfig) -> list[str]:
     """Return the modules that this config imports, early, while a job waits. None touches CUDA."""
     check_config(cfg)
     # every torch optimizer imports torch._dynamo when it is built: more than a second
-    modules = [
-        "numpy",
-        "PIL.Image",
-        "torch._dynamo",
-        "torchvision.transforms.v2",
-    ]
+    modules = ["numpy", "PIL.Image", "torch._dynamo", "torchvision.transforms.v2"]
     modules += {
         "digits": ["sklearn.datasets"],
         "flowers102": ["scipy.io", "torchvision.datasets"],
-    }.get(
-        cfg.dataset.name,
-        [],
-    )
+    }.get(cfg.dataset.name, [])
     if logger_of(cfg) == "tensorboard":
         modules.append("torch.utils.tensorboard")
     if cfg.model.name != "cnn":
@@ -275,21 +208,8 @@ def preload_modules(cfg: DictConfig) -> list[str]:
 
 def register() -> None:
     """Put the keys into Hydra's ConfigStore."""
-    store_group(
-        "training",
-        "image_classification",
-        ImageTrainingConfig,
-        base=TrainingConfig,
-    )
+    store_group("training", "image_classification", ImageTrainingConfig, base=TrainingConfig)
     for name, schema in MODELS.items():
         store_group("model", name, schema)
-    store_group(
-        "dataset",
-        "dataset",
-        DatasetConfig,
-    )
-    store_group(
-        "dataset",
-        "image_folder",
-        ImageFolderConfig,
-    )
+    store_group("dataset", "dataset", DatasetConfig)
+    store_group("dataset", "image_folder", ImageFolderConfig)

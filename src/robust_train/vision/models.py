@@ -29,12 +29,7 @@ log = logging.getLogger("robust_train.vision")
 _PROBE_SECONDS = 10.0
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 _CONTAINERS = ("state_dict", "model", "model_state_dict")
-_BATCH_NORMS = (
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
-)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 _PHOTOGRAPH_SIZE = 64
 _LEAST_MAP_SIZE = 4
@@ -58,20 +53,10 @@ def build_model(cfg: Any, data: Shape) -> tuple[nn.Module, ImageSpec]:
         _load_weights(module, cfg, heads=("head",))
         half = (0.5,) * channels
         return module, ImageSpec(size, channels, half, half)
-    module = build_backbone(
-        cfg, 0 if cfg.name == "linear_probe" else data.num_classes
-    )
-    found = require(
-        "timm.data", f"model={cfg.name}"
-    ).resolve_model_data_config(module)
+    module = build_backbone(cfg, 0 if cfg.name == "linear_probe" else data.num_classes)
+    found = require("timm.data", f"model={cfg.name}").resolve_model_data_config(module)
     mean, std = tuple(found["mean"]), tuple(found["std"])
-    images = ImageSpec(
-        cfg.image_size,
-        3,
-        mean,
-        std,
-        crop=found["crop_pct"],
-    )
+    images = ImageSpec(cfg.image_size, 3, mean, std, crop=found["crop_pct"])
     if cfg.name == "linear_probe":
         module = LinearProbe(module, data.num_classes, cfg.dropout)
     elif cfg.name == "lora":
@@ -89,18 +74,10 @@ class SmallCnn(nn.Module):
     """
 
     def __init__(
-        self,
-        *,
-        channels: int,
-        image_size: int,
-        num_classes: int,
-        width: int,
-        dropout: float,
+        self, *, channels: int, image_size: int, num_classes: int, width: int, dropout: float
     ) -> None:
         super().__init__()
-        halvings = max(
-            1, math.floor(math.log2(max(image_size, 1) / _LEAST_MAP_SIZE))
-        )
+        halvings = max(1, math.floor(math.log2(max(image_size, 1) / _LEAST_MAP_SIZE)))
         stages: list[nn.Module] = []
         before = channels
         for index in range(min(halvings + 1, _MOST_STAGES)):
@@ -121,38 +98,19 @@ class SmallCnn(nn.Module):
         """Return logits B×K."""
         x_BCHW = images_BCHW
         for stage in self.stages:
-            if (
-                self.is_checkpointing
-                and self.training
-                and torch.is_grad_enabled()
-            ):
+            if self.is_checkpointing and self.training and torch.is_grad_enabled():
                 x_BCHW = checkpoint(stage, x_BCHW, use_reentrant=False)
             else:
                 x_BCHW = stage(x_BCHW)
-        logits_BK: Tensor = self.head(
-            self.dropout(self.pool(x_BCHW).flatten(1))
-        )
+        logits_BK: Tensor = self.head(self.dropout(self.pool(x_BCHW).flatten(1)))
         return logits_BK
 
 
-def _stage(
-    before: int,
-    after: int,
-    *,
-    halve: bool,
-) -> nn.Sequential:
-    layers: list[nn.Module] = (
-        [nn.MaxPool2d(2, ceil_mode=True)] if halve else []
-    )
+def _stage(before: int, after: int, *, halve: bool) -> nn.Sequential:
+    layers: list[nn.Module] = [nn.MaxPool2d(2, ceil_mode=True)] if halve else []
     for channels in (before, after):
         layers += [
-            nn.Conv2d(
-                channels,
-                after,
-                kernel_size=3,
-                padding=1,
-                bias=False,
-            ),
+            nn.Conv2d(channels, after, kernel_size=3, padding=1, bias=False),
             nn.GroupNorm(math.gcd(8, after), after),
             nn.ReLU(inplace=True),
         ]
@@ -162,18 +120,10 @@ def _stage(
 class LinearProbe(nn.Module):
     """A frozen backbone, in evaluation mode and outside autograd, and one trained linear layer."""
 
-    def __init__(
-        self,
-        backbone: nn.Module,
-        num_classes: int,
-        dropout: float,
-    ) -> None:
+    def __init__(self, backbone: nn.Module, num_classes: int, dropout: float) -> None:
         super().__init__()
         self.backbone = backbone.requires_grad_(False)
-        features: Any = (
-            getattr(backbone, "head_hidden_size", None)
-            or backbone.num_features
-        )
+        features: Any = getattr(backbone, "head_hidden_size", None) or backbone.num_features
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(features, num_classes)
 
@@ -202,13 +152,9 @@ def add_lora(module: nn.Module, cfg: Any) -> nn.Module:
         if isinstance(layer, (nn.Linear, nn.Conv2d)) and name not in heads
     ]
     for target in cfg.target_modules:
-        if not any(
-            name == target or name.endswith("." + target) for name in layers
-        ):
+        if not any(name == target or name.endswith("." + target) for name in layers):
             # as users write them: attn.qkv for blocks.0.attn.qkv
-            short = dict.fromkeys(
-                re.sub(r"^(?:.*\.)?\d+\.(?=\D)", "", name) for name in layers
-            )
+            short = dict.fromkeys(re.sub(r"^(?:.*\.)?\d+\.(?=\D)", "", name) for name in layers)
             raise ConfigError(
                 f"model.target_modules: {cfg.backbone} has no layer {target!r}; it has "
                 f"{', '.join(short)}"
@@ -237,9 +183,7 @@ def set_train_mode(module: nn.Module) -> None:
 def enable_gradient_checkpointing(module: nn.Module) -> bool:
     """Recompute activations in the backward pass; return whether the model supports it."""
     target: Any = module
-    if not hasattr(target, "set_grad_checkpointing") and hasattr(
-        target, "get_base_model"
-    ):
+    if not hasattr(target, "set_grad_checkpointing") and hasattr(target, "get_base_model"):
         target = target.get_base_model()  # peft's
     try:
         target.set_grad_checkpointing(True)
@@ -258,9 +202,7 @@ def trained_state(module: nn.Module) -> dict[str, Tensor]:
         has_statistics = isinstance(layer, _BATCH_NORMS) and not own
         if has_statistics or any(p.requires_grad for p in own.values()):
             trained.update(name for name, p in own.items() if p.requires_grad)
-            trained.update(
-                name for name, _ in layer.named_buffers(prefix, recurse=False)
-            )
+            trained.update(name for name, _ in layer.named_buffers(prefix, recurse=False))
     state = module.state_dict()
     return {name: value for name, value in state.items() if name in trained}
 
@@ -291,11 +233,7 @@ def build_backbone(cfg: Any, num_classes: int) -> nn.Module:
     try:
         if is_fetched:
             _check_hub(cfg.backbone, published.hf_hub_id)
-        model: nn.Module = timm.create_model(
-            cfg.backbone,
-            pretrained=is_fetched,
-            **options,
-        )
+        model: nn.Module = timm.create_model(cfg.backbone, pretrained=is_fetched, **options)
     except OSError as error:
         raise ConfigError(
             f"model.backbone={cfg.backbone}: its pretrained weights could not be fetched "
@@ -321,11 +259,7 @@ def _published(timm: Any, backbone: str) -> Any:
     """Return timm's pretrained config of a backbone without building it."""
     name = backbone.partition(".")[0]
     if not timm.is_model(name):
-        close = difflib.get_close_matches(
-            name,
-            timm.list_models(),
-            n=3,
-        )
+        close = difflib.get_close_matches(name, timm.list_models(), n=3)
         hint = f"; close are {', '.join(close)}" if close else ""
         raise ConfigError(
             f"model.backbone={backbone}: timm has no such model{hint}; "
@@ -342,9 +276,7 @@ def _published(timm: Any, backbone: str) -> Any:
 
 def _check_patches(cfg: Any, model: nn.Module) -> None:
     """Refuse an image size that a ViT's patches do not fill: it would fail in the first step."""
-    patch_size = getattr(
-        getattr(model, "patch_embed", None), "patch_size", None
-    )
+    patch_size = getattr(getattr(model, "patch_embed", None), "patch_size", None)
     patch = max(patch_size) if isinstance(patch_size, tuple) else patch_size
     if isinstance(patch, int) and cfg.image_size % patch:
         raise ConfigError(
@@ -373,9 +305,7 @@ def _check_hub(backbone: str, repository: str | None) -> None:
             raise OSError(f"{endpoint} cannot be reached: {reason}") from error
 
 
-def _load_weights(
-    model: nn.Module, cfg: Any, *, heads: tuple[str, ...]
-) -> None:
+def _load_weights(model: nn.Module, cfg: Any, *, heads: tuple[str, ...]) -> None:
     """Load the file ``cfg.weights``, if there is one: ``.safetensors`` or a state dict by
     ``torch.save``, bare or under a key such as ``model`` (this trainer's own ``final.pt``),
     converted as timm does. A classifier (``heads``) for another number of classes is left out;
@@ -386,9 +316,7 @@ def _load_weights(
     key = f"model.weights={path}"
     of_head = tuple(f"{head}." for head in heads)
     found = _read(path, key)
-    convert = getattr(
-        sys.modules[type(model).__module__], "checkpoint_filter_fn", None
-    )
+    convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
     if convert is not None:
         found = convert(found, model)
     expected = model.state_dict()
@@ -397,20 +325,13 @@ def _load_weights(
         if name not in expected or expected[name].shape == tensor.shape:
             fitting[name] = tensor
         elif name.startswith(of_head):
-            log.info(
-                "model.weights: %s is for another number of classes, left out",
-                name,
-            )
+            log.info("model.weights: %s is for another number of classes, left out", name)
         else:
             raise ConfigError(
                 f"{key}: {name} has shape {tuple(tensor.shape)}, this model "
                 f"needs {tuple(expected[name].shape)}; choose the model that the file is of"
             )
-    missing = [
-        name
-        for name in expected
-        if name not in fitting and not name.startswith(of_head)
-    ]
+    missing = [name for name in expected if name not in fitting and not name.startswith(of_head)]
     if missing:
         raise ConfigError(
             f"{key}: lacks {len(missing)} of this model's {len(expected)} tensors, "
@@ -431,14 +352,10 @@ def _read(path: Path, key: str) -> dict[str, Tensor]:
         raise
     except Exception as error:
         reason = first_line(error)[:120]
-        raise ConfigError(
-            f"{key}: cannot be read as weights ({reason})"
-        ) from error
+        raise ConfigError(f"{key}: cannot be read as weights ({reason})") from error
     for name in _CONTAINERS:
         if isinstance(content, dict) and isinstance(content.get(name), dict):
             content = content[name]
-    if not isinstance(content, dict) or not all(
-        isinstance(v, Tensor) for v in content.values()
-    ):
+    if not isinstance(content, dict) or not all(isinstance(v, Tensor) for v in content.values()):
         raise ConfigError(f"{key}: holds no state dict (names to tensors)")
     return content

@@ -32,11 +32,7 @@ class Reporter:
     sent is its mean since the last of those steps.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        cfg: DictConfig,
-    ) -> None:
+    def __init__(self, run: Run, cfg: DictConfig) -> None:
         self._run = run
         self._cfg = cfg
         self._every: int = cfg.training.log_every_steps
@@ -50,39 +46,20 @@ class Reporter:
     def __enter__(self) -> Reporter:
         return self
 
-    def __exit__(
-        self,
-        kind: object,
-        error: object,
-        frames: object,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, frames: object) -> None:
         with self._drawing():
             if self._board is not None:
                 self._board.close()
 
-    def begin(
-        self,
-        position: EpochPosition,
-        total_steps: int,
-    ) -> None:
+    def begin(self, position: EpochPosition, total_steps: int) -> None:
         """Report that training starts from ``position``."""
         self._total_steps = total_steps
         self._run.started(position.step)
         if self._run.is_main:
             with self._drawing():
-                self._board = _open_board(
-                    self._cfg,
-                    self._run,
-                    position.step,
-                )
+                self._board = _open_board(self._cfg, self._run, position.step)
 
-    def step(
-        self,
-        position: EpochPosition,
-        loss: Tensor,
-        samples: int,
-        lr: float,
-    ) -> None:
+    def step(self, position: EpochPosition, loss: Tensor, samples: int, lr: float) -> None:
         """Report that optimizer step ``position.step`` is done, with its mean loss."""
         step = position.step
         self._recent.add(loss, samples)
@@ -98,31 +75,17 @@ class Reporter:
                 self._draw(step, {"train/loss": value, "train/lr": lr})
             if is_marked and not live_of(self._run).has_live_status:
                 log.info(
-                    "step %d/%d: loss %.4f, learning rate %.2e",
-                    step,
-                    self._total_steps,
-                    value,
-                    lr,
+                    "step %d/%d: loss %.4f, learning rate %.2e", step, self._total_steps, value, lr
                 )
         # at most ten a second are sent
-        if self._run.progress(
-            step,
-            total_steps=self._total_steps,
-            lr=lr,
-            **self._unsent,
-        ):
+        if self._run.progress(step, total_steps=self._total_steps, lr=lr, **self._unsent):
             self._unsent = {}
 
     def epoch_begins(self) -> None:
         """Start the clock of the epoch's line."""
         self._epoch_started = time.monotonic()
 
-    def epoch(
-        self,
-        position: EpochPosition,
-        train_loss: float,
-        score: Score,
-    ) -> None:
+    def epoch(self, position: EpochPosition, train_loss: float, score: Score) -> None:
         """Report that an epoch is trained and validated."""
         epoch = position.epoch + 1
         log.info(
@@ -134,17 +97,11 @@ class Reporter:
             score.loss,
             100 * score.accuracy,
         )
-        self._draw(
-            position.step,
-            {"val/accuracy": score.accuracy, "val/loss": score.loss},
-        )
+        self._draw(position.step, {"val/accuracy": score.accuracy, "val/loss": score.loss})
         live_of(self._run).record_memory(f"epoch {epoch}")
         self._run.report(score.accuracy, epoch)
         self._run.epoch_ended(
-            epoch,
-            train_loss=train_loss,
-            val_loss=score.loss,
-            val_accuracy=score.accuracy,
+            epoch, train_loss=train_loss, val_loss=score.loss, val_accuracy=score.accuracy
         )
 
     def _draw(self, step: int, values: dict[str, float]) -> None:
@@ -167,11 +124,7 @@ class Reporter:
             )
 
 
-def _open_board(
-    cfg: DictConfig,
-    run: Run,
-    step: int,
-) -> SummaryWriter | None:
+def _open_board(cfg: DictConfig, run: Run, step: int) -> SummaryWriter | None:
     """Return the writer of a run that resumes from ``step``; None if nothing draws its curves."""
     if logger_of(cfg) == "none":
         return None
@@ -181,7 +134,4 @@ def _open_board(
         log.info('no TensorBoard scalars: pip install "robust-train[vision]"')
         return None
     # a resumed run draws over the steps that were lost
-    return SummaryWriter(
-        str(run.run_dir / "tensorboard"),
-        purge_step=step + 1 if step else None,
-    )
+    return SummaryWriter(str(run.run_dir / "tensorboard"), purge_step=step + 1 if step else None)

@@ -17,10 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import (
-    FileSystemReader,
-    FileSystemWriter,
-)
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
@@ -55,21 +52,13 @@ def shard(model: nn.Module) -> None:
 def share_buffers(model: nn.Module) -> None:
     """Give every rank the buffers (BatchNorm's statistics) of the first, which saves them."""
     with torch.no_grad():
-        broadcast(
-            list(model.buffers()),
-            0,
-            dist.group.WORLD,
-        )
+        broadcast(list(model.buffers()), 0, dist.group.WORLD)
 
 
 def _blocks(module: nn.Module) -> list[nn.Module]:
     """Return the outermost members of lists and sequences of modules that have weights."""
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
-        return [
-            part
-            for part in module
-            if next(part.parameters(), None) is not None
-        ]
+        return [part for part in module if next(part.parameters(), None) is not None]
     return [block for child in module.children() for block in _blocks(child)]
 
 
@@ -86,9 +75,7 @@ def whole(weights: dict[str, Tensor], *, keeps: bool) -> dict[str, Any]:
 
     def gathered(_: str, tensor: Any) -> Any:
         # one at a time: a rank holds one whole tensor beside its share
-        full = (
-            tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        )
+        full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         return full.cpu() if keeps else None
 
     return named_map(gathered, weights)
@@ -96,45 +83,23 @@ def whole(weights: dict[str, Tensor], *, keeps: bool) -> dict[str, Any]:
 
 def shares(model: nn.Module, optimizer: torch.optim.Optimizer) -> Share:
     """Return what gives this rank's share of a tensor of a checkpoint; see ``read_newest``."""
-    parameters = [
-        parameter
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    ]
-    own = {
-        f"model.{name}": tensor for name, tensor in model.state_dict().items()
-    }
-    own |= {
-        f"optimizer.state.{index}": parameter
-        for index, parameter in enumerate(parameters)
-    }
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    own = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    own |= {f"optimizer.state.{index}": parameter for index, parameter in enumerate(parameters)}
 
     def share(name: str, tensor: Tensor) -> Tensor:
         mine: Any = own.get(name, own.get(name.rpartition(".")[0]))
         if not hasattr(mine, "device_mesh") or mine.shape != tensor.shape:
             return tensor.clone()
         if tensor.is_meta:
-            return torch.empty_like(
-                mine,
-                dtype=tensor.dtype,
-                requires_grad=False,
-            )
+            return torch.empty_like(mine, dtype=tensor.dtype, requires_grad=False)
         tensor = tensor.to(mine.device)
-        return distribute_tensor(
-            tensor,
-            mine.device_mesh,
-            mine.placements,
-            src_data_rank=None,
-        )
+        return distribute_tensor(tensor, mine.device_mesh, mine.placements, src_data_rank=None)
 
     return share
 
 
-def write_shards(
-    group: dist.ProcessGroup,
-    content: Content,
-    path: Path,
-) -> Path:
+def write_shards(group: dist.ProcessGroup, content: Content, path: Path) -> Path:
     """Write a folder that is there once all ranks of ``group`` have written; they all call it.
     Return its path, which the first rank knows: ``path-again`` if ``path`` is there already. Raises
     CheckpointError on all ranks if one cannot write; nothing of the attempt is left."""
@@ -143,75 +108,43 @@ def write_shards(
     def set_apart(name: str, tensor: Tensor) -> Tensor:
         if hasattr(tensor, "to_local"):
             shards[name] = tensor
-            tensor = torch.empty(
-                tensor.shape,
-                dtype=tensor.dtype,
-                device="meta",
-            )
+            tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         return tensor
 
     writer = _FolderWriter(path, named_map(set_apart, content))
     try:
-        save(
-            shards,
-            storage_writer=writer,
-            process_group=group,
-        )
+        save(shards, storage_writer=writer, process_group=group)
     except CheckpointException as failure:
         shutil.rmtree(writer.path, ignore_errors=True)
         rank, (error, _) = next(iter(failure.failures.items()))
         if isinstance(error, OSError):
             # of one about a part
             why = error.strerror or str(error).rpartition(": ")[2]
-            raise CheckpointError(
-                f"cannot write {path}, rank {rank}: {why}"
-            ) from None
+            raise CheckpointError(f"cannot write {path}, rank {rank}: {why}") from None
         if rank != dist.get_rank(group):
-            raise RankFailure(
-                rank,
-                classify_failure(error),
-                is_elsewhere=True,
-            ) from failure
+            raise RankFailure(rank, classify_failure(error), is_elsewhere=True) from failure
         raise error from failure  # which has the stack
     return writer.final
 
 
 class _FolderWriter(FileSystemWriter):
-    def __init__(
-        self,
-        path: Path,
-        values: Content,
-    ) -> None:
+    def __init__(self, path: Path, values: Content) -> None:
         # copies ahead begin in the current stream, so in a thread on the first GPU
         temporary = path.with_name(f".{path.name}.tmp")
-        super().__init__(
-            temporary,
-            per_thread_copy_ahead=0,
-            sync_files=False,
-        )
+        super().__init__(temporary, per_thread_copy_ahead=0, sync_files=False)
         self.final = path
         self._values = values
 
-    def write_data(
-        self,
-        plan: Any,
-        planner: Any,
-    ) -> Any:
+    def write_data(self, plan: Any, planner: Any) -> Any:
         """Write this rank's shards."""
         with system_errors():
             written = super().write_data(plan, planner)
-        for name in {
-            result.storage_data.relative_path for result in written.wait()
-        }:
+        for name in {result.storage_data.relative_path for result in written.wait()}:
             # not every disk can; torch would fail there
             sync(Path(self.path, name))
         return written
 
-    def finish(
-        self,
-        metadata: Any,
-        results: Any,
-    ) -> None:
+    def finish(self, metadata: Any, results: Any) -> None:
         """Complete the folder, on the first rank, once all have written."""
         super().finish(metadata, results)
         # some versions complete a copy

@@ -21,37 +21,23 @@ class Precision:
     scaling (Micikevicius et al. 2017, arXiv:1710.03740). On the CPU float32: most CPUs emulate
     bfloat16, slower."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        mixed: bool,
-    ) -> None:
+    def __init__(self, device: torch.device, *, mixed: bool) -> None:
         self.dtype = torch.float32
         if mixed and device.type == "cuda":
             has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
             self.dtype = torch.bfloat16 if has_bf16 else torch.float16
         elif mixed:
-            log.debug(
-                "training.mixed_precision has no effect on the CPU: float32 is used"
-            )
-        self.scaler = torch.amp.GradScaler(
-            device.type,
-            enabled=self.dtype is torch.float16,
-        )
+            log.debug("training.mixed_precision has no effect on the CPU: float32 is used")
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype is torch.float16)
 
     def autocast(self) -> torch.autocast:
         """Return the context for each forward pass."""
-        return torch.autocast(
-            "cuda", self.dtype, self.dtype is not torch.float32
-        )
+        return torch.autocast("cuda", self.dtype, self.dtype is not torch.float32)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Return images and labels on ``device``; copies from pinned memory do not block."""
-    images_BCHW, labels_B = (
-        part.to(device, non_blocking=device.type == "cuda") for part in batch
-    )
+    images_BCHW, labels_B = (part.to(device, non_blocking=device.type == "cuda") for part in batch)
     return images_BCHW, labels_B
 
 
@@ -75,19 +61,13 @@ def loss_of(
 
 
 def make_optimizer(
-    parameters: Iterable[nn.Parameter],
-    *,
-    lr: float,
-    weight_decay: float,
+    parameters: Iterable[nn.Parameter], *, lr: float, weight_decay: float
 ) -> torch.optim.AdamW:
     """Return AdamW (Loshchilov & Hutter 2017, arXiv:1711.05101) for the trained parameters. Vectors
     (biases, norms' scales) do not decay."""
     trained = [p for p in parameters if p.requires_grad]
     groups = [
-        {
-            "params": [p for p in trained if p.ndim >= 2],
-            "weight_decay": weight_decay,
-        },
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr)
@@ -103,11 +83,7 @@ class CosineSchedule:
     total_samples: int
     warmup_fraction: float
 
-    def rate(
-        self,
-        samples_seen: int,
-        step_samples: int,
-    ) -> float:
+    def rate(self, samples_seen: int, step_samples: int) -> float:
         """Return the learning rate of a step of ``step_samples`` after ``samples_seen``."""
         warmup = self.warmup_fraction * self.total_samples
         # the end of the step counts while rising, so that the first step moves at all
@@ -140,19 +116,11 @@ class Score:
 class LossAverage:
     """A mean over samples, summed on the device: only reading it waits for the device."""
 
-    def __init__(
-        self,
-        total: float = 0.0,
-        samples: int = 0,
-    ) -> None:
+    def __init__(self, total: float = 0.0, samples: int = 0) -> None:
         self._total: Tensor | float = total
         self._samples = samples
 
-    def add(
-        self,
-        mean_loss: Tensor,
-        samples: int,
-    ) -> None:
+    def add(self, mean_loss: Tensor, samples: int) -> None:
         """Add the mean loss of ``samples`` samples."""
         self._total = self._total + mean_loss * samples
         self._samples += samples

@@ -26,12 +26,7 @@ from robust_train.failures import classify_failure
 from robust_train.folder.checkpoints import write_atomically
 from robust_train.model.errors import ConfigError, RankFailure, TrainingStopped
 from robust_train.step.ranks import Replicated, of_all_ranks
-from robust_train.step.rewind import (
-    capture_rng,
-    restore_rng,
-    seed_everything,
-    seed_rank,
-)
+from robust_train.step.rewind import capture_rng, restore_rng, seed_everything, seed_rank
 from robust_train.step.splitting import share_of
 from robust_train.vision import models, sharding
 from robust_train.vision.datasets import Images, open_data
@@ -61,17 +56,7 @@ log = logging.getLogger("robust_train.vision")
 
 FINAL_NAME = "final.pt"
 FORMAT = 2
-REQUIRED = frozenset(
-    {
-        "format",
-        "identity",
-        "position",
-        "model",
-        "optimizer",
-        "rng",
-        "epoch_loss",
-    }
-)
+REQUIRED = frozenset({"format", "identity", "position", "model", "optimizer", "rng", "epoch_loss"})
 """Keys without which a file is no checkpoint of ours."""
 
 # these change how fast or how far a run goes, not the meaning of weights and sample order
@@ -112,12 +97,7 @@ def train(cfg: DictConfig, run: Run) -> dict[str, float | str]:
     if run.world_size > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     with Reporter(run, cfg) as reporter:
-        training = Training(
-            cfg,
-            run,
-            reporter,
-            device,
-        )
+        training = Training(cfg, run, reporter, device)
         training.resume()
         training.fit()
         result = training.finish()
@@ -130,13 +110,7 @@ def train(cfg: DictConfig, run: Run) -> dict[str, float | str]:
 class Training:
     """One attempt at the job, from the last checkpoint to the end."""
 
-    def __init__(
-        self,
-        cfg: DictConfig,
-        run: Run,
-        reporter: Reporter,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, cfg: DictConfig, run: Run, reporter: Reporter, device: torch.device) -> None:
         self.cfg = cfg
         self.run = run
         self.reporter = reporter
@@ -145,25 +119,18 @@ class Training:
         self.splits = open_data(cfg.dataset)
         module, self.images = models.build_model(cfg.model, self.splits.shape)
         self.train_set = ImageDataset(
-            self.splits.train,
-            self.images,
-            augment=cfg.dataset.augment,
-            seed=cfg.seed,
+            self.splits.train, self.images, augment=cfg.dataset.augment, seed=cfg.seed
         )
         self.plan = self._plan()
         self.schedule = CosineSchedule(
-            training.lr,
-            self.plan.num_samples * training.epochs,
-            training.warmup_fraction,
+            training.lr, self.plan.num_samples * training.epochs, training.warmup_fraction
         )
         self.precision = Precision(device, mixed=training.mixed_precision)
         self.is_sharded = run.world_size > 1 and training.sharding == "fsdp"
         self.net = self._on_device(module)
         self.model = self.net  # in its wrapper, if there is one
         self.optimizer = make_optimizer(
-            self.net.parameters(),
-            lr=training.lr,
-            weight_decay=training.weight_decay,
+            self.net.parameters(), lr=training.lr, weight_decay=training.weight_decay
         )
         live_of(run).record_memory("optimizer created")
         self.position = EpochPosition()
@@ -180,15 +147,11 @@ class Training:
     def _plan(self) -> BatchPlan:
         run, training = self.run, self.cfg.training
         size = training.batch_size
-        effective = (
-            size * training.gradient_accumulation_steps * run.world_size
-        )
+        effective = size * training.gradient_accumulation_steps * run.world_size
         plan = BatchPlan(
             num_samples=len(self.train_set),
             effective_batch=effective,
-            at_once=size
-            if live_of(run).batch_search is None
-            else read_at_once(effective),
+            at_once=size if live_of(run).batch_search is None else read_at_once(effective),
             seed=self.cfg.seed,
             ranks=run.world_size,
             rank=run.rank,
@@ -212,13 +175,8 @@ class Training:
             sum(number for number, is_trained in counts if is_trained),
             sum(number for number, _ in counts),
         )
-        if (
-            training.gradient_checkpointing
-            and not models.enable_gradient_checkpointing(module)
-        ):
-            log.warning(
-                "training.gradient_checkpointing: this model has none, it has no effect"
-            )
+        if training.gradient_checkpointing and not models.enable_gradient_checkpointing(module):
+            log.warning("training.gradient_checkpointing: this model has none, it has no effect")
         module = module.to(self.device)
         if self.is_sharded:
             if self.precision.scaler.is_enabled():
@@ -239,29 +197,19 @@ class Training:
             found = read_newest(
                 run.resume_checkpoint,
                 REQUIRED,
-                share=sharding.shares(self.net, self.optimizer)
-                if self.is_sharded
-                else None,
+                share=sharding.shares(self.net, self.optimizer) if self.is_sharded else None,
                 gather=of_all_ranks,
             )
             if found is not None:
                 path, content = found
                 self._restore(content, path)
-                log.info(
-                    "resumed from %s, step %d",
-                    path,
-                    self.position.step,
-                )
+                log.info("resumed from %s, step %d", path, self.position.step)
                 self._skip_to(live_of(run).skips_to)
         if run.world_size > 1:
             if not self.is_sharded:
                 # all ranks have read the checkpoint when this returns, and hold the same weights
                 self.model = Replicated(self.net)
-            seed_rank(
-                self.cfg.seed,
-                self.position.step,
-                run.rank,
-            )
+            seed_rank(self.cfg.seed, self.position.step, run.rank)
         self.reporter.begin(self.position, self._total_steps())
 
     def _skip_to(self, step: int) -> None:
@@ -289,11 +237,7 @@ class Training:
                 self._save()
             self.score = self._evaluate(self.splits.validation)
             train_loss = self.epoch_loss.value()
-            self.reporter.epoch(
-                position,
-                train_loss,
-                self.score,
-            )
+            self.reporter.epoch(position, train_loss, self.score)
             position.epoch += 1
             position.samples = 0
             self.epoch_loss = LossAverage()
@@ -307,9 +251,7 @@ class Training:
         reads = [own or [[0]] for own in steps]
         batches = live_of(run).speed.waits(
             self._batches(
-                self.train_set,
-                list(itertools.chain.from_iterable(reads)),
-                position.epoch,
+                self.train_set, list(itertools.chain.from_iterable(reads)), position.epoch
             )
         )
         if run.should_stop():
@@ -323,20 +265,13 @@ class Training:
             batch = joined(list(itertools.islice(batches, len(read))))
             loss = self._gradients_of(batch, sum(map(len, own)))
             is_step = run.step(
-                self.optimizer,
-                self.precision.scaler,
-                self.cfg.training.max_grad_norm,
+                self.optimizer, self.precision.scaler, self.cfg.training.max_grad_norm
             )
             position.samples += samples
             if is_step:
                 position.step += 1
                 self.epoch_loss.add(loss, samples)
-                self.reporter.step(
-                    position,
-                    loss,
-                    samples,
-                    lr,
-                )
+                self.reporter.step(position, loss, samples, lr)
             # first, because what is due then would be saved twice
             if run.should_stop():
                 self._save_and_stop()
@@ -346,17 +281,10 @@ class Training:
         live_of(run).finish_saving()
 
     def _batches(
-        self,
-        dataset: ImageDataset,
-        chunks: Sequence[Sequence[int]],
-        epoch: int,
+        self, dataset: ImageDataset, chunks: Sequence[Sequence[int]], epoch: int
     ) -> Iterator[Batch]:
         return read_batches(
-            dataset,
-            chunks,
-            epoch,
-            self.cfg.training,
-            pinned=self.device.type == "cuda",
+            dataset, chunks, epoch, self.cfg.training, pinned=self.device.type == "cuda"
         )
 
     def _gradients_of(self, batch: Batch, samples: int) -> Tensor:
@@ -378,9 +306,7 @@ class Training:
                 batch,
                 self.model,
                 length=lambda _: samples,
-                backward=lambda loss: torch.autograd.backward(
-                    scaler.scale(loss)
-                ),
+                backward=lambda loss: torch.autograd.backward(scaler.scale(loss)),
             )
             return loss
         except Exception as error:
@@ -414,21 +340,13 @@ class Training:
             images_BCHW, labels_B = to_device(part, self.device)
             with self.precision.autocast():
                 logits_BK = self.net(images_BCHW).float()
-            loss = cross_entropy(
-                logits_BK,
-                labels_B,
-                reduction="sum",
-            )
+            loss = cross_entropy(logits_BK, labels_B, reduction="sum")
             hits = (logits_BK.argmax(dim=1) == labels_B).sum()
             count = loss.new_tensor(len(labels_B))
             return torch.stack([loss.double(), hits.double(), count.double()])
 
         self.net.eval()
-        sums = torch.zeros(
-            3,
-            dtype=torch.float64,
-            device=self.device,
-        )
+        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         for number, batch in enumerate(self._batches(dataset, chunks, 0)):
             scores = run.forward(score, batch, self.net)
             if number < len(own):
@@ -450,11 +368,7 @@ class Training:
         self.has_checkpoint = True
         live_of(self.run).finish_saving()
         if self.run.is_main or self.is_sharded:
-            save = (
-                self.folder.save_from_copy
-                if in_background
-                else self.folder.save
-            )
+            save = self.folder.save_from_copy if in_background else self.folder.save
             live_of(self.run).try_to_save(lambda: save(self._content(), step))
 
     def _content(self) -> dict[str, object]:
@@ -473,11 +387,7 @@ class Training:
             "device": self._kind_of_device(),
         }
 
-    def _restore(
-        self,
-        content: Mapping[str, Any],
-        path: Path,
-    ) -> None:
+    def _restore(self, content: Mapping[str, Any], path: Path) -> None:
         """Restore what :meth:`_content` returned."""
         self._check_identity(content, path)
         try:
@@ -499,9 +409,7 @@ class Training:
 
     def _kind_of_device(self) -> str:
         kind = self.device.type
-        return (
-            torch.cuda.get_device_name(self.device) if kind == "cuda" else kind
-        )
+        return torch.cuda.get_device_name(self.device) if kind == "cuda" else kind
 
     def _identity(self) -> dict[str, str]:
         """Return what a checkpoint has in common with any run that may resume from it."""
@@ -513,17 +421,9 @@ class Training:
         for group in ("model", "dataset"):
             for key, value in self.cfg[group].items():
                 identity[f"{group}.{key}"] = str(value)
-        return {
-            key: value
-            for key, value in identity.items()
-            if key not in _NOT_IDENTITY
-        }
+        return {key: value for key, value in identity.items() if key not in _NOT_IDENTITY}
 
-    def _check_identity(
-        self,
-        content: Mapping[str, Any],
-        path: Path,
-    ) -> None:
+    def _check_identity(self, content: Mapping[str, Any], path: Path) -> None:
         if content["format"] != FORMAT:
             raise ConfigError(
                 f"checkpoint {path}: has format {content['format']}, this version reads {FORMAT}"

@@ -91,10 +91,7 @@ def test_what_fills_the_memory_is_written_down_while_the_failed_functions_hold_i
 @pytest.mark.parametrize("time", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(9))])
 def test_memory_that_is_full_to_the_last_byte_leaves_room_to_record_it(own_trainers, time):
     ended = own_trainers.run(
-        "fills_the_memory_to_the_last_byte",
-        "min_batch_size=64",
-        "memory.samples=false",
-        code=1,
+        "fills_the_memory_to_the_last_byte", "min_batch_size=64", "memory.samples=false", code=1
     )
     assert ended.attempts[0]["outcome"] == "host_oom"
     assert len(events(ended, "out_of_memory")) == 1

@@ -53,12 +53,7 @@ from robust_train.folder.checkpoints import (
 )
 from robust_train.folder.identity import wait_until_readable
 from robust_train.host.linux import TICK_SECONDS, shared_machine_environment
-from robust_train.model.errors import (
-    ConfigError,
-    TrainingDiverged,
-    TrainingStopped,
-    UserError,
-)
+from robust_train.model.errors import ConfigError, TrainingDiverged, TrainingStopped, UserError
 from robust_train.model.events import (
     CheckpointSaved,
     CheckpointUnused,
@@ -79,18 +74,12 @@ _BEGAN_AGAIN = (
     "the script was given %s, and has written %s: it begins again in each attempt, or counts "
     "from 0 again; does it load what it is given?"
 )
-_OF_TRANSFORMERS = (
-    "trainer_state.json"  # each checkpoint of its Trainer has it
-)
-_WITH_TRANSFORMERS = (
-    " trainer.train(resume_from_checkpoint=args.resume_from_checkpoint) does"
-)
+_OF_TRANSFORMERS = "trainer_state.json"  # each checkpoint of its Trainer has it
+_WITH_TRANSFORMERS = " trainer.train(resume_from_checkpoint=args.resume_from_checkpoint) does"
 _BEFORE = "checkpoints_before.json"
 _PLACEHOLDERS = {"lr": "learning_rate"}
 """How keys of ``training`` are called in a command."""
-_INTERPRETER = re.compile(
-    r"python[\d.]*$|(ba|z)?sh$|Rscript$|julia$|perl$|ruby$|node$"
-)
+_INTERPRETER = re.compile(r"python[\d.]*$|(ba|z)?sh$|Rscript$|julia$|perl$|ruby$|node$")
 
 
 Stamp = tuple[int, int]
@@ -120,12 +109,8 @@ def train(cfg: DictConfig, run: Run) -> Json:
     config = read(RobustConfig, cfg, "")
     cwd, trainer = check_command(config), config.trainer
     # any may have workers, and read their number from its environment
-    live_of(run).supports = lambda name: (
-        name == WORKERS or _asks_for(name, config)
-    )
-    live_of(run).has_read = lambda key: _asks_for(
-        _PLACEHOLDERS.get(key, key), config
-    )
+    live_of(run).supports = lambda name: name == WORKERS or _asks_for(name, config)
+    live_of(run).has_read = lambda key: _asks_for(_PLACEHOLDERS.get(key, key), config)
     # its messages are read so often
     live_of(run).speed.least_seconds = 10 * TICK_SECONDS
     values = _values(config, run)
@@ -136,12 +121,7 @@ def train(cfg: DictConfig, run: Run) -> Json:
         values = replace(values, checkpoint=str(checkpoint[0]))
         template += trainer.resume_argv
     argv = tuple(values.fill(word) for word in template)
-    attempt = _Attempt(
-        run,
-        cwd,
-        watch,
-        checkpoint,
-    )
+    attempt = _Attempt(run, cwd, watch, checkpoint)
     # from here on a signal is for the script, and interrupts nothing here
     if run.should_stop():
         raise TrainingStopped("asked to stop before the script was started")
@@ -156,28 +136,17 @@ def train(cfg: DictConfig, run: Run) -> Json:
         **values.environment(),
         EVENTS_VARIABLE: str(attempt.events),
     }
-    program = Program(
-        argv,
-        environ,
-        cwd,
-        stop_signal,
-    )
+    program = Program(argv, environ, cwd, stop_signal)
     returncode = -signal.SIGKILL
     try:
-        returncode = program.wait(
-            run,
-            config.stop_grace_seconds,
-            attempt.poll,
-        )
+        returncode = program.wait(run, config.stop_grace_seconds, attempt.poll)
     finally:
         attempt.finish(was_killed=signal_of(returncode) > 0)
     live_of(run).send(ScriptEnded(returncode, program.pid))
     # one that had completed when the stop arrived keeps its result
     has_completed = program.has_ended_by_itself and returncode == 0
     if not has_completed and run.should_stop():
-        raise TrainingStopped(
-            f"the script was asked to stop and {_how(returncode)}"
-        )
+        raise TrainingStopped(f"the script was asked to stop and {_how(returncode)}")
     if returncode != 0:
         raise UserError(f"the script {_how(returncode)}")
     # what comes next in this folder starts afresh
@@ -257,11 +226,7 @@ class _Attempt:
             if self.events.stat().st_size == 0:
                 self.events.unlink()
 
-    def _saved(
-        self,
-        path: Path,
-        step: int | None,
-    ) -> None:
+    def _saved(self, path: Path, step: int | None) -> None:
         """Report a checkpoint. One that looks damaged is looked at again, until it stays so: the
         script may be writing the next one over it."""
         if _is_before(path.name, self._resumed.name):
@@ -283,9 +248,7 @@ class _Attempt:
             log.warning("checkpoint %s is empty; it is not used", path)
         else:
             live_of(self._run).checkpoint_saved(
-                path,
-                step,
-                None if damage else self._position_in(path),
+                path, step, None if damage else self._position_in(path)
             )
 
     def _position_in(self, path: Path) -> Position:
@@ -300,11 +263,7 @@ class _Attempt:
     def _take(self, line: str) -> None:
         match parse(line):
             case Progress(step=step, total_steps=total, metrics=metrics):
-                self._run.progress(
-                    step,
-                    total_steps=total,
-                    **metrics,
-                )
+                self._run.progress(step, total_steps=total, **metrics)
             case TrainingStarted(step=step):
                 self._run.started(step)
             case CheckpointSaved(path=path, step=step):
@@ -332,8 +291,7 @@ def _values(config: RobustConfig, run: Run) -> ScriptValues:
     return ScriptValues(
         batch_size=training.batch_size,
         gradient_accumulation_steps=training.gradient_accumulation_steps,
-        effective_batch_size=training.effective_batch_size
-        or training.batch_size,
+        effective_batch_size=training.effective_batch_size or training.batch_size,
         learning_rate=decimal(training.lr),
         num_gpus=config.num_gpus,
         min_batch_size=config.min_batch_size,
@@ -350,30 +308,18 @@ def _values(config: RobustConfig, run: Run) -> ScriptValues:
     )
 
 
-def _watch(
-    config: RobustConfig,
-    cwd: Path,
-    values: ScriptValues,
-    run: Run,
-) -> CheckpointWatch:
+def _watch(config: RobustConfig, cwd: Path, values: ScriptValues, run: Run) -> CheckpointWatch:
     """Return what finds the script's checkpoints. What matched before the job began is noted at its
     first attempt, and compared by size and time of change: no two clocks have to agree."""
     inside = config.trainer.checkpoint_glob
     if inside is None:
         return CheckpointWatch("", {})
     # the folders themselves may have brackets in their names
-    pattern = str(
-        Path(glob.escape(str(cwd)), values.fill(inside, glob.escape))
-    )
+    pattern = str(Path(glob.escape(str(cwd)), values.fill(inside, glob.escape)))
     path = run.run_dir / _BEFORE
     starts_afresh = not config.resume and run.resume_checkpoint is None
     if run.attempt > 1 and not starts_afresh:
-        with contextlib.suppress(
-            OSError,
-            ValueError,
-            TypeError,
-            AttributeError,
-        ):
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
             noted = json.loads(path.read_text()).items()
             before = {name: (changed, size) for name, (changed, size) in noted}
             return CheckpointWatch(pattern, before)
@@ -388,14 +334,9 @@ def _checkpoint(watch: CheckpointWatch, run: Run) -> Stamped:
     if reported is not None and is_whole(reported):
         given = _stamped(reported)
     elif reported is not None:
-        log.warning(
-            "checkpoint %s is missing or torn and is skipped", reported
-        )
+        log.warning("checkpoint %s is missing or torn and is skipped", reported)
     manifests = wait_until_readable(lambda: read_manifests(run.checkpoint_dir))
-    for found in watch.found(
-        at_rest=True,
-        reported=[one.path for one in manifests],
-    ):
+    for found in watch.found(at_rest=True, reported=[one.path for one in manifests]):
         # what is given was read by the launcher
         if found == given or _changed(found) < _changed(given):
             break
@@ -408,9 +349,7 @@ def _checkpoint(watch: CheckpointWatch, run: Run) -> Stamped:
             damage = str(error)
         if not damage:
             return found
-        log.warning(
-            "checkpoint %s is damaged (%s) and is skipped", path, damage
-        )
+        log.warning("checkpoint %s is damaged (%s) and is skipped", path, damage)
     return given
 
 
@@ -447,9 +386,7 @@ def users_path(environ: Mapping[str, str]) -> str:
     )
     if not is_a_tools or environ.get("VIRTUAL_ENV") == sys.prefix:
         return os.pathsep.join(folders)
-    return os.pathsep.join(
-        folder for folder in folders if Path(folder) != prefix / "bin"
-    )
+    return os.pathsep.join(folder for folder in folders if Path(folder) != prefix / "bin")
 
 
 def check_command(config: RobustConfig) -> Path:
@@ -488,9 +425,7 @@ def _refuse_missing(cwd: Path, argv: Sequence[str]) -> None:
     command = f"{'python' if path.suffix == '.py' else 'bash'} {program}"
     if "/" in program:
         if not path.exists():
-            raise ConfigError(
-                f"trainer.argv: {program}: no such file in {cwd}"
-            )
+            raise ConfigError(f"trainer.argv: {program}: no such file in {cwd}")
         if path.is_dir():
             raise ConfigError(f"trainer.argv: {program} is a folder")
         if shutil.which(path) is None:
@@ -502,18 +437,12 @@ def _refuse_missing(cwd: Path, argv: Sequence[str]) -> None:
         hint = f"; write {command}" if path.is_file() else ""
         if "=" in program:
             hint = f"; write env {program} PROGRAM"
-        raise ConfigError(
-            f"trainer.argv: {program!r} is not a program on PATH{hint}"
-        )
+        raise ConfigError(f"trainer.argv: {program!r} is not a program on PATH{hint}")
     if _INTERPRETER.match(Path(program).name) and PROGRAM_FILE.search(script):
         path = cwd / os.path.expanduser(script)
         if not os.path.lexists(path) and "{" not in script:
             there = [one.name for one in path.parent.glob(f"*{path.suffix}")]
-            near = difflib.get_close_matches(
-                path.name,
-                there,
-                n=1,
-            )
+            near = difflib.get_close_matches(path.name, there, n=1)
             hint = f"; did you mean {near[0]}?" if near else f" in {cwd}"
             raise ConfigError(f"trainer.argv: {script}: no such file{hint}")
 
@@ -522,21 +451,12 @@ class CheckpointWatch:
     """Looks for new checkpoints by a pattern for :func:`glob.glob` (absolute, ``**`` included);
     ``before``: what lay there before the job."""
 
-    def __init__(
-        self,
-        pattern: str,
-        before: Mapping[str, Stamp],
-    ) -> None:
+    def __init__(self, pattern: str, before: Mapping[str, Stamp]) -> None:
         self._pattern = pattern
         self._before = dict(before)
         self._last_seen: dict[str, Stamp] = {}
 
-    def newest(
-        self,
-        *,
-        at_rest: bool,
-        reported: Collection[Path] | None = None,
-    ) -> Stamped:
+    def newest(self, *, at_rest: bool, reported: Collection[Path] | None = None) -> Stamped:
         """Return the first of :meth:`found`, ``NOTHING`` if there is none."""
         return next(self.found(at_rest=at_rest, reported=reported), NOTHING)
 
@@ -545,9 +465,7 @@ class CheckpointWatch:
         pattern has no match although a file has that name; None if neither is so."""
         seen = stamps(self._pattern)
         own = [
-            (Path(path), stamp)
-            for path, stamp in seen.items()
-            if self._before.get(path) != stamp
+            (Path(path), stamp) for path, stamp in seen.items() if self._before.get(path) != stamp
         ]
         newest, stamp = max(own, key=_changed, default=NOTHING)
         if stamp > known[1] and not is_whole(newest):
@@ -557,11 +475,7 @@ class CheckpointWatch:
             text = f"checkpoint {newest} {what} and is not used"
             return CheckpointUnused(text, str(newest))
         # cwd and the run folder are escaped already
-        literal = re.sub(
-            r"(\[[\[*?]\])|\[",
-            lambda found: found[1] or "[[]",
-            self._pattern,
-        )
+        literal = re.sub(r"(\[[\[*?]\])|\[", lambda found: found[1] or "[[]", self._pattern)
         if seen or literal == self._pattern or not stamps(literal):
             return None
         return CheckpointUnused(
@@ -570,10 +484,7 @@ class CheckpointWatch:
         )
 
     def found(
-        self,
-        *,
-        at_rest: bool,
-        reported: Collection[Path] | None = None,
+        self, *, at_rest: bool, reported: Collection[Path] | None = None
     ) -> Iterator[Stamped]:
         """Yield the whole matches that are the job's own, the newest first. Only what has not
         changed since the last call counts, unless all is ``at_rest``. A folder has to have all the
@@ -584,8 +495,7 @@ class CheckpointWatch:
         own = [
             (Path(path), stamp)
             for path, stamp in seen.items()
-            if self._before.get(path) != stamp
-            and (at_rest or last_seen.get(path) == stamp)
+            if self._before.get(path) != stamp and (at_rest or last_seen.get(path) == stamp)
         ]
         own.sort(key=lambda one: (_changed(one), one), reverse=True)
         for number, (path, stamp) in enumerate(own, start=1):
@@ -600,9 +510,7 @@ class CheckpointWatch:
             ):
                 yield path, stamp
             elif reported is not None:
-                log.warning(
-                    "checkpoint %s may lack files and is not used", path
-                )
+                log.warning("checkpoint %s may lack files and is not used", path)
 
 
 def _names(folder: Path) -> set[str]:

@@ -91,11 +91,7 @@ def parse(line: str) -> events.Event | Result:
     if not isinstance(data, dict) or not isinstance(data.get("event"), str):
         raise NotUnderstoodError('not an object with a name under "event"')
     name = data["event"]
-    fields = {
-        key: plain(value)
-        for key, value in data.items()
-        if key not in _ADDED_FIELDS
-    }
+    fields = {key: plain(value) for key, value in data.items() if key not in _ADDED_FIELDS}
     if name in _DOCUMENTED:
         return _documented(name, fields)
     if name == "result":
@@ -114,9 +110,7 @@ def parse(line: str) -> events.Event | Result:
 def _documented(name: str, fields: dict[str, events.Json]) -> events.Event:
     step = fields.get("step")
     if isinstance(step, int) and step < 0:
-        raise NotUnderstoodError(
-            f"{name}: step must be an integer of 0 or more"
-        )
+        raise NotUnderstoodError(f"{name}: step must be an integer of 0 or more")
     if name == "progress":
         nested = fields.get("metrics")
         given = fields | (nested if isinstance(nested, dict) else {})
@@ -124,14 +118,10 @@ def _documented(name: str, fields: dict[str, events.Json]) -> events.Event:
         fields["metrics"] = {
             key: value
             for key, value in given.items()
-            if key not in ("step", "total_steps")
-            and isinstance(value, (int, float))
+            if key not in ("step", "total_steps") and isinstance(value, (int, float))
         }
     elif name == "checkpoint":
-        fields = {
-            "path": fields.get("path") or None,
-            "step": step if type(step) is int else None,
-        }
+        fields = {"path": fields.get("path") or None, "step": step if type(step) is int else None}
     try:
         return events.parse({**fields, "event": _DOCUMENTED[name]})
     except events.MalformedEventError as error:
@@ -141,12 +131,7 @@ def _documented(name: str, fields: dict[str, events.Json]) -> events.Event:
 class LineReader:
     """Whole lines as they are appended to a file, in bounded memory and room on the disk."""
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        block_bytes: int = 1 << 20,
-    ) -> None:
+    def __init__(self, path: Path, *, block_bytes: int = 1 << 20) -> None:
         self._path = path
         self._block = block_bytes
         self._offset = self._released = 0
@@ -158,19 +143,13 @@ class LineReader:
         # one block of what was passed on is kept: some of it may still be on its way
         old = self._offset - self._block - self._released
         if old >= self._block:
-            release_blocks(
-                self._path,
-                self._released,
-                old,
-            )
+            release_blocks(self._path, self._released, old)
             self._released += old
         with contextlib.suppress(OSError), self._path.open("rb") as file:
             # no end is in sight where a script is faster
             size = os.fstat(file.fileno()).st_size
             file.seek(self._offset)
-            while data := file.read(
-                min(self._block, max(size - self._offset, 0))
-            ):
+            while data := file.read(min(self._block, max(size - self._offset, 0))):
                 self._offset += len(data)
                 *lines, rest = (self._rest + data).split(b"\n")
                 self._rest = rest[: 4 * _LARGEST_LINE + 1]
@@ -181,20 +160,14 @@ class LineReader:
 
 
 def _texts(lines: Iterable[bytes]) -> Iterator[str]:
-    return (
-        text
-        for line in lines
-        if (text := line.decode(errors="replace").strip())
-    )
+    return (text for line in lines if (text := line.decode(errors="replace").strip()))
 
 
 class ScriptRun(Run):
     """A :class:`~robust_train.Run` for a script."""
 
     def __init__(
-        self,
-        environ: Mapping[str, str],
-        report_line: ReportLine = lambda line: None,
+        self, environ: Mapping[str, str], report_line: ReportLine = lambda line: None
     ) -> None:
         checkpoint = value_from(environ, "checkpoint")
         super().__init__(
@@ -210,14 +183,10 @@ class ScriptRun(Run):
         if not value_from(environ, "run_dir"):
             live.saving.job = None  # no one resumes
         # only the script's own process sees which runs of trackers it logs to
-        self._trackers = TrackerNote(
-            self.run_dir, live.saving.job if self.is_main else None
-        )
+        self._trackers = TrackerNote(self.run_dir, live.saving.job if self.is_main else None)
         minutes = value_from(environ, "checkpoint_every_minutes")
         live.saving.plan = SavePlan(
-            every_seconds=None
-            if minutes in (None, "", AUTO)
-            else 60 * float(minutes),
+            every_seconds=None if minutes in (None, "", AUTO) else 60 * float(minutes),
             every_steps=_number(environ, "checkpoint_every_steps") or 0,
         )
         live.keeps = _number(environ, "keep_checkpoints") or live.keeps
@@ -229,26 +198,14 @@ class ScriptRun(Run):
         live.split_rule = SplitRule.named(value_from(environ, "split_rule"))
         live.micro_batch_plan = MicroBatchPlan(
             batch_size=self._split["batch_size"],
-            gradient_accumulation_steps=self._split[
-                "gradient_accumulation_steps"
-            ]
-            or 1,
+            gradient_accumulation_steps=self._split["gradient_accumulation_steps"] or 1,
             min_batch_size=_number(environ, "min_batch_size") or 1,
         )
         live.before_splitting = self._read_split
 
-    def progress(
-        self,
-        /,
-        step: int,
-        *,
-        total_steps: int | None = None,
-        **scalars: float,
-    ) -> bool:
+    def progress(self, /, step: int, *, total_steps: int | None = None, **scalars: float) -> bool:
         """Report that optimizer step ``step`` is done; see :meth:`.Run.progress`."""
-        is_passed_on = super().progress(
-            step, total_steps=total_steps, **scalars
-        )
+        is_passed_on = super().progress(step, total_steps=total_steps, **scalars)
         if is_passed_on:
             self._trackers.poll()
         return is_passed_on
@@ -325,9 +282,7 @@ def _stop_on_sigterm(run: Run) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, stop)
-    os.register_at_fork(
-        after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    )
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:

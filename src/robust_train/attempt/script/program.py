@@ -72,21 +72,14 @@ class Program:
             hint = ""
             if error.errno in (errno.ENOENT, errno.ENOEXEC):
                 hint = "; does its first line, #!…, name an interpreter that is there?"
-            raise ConfigError(
-                f"trainer.argv: {shlex.join(argv)}: {problem}{hint}"
-            ) from error
+            raise ConfigError(f"trainer.argv: {shlex.join(argv)}: {problem}{hint}") from error
 
     @property
     def pid(self) -> int:
         """Process id of the script itself."""
         return self._process.pid
 
-    def wait(
-        self,
-        run: Run,
-        stop_grace_seconds: float,
-        on_tick: Callable[[], None],
-    ) -> int:
+    def wait(self, run: Run, stop_grace_seconds: float, on_tick: Callable[[], None]) -> int:
         """Wait until the script and all that it started have ended; return its exit status as
         subprocess has it. Calls ``on_tick`` about twice a second.
 
@@ -106,9 +99,7 @@ class Program:
                     if not running or now >= kill_at:
                         break
                     forks = set(filter(is_fork, running))
-                    self._ask_to_stop(
-                        [one for one in running if one not in forks]
-                    )
+                    self._ask_to_stop([one for one in running if one not in forks])
                     # what a shell has forked may run a program, which is asked next
                     if self._process.returncode is not None:
                         for pid in forks:
@@ -124,16 +115,11 @@ class Program:
                 on_tick()
         finally:
             returncode = self._process.poll()
-            left = kill_descendants(
-                lambda process: process.pid not in self._not_ours
-            )
+            left = kill_descendants(lambda process: process.pid not in self._not_ours)
             if returncode is None:  # collected by the killing
                 self._process.returncode = returncode = -signal.SIGKILL
         if left:
-            log.warning(
-                "processes %s of the script hang in the kernel; they are left behind",
-                left,
-            )
+            log.warning("processes %s of the script hang in the kernel; they are left behind", left)
         return returncode
 
     def _running(self) -> list[int]:

@@ -15,15 +15,11 @@ _ADDRESS = re.compile(
     r"|--(?:nnodes|num[-_]machines)[ =](?!1(?::1)?(?!\S))"
     r"|\b(?:MASTER_|PET_)\w+="
 )
-_VARIABLES = re.compile(
-    r"MASTER_(?:ADDR|PORT)|PET_(?:STANDALONE|NNODES|(?:RDZV|MASTER|NODE)_\w+)"
-)
+_VARIABLES = re.compile(r"MASTER_(?:ADDR|PORT)|PET_(?:STANDALONE|NNODES|(?:RDZV|MASTER|NODE)_\w+)")
 
 
 def rendezvous_environment(
-    argv: Sequence[str],
-    environ: Mapping[str, str],
-    num_gpus: int,
+    argv: Sequence[str], environ: Mapping[str, str], num_gpus: int
 ) -> dict[str, str]:
     """Return the variables by which torchrun chooses a free port; none if the script is not to
     start several ranks, or if the user has said where they meet."""

@@ -16,6 +16,4 @@ class Detach(InLauncher):
         """End the foreground with what its user needs to know of the job."""
         if isinstance(event, WaitStatus | AttemptStarted):
             state, folder = self.job.state, self.job.plan.run_dir
-            detach.has_begun(
-                folder, detach.job_text(state.id, state.name, folder)
-            )
+            detach.has_begun(folder, detach.job_text(state.id, state.name, folder))

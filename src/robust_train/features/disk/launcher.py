@@ -9,11 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from robust_train.folder.checkpoints import (
-    is_read_only,
-    pass_over_damaged,
-    why_full,
-)
+from robust_train.folder.checkpoints import is_read_only, pass_over_damaged, why_full
 from robust_train.launcher.hooks import History, InLauncher
 from robust_train.model.attempt import Attempt
 from robust_train.model.failure import Clue, Failure, FailureKind
@@ -39,9 +35,7 @@ class Disk(InLauncher):
         if failure is None:
             return attempt
         run_dir = self.job.plan.run_dir
-        if os.strerror(errno.EROFS) in failure.message and is_read_only(
-            run_dir
-        ):
+        if os.strerror(errno.EROFS) in failure.message and is_read_only(run_dir):
             failure = replace(failure, kind=FailureKind.DISK_FULL)
         else:
             failure = self._with_damaged(attempt, failure)
@@ -53,12 +47,7 @@ class Disk(InLauncher):
         lacks_file = f"No such file or directory: '{path}/" in failure.message
         is_damaged = lacks_file or failure.evidence.clue == Clue.DAMAGED
         has_begun = attempt.end_step is not None or attempt.saves > 1
-        if (
-            path is None
-            or not is_damaged
-            or attempt.script is None
-            or has_begun
-        ):
+        if path is None or not is_damaged or attempt.script is None or has_begun:
             return failure
         has_earlier = pass_over_damaged(
             self.job.plan.run_dir / "checkpoints",
@@ -66,9 +55,7 @@ class Disk(InLauncher):
             Path(path),
             lacks_file=lacks_file,
         )
-        evidence = replace(
-            failure.evidence, has_checkpoint=has_earlier, clue=Clue.DAMAGED
-        )
+        evidence = replace(failure.evidence, has_checkpoint=has_earlier, clue=Clue.DAMAGED)
         return replace(failure, evidence=evidence)
 
     def before(self, retry: Retry) -> None:
@@ -81,7 +68,5 @@ class Disk(InLauncher):
         while problem := why_full(self.job.plan.run_dir, failure.message):
             if time.monotonic() >= next_line:
                 next_line = time.monotonic() + _LINE_SECONDS
-                log.warning(
-                    "%s: waiting for space, then training goes on", problem
-                )
+                log.warning("%s: waiting for space, then training goes on", problem)
             self.job.sleep(_POLL_SECONDS)

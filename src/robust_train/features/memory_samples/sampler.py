@@ -23,12 +23,7 @@ from robust_train.files import LineFile, Spacing
 from robust_train.folder.memory_samples import FILE_NAME, Sample, encode
 from robust_train.gpu.inventory import close_session, find_gpu
 from robust_train.host.memory import resident_bytes, resident_bytes_of_tree
-from robust_train.memory.cuda import (
-    cached_on,
-    device_index,
-    gpu_uuid,
-    started_torch,
-)
+from robust_train.memory.cuda import cached_on, device_index, gpu_uuid, started_torch
 from robust_train.model.gpu import GpuInfo
 from robust_train.readable import first_line
 
@@ -118,18 +113,12 @@ class Sampler:
         self._ask_next = 0.0  # when NVML is to be asked again
         self._often_until = time.monotonic() + nvml_seconds
         self._process = psutil.Process()
-        self._resident = (
-            resident_bytes_of_tree if whole_tree else resident_bytes
-        )
+        self._resident = resident_bytes_of_tree if whole_tree else resident_bytes
         self._interval_seconds = interval_seconds
         self._cost_share = cost_share
         self._step = step
         self._ended = threading.Event()
-        self._thread = threading.Thread(
-            target=self._work,
-            name="memory sampler",
-            daemon=True,
-        )
+        self._thread = threading.Thread(target=self._work, name="memory sampler", daemon=True)
         self._pid = os.getpid()
 
     def start(self) -> None:
@@ -166,9 +155,7 @@ class Sampler:
                 return
             # waking up counts as well, which is why it is measured from one to the next
             cost, spent = time.thread_time() - spent, time.thread_time()
-            is_last = self._ended.wait(
-                max(self._interval_seconds, cost / self._cost_share)
-            )
+            is_last = self._ended.wait(max(self._interval_seconds, cost / self._cost_share))
 
     def _sample(self) -> Sample:
         resident, anonymous = self._resident(self._process)
@@ -212,11 +199,7 @@ def _uuid_of(index: int) -> str:
     by_pci = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
     if name.startswith(("GPU-", "MIG-")) or (name.isdecimal() and by_pci):
         return name
-    with contextlib.suppress(
-        AttributeError,
-        RuntimeError,
-        AssertionError,
-    ):
+    with contextlib.suppress(AttributeError, RuntimeError, AssertionError):
         if (torch := started_torch()) is not None:
             return gpu_uuid(torch, index)
     return ""

@@ -25,10 +25,7 @@ from robust_train.memory.cuda import (
     limit_when_cuda_starts,
     started_torch,
 )
-from robust_train.memory.reports import (
-    record_history_after_an_oom,
-    write_out_of_memory,
-)
+from robust_train.memory.reports import record_history_after_an_oom, write_out_of_memory
 from robust_train.model.errors import RankFailure
 from robust_train.model.events import MemoryCleared, MemoryTight
 from robust_train.model.failure import Failure
@@ -53,11 +50,7 @@ class Reserve:
         """Take the memory, unless it is held; without room there is none."""
         if self._pages is None:
             with contextlib.suppress(OSError):
-                self._pages = mmap.mmap(
-                    -1,
-                    _RESERVE_BYTES,
-                    flags=mmap.MAP_PRIVATE,
-                )
+                self._pages = mmap.mmap(-1, _RESERVE_BYTES, flags=mmap.MAP_PRIVATE)
 
     def release(self) -> None:
         """Give the memory up."""
@@ -91,9 +84,7 @@ class CacheChecks:
         unused = unused_share()
         empties = unused > 0 and unused >= self._threshold
         longest = max(_LONGEST_GAP, self._every)
-        self._left = self._gap = (
-            min(2 * self._gap, longest) if empties else self._every
-        )
+        self._left = self._gap = min(2 * self._gap, longest) if empties else self._every
         return empties
 
 
@@ -112,9 +103,7 @@ class MemoryUpkeep(InAttempt):
         self._index = device_index(config.device)
         self._settings = memory = config.memory
         self._checks = {
-            "step": CacheChecks(
-                memory.empty_cache_frequency, memory.empty_cache_threshold
-            ),
+            "step": CacheChecks(memory.empty_cache_frequency, memory.empty_cache_threshold),
             "save": CacheChecks(int("save" in memory.clear_after), 0.0),
             "epoch": CacheChecks(int("epoch" in memory.clear_after), 0.0),
         }
@@ -190,15 +179,9 @@ class MemoryUpkeep(InAttempt):
         """Warn, once, if steps in a row had to empty the cache."""
         before, total = self._alloc_retries, alloc_retries()
         self._alloc_retries = total
-        has_retried = (
-            total is not None and before is not None and total > before
-        )
+        has_retried = total is not None and before is not None and total > before
         self._tight_steps = self._tight_steps + 1 if has_retried else 0
-        if (
-            total is None
-            or self._tight_steps < _TIGHT_STEPS
-            or self._has_warned
-        ):
+        if total is None or self._tight_steps < _TIGHT_STEPS or self._has_warned:
             return
         self._has_warned = True
         log.warning(
@@ -210,21 +193,13 @@ class MemoryUpkeep(InAttempt):
 
     def _set_up_cuda(self) -> None:
         """Set the limit as soon as torch is there, which may start CUDA later."""
-        self._is_set_up = limit_when_cuda_starts(
-            self._settings.fraction, self._index
-        )
-        has_history = (
-            self._index is not None and self._settings.snapshot_on_oom
-        )
+        self._is_set_up = limit_when_cuda_starts(self._settings.fraction, self._index)
+        has_history = self._index is not None and self._settings.snapshot_on_oom
         if self._is_set_up and has_history:
             self._end_history = record_history_after_an_oom(self.live.run_dir)
 
     def _clear(
-        self,
-        reason: str,
-        *,
-        thorough: bool = True,
-        error: BaseException | None = None,
+        self, reason: str, *, thorough: bool = True, error: BaseException | None = None
     ) -> None:
         of, before = self._in_use()
         started = time.perf_counter()
@@ -236,9 +211,7 @@ class MemoryUpkeep(InAttempt):
         after = self._in_use()[1]
         # another thread may have allocated meanwhile
         returned, step = max(before - after, 0), self.live.last_step
-        self.live.send(
-            MemoryCleared(reason, of, before, after, returned, seconds, step)
-        )
+        self.live.send(MemoryCleared(reason, of, before, after, returned, seconds, step))
         log.debug(
             "memory cleared (%s): %s of %s returned (%s)",
             reason,
@@ -267,11 +240,6 @@ class MemoryUpkeep(InAttempt):
             return
         self._has_written_oom = True
         run = self.live
-        event = write_out_of_memory(
-            run.run_dir,
-            failure,
-            attempt=run.attempt,
-            step=run.last_step,
-        )
+        event = write_out_of_memory(run.run_dir, failure, attempt=run.attempt, step=run.last_step)
         if event is not None:
             run.send(event)

@@ -2,6 +2,4 @@
 
 from robust_train.model.feature import Feature
 
-FEATURE = Feature(
-    "notifications", launcher=f"{__name__}.launcher:Notifications"
-)
+FEATURE = Feature("notifications", launcher=f"{__name__}.launcher:Notifications")

@@ -14,9 +14,7 @@ class Notifications(InLauncher):
     def __init__(self, job: JobView) -> None:
         super().__init__(job)
         plan = job.plan
-        self._notifier = Notifier(
-            notifications(plan.config.notify, plan.environ)
-        )
+        self._notifier = Notifier(notifications(plan.config.notify, plan.environ))
 
     def event(self, event: Event, attempt: Attempt | None) -> None:
         """Notify of an event, and of the state after it."""

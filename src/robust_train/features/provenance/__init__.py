@@ -2,6 +2,4 @@
 
 from robust_train.model.feature import Feature
 
-FEATURE = Feature(
-    "provenance", launcher=f"{__name__}.launcher:RecordsProvenance"
-)
+FEATURE = Feature("provenance", launcher=f"{__name__}.launcher:RecordsProvenance")

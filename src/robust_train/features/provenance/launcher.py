@@ -50,15 +50,12 @@ class RecordsProvenance(InLauncher):
             trainer.cwd or ".",
             os.environ,
         )
-        digests = config_digests(
-            composed_files(), trainer.argv or sys.argv[1:]
-        )
+        digests = config_digests(composed_files(), trainer.argv or sys.argv[1:])
         before = read_environment(plan.run_dir)
         changed = changed_variables(before, beginning.job, variables)
         if changed:
             log.warning(
-                "the command reads variables that have changed since the last launch: %s",
-                changed,
+                "the command reads variables that have changed since the last launch: %s", changed
             )
         files = changed_files(before, digests)
         if files and beginning.checkpoint is not None:

@@ -21,10 +21,7 @@ class ReportPage(InLauncher):
         sources = computed("the record", lambda: read_sources(summary.run_dir))
         if sources is None:
             return summary
-        advice = computed(
-            "advice",
-            lambda: tuple(wording.speed_advice(summary.attempts, keys)),
-        )
+        advice = computed("advice", lambda: tuple(wording.speed_advice(summary.attempts, keys)))
         goodput = computed("goodput", lambda: goodput_from(sources))
         advice = (*summary.advice, *(advice or ()))
         summary = replace(summary, goodput=goodput, advice=advice)

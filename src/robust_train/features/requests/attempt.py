@@ -19,13 +19,7 @@ from robust_train.attempt.hooks import InAttempt
 from robust_train.attempt.live import LiveAttempt, memory_in_use
 from robust_train.config.projects import as_typed
 from robust_train.config.schema import RobustConfig
-from robust_train.folder.requests import (
-    LAUNCHERS_VERB,
-    RefusedError,
-    Reply,
-    Request,
-    find_requests,
-)
+from robust_train.folder.requests import LAUNCHERS_VERB, RefusedError, Reply, Request, find_requests
 from robust_train.memory.reports import perform
 from robust_train.model.events import RequestDone
 from robust_train.readable import named_line
@@ -115,12 +109,7 @@ class Requests(InAttempt):
         RefusedError: this trainer cannot do it."""
         request, verb = waiting.request, waiting.request.verb
         if verb == "figures":
-            return {
-                "answer": {
-                    "attempt_pid": os.getpid(),
-                    "memory": memory_in_use(),
-                }
-            }
+            return {"answer": {"attempt_pid": os.getpid(), "memory": memory_in_use()}}
         if verb == "checkpoint":
             return self._checkpoint(waiting)
         if verb == "halve_batch":
@@ -133,13 +122,7 @@ class Requests(InAttempt):
             # clearing and limiting log their sentence themselves
             if verb not in ("memory_clear", "memory_fraction"):
                 log.info("%s on request: %s", verb, sentence)
-            self.live.send(
-                RequestDone(
-                    verb,
-                    self.live.last_step,
-                    sentence,
-                )
-            )
+            self.live.send(RequestDone(verb, self.live.last_step, sentence))
         return {"answer": answer}
 
     def _checkpoint(self, waiting: _Pending) -> Reply | None:
@@ -161,9 +144,7 @@ class Requests(InAttempt):
     def _split_finer(self, waiting: _Pending) -> Reply | None:
         run = self.live
         if run.keeps_batch:
-            raise RefusedError(
-                f"half the micro-batch would change the training: {run.keeps_batch}"
-            )
+            raise RefusedError(f"half the micro-batch would change the training: {run.keeps_batch}")
         if not run.splits_batches:
             if not waiting.knows_habits:
                 return None
@@ -172,14 +153,9 @@ class Requests(InAttempt):
                 "runs; stop it and start it again with a smaller training.batch_size (--batch-size)"
             )
         changed = run.shrink("requested by 'robust-train halve-batch'")
-        size, least = (
-            run.micro_batcher.size,
-            run.micro_batch_plan.min_batch_size,
-        )
+        size, least = (run.micro_batcher.size, run.micro_batch_plan.min_batch_size)
         if changed is None and size is None:
-            raise RefusedError(
-                "no batch was split so far; try again after the first step"
-            )
+            raise RefusedError("no batch was split so far; try again after the first step")
         if changed is None:
             raise RefusedError(
                 f"the micro-batch is {size} already, and min_batch_size={least} allows no smaller "

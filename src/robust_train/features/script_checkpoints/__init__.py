@@ -2,6 +2,4 @@
 
 from robust_train.model.feature import Feature
 
-FEATURE = Feature(
-    "script_checkpoints", launcher=f"{__name__}.launcher:ScriptCheckpoints"
-)
+FEATURE = Feature("script_checkpoints", launcher=f"{__name__}.launcher:ScriptCheckpoints")

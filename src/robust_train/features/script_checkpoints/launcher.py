@@ -8,12 +8,7 @@ from pathlib import Path
 
 from robust_train.launcher.hooks import InLauncher, JobView
 from robust_train.model.attempt import Attempt, AttemptEnded
-from robust_train.model.events import (
-    CheckpointUnused,
-    Event,
-    JobEnded,
-    ScriptStarted,
-)
+from robust_train.model.events import CheckpointUnused, Event, JobEnded, ScriptStarted
 
 log = logging.getLogger("robust_train")
 

@@ -15,12 +15,7 @@ from robust_train.gpu.processes import CudaProcess, list_cuda_processes
 from robust_train.host.linux import children
 from robust_train.launcher.hooks import InLauncher, JobView, Pause
 from robust_train.model.attempt import Attempt
-from robust_train.model.events import (
-    Event,
-    MicroBatchChanged,
-    Slow,
-    SpeedMeasured,
-)
+from robust_train.model.events import Event, MicroBatchChanged, Slow, SpeedMeasured
 from robust_train.model.gpu import GpuInfo, Group
 from robust_train.model.spec import Speed
 
@@ -38,9 +33,7 @@ class SlowTraining(InLauncher):
         super().__init__(job)
         self._watch: SlowWatch | None = None
 
-    def request(
-        self, request: AttemptRequest, attempt: Attempt
-    ) -> AttemptRequest:
+    def request(self, request: AttemptRequest, attempt: Attempt) -> AttemptRequest:
         """Watch the attempt that begins."""
         if not self.job.plan.config.runs_inline:
             self._watch = SlowWatch(attempt.spec.gpus, self._record)
@@ -103,20 +96,14 @@ class SlowWatch:
         if not self._is_seen:
             self._warn_if_elsewhere()
         speeds = list(self._speed.values())
-        longest = max(
-            (3 * one.seconds_per_step for one in speeds), default=0.0
-        )
+        longest = max((3 * one.seconds_per_step for one in speeds), default=0.0)
         if now - self._measured_at > max(2 * _POLL_SECONDS, longest):
             speeds = []  # a validation, perhaps: nothing is measured
         is_slow = lost_share(speeds, self._best) > MUCH
         on_gpu = _on_gpus(self._gpus) if is_slow and self._gpus else {}
         found = hindrances(speeds, self._best, on_gpu)
         self._since = {what: self._since.get(what, now) for what in found}
-        long = [
-            one
-            for what, one in found.items()
-            if now - self._since[what] >= LONG_SECONDS
-        ]
+        long = [one for what, one in found.items() if now - self._since[what] >= LONG_SECONDS]
         worst = max(long, key=lambda one: one.share, default=Slow())
         if worst.what != self._sent:
             self._sent = worst.what
@@ -151,9 +138,7 @@ def _on_gpus(gpus: Group) -> dict[str, str]:
     return found
 
 
-def _computing(
-    gpus: Group,
-) -> tuple[dict[int, GpuInfo], list[CudaProcess], list[CudaProcess]]:
+def _computing(gpus: Group) -> tuple[dict[int, GpuInfo], list[CudaProcess], list[CudaProcess]]:
     """Return these GPUs as they are now, and the processes on any: this job's, and others."""
     inventory = read_inventory()
     close_session()  # an open one blocks a reset of any GPU

@@ -22,11 +22,7 @@ class TimeSlices(InLauncher):
         An attempt that saves nothing would begin at the same step each time, and a trainer in this
         process stops for signals only.
         """
-        if (
-            attempt is None
-            or not attempt.saves
-            or self.job.plan.config.runs_inline
-        ):
+        if attempt is None or not attempt.saves or self.job.plan.config.runs_inline:
             return None
         if self.job.signals.received:
             return None

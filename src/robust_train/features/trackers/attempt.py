@@ -13,9 +13,7 @@ class TrackersOfAttempt(InAttempt):
 
     def __init__(self, live: LiveAttempt, config: RobustConfig) -> None:
         super().__init__(live, config)
-        self._note = TrackerNote(
-            live.run_dir, live.saving.job if live.is_main else None
-        )
+        self._note = TrackerNote(live.run_dir, live.saving.job if live.is_main else None)
 
     def boundary(self, what: str) -> None:
         """Look for a run that has begun, when progress is passed on."""

@@ -14,16 +14,11 @@ from robust_train.model.attempt import Attempt
 class Trackers(InLauncher):
     """Gives each attempt the ids of the runs that its trackers continue."""
 
-    def request(
-        self, request: AttemptRequest, attempt: Attempt
-    ) -> AttemptRequest:
+    def request(self, request: AttemptRequest, attempt: Attempt) -> AttemptRequest:
         """Return the request with the trackers' variables, which only the first rank has."""
         plan = self.job.plan
         variables = tracker_environment(
-            os.environ,
-            plan.run_dir,
-            self.job.beginning.job,
-            is_script=plan.config.is_script,
+            os.environ, plan.run_dir, self.job.beginning.job, is_script=plan.config.is_script
         )
         return replace(
             request,
