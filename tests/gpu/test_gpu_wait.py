@@ -1,6 +1,5 @@
 """Waiting for a GPU, on a clock that the test turns."""
 
-import logging
 import math
 import sys
 from dataclasses import replace
@@ -18,7 +17,6 @@ from robust_train.queue import waiting
 from robust_train.queue.host_queue import GpuRequest, HostQueue
 from robust_train.queue.waiting import NoGpu, Waiting, WaitStatus
 from robust_train.readable import MIB
-from robust_train.report.status import LiveStatus
 
 FULL = GpuInfo("GPU-full", "A100", 0, "00000000:01:00.0", 100 * MIB, 10 * MIB, 90 * MIB)
 FREE = replace(FULL, free_bytes=90 * MIB)
@@ -208,14 +206,3 @@ def test_gpus_that_vanish_while_waiting_may_come_back():
     story = Story({0: Visible((FULL,)), 20: gone, 50: Visible((FREE,))})
     assert story.wait() == (FREE,)
     assert any("driver reset" in status.sentence() for status in story.said)
-
-
-def test_without_a_terminal_each_look_gives_one_log_line(caplog):
-    status = WaitStatus(60.0, checks=1, obstacles="busy", position=0)
-    with caplog.at_level(logging.INFO, "robust_train"), LiveStatus(is_wanted=False) as live:
-        for seconds_left, checks in ((60.0, 1), (59.0, 1), (58.0, 2)):
-            live.log_waiting(replace(status, seconds_left=seconds_left, checks=checks))
-    assert [record.message for record in caplog.records] == [
-        "waiting for a GPU, 1:00 left: busy",
-        "waiting for a GPU, 0:58 left: busy",
-    ]

@@ -62,7 +62,6 @@ def request_for(
         environ=environ,
         cwd=os.getcwd(),
         longest_pause=longest_pause,
-        has_live_status=plan.surroundings.owns_terminal,
         asked=asked,
         is_first=is_first,
         start_method=_start_method(),

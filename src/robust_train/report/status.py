@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import textwrap
 import time
@@ -13,11 +12,8 @@ from typing import TYPE_CHECKING
 from robust_train.folder.state import RunState
 from robust_train.host.screen import LiveArea, live_area
 from robust_train.model.attempt import Attempt
-from robust_train.queue.waiting import WaitStatus
 from robust_train.readable import as_clock, memory, number, of_all
 from robust_train.report.wording import batch_in_words, samples_per_second, seconds_per_step
-
-log = logging.getLogger("robust_train")
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -125,19 +121,10 @@ class LiveLines(contextlib.ExitStack):
 class LiveStatus(LiveLines):
     """Shows a job's state on its terminal, if it has one to itself."""
 
-    _logged: tuple[object, ...] = ()
-
     def show(self, state: RunState) -> None:
         """Show the state as it is now."""
         if self.area is not None:
             self.draw(status_lines(state, time.time(), self.area.size[0]))
-
-    def log_waiting(self, status: WaitStatus) -> None:
-        """Log each poll of a job that waits, where the screen does not show it."""
-        poll = (status.checks, status.obstacles)
-        if self.area is None and status.checks and poll != self._logged:
-            self._logged = poll
-            log.info("%s", status.sentence())
 
 
 def _styled(line: str) -> Text:

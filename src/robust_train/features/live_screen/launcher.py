@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
+
+from robust_train.config.attempt import AttemptRequest
 from robust_train.launcher.hooks import InLauncher, JobView, Pause
 from robust_train.model.attempt import Attempt
 from robust_train.model.events import Event
 from robust_train.queue.waiting import WaitStatus
 from robust_train.report.status import LiveStatus
+
+log = logging.getLogger("robust_train")
 
 
 class LiveScreen(InLauncher):
@@ -14,7 +20,9 @@ class LiveScreen(InLauncher):
 
     def __init__(self, job: JobView) -> None:
         super().__init__(job)
-        self._live = LiveStatus(is_wanted=job.plan.surroundings.owns_terminal)
+        self._is_wanted = job.plan.surroundings.owns_terminal
+        self._live = LiveStatus(is_wanted=self._is_wanted)
+        self._logged: tuple[object, ...] = ()
 
     def begin(self) -> None:
         """Take the lower lines of the terminal."""
@@ -24,10 +32,18 @@ class LiveScreen(InLauncher):
         """Give the terminal back."""
         self._live.close()
 
+    def request(self, request: AttemptRequest, attempt: Attempt) -> AttemptRequest:
+        """Return the request of an attempt that need not print what the screen shows."""
+        return replace(request, has_live_status=self._is_wanted)
+
     def event(self, event: Event, attempt: Attempt | None) -> None:
-        """Log each poll of a wait."""
-        if isinstance(event, WaitStatus):
-            self._live.log_waiting(event)
+        """Log each poll of a wait that the screen does not show."""
+        if not isinstance(event, WaitStatus):
+            return
+        poll = (event.checks, event.obstacles)
+        if self._live.area is None and event.checks and poll != self._logged:
+            self._logged = poll
+            log.info("%s", event.sentence())
 
     def tick(self, attempt: Attempt | None) -> Pause | None:
         """Show the state as it is now."""
