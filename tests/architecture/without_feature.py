@@ -150,11 +150,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="run no conformance cells")
     given = parser.parse_args()
     names = features_named(given.name)
+    if given.to is not None:
+        (name,) = names
+        copy_without(name, given.to)
+        return
     failed = []
     for name in names:
-        if given.to is not None:
-            copy_without(name, given.to)
-            continue
         with tempfile.TemporaryDirectory() as folder:
             print(f"without {name}:", flush=True)
             copy_without(name, Path(folder))
