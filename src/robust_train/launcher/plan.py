@@ -129,7 +129,7 @@ def plan_job(
         resolvers=resolvers,
         policy=policy,
         values_used=frozenset(used),
-        numbers_gpus=numbers_gpus(environ, is_script=config.is_script),
+        numbers_gpus=numbers_gpus(environ, reads_uuids=config.traits.reads_uuids),
         environ=environ,
         remedies=remedies,
         features=features,
@@ -163,7 +163,7 @@ def policy_settings(
         expandable_segments=use_expandable_segments(
             config.memory.expandable_segments,
             os.environ,
-            is_script=config.is_script,
+            is_safe=config.traits.takes_expandable_segments,
             gpus=config.num_gpus,
         ),
         may_use_expandable_segments=(
