@@ -30,7 +30,7 @@ from robust_train.launcher.driver import driver_of
 from robust_train.launcher.job import Job
 from robust_train.launcher.plan import Plan, plan_job
 from robust_train.model.errors import ConfigError
-from robust_train.report.narration import print_failure
+from robust_train.report.narration import print_failure, show_end
 
 log = logging.getLogger("robust_train")
 
@@ -123,6 +123,7 @@ def run_job(
         JobInterrupted: a signal stopped the job.
     """
     theirs = their_keys(cfg)
+    show = partial(show_end, explain)
     shorten_lines()
     # None also ends what an earlier job of this process has set
     change_words(None if theirs is None else partial(as_typed, theirs=theirs))
@@ -134,11 +135,11 @@ def run_job(
             if lost is not None:
                 log.warning("%s", lost)
             driver = driver_of(plan, has_remedies=remedies)
-            return Job(plan, driver, explain=explain).run()
+            return Job(plan, driver, show_end=show).run()
         from robust_train.launcher.guest import RankDriver
 
         rank = RankDriver(guest, trainer, cfg, run_dir, FEATURES, REMEDIES)
-        return rank.run_part(lambda: Job(rank.plan, rank, explain=explain).run(), explain)
+        return rank.run_part(lambda: Job(rank.plan, rank, show_end=show).run(), explain)
 
 
 def plan_launch(
