@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from robust_train.model.events import (
     AttemptProcess,
@@ -28,7 +29,6 @@ from robust_train.model.events import (
     RankDied,
     ScriptEnded,
     ScriptStarted,
-    Slow,
     SpeedMeasured,
     SplitChecked,
     TrainerSupports,
@@ -37,8 +37,11 @@ from robust_train.model.events import (
 )
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 from robust_train.model.gpu import Group, gpus_of
-from robust_train.model.json import as_json, finite, from_json
+from robust_train.model.json import finite
+from robust_train.model.parts import Part, Record, parts_like
 from robust_train.model.spec import AttemptSpec, Speed
+
+N = TypeVar("N", bound="Note")
 
 UNFINISHED = "unfinished"
 COMPLETED = "completed"
@@ -89,11 +92,23 @@ class Exit:
 
 
 @dataclass(frozen=True)
-class Attempt:
+class Note(Part):
+    """What a feature knows of an attempt, and may add to its record."""
+
+    def after(self: N, event: Event, attempt: Attempt) -> N:
+        """Return the note after one more event, which the attempt's own fields have taken."""
+        return self
+
+
+@dataclass(frozen=True)
+class Attempt(Record[Note]):
     """What an attempt used, how far it came, how it ended, and what was decided then.
 
-    None if unknown, or not yet. Bytes and seconds.
+    What features know of it is in their notes: ``attempt.of(SlowNote)``. None if unknown, or not
+    yet. Bytes and seconds.
     """
+
+    kind_of_part = Note
 
     number: int  # from 1, in all launches of the run folder
     # with the micro-batch that it found, if it had to search
@@ -120,7 +135,6 @@ class Attempt:
     saving_seconds: float = 0.0  # for which they held training up
     # the one in use, if the trainer itself has changed it
     micro_batch: int | None = None
-    slow: str = ""  # what slows it down now, a sentence
     keeps_batch: str = ""  # why no attempt may split the batch in another way
     # it ended since the losses of parts do not add up to the loss of the batch: what showed that
     split_changes: str = ""
@@ -159,6 +173,16 @@ class Attempt:
 
     def after(self, event: Event) -> Attempt:
         """Return the attempt after one more of its events."""
+        attempt = self._after(event)
+        for kind in parts_like(Note):
+            note = attempt.of(kind)
+            changed = note.after(event, attempt)
+            if changed is not note:
+                attempt = attempt.having(changed)
+        return attempt
+
+    def _after(self, event: Event) -> Attempt:
+        """Return the attempt with the kernel's share of an event."""
         match event:
             case AttemptProcess():
                 return replace(self, pid=event.pid)
@@ -205,8 +229,6 @@ class Attempt:
                 return replace(self, micro_batch=event.after or self.micro_batch)
             case MicroBatchExhausted(training=True):
                 return replace(self, micro_batch=event.before)
-            case Slow():
-                return replace(self, slow=event.text)
             case CheckpointUnused():
                 return replace(self, not_whole=event.path)
             case BatchKept():
@@ -350,13 +372,10 @@ class Attempt:
     def as_json(self) -> dict[str, Json]:
         """Return the record in JSON's types, as the journal and ``summary.json`` have it."""
         seconds = self.seconds
-        known = {
-            name: as_json(value) for name, value in vars(self).items() if name not in _NOT_IN_FILES
-        }
         return {
             "attempt": self.number,
             **self.spec.as_json(),
-            **known,
+            **self.fields_as_json(_NOT_IN_FILES),
             "started": round(self.started, 6),
             "seconds": None if seconds is None else round(seconds, 3),
             "outcome": self.outcome,
@@ -370,7 +389,7 @@ class Attempt:
         Raises:
             MalformedEventError: a field is missing or of another type.
         """
-        return from_json(cls, {**data, "number": data.get("attempt"), "spec": data})
+        return cls.from_fields({**data, "number": data.get("attempt"), "spec": data})
 
 
 @dataclass(frozen=True)

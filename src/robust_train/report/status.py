@@ -70,8 +70,9 @@ def _how_far(state: RunState, attempt: Attempt) -> list[str]:
         if total and step is not None:
             left = math.ceil((total - step) * seconds)
             parts.append(f"{as_clock(max(left, 0))} left")
-    if attempt.slow:
-        parts.append(attempt.slow)
+    slow = attempt.noted("slow", "")
+    if slow:
+        parts.append(slow)
     if attempt.loss is not None:
         parts.append(f"loss {number(attempt.loss)}")
     if used := attempt.memory.get("allocated", attempt.memory.get("resident")):
