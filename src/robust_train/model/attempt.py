@@ -21,7 +21,6 @@ from robust_train.model.events import (
     Failed,
     Finished,
     Json,
-    MemoryCleared,
     MemoryReported,
     MicroBatchChanged,
     MicroBatchExhausted,
@@ -144,7 +143,6 @@ class Attempt(Record[Note]):
     batch_size_found: Mapping[str, Json] | None = None
     # bytes in use, by name, at the last milestone; of several ranks the one with the highest peak
     memory: Mapping[str, int] = field(default_factory=dict)
-    memory_returned: Mapping[str, Json] | None = None  # by the final clean-up
     speed: tuple[Speed, ...] = ()  # of each rank that measured it
     # --- the evidence of its end ---
     # its own report, or what ended the group of its ranks
@@ -163,8 +161,6 @@ class Attempt(Record[Note]):
     traceback: str | None = None
     # of the device, or of the process if it ran on the CPU
     peak_memory_bytes: int | None = None
-    # how its memory developed
-    memory_stability: Mapping[str, Json] | None = None
     # --- what was decided after it ---
     # number of the user's rule that applies, in `retry.rules`
     rule: int | None = None
@@ -223,8 +219,6 @@ class Attempt(Record[Note]):
                 return replace(self, speed=tuple(by_rank))
             case MemoryReported(rank=None):
                 return replace(self, memory={**self.memory, **event.figures})
-            case MemoryCleared(reason="end" | "failure"):
-                return replace(self, memory_returned=event.figures)
             case MicroBatchChanged(training=True):
                 return replace(self, micro_batch=event.after or self.micro_batch)
             case MicroBatchExhausted(training=True):
