@@ -32,7 +32,6 @@ from robust_train.model.events import (
     SplitChecked,
     TrainerSupports,
     TrainingStarted,
-    UpdateSkipped,
 )
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 from robust_train.model.gpu import Group, gpus_of
@@ -127,9 +126,6 @@ class Attempt(Record[Note]):
     saved_step: int | None = None  # step of that
     # path of its newest checkpoint, if that is cut off
     not_whole: str | None = None
-    # the last checkpoint that is known to be good stays
-    is_guarded: bool = False
-    skipped_updates: int = 0  # loss or gradient norm was not finite
     saves: int = 0  # number of checkpoints it reported
     saving_seconds: float = 0.0  # for which they held training up
     # the one in use, if the trainer itself has changed it
@@ -198,15 +194,12 @@ class Attempt(Record[Note]):
                 return after._started_before(event.step) if self.step is None else after
             case CheckpointSaved(loss="diverged"):
                 return self
-            case UpdateSkipped():
-                return replace(self, skipped_updates=self.skipped_updates + 1)
             case CheckpointSaved():
                 return replace(
                     self,
                     checkpoint=event.path,
                     saved_step=self.end_step if event.step is None else event.step,
                     saves=self.saves + 1,
-                    is_guarded=event.is_guarded,
                     saving_seconds=event.saving_seconds,
                 )
             case SpeedMeasured():

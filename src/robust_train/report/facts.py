@@ -197,7 +197,8 @@ def goodput_of(spans: Sequence[Span], attempts: Sequence[TimedAttempt]) -> dict[
         useful = seconds_of(spans, "useful", one.number)
         saving = min(one.saving_seconds, useful)
         a_step = one.speed[0].seconds_per_step if one.speed else 0.0
-        skipped = min(one.skipped_updates * a_step, useful - saving)
+        updates = one.noted("skipped_updates", 0)
+        skipped = min(updates * a_step, useful - saving)
         stalled = min(one.stalled_seconds, seconds_of(spans, "lost", one.number))
         parts["saving"] += saving
         parts["skipped"] += skipped

@@ -77,7 +77,7 @@ def sentence_of(story: Story) -> str:
         useful = percent(story.seconds["useful"] / wall)
         parts.append(f"{useful} of the time was useful.")
     has_saved = any(attempt.checkpoints for attempt in attempts)
-    if is_completed and has_saved and not attempts[-1].is_guarded:
+    if is_completed and has_saved and not attempts[-1].noted("is_guarded", False):
         parts.append("Its checkpoints were not guarded.")
     return " ".join(parts)
 
@@ -133,7 +133,7 @@ def _at(last: TimedAttempt | None) -> str:
 
 def _saved(attempts: Sequence[TimedAttempt]) -> str:
     steps = [
-        (step, attempt.is_guarded)
+        (step, attempt.noted("is_guarded", False))
         for attempt in attempts
         for step, _ in attempt.checkpoints
         if attempt.evidence.bad_step is None or step <= (attempt.evidence.good_step or 0)
