@@ -16,7 +16,6 @@ from robust_train.model.events import (
     BatchSizeFound,
     BatchTaken,
     CheckpointSaved,
-    CheckpointUnused,
     Event,
     Failed,
     Finished,
@@ -52,7 +51,6 @@ _NOT_IN_FILES = frozenset(
         "first_step",
         "saved_step",
         "saves",
-        "not_whole",
         "keeps_batch",
         "split_changes",
         "cannot_split",
@@ -124,8 +122,6 @@ class Attempt(Record[Note]):
     loss: float | None = None
     checkpoint: str | None = None  # path of the last one it reported
     saved_step: int | None = None  # step of that
-    # path of its newest checkpoint, if that is cut off
-    not_whole: str | None = None
     saves: int = 0  # number of checkpoints it reported
     saving_seconds: float = 0.0  # for which they held training up
     # the one in use, if the trainer itself has changed it
@@ -216,8 +212,6 @@ class Attempt(Record[Note]):
                 return replace(self, micro_batch=event.after or self.micro_batch)
             case MicroBatchExhausted(training=True):
                 return replace(self, micro_batch=event.before)
-            case CheckpointUnused():
-                return replace(self, not_whole=event.path)
             case BatchKept():
                 return replace(self, keeps_batch=event.reason)
             case SplitChecked(ends_attempt=True, kept="no"):

@@ -104,7 +104,7 @@ class FailureContext:
     def _checkpoint(self) -> str | None:
         """The newest checkpoint that is known and whole."""
         paths = [one.checkpoint or one.resumed_from for one in reversed(self.history)]
-        cut = self.attempt.not_whole
+        cut: str | None = self.attempt.noted("not_whole", None)
         return next((one for one in paths if one and one != cut), None)
 
     @property
