@@ -25,6 +25,7 @@ FEATURES = _load(
     "features.slow",
     "features.script_checkpoints",
     "features.memory_upkeep",
+    "features.speed",
     "features.requests",
     "features.provenance",
     "features.report_page",

@@ -27,7 +27,6 @@ from robust_train.model.events import (
     RankDied,
     ScriptEnded,
     ScriptStarted,
-    SpeedMeasured,
     SplitChecked,
     TrainerSupports,
     TrainingStarted,
@@ -36,7 +35,7 @@ from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 from robust_train.model.gpu import Group, gpus_of
 from robust_train.model.json import finite
 from robust_train.model.parts import Part, Record, parts_like
-from robust_train.model.spec import AttemptSpec, Speed
+from robust_train.model.spec import AttemptSpec
 
 N = TypeVar("N", bound="Note")
 
@@ -135,7 +134,6 @@ class Attempt(Record[Note]):
     batch_size_found: Mapping[str, Json] | None = None
     # bytes in use, by name, at the last milestone; of several ranks the one with the highest peak
     memory: Mapping[str, int] = field(default_factory=dict)
-    speed: tuple[Speed, ...] = ()  # of each rank that measured it
     # --- the evidence of its end ---
     # its own report, or what ended the group of its ranks
     ending: Finished | Failed | RankDied | None = None
@@ -198,14 +196,6 @@ class Attempt(Record[Note]):
                     saves=self.saves + 1,
                     saving_seconds=event.saving_seconds,
                 )
-            case SpeedMeasured():
-                speed = replace(event.speed, rank=event.rank)
-                # how many samples a step has is not known
-                if not self.spec.has_batch:
-                    speed = replace(speed, samples_per_second=None)
-                others = [one for one in self.speed if one.rank != event.rank]
-                by_rank = sorted([*others, speed], key=lambda one: one.rank)
-                return replace(self, speed=tuple(by_rank))
             case MemoryReported(rank=None):
                 return replace(self, memory={**self.memory, **event.figures})
             case MicroBatchChanged(training=True):

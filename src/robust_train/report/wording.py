@@ -11,7 +11,7 @@ from robust_train.model.attempt import UNFINISHED, Attempt
 from robust_train.model.failure import Failure, FailureKind
 from robust_train.model.spec import Speed, slowest_rank
 from robust_train.readable import by_processes, counted, duration, memory, number, ordinal, percent
-from robust_train.report.facts import OOM, Advice, DeviceMemory, Story, seconds_of
+from robust_train.report.facts import OOM, Advice, DeviceMemory, Story, seconds_of, speed_of
 from robust_train.report.sources import TimedAttempt
 
 _MOST_TROUBLES = 4
@@ -265,14 +265,15 @@ def speed_advice(
     attempts: Sequence[Attempt], keys: Mapping[str, str] | None = None
 ) -> Iterator[str]:
     """Yield what would make the job faster, by the last attempt whose speed is known."""
-    measured = [attempt for attempt in attempts if attempt.speed]
+    measured = [attempt for attempt in attempts if speed_of(attempt)]
     for last in measured[-1:]:
-        for one in itertools.chain(_data(last), _slow_ranks(last.speed)):
+        for one in itertools.chain(_data(last), _slow_ranks(speed_of(last))):
             yield as_typed(one, keys)
 
 
 def _data(attempt: Attempt) -> Iterator[str]:
-    speed, num_workers = attempt.speed, attempt.spec.num_workers
+    speed = speed_of(attempt)
+    num_workers = attempt.spec.num_workers
     worst = max(speed, key=lambda one: one.data_share or 0)
     share = worst.data_share or 0
     seconds = share * worst.steps * worst.seconds_per_step
