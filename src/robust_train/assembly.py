@@ -23,6 +23,7 @@ FEATURES = _load(
     "features.time_slices",
     "features.trackers",
     "features.slow",
+    "features.batch_search",
     "features.script_checkpoints",
     "features.memory_upkeep",
     "features.speed",

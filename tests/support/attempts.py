@@ -2,6 +2,7 @@
 
 import functools
 import re
+from dataclasses import fields
 
 from omegaconf import DictConfig
 
@@ -11,10 +12,11 @@ from robust_train.config.checks import checked
 from robust_train.config.composition import complete
 from robust_train.config.schema import RetryConfig, RobustConfig, TrainerConfig, TrainingConfig
 from robust_train.config.trainers import TrainerRef
-from robust_train.model.attempt import Attempt, Exit
+from robust_train.model.attempt import Attempt, Exit, Note
 from robust_train.model.events import Failed, ScriptEnded
 from robust_train.model.failure import Evidence, Failure
 from robust_train.model.gpu import GpuInfo
+from robust_train.model.parts import parts_like
 from robust_train.model.spec import AttemptSpec, Decision
 from robust_train.policy.context import Offers
 from robust_train.policy.decide import decide, with_rule
@@ -100,10 +102,11 @@ def failed(
     exceptions=(),
     **record,
 ) -> Attempt:
-    """An attempt that failed; ``record`` are fields of it."""
+    """An attempt that failed; ``record`` are fields of it, or of the notes that features add."""
     text = message or f"a {kind.value} message"
     failure = Failure(kind, text, evidence or Evidence(), rank=rank)
-    return Attempt(
+    notes = [kind(**taken(record, kind)) for kind in parts_like(Note)]
+    attempt = Attempt(
         record.pop("number", 1),
         spec,
         seconds=1.0,
@@ -113,6 +116,13 @@ def failed(
         exit=Exit(output=output),
         **record,
     )
+    return attempt.having(*notes)
+
+
+def taken(record, kind) -> dict:
+    """The fields of this class, which are no longer among those of the record."""
+    names = [field.name for field in fields(kind) if field.name in record]
+    return {name: record.pop(name) for name in names}
 
 
 def decided(settings, history, gpus=(), held=()) -> Decision:

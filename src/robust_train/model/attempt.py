@@ -130,8 +130,6 @@ class Attempt(Record[Note]):
     split_changes: str = ""
     # it ended since a step cannot be computed in parts: why
     cannot_split: str = ""
-    # what probes before training have found
-    batch_size_found: Mapping[str, Json] | None = None
     # bytes in use, by name, at the last milestone; of several ranks the one with the highest peak
     memory: Mapping[str, int] = field(default_factory=dict)
     # --- the evidence of its end ---
@@ -140,10 +138,6 @@ class Attempt(Record[Note]):
     # its program, if it runs one
     script: ScriptStarted | ScriptEnded | None = None
     exit: Exit = Exit()
-    # of the GPU on which it failed, before the attempt
-    gpu_free_before_bytes: int | None = None
-    # the same when the attempt's process was gone
-    gpu_free_after_bytes: int | None = None
     # --- how it ended ---
     seconds: float | None = None  # wall time
     failure: Failure | None = None  # None if it completed
@@ -208,12 +202,10 @@ class Attempt(Record[Note]):
                 return replace(self, split_changes=event.message, micro_batch=None)
             case SplitChecked(ends_attempt=True):
                 return replace(self, cannot_split=event.message, micro_batch=None)
-            case BatchTaken():
+            case BatchTaken() | BatchSizeFound():
                 return self._with_batch_of(event)
             case TrainerSupports():
                 return replace(self, spec=self.spec.supporting(event.features))
-            case BatchSizeFound():
-                return replace(self._with_batch_of(event), batch_size_found=event.figures)
             case RankDied():
                 return replace(self, ending=event, memory={**self.memory, **event.memory})
             case ScriptStarted() | ScriptEnded():

@@ -420,7 +420,8 @@ def blamed_on_others(attempt: Attempt) -> tuple[int, int]:
     """Return how much of its GPU others took, and how much has to be free there for the same again:
     what the attempt used, and asked for. (0, 0) if they are not why memory ran out."""
     evidence, gpus = attempt.evidence, attempt.failed_gpus
-    before, after = attempt.gpu_free_before_bytes, attempt.gpu_free_after_bytes
+    before: int | None = attempt.noted("gpu_free_before_bytes", None)
+    after: int | None = attempt.noted("gpu_free_after_bytes", None)
     # where our own limit was reached, what others took would not have sufficed
     if before is None or after is None or evidence.own_limit or not gpus:
         return 0, 0

@@ -272,7 +272,10 @@ def size_to_begin_with(
     spec = replace(spec, searches=False)
     own = [one for one in history if one.spec.device_kind == spec.device_kind]
     if any(
-        one.kind is None or one.kind.is_memory or one.has_begun or one.batch_size_found is not None
+        one.kind is None
+        or one.kind.is_memory
+        or one.has_begun
+        or one.noted("batch_size_found", None) is not None
         for one in own
     ):
         return spec, ""  # it came far enough to show what fits
