@@ -56,7 +56,6 @@ _NOT_IN_FILES = frozenset(
         "ending",
         "script",
         "exit",
-        "rule",
     }
 )
 
@@ -146,8 +145,6 @@ class Attempt(Record[Note]):
     # of the device, or of the process if it ran on the CPU
     peak_memory_bytes: int | None = None
     # --- what was decided after it ---
-    # number of the user's rule that applies, in `retry.rules`
-    rule: int | None = None
     action: str = "none"  # the remedy's name
     reason: str | None = None  # one sentence
 
