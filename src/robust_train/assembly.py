@@ -65,7 +65,7 @@ def _rules(*names: str) -> tuple[Rule, ...]:
     return tuple(pkgutil.resolve_name(f"robust_train.{name}") for name in names)
 
 
-def remedies() -> Remedies:
+def load_remedies() -> Remedies:
     """Return what to try after each kind of failure, in order; rules of a deleted feature are left
     out. A command that only reads a run folder has no need of them, and does not load them."""
     return {

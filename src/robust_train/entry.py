@@ -11,7 +11,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from robust_train.assembly import FEATURES, remedies
+from robust_train.assembly import FEATURES, load_remedies
 from robust_train.children import detach
 from robust_train.config.composition import complete
 from robust_train.config.projects import as_typed, errors_as_typed, their_keys
@@ -130,7 +130,7 @@ def run_job(
             return Job(plan, driver, explain=explain).run()
         from robust_train.launcher.guest import RankDriver
 
-        rank = RankDriver(guest, trainer, cfg, run_dir, FEATURES, remedies())
+        rank = RankDriver(guest, trainer, cfg, run_dir, FEATURES, load_remedies())
         return rank.run_part(lambda: Job(rank.plan, rank, explain=explain).run(), explain)
 
 
@@ -143,7 +143,7 @@ def plan_launch(
         ConfigError: config, trainer or run folder cannot be used.
     """
     return plan_job(
-        trainer, cfg, run_dir, remedies=remedies(), features=FEATURES, refuse=_refuse_to_detach
+        trainer, cfg, run_dir, remedies=load_remedies(), features=FEATURES, refuse=_refuse_to_detach
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from omegaconf import DictConfig
 
-from robust_train.assembly import FEATURES, remedies
+from robust_train.assembly import FEATURES, load_remedies
 from robust_train.config.attempt import AttemptRequest
 from robust_train.config.checks import checked
 from robust_train.config.composition import complete
@@ -132,7 +132,7 @@ def decided(settings, history, gpus=(), held=()) -> Decision:
     for attempt in history:
         known += (with_rule(settings, known, attempt),)
     ruled = decided_by_rule(settings, known)
-    return ruled or decide(settings, remedies(), known, Offers(gpus, held))
+    return ruled or decide(settings, load_remedies(), known, Offers(gpus, held))
 
 
 def attempt_request(run_dir, path="own.train", keys=(), **more):
