@@ -13,7 +13,7 @@ from robust_train.config.composition import complete
 from robust_train.config.schema import RetryConfig, RobustConfig, TrainerConfig, TrainingConfig
 from robust_train.config.trainers import TrainerRef
 from robust_train.features.retry_rules.model import decided_by_rule, with_rule
-from robust_train.model.attempt import Attempt, Exit, Note
+from robust_train.model.attempt import Attempt, Exit
 from robust_train.model.events import Failed, ScriptEnded
 from robust_train.model.failure import Evidence, Failure
 from robust_train.model.gpu import GpuInfo
@@ -106,8 +106,8 @@ def failed(
     """An attempt that failed; ``record`` are fields of it, or of the notes that features add."""
     text = message or f"a {kind.value} message"
     failure = Failure(kind, text, evidence or Evidence(), rank=rank)
-    notes = [kind(**taken(record, kind)) for kind in parts_like(Note)]
-    attempt = Attempt(
+    return built(
+        Attempt,
         record.pop("number", 1),
         spec,
         seconds=1.0,
@@ -117,13 +117,15 @@ def failed(
         exit=Exit(output=output),
         **record,
     )
-    return attempt.having(*notes)
 
 
-def taken(record, kind) -> dict:
-    """The fields of this class, which are no longer among those of the record."""
-    names = [field.name for field in fields(kind) if field.name in record]
-    return {name: record.pop(name) for name in names}
+def built(cls, *own, **given):
+    """A record with these fields, of its own or of the parts that features add to it."""
+    parts = []
+    for kind in parts_like(cls.kind_of_part):
+        names = [field.name for field in fields(kind) if field.name in given]
+        parts.append(kind(**{name: given.pop(name) for name in names}))
+    return cls(*own, **given).having(*parts)
 
 
 def decided(settings, history, gpus=(), held=()) -> Decision:
