@@ -1,5 +1,6 @@
 """What features add to the records: where it stands in files, and who may ask for it by name."""
 
+import ast
 import json
 import re
 from dataclasses import dataclass, fields
@@ -33,18 +34,20 @@ def test_a_record_in_files_stays_the_same():
 
 @pytest.mark.parametrize("part", parts_like(Part))
 def test_a_part_stands_behind_a_field(part):
-    records = [record for record in (Attempt,) if issubclass(part, record.kind_of_part)]
+    records = [record for record in (Attempt, AttemptSpec) if issubclass(part, record.kind_of_part)]
     names = {field.name for record in records for field in fields(record)}
     assert part.behind in {"", *names}
 
 
 def test_a_figure_asked_for_by_name_exists():
     """Without this, a figure that was misspelt would be missing in silence."""
-    known = {field.name for part in parts_like(Part) for field in fields(part)}
+    known = {field.name: field.default for part in parts_like(Part) for field in fields(part)}
     sources = [path.read_text() for path in (ROOT / PACKAGE).rglob("*.py")]
-    asked = {name for text in sources for name in re.findall(r'\.noted\(\s*"(\w+)"', text)}
-    assert asked
-    assert asked <= known
+    call = re.compile(r'\.noted\("(\w+)", (\(\)|[^)]+)\)')
+    found = [names for text in sources for names in call.findall(text)]
+    assert len(found) == sum(text.count(".noted(") for text in sources)
+    for name, otherwise in found:
+        assert known[name] == ast.literal_eval(otherwise), name
 
 
 def test_a_part_of_a_deleted_feature_says_nothing():

@@ -2,7 +2,7 @@
 
 import functools
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from omegaconf import DictConfig
 
@@ -12,6 +12,7 @@ from robust_train.config.checks import checked
 from robust_train.config.composition import complete
 from robust_train.config.schema import RetryConfig, RobustConfig, TrainerConfig, TrainingConfig
 from robust_train.config.trainers import TrainerRef
+from robust_train.features.expandable_segments.record import SegmentsKnob
 from robust_train.features.retry_rules.model import decided_by_rule, with_rule
 from robust_train.model.attempt import Attempt, Exit
 from robust_train.model.events import Failed, ScriptEnded
@@ -52,12 +53,12 @@ def policy(
         retry=RetryConfig(rules),
         **{"min_gpu_memory_mb": 0, **keys},
     )
-    return PolicySettings.of(
+    settings = PolicySettings.of(
         config,
-        expandable_segments=expandable_segments,
         may_use_expandable_segments=may_use_expandable_segments,
         can_checkpoint=can_checkpoint,
     )
+    return replace(settings, asked=settings.asked.having(SegmentsKnob(expandable_segments)))
 
 
 KEYS_OF_A_PROJECT = {

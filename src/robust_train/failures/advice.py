@@ -207,7 +207,7 @@ def with_advice(attempt: Attempt, config: RobustConfig, cuda_versions: str = "")
     if failure is None:
         return attempt
     instead: dict[str, str] = {}
-    if attempt.spec.num_workers == 0 or config.is_script or failure.evidence.no_workers:
+    if attempt.spec.noted("num_workers", 0) == 0 or config.is_script or failure.evidence.no_workers:
         instead |= dict.fromkeys(_NEEDS_WORKERS, "")
     if config.theirs is not None:
         instead |= _IN_A_PROJECT

@@ -1,4 +1,4 @@
-"""Records that features add to: an attempt has notes.
+"""Records that features add to: an attempt has notes, its spec has knobs.
 
 A feature declares a part in its ``record.py``, a frozen dataclass whose fields all have defaults.
 Who has its class gets it by ``record.of(SlowNote)``. Rules and the report, which may not import a
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 from robust_train.model.feature import Feature, load_named
-from robust_train.model.json import Json, as_json, fields_as_json, from_json
+from robust_train.model.json import Json, MalformedEventError, as_json, fields_as_json, from_json
 
 T = TypeVar("T")
 
@@ -76,6 +76,13 @@ class Record(Generic[P]):
                 return found
         return otherwise
 
+    def with_same(self: R, name: str, other: R) -> R:
+        """Return the record with the part that has the figure ``name`` as ``other`` has it."""
+        kinds = {
+            type(part) for part in (*self.parts, *other.parts) if name in part.__dataclass_fields__
+        }
+        return self.having(*(other.of(kind) for kind in kinds))
+
     def fields_as_json(self, leave_out: Collection[str] = ()) -> dict[str, Json]:
         """Return the fields in JSON's types, those of all parts among them."""
         flat: dict[str, Json] = {}
@@ -89,9 +96,11 @@ class Record(Generic[P]):
         return flat
 
     @classmethod
-    def from_fields(cls: type[R], data: Mapping[str, Json]) -> R:
+    def from_fields(cls: type[R], data: Json) -> R:
         """Return the record in :meth:`fields_as_json`. Raises MalformedEventError if it is another
         thing."""
+        if not isinstance(data, Mapping):
+            raise MalformedEventError("not an object")
         kinds = [kind for kind in parts_like(cls.kind_of_part) if kind.behind]
         record = from_json(cls, {**data, "parts": ()})
         return record.having(*(from_json(kind, data) for kind in kinds))

@@ -14,7 +14,7 @@ from robust_train.config.schema import RobustConfig
 from robust_train.model.attempt import Attempt
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 from robust_train.model.gpu import GpuInfo, Group, device_name
-from robust_train.model.spec import AttemptSpec, Retry, Room
+from robust_train.model.spec import AttemptSpec, Knob, Retry, Room
 from robust_train.policy.sizes import PolicySettings, sizes
 from robust_train.readable import MIB
 
@@ -153,7 +153,7 @@ class FailureContext:
     @property
     def keeps_loss(self) -> str:
         """Why no step and no batch is split for now: it would change the loss; empty if it may."""
-        if self.last.splits_loss:
+        if self.last.noted("splits_loss", False):
             return ""
         return next((a.split_changes for a in self.history if a.split_changes), "")
 
@@ -336,7 +336,7 @@ class FailureContext:
         self,
         action: str,
         how: str,
-        *,
+        *knobs: Knob,
         pause_seconds: float = 0.0,
         room: Room | None = None,
         batch_size: int | None = None,
@@ -344,7 +344,7 @@ class FailureContext:
     ) -> Retry:
         """Return the retry with these changes of the spec; its reason is what failed and ``how``
         to go on."""
-        spec = replace(self.last, **changes)
+        spec = replace(self.last, **changes).having(*knobs)
         if batch_size is not None:
             spec = self.settings.for_ranks(spec.ranks).resized(spec, batch_size)
         return Retry(

@@ -39,7 +39,7 @@ def announce(number: int, spec: AttemptSpec) -> None:
     batch = ""
     if spec.has_batch:
         batch = f": {batch_in_words(Attempt(number, spec))}"
-        batch += ", gradient checkpointing" * spec.gradient_checkpointing
+        batch += ", gradient checkpointing" * spec.noted("gradient_checkpointing", False)
         batch += f", effective batch {spec.effective_batch_size}"
     log.info("attempt %d on %s%s", number, where, batch)
 

@@ -273,16 +273,15 @@ def speed_advice(
 
 def _data(attempt: Attempt) -> Iterator[str]:
     speed = speed_of(attempt)
-    num_workers = attempt.spec.num_workers
+    num_workers = attempt.spec.noted("num_workers", 0)
     worst = max(speed, key=lambda one: one.data_share or 0)
     share = worst.data_share or 0
     seconds = share * worst.steps * worst.seconds_per_step
     if share > _MUCH_WAITING_FOR_DATA and seconds >= _LEAST_SECONDS:
         who = "training" if len(speed) == 1 else f"rank {worst.rank}"
-        workers = "" if num_workers is None else f" (now {num_workers})"
         yield (
             f"{who} waited for data {percent(share)} of the time: raise "
-            f"training.num_workers{workers}, or move the data to a faster disk"
+            f"training.num_workers (now {num_workers}), or move the data to a faster disk"
         )
 
 

@@ -1,11 +1,32 @@
-"""What the record of an attempt says of the guard against divergence."""
+"""What the record of an attempt says of the guard against divergence, and what it may change."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from robust_train.model.attempt import Attempt, Note
 from robust_train.model.events import CheckpointSaved, Event, UpdateSkipped
+from robust_train.model.spec import Knob
+
+if TYPE_CHECKING:
+    from robust_train.config.schema import RobustConfig
+
+
+@dataclass(frozen=True)
+class DivergenceKnob(Knob):
+    """How an attempt repeats steps with which training diverged."""
+
+    behind = "searches"
+
+    lr_factor: float = 1.0  # by which `training.lr` is multiplied
+    # data up to this optimizer step is passed over, where that is possible
+    skips_to: int = 0
+
+    def applied(self, config: RobustConfig) -> RobustConfig:
+        """Return the config with the lower learning rate."""
+        training = replace(config.training, lr=config.training.lr * self.lr_factor)
+        return replace(config, training=training)
 
 
 @dataclass(frozen=True)
