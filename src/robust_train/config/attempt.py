@@ -46,7 +46,7 @@ def for_attempt(config: RobustConfig, spec: AttemptSpec, device: str) -> RobustC
         "gradient_accumulation_steps": spec.gradient_accumulation_steps,
     }
     lr = config.training.lr
-    if config.is_script:
+    if config.traits.is_program:
         lr = config.learning_rate_at(spec.effective_batch_size)
         chosen["effective_batch_size"] = spec.effective_batch_size
     training = replace(config.training, lr=lr, **chosen)
@@ -166,7 +166,7 @@ class AttemptRequest:
     @property
     def ranks(self) -> int:
         """Processes that run the trainer together; a script starts its own."""
-        return 1 if self.config.is_script else self.spec.ranks
+        return self.config.traits.interpreters(self.spec.ranks)
 
     @property
     def log_file(self) -> Path:

@@ -211,7 +211,7 @@ class ProcessDriver(HostDriver):
         return ProcessExecutor(
             plan.trainer_ref,
             plan.resolved_cfg,
-            ranks=1 if config.is_script else config.num_gpus,
+            ranks=config.traits.interpreters(config.num_gpus),
             has_standby=not plan.surroundings.in_sweep,
             job=token,
         )

@@ -125,7 +125,7 @@ def plan_job(
         resolvers=resolvers,
         policy=policy,
         values_used=frozenset(used),
-        numbers_gpus=numbers_gpus(environ, is_script=config.is_script),
+        numbers_gpus=numbers_gpus(environ, reads_uuids=config.traits.reads_uuids),
         environ=environ,
         remedies=remedies,
         features=features,

@@ -27,7 +27,7 @@ class SegmentsKnob(Knob):
         setting = use_expandable_segments(
             config.memory.expandable_segments,
             environ,
-            is_script=config.is_script,
+            is_safe=config.traits.takes_expandable_segments,
             gpus=config.num_gpus,
         )
         return cls(setting)

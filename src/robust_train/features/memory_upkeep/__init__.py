@@ -4,6 +4,6 @@ from robust_train.model.feature import Feature
 
 FEATURE = Feature(
     "memory_upkeep",
-    attempt=f"{__name__}.attempt:MemoryUpkeep",
+    attempt=f"{__name__}.attempt:memory_upkeep",
     parts=(f"{__name__}.record:UpkeepNote",),
 )
