@@ -27,6 +27,7 @@ FEATURES = _load(
     "features.divergence",
     "features.memory_samples",
     "features.time_slices",
+    "features.stall",
     "features.trackers",
     "features.slow",
     "features.batch_search",

@@ -151,5 +151,6 @@ def attempt_request(run_dir, path="own.train", keys=(), **more):
         "environ": {},
         "cwd": str(run_dir),
         "features": tuple(feature.attempt for feature in FEATURES if feature.attempt),
+        "watches": tuple(feature.watch for feature in FEATURES if feature.watch),
     }
     return AttemptRequest(TrainerRef(path), cfg, **{**fields, **more})

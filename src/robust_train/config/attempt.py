@@ -140,6 +140,8 @@ class AttemptRequest:
     is_first: bool = True  # of its launch
     # dotted names of the features' halves in the attempt
     features: tuple[str, ...] = ()
+    # dotted names of what features look for in its processes, from the launcher
+    watches: tuple[str, ...] = ()
     # how the script has multiprocessing start processes, if it has chosen: it may have done so
     # under its guard, which does not run in the attempt
     start_method: str | None = None

@@ -11,7 +11,6 @@ from robust_train.config.attempt import AttemptRequest, for_attempt, trainer_con
 from robust_train.folder.hydra_state import hydra_config
 from robust_train.gpu.visible import mask_for
 from robust_train.launcher.plan import Plan
-from robust_train.launcher.stall_watch import nccl_variables
 from robust_train.model.attempt import Attempt
 from robust_train.model.parts import parts_like
 from robust_train.model.spec import AttemptSpec, Knob
@@ -37,8 +36,6 @@ def request_for(
     """
     spec, config = attempt.spec, plan.config
     environ = attempt_environment(os.environ, spec, by_index=plan.numbers_gpus)
-    if config.stall_timeout_seconds != 0 and len(spec.gpus) > 1:
-        environ |= nccl_variables(environ, plan.run_dir, attempt.number)
     device = name_for_trainer(spec.gpus, os.environ, own_process=not config.runs_inline)
     own_config = for_attempt(config, spec, device)
     resumed_from = attempt.resumed_from
@@ -60,6 +57,7 @@ def request_for(
         is_first=is_first,
         start_method=_start_method(),
         features=tuple(feature.attempt for feature in plan.features if feature.attempt),
+        watches=tuple(feature.watch for feature in plan.features if feature.watch),
     )
 
 

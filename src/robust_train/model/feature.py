@@ -18,6 +18,8 @@ class Feature:
     name: str
     # what it adds to the records of the kernel: see `model.parts`
     parts: tuple[str, ...] = field(default=(), kw_only=True)
+    # subclass of `launcher.hooks.Watch`; empty: none
+    watch: str = field(default="", kw_only=True)
     # subclasses of `launcher.hooks.InLauncher` and `attempt.hooks.InAttempt`; empty: no part there
     launcher: str = ""
     attempt: str = ""
