@@ -97,7 +97,7 @@ def run_attempt(
     live.saving.start_writer()
     live.hooks = load_hooks(request.features, live, request.config)
     live.asked = request.asked
-    live.skips_to = request.spec.skips_to
+    live.skips_to = request.spec.noted("skips_to", 0)
     live.split_rule = SplitRule.of(request.config, request.spec)
     if request.spec.searches:
         live.batch_search = BatchSearch.of(request.config, request.spec)

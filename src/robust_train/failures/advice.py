@@ -208,7 +208,7 @@ def with_advice(attempt: Attempt, config: RobustConfig, cuda_versions: str = "")
         return attempt
     instead: dict[str, str] = {}
     traits = config.traits
-    has_workers = traits.has_our_workers and attempt.spec.num_workers > 0
+    has_workers = traits.has_our_workers and attempt.spec.noted("num_workers", 0) > 0
     if not has_workers or failure.evidence.no_workers:
         instead |= dict.fromkeys(_NEEDS_WORKERS, "")
     if config.theirs is not None:

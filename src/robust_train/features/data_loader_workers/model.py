@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from robust_train.features.data_loader_workers.record import WorkersKnob
 from robust_train.model.failure import Clue, FailureKind
 from robust_train.model.spec import Retry
 from robust_train.policy.context import FailureContext
@@ -12,7 +13,8 @@ def fewer_workers(context: FailureContext) -> Retry | None:
 
     One is left: many programs cannot load in the training process. The built-in trainer can.
     """
-    last, evidence = context.last, context.evidence
+    evidence = context.evidence
+    last = context.last.of(WorkersKnob)
     is_host = context.failure.kind is FailureKind.HOST_OOM
     # where a worker died there were some
     has_none = evidence.no_workers or (is_host and evidence.workers == 0)
@@ -30,13 +32,14 @@ def fewer_workers(context: FailureContext) -> Retry | None:
     how = f": {last.num_workers} → {workers} data-loader workers"
     if workers and prefetch != last.prefetch_factor:
         how += f", {last.prefetch_factor} → {prefetch} batches ahead"
-    return context.retry("fewer_workers", how, num_workers=workers, prefetch_factor=prefetch)
+    return context.retry("fewer_workers", how, WorkersKnob(workers, prefetch))
 
 
 def _workers_are_fixed(context: FailureContext) -> bool:
     """Return whether the trainer had as many workers although it was given fewer."""
-    seen, given = context.evidence.workers, context.last.num_workers
+    seen = context.evidence.workers
+    given = context.last.of(WorkersKnob).num_workers
     return bool(seen) and any(
-        one.spec.num_workers > given and one.evidence.workers == seen
+        one.spec.of(WorkersKnob).num_workers > given and one.evidence.workers == seen
         for one in context.history[:-1]
     )

@@ -2,4 +2,8 @@
 
 from robust_train.model.feature import Feature
 
-FEATURE = Feature("divergence", launcher=f"{__name__}.launcher:Divergence")
+FEATURE = Feature(
+    "divergence",
+    launcher=f"{__name__}.launcher:Divergence",
+    parts=(f"{__name__}.record:DivergenceNote", f"{__name__}.record:DivergenceKnob"),
+)
