@@ -20,7 +20,7 @@ from robust_train.folder.identity import begin_job
 
 def folder_of(run_dir, keep=5):
     """Checkpoints of a run without a launcher."""
-    return live_of(Run(run_dir=run_dir)).checkpoints(keep)
+    return live_of(Run(run_dir=run_dir)).saves.folder(keep)
 
 
 def test_training_goes_on_where_no_checkpoint_can_be_written_and_says_so_at_the_end(
