@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, TracebackType
 from typing import Any
 
+from robust_train.host.linux import sleep_with_ticks
 from robust_train.model.errors import EXIT_FAILED, WARNING_SIGNALS, ConfigError, JobInterrupted
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
@@ -144,6 +145,19 @@ class SignalWatch:
             signal.signal(signum, previous)
         if self._ignores_children:
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+    def sleep(self, seconds: float, tick: Callable[[], None] = lambda: None) -> None:
+        """Let time pass, calling ``tick`` at least twice a second.
+
+        Raises:
+            JobInterrupted: a signal came.
+        """
+
+        def tick_unless_received() -> None:
+            self.check()
+            tick()
+
+        sleep_with_ticks(seconds, tick_unless_received)
 
     def deliver(self, signum: int) -> None:
         """Act as if the signal had come, from any thread."""

@@ -65,6 +65,11 @@ class Plan:
     resume_command: str | None = None  # None if no command of ours does
 
     @property
+    def may_resume(self) -> bool:
+        """Whether a later launch resumes the job: one of a sweep's is resumed by its sweep."""
+        return self.config.resume and not self.surroundings.in_sweep
+
+    @property
     def words(self) -> Words:
         """How messages name keys."""
         return Words(self.config.theirs)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from robust_train.model.attempt import Attempt
-from robust_train.model.failure import Clue, FailureKind
+from robust_train.model.failure import FailureKind
 from robust_train.model.gpu import Group
 from robust_train.model.spec import AttemptSpec, Decision, GiveUp, Retry
 from robust_train.policy.context import FailureContext, Offers
@@ -91,23 +91,6 @@ def with_first_size(
         otherwise = with_first_size(settings, history, otherwise)
     reason = f"{decision.reason}; {why}" if why else decision.reason
     return replace(decision, spec=spec, reason=reason, otherwise=otherwise)
-
-
-def concluded(attempt: Attempt, decision: Decision | None) -> Attempt:
-    """Return the attempt with what was decided after it.
-
-    An unclear lack of memory that no remedy has helped is a bug.
-    """
-    if decision is None:
-        return replace(attempt, reason=attempt.message or attempt.outcome)
-    failure = attempt.failure
-    if (
-        failure is not None
-        and failure.evidence.clue == Clue.UNCLEAR
-        and isinstance(decision, GiveUp)
-    ):
-        failure = replace(failure, kind=FailureKind.BUG, advice=())
-    return replace(attempt, failure=failure, action=decision.action, reason=decision.reason)
 
 
 def _first_remedy(context: FailureContext, rules: Sequence[Rule]) -> Decision | None:

@@ -44,7 +44,7 @@ def announce(number: int, spec: AttemptSpec) -> None:
     log.info("attempt %d on %s%s", number, where, batch)
 
 
-def show_end(summary: Summary, explain: Callable[[Summary], object], how_to_go_on: str) -> None:
+def show_end(explain: Callable[[Summary], object], summary: Summary, how_to_go_on: str) -> None:
     """Log how a job ended: its attempts, those of its journal's earlier launches included, what
     ``explain`` shows, and the last lines."""
     if summary.attempts:
