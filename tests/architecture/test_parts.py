@@ -9,9 +9,7 @@ import pytest
 from without_feature import PACKAGE, ROOT
 
 from attempts import built
-from robust_train.features.slow.record import SlowNote
 from robust_train.model.attempt import Attempt, Note
-from robust_train.model.events import Slow
 from robust_train.model.failure import Failure, FailureKind
 from robust_train.model.parts import Part, parts_like
 from robust_train.model.spec import AttemptSpec
@@ -55,14 +53,6 @@ def test_a_part_of_a_deleted_feature_says_nothing():
     attempt = Attempt(1, SPEC)
     assert attempt.noted("figure", 0) == 0
     assert attempt.of(DeletedNote) == DeletedNote()
-
-
-def test_a_part_that_says_nothing_is_not_kept():
-    slow = Attempt(1, SPEC).after(Slow("data", "waits for data", 0.3))
-    assert slow.of(SlowNote) == SlowNote("waits for data")
-    assert slow.noted("slow", "") == "waits for data"
-    assert Attempt.parse(slow.as_json()) == slow
-    assert slow.after(Slow()) == Attempt(1, SPEC)
 
 
 def test_what_features_choose_survives_a_file():
