@@ -191,7 +191,7 @@ def test_an_allocator_that_empties_its_cache_step_after_step_is_a_warning(
     tmp_path, caplog, monkeypatch
 ):
     counts = iter([5, 6, 6, 7, 8, 9, 10, 11])
-    monkeypatch.setattr(memory_upkeep, "alloc_retries", lambda: next(counts))
+    monkeypatch.setattr(memory_upkeep, "alloc_retries", lambda index: next(counts))
     run, reported = looked_after(tmp_path)
     sizes, model = [], nn.Linear(1, 1)
     for step in range(1, 9):

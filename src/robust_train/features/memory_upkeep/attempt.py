@@ -168,7 +168,7 @@ class MemoryUpkeep(InAttempt):
 
     def _watch_allocator(self, step: int) -> None:
         """Warn, once, if steps in a row had to empty the cache."""
-        before, total = self._alloc_retries, alloc_retries()
+        before, total = self._alloc_retries, alloc_retries(self._index)
         self._alloc_retries = total
         has_retried = total is not None and before is not None and total > before
         self._tight_steps = self._tight_steps + 1 if has_retried else 0
