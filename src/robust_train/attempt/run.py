@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from robust_train.step.batcher import MicroBatcher
-    from robust_train.step.rewind import Models
+    from robust_train.step.reachable import Models
 
 T = TypeVar("T")
 

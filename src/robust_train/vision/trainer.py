@@ -26,7 +26,7 @@ from robust_train.failures import classify_failure
 from robust_train.folder.checkpoints import write_atomically
 from robust_train.model.errors import ConfigError, RankFailure, TrainingStopped
 from robust_train.step.ranks import Replicated, of_all_ranks
-from robust_train.step.rewind import capture_rng, restore_rng, seed_everything, seed_rank
+from robust_train.step.rng import capture_rng, restore_rng, seed_everything, seed_rank
 from robust_train.step.splitting import share_of
 from robust_train.vision import models, sharding
 from robust_train.vision.datasets import Images, open_data
