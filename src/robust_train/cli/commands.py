@@ -226,9 +226,15 @@ _MACHINE = (
         "sweep best",
         "print the overrides of a sweep's best job",
         "runs:best",
-        (_FOLDER, flag("--checkpoint", help="print the path of its checkpoint instead"), _JSON),
+        (
+            _FOLDER,
+            flag("--checkpoint", help="print the path of its checkpoint instead"),
+            flag("--minimize", help="the smallest result is the best, whatever the sweep says"),
+            _JSON,
+        ),
         about="Print the overrides that decide what the best job of a sweep so far computes, as "
-        "words for a shell; of repeated jobs the best of those with the best mean.",
+        "words for a shell; of repeated jobs the best of those with the best mean. The largest result "
+        "is the best, or the smallest with sweep_direction=minimize.",
     ),
     Command(
         "queue",

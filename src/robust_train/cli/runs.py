@@ -33,6 +33,7 @@ from robust_train.host.linux import end_processes_of, named
 from robust_train.host.signals import ORPHAN_GRACE_SECONDS
 from robust_train.model.errors import EXIT_FAILED, NotDoneError
 from robust_train.model.events import Json
+from robust_train.model.spec import MINIMIZE
 from robust_train.readable import counted, duration, mib, number, of_all, shortened
 from robust_train.report.wording import batch_in_words
 from robust_train.sweep.record import SweepTable, of_jobs, read_rows, read_table
@@ -374,7 +375,8 @@ def best(arguments: Namespace) -> Answer:
     folder, table = _sweep_at(arguments.path)
     # where they are now: it may have been moved, or still run
     rows = read_rows(folder, table.sweep)
-    table = replace(table, jobs=tuple(rows) or table.jobs)
+    direction = MINIMIZE if arguments.minimize else table.direction
+    table = replace(table, jobs=tuple(rows) or table.jobs, direction=direction)
     first = next(iter(best_first(table)), [])
     known = [row for row in first if row.value is not None]
     if not known:
@@ -386,6 +388,7 @@ def best(arguments: Namespace) -> Answer:
         checkpoint = str(summary.checkpoint)
     data: dict[str, Json] = {
         "job": row.job,
+        "direction": direction,
         "result": row.result,
         **lacked_by_json(row.result),
         "values": values_of(known),
@@ -398,4 +401,5 @@ def best(arguments: Namespace) -> Answer:
     shown = checkpoint if arguments.checkpoint else words
     if shown is None and not arguments.json:
         raise NotDoneError(f"{row.folder}: job {row.job} has reported no checkpoint")
-    return Answer(data, [str(shown)])
+    which = f"job {row.job}, which has the {table.best_is} result: {short_result(row.value)}"
+    return Answer(data, [str(shown)], asides=[which])

@@ -12,6 +12,9 @@ from dataclasses import dataclass, replace
 from robust_train.model.gpu import GpuInfo, Group, device_name
 from robust_train.model.json import Json, fields_as_json, from_json
 
+MAXIMIZE, MINIMIZE = "maximize", "minimize"
+"""Which result of a sweep is best, as Optuna writes it."""
+
 
 @dataclass(frozen=True)
 class AttemptSpec:
