@@ -415,7 +415,7 @@ def test_a_direction_taken_from_a_name_is_told(caplog):
 
 def test_two_directions_are_refused():
     config = _asked_for({"direction": "minimize"}, sweep_direction="maximize")
-    with pytest.raises(ConfigError, match="hydra.sweeper.direction=minimize: leave one out"):
+    with pytest.raises(ConfigError, match="direction=minimize: leave one out"):
         direction_of(config)
 
 

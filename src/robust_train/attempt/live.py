@@ -392,12 +392,13 @@ class LiveAttempt:
             event = replace(event, last_micro_batch=self.last_micro_batch)
         self.send(event)
 
-    def save(self, state: Mapping[str, Any], step: int) -> None:
+    def save(self, state: Mapping[str, Any], step: int, metric: float | None, mode: str) -> None:
         """See :meth:`.run.Run.save`."""
         from robust_train.attempt.checkpoints import contents_of
 
         if self.is_main:
-            self.save_content(contents_of(state, int(step)), int(step), keep=self.keeps)
+            content = contents_of(state, int(step), metric, mode)
+            self.save_content(content, int(step), keep=self.keeps)
 
     def save_content(self, content: Content, step: int, *, keep: int, suffix: str = ".pt") -> None:
         """Save a dictionary of values and tensors, as a framework has gathered it, as above."""

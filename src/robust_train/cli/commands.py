@@ -155,10 +155,12 @@ _WATCHING = (
     Command(
         "ps",
         "list your jobs, live and past",
-        "runs:list_jobs",
+        "ps:list_jobs",
         (
+            option("which", nargs="?", metavar="SWEEP", help="a sweep folder: list its jobs"),
             _JSON,
-            flag("--all", help="also those older than the newest 20"),
+            flag("--paths", help="whole paths, however long the lines are"),
+            flag("--all", help="also those older than the newest 20, and those that were refused"),
             flag("--live", help="only those that are alive"),
         ),
     ),
@@ -233,8 +235,8 @@ _MACHINE = (
             _JSON,
         ),
         about="Print the overrides that decide what the best job of a sweep so far computes, as "
-        "words for a shell; of repeated jobs the best of those with the best mean. The largest result "
-        "is the best, or the smallest with sweep_direction=minimize.",
+        "words for a shell; of repeated jobs the best of those with the best mean. The largest "
+        "result is the best, or the smallest with sweep_direction=minimize.",
     ),
     Command(
         "queue",

@@ -78,7 +78,15 @@ from robust_train.sweep.record import (
     read_row,
     read_rows,
 )
-from robust_train.sweep.table import as_csv, best_first, point_table, screen_table, tally, title, unranked
+from robust_train.sweep.table import (
+    as_csv,
+    best_first,
+    point_table,
+    screen_table,
+    tally,
+    title,
+    unranked,
+)
 
 log = logging.getLogger("robust_train")
 
