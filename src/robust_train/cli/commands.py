@@ -346,6 +346,7 @@ _MORE = (
         (
             _WHICH,
             flag("--open", help="show it in the browser"),
+            flag("--cite", help="print what a paper may say about the job instead"),
             flag("--json", help="print the data instead, for programs"),
         ),
         about="Write report.html of a run or a sweep from its journals: while it runs, after it "
