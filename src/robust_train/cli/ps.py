@@ -25,8 +25,9 @@ from robust_train.sweep.table import common, short_result, without
 
 USUALLY = 20
 _COLUMNS = ("id", "state", "age", "result", "job", "run folder")
-_LONGEST_NAME = 16
-_LEAST_OF_A_FOLDER = 12
+_USUAL_WIDTH = 80
+_LONGEST_NAME, _SHORT_NAME = 16, 8
+_LEAST_OF_A_FOLDER = 8
 _NOW_SECONDS = 10.0
 
 
@@ -178,9 +179,11 @@ def _table(rows: Sequence[list[object]], whole_paths: bool) -> Table:
     """Return the rows as a table that fits the terminal; piped, or if asked, paths are whole."""
     if whole_paths or not sys.stdout.isatty():
         return Table(_COLUMNS, rows)
-    cut = [[*row[:4], shortened(str(row[4] or ""), _LONGEST_NAME), row[5]] for row in rows]
+    width = shutil.get_terminal_size().columns
+    longest = _LONGEST_NAME if width >= _USUAL_WIDTH else _SHORT_NAME
+    cut = [[*row[:4], shortened(str(row[4] or ""), longest), row[5]] for row in rows]
     others = aligned([row[:5] for row in cut], _COLUMNS[:5])
-    room = shutil.get_terminal_size().columns - max(map(len, others)) - 2
+    room = width - max(map(len, others)) - 2
     room = max(room, _LEAST_OF_A_FOLDER)
     return Table(_COLUMNS, [[*row[:5], short_folder(Path(str(row[5])), room)] for row in cut])
 
