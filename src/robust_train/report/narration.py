@@ -49,8 +49,10 @@ def show_end(summary: Summary, explain: Callable[[Summary], object], how_to_go_o
     if summary.attempts:
         attempts = list[Attempt](attempts_of(_earlier(summary.run_dir)))
         attempts += summary.attempts
-        say = _logging_of(summary)
-        say("attempts:\n%s", attempts_table(attempts))
+        # the last lines say all of a single attempt that nothing has changed
+        if len(attempts) > 1 or summary.status != "completed" or len(attempts[0].sizes) > 1:
+            say = _logging_of(summary)
+            say("attempts:\n%s", attempts_table(attempts))
         if memory := gpu_memory_summary(summary.attempts[-1]):
             log.info("%s", memory)
     explain(summary)

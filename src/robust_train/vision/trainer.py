@@ -158,7 +158,6 @@ class Training:
             ranks=run.world_size,
             rank=run.rank,
         )
-        log.info("Effective batch size: %d", plan.effective_batch)
         if plan.effective_batch > plan.num_samples and run.is_main:
             log.warning(
                 "the effective batch size %d is more than the %d training images: an epoch is one "
