@@ -9,10 +9,12 @@ import pytest
 import torch
 
 import warm
+from attempts import built
 from robust_train import set_memory_fraction
 from robust_train.host.allocator import VARIABLE, use_expandable_segments
 from robust_train.launcher.request import attempt_environment
 from robust_train.memory.cuda import MemoryLimit, apply_to_allocator
+from robust_train.model.spec import AttemptSpec
 from simulated_nvml import MIB
 
 
@@ -108,11 +110,11 @@ def test_a_limit_is_told_in_mib():
     ("expected", "setting", "where"),
     [
         (True, None, {}),
-        (False, None, {"is_script": True}),
+        (False, None, {"is_safe": False}),
         (False, None, {"gpus": 2}),
         (False, None, {"kernel": "5.15.90.1-microsoft-standard-WSL2"}),
         (False, None, {"kernel": "4.4.0-19041-Microsoft"}),
-        (True, True, {"is_script": True, "gpus": 2, "kernel": "microsoft"}),
+        (True, True, {"is_safe": False, "gpus": 2, "kernel": "microsoft"}),
         (False, False, {}),
     ],
 )
@@ -131,7 +133,7 @@ def test_expandable_segments_are_left_alone_where_they_may_fail(
 @pytest.mark.parametrize("expandable", [True, False])
 def test_torch_takes_an_attempts_settings_before_the_newer_name(expandable):
     """As torch's own snapshot of its allocator has them, which needs no GPU."""
-    environ = attempt_environment({}, (), expandable_segments=expandable)
+    environ = attempt_environment({}, built(AttemptSpec, (), 8, 1, expandable_segments=expandable))
     environ["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{not expandable}"
     code = """
         import json, torch

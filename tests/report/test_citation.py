@@ -1,10 +1,11 @@
 """``robust-train report --cite``: what a paper may say is what the journal has."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from robust_train.model.spec import Knob
 from robust_train.report.citation import sentences_of
 from robust_train.report.sources import read_sources
 from robust_train.report.story import story_of
@@ -18,13 +19,20 @@ def two_attempts():
     return story_of(read_sources(GOLDEN / "oom_ends_attempts"))
 
 
-def _told(story, number, **changes):
-    """The sentences about a story whose attempt with this number had another spec."""
-    attempts = [
-        replace(one, spec=replace(one.spec, **changes)) if one.number == number else one
-        for one in story.attempts
-    ]
-    return " ".join(sentences_of(replace(story, attempts=tuple(attempts)), "1.0"))
+@dataclass(frozen=True)
+class SomeKnob(Knob):
+    """What features may change of a spec, whichever are there."""
+
+    lr_factor: float = 1.0
+    splits_loss: bool = False
+
+
+def _told(story, *knobs, **changes):
+    """The sentences about a story whose second attempt had another spec."""
+    first, second = story.attempts
+    spec = replace(second.spec, **changes).having(*knobs)
+    attempts = (first, replace(second, spec=spec))
+    return " ".join(sentences_of(replace(story, attempts=attempts), "1.0"))
 
 
 def test_a_kept_batch_is_told_with_what_kept_it(two_attempts):
@@ -38,13 +46,13 @@ def test_a_kept_batch_is_told_with_what_kept_it(two_attempts):
 
 def test_what_changed_the_result_is_told(two_attempts):
     start = two_attempts.attempts[1].start_step
-    told = _told(two_attempts, 2, gradient_accumulation_steps=1)
+    told = _told(two_attempts, gradient_accumulation_steps=1)
     assert f"The effective batch size was 32, 16 from step {start} on" in told
-    told = _told(two_attempts, 2, lr_factor=0.5)
+    told = _told(two_attempts, SomeKnob(lr_factor=0.5))
     assert f"learning rate was multiplied by 0.5 from step {start} on" in told
-    told = _told(two_attempts, 2, splits_loss=True)
+    told = _told(two_attempts, SomeKnob(splits_loss=True))
     assert f"From step {start} on, the loss was computed over parts" in told
-    told = _told(two_attempts, 2, gpus=())
+    told = _told(two_attempts, gpus=())
     assert "on 1 × NVIDIA A100-SXM4-40GB, then on the CPU with" in told
 
 

@@ -2,22 +2,26 @@
 
 import functools
 import re
+from dataclasses import fields, replace
 
 from omegaconf import DictConfig
 
-from robust_train.assembly import FEATURES
+from robust_train.assembly import FEATURES, load_remedies
 from robust_train.config.attempt import AttemptRequest
 from robust_train.config.checks import checked
 from robust_train.config.composition import complete
 from robust_train.config.schema import RetryConfig, RobustConfig, TrainerConfig, TrainingConfig
 from robust_train.config.trainers import TrainerRef
+from robust_train.features.expandable_segments.record import SegmentsKnob
+from robust_train.features.retry_rules.model import decided_by_rule, with_rule
 from robust_train.model.attempt import Attempt, Exit
 from robust_train.model.events import Failed, ScriptEnded
 from robust_train.model.failure import Evidence, Failure
 from robust_train.model.gpu import GpuInfo
+from robust_train.model.parts import parts_like
 from robust_train.model.spec import AttemptSpec, Decision
 from robust_train.policy.context import Offers
-from robust_train.policy.decide import decide, with_rule
+from robust_train.policy.decide import decide
 from robust_train.policy.sizes import PolicySettings
 from robust_train.readable import GIB
 
@@ -49,12 +53,12 @@ def policy(
         retry=RetryConfig(rules),
         **{"min_gpu_memory_mb": 0, **keys},
     )
-    return PolicySettings.of(
+    settings = PolicySettings.of(
         config,
-        expandable_segments=expandable_segments,
         may_use_expandable_segments=may_use_expandable_segments,
         can_checkpoint=can_checkpoint,
     )
+    return replace(settings, asked=settings.asked.having(SegmentsKnob(expandable_segments)))
 
 
 KEYS_OF_A_PROJECT = {
@@ -100,10 +104,11 @@ def failed(
     exceptions=(),
     **record,
 ) -> Attempt:
-    """An attempt that failed; ``record`` are fields of it."""
+    """An attempt that failed; ``record`` are fields of it, or of the notes that features add."""
     text = message or f"a {kind.value} message"
     failure = Failure(kind, text, evidence or Evidence(), rank=rank)
-    return Attempt(
+    return built(
+        Attempt,
         record.pop("number", 1),
         spec,
         seconds=1.0,
@@ -115,12 +120,22 @@ def failed(
     )
 
 
+def built(cls, *own, **given):
+    """A record with these fields, of its own or of the parts that features add to it."""
+    parts = []
+    for kind in parts_like(cls.kind_of_part):
+        names = [field.name for field in fields(kind) if field.name in given]
+        parts.append(kind(**{name: given.pop(name) for name in names}))
+    return cls(*own, **given).having(*parts)
+
+
 def decided(settings, history, gpus=(), held=()) -> Decision:
     """What the launcher decides after these attempts."""
     known: tuple[Attempt, ...] = ()
     for attempt in history:
         known += (with_rule(settings, known, attempt),)
-    return decide(settings, known, Offers(gpus, held))
+    ruled = decided_by_rule(settings, known)
+    return ruled or decide(settings, load_remedies(), known, Offers(gpus, held))
 
 
 def attempt_request(run_dir, path="own.train", keys=(), **more):
@@ -136,5 +151,6 @@ def attempt_request(run_dir, path="own.train", keys=(), **more):
         "environ": {},
         "cwd": str(run_dir),
         "features": tuple(feature.attempt for feature in FEATURES if feature.attempt),
+        "watches": tuple(feature.watch for feature in FEATURES if feature.watch),
     }
     return AttemptRequest(TrainerRef(path), cfg, **{**fields, **more})

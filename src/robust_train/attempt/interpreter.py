@@ -26,7 +26,8 @@ from typing import Any, NoReturn
 
 from robust_train.attempt.code import Code
 from robust_train.attempt.loading import Trainer, load
-from robust_train.attempt.runner import run_attempt, stop_on_signals
+from robust_train.attempt.runner import run_attempt
+from robust_train.attempt.signals import stop_on_signals
 from robust_train.compat import run_exit_handlers, when_cuda_starts
 from robust_train.config.attempt import AttemptRequest, Begin, Preparation, for_rank
 from robust_train.config.projects import as_typed
@@ -189,7 +190,7 @@ def _be_attempt(
                 request,
                 report.load,
                 report,
-                stopping=partial(stop_on_signals, is_script=request.config.is_script),
+                stopping=partial(stop_on_signals, is_script=request.config.traits.takes_signals),
             )
             status = int(error is not None)
             send.flush()

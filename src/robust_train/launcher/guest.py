@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,10 +49,9 @@ from robust_train.model.events import Event, Failed, MalformedEventError, parse
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 from robust_train.model.feature import Feature
 from robust_train.model.gpu import Group
-from robust_train.model.json import from_json
 from robust_train.model.spec import AttemptSpec, Decision, GiveUp, Retry
 from robust_train.policy.context import Offers
-from robust_train.policy.decide import decide, first_attempt
+from robust_train.policy.decide import Remedies, decide, first_attempt
 from robust_train.policy.sizes import PolicySettings, size_to_begin_with
 from robust_train.queue.devices import Devices
 from robust_train.queue.waiting import WaitStatus
@@ -84,6 +83,7 @@ class RankDriver(Driver):
         cfg: DictConfig,
         run_dir: str | Path | None,
         features: tuple[Feature, ...],
+        remedies: Remedies,
     ) -> None:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
@@ -95,7 +95,9 @@ class RankDriver(Driver):
             # a rank without its agent is to end
             signal_at_parents_death(signal.SIGKILL)
         shield_workers()
-        self.plan = plan = plan_job(trainer, cfg, folder, features=features, guest=True)
+        self.plan = plan = plan_job(
+            trainer, cfg, folder, features=features, remedies=remedies, guest=True
+        )
         self._store = PrefixStore("robust_train", _open_store(guest))
         self._has_begun = False
         self.votes = StoreVotes(self._store, guest.rank, guest.world_size)
@@ -192,7 +194,7 @@ class RankDriver(Driver):
             "run_dir": str(self.plan.run_dir),
             "number": number,
             "checkpoint": checkpoint and str(checkpoint),
-            "spec": asdict(replace(first.spec, gpus=())),
+            "spec": replace(first.spec, gpus=()).fields_as_json(),
             "is_fresh": is_fresh,  # earlier attempts do not count any more
         }
         failures.write(f"attempt-{number}.json", start)
@@ -206,7 +208,8 @@ class RankDriver(Driver):
         if last.was_stopped:
             return Retry(spec, "start", "goes on after a stop of all ranks")
         attempts = tuple(one.attempt for one in history if not one.was_stopped)
-        decision = decide(policy, attempts, Offers(spec.gpus))
+        offers = Offers(spec.gpus)
+        decision = decide(policy, self.plan.remedies, attempts, offers)
         while isinstance(decision, Retry) and decision.room is not None:
             assert decision.otherwise is not None
             decision = decision.otherwise  # no GPU is waited for
@@ -227,7 +230,7 @@ class RankDriver(Driver):
         start = self._await_start()
         signals = SignalWatch()
         try:
-            spec = AttemptSpec(**{**start["spec"], "gpus": self.devices.acquire()})
+            spec = replace(AttemptSpec.from_fields(start["spec"]), gpus=self.devices.acquire())
             number, checkpoint = int(start["number"]), start["checkpoint"]
             attempt = Attempt(number, spec, resumed_from=checkpoint)
             run_dir = Path(start["run_dir"])
@@ -423,7 +426,7 @@ class RankFailures:
             if start.get("job") != job:
                 continue
             with contextlib.suppress(MalformedEventError):
-                spec = from_json(AttemptSpec, start.get("spec"))
+                spec = AttemptSpec.from_fields(start.get("spec"))
                 if start.get("is_fresh"):
                     attempts.clear()
                 attempts[number] = Attempt(number, replace(spec, gpus=gpus))

@@ -27,12 +27,12 @@ from robust_train.host.screen import show_waiting
 from robust_train.host.signals import SignalWatch, stop_signal
 from robust_train.host.votes import STOP, Votes
 from robust_train.launcher.ending import RankEnd, event_of, without_escapes
-from robust_train.launcher.stall import Standstill
-from robust_train.launcher.stall_watch import StallWatch, dump_stacks, remove_nccl_pipes
+from robust_train.launcher.hooks import End, Watch
 from robust_train.model.attempt import Exit
 from robust_train.model.errors import ConfigError
 from robust_train.model.events import Event, Failed, Finished, LibrariesImported, Stalled
 from robust_train.model.failure import FailureKind
+from robust_train.model.feature import load_named
 from robust_train.readable import duration, shortened, signal_name
 
 log = logging.getLogger("robust_train")
@@ -266,7 +266,7 @@ class RunningAttempt:
         request: AttemptRequest,
         on_event: Callable[[Event], None],
     ) -> None:
-        self._stalled: Standstill | None = None
+        self._stalled: End | None = None
         self._interpreters = interpreters
         self._processes = processes
         self._request = request
@@ -276,7 +276,9 @@ class RunningAttempt:
         self._oom_kills = OomKillWatch()
         interpreters.pump.start_log(request.log_file)
         pids = [one.pid for one in processes]
-        self._watch = StallWatch(request, pids, on_event)
+        self._watches: list[Watch] = [
+            load_named(name)(request, pids, on_event) for name in request.watches
+        ]
         self._votes = Votes(request.ranks) if request.ranks > 1 else None
         self._ends = [RankEnd(rank, pid) for rank, pid in enumerate(pids)]
         # by the monotonic clock: when it is killed (again), and when it was first
@@ -342,7 +344,8 @@ class RunningAttempt:
         is_given_up = now >= self._killed_at + _AFTER_KILL_SECONDS
         # ends before events and output: what a process sent before it ended is then there already
         if interpreters.poll():
-            self._watch.on_output()
+            for watch in self._watches:
+                watch.output()
         for rank, one in enumerate(own):
             # at its end all; before, a burst must hold up neither signals nor requests
             is_ending = is_given_up or not one.is_running
@@ -361,17 +364,21 @@ class RunningAttempt:
             self._look(now)
         if is_given_up or not any(one.is_running for one in own):
             return True
-        if self._kill_at == math.inf and (stalled := self._watch.poll()) is not None:
-            self._stalled = stalled
-            seconds = dump_stacks(
-                self._request, {rank: one for rank, one in enumerate(own) if one.is_running}
-            )
-            self._kill_in(seconds)
+        if self._kill_at == math.inf:
+            self._end_if_stalled()
         return False
+
+    def _end_if_stalled(self) -> None:
+        living = {rank: one for rank, one in enumerate(self._processes) if one.is_running}
+        answers = (watch.poll(living) for watch in self._watches)
+        self._stalled = next((answer for answer in answers if answer is not None), None)
+        if self._stalled is not None:
+            self._kill_in(self._stalled.kill_in_seconds)
 
     def _read(self, rank: int, most: int) -> None:
         for event in self._processes[rank].read(most):
-            self._watch.on_event(event)
+            for watch in self._watches:
+                watch.event(event)
             if isinstance(event, (Finished, Failed)):
                 end = self._ends[rank]
                 self._ends[rank] = replace(end, ending=event, at=event.at)
@@ -450,7 +457,8 @@ class RunningAttempt:
             log.warning("the attempt's process hangs in the kernel; it is left behind")
         elif left:
             log.warning("processes %s of the attempt cannot be ended", left)
-        remove_nccl_pipes(request.run_dir)
+        for watch in self._watches:
+            watch.close()
         if any(end.was_stopped for end in self._ends):
             # a stop of all processes may reach the attempt before us
             until = time.monotonic() + _SIGNAL_SECONDS
@@ -458,7 +466,7 @@ class RunningAttempt:
                 time.sleep(0.02)
         stacks = ""
         with contextlib.suppress(OSError):
-            if not request.config.is_script or stalled is not None:
+            if request.config.traits.raises or stalled is not None:
                 stacks = request.stacks_file.read_text(errors="replace")
             if not stacks:
                 request.stacks_file.unlink()
@@ -499,7 +507,7 @@ class RunningAttempt:
 
     def _stopping(self, signum: int) -> str:
         config, what = self._request.config, "saving a checkpoint"
-        if config.is_script:
+        if config.traits.is_program:
             what = f"SIG{config.trainer.stop_signal} to the script"
         again = f"send {signal.Signals(signum).name}"
         if signum == signal.SIGINT:
@@ -518,7 +526,7 @@ class RunningAttempt:
 def _shortage_in(request: AttemptRequest) -> str:
     """Return the last lack of memory that the log of a script reports, however much was printed
     below it, as tables of the allocator and of the configuration are."""
-    if not request.config.is_script:
+    if request.config.traits.raises:
         return ""
     with contextlib.suppress(OSError), request.log_file.open("rb") as file:
         size = file.seek(0, os.SEEK_END)

@@ -84,7 +84,7 @@ def _each(values: Iterable[object]) -> str:
 
 
 def _splits(trained: Sequence[TimedAttempt]) -> str:
-    split = next((attempt for attempt in trained if attempt.spec.splits_loss), None)
+    split = next((attempt for attempt in trained if attempt.spec.noted("splits_loss", False)), None)
     if split is None:
         return ""
     return (
@@ -94,16 +94,16 @@ def _splits(trained: Sequence[TimedAttempt]) -> str:
 
 
 def _learning_rate(trained: Sequence[TimedAttempt]) -> str:
-    changed = [attempt for attempt in trained if attempt.spec.lr_factor != 1]
+    changed = [attempt for attempt in trained if attempt.spec.noted("lr_factor", 1.0) != 1]
     if not changed:
         return ""
-    factors = _each(f"{attempt.spec.lr_factor:g}" for attempt in changed)
+    factors = _each(f"{attempt.spec.noted('lr_factor', 1.0):g}" for attempt in changed)
     start = changed[0].start_step
     return f"After divergence, the learning rate was multiplied by {factors} from step {start} on."
 
 
 def _skipped(trained: Sequence[TimedAttempt]) -> str:
-    number = sum(attempt.skipped_updates for attempt in trained)
+    number = sum(attempt.noted("skipped_updates", 0) for attempt in trained)
     if not number:
         return ""
     return f"Updates left out because their gradient was not finite: {number}."

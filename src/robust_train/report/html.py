@@ -17,7 +17,7 @@ from robust_train.files import replacing, strict_json
 from robust_train.folder.state import figure_of, objective_of
 from robust_train.model.json import finite
 from robust_train.report import charts, wording
-from robust_train.report.facts import USES, Story
+from robust_train.report.facts import USES, Story, speed_of
 from robust_train.report.sources import Sources
 from robust_train.report.story import story_of
 
@@ -66,6 +66,8 @@ def job_page(story: Story) -> str:
     """Return the page of one job."""
     last = story.attempts[-1] if story.attempts else None
     text = (last.traceback or "") if last and last.outcome != "interrupted" else ""
+    if len(text) > _LONGEST_TRACEBACK:
+        text = f"…\n{text[-_LONGEST_TRACEBACK:]}"
     objective = finite(objective_of(story.result))
     results = story.result if isinstance(story.result, Mapping) else {}
     if story.result is not None and not results and objective is None:
@@ -78,7 +80,7 @@ def job_page(story: Story) -> str:
         figure=(figure_of(story.result) or "what the trainer returned").replace("_", " "),
         shares=shares(story.seconds),
         results=results,
-        traceback="…\n" * (len(text) > _LONGEST_TRACEBACK) + text[-_LONGEST_TRACEBACK:],
+        traceback=text,
         clock=charts.Clock(story),
         memory=charts.memory_charts(story),
         curves=charts.curve_charts(story),
@@ -121,6 +123,7 @@ def template_environment() -> Environment:
         duration=readable.duration,
         memory=readable.memory,
         percent=readable.percent,
+        speed=speed_of,
         moment=readable.moment,
         batch=wording.batch_in_words,
         count=lambda number: "?" if number is None else f"{number:,}",

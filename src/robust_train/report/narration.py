@@ -17,6 +17,7 @@ from robust_train.model.failure import MEMORY_FAILURES, Clue, FailureKind
 from robust_train.model.spec import AttemptSpec, Decision, Retry
 from robust_train.readable import GIB, aligned, by_processes, duration, named_line, shortened
 from robust_train.readable import number as number_text
+from robust_train.report.facts import speed_of
 from robust_train.report.sources import Entry, attempts_of, read_entries
 from robust_train.report.wording import (
     action_in_words,
@@ -38,12 +39,12 @@ def announce(number: int, spec: AttemptSpec) -> None:
     batch = ""
     if spec.has_batch:
         batch = f": {batch_in_words(Attempt(number, spec))}"
-        batch += ", gradient checkpointing" * spec.gradient_checkpointing
+        batch += ", gradient checkpointing" * spec.noted("gradient_checkpointing", False)
         batch += f", effective batch {spec.effective_batch_size}"
     log.info("attempt %d on %s%s", number, where, batch)
 
 
-def show_end(summary: Summary, explain: Callable[[Summary], object], how_to_go_on: str) -> None:
+def show_end(explain: Callable[[Summary], object], summary: Summary, how_to_go_on: str) -> None:
     """Log how a job ended: its attempts, those of its journal's earlier launches included, what
     ``explain`` shows, and the last lines."""
     if summary.attempts:
@@ -94,7 +95,8 @@ def print_failure(summary: Summary) -> None:
     is_refusal = summary.status == "failed" and last is None
     if is_refusal or summary.status not in ("failed", "no_device"):
         return
-    is_shown, kind = os.path.sameopenfile(1, 2), last and last.kind
+    is_shown = os.path.sameopenfile(1, 2)
+    kind = None if last is None else last.kind
     if is_shown and last is not None and last.script is not None:
         return
     traceback = last.traceback if last and kind not in MEMORY_FAILURES else ""
@@ -189,8 +191,9 @@ def conclude(summary: Summary, how_to_go_on: str) -> None:
         ending += f"; {shortened(str(summary.reason), _LONGEST_REASON)}"
     say = _logging_of(summary)
     say("%s", ending)
-    if last is not None and last.speed:
-        log.info("speed: %s", speed_text(last.speed, last.spec.ranks))
+    speed = () if last is None else speed_of(last)
+    if last is not None and speed:
+        log.info("speed: %s", speed_text(speed, last.spec.ranks))
     for sentence in summary.advice:
         log.info("to be faster: %s", sentence)
     if (best := summary.best) is not None:

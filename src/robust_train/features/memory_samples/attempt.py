@@ -19,8 +19,8 @@ class TakesSamples(InAttempt):
                 live.run_dir,
                 live.attempt,
                 config.device,
-                lambda: live.last_step,
-                whole_tree=config.is_script,
+                lambda: live.reports.last_step,
+                whole_tree=config.traits.is_program,
             )
 
     def begin(self) -> None:

@@ -91,8 +91,7 @@ class CacheChecks:
 class MemoryUpkeep(InAttempt):
     """Looks after the memory of one attempt.
 
-    Emptying the cache at the start and during training concerns CUDA only. A script is left alone:
-    it has its own process, and what is logged here would be read as the end of its output.
+    Emptying the cache at the start and during training concerns CUDA only.
     """
 
     def __init__(self, live: LiveAttempt, config: RobustConfig) -> None:
@@ -115,8 +114,6 @@ class MemoryUpkeep(InAttempt):
 
     def begin(self) -> None:
         """Clear what is left of earlier work, and set the limit."""
-        if self.config.is_script:
-            return
         if self._settings.clear_on_start and self._cached().reserved:
             self._clear("start")
         self._set_up_cuda()
@@ -124,7 +121,7 @@ class MemoryUpkeep(InAttempt):
 
     def boundary(self, what: str) -> None:
         """Check the cache after a step, when it is time to."""
-        if what != "progress" or self.config.is_script:
+        if what != "progress":
             return
         self._reserve.hold()
         if not self._is_set_up:
@@ -134,13 +131,11 @@ class MemoryUpkeep(InAttempt):
             if self._steps_with_history == _STEPS_WITH_HISTORY:
                 self._end_history()
                 self._end_history = None
-        self._watch_allocator(self.live.last_step or 0)
+        self._watch_allocator(self.live.reports.last_step or 0)
         self.pause("step")
 
     def pause(self, why: str) -> None:
         """Empty the CUDA cache after a step, save or epoch, if that is due and pays."""
-        if self.config.is_script:
-            return
         if self._checks[why].empties(lambda: self._cached().unused_share):
             self._clear(why, thorough=False)
 
@@ -155,20 +150,16 @@ class MemoryUpkeep(InAttempt):
 
         Another rank records itself what it has run out of.
         """
-        if self.config.is_script:
-            return
         self._reserve.release()
         is_elsewhere = isinstance(error, RankFailure) and error.is_elsewhere
         if isinstance(error, Exception) and not is_elsewhere:
             failure = classify_failure(error)
             if failure.kind.is_memory:
-                self.live.record_memory("out of memory")
+                self.live.reports.record_memory("out of memory")
                 self._write_oom(failure)
 
     def close(self, error: BaseException | None) -> None:
         """Return memory that is not in use any more; the frames of ``error`` are emptied."""
-        if self.config.is_script:
-            return
         if error is None:
             self._clear("end")
         elif "failure" in self._settings.clear_after:
@@ -189,7 +180,7 @@ class MemoryUpkeep(InAttempt):
             "find room, which is slow; robust-train halve-batch takes a smaller micro-batch",
             step,
         )
-        self.live.send(MemoryTight(step, total))
+        self.live.reports.send(MemoryTight(step, total))
 
     def _set_up_cuda(self) -> None:
         """Set the limit as soon as torch is there, which may start CUDA later."""
@@ -210,8 +201,8 @@ class MemoryUpkeep(InAttempt):
         seconds = round(time.perf_counter() - started, 6)
         after = self._in_use()[1]
         # another thread may have allocated meanwhile
-        returned, step = max(before - after, 0), self.live.last_step
-        self.live.send(MemoryCleared(reason, of, before, after, returned, seconds, step))
+        returned, step = max(before - after, 0), self.live.reports.last_step
+        self.live.reports.send(MemoryCleared(reason, of, before, after, returned, seconds, step))
         log.debug(
             "memory cleared (%s): %s of %s returned (%s)",
             reason,
@@ -239,7 +230,20 @@ class MemoryUpkeep(InAttempt):
         if not self._settings.snapshot_on_oom:
             return
         self._has_written_oom = True
-        run = self.live
-        event = write_out_of_memory(run.run_dir, failure, attempt=run.attempt, step=run.last_step)
+        live = self.live
+        event = write_out_of_memory(
+            live.run_dir, failure, attempt=live.attempt, step=live.reports.last_step
+        )
         if event is not None:
-            run.send(event)
+            live.reports.send(event)
+
+
+def memory_upkeep(live: LiveAttempt, config: RobustConfig) -> InAttempt:
+    """Return what looks after the memory of an attempt.
+
+    A program is left alone: it has its own process, and what is logged here would be read as the
+    end of its output.
+    """
+    if config.traits.is_program:
+        return InAttempt(live, config)
+    return MemoryUpkeep(live, config)
