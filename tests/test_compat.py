@@ -578,7 +578,10 @@ def test_nodes_keep_their_types_and_a_replaced_one_takes_any_value():
         OmegaConf.create(compat.typed_nodes(OmegaConf.structured(MemoryConfig))).fraction = "much"
     config = OmegaConf.structured(MemoryConfig)
     OmegaConf.set_readonly(config, None)  # it is of a frozen class
-    compat.replace_node(config, "fraction", compat.typed_nodes(OmegaConf.create({"a": 1}))["a"])
+    (node,) = compat.typed_nodes(OmegaConf.create({"a": 1})).values()
+    nodes = compat.typed_nodes(config)
+    compat.set_nodes(config, {**nodes, "fraction": node})
+    assert list(config) == list(nodes)
     config.fraction = "much"
     assert config.fraction == "much"
     with pytest.raises(ValidationError, match="could not be converted to Integer"):

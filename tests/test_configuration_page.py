@@ -11,6 +11,7 @@ from keys import GROUPS, ROOT, declared, written
 from robust_train.config.attempt import trainer_config
 from robust_train.config.checks import checked, unchecked
 from robust_train.config.composition import complete, group_node
+from robust_train.config.keys import group_of
 from robust_train.config.projects import builds_on_ours
 from robust_train.config.schema import RobustConfig
 from robust_train.model.errors import ConfigError
@@ -81,8 +82,8 @@ def test_the_options_of_a_group_refuse_keys_that_they_do_not_declare(section):
     group, options = GROUPS[section]
     for option, cls in options.items():
         if option:
-            node = group_node(cls)
-            names = {one.name for one in declared(cls, f"{group}.")}
+            node = group_node(group_of(cls))
+            names = {one.name for one in declared(group_of(cls), f"{group}.")}
             assert {f"{group}.{key}" for key in node} == names
             with pytest.raises(Exception, match="no_such_key"):
                 node.no_such_key = 1

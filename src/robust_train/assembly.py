@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import pkgutil
+from collections.abc import Mapping
 
+from robust_train.config.keys import Schema
 from robust_train.model.feature import Feature
 
 
@@ -43,4 +46,17 @@ FEATURES = _load(
 
 All other pairs may change places. A test finds these pairs by swapping each, and compares them with
 this list.
+"""
+
+
+def _schema(places: Mapping[str, str]) -> Schema:
+    """Return the schema with the keys of all features, those with a place first."""
+    after = {pkgutil.resolve_name(f"robust_train.{name}"): key for name, key in places.items()}
+    others = [keys for feature in FEATURES for keys in feature.keys if keys not in after]
+    return Schema((*after, *others), after)
+
+
+SCHEMA = _schema({"features.memory_samples.model:SamplesKeys": "memory.clear_after"})
+"""All keys. Features' keys stand on the page, and in YAML, behind these keys of the kernel, in this
+order; keys that are not listed end their group.
 """

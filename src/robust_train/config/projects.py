@@ -13,21 +13,15 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from robust_train.config.schema import (
-    ACCUMULATION,
-    BATCH,
-    WORKERS,
-    OpenConfig,
-    RobustConfig,
-    TrainingConfig,
-)
+from robust_train.config.keys import schema
+from robust_train.config.schema import ACCUMULATION, BATCH, WORKERS, TrainingConfig
 from robust_train.model.attempt import Attempt
 from robust_train.model.errors import ConfigError, NoDeviceError, UserError
 from robust_train.model.spec import Decision, Retry
@@ -280,19 +274,11 @@ def _our_keys() -> re.Pattern[str]:
     and none in a placeholder, a path or a longer key."""
     names = [
         re.escape(name) + ("" if re.search("[._]", name) else "(?==)")
-        for name in _names_of(RobustConfig)
+        for name in schema().root.names()
+        # any key there may be the user's
+        if not name.startswith(("model.", "dataset."))
     ]
     return re.compile(rf"(?<![\w./=-])(?<!(?<!\$)\{{)(?:{'|'.join(names)})\b")
-
-
-def _names_of(schema: type, prefix: str = "") -> Iterator[str]:
-    """Yield the keys of a group and of those in it; in an open one any key may be the user's."""
-    for item in fields(schema):
-        group = item.metadata.get("group") or item.metadata.get("open")
-        if group is not None and group is not OpenConfig:
-            yield from _names_of(group, f"{prefix}{item.name}.")
-        elif "key" in item.metadata:
-            yield f"{prefix}{item.name}"
 
 
 def _path(cfg: DictConfig, name: str) -> str | None:

@@ -1,14 +1,15 @@
-"""Every key: its name, type and default, what it accepts and what it means.
+"""The kernel's keys: name, type and default, what each accepts and what it means.
 
-This is the only place where a key is declared. ``configs/*.yaml`` and the tables of
-``docs/configuration.md`` are written from it (``just keys``), Hydra checks types by it, and
-:class:`RobustConfig`, made once by :func:`robust_train.config.checks.checked`, is what the launcher
-and the attempts are handed.
+A key is declared here, or in the ``model.py`` of the feature that it belongs to. ``configs/*.yaml``
+and the tables of ``docs/configuration.md`` are written from both (``just keys``), Hydra checks
+types by them, and :class:`RobustConfig`, made once by :func:`robust_train.config.checks.checked`,
+is what the launcher and the attempts are handed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from omegaconf import MISSING
 
@@ -35,8 +36,11 @@ from robust_train.config.values import (
     words,
     words_of_list,
 )
+from robust_train.model.feature import FeatureKeys
 from robust_train.model.spec import RetryRule
 from robust_train.readable import MIB
+
+K = TypeVar("K", bound=FeatureKeys)
 
 BATCH = "training.batch_size"
 ACCUMULATION = "training.gradient_accumulation_steps"
@@ -127,7 +131,6 @@ class MemoryConfig:
         accepts="list",
         read=cleared_after,
     )
-    samples: bool = key(True, "record memory over time in `memory.jsonl`, ten times a second")
     snapshot_on_oom: bool = key(True, "when memory runs out, record what fills it")
 
 
@@ -394,6 +397,20 @@ class RobustConfig(PlainConfig):
     finds_batch_size: bool = False
     # a project's keys that stand for ours; None: all of ours are at the root
     theirs: dict[str, str] | None = None
+    # the keys of features that do not all have their defaults
+    of_features: tuple[FeatureKeys, ...] = ()
+
+    def of(self, keys: type[K]) -> K:
+        """Return the keys that a feature declares."""
+        given = (one for one in self.of_features if isinstance(one, keys))
+        return next(given, keys())
+
+    def having(self, keys: FeatureKeys) -> RobustConfig:
+        """Return the config with other values of a feature's keys."""
+        kind = type(keys)
+        others = tuple(one for one in self.of_features if type(one) is not kind)
+        is_default = keys == kind()
+        return replace(self, of_features=others if is_default else (*others, keys))
 
     @property
     def has_batch(self) -> bool:
