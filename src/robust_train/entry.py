@@ -11,7 +11,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from robust_train.assembly import FEATURES
+from robust_train.assembly import FEATURES, REMEDIES
 from robust_train.children import detach
 from robust_train.config.composition import complete
 from robust_train.config.projects import as_typed, errors_as_typed, their_keys
@@ -130,7 +130,7 @@ def run_job(
             return Job(plan, driver, explain=explain).run()
         from robust_train.launcher.guest import RankDriver
 
-        rank = RankDriver(guest, trainer, cfg, run_dir, FEATURES)
+        rank = RankDriver(guest, trainer, cfg, run_dir, FEATURES, REMEDIES)
         return rank.run_part(lambda: Job(rank.plan, rank, explain=explain).run(), explain)
 
 
@@ -142,7 +142,9 @@ def plan_launch(
     Raises:
         ConfigError: config, trainer or run folder cannot be used.
     """
-    return plan_job(trainer, cfg, run_dir, features=FEATURES, refuse=_refuse_to_detach)
+    return plan_job(
+        trainer, cfg, run_dir, remedies=REMEDIES, features=FEATURES, refuse=_refuse_to_detach
+    )
 
 
 def _refuse_to_detach(config: RobustConfig) -> None:

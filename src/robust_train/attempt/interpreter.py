@@ -188,7 +188,7 @@ def _be_attempt(
                 request,
                 report.load,
                 report,
-                stopping=partial(stop_on_signals, is_script=request.config.is_script),
+                stopping=partial(stop_on_signals, is_script=request.config.traits.takes_signals),
             )
             status = int(error is not None)
             send.flush()

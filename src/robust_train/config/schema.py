@@ -38,6 +38,7 @@ from robust_train.config.values import (
 )
 from robust_train.model.feature import FeatureKeys
 from robust_train.model.spec import RetryRule
+from robust_train.model.traits import FUNCTION, PROGRAM, Traits
 from robust_train.readable import MIB
 
 K = TypeVar("K", bound=FeatureKeys)
@@ -413,20 +414,21 @@ class RobustConfig(PlainConfig):
         return replace(self, of_features=others if is_default else (*others, keys))
 
     @property
-    def has_batch(self) -> bool:
-        """Whether a trainer that is not a script learns an attempt's batch size."""
-        return self.theirs is None or BATCH in self.theirs
-
-    @property
-    def can_accumulate(self) -> bool:
-        """Whether a trainer that is not a script can make up for a smaller batch."""
-        return self.theirs is None or ACCUMULATION in self.theirs
+    def traits(self) -> Traits:
+        """What the trainer can do. A project's function is given a batch by the project's keys."""
+        if self.trainer.argv is not None:
+            return PROGRAM
+        if self.theirs is None:
+            return FUNCTION
+        has_batch = BATCH in self.theirs
+        accumulates = ACCUMULATION in self.theirs
+        return replace(FUNCTION, has_batch=has_batch, accumulates=accumulates)
 
     @property
     def may_checkpoint_gradients(self) -> bool:
         """Whether gradient checkpointing is a remedy. A project's own key, which ours refers to,
         has the value of the first attempt."""
-        if self.theirs is None or self.is_script:
+        if self.theirs is None or self.traits.is_program:
             return self.training.gradient_checkpointing is not False
         return CHECKPOINTING in self.theirs
 
@@ -439,11 +441,6 @@ class RobustConfig(PlainConfig):
     def retries(self) -> int:
         """How many smaller sizes are tried on a device before the next, and how often the same."""
         return 3 if self.max_retries is None else self.max_retries
-
-    @property
-    def is_script(self) -> bool:
-        """Whether the trainer is a program of the user."""
-        return self.trainer.argv is not None
 
     @property
     def target(self) -> str | None:

@@ -190,7 +190,7 @@ def cuda_versions(attempt: Attempt, config: RobustConfig) -> str:
     """
     if not attempt.cuda_cannot_work:
         return ""
-    torchs = None if config.is_script else torch_cuda_version()
+    torchs = torch_cuda_version() if config.traits.shares_packages else None
     return read_inventory(processes=False).cuda_versions(torchs)
 
 
@@ -207,11 +207,13 @@ def with_advice(attempt: Attempt, config: RobustConfig, cuda_versions: str = "")
     if failure is None:
         return attempt
     instead: dict[str, str] = {}
-    if attempt.spec.num_workers == 0 or config.is_script or failure.evidence.no_workers:
+    traits = config.traits
+    has_workers = traits.has_our_workers and attempt.spec.num_workers > 0
+    if not has_workers or failure.evidence.no_workers:
         instead |= dict.fromkeys(_NEEDS_WORKERS, "")
     if config.theirs is not None:
         instead |= _IN_A_PROJECT
-    if config.is_script:
+    if traits.is_program:
         instead |= _FOR_A_SCRIPT if attempt.spec.has_batch else _WITHOUT_A_BATCH
     if not config.is_built_in:
         instead |= _FOR_ANY_MODEL
