@@ -67,6 +67,7 @@ def _schema(places: Mapping[str, str]) -> Schema:
 SCHEMA = _schema(
     {
         "features.memory_samples.model:SamplesKeys": "memory.clear_after",
+        "features.retry_rules.model:RetryKeys": "preserve_effective_batch_size",
     }
 )
 """All keys. Features' keys stand on the page, and in YAML, behind these keys of the kernel, in this

@@ -9,7 +9,7 @@ is what the launcher and the attempts are handed.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from omegaconf import MISSING
 
@@ -30,14 +30,12 @@ from robust_train.config.values import (
     key,
     open_group,
     program_words,
-    retry_rules,
     text_or_none,
     truth_or_path,
     words,
     words_of_list,
 )
 from robust_train.model.feature import FeatureKeys
-from robust_train.model.spec import RetryRule
 from robust_train.model.traits import FUNCTION, PROGRAM, Traits
 from robust_train.readable import MIB
 
@@ -156,20 +154,6 @@ class DivergenceConfig:
         "a loss so many standard deviations above its running median is bad too; `0`: none is",
         more="In ten times `patience` reports in a row",
         range=FROM_0,
-    )
-
-
-@dataclass(frozen=True)
-class RetryConfig:
-    """``retry``: what the user knows about failures."""
-
-    rules: tuple[RetryRule, ...] = key(
-        (),
-        "your own rules, before ours: what to do after an exit code, message or exception",
-        more="([recovery](recovery.md#your-own-rules))",
-        accepts="list",
-        written=[],
-        read=retry_rules,
     )
 
 
@@ -346,7 +330,6 @@ class RobustConfig(PlainConfig):
         choices=(AUTO, True, False),
         written=AUTO,
     )
-    retry: RetryConfig = group(RetryConfig)
     divergence: DivergenceConfig = group(DivergenceConfig)
     isolation: str = key(
         "process",
@@ -399,7 +382,7 @@ class RobustConfig(PlainConfig):
     # a project's keys that stand for ours; None: all of ours are at the root
     theirs: dict[str, str] | None = None
     # the keys of features that do not all have their defaults
-    of_features: tuple[FeatureKeys, ...] = ()
+    of_features: tuple[Any, ...] = ()  # FeatureKeys, which OmegaConf does not take as a type
 
     def of(self, keys: type[K]) -> K:
         """Return the keys that a feature declares."""
