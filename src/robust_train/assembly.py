@@ -66,7 +66,9 @@ def _schema(places: Mapping[str, str]) -> Schema:
 
 SCHEMA = _schema(
     {
+        "features.memory_upkeep.model:CacheKeys": "memory.expandable_segments",
         "features.memory_samples.model:SamplesKeys": "memory.clear_after",
+        "features.memory_upkeep.model:SnapshotKeys": "memory.clear_after",
         "features.retry_rules.model:RetryKeys": "preserve_effective_batch_size",
     }
 )

@@ -21,7 +21,6 @@ from robust_train.config.values import (
     FROM_1,
     POSITIVE,
     POSITIVE_SHARE,
-    SHARE,
     cleared_after,
     events,
     group,
@@ -101,7 +100,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """``memory``: what each attempt does about memory. Steps are optimizer steps, 0 is never."""
+    """``memory``: what holds for each attempt's memory."""
 
     fraction: float = key(
         0.95,
@@ -116,13 +115,6 @@ class MemoryConfig:
         choices=(AUTO, True, False),
         written=AUTO,
     )
-    empty_cache_frequency: int = key(
-        10, "steps between checks of the CUDA cache; `0`: never", range=FROM_0
-    )
-    empty_cache_threshold: float = key(
-        0.5, "share of the cache that must be unused for it to be emptied", range=SHARE
-    )
-    clear_on_start: bool = key(True, "empty the CUDA cache at the start")
     clear_after: tuple[str, ...] = key(
         CLEARED_AFTER,
         "empty it after a `save`, an `epoch`; clear a failed trainer's frames after a `failure`",
@@ -130,7 +122,6 @@ class MemoryConfig:
         accepts="list",
         read=cleared_after,
     )
-    snapshot_on_oom: bool = key(True, "when memory runs out, record what fills it")
 
 
 @dataclass(frozen=True)
