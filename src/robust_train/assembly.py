@@ -69,6 +69,8 @@ SCHEMA = _schema(
         "features.memory_upkeep.model:CacheKeys": "memory.expandable_segments",
         "features.memory_samples.model:SamplesKeys": "memory.clear_after",
         "features.memory_upkeep.model:SnapshotKeys": "memory.clear_after",
+        "features.time_slices.model:TimeSliceKeys": "queue_priority",
+        "features.detach.model:DetachKeys": "allow_cpu_fallback",
         "features.retry_rules.model:RetryKeys": "preserve_effective_batch_size",
     }
 )

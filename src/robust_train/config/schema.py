@@ -284,18 +284,7 @@ class RobustConfig(PlainConfig):
         more="([queue](queue.md#who-goes-first))",
         choices=("auto", "low", "normal", "high"),
     )
-    gpu_slice_minutes: float | None = key(
-        None,
-        "after this long on its GPUs the job saves a checkpoint and queues again if a user with "
-        "fewer GPUs waits",
-        more="`null`: never ([queue](queue.md#time-slices))",
-        unit="minutes",
-        range=FROM_0,
-    )
     allow_cpu_fallback: bool = key(True, "train on the CPU when no GPU will do")
-    detach: bool = key(
-        False, "go on in the background, past logout", more="([walk away](walk-away.md))"
-    )
     job_name: str | None = key(
         None,
         "name of the job; `null`: `<model>_<dataset>`, or the function or script",
@@ -379,6 +368,15 @@ class RobustConfig(PlainConfig):
         """Return the keys that a feature declares."""
         given = (one for one in self.of_features if isinstance(one, keys))
         return next(given, keys())
+
+    def chosen(self, name: str) -> Any:
+        """Return what the user has chosen for a key that a feature declares.
+
+        For rooms below and above the features, which cannot name the class. None if the key has its
+        default, or if there is no such key: the feature may have been deleted.
+        """
+        having = (one for one in self.of_features if hasattr(one, name))
+        return getattr(next(having, None), name, None)
 
     def having(self, keys: FeatureKeys) -> RobustConfig:
         """Return the config with other values of a feature's keys."""
