@@ -14,6 +14,7 @@ from robust_train.config.composition import complete, group_node
 from robust_train.config.keys import group_of
 from robust_train.config.projects import builds_on_ours
 from robust_train.config.schema import RobustConfig
+from robust_train.features.detach.model import DetachKeys
 from robust_train.model.errors import ConfigError
 from robust_train.vision.keys import check_config
 
@@ -74,7 +75,7 @@ def test_a_key_has_the_documented_type_in_the_code():
 
 def test_before_the_checks_a_value_that_they_refuse_is_the_default():
     cfg = OmegaConf.create({"num_gpus": 0, "detach": True, "device": "${no.such.key}", "retry": 3})
-    assert unchecked(cfg) == replace(RobustConfig(), detach=True)
+    assert unchecked(cfg) == RobustConfig().having(DetachKeys(detach=True))
 
 
 @pytest.mark.parametrize("section", GROUPS)

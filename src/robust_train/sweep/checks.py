@@ -107,7 +107,7 @@ def _problem_of(
         cfg = loader.load_sweep_config(config, overrides)
     except REFUSALS as error:
         raise ConfigError(explain_job(error, config, overrides)) from error
-    if check is None and not unchecked(cfg).detach:
+    if check is None and not unchecked(cfg).chosen("detach"):
         return None  # a project's main may complete it
     with open_dict(cfg):
         cfg.hydra.job.num = 0
