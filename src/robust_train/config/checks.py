@@ -18,7 +18,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from robust_train.config.keys import Group, schema
-from robust_train.config.projects import GROUP, errors_as_typed, ours, their_keys
+from robust_train.config.projects import GROUP, Words, ours, their_keys
 from robust_train.config.schema import (
     ACCUMULATION,
     BATCH,
@@ -49,7 +49,7 @@ def checked(cfg: DictConfig) -> RobustConfig:
         raise _missing(prefix + missing[0])
     config = _read_all(own, prefix)
     objective = config.objective or cfg.get("optimized_metric")
-    with errors_as_typed(theirs):
+    with Words(theirs).of_errors():
         config = replace(_with_batch(config), objective=objective, theirs=theirs)
         for mistake in _mistakes(config):
             raise ConfigError(mistake)

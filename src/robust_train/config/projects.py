@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -196,37 +196,42 @@ def their_keys(cfg: DictConfig) -> dict[str, str] | None:
     return found
 
 
-def as_typed(text: str, theirs: Mapping[str, str] | None, quoted: str = "") -> str:
-    """Return a message of ours with each key as the job's user writes it.
-
-    ``theirs`` are a project's :func:`their_keys`; ``quoted`` is a part of the message that is not
-    ours.
-    """
-    if theirs is None:
-        return text
-    if quoted:
-        parts = text.split(quoted)
-        return quoted.join(as_typed(part, theirs) for part in parts)
-
-    def name(found: re.Match[str]) -> str:
-        key = found[0]
-        is_set = text[found.end() :].startswith("=")
-        return theirs.get(key) or (
-            f"{GROUP}.{key}" if is_set else _IN_WORDS.get(key, f"{GROUP}.{key}")
-        )
-
-    return _our_keys().sub(name, text)
-
-
 @dataclass(frozen=True)
 class Words:
     """What a job says, with each key as its user writes it; ``theirs`` are :func:`their_keys`."""
 
     theirs: Mapping[str, str] | None
 
+    @property
+    def of_log(self) -> Callable[[str], str] | None:
+        """What changes a line of the log; None if lines stay as they are."""
+        return None if self.theirs is None else self.text
+
+    @contextlib.contextmanager
+    def of_errors(self) -> Iterator[None]:
+        """Let the errors that end a job name keys as its user writes them."""
+        try:
+            yield
+        except (ConfigError, NoDeviceError, UserError) as error:
+            error.args = (self.text(str(error)),)
+            raise
+
     def text(self, text: str, quoted: str = "") -> str:
         """Return a message of ours; ``quoted`` is a part of it that is not ours."""
-        return as_typed(text, self.theirs, quoted)
+        theirs = self.theirs
+        if theirs is None:
+            return text
+        if quoted:
+            return quoted.join(map(self.text, text.split(quoted)))
+
+        def name(found: re.Match[str]) -> str:
+            key = found[0]
+            is_set = text[found.end() :].startswith("=")
+            return theirs.get(key) or (
+                f"{GROUP}.{key}" if is_set else _IN_WORDS.get(key, f"{GROUP}.{key}")
+            )
+
+        return _our_keys().sub(name, text)
 
     def retry(self, retry: Retry, quoted: str = "") -> Retry:
         """Return a decision to retry; ``quoted`` is the message of what failed."""
@@ -256,16 +261,6 @@ class Words:
             message = self.text(message)
         advice = tuple(map(self.text, failure.advice))
         return replace(attempt, failure=replace(failure, message=message, advice=advice))
-
-
-@contextlib.contextmanager
-def errors_as_typed(theirs: Mapping[str, str] | None) -> Iterator[None]:
-    """Have what ends a job name keys as its user writes them."""
-    try:
-        yield
-    except (ConfigError, NoDeviceError, UserError) as error:
-        error.args = (as_typed(str(error), theirs),)
-        raise
 
 
 @cache
