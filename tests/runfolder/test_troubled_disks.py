@@ -46,7 +46,7 @@ def test_the_manifest_that_a_full_disk_owes_takes_the_room_of_an_older_checkpoin
     with small_disk(tmp_path / "disk", "nr_inodes=10"):
         run_dir = tmp_path / "disk"
         begin_job(run_dir, resume=True)
-        folder = live_of(Run(run_dir=run_dir)).checkpoints(2)
+        folder = live_of(Run(run_dir=run_dir)).saves.folder(2)
         for step in (1, 2):
             folder.save({"step": step}, step)
         while os.statvfs(run_dir).f_ffree > 1:

@@ -26,7 +26,8 @@ from typing import Any, NoReturn
 
 from robust_train.attempt.code import Code
 from robust_train.attempt.loading import Trainer, load
-from robust_train.attempt.runner import run_attempt, stop_on_signals
+from robust_train.attempt.runner import run_attempt
+from robust_train.attempt.signals import stop_on_signals
 from robust_train.compat import run_exit_handlers, when_cuda_starts
 from robust_train.config.attempt import AttemptRequest, Begin, Preparation, for_rank
 from robust_train.config.projects import Words
@@ -90,10 +91,11 @@ def main() -> NoReturn:
             file.seek(0)
             try:
                 message = pickle.load(file)
-            except MemoryError:
+            except Exception:
                 if not prepared.refusal:
                     raise
-                # the launcher knows by now that a limit leaves no room
+                # The launcher knows by now that a limit leaves no room, and an import without room
+                # fails in many ways: as a MemoryError, or in listing a folder.
                 os._exit(1)
         if isinstance(message, Preparation):
             prepared = _prepare(message, channel)

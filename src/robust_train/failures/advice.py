@@ -219,8 +219,9 @@ def with_advice(attempt: Attempt, config: RobustConfig, cuda_versions: str = "")
         instead |= _FOR_ANY_MODEL
     elif not attempt.has_begun:
         instead |= dict.fromkeys((*_SMALLER_BATCH, *_OF_THE_MODEL[:2]), "")
-    advice: Iterable[str]
-    advice = failure.advice or advice_for(failure.kind, failure.evidence)
+    advice: Iterable[str] = failure.advice
+    if not failure.advice:
+        advice = advice_for(failure.kind, failure.evidence)
     if failure.kind is FailureKind.SETUP:
         advice = itertools.chain([cuda_versions], advice)
         if not attempt.cuda_cannot_work:
@@ -235,5 +236,6 @@ def _is_others(evidence: Evidence) -> bool:
     allocated = evidence.allocated_bytes
     if total is None or free is None or allocated is None:
         return False
-    own = allocated + (evidence.reserved_unallocated_bytes or 0)
+    unused = evidence.reserved_unallocated_bytes or 0
+    own = allocated + unused
     return total - free - own > max(evidence.requested_bytes or 0, total // 4)

@@ -118,8 +118,10 @@ def _is_on_screen(handler: Any) -> bool:
     listener = getattr(handler, "listener", None)
     if listener is not None:
         return any(map(_is_on_screen, listener.handlers))
-    console = getattr(handler, "console", None)
-    stream = getattr(handler, "stream", None) or getattr(console, "file", None)
+    stream = getattr(handler, "stream", None)
+    if stream is None:
+        console = getattr(handler, "console", None)
+        stream = getattr(console, "file", None)
     return is_screen(stream)
 
 

@@ -115,7 +115,9 @@ class SignalWatch:
     @property
     def received(self) -> int:
         """The first signal that came, also to pause; 0 before."""
-        return self._ended_by or (signal.SIGTERM if self._is_paused else 0)
+        if not self._ended_by and self._is_paused:
+            return signal.SIGTERM
+        return self._ended_by
 
     def __enter__(self) -> SignalWatch:
         if threading.current_thread() is not threading.main_thread():

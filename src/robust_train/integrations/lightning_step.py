@@ -60,7 +60,7 @@ def _keep_evaluation_batches(trainer: Any, run: Run, callback: Any, *, can_split
     """Let loaders of validation and test have the batches that they had in the job's first attempt;
     their figures may depend on that, and so does what ``limit_val_batches`` leaves out."""
     own: int = callback.shares.micro_batch
-    spec = live_of(run).asked
+    spec = live_of(run).parts.asked
     asked = own if spec is None else spec.batch_size
     if asked == own:
         return
@@ -147,8 +147,9 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
                     result.loss = result.closure_loss.detach().clone()
                 return result
 
-            backward, zero_grad = (self._make_backward_fn(optimizer), self._zero_once)
-            closure = _automatic.Closure(step, backward, self._zero_grad and zero_grad)
+            backward = self._make_backward_fn(optimizer)
+            zero_grad = self._zero_once if self._zero_grad else None
+            closure = _automatic.Closure(step, backward, zero_grad)
             with self._logs.part(part) as logged:
                 return closure.closure(), logged
 

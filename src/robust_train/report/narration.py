@@ -92,7 +92,8 @@ def print_failure(summary: Summary) -> None:
     is_refusal = summary.status == "failed" and last is None
     if is_refusal or summary.status not in ("failed", "no_device"):
         return
-    is_shown, kind = os.path.sameopenfile(1, 2), last and last.kind
+    is_shown = os.path.sameopenfile(1, 2)
+    kind = None if last is None else last.kind
     if is_shown and last is not None and last.script is not None:
         return
     traceback = last.traceback if last and kind not in MEMORY_FAILURES else ""

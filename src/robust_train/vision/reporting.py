@@ -69,7 +69,7 @@ class Reporter:
             value = self._recent.value()
             self._next_reading = time.monotonic() + _READING_INTERVAL_SECONDS
             self._unsent = {"loss": value}
-            live_of(self._run).guard.take(step, value)
+            live_of(self._run).losses.take(step, value)
             if is_first or is_marked:
                 self._recent = LossAverage()
                 self._draw(step, {"train/loss": value, "train/lr": lr})
@@ -98,7 +98,7 @@ class Reporter:
             100 * score.accuracy,
         )
         self._draw(position.step, {"val/accuracy": score.accuracy, "val/loss": score.loss})
-        live_of(self._run).record_memory(f"epoch {epoch}")
+        live_of(self._run).reports.record_memory(f"epoch {epoch}")
         self._run.report(score.accuracy, epoch)
         self._run.epoch_ended(
             epoch, train_loss=train_loss, val_loss=score.loss, val_accuracy=score.accuracy

@@ -93,7 +93,7 @@ def train(cfg: DictConfig, run: Run) -> dict[str, float | str]:
         torch.cuda.set_device(device.index or 0)
         torch.cuda.init()  # type: ignore[no-untyped-call]
     seed_everything(cfg.seed)
-    live_of(run).record_memory("start")
+    live_of(run).reports.record_memory("start")
     if run.world_size > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     with Reporter(run, cfg) as reporter:
@@ -132,11 +132,11 @@ class Training:
         self.optimizer = make_optimizer(
             self.net.parameters(), lr=training.lr, weight_decay=training.weight_decay
         )
-        live_of(run).record_memory("optimizer created")
+        live_of(run).reports.record_memory("optimizer created")
         self.position = EpochPosition()
         self.epoch_loss = LossAverage()
-        live_of(run).passes_over = True
-        self.folder = live_of(run).checkpoints(
+        live_of(run).saves.pass_over_skipped()
+        self.folder = live_of(run).saves.folder(
             training.keep_checkpoints,
             write_folder=sharding.folder_writer() if self.is_sharded else None,
             copies=run.world_size if self.is_sharded else 1,
@@ -151,7 +151,7 @@ class Training:
         plan = BatchPlan(
             num_samples=len(self.train_set),
             effective_batch=effective,
-            at_once=size if live_of(run).batch_search is None else read_at_once(effective),
+            at_once=size if live_of(run).parts.search is None else read_at_once(effective),
             seed=self.cfg.seed,
             ranks=run.world_size,
             rank=run.rank,
@@ -185,7 +185,7 @@ class Training:
                     "does not go with shards; write training.mixed_precision=false"
                 )
             sharding.shard(module)
-        live_of(self.run).record_memory(f"model moved to {self.device}")
+        live_of(self.run).reports.record_memory(f"model moved to {self.device}")
         return module
 
     def resume(self) -> None:
@@ -204,7 +204,7 @@ class Training:
                 path, content = found
                 self._restore(content, path)
                 log.info("resumed from %s, step %d", path, self.position.step)
-                self._skip_to(live_of(run).skips_to)
+                self._skip_to(live_of(run).saves.skips_to)
         if run.world_size > 1:
             if not self.is_sharded:
                 # all ranks have read the checkpoint when this returns, and hold the same weights
@@ -278,7 +278,7 @@ class Training:
             if run.should_save():
                 self._save(in_background=True)
         # validation may last
-        live_of(run).finish_saving()
+        live_of(run).saves.finish()
 
     def _batches(
         self, dataset: ImageDataset, chunks: Sequence[Sequence[int]], epoch: int
@@ -366,10 +366,10 @@ class Training:
         """Save a checkpoint."""
         step = self.position.step
         self.has_checkpoint = True
-        live_of(self.run).finish_saving()
+        live_of(self.run).saves.finish()
         if self.run.is_main or self.is_sharded:
             save = self.folder.save_from_copy if in_background else self.folder.save
-            live_of(self.run).try_to_save(lambda: save(self._content(), step))
+            live_of(self.run).saves.try_to_write(lambda: save(self._content(), step))
 
     def _content(self) -> dict[str, object]:
         """Return what to save, everything needed to resume as if nothing had happened: tensors

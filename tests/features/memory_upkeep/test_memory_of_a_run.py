@@ -113,7 +113,7 @@ def looked_after(folder, **memory):
     """A run with its memory's keeper, and what it reports."""
     reported = []
     run = Run(run_dir=folder, report=reported.append)
-    live_of(run).micro_batch_plan = MicroBatchPlan(batch_size=16, min_batch_size=2)
+    live_of(run).parts.split_by(MicroBatchPlan(batch_size=16, min_batch_size=2))
     config = checked(complete({"device": "cpu", "memory": memory}))
     hooked(run, MemoryUpkeep, config)
     return run, reported
@@ -164,7 +164,7 @@ def test_running_out_inside_a_step_is_written_down_once_an_attempt(tmp_path):
             run.backward(loss_of, torch.zeros(16, 1), model)
             assert run.micro_batcher.size == 4
             # the next step is tried whole again
-            live_of(run).micro_batch_plan = live_of(run).micro_batch_plan
+            live_of(run).parts.split_by(live_of(run).parts.plan)
             run.progress(step)
     assert len(of_type(reported, OutOfMemory)) == 1
     assert json.loads((tmp_path / "oom-attempt-1.json").read_text())["tensors"]
