@@ -72,6 +72,7 @@ SCHEMA = _schema(
         "features.time_slices.model:TimeSliceKeys": "queue_priority",
         "features.detach.model:DetachKeys": "allow_cpu_fallback",
         "features.retry_rules.model:RetryKeys": "preserve_effective_batch_size",
+        "features.divergence.model:DivergenceKeys": "preserve_effective_batch_size",
     }
 )
 """All keys. Features' keys stand on the page, and in YAML, behind these keys of the kernel, in this

@@ -67,10 +67,10 @@ def test_the_feature_of_the_documentation_reaches_the_summary(copy, tmp_path):
         path.write_text(code)
     for line, table in re.findall(r'`("features\.[^`]+",)`[^`]+`([A-Z]+)`', page):
         assembly = (copy / ASSEMBLY).read_text()
-        head = re.escape(f"{table} = ") + r"\w+\(\n(?: +\{\n)?"
-        added_to, number = re.subn(head, lambda found: f"{found[0]}    {line}\n", assembly, count=1)
-        assert number == 1, table
-        (copy / ASSEMBLY).write_text(added_to)
+        begins = re.search(rf"^{table} = \w+\(\n(?: +\{{\n)?", assembly, re.M)
+        assert begins, table
+        before, after = assembly[: begins.end()], assembly[begins.end() :]
+        (copy / ASSEMBLY).write_text(f"{before}    {line}\n{after}")
     script = tmp_path / "loses_steps.py"
     script.write_text(LOSES_STEPS)
     environ = {**os.environ, "PYTHONPATH": str(copy / "src")}

@@ -125,30 +125,6 @@ class MemoryConfig:
 
 
 @dataclass(frozen=True)
-class DivergenceConfig:
-    """``divergence``: what happens when the loss is not finite any more."""
-
-    action: str = key(
-        "recover",
-        "`recover`: go back, with a lower learning rate if need be; `ignore`: train on",
-        more="([diverged](recovery.md#diverged))",
-        choices=("recover", "ignore"),
-    )
-    patience: int = key(
-        3,
-        "training counts as diverged after this many reports in a row of a loss that is not finite",
-        more="Or after three times as many updates in a row that `run.step` has left out",
-        range=FROM_1,
-    )
-    spike_sigma: float = key(
-        0.0,
-        "a loss so many standard deviations above its running median is bad too; `0`: none is",
-        more="In ten times `patience` reports in a row",
-        range=FROM_0,
-    )
-
-
-@dataclass(frozen=True)
 class NotifyConfig:
     """``notify``: where notifications go, and what they are about."""
 
@@ -310,7 +286,6 @@ class RobustConfig(PlainConfig):
         choices=(AUTO, True, False),
         written=AUTO,
     )
-    divergence: DivergenceConfig = group(DivergenceConfig)
     isolation: str = key(
         "process",
         "`process`: attempts are children; `none`: in this process, for debuggers",

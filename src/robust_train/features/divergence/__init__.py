@@ -1,9 +1,11 @@
 """Training whose loss is no longer usable: noticed, undone, repeated."""
 
+from robust_train.features.divergence.model import DivergenceKeys
 from robust_train.model.feature import Feature
 
 FEATURE = Feature(
     "divergence",
     launcher=f"{__name__}.launcher:Divergence",
     attempt=f"{__name__}.attempt:WatchesLosses",
+    keys=(DivergenceKeys,),
 )
