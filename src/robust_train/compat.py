@@ -489,11 +489,13 @@ def typed_nodes(config: Any) -> dict[str, object]:
     return {name: config._get_node(name) for name in config}
 
 
-def replace_node(config: Any, name: str, node: Any) -> None:
-    """Put ``node``, of any type, in place of one of a structured config's own."""
-    node._set_parent(config)
-    node._set_key(name)
-    config._content[name] = node
+def set_nodes(config: Any, nodes: Mapping[str, Any]) -> None:
+    """Put nodes of any types in place of a structured config's own, in this order."""
+    config._content.clear()
+    for name, node in nodes.items():
+        node._set_parent(config)
+        node._set_key(name)
+        config._content[name] = node
 
 
 def format_of(handler: logging.Handler) -> str | None:

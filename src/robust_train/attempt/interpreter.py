@@ -30,7 +30,7 @@ from robust_train.attempt.runner import run_attempt
 from robust_train.attempt.signals import stop_on_signals
 from robust_train.compat import run_exit_handlers, when_cuda_starts
 from robust_train.config.attempt import AttemptRequest, Begin, Preparation, for_rank
-from robust_train.config.projects import as_typed
+from robust_train.config.projects import Words
 from robust_train.config.trainers import MAIN_MODULE
 from robust_train.failures.shortage import no_room_to_import
 from robust_train.gpu.cuda_order import started_driver
@@ -190,9 +190,7 @@ def _be_attempt(
         os.chdir(request.cwd)
         _write_stacks(request)
         adopt_hydra(request.hydra_cfg)
-        theirs = request.config.theirs
-        if theirs is not None:
-            change_words(partial(as_typed, theirs=theirs))
+        change_words(Words(request.config.theirs).of_log)
         importlib.invalidate_caches()
         report = _Reporter(request, send, begin.rank)
         if request.ranks > 1:
