@@ -14,6 +14,7 @@ from robust_train.attempt.cadence import Saving
 from robust_train.attempt.data_position import Attempt
 from robust_train.attempt.guard import REPORTED, Guard
 from robust_train.attempt.hooks import AttemptHooks
+from robust_train.attempt.last_save import save_owed_checkpoint, write_when_there_is_room
 from robust_train.attempt.speed import SpeedMeter
 from robust_train.config.placeholders import MicroBatchPlan as MicroBatchPlan
 from robust_train.config.placeholders import SavePlan, SplitRule
@@ -222,10 +223,14 @@ class LiveAttempt:
 
     def checkpoint_failed(self, reason: str) -> None:
         """See :meth:`.run.Run.checkpoint_failed`."""
+        self._owe(CheckpointError(reason))
+
+    def _owe(self, error: CheckpointError) -> None:
+        """Record and report a checkpoint that could not be saved."""
         if self.is_main:
-            self.saving.failed(reason)
-            self.send(CheckpointFailed(reason))
-        self.answer_checkpoint({"error": f"no checkpoint: {reason}"})
+            self.saving.failed(error)
+            self.send(CheckpointFailed(str(error)))
+        self.answer_checkpoint({"error": f"no checkpoint: {error}"})
 
     def started(self, step: int) -> None:
         """See :meth:`.run.Run.started`."""
@@ -401,6 +406,8 @@ class LiveAttempt:
 
     def save_content(self, content: Content, step: int, *, keep: int, suffix: str = ".pt") -> None:
         """Save a dictionary of values and tensors, as a framework has gathered it, as above."""
+        # the one before may have failed in the meantime, which is no reason to leave this one out
+        self.finish_saving()
         self.saving.clock.begin(step)
         self.speed.pause()
         self._find_position()
@@ -477,8 +484,32 @@ class LiveAttempt:
             write()
         except CheckpointError as error:
             if self.is_main:
-                log.warning("%s; training goes on, earlier ones are kept", error)
-            self.checkpoint_failed(str(error))
+                kept = (
+                    "earlier checkpoints are kept" if self.has_checkpoint else "none is saved yet"
+                )
+                log.warning("%s; training goes on, %s", error, kept)
+            self._owe(error)
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether a checkpoint of the job is on the disk, as far as this attempt knows."""
+        return self.saving.has_saved or self.resume_checkpoint is not None
+
+    def save_owed_checkpoint(self) -> None:
+        """Save the last checkpoint of training that is over, if the disk did not take it."""
+        if self.saving.owed is not None and not self.was_told_to_stop:
+            save_owed_checkpoint(self, None if self._folder is None else self._folder.write_again)
+
+    def save_result(self, write: Callable[[], T]) -> T:
+        """Return what ``write`` returns, which writes the weights that training has ended with.
+
+        They are the result, so no checkpoint is owed after that. A full disk is waited for.
+        """
+        result = write_when_there_is_room(self, write)
+        if self.saving.owed is not None:
+            log.warning("the last checkpoint is not saved, but the trained weights are")
+            self.saving.owed = None
+        return result
 
     def checkpoint_saved(
         self, path: Path, step: int | None, position: Position | None = None

@@ -114,11 +114,7 @@ def run_attempt(
                     live.finish_saving()
                 # a signal has nothing to interrupt any more
                 live.is_cooperative = True
-                if live.saving.owed and not live.was_told_to_stop:
-                    unsaved = CheckpointError(live.saving.owed)
-                    # its last steps are repeated once there is room on the disk
-                    if classify_failure(unsaved).kind is FailureKind.DISK_FULL:
-                        raise unsaved
+                live.save_owed_checkpoint()
             result = figures_of(result, request.config.objective)
             ending = Finished(plain(result, "the trainer's result"))
         except BaseException as raised:
@@ -128,7 +124,7 @@ def run_attempt(
                 error = raised
                 if not request.config.runs_inline:
                     error = _lacks_resolver(raised) or raised
-                ending = _failed(_failure_of(error, live), error)
+                ending = _failed(failure_of(error, live), error)
         # one that has done its last step had nothing left to stop, and keeps its result
         was_cut_short = live.was_told_to_stop and not live.is_done
         if was_cut_short and isinstance(ending, Finished):
@@ -208,7 +204,8 @@ def beside_the_trainer(
             thread.join(_JOIN_SECONDS)  # a disk may hang
 
 
-def _failure_of(error: BaseException, live: LiveAttempt) -> Failure:
+def failure_of(error: BaseException, live: LiveAttempt) -> Failure:
+    """Return why an attempt failed, from the exception that has ended it."""
     if isinstance(error, (TrainingStopped, KeyboardInterrupt)):
         return Failure(FailureKind.INTERRUPTED, str(error) or "interrupted")
     if isinstance(error, SystemExit):
@@ -223,6 +220,10 @@ def _failure_of(error: BaseException, live: LiveAttempt) -> Failure:
         evidence = Evidence(clue=Clue.USER_ERROR)
         return Failure(FailureKind.BUG, str(error), evidence)
     failure = classify_failure(error)
+    if isinstance(error, CheckpointError) and error.bytes:
+        # by which the launcher knows when the disk has room for it
+        evidence = replace(failure.evidence, requested_bytes=error.bytes)
+        failure = replace(failure, evidence=evidence)
     if isinstance(error, (ConfigKeyError, ConfigAttributeError)):
         failure = replace(failure, message=_missing_key(error))
     if failure.kind is FailureKind.HOST_OOM and not live.supports(WORKERS):

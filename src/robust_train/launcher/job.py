@@ -98,9 +98,9 @@ class Job:
     def _begin(self) -> None:
         """Record that the unfinished job resumes, or a new one starts."""
         self.checkpoint = self.beginning.checkpoint
+        self.folder.job_starts()
         if self.checkpoint is not None:
             log.info("this run folder holds an unfinished job: resuming from %s", self.checkpoint)
-        self.folder.job_starts()
 
     def _train(self) -> Summary:
         """Run attempts until one completes or no remedy is left."""
@@ -323,8 +323,7 @@ class Job:
         # first, because what features compute takes time and may fail
         summary.write()
         self.folder.ended(status, reason, exit_code, summary.wall_seconds)
-        summary = self.hooks.end(summary)
-        summary.write()
+        summary = self.hooks.end(summary, Summary.write)
         # else the caller prints one line
         if status != "failed" or exit_code is None:
             narration.show_end(summary, self._explain, self._how_to_resume())

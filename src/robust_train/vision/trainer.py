@@ -457,7 +457,7 @@ class Training:
         }
         log.info("Test accuracy: %.2f %%", 100 * test.accuracy)
         if run.is_main:
-            write_atomically(content, path)
+            live_of(run).save_result(lambda: write_atomically(content, path))
         log.info("trained weights: %s", path)
         return {
             "objective": validation.accuracy,
