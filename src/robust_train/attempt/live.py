@@ -515,6 +515,7 @@ class LiveAttempt:
         self, path: Path, step: int | None, position: Position | None = None
     ) -> None:
         """See :meth:`.run.Run.checkpoint_saved`."""
+        self.send_last_progress()
         step = self.last_step if step is None else int(step)
         loss, spent = self.guard.losses.of_checkpoint(step), 0.0
         if self.is_main:
@@ -540,6 +541,7 @@ class LiveAttempt:
     def epoch_ended(self, /, epoch: int, **scalars: float) -> None:
         """See :meth:`.run.Run.epoch_ended`."""
         epoch, figures = int(epoch), plain(scalars)
+        self.send_last_progress()
         self.send(EpochEnded(epoch, self.steps_done, figures))
         self.report_objective(figures, epoch)
         self.speed.pause()

@@ -31,7 +31,16 @@ from robust_train.launcher.stall import Standstill
 from robust_train.launcher.stall_watch import StallWatch, dump_stacks, remove_nccl_pipes
 from robust_train.model.attempt import Exit
 from robust_train.model.errors import ConfigError
-from robust_train.model.events import Event, Failed, Finished, LibrariesImported, Stalled
+from robust_train.model.events import (
+    CheckpointSaved,
+    Event,
+    Failed,
+    Finished,
+    LibrariesImported,
+    Progress,
+    Stalled,
+    TrainingStarted,
+)
 from robust_train.model.failure import FailureKind
 from robust_train.readable import duration, shortened, signal_name
 
@@ -273,6 +282,9 @@ class RunningAttempt:
         self._on_event = on_event
         self._grace_seconds = request.config.stop_grace_seconds
         self._was_hurried = False
+        self._trains = False
+        # whether the trainer saves checkpoints, by what it or an earlier attempt has done
+        self._saves = request.resume_checkpoint is not None
         self._oom_kills = OomKillWatch()
         interpreters.pump.start_log(request.log_file)
         pids = [one.pid for one in processes]
@@ -372,6 +384,8 @@ class RunningAttempt:
     def _read(self, rank: int, most: int) -> None:
         for event in self._processes[rank].read(most):
             self._watch.on_event(event)
+            self._trains |= isinstance(event, (TrainingStarted, Progress))
+            self._saves |= isinstance(event, CheckpointSaved)
             if isinstance(event, (Finished, Failed)):
                 end = self._ends[rank]
                 self._ends[rank] = replace(end, ending=event, at=event.at)
@@ -498,9 +512,14 @@ class RunningAttempt:
         self._signal_all(signal.SIGCONT)  # a stopped process would not get it
 
     def _stopping(self, signum: int) -> str:
-        config, what = self._request.config, "saving a checkpoint"
+        config = self._request.config
+        what = "training has not begun"
         if config.is_script:
             what = f"SIG{config.trainer.stop_signal} to the script"
+        elif self._saves:
+            what = "saving a checkpoint"
+        elif self._trains:
+            what = "time for a last checkpoint"
         again = f"send {signal.Signals(signum).name}"
         if signum == signal.SIGINT:
             again = "press Ctrl-C"

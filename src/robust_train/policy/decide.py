@@ -7,6 +7,8 @@ failure's row in :data:`REMEDIES` that has something to offer. To add a remedy, 
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from robust_train.host.search import is_found
@@ -238,7 +240,7 @@ def _why_give_up(context: FailureContext) -> str:
         size = " down to ".join(map(str, one.sizes)) if one.spec.has_batch else ""
         tried.setdefault(one.spec.device, []).append(size)
     listed = "; ".join(
-        f"{device} at micro-batch {', '.join(sizes)}" if any(sizes) else device
+        f"{device} at micro-batch {', '.join(_counted(sizes))}" if any(sizes) else device
         for device, sizes in tried.items()
     )
     if not kind.is_memory:
@@ -268,6 +270,13 @@ _HAS_NO_BATCH = (
     "the project's config has no key that is known as the batch size of training; name it: "
     "robust.training.batch_size='${its.name}'"
 )
+
+
+def _counted(sizes: Sequence[str]) -> Iterator[str]:
+    """Yield each size once, with how often it was tried in a row."""
+    for size, group in itertools.groupby(sizes):
+        times = len(list(group))
+        yield size if times == 1 else f"{size} ({times} times)"
 
 
 def cannot_work(failure: Failure) -> str:

@@ -158,16 +158,16 @@ def _hours(jobs: Sequence[JobStory]) -> str:
     if not spent:
         return ""
     on_gpus = any("cuda" in device for job in jobs for device in job.row.devices)
-    text = f"{number(spent)} {'GPU-hours' if on_gpus else 'hours on the CPU'}"
+    text = f"{number(spent)} GPU-hours" if on_gpus else f"{duration(3600 * spent)} on the CPU"
     pruned = [job.hours for job in jobs if job.row.is_pruned]
     done = [job.hours for job in jobs if job.row.has_completed]
     if not pruned or not done:
         return f"{text}."
     saved = sum(max(fmean(done) - each, 0.0) for each in pruned)
-    return (
-        f"{text}, {number(sum(pruned))} of them in pruned jobs; to prune them saved about "
-        f"{number(saved)}."
-    )
+    share, rest = (f"{number(hours)} GPU-hours" for hours in (sum(pruned), saved))
+    if not on_gpus:
+        share, rest = (duration(3600 * hours) for hours in (sum(pruned), saved))
+    return f"{text}, {share} of them in pruned jobs; to prune them saved about {rest}."
 
 
 def _over_parameters(sweep: SweepStory, last: Mapping[int, float]) -> list[Chart]:
