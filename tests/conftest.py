@@ -107,8 +107,8 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
-    """One worker more than cores: much of what a test does is to wait for what it has started."""
-    return len(os.sched_getaffinity(0)) + 1
+    """Return two workers a core: a test mostly waits for the processes that it has started."""
+    return 2 * len(os.sched_getaffinity(0))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -85,6 +85,13 @@ def test_the_base_interpreter_is_outside_the_virtual_environment():
     assert compat.base_executable() == sys._base_executable
 
 
+def test_the_options_of_an_interpreter_are_given_again():
+    asks = "from robust_train.compat import interpreter_options as ask; print(ask())"
+    command = [sys.executable, "-O", "-Werror::RuntimeWarning", "-c", asks]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert {"-O", "-Werror::RuntimeWarning"} <= {*ast.literal_eval(printed)}
+
+
 def test_private_names_of_torch_are_found_when_they_are_used():
     assert len(compat.tree_leaves({"a": [1, torch.ones(1)]})) == 2
     places = compat.tree_map_with_path(lambda path, leaf: len(path), {"a": [1, 0.5]})

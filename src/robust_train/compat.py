@@ -16,6 +16,7 @@ import logging
 import multiprocessing.process
 import os
 import re
+import subprocess
 import sys
 import threading
 import warnings
@@ -247,6 +248,13 @@ def watch_optimizer_steps(on_step: Callable[[], None]) -> Callable[[], None] | N
 def base_executable() -> str:
     """Return the interpreter that a virtual environment is made of, whose path names no project."""
     return str(getattr(sys, "_base_executable", None) or sys.executable)
+
+
+def interpreter_options() -> list[str]:
+    """Return the options of this interpreter (-O, -W, -X …), as multiprocessing gives them to what
+    it spawns."""
+    options: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return options
 
 
 def run_exit_handlers() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -11,9 +12,10 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from robust_train.assembly import FEATURES
+from robust_train.assembly import FEATURES, REMEDIES
 from robust_train.children import detach
 from robust_train.config.composition import complete
+from robust_train.config.main_guard import effects_lost_in_attempts
 from robust_train.config.projects import as_typed, errors_as_typed, their_keys
 from robust_train.config.schema import RobustConfig
 from robust_train.config.trainers import Trainer, end_import_at_launch
@@ -28,7 +30,9 @@ from robust_train.launcher.driver import driver_of
 from robust_train.launcher.job import Job
 from robust_train.launcher.plan import Plan, plan_job
 from robust_train.model.errors import ConfigError
-from robust_train.report.narration import print_failure
+from robust_train.report.narration import print_failure, show_end
+
+log = logging.getLogger("robust_train")
 
 
 def launch(
@@ -119,6 +123,7 @@ def run_job(
         JobInterrupted: a signal stopped the job.
     """
     theirs = their_keys(cfg)
+    show = partial(show_end, explain)
     shorten_lines()
     # None also ends what an earlier job of this process has set
     change_words(None if theirs is None else partial(as_typed, theirs=theirs))
@@ -126,12 +131,15 @@ def run_job(
         guest = guest_rank(os.environ) if remedies else None
         if guest is None:
             plan = plan_launch(trainer, cfg, run_dir)
+            lost = effects_lost_in_attempts(plan.trainer_ref)
+            if lost is not None:
+                log.warning("%s", lost)
             driver = driver_of(plan, has_remedies=remedies)
-            return Job(plan, driver, explain=explain).run()
+            return Job(plan, driver, show_end=show).run()
         from robust_train.launcher.guest import RankDriver
 
-        rank = RankDriver(guest, trainer, cfg, run_dir, FEATURES)
-        return rank.run_part(lambda: Job(rank.plan, rank, explain=explain).run(), explain)
+        rank = RankDriver(guest, trainer, cfg, run_dir, FEATURES, REMEDIES)
+        return rank.run_part(lambda: Job(rank.plan, rank, show_end=show).run(), explain)
 
 
 def plan_launch(
@@ -142,7 +150,9 @@ def plan_launch(
     Raises:
         ConfigError: config, trainer or run folder cannot be used.
     """
-    return plan_job(trainer, cfg, run_dir, features=FEATURES, refuse=_refuse_to_detach)
+    return plan_job(
+        trainer, cfg, run_dir, remedies=REMEDIES, features=FEATURES, refuse=_refuse_to_detach
+    )
 
 
 def _refuse_to_detach(config: RobustConfig) -> None:

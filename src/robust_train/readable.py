@@ -48,7 +48,8 @@ def ordinal(number: int) -> str:
 
 def counted(number: int, what: str) -> str:
     """Return ``1 job``, ``2 jobs``."""
-    return f"{number} {what}{'s' * (number != 1)}"
+    ending = "" if number == 1 else "s"
+    return f"{number} {what}{ending}"
 
 
 def of_all(done: int | None, total: int | None) -> str:

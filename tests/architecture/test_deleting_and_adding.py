@@ -77,4 +77,4 @@ def test_the_feature_of_the_documentation_reaches_the_summary(copy, tmp_path):
 @pytest.mark.parametrize("name", features())
 def test_the_project_works_without(name, tmp_path):
     without_feature.copy_without(name, tmp_path)
-    without_feature.check(tmp_path, quick=False)
+    without_feature.check(name, tmp_path, quick=False)

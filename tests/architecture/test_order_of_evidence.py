@@ -21,11 +21,11 @@ from journals import Journal
 from robust_train import assembly
 from robust_train.folder.checkpoints import Manifest, record_checkpoint
 from robust_train.folder.state import Summary
-from robust_train.launcher.hooks import InLauncher
+from robust_train.launcher.hooks import Hooks, InLauncher
 from robust_train.model.attempt import Attempt
 from robust_train.model.events import DeviceAcquired, JobEnded, JobStarted
 from robust_train.model.failure import Clue, Evidence, FailureKind
-from robust_train.model.spec import AttemptSpec, RetryRule
+from robust_train.model.spec import AttemptSpec, RetryRule, Room
 
 SPEC = AttemptSpec((gpu(0, 40),), 8, 1)
 JOB = "an-id"
@@ -76,6 +76,12 @@ class Devices:
             self.excluded.append(attempt.failure.message)
         return replace(attempt, gpu_free_before_bytes=2, gpu_free_after_bytes=1)
 
+    def who_waits(self):
+        return SimpleNamespace(shown_id="b", owner=0)
+
+    def leave(self, count):
+        return Room((), 0, counts=(count,))
+
 
 class Launch:
     """A job with two checkpoints whose attempt has ended, as its features see it."""
@@ -83,7 +89,8 @@ class Launch:
     def __init__(self, run_dir, prepared):
         shutil.rmtree(run_dir, ignore_errors=True)
         shutil.copytree(prepared, run_dir)
-        config = SimpleNamespace(theirs={}, trainer=SimpleNamespace(argv=None))
+        config = SimpleNamespace(theirs={}, trainer=SimpleNamespace(argv=None), runs_inline=False)
+        self.signals = SimpleNamespace(received=None)
         self.plan = SimpleNamespace(run_dir=run_dir, config=config)
         self.policy = policy(8, rules=(LIMIT, OUR_CLUSTER))
         self.beginning = SimpleNamespace(job=JOB, checkpoint=None)
@@ -174,6 +181,19 @@ def test_pairs_that_do_not_commute_are_named_with_reasons(tmp_path, monkeypatch,
             summary = feature.end(summary)
         return summary, launch.files()
 
+    def overrule(halves):
+        """An attempt fails while it is paused, and the next one is killed."""
+        launch = Launch(run_dir, prepared)
+        features = [half(launch) for half in halves]
+        first = failed(SPEC, FailureKind.BUG, saves=1, rule=0)
+        for feature in features:
+            feature.tick(first)
+        killed = failed(SPEC, FailureKind.INTERRUPTED, number=2)
+        hooks = Hooks((), launch)
+        hooks._all = features
+        return hooks.overrule((first,)), hooks.overrule((first, killed))
+
     found = pairs_that_do_not_commute("evidence", evidence)
+    found |= pairs_that_do_not_commute("overrule", overrule)
     found |= pairs_that_do_not_commute("end", end)
     assert found == named_pairs()

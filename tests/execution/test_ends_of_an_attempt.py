@@ -112,18 +112,18 @@ def test_openmp_spins_only_for_a_moment_unless_the_user_wants_it(attempts, monke
 
 
 @pytest.mark.parametrize(
-    ("names", "is_script", "by_index"),
+    ("names", "reads_uuids", "by_index"),
     [
-        (None, True, True),
-        ("", False, False),
-        ("auto", False, False),
-        ("index", False, True),
-        ("uuid", True, False),
+        (None, False, True),
+        ("", True, False),
+        ("auto", True, False),
+        ("index", True, True),
+        ("uuid", False, False),
     ],
 )
-def test_scripts_are_given_numbers_of_gpus_and_functions_uuids(names, is_script, by_index):
+def test_scripts_are_given_numbers_of_gpus_and_functions_uuids(names, reads_uuids, by_index):
     environ = {} if names is None else {NAMES_VARIABLE: names}
-    assert numbers_gpus(environ, is_script=is_script) is by_index
+    assert numbers_gpus(environ, reads_uuids=reads_uuids) is by_index
 
 
 def test_a_job_is_refused_if_the_names_of_gpus_are_misspelt(tmp_path, monkeypatch):

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from robust_train import failures, launch
+from robust_train.features.retry_rules import model as rules
 from robust_train.launcher import driver, ending
 from robust_train.launcher import job as launcher
-from robust_train.policy import decide as policy
 
 FITS = 4
 
@@ -32,7 +32,7 @@ def answers(monkeypatch):
         collect(launcher, name)
     collect(ending, "with_advice")
     collect(driver, "decide")
-    collect(policy, "is_found")
+    collect(rules, "is_found")
     return given
 
 

@@ -47,7 +47,7 @@ def test_auto_searches_where_the_trainer_can_be_probed(cfg, batch, searches, why
     assert why in first.reason
     # alone on the CPU several processes accumulate as much more, and can be probed
     on_cpu, _ = after(settings, first_attempt(settings, ()), FailureKind.DEVICE_OOM)
-    assert (on_cpu.batch_size, on_cpu.searches) == (64, not settings.config.is_script)
+    assert (on_cpu.batch_size, on_cpu.searches) == (64, settings.config.traits.can_be_probed)
 
 
 def test_a_size_is_searched_for_once_on_each_kind_of_device():

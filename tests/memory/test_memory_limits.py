@@ -108,11 +108,11 @@ def test_a_limit_is_told_in_mib():
     ("expected", "setting", "where"),
     [
         (True, None, {}),
-        (False, None, {"is_script": True}),
+        (False, None, {"is_safe": False}),
         (False, None, {"gpus": 2}),
         (False, None, {"kernel": "5.15.90.1-microsoft-standard-WSL2"}),
         (False, None, {"kernel": "4.4.0-19041-Microsoft"}),
-        (True, True, {"is_script": True, "gpus": 2, "kernel": "microsoft"}),
+        (True, True, {"is_safe": False, "gpus": 2, "kernel": "microsoft"}),
         (False, False, {}),
     ],
 )

@@ -15,7 +15,7 @@ MESSAGE = "ValueError: the labels go from 0 to 12, and the model has ten outputs
 
 def lines_of(caplog, summary):
     with caplog.at_level("INFO", "robust_train"):
-        narration.show_end(summary, print_failure, "the command")
+        narration.show_end(print_failure, summary, "the command")
     return [line for one in caplog.records for line in one.getMessage().splitlines()]
 
 

@@ -5,19 +5,20 @@ import re
 
 from omegaconf import DictConfig
 
-from robust_train.assembly import FEATURES
+from robust_train.assembly import FEATURES, REMEDIES
 from robust_train.config.attempt import AttemptRequest
 from robust_train.config.checks import checked
 from robust_train.config.composition import complete
 from robust_train.config.schema import RetryConfig, RobustConfig, TrainerConfig, TrainingConfig
 from robust_train.config.trainers import TrainerRef
+from robust_train.features.retry_rules.model import decided_by_rule, with_rule
 from robust_train.model.attempt import Attempt, Exit
 from robust_train.model.events import Failed, ScriptEnded
 from robust_train.model.failure import Evidence, Failure
 from robust_train.model.gpu import GpuInfo
 from robust_train.model.spec import AttemptSpec, Decision
 from robust_train.policy.context import Offers
-from robust_train.policy.decide import decide, with_rule
+from robust_train.policy.decide import decide
 from robust_train.policy.sizes import PolicySettings
 from robust_train.readable import GIB
 
@@ -120,7 +121,8 @@ def decided(settings, history, gpus=(), held=()) -> Decision:
     known: tuple[Attempt, ...] = ()
     for attempt in history:
         known += (with_rule(settings, known, attempt),)
-    return decide(settings, known, Offers(gpus, held))
+    ruled = decided_by_rule(settings, known)
+    return ruled or decide(settings, REMEDIES, known, Offers(gpus, held))
 
 
 def attempt_request(run_dir, path="own.train", keys=(), **more):

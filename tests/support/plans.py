@@ -10,7 +10,7 @@ from robust_train.launcher.run_folder import RunFolder
 
 def plan_in(run_dir, name="a job", sweep=None, **keys):
     """The plan of a job with these keys, whose trainer is not called."""
-    plan = plan_job(len, complete(keys), run_dir)
+    plan = plan_job(len, complete(keys), run_dir, remedies={})
     surroundings = Surroundings(None if sweep is None else Path(sweep))
     return replace(plan, name=name, surroundings=surroundings)
 

@@ -42,7 +42,7 @@ def test_gpu_hours_are_those_of_all_launches_and_what_pruning_saved_is_their_res
     assert [job.row.job for job in story.jobs] == [0, 1, 2, 3]
     assert story.sentence == "2 of 4 completed, 1 failed, 1 pruned in 2 h 30 min."
     page = sweep_page(story)
-    text = "5.5 GPU-hours, 0.5 GPU-hours of them in pruned jobs; to prune them saved about 1.5 GPU-hours."
+    text = "5.5 GPU-hours, 0.5 of them in pruned jobs; to prune them saved about 1.5."
     assert text in page
     curves, over_lr, over_seed = charts_of(page)
     assert [(line["name"], line["is_lost"]) for line in curves["lines"]] == [

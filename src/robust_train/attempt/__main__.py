@@ -4,9 +4,11 @@ import os
 import sys
 
 if __name__ == "__main__":
-    # the folder of this file, or with -m the working directory: neither holds modules to import
     sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-    del sys.path[0]
+    # The folder of this file, or with -m the working directory, holds no modules to import. Under
+    # -I or -P neither is there.
+    if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
+        del sys.path[0]
 
     from robust_train.attempt.interpreter import main
 

@@ -90,10 +90,11 @@ def main() -> NoReturn:
             file.seek(0)
             try:
                 message = pickle.load(file)
-            except MemoryError:
+            except Exception:
                 if not prepared.refusal:
                     raise
-                # the launcher knows by now that a limit leaves no room
+                # The launcher knows by now that a limit leaves no room, and an import without room
+                # fails in many ways: as a MemoryError, or in listing a folder.
                 os._exit(1)
         if isinstance(message, Preparation):
             prepared = _prepare(message, channel)
@@ -188,7 +189,7 @@ def _be_attempt(
                 request,
                 report.load,
                 report,
-                stopping=partial(stop_on_signals, is_script=request.config.is_script),
+                stopping=partial(stop_on_signals, is_script=request.config.traits.takes_signals),
             )
             status = int(error is not None)
             send.flush()

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from robust_train.children.attempt_output import OutputPump
-from robust_train.compat import base_executable
+from robust_train.compat import base_executable, interpreter_options
 from robust_train.config.attempt import Begin, Preparation
 from robust_train.host import reaper
 from robust_train.host.linux import (
@@ -176,8 +176,11 @@ class Interpreters:
         program = str(Path(__file__).parents[1] / "attempt" / "__main__.py")
         with theirs:
             channel = theirs.fileno()
+            # An assert that -O leaves out of a program, or a warning that -W makes an error, is the
+            # same in its attempts.
+            command = [sys.executable] + interpreter_options()
             process = self._start(
-                [sys.executable, program, str(self._owner), str(channel)],
+                command + [program, str(self._owner), str(channel)],
                 shared_machine_environment(os.environ),
                 (channel,),
                 self.pump.input_fd,

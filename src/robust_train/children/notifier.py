@@ -84,7 +84,8 @@ def sentence(event: str, state: RunState, result: Json, now: float) -> str:
     match event:
         case "completed":
             found = reason if result is None else shortened(str(result), 200)
-            return f"{job} completed in {spent}{found and ': '}{found}"
+            result_or_reason = f": {found}" if found else ""
+            return f"{job} completed in {spent}{result_or_reason}"
         case "cpu":
             return f"{job} trains on the CPU now, which may take far longer"
         case "waiting":
@@ -122,7 +123,8 @@ class Notifier:
     def on_event(self, event: Event, state: RunState) -> None:
         """Notify of an attempt without progress, at half of its limit and at its end; of a slow
         one; and of a disk that takes no checkpoint, once until it takes one."""
-        name, attempt = "stalled", state.attempt and state.attempt.number
+        name = "stalled"
+        attempt = None if state.attempt is None else state.attempt.number
         match event:
             case CheckpointSaved():
                 self._is_unsaved = False
@@ -163,10 +165,9 @@ class Notifier:
         return "waiting" if is_waiting and is_long else ""
 
     def _notify(self, event: str, state: RunState, text: str = "") -> None:
-        now, result = time.time(), None
-        if event == "completed":
-            summary = read_summary(Path(state.run_dir))
-            result = summary and summary.objective
+        now = time.time()
+        summary = read_summary(Path(state.run_dir)) if event == "completed" else None
+        result = None if summary is None else summary.objective
         known = state.about()
         about = {
             **{name: known.get(name) for name in _FIELDS},
@@ -174,7 +175,9 @@ class Notifier:
             "result": result,
             "seconds": round(state.seconds(now), 1),
         }
-        self.send(event, text or sentence(event, state, result, now), about)
+        if not text:
+            text = sentence(event, state, result, now)
+        self.send(event, text, about)
 
     def send(self, event: str, text: str, about: Mapping[str, Json]) -> None:
         """Begin to deliver a notification, if its event is asked for."""
@@ -214,7 +217,8 @@ class Notifier:
                     preexec_fn=partial(signal.alarm, 2 * _LIMIT_SECONDS),
                 )
         except (OSError, ValueError) as error:
-            self._log_failure(name, getattr(error, "strerror", None) or str(error))
+            why = getattr(error, "strerror", None)
+            self._log_failure(name, str(error) if why is None else why)
             return
         until = time.monotonic() + _LIMIT_SECONDS
         self._deliveries.append(_Delivery(name, process, errors, until))
@@ -284,10 +288,11 @@ def main() -> None:
     logging.disable(logging.CRITICAL)  # its lines may name parts of a URL
     failed = []
     for number, url in enumerate(given["urls"], start=1):
-        target, sent = apprise.Apprise(), False
+        target = apprise.Apprise()
+        is_sent = False
         with contextlib.suppress(Exception):
-            sent = target.add(url) and bool(target.notify(given["body"], given["title"]))
-        if not sent:
+            is_sent = target.add(url) and bool(target.notify(given["body"], given["title"]))
+        if not is_sent:
             scheme, separator, _ = url.partition("://")
             failed.append(f"{scheme if separator else 'no scheme'} (URL {number})")
     if failed:

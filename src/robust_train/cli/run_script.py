@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import re
@@ -130,7 +131,7 @@ def _run(arguments: Namespace, values: dict[str, Json]) -> int:
     from robust_train.launcher.driver import driver_of
     from robust_train.launcher.job import Job
     from robust_train.model.errors import JobInterrupted
-    from robust_train.report.narration import print_failure
+    from robust_train.report.narration import print_failure, show_end
 
     job, overrides = None, ["trainer=command", *arguments.overrides]
     try:
@@ -144,7 +145,7 @@ def _run(arguments: Namespace, values: dict[str, Json]) -> int:
             return detach.start()
         plan = plan_launch(None, cfg, arguments.run_dir)
         # it locks the run folder: nothing is written before into that of a live job
-        job = Job(plan, driver_of(plan), explain=print_failure)
+        job = Job(plan, driver_of(plan), show_end=functools.partial(show_end, print_failure))
         _log_into(plan.run_dir)
         for warning in _warnings(arguments, config, plan.values_used):
             log.warning("%s", warning)

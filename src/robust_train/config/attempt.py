@@ -44,7 +44,7 @@ def for_attempt(config: RobustConfig, spec: AttemptSpec, device: str) -> RobustC
     """Return a job's config with what one attempt uses."""
     chosen: dict[str, Any] = {name: getattr(spec, name) for name in _CHOSEN}
     lr = config.training.lr
-    if config.is_script:
+    if config.traits.is_program:
         lr = config.learning_rate_at(spec.effective_batch_size)
         chosen["effective_batch_size"] = spec.effective_batch_size
     training = replace(config.training, lr=lr * spec.lr_factor, **chosen)
@@ -157,7 +157,7 @@ class AttemptRequest:
     @property
     def ranks(self) -> int:
         """Processes that run the trainer together; a script starts its own."""
-        return 1 if self.config.is_script else self.spec.ranks
+        return self.config.traits.interpreters(self.spec.ranks)
 
     @property
     def log_file(self) -> Path:

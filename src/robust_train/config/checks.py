@@ -219,6 +219,7 @@ def _mistakes(config: RobustConfig) -> Iterator[str]:
     if not _DEVICE.fullmatch(config.device):
         yield f"device={config.device}: must be auto, cpu, cuda, cuda:<number> or a GPU's UUID"
     size, gpus = config.training.batch_size, config.num_gpus
+    traits = config.traits
     if config.theirs is not None:
         steps = config.training.gradient_accumulation_steps
         for key, value, least in (
@@ -246,10 +247,10 @@ def _mistakes(config: RobustConfig) -> Iterator[str]:
             f"num_gpus={gpus}: every GPU needs a process of its own; leave isolation=none out, or "
             "use num_gpus=1"
         )
-    if config.runs_inline and config.is_script:
+    if config.runs_inline and traits.is_program:
         yield "isolation=none: a script (trainer.argv) always runs in a process of its own"
     for number, rule in enumerate(config.retry.rules):
-        if config.is_script and rule.exception:
+        if rule.exception and not traits.raises:
             yield f"retry.rules[{number}].exception: a script raises none; use message or exit_code"
-        if not config.is_script and rule.exit_code is not None:
+        if rule.exit_code is not None and traits.raises:
             yield f"retry.rules[{number}].exit_code: a function has none; use exception"

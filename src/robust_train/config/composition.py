@@ -117,8 +117,8 @@ def _complete(cfg: Any, prefix: str = "") -> DictConfig:
 def plain_config(cfg: DictConfig) -> DictConfig:
     """Return the config of a job of ``train.py``: one attempt, without choosing or waiting."""
     plain = complete(cfg)
-    is_script = OmegaConf.select(plain, "trainer.argv") is not None
-    plain.isolation = "process" if is_script else "none"
+    is_program = OmegaConf.select(plain, "trainer.argv") is not None
+    plain.isolation = "process" if is_program else "none"
     plain.auto_device = plain.gpu_queue = plain.wait_for_gpu = False
     plain.min_gpu_memory_mb, plain.min_batch_size = 0, 1
     return plain

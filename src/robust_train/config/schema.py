@@ -8,7 +8,7 @@ and the attempts are handed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from omegaconf import MISSING
 
@@ -36,6 +36,7 @@ from robust_train.config.values import (
     words_of_list,
 )
 from robust_train.model.spec import RetryRule
+from robust_train.model.traits import FUNCTION, PROGRAM, Traits
 from robust_train.readable import MIB
 
 BATCH = "training.batch_size"
@@ -396,20 +397,21 @@ class RobustConfig(PlainConfig):
     theirs: dict[str, str] | None = None
 
     @property
-    def has_batch(self) -> bool:
-        """Whether a trainer that is not a script learns an attempt's batch size."""
-        return self.theirs is None or BATCH in self.theirs
-
-    @property
-    def can_accumulate(self) -> bool:
-        """Whether a trainer that is not a script can make up for a smaller batch."""
-        return self.theirs is None or ACCUMULATION in self.theirs
+    def traits(self) -> Traits:
+        """What the trainer can do. A project's function is given a batch by the project's keys."""
+        if self.trainer.argv is not None:
+            return PROGRAM
+        if self.theirs is None:
+            return FUNCTION
+        has_batch = BATCH in self.theirs
+        accumulates = ACCUMULATION in self.theirs
+        return replace(FUNCTION, has_batch=has_batch, accumulates=accumulates)
 
     @property
     def may_checkpoint_gradients(self) -> bool:
         """Whether gradient checkpointing is a remedy. A project's own key, which ours refers to,
         has the value of the first attempt."""
-        if self.theirs is None or self.is_script:
+        if self.theirs is None or self.traits.is_program:
             return self.training.gradient_checkpointing is not False
         return CHECKPOINTING in self.theirs
 
@@ -422,11 +424,6 @@ class RobustConfig(PlainConfig):
     def retries(self) -> int:
         """How many smaller sizes are tried on a device before the next, and how often the same."""
         return 3 if self.max_retries is None else self.max_retries
-
-    @property
-    def is_script(self) -> bool:
-        """Whether the trainer is a program of the user."""
-        return self.trainer.argv is not None
 
     @property
     def target(self) -> str | None:

@@ -190,7 +190,7 @@ def cuda_versions(attempt: Attempt, config: RobustConfig) -> str:
     """
     if not attempt.cuda_cannot_work:
         return ""
-    torchs = None if config.is_script else torch_cuda_version()
+    torchs = torch_cuda_version() if config.traits.shares_packages else None
     return read_inventory(processes=False).cuda_versions(torchs)
 
 
@@ -207,18 +207,21 @@ def with_advice(attempt: Attempt, config: RobustConfig, cuda_versions: str = "")
     if failure is None:
         return attempt
     instead: dict[str, str] = {}
-    if attempt.spec.num_workers == 0 or config.is_script or failure.evidence.no_workers:
+    traits = config.traits
+    has_workers = traits.has_our_workers and attempt.spec.num_workers > 0
+    if not has_workers or failure.evidence.no_workers:
         instead |= dict.fromkeys(_NEEDS_WORKERS, "")
     if config.theirs is not None:
         instead |= _IN_A_PROJECT
-    if config.is_script:
+    if traits.is_program:
         instead |= _FOR_A_SCRIPT if attempt.spec.has_batch else _WITHOUT_A_BATCH
     if not config.is_built_in:
         instead |= _FOR_ANY_MODEL
     elif not attempt.has_begun:
         instead |= dict.fromkeys((*_SMALLER_BATCH, *_OF_THE_MODEL[:2]), "")
-    advice: Iterable[str]
-    advice = failure.advice or advice_for(failure.kind, failure.evidence)
+    advice: Iterable[str] = failure.advice
+    if not failure.advice:
+        advice = advice_for(failure.kind, failure.evidence)
     if failure.kind is FailureKind.SETUP:
         advice = itertools.chain([cuda_versions], advice)
         if not attempt.cuda_cannot_work:
@@ -233,5 +236,6 @@ def _is_others(evidence: Evidence) -> bool:
     allocated = evidence.allocated_bytes
     if total is None or free is None or allocated is None:
         return False
-    own = allocated + (evidence.reserved_unallocated_bytes or 0)
+    unused = evidence.reserved_unallocated_bytes or 0
+    own = allocated + unused
     return total - free - own > max(evidence.requested_bytes or 0, total // 4)

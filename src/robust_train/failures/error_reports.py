@@ -184,10 +184,10 @@ def reports_in(text: str, types: tuple[str, ...] = ()) -> Iterator[ErrorReport]:
     # what a message says first belongs to the error, what a log has first does not
     header = one_line(lines[: starts[0]]) if types else ""
     spans = zip(starts, [*starts[1:], len(lines)], strict=True)
-    found = [
-        (_quoted(lines[start + 1 : end], header or _where_caught(lines, start)), lines[:start])
-        for start, end in spans
-    ]
+    found = []
+    for start, end in spans:
+        caught = header if header else _where_caught(lines, start)
+        found.append((_quoted(lines[start + 1 : end], caught), lines[:start]))
     quoted = [(report, above) for report, above in reversed(found) if report is not None]
     if not quoted:
         yield _plain(lines, types)

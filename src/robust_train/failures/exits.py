@@ -216,7 +216,8 @@ def _reported_in(
             return last, found
         reports.append(last)
     if has_traceback:
-        reports += (quoted := list(reports_in(output)))
+        quoted = list(reports_in(output))
+        reports += quoted
         if not _OF_A_CHILD.isdisjoint(quoted[0].types):
             reports.append(_of_a_log(lines))
     stack = last_stack_in(output)

@@ -135,8 +135,9 @@ def match(report: ErrorReport) -> Match | None:
         rows = [row for row in PATTERNS if "VALUE_ERROR" in row.names and is_believed]
     else:
         rows = [row for row in PATTERNS if "apart" not in row.names]
+    as_written = (row.match for row in rows if row.matches(report))
     unwrapped = (row.match for row in rows if row.words.search(report.unwrapped))
-    return next((row.match for row in rows if row.matches(report)), None) or next(unwrapped, None)
+    return next(itertools.chain(as_written, unwrapped), None)
 
 
 def named(name: str) -> Pattern:
@@ -162,8 +163,10 @@ def most_telling(
             found.append((report, match))
             if not report.in_group and match != _WRITER:
                 break
-    certain = [pair for pair in found if pair[1] != _WRITER]
-    return min(certain or found[:1], key=lambda pair: _PRIORITY.index(pair[1].kind), default=None)
+    candidates = [pair for pair in found if pair[1] != _WRITER]
+    if not candidates:
+        candidates = found[:1]
+    return min(candidates, key=lambda pair: _PRIORITY.index(pair[1].kind), default=None)
 
 
 def read_evidence(text: str, match: Match) -> Evidence:
@@ -173,13 +176,14 @@ def read_evidence(text: str, match: Match) -> Evidence:
     found: dict[str, Any] = {name: _first(patterns, text) for name, patterns in FIGURES.items()}
     requested, allocated = found["requested_bytes"], found["allocated_bytes"]
     reserved = found.pop("reserved_bytes")
-    if allocated is not None and reserved is not None:
-        unused = found["reserved_unallocated_bytes"] or max(0, reserved - allocated)
-        found["reserved_unallocated_bytes"] = unused
+    is_unsaid = not found["reserved_unallocated_bytes"]
+    if allocated is not None and reserved is not None and is_unsaid:
+        found["reserved_unallocated_bytes"] = max(0, reserved - allocated)
     own_limit = _PREEMPTIVE.search(text) is not None
     if requested is not None:
         free, allowed = found["free_bytes"], found["allowed_bytes"]
-        held = (allocated or 0) + (found["reserved_unallocated_bytes"] or 0)
+        unused = found["reserved_unallocated_bytes"] or 0
+        held = unused if allocated is None else allocated + unused
         own_limit |= free is not None and free >= requested
         own_limit |= bool(allowed) and held + requested > allowed
     is_device = match.kind is FailureKind.DEVICE_OOM and match.library == "torch"

@@ -39,8 +39,10 @@ def no_room_to_import(module: str, error: BaseException | None) -> str | None:
     if not limits:
         return None
     most, _, command = min(limits)
-    ran_out = error is None or isinstance(error, MemoryError) or _NO_ROOM.search(str(error))
-    if not ran_out or (error is None and most > _LEAST_FOR_TORCH):
+    if error is None and most > _LEAST_FOR_TORCH:
+        return None
+    is_in_words = error is not None and not isinstance(error, MemoryError)
+    if is_in_words and not _NO_ROOM.search(str(error)):
         return None
     top = module.partition(".")[0]
     return (

@@ -110,16 +110,18 @@ def where_it_stands(stacks: str) -> str:
     others: dict[str, str] = {}
     for section in _OF_A_PROCESS.split(stacks):
         frame = _own_frame(section)
-        heading = _RANK.match(section) or _PROCESS.match(section)
+        heading = _RANK.match(section)
+        if heading is None:
+            heading = _PROCESS.match(section)
         pid = "" if heading is None else heading["pid"]
         if heading is not None and heading["status"] in ("stopped", "tracing-stop"):
-            stopped[pid] = stopped.get(pid) or f"is stopped by a signal{frame and ' '}{frame}"
+            stopped.setdefault(pid, f"is stopped by a signal {frame}".rstrip())
         elif frame:
             others[pid] = frame
-    found = [
-        f"{ranks.get(pid) or (pid and f'process {pid} ')}{where}"
-        for pid, where in (stopped | others).items()
-    ]
+    found = []
+    for pid, where in (stopped | others).items():
+        process = f"process {pid} " if pid else ""
+        found.append(f"{ranks.get(pid, process)}{where}")
     headings = (line for line in stacks.splitlines() if _PROCESS.match(line))
     return shortened("; ".join(found or headings), _MOST_SHOWN)
 
@@ -157,7 +159,7 @@ def refined(found: Match | None, report: ErrorReport, stack: str) -> Match | Non
     types, text = report.types, report.text
     if found is None:
         # without telling words it is the network's only if its code raised it, or waited for it
-        timed_out = "TimeoutError" in types or _TIMEOUT.search(text)
+        timed_out = "TimeoutError" in types or _TIMEOUT.search(text) is not None
         where = stack if timed_out else stack.rpartition("File ")[2].partition("\n")[0]
         if not report.is_programming_error and _IS_IN_NETWORK_CODE.search(where):
             return Match(FailureKind.COMM, "http", Clue.DOWNLOAD)
@@ -170,7 +172,8 @@ def refined(found: Match | None, report: ErrorReport, stack: str) -> Match | Non
         return replace(found, clue=memory_clue(stack) or found.clue)
     # workers have a context of their own, and hand each batch over by descriptors
     in_worker = _IN_WORKER.search(text) is not None
-    out_of_descriptors = _OPEN_FILES.search(text) and (in_worker or is_in_loader)
-    if out_of_descriptors or (in_worker and found.kind is FailureKind.DEVICE_FAULT):
+    lacks_descriptors = _OPEN_FILES.search(text) is not None
+    is_out_of_descriptors = lacks_descriptors and (in_worker or is_in_loader)
+    if is_out_of_descriptors or (in_worker and found.kind is FailureKind.DEVICE_FAULT):
         return Match(FailureKind.WORKER_DEATH, found.library)
     return found

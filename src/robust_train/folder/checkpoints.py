@@ -331,8 +331,9 @@ def rotate(folder: Path, job: str, keep: int) -> None:
             if manifest.path.parent == folder.absolute() and manifest.path.name.startswith("step-")
         ]
         whole = [one for one in own if one.loss not in USELESS and state_of(one) == "whole"]
-        proven = [one for one in whole if one.loss == "proven"][-1:]
-        good = proven or [one for one in whole if one.loss == "finite"][:1]
+        good = [one for one in whole if one.loss == "proven"][-1:]
+        if not good:
+            good = [one for one in whole if one.loss == "finite"][:1]
         kept = good + whole[-keep:] + sorted(own, key=lambda one: one.time)[-1:]
         for manifest in own:
             is_older = whole and manifest.order < whole[-1].order
@@ -380,7 +381,9 @@ def state_of(manifest: Manifest) -> State:
             is_whole = None
     except _GONE:
         return "gone"
-    return "changed" if is_whole is None else "whole" if is_whole else "torn"
+    if is_whole is None:
+        return "changed"
+    return "whole" if is_whole else "torn"
 
 
 def _read(file: Path) -> Manifest | None:
@@ -452,7 +455,9 @@ def whole_by_form(path: Path) -> bool | None:
     if not files or any(file.name.endswith(UNFINISHED) for file in files):
         return False
     answers = {_file_by_form(file) for file in files}
-    return False if False in answers else None if None in answers else True
+    if False in answers:
+        return False
+    return None if None in answers else True
 
 
 def _files_of(path: Path) -> list[Path]:

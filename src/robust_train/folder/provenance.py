@@ -330,10 +330,12 @@ def _code(cwd: str) -> dict[str, Json]:
     Of changed files only the names: what they hold may be secret.
     """
     commit = _git(cwd, "rev-parse HEAD")
-    status = commit and _git(cwd, "status --porcelain --untracked-files=no")
+    if commit is None:
+        return {"git_commit": None, "git_dirty": None, "git_changed": []}
+    status = _git(cwd, "status --porcelain --untracked-files=no")
     changed = [line[3:] for line in (status or "").splitlines()]
     return {
-        "git_commit": commit and commit.strip(),
+        "git_commit": commit.strip(),
         "git_dirty": None if status is None else bool(status),
         "git_changed": changed[:_MOST_CHANGED_FILES],
     }

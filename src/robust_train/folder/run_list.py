@@ -79,7 +79,7 @@ class KnownRun:
         if self.state is None or len(which) < _LEAST_DIGITS:
             return False
         ids = (self.id, self.state.job or "") + self.state.earlier_ids
-        return any(one and (one.startswith(which) or which.startswith(one)) for one in ids)
+        return any(id.startswith(which) or which.startswith(id) for id in ids if id)
 
     def is_of(self, directory: str) -> bool:
         """Return whether it was started in this directory, or the directory lies in its folder."""
@@ -176,8 +176,14 @@ def state_directory(environ: Mapping[str, str] = os.environ) -> Path:
     """Return the directory of links to the user's run folders."""
     if environ.get(VARIABLE):
         return Path(environ[VARIABLE])
-    home = Path(environ.get("HOME") or os.path.expanduser("~").lstrip("~") or "/")
-    return Path(environ.get("XDG_STATE_HOME") or home / ".local/state") / "robust-train" / "runs"
+    states = environ.get("XDG_STATE_HOME")
+    if not states:
+        home = environ.get("HOME")
+        if not home:
+            # an account without an entry leaves the tilde as it is
+            home = os.path.expanduser("~").lstrip("~")
+        states = os.path.join(home or "/", ".local/state")
+    return Path(states) / "robust-train" / "runs"
 
 
 def register(run_dir: Path, token: str) -> None:

@@ -28,7 +28,7 @@ from robust_train.model.errors import (
 from robust_train.model.events import SCHEMA, CheckpointSaved, Event, JobStarted, Json, PauseLearned
 from robust_train.model.failure import MEMORY_FAILURES
 from robust_train.model.json import as_json, from_json
-from robust_train.readable import duration, shortened
+from robust_train.readable import counted, duration, shortened
 
 log = logging.getLogger("robust_train")
 
@@ -131,8 +131,9 @@ class RunState:
     def importance(self) -> tuple[object, ...]:
         """What is written at once when it changes."""
         attempt = self.attempt
-        own = attempt and (attempt.number, attempt.pid, attempt.sizes)
-        return self.id, self.state, self.checkpoint, own
+        if attempt is None:
+            return self.id, self.state, self.checkpoint
+        return self.id, self.state, self.checkpoint, attempt.number, attempt.pid, attempt.sizes
 
 
 def read_state(run_dir: Path) -> RunState | None:
@@ -228,7 +229,7 @@ class Summary:
     def __repr__(self) -> str:
         what = "result" if self.reason is None else "reason"
         end = shortened(f"{what}={getattr(self, what)!r}", 200)
-        attempts = f"{len(self.attempts)} attempt{'s' * (len(self.attempts) != 1)}"
+        attempts = counted(len(self.attempts), "attempt")
         wall = "" if self.wall_seconds is None else f" in {duration(self.wall_seconds)}"
         return f"Summary({self.status}, {end}, {attempts}{wall}, run_dir={str(self.run_dir)!r})"
 
@@ -271,8 +272,9 @@ class Summary:
             name: as_json(value) for name, value in vars(self).items() if name not in _NOT_IN_FILE
         }
         for name in ("wall_seconds", "wait_seconds"):
-            known[name] = known[name] and round(known[name], 3)
-        known["checkpoint"] = self.checkpoint and str(self.checkpoint)
+            if known[name] is not None:
+                known[name] = round(known[name], 3)
+        known["checkpoint"] = None if self.checkpoint is None else str(self.checkpoint)
         known |= lacked_by_json(self.result)
         content: dict[str, Json] = strict_json({"schema": SCHEMA, **known})
         return content

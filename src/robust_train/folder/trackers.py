@@ -28,14 +28,14 @@ _NOTED = {MLFLOW_ID: "mlflow_run_id", TRACKIO_NAME: "trackio_run_name"}
 
 
 def tracker_environment(
-    environ: Mapping[str, str], run_dir: Path, job: str, *, is_script: bool
+    environ: Mapping[str, str], run_dir: Path, job: str, *, shares_packages: bool
 ) -> dict[str, str]:
     """Return what an attempt is to have in its environment, none of which the user has set.
 
-    A function imports what is installed here; what a script can import is not known.
+    If the trainer does not share the packages of this process, it may import others.
     """
     found: dict[str, str] = {}
-    has_wandb = is_script or importlib.util.find_spec("wandb") is not None
+    has_wandb = not shares_packages or importlib.util.find_spec("wandb") is not None
     if has_wandb and not any(name in environ for name in _WANDB_ITSELF):
         found |= {WANDB_ID: job, WANDB_RESUME: "allow"}
     noted = _read_note(run_dir, job, environ.get(_MLFLOW_SERVER))

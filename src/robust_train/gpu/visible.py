@@ -99,7 +99,7 @@ def allocated_by(environ: Mapping[str, str]) -> str:
     return ""
 
 
-def numbers_gpus(environ: Mapping[str, str], *, is_script: bool) -> bool:
+def numbers_gpus(environ: Mapping[str, str], *, reads_uuids: bool) -> bool:
     """Return whether an attempt is given indices in CUDA_VISIBLE_DEVICES, not UUIDs.
 
     Raises:
@@ -108,7 +108,7 @@ def numbers_gpus(environ: Mapping[str, str], *, is_script: bool) -> bool:
     given = environ.get(NAMES_VARIABLE) or "auto"
     if given not in ("auto", "uuid", "index"):
         raise ConfigError(f"{NAMES_VARIABLE}={given}: must be one of auto, uuid, index")
-    return given == "index" or (given == "auto" and is_script)
+    return given == "index" or (given == "auto" and not reads_uuids)
 
 
 def mask_for(gpus: Sequence[GpuInfo], *, by_index: bool) -> str:

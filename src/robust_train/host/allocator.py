@@ -14,21 +14,21 @@ _NEWER = "PYTORCH_ALLOC_CONF"
 
 
 def use_expandable_segments(
-    setting: bool | None, environ: Mapping[str, str], *, is_script: bool = False, gpus: int = 1
+    setting: bool | None, environ: Mapping[str, str], *, is_safe: bool = True, gpus: int = 1
 ) -> bool:
     """Decide whether the allocator uses expandable segments from the start.
 
     ``setting`` is ``memory.expandable_segments``, None if ``auto``; the user's environment
     overrides it. Expandable segments avoid most fragmentation, but fail at the first allocation
     under WSL2, and break CUDA graphs over NCCL's peer-to-peer transport as well as vLLM's
-    all-reduce: so ``auto`` leaves scripts and several GPUs alone.
+    all-reduce: so ``auto`` uses them on one GPU, for a trainer with which that ``is_safe``.
     """
     exported = exported_expandable_segments(environ)
     if exported is not None:
         return exported
     if setting is not None:
         return setting
-    return not is_script and gpus == 1 and not is_wsl()
+    return is_safe and gpus == 1 and not is_wsl()
 
 
 def is_wsl() -> bool:

@@ -124,7 +124,7 @@ def first_host(hosts: str) -> str:
     match = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\](\S*?))?(?:,|$)", hosts)
     if match is None:
         return hosts
-    return match[1] + (match[2] or "") + (match[3] or "")
+    return "".join(part for part in match.groups() if part is not None)
 
 
 def _tasks_here(environ: Mapping[str, str], node: int, tasks: int) -> int:

@@ -33,9 +33,11 @@ def logged_to_screen() -> Iterator[None]:
 def adopt_hydra(hydra_cfg: DictConfig | None) -> None:
     """Give a fresh process the job's ``HydraConfig`` and logging; without Hydra a plain format."""
     if hydra_cfg is None:
+        # A handler of the root would turn a program's own basicConfig() into a call without effect.
         handler = logging.StreamHandler(sys.stdout)
         handler.setFormatter(ShortLines())
-        logging.basicConfig(level=logging.INFO, handlers=[handler])
+        logging.lastResort = handler
+        logging.getLogger().setLevel(logging.INFO)
         show_lines()
         return
     # the resolvers that Hydra's own config uses, ${now:} among them

@@ -118,8 +118,10 @@ def _is_on_screen(handler: Any) -> bool:
     listener = getattr(handler, "listener", None)
     if listener is not None:
         return any(map(_is_on_screen, listener.handlers))
-    console = getattr(handler, "console", None)
-    stream = getattr(handler, "stream", None) or getattr(console, "file", None)
+    stream = getattr(handler, "stream", None)
+    if stream is None:
+        console = getattr(handler, "console", None)
+        stream = getattr(console, "file", None)
     return is_screen(stream)
 
 
@@ -228,7 +230,10 @@ def speak_as_rank(rank: int) -> None:
     """Show only warnings from now on, with the rank: the same lines of every rank would hide what
     differs. That holds for the program's own lines, too."""
     _lines.rank = rank
-    for handler in logging.getLogger().handlers:
+    handlers = list(logging.getLogger().handlers)
+    if logging.lastResort is not None:
+        handlers.append(logging.lastResort)
+    for handler in handlers:
         handler.addFilter(lambda record: _mark_rank(rank, record))
 
 

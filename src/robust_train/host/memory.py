@@ -147,7 +147,8 @@ def memory_folders(root: Path = Path("/")) -> list[Path]:
         _, controllers, path = line.split(":", 2)
         cgroups |= dict.fromkeys(controllers.split(","), path)
     kind = "cgroup" if "memory" in cgroups else "cgroup2"
-    own = PurePosixPath(cgroups.get("memory") or cgroups.get("", ".."))
+    controller = "memory" if cgroups.get("memory") else ""
+    own = PurePosixPath(cgroups.get(controller, ".."))
     # in a container a cgroup may be named as the machine or as the container sees it; a path with
     # `..` leads out of the namespace
     mounts = _CGROUP_MOUNT.finditer(_read(root / "proc/self/mountinfo"))
@@ -242,9 +243,10 @@ def find_workers(pids: Sequence[int]) -> Workers:
         with contextlib.suppress(psutil.Error):
             known[pid] = process.as_dict(["ppid", "name", "cmdline"], ad_value="")
     started = {pid: one for pid, one in known.items() if _is_started(one, known)}
-    named = {pid for pid, one in started.items() if one["name"] == _OF_TORCH}
-    parents = {one["ppid"] for one in started.values()}
-    workers = named or started.keys() - parents
+    workers = {pid for pid, one in started.items() if one["name"] == _OF_TORCH}
+    if not workers:
+        parents = {one["ppid"] for one in started.values()}
+        workers = started.keys() - parents
     if not workers:
         return Workers()
     theirs = sum(_own_bytes(tree[pid], shares=False) for pid in workers)

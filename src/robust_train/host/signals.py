@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, TracebackType
 from typing import Any
 
+from robust_train.host.linux import sleep_with_ticks
 from robust_train.model.errors import EXIT_FAILED, WARNING_SIGNALS, ConfigError, JobInterrupted
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
@@ -115,7 +116,9 @@ class SignalWatch:
     @property
     def received(self) -> int:
         """The first signal that came, also to pause; 0 before."""
-        return self._ended_by or (signal.SIGTERM if self._is_paused else 0)
+        if not self._ended_by and self._is_paused:
+            return signal.SIGTERM
+        return self._ended_by
 
     def __enter__(self) -> SignalWatch:
         if threading.current_thread() is not threading.main_thread():
@@ -142,6 +145,19 @@ class SignalWatch:
             signal.signal(signum, previous)
         if self._ignores_children:
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+    def sleep(self, seconds: float, tick: Callable[[], None] = lambda: None) -> None:
+        """Let time pass, calling ``tick`` at least twice a second.
+
+        Raises:
+            JobInterrupted: a signal came.
+        """
+
+        def tick_unless_received() -> None:
+            self.check()
+            tick()
+
+        sleep_with_ticks(seconds, tick_unless_received)
 
     def deliver(self, signum: int) -> None:
         """Act as if the signal had come, from any thread."""

@@ -206,7 +206,9 @@ def _with_batch_of(data: Any, cfg: DictConfig, run: Run) -> DictConfig:
     if not hasattr(data, "train_dataloader") or type(theirs) is not int:
         return cfg
     steps = cfg.training.gradient_accumulation_steps
-    asked = live_of(run).asked or AttemptSpec((), cfg.training.batch_size, steps)
+    asked = live_of(run).asked
+    if asked is None:
+        asked = AttemptSpec((), cfg.training.batch_size, steps)
     if theirs in (cfg.training.batch_size, asked.batch_size):
         return cfg
     name = type(data).__name__

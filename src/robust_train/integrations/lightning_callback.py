@@ -372,7 +372,7 @@ def loops_at(
     validation["total"] |= _counters(0, 0)
     validation["current"] |= _counters(0, 0)
     if position.is_between_epochs:
-        ended = position.epoch + (position.samples > 0)
+        ended = position.epoch + 1 if position.samples > 0 else position.epoch
         completed = before + done
         batches["current"] |= _counters(0, 0)
         counters = _counters(ended, ended)

@@ -147,8 +147,9 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
                     result.loss = result.closure_loss.detach().clone()
                 return result
 
-            backward, zero_grad = (self._make_backward_fn(optimizer), self._zero_once)
-            closure = _automatic.Closure(step, backward, self._zero_grad and zero_grad)
+            backward = self._make_backward_fn(optimizer)
+            zero_grad = self._zero_once if self._zero_grad else None
+            closure = _automatic.Closure(step, backward, zero_grad)
             with self._logs.part(part) as logged:
                 return closure.closure(), logged
 

@@ -110,7 +110,9 @@ class SampleOrder(Sampler[Any]):
         self._seed = seed
         self.samples = len(sampler) if limit is None else min(len(sampler), limit)
         self._shares = shares
-        self._generator = generator or torch.Generator()
+        self._generator = torch.Generator() if generator is None else generator
+        self._epoch = 0
+        self._skip = 0
         self.begin(0)
 
     def begin(self, epoch: int, skip: int = 0) -> None:
@@ -118,7 +120,8 @@ class SampleOrder(Sampler[Any]):
 
         Every later pass is the next whole epoch.
         """
-        self._epoch, self._skip = epoch, skip
+        self._epoch = epoch
+        self._skip = skip
         # a loader draws its workers' seed before the first sample
         self._generator.manual_seed(self._seed_of(epoch))
 

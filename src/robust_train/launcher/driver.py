@@ -23,7 +23,8 @@ from robust_train.model.events import Event
 from robust_train.model.gpu import Group
 from robust_train.model.spec import Decision, GiveUp, Retry
 from robust_train.policy.context import Offers
-from robust_train.policy.decide import cannot_work, decide, first_decision, on_gpus
+from robust_train.policy.decide import decide, first_decision, on_gpus
+from robust_train.policy.giving_up import cannot_work
 from robust_train.policy.sizes import PolicySettings
 from robust_train.queue.devices import Devices
 from robust_train.queue.waiting import NoGpu, WaitStatus
@@ -187,7 +188,8 @@ class HostDriver(Driver):
         last, failure = history[-1], history[-1].failure
         assert failure is not None, "a completed attempt needs no decision"
         if self.has_remedies:
-            return decide(policy, history, self.devices.offers() if last.spec.gpus else Offers())
+            offers = self.devices.offers() if last.spec.gpus else Offers()
+            return decide(policy, self._plan.remedies, history, offers)
         if last.cuda_cannot_work:
             return GiveUp(cannot_work(failure))
         hint = "; train_robust.py would go on" if failure.kind.is_memory else ""
@@ -209,7 +211,7 @@ class ProcessDriver(HostDriver):
         return ProcessExecutor(
             plan.trainer_ref,
             plan.resolved_cfg,
-            ranks=1 if config.is_script else config.num_gpus,
+            ranks=config.traits.interpreters(config.num_gpus),
             has_standby=not plan.surroundings.in_sweep,
             job=token,
         )

@@ -27,6 +27,7 @@ from robust_train.model.attempt import Attempt, Exit
 from robust_train.model.errors import ConfigError, JobInterrupted, NoDeviceError, limit_reached
 from robust_train.model.events import Failed, Finished, RankDied, ScriptEnded
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
+from robust_train.model.spec import Decision, GiveUp
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _MOST_LINES = 40
@@ -72,6 +73,23 @@ def advised(attempt: Attempt, plan: Plan) -> Attempt:
     """Return an attempt with advice on its failure, in the words of the job's user."""
     versions = cuda_versions(attempt, plan.config)
     return plan.words.attempt(with_advice(attempt, plan.config, versions))
+
+
+def concluded(attempt: Attempt, decision: Decision | None) -> Attempt:
+    """Return the attempt with what was decided after it.
+
+    An unclear lack of memory that no remedy has helped is a bug.
+    """
+    if decision is None:
+        return replace(attempt, reason=attempt.message or attempt.outcome)
+    failure = attempt.failure
+    if (
+        failure is not None
+        and failure.evidence.clue == Clue.UNCLEAR
+        and isinstance(decision, GiveUp)
+    ):
+        failure = replace(failure, kind=FailureKind.BUG, advice=())
+    return replace(attempt, failure=failure, action=decision.action, reason=decision.reason)
 
 
 def failure_of_launcher(error: BaseException, pruned: str) -> tuple[str, str, BaseException | None]:

@@ -52,7 +52,7 @@ from robust_train.model.gpu import Group
 from robust_train.model.json import from_json
 from robust_train.model.spec import AttemptSpec, Decision, GiveUp, Retry
 from robust_train.policy.context import Offers
-from robust_train.policy.decide import decide, first_attempt
+from robust_train.policy.decide import Remedies, decide, first_attempt
 from robust_train.policy.sizes import PolicySettings, size_to_begin_with
 from robust_train.queue.devices import Devices
 from robust_train.queue.waiting import WaitStatus
@@ -84,6 +84,7 @@ class RankDriver(Driver):
         cfg: DictConfig,
         run_dir: str | Path | None,
         features: tuple[Feature, ...],
+        remedies: Remedies,
     ) -> None:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
@@ -95,7 +96,9 @@ class RankDriver(Driver):
             # a rank without its agent is to end
             signal_at_parents_death(signal.SIGKILL)
         shield_workers()
-        self.plan = plan = plan_job(trainer, cfg, folder, features=features, guest=True)
+        self.plan = plan = plan_job(
+            trainer, cfg, folder, features=features, remedies=remedies, guest=True
+        )
         self._store = PrefixStore("robust_train", _open_store(guest))
         self._has_begun = False
         self.votes = StoreVotes(self._store, guest.rank, guest.world_size)
@@ -206,7 +209,8 @@ class RankDriver(Driver):
         if last.was_stopped:
             return Retry(spec, "start", "goes on after a stop of all ranks")
         attempts = tuple(one.attempt for one in history if not one.was_stopped)
-        decision = decide(policy, attempts, Offers(spec.gpus))
+        offers = Offers(spec.gpus)
+        decision = decide(policy, self.plan.remedies, attempts, offers)
         while isinstance(decision, Retry) and decision.room is not None:
             assert decision.otherwise is not None
             decision = decision.otherwise  # no GPU is waited for

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,10 +17,16 @@ import tenacity
 from robust_train.config.attempt import AttemptRequest
 from robust_train.folder.identity import Beginning
 from robust_train.folder.state import RunState, Summary
-from robust_train.host.linux import sleep_with_ticks
 from robust_train.host.signals import SignalWatch
 from robust_train.launcher.driver import Driver
-from robust_train.launcher.ending import advised, doubt_of, ended, error_of, failure_of_launcher
+from robust_train.launcher.ending import (
+    advised,
+    concluded,
+    doubt_of,
+    ended,
+    error_of,
+    failure_of_launcher,
+)
 from robust_train.launcher.hooks import Hooks
 from robust_train.launcher.plan import Plan
 from robust_train.launcher.request import request_for
@@ -29,10 +34,7 @@ from robust_train.launcher.run_folder import RunFolder
 from robust_train.model.attempt import Attempt
 from robust_train.model.errors import ConfigError, JobInterrupted, NoDeviceError, RunFolderLostError
 from robust_train.model.events import CheckpointSaved, DecidedAgain, Event, Failed, JobEnded
-from robust_train.model.failure import FailureKind
 from robust_train.model.spec import AttemptSpec, Decision, GiveUp, Retry
-from robust_train.policy.decide import concluded
-from robust_train.report import narration
 
 log = logging.getLogger("robust_train")
 
@@ -43,7 +45,7 @@ class Job:
     Args:
         plan: what was known before.
         driver: how attempts run.
-        explain: called with the summary, before the last lines are printed.
+        show_end: called with the summary and what resumes the job, empty if nothing does.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class Job:
         plan: Plan,
         driver: Driver,
         *,
-        explain: Callable[[Summary], object] = lambda summary: None,
+        show_end: Callable[[Summary, str], object] = lambda summary, how: None,
     ) -> None:
         self.plan = plan
         self.driver = driver
@@ -62,9 +64,8 @@ class Job:
         self.attempts: list[Attempt] = []
         self.decision: Decision | None = None
         self.checkpoint: Path | None = None
-        self._wait_seconds = 0.0
         self._started = time.monotonic()
-        self._explain = explain
+        self._show_end = show_end
 
     @property
     def beginning(self) -> Beginning:
@@ -86,7 +87,8 @@ class Job:
         """
         with self.signals, self.hooks.taking_part(), self.folder:
             try:
-                self._begin()
+                self.checkpoint = self.beginning.checkpoint
+                self.folder.job_starts()
                 return self._train()
             except (Exception, JobInterrupted) as error:
                 # Nothing that comes after the end changes how the job has ended, and the end of
@@ -95,22 +97,15 @@ class Job:
                     raise
                 return self._end_with(error)
 
-    def _begin(self) -> None:
-        """Record that the unfinished job resumes, or a new one starts."""
-        self.checkpoint = self.beginning.checkpoint
-        self.folder.job_starts()
-        if self.checkpoint is not None:
-            log.info("this run folder holds an unfinished job: resuming from %s", self.checkpoint)
-
     def _train(self) -> Summary:
         """Run attempts until one completes or no remedy is left."""
         driver = self.driver
         driver.open(self.signals, self.state.id, self.folder.token, self.sleep, self.folder.waits)
         try:
-            with self._waiting():
+            with self.folder.waiting():
                 fewer = self.policy.fewer_ranks(self.plan.config.num_gpus)
                 gpus = driver.devices.acquire(fewer)
-            self.folder.acquired(gpus, self._wait_seconds)
+            self.folder.acquired(gpus)
             driver.executor.prepare(self._tick)
             first = driver.first(self.beginning, self.policy, gpus)
             self._attempt_until_done(self.plan.words.retry(first))
@@ -160,7 +155,7 @@ class Job:
         """Wait for the GPUs that the decision asks for; decide again if the wait is in vain."""
         while isinstance(self.decision, Retry) and self.decision.room is not None:
             retry = self.decision
-            with self._waiting():
+            with self.folder.waiting():
                 found = self.driver.wait_for_room(retry, self.policy, tuple(self.attempts))
             if isinstance(found, Retry):
                 self.decision = found
@@ -168,15 +163,6 @@ class Job:
             if retry.otherwise is None:
                 raise NoDeviceError(found)
             self._decide_again(retry.otherwise, "waited_in_vain", found)
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Count the seconds within the block as a wait for a GPU."""
-        started = time.monotonic()
-        try:
-            yield
-        finally:
-            self._wait_seconds += time.monotonic() - started
 
     def _decide_again(self, decision: Decision | None, why: str, problem: str) -> None:
         """Record another decision about the last attempt, whose first one cannot be followed."""
@@ -256,7 +242,7 @@ class Job:
         """Return whether a signal or a pause has ended an attempt, and no failure of its own."""
         if not self.signals.is_pausing:
             return bool(self.signals.received)
-        return attempt.failure is None or attempt.kind is FailureKind.INTERRUPTED
+        return not attempt.failed_by_itself
 
     def _on_event(self, event: Event) -> None:
         """Record an event of the attempt that runs."""
@@ -277,7 +263,7 @@ class Job:
             ConfigError: the trainer refuses the config.
             JobInterrupted: a signal came.
         """
-        sleep_with_ticks(seconds, self._tick)
+        self.signals.sleep(seconds, self._tick)
 
     def _tick_attempt(self) -> None:
         """Do what is due while an attempt runs; called twice a second, also by another thread."""
@@ -314,7 +300,7 @@ class Job:
             run_dir=self.plan.run_dir,
             wall_seconds=time.monotonic() - self._started,
             earlier_seconds=self.state.earlier_seconds,
-            wait_seconds=self._wait_seconds,
+            wait_seconds=self.folder.wait_seconds,
             attempts=tuple(self.attempts),
             checkpoint=self.checkpoint,
             error=None if last is None else error_of(last),
@@ -326,11 +312,6 @@ class Job:
         summary = self.hooks.end(summary, Summary.write)
         # else the caller prints one line
         if status != "failed" or exit_code is None:
-            narration.show_end(summary, self._explain, self._how_to_resume())
+            how = self.driver.how_to_resume(self.plan, self.state) if self.plan.may_resume else ""
+            self._show_end(summary, how)
         return summary
-
-    def _how_to_resume(self) -> str:
-        """Return what resumes the job; empty if nothing does, or its sweep does."""
-        if not self.plan.config.resume or self.plan.surroundings.in_sweep:
-            return ""
-        return self.driver.how_to_resume(self.plan, self.state)

@@ -29,6 +29,7 @@ from robust_train.host.allocator import (
     use_expandable_segments,
 )
 from robust_train.model.feature import Feature
+from robust_train.policy.decide import Remedies
 from robust_train.policy.sizes import PolicySettings
 
 
@@ -63,8 +64,14 @@ class Plan:
     numbers_gpus: bool  # CUDA_VISIBLE_DEVICES of attempts has numbers in place of UUIDs
     # this process's environment, without the URLs of notifications that the config names
     environ: dict[str, str]
+    remedies: Remedies
     features: tuple[Feature, ...] = ()
     resume_command: str | None = None  # None if no command of ours does
+
+    @property
+    def may_resume(self) -> bool:
+        """Whether a later launch resumes the job: one of a sweep's is resumed by its sweep."""
+        return self.config.resume and not self.surroundings.in_sweep
 
     @property
     def words(self) -> Words:
@@ -77,6 +84,7 @@ def plan_job(
     cfg: DictConfig,
     run_dir: str | Path | None = None,
     *,
+    remedies: Remedies,
     features: tuple[Feature, ...] = (),
     guest: bool = False,
     refuse: Callable[[RobustConfig], None] = lambda config: None,
@@ -87,6 +95,7 @@ def plan_job(
         trainer: a callable, its dotted path, or None for ``trainer._target_``.
         cfg: the composed config. A copy is planned with, since a program may call again.
         run_dir: the run folder; None for Hydra's, or a new one.
+        remedies: what to try after a failure.
         features: what takes part, in the order of evidence.
         guest: an engine such as torchrun has started this process and starts it again.
         refuse: called with the config; raises ConfigError for what this launch cannot do.
@@ -125,8 +134,9 @@ def plan_job(
         resolvers=resolvers,
         policy=policy,
         values_used=frozenset(used),
-        numbers_gpus=numbers_gpus(environ, is_script=config.is_script),
+        numbers_gpus=numbers_gpus(environ, reads_uuids=config.traits.reads_uuids),
         environ=environ,
+        remedies=remedies,
         features=features,
         resume_command=resume_command(folder, is_named=run_dir is not None) if resumes else None,
     )
@@ -158,7 +168,7 @@ def policy_settings(
         expandable_segments=use_expandable_segments(
             config.memory.expandable_segments,
             os.environ,
-            is_script=config.is_script,
+            is_safe=config.traits.takes_expandable_segments,
             gpus=config.num_gpus,
         ),
         may_use_expandable_segments=(

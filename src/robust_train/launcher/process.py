@@ -472,7 +472,7 @@ class RunningAttempt:
                 time.sleep(0.02)
         stacks = ""
         with contextlib.suppress(OSError):
-            if not request.config.is_script or stalled is not None:
+            if request.config.traits.raises or stalled is not None:
                 stacks = request.stacks_file.read_text(errors="replace")
             if not stacks:
                 request.stacks_file.unlink()
@@ -514,7 +514,7 @@ class RunningAttempt:
     def _stopping(self, signum: int) -> str:
         config = self._request.config
         what = "training has not begun"
-        if config.is_script:
+        if config.traits.is_program:
             what = f"SIG{config.trainer.stop_signal} to the script"
         elif self._saves:
             what = "saving a checkpoint"
@@ -537,7 +537,7 @@ class RunningAttempt:
 def _shortage_in(request: AttemptRequest) -> str:
     """Return the last lack of memory that the log of a script reports, however much was printed
     below it, as tables of the allocator and of the configuration are."""
-    if not request.config.is_script:
+    if request.config.traits.raises:
         return ""
     with contextlib.suppress(OSError), request.log_file.open("rb") as file:
         size = file.seek(0, os.SEEK_END)

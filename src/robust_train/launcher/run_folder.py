@@ -7,9 +7,9 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,6 @@ from robust_train.folder.requests import (
 )
 from robust_train.folder.state import EXIT_CODES, RunState, StateFile, read_state
 from robust_train.gpu.processes import user_name
-from robust_train.host.linux import sleep_with_ticks
 from robust_train.host.signals import SignalWatch
 from robust_train.launcher.plan import Plan
 from robust_train.model.attempt import Attempt, AttemptEnded
@@ -108,6 +107,7 @@ class RunFolder:
         self._journal = Journal(run_dir / "journal.jsonl")
         self._is_counted = self._was_asked_to_stop = False
         self.pruned = ""  # why a sweep has stopped the job
+        self.wait_seconds = 0.0  # for GPUs, in this launch
         self._next_poll = 0.0
 
     @property
@@ -133,7 +133,7 @@ class RunFolder:
                 self._run_dir,
                 resume=self._config.resume,
                 max_launches=self._config.max_launches,
-                sleep=partial(sleep_with_ticks, tick=self._signals.check),
+                sleep=self._signals.sleep,
             )
         except RunFolderUnavailableError:  # nothing could be written there
             self._lock.release()
@@ -202,6 +202,15 @@ class RunFolder:
             log.info("the sweep is stopped")
             self._signals.deliver(signal.SIGTERM)
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the seconds within the block as a wait for a GPU."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.wait_seconds += time.monotonic() - started
+
     def waits(self, status: WaitStatus) -> None:
         """Record that the job waits for a GPU."""
         waiting = {
@@ -213,7 +222,7 @@ class RunFolder:
         self._on_event(status, self.state.attempt)
 
     def job_starts(self) -> None:
-        """Record that the unfinished job resumes, or a new one starts."""
+        """Log and record that the unfinished job resumes, or a new one starts."""
         plan = self._plan
         plan.resolvers.warn_of_earlier_values()
         plan.resolvers.save(plan.run_dir, self.beginning.job)
@@ -227,8 +236,13 @@ class RunFolder:
                 keys=plan.config.theirs,
             )
         )
+        if self.beginning.checkpoint is not None:
+            log.info(
+                "this run folder holds an unfinished job: resuming from %s",
+                self.beginning.checkpoint,
+            )
 
-    def acquired(self, gpus: Group, wait_seconds: float) -> None:
+    def acquired(self, gpus: Group) -> None:
         """Record that the job has a device, after a wait, and the trainer is being imported."""
         self._lock.check()
         self._change(state="starting", waiting=None)
@@ -237,7 +251,7 @@ class RunFolder:
                 device_name(gpus),
                 gpu_uuids=tuple(gpu.uuid for gpu in gpus),
                 gpu_names=tuple(gpu.name for gpu in gpus),
-                wait_seconds=round(wait_seconds, 3),
+                wait_seconds=round(self.wait_seconds, 3),
             )
         )
 

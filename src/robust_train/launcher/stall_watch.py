@@ -222,7 +222,8 @@ def _trainers_processes(pids: Sequence[int], request: AttemptRequest) -> list[ps
     for pid in pids:
         with contextlib.suppress(psutil.Error):
             one = psutil.Process(pid)
-            found += [] if request.config.is_script else [one]
+            if not request.config.traits.is_program:
+                found.append(one)
             found += one.children(recursive=True)
     return found
 
@@ -243,7 +244,7 @@ def dump_stacks(
     has_nccl = _request_nccl_dumps(request)
     until = time.monotonic() + _ALL_SECONDS
     pids = [one.pid for one in interpreters.values()]
-    own = {} if request.config.is_script else interpreters
+    own = {} if request.config.traits.is_program else interpreters
     silent = [
         one
         for one in _trainers_processes(pids, request)

@@ -290,6 +290,11 @@ class Attempt:
         return None if self.failure is None else self.failure.kind
 
     @property
+    def failed_by_itself(self) -> bool:
+        """Whether a failure ended it, and no request to stop."""
+        return self.kind not in (None, FailureKind.INTERRUPTED)
+
+    @property
     def is_sure_bug(self) -> bool:
         """Whether its trainer's own code failed, as it will until someone changes that."""
         return self.kind is FailureKind.BUG and self.evidence.clue in (None, Clue.USER_ERROR)

@@ -88,7 +88,8 @@ class FailureContext:
             )
         if path is not None:
             return f"the last checkpoint, {PurePath(path).name}"
-        is_asked = self.config.is_script and self.config.trainer.checkpoint_glob is None
+        has_no_pattern = self.config.trainer.checkpoint_glob is None
+        is_asked = self.config.traits.saves_by_itself and has_no_pattern
         hint = " (--checkpoint)" if is_asked else ""
         return f"the beginning, for no checkpoint is known{hint}"
 
@@ -367,7 +368,8 @@ class FailureContext:
         if now in (wanted, self.attempt.spec.effective_batch_size):
             return ""
         change = f"the effective batch size is now {now} instead of {wanted}"
-        if self.config.is_script and not self.settings.asked.accumulates:
+        may_accumulate = self.config.traits.accumulates_by_itself
+        if may_accumulate and not self.settings.asked.accumulates:
             change += " if the script does not accumulate by itself"
         if self.config.preserve_effective_batch_size is False:
             return f"{change}: preserve_effective_batch_size is false"
@@ -376,7 +378,7 @@ class FailureContext:
                 was, rate = map(self.config.learning_rate_at, (wanted, now))
                 return f"{change}; the learning rate is {rate:.4g} instead of {was:.4g}"
             is_known = any(one.spec.effective_batch_size != wanted for one in self.history)
-            how = _CANNOT_ACCUMULATE if self.config.is_script else _HAS_NO_KEY
+            how = _CANNOT_ACCUMULATE if may_accumulate else _HAS_NO_KEY
             return change if is_known else f"{change}: {how}"
         return (
             f"no micro-batch from {self.settings.min_batch_size} to {spec.batch_size} divides the "
@@ -387,7 +389,8 @@ class FailureContext:
         """Return a sentence if a script may go on at another sample."""
         was, now = self.last.batch_size, spec.batch_size
         is_saved = any(one.checkpoint or one.resumed_from for one in self.history)
-        if not self.config.is_script or was == now or not is_saved:
+        finds_its_place = self.config.traits.saves_by_itself
+        if not finds_its_place or was == now or not is_saved:
             return ""
         return (
             f"the checkpoint was written with micro-batch {was} and goes on with {now}: a script "
@@ -402,7 +405,8 @@ class FailureContext:
             spec.gradient_accumulation_steps,
         )
         is_known = any(one.spec.gradient_accumulation_steps != asked for one in self.history)
-        if not self.settings.config.is_script or is_known or now == asked:
+        divides_by_itself = self.config.traits.accumulates_by_itself
+        if not divides_by_itself or is_known or now == asked:
             return ""
         change = f"the script accumulates {now} micro-batches instead of {asked}"
         is_transformers = any(_TRANSFORMERS_TRAINER.search(one.exit.output) for one in self.history)

@@ -49,7 +49,8 @@ class PolicySettings:
             used: the values of an attempt that reach its script; None: its placeholders.
             known: fields beside the config.
         """
-        training, is_script = config.training, config.is_script
+        training = config.training
+        traits = config.traits
         if used is None:
             used = placeholders_in(" ".join(config.trainer.argv or ()))
         asked = AttemptSpec(
@@ -60,15 +61,15 @@ class PolicySettings:
             num_workers=training.num_workers,
             prefetch_factor=training.prefetch_factor,
             expandable_segments=expandable_segments,
-            has_batch=not is_script and config.has_batch,
-            accumulates=not is_script and config.can_accumulate,
+            has_batch=traits.has_batch,
+            accumulates=traits.accumulates,
             gradient_checkpointing=training.gradient_checkpointing is True,
         )
         known.setdefault(
             "can_checkpoint", config.is_built_in or CHECKPOINTING in (config.theirs or ())
         )
         settings = cls(config, asked, **known)
-        return settings.supporting(used) if is_script else settings
+        return settings.supporting(used) if traits.is_program else settings
 
     def after(self, event: Event) -> PolicySettings:
         """Return the settings after an event: what an attempt's trainer supports, and the batch
@@ -280,12 +281,13 @@ def size_to_begin_with(
         return spec, ""
     ranks = settings.for_ranks(spec.ranks)
     whole = ranks.resized(spec, ranks.share)
-    is_script = settings.config.is_script
-    if spec.ranks == 1 and not is_script:
+    can_be_probed = settings.config.traits.can_be_probed
+    if spec.ranks == 1 and can_be_probed:
         return replace(whole, searches=True), ""
+    what = "several processes" if can_be_probed else "a script"
     return whole, (
-        f"training.batch_size=auto: {'a script' if is_script else 'several processes'} "
-        f"cannot be probed: training starts with {whole.batch_size} and halves when memory runs out"
+        f"training.batch_size=auto: {what} cannot be probed: training starts with "
+        f"{whole.batch_size} and halves when memory runs out"
     )
 
 

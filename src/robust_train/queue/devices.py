@@ -229,8 +229,8 @@ class Devices:
             request = replace(request, count=count, timeout_seconds=left)
             found = wait_for_gpus(self.queue, request, self._on_wait, self._sleep)
             if not isinstance(found, NoGpu):
-                slice_seconds = 60 * (self._config.gpu_slice_minutes or 0.0)
-                self._slice_ends = time.monotonic() + slice_seconds
+                slice_minutes = self._config.gpu_slice_minutes or 0.0
+                self._slice_ends = time.monotonic() + 60 * slice_minutes
                 return found
             if number == 0 or left:  # the reason of the one that has waited
                 why = found

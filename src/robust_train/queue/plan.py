@@ -274,7 +274,11 @@ class GpuState:
     def in_use(self) -> int:
         """Return what will be free when its jobs end: an estimate, which never grants a GPU."""
         most = self.gpu.used_bytes
-        return sum(self.taken(job) or min(job.reserved_bytes, most) for job in self.jobs)
+        total = 0
+        for job in self.jobs:
+            taken = self.taken(job)
+            total += taken if taken else min(job.reserved_bytes, most)
+        return total
 
     def distance(self, job: QueuedJob) -> tuple[Any, ...]:
         """Return a sort key; the GPU that suits the job soonest comes first.
@@ -409,7 +413,8 @@ def _sentence(
         elif processes:
             largest = max(processes, key=lambda process: process.used_bytes or 0)
             text += f", {describe_process(largest, holders)}"
-    return f"GPU{'s' * (len(states) > 1)} {numbers}: {text}"
+    gpus = "GPUs" if len(states) > 1 else "GPU"
+    return f"{gpus} {numbers}: {text}"
 
 
 def describe(jobs: Iterable[QueuedJob], gpus: Sequence[GpuInfo]) -> list[str]:
@@ -417,7 +422,8 @@ def describe(jobs: Iterable[QueuedJob], gpus: Sequence[GpuInfo]) -> list[str]:
     lines = []
     for state in gpu_states(jobs, gpus).values():
         gpu = state.gpu
-        parts = [gpu.unusable or f"{mib(gpu.free_bytes)} of {mib(gpu.total_bytes)} free"]
+        free = f"{mib(gpu.free_bytes)} of {mib(gpu.total_bytes)} free"
+        parts = [gpu.unusable or free]
         for job in state.jobs:
             who = f"{job.name}, {user_name(job.owner)}"
             leaving = ", which is leaving" * job.draining

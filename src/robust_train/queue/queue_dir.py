@@ -208,11 +208,9 @@ class QueueDir:
         """Return the GPUs, excluded ones as unusable."""
         excluded = {one.uuid: one.sentence() for one in self.exclusions()}
         return tuple(
-            replace(
-                gpu,
-                unusable=gpu.unusable or excluded.get(gpu.uuid),
-                owned=gpu.owned and gpu.uuid not in excluded,
-            )
+            replace(gpu, unusable=gpu.unusable or excluded[gpu.uuid], owned=False)
+            if gpu.uuid in excluded
+            else gpu
             for gpu in gpus
         )
 
@@ -288,7 +286,7 @@ def write_whole(fd: int, data: bytes) -> None:
 
 def directory_for(setting: str | None, environ: Mapping[str, str]) -> Path:
     """Return this host's queue directory: the path in ``gpu_queue``, the variable, or a default."""
-    chosen = setting or environ.get(VARIABLE)
+    chosen = setting if setting else environ.get(VARIABLE)
     if chosen:
         return Path(os.path.expanduser(chosen)).absolute()
     runtime = RUNTIME / _NAME

@@ -197,9 +197,8 @@ class Registry(QueueDir):
             records = self.matches(_RECORD_FILE, self._dead)
             if self._dead:
                 self._dead.intersection_update(os.listdir(self.fd))
-            self._known = {
-                record[0]: job for record in records if (job := self._look_at(record, marked))
-            }
+            looked_at = {record[0]: self._look_at(record, marked) for record in records}
+            self._known = {name: job for name, job in looked_at.items() if job is not None}
         return sorted(self._known.values(), key=lambda job: job.order)
 
     def _look_at(
@@ -215,8 +214,10 @@ class Registry(QueueDir):
             return None
         try:
             owner = os.fstat(fd).st_uid
-            job = _read(fd, record, owner) or self._known.get(name)
-            if is_locked(fd) or (job and job.lives_on(marked)):
+            job = _read(fd, record, owner)
+            if job is None:
+                job = self._known.get(name)
+            if is_locked(fd) or (job is not None and job.lives_on(marked)):
                 return job
             self._dead.add(name)
             if os.geteuid() in (0, owner):
@@ -236,7 +237,8 @@ class Registry(QueueDir):
         last = max((one.ticket for one in self.jobs()), default=0)
         # several jobs may get the same ticket: the time at which they came orders them
         ticket = min(1 + max(last, job.ticket), _LAST_TICKET)
-        token = token or os.urandom(3).hex()
+        if not token:
+            token = os.urandom(3).hex()
         now = time.monotonic()
         entered = replace(
             job,

@@ -18,7 +18,7 @@ from robust_train.queue.host_queue import GpuRequest, HostQueue
 from robust_train.queue.plan import LONGEST, Plan, why_waiting
 from robust_train.queue.queue_dir import QueueError
 from robust_train.queue.registry import QueuedJob
-from robust_train.readable import MIB, as_clock, mib, ordinal, shortened
+from robust_train.readable import MIB, as_clock, counted, mib, ordinal, shortened
 
 _CLOSING_SECONDS = 2.0
 _STATUS_SECONDS = 1.0
@@ -247,8 +247,9 @@ def why_pointless(request: GpuRequest, visible: Visible) -> str:
     if possible:
         is_sliced = any(gpu.parent_uuid is not None for gpu in visible.gpus)
         slices = " (MIG slices do not count for num_gpus)" if is_sliced else ""
+        gpus_here = counted(possible, "GPU")
         return (
-            f"num_gpus={count}: only {possible} GPU{'s' * (possible > 1)} here could ever give "
+            f"num_gpus={count}: only {gpus_here} here could ever give "
             f"{need}{slices}; ask for at most num_gpus={possible}, or less min_gpu_memory_mb"
         )
     fitting = [gpu for gpu in gpus if could_ever_fit(gpu, 1)]

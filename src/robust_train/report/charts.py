@@ -179,11 +179,11 @@ def _lanes(marks: Iterable[Mark], clock: Clock) -> Lanes:
     for texts in (texts for lane in lanes.values() for texts in lane.values()):
         if len(texts) > _MOST_TEXTS:
             texts[_MOST_TEXTS:] = [f"… {len(texts)} in all"]
-    return {
-        kind: [(at, "\n".join(texts)) for at, texts in lane.items()]
-        for kind, lane in lanes.items()
-        if lane
-    }
+    joined: dict[str, list[tuple[float, str]]] = {}
+    for kind, lane in lanes.items():
+        if lane:
+            joined[kind] = [(at, "\n".join(texts)) for at, texts in lane.items()]
+    return joined
 
 
 def curve_charts(story: Story) -> list[Chart]:

@@ -66,6 +66,8 @@ def job_page(story: Story) -> str:
     """Return the page of one job."""
     last = story.attempts[-1] if story.attempts else None
     text = (last.traceback or "") if last and last.outcome != "interrupted" else ""
+    if len(text) > _LONGEST_TRACEBACK:
+        text = f"…\n{text[-_LONGEST_TRACEBACK:]}"
     objective = finite(objective_of(story.result))
     results = story.result if isinstance(story.result, Mapping) else {}
     if story.result is not None and not results and objective is None:
@@ -77,7 +79,7 @@ def job_page(story: Story) -> str:
         objective=objective,
         shares=shares(story.seconds),
         results=results,
-        traceback="…\n" * (len(text) > _LONGEST_TRACEBACK) + text[-_LONGEST_TRACEBACK:],
+        traceback=text,
         clock=charts.Clock(story),
         memory=charts.memory_charts(story),
         curves=charts.curve_charts(story),

@@ -43,7 +43,7 @@ def announce(number: int, spec: AttemptSpec) -> None:
     log.info("attempt %d on %s%s", number, where, batch)
 
 
-def show_end(summary: Summary, explain: Callable[[Summary], object], how_to_go_on: str) -> None:
+def show_end(explain: Callable[[Summary], object], summary: Summary, how_to_go_on: str) -> None:
     """Log how a job ended: its attempts, those of its journal's earlier launches included, what
     ``explain`` shows, and the last lines."""
     if summary.attempts:
@@ -92,7 +92,8 @@ def print_failure(summary: Summary) -> None:
     is_refusal = summary.status == "failed" and last is None
     if is_refusal or summary.status not in ("failed", "no_device"):
         return
-    is_shown, kind = os.path.sameopenfile(1, 2), last and last.kind
+    is_shown = os.path.sameopenfile(1, 2)
+    kind = None if last is None else last.kind
     if is_shown and last is not None and last.script is not None:
         return
     traceback = last.traceback if last and kind not in MEMORY_FAILURES else ""

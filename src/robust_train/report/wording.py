@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from robust_train.config.projects import as_typed
+from robust_train.folder.memory_samples import Sample
 from robust_train.model.attempt import UNFINISHED, Attempt
 from robust_train.model.failure import Failure, FailureKind
 from robust_train.model.spec import Speed, slowest_rank
@@ -248,7 +249,7 @@ def _finding(attempt: TimedAttempt, failure: Failure) -> str:
 def _tightness(device: DeviceMemory) -> Iterator[Advice]:
     total, used = device.most("gpu_total"), device.most("gpu_used")
     if used > _TIGHT * total > 0:
-        others = max((s.gpu_used or 0) - (s.reserved or 0) for s in device.samples)
+        others = max(_used_by_others(sample) for sample in device.samples)
         yield Advice(
             f"{device.device} was {percent(used / total)} full at its fullest ({memory(used)} of "
             f"{memory(total)}), up to {memory(others)} of it outside of this job's cache.",
@@ -259,6 +260,12 @@ def _tightness(device: DeviceMemory) -> Iterator[Advice]:
                 "a freer GPU",
             ),
         )
+
+
+def _used_by_others(sample: Sample) -> int:
+    used = sample.gpu_used or 0
+    reserved = sample.reserved or 0
+    return used - reserved
 
 
 def speed_advice(

@@ -19,7 +19,9 @@ WANDB = {"WANDB_RUN_ID": "abc", "WANDB_RESUME": "allow"}
 
 
 def given(folder, environ=None, **options):
-    return tracker_environment(environ or {}, folder, "abc", **{"is_script": True, **options})
+    return tracker_environment(
+        environ or {}, folder, "abc", **{"shares_packages": False, **options}
+    )
 
 
 @pytest.fixture
@@ -45,7 +47,7 @@ def test_wandb_gets_the_jobs_id_where_it_may_be_installed_and_the_user_has_set_n
         assert given(tmp_path, {name: ""}) == {}, "also an empty one"
     for is_there, expected in ((None, {}), (object(), WANDB)):
         monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name, it=is_there: it)
-        assert given(tmp_path, is_script=False) == expected
+        assert given(tmp_path, shares_packages=True) == expected
         assert given(tmp_path) == WANDB
 
 
@@ -63,7 +65,7 @@ def test_mlflow_gets_the_run_that_was_active_last(tmp_path, mlflow, monkeypatch)
     assert given(tmp_path)["MLFLOW_RUN_ID"] == "whole", "a run within a run ends with it"
     assert given(tmp_path, {"MLFLOW_RUN_ID": ""}) == WANDB
     assert given(tmp_path, {"MLFLOW_TRACKING_URI": "another"}) == WANDB, "it is not known there"
-    later = tracker_environment({}, tmp_path, "later job", is_script=True)
+    later = tracker_environment({}, tmp_path, "later job", shares_packages=False)
     assert later == {**WANDB, "WANDB_RUN_ID": "later job"}
 
 
@@ -85,7 +87,7 @@ def test_trackio_gets_the_name_of_its_run_beside_those_of_others(tmp_path, mlflo
     both = {"MLFLOW_RUN_ID": "first", "TRACKIO_RUN_NAME": "brave-sunset-0"}
     assert given(tmp_path) == {**WANDB, **both}
     assert given(tmp_path, {"TRACKIO_RUN_NAME": ""}) == {**WANDB, "MLFLOW_RUN_ID": "first"}
-    later = tracker_environment({}, tmp_path, "later job", is_script=True)
+    later = tracker_environment({}, tmp_path, "later job", shares_packages=False)
     assert later == {**WANDB, "WANDB_RUN_ID": "later job"}
 
 
@@ -96,7 +98,7 @@ import os, sys, trackio
 from pathlib import Path
 from robust_train.folder.trackers import TrackerNote, tracker_environment
 folder = Path(sys.argv[1])
-noted = tracker_environment({}, folder, "abc", is_script=False)
+noted = tracker_environment({}, folder, "abc", shares_packages=True)
 name = noted.get("TRACKIO_RUN_NAME")
 run = trackio.init(project="digits", name=name, resume="allow", embed=False)
 TrackerNote(folder, "abc").poll()
@@ -119,7 +121,7 @@ def test_a_script_that_uses_our_run_has_its_mlflow_run_noted(tmp_path, mlflow):
     run = ScriptRun({f"{PREFIX}RUN_DIR": str(tmp_path)})
     mlflow("first")
     run.progress(1)
-    later = tracker_environment({}, tmp_path, job, is_script=True)
+    later = tracker_environment({}, tmp_path, job, shares_packages=False)
     assert later["MLFLOW_RUN_ID"] == "first"
 
 

@@ -20,7 +20,7 @@ class TakesSamples(InAttempt):
                 live.attempt,
                 config.device,
                 lambda: live.last_step,
-                whole_tree=config.is_script,
+                whole_tree=config.traits.is_program,
             )
 
     def begin(self) -> None:

@@ -2,4 +2,4 @@
 
 from robust_train.model.feature import Feature
 
-FEATURE = Feature("memory_upkeep", attempt=f"{__name__}.attempt:MemoryUpkeep")
+FEATURE = Feature("memory_upkeep", attempt=f"{__name__}.attempt:memory_upkeep")

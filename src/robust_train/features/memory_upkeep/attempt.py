@@ -91,8 +91,7 @@ class CacheChecks:
 class MemoryUpkeep(InAttempt):
     """Looks after the memory of one attempt.
 
-    Emptying the cache at the start and during training concerns CUDA only. A script is left alone:
-    it has its own process, and what is logged here would be read as the end of its output.
+    Emptying the cache at the start and during training concerns CUDA only.
     """
 
     def __init__(self, live: LiveAttempt, config: RobustConfig) -> None:
@@ -115,8 +114,6 @@ class MemoryUpkeep(InAttempt):
 
     def begin(self) -> None:
         """Clear what is left of earlier work, and set the limit."""
-        if self.config.is_script:
-            return
         if self._settings.clear_on_start and self._cached().reserved:
             self._clear("start")
         self._set_up_cuda()
@@ -124,7 +121,7 @@ class MemoryUpkeep(InAttempt):
 
     def boundary(self, what: str) -> None:
         """Check the cache after a step, when it is time to."""
-        if what != "progress" or self.config.is_script:
+        if what != "progress":
             return
         self._reserve.hold()
         if not self._is_set_up:
@@ -139,8 +136,6 @@ class MemoryUpkeep(InAttempt):
 
     def pause(self, why: str) -> None:
         """Empty the CUDA cache after a step, save or epoch, if that is due and pays."""
-        if self.config.is_script:
-            return
         if self._checks[why].empties(lambda: self._cached().unused_share):
             self._clear(why, thorough=False)
 
@@ -155,8 +150,6 @@ class MemoryUpkeep(InAttempt):
 
         Another rank records itself what it has run out of.
         """
-        if self.config.is_script:
-            return
         self._reserve.release()
         is_elsewhere = isinstance(error, RankFailure) and error.is_elsewhere
         if isinstance(error, Exception) and not is_elsewhere:
@@ -167,8 +160,6 @@ class MemoryUpkeep(InAttempt):
 
     def close(self, error: BaseException | None) -> None:
         """Return memory that is not in use any more; the frames of ``error`` are emptied."""
-        if self.config.is_script:
-            return
         if error is None:
             self._clear("end")
         elif "failure" in self._settings.clear_after:
@@ -243,3 +234,14 @@ class MemoryUpkeep(InAttempt):
         event = write_out_of_memory(run.run_dir, failure, attempt=run.attempt, step=run.last_step)
         if event is not None:
             run.send(event)
+
+
+def memory_upkeep(live: LiveAttempt, config: RobustConfig) -> InAttempt:
+    """Return what looks after the memory of an attempt.
+
+    A program is left alone: it has its own process, and what is logged here would be read as the
+    end of its output.
+    """
+    if config.traits.is_program:
+        return InAttempt(live, config)
+    return MemoryUpkeep(live, config)

@@ -1,17 +1,22 @@
-"""The rule that applies to a failure is part of its evidence."""
+"""The rule that applies to a failure is part of its evidence, and decides before any remedy."""
 
 from __future__ import annotations
 
+from robust_train.features.retry_rules.model import decided_by_rule, with_rule
 from robust_train.launcher.hooks import History, InLauncher
 from robust_train.model.attempt import Attempt
-from robust_train.policy.decide import with_rule
+from robust_train.model.spec import Decision
 
 
 class RetryRules(InLauncher):
-    """Finds the user's rule for each failure."""
+    """Finds the user's rule for each failure, and follows it."""
 
     def evidence(self, attempt: Attempt, history: History) -> Attempt:
         """Return an attempt with the number of the rule that applies; a stopped one has none."""
         if not self.job.driver.has_remedies or self.job.was_stopped(attempt):
             return attempt
         return with_rule(self.job.policy, tuple(history), attempt)
+
+    def overrule(self, history: History) -> Decision | None:
+        """Return what the rule decides."""
+        return decided_by_rule(self.job.policy, tuple(history))

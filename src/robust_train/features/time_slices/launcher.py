@@ -14,7 +14,7 @@ class TimeSlices(InLauncher):
 
     def __init__(self, job: JobView) -> None:
         super().__init__(job)
-        self._has_paused = False
+        self._paused = 0  # number of the attempt whose slice was over
 
     def tick(self, attempt: Attempt | None) -> Pause | None:
         """Pause the attempt if its slice is over and somebody with fewer GPUs waits.
@@ -29,15 +29,15 @@ class TimeSlices(InLauncher):
         waiting = self.job.driver.devices.who_waits()
         if waiting is None:
             return None
-        self._has_paused = True
+        self._paused = attempt.number
         whose = f"{waiting.shown_id} of {user_name(waiting.owner)}, who holds fewer GPUs"
         return Pause(f"the time slice is over, and job {whose}, waits")
 
     def overrule(self, history: History) -> Decision | None:
         """Queue again after a pause that ended the attempt."""
-        has_paused, self._has_paused = self._has_paused, False
         last = history[-1]
-        if not has_paused or last.kind is not FailureKind.INTERRUPTED:
+        is_over = last.number == self._paused
+        if not is_over or last.kind is not FailureKind.INTERRUPTED:
             return None
         return Retry(
             last.spec,

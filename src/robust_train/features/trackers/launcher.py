@@ -18,7 +18,10 @@ class Trackers(InLauncher):
         """Return the request with the trackers' variables, which only the first rank has."""
         plan = self.job.plan
         variables = tracker_environment(
-            os.environ, plan.run_dir, self.job.beginning.job, is_script=plan.config.is_script
+            os.environ,
+            plan.run_dir,
+            self.job.beginning.job,
+            shares_packages=plan.config.traits.shares_packages,
         )
         return replace(
             request,

@@ -1,0 +1,186 @@
+"""What a script does under its ``__main__`` guard alone: its attempts import it and do without."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+from robust_train.config.trainers import TrainerRef
+
+_SETTINGS = frozenset(
+    (
+        "enable_full_determinism",
+        "set_default_device",
+        "set_default_dtype",
+        "set_float32_matmul_precision",
+        "use_deterministic_algorithms",
+    )
+)
+"""Functions that change what a whole process computes, besides those with "seed" in their name."""
+
+_SWITCHES = "torch.backends."
+"""Where torch has attributes that do so."""
+
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+@dataclass(frozen=True)
+class GuardedEffects:
+    """What a script does under its guard and its trainer depends on.
+
+    Attributes:
+        calls: functions that seed or set what a whole process computes, by their dotted names.
+        names: variables of the script, and switches of torch, that are given another value.
+    """
+
+    calls: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+
+    def in_words(self, script: str) -> str | None:
+        """Return them in one line; None if there are none."""
+        effects = []
+        if self.calls:
+            effects.append("calls " + ", ".join(f"{call}()" for call in self.calls))
+        if self.names:
+            effects.append("sets " + ", ".join(self.names))
+        if not effects:
+            return None
+        return (
+            f'{script} {" and ".join(effects)} under if __name__ == "__main__":, which does not '
+            "run in attempts; do so in the trainer, or give it the values in its config"
+        )
+
+
+def effects_lost_in_attempts(trainer: TrainerRef) -> str | None:
+    """Return in one line what the script of a trainer does under its guard alone, None if nothing
+    is known to be."""
+    # A pickled trainer takes the values of its variables along.
+    if trainer.main is None or trainer.pickled:
+        return None
+    script = Path(trainer.main.file)
+    with contextlib.suppress(OSError, ValueError, SyntaxError, RecursionError):
+        effects = effects_under_guard(ast.parse(script.read_bytes()), trainer.parts()[-1])
+        return effects.in_words(script.name)
+    return None
+
+
+def effects_under_guard(script: ast.Module, trainer: str) -> GuardedEffects:
+    """Return what a script does under its guard alone and its function ``trainer`` depends on."""
+    defined: dict[str, Definition] = {}
+    guarded: list[ast.stmt] = []
+    always: list[ast.stmt] = []
+    for node in script.body:
+        if isinstance(node, _DEFINITIONS):
+            defined[node.name] = node
+        elif isinstance(node, ast.If) and _is_guard(node.test):
+            guarded += node.body
+        else:
+            always.append(node)
+    in_attempts = _reached([defined[trainer]] if trainer in defined else [], defined)
+    only_guarded = [one for one in _reached(guarded, defined) if one not in in_attempts]
+    imported = _imported_in(script)
+    effects = set(_effects_in(guarded + only_guarded, imported))
+    has_like = {_kind_of(one) for one in _effects_in(always + in_attempts, imported)}
+    lost = sorted(one for one in effects if _kind_of(one) not in has_like)
+    anew = _variables_set_in(guarded)
+    for function in only_guarded:
+        anew |= _variables_set_in([function]) - _locals_of(function)
+    read = {name for one in in_attempts for name in _read_in(one) if name not in _locals_of(one)}
+    # A variable that is set under the guard alone ends attempts with a NameError.
+    has_value = _variables_bound_in(always) | {one.name for one in defined.values()}
+    variables = sorted(anew & read & has_value)
+    switches = [one for one in lost if one.startswith(_SWITCHES)]
+    return GuardedEffects(
+        tuple(one for one in lost if one not in switches), tuple(variables + switches)
+    )
+
+
+def _is_guard(test: ast.expr) -> bool:
+    return ast.unparse(test) in ("__name__ == '__main__'", "'__main__' == __name__")
+
+
+def _reached(nodes: Sequence[ast.stmt], defined: Mapping[str, Definition]) -> list[Definition]:
+    """Return the script's functions and classes among some nodes or named in them, and those that
+    are named in these."""
+    reached = [node for node in nodes if isinstance(node, _DEFINITIONS)]
+    waiting = list(nodes)
+    for node in waiting:
+        for name in _read_in(node):
+            if name in defined and defined[name] not in reached:
+                reached.append(defined[name])
+                waiting.append(defined[name])
+    return reached
+
+
+def _read_in(node: ast.AST) -> Iterator[str]:
+    for one in ast.walk(node):
+        if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load):
+            yield one.id
+
+
+def _imported_in(script: ast.Module) -> set[str]:
+    """Return the names that imports bind anywhere in a script."""
+    names = set()
+    for node in ast.walk(script):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names.update((one.asname or one.name).partition(".")[0] for one in node.names)
+    return names
+
+
+def _effects_in(nodes: Sequence[ast.AST], imported: set[str]) -> Iterator[str]:
+    """Yield the dotted names of a library's functions that are called to set something, and of
+    torch's switches."""
+    for node in chain.from_iterable(map(ast.walk, nodes)):
+        name = ""
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            name = ast.unparse(node)
+        is_imported = name.partition(".")[0] in imported and name.replace(".", "").isidentifier()
+        if is_imported and _kind_of(name):
+            yield name
+
+
+def _kind_of(name: str) -> str:
+    """Return what a function or a switch sets, "" if nothing; all seeds are one kind."""
+    last = name.rpartition(".")[2]
+    if name.startswith(_SWITCHES):
+        return name
+    if "seed" in last:
+        return "seed"
+    return last if last in _SETTINGS else ""
+
+
+def _variables_bound_in(nodes: Sequence[ast.AST]) -> set[str]:
+    """Return the variables to which nodes give a value."""
+    walked = chain.from_iterable(map(ast.walk, nodes))
+    names = (node for node in walked if isinstance(node, ast.Name))
+    return {node.id for node in names if isinstance(node.ctx, ast.Store)}
+
+
+def _variables_set_in(nodes: Sequence[ast.AST]) -> set[str]:
+    """Return these and the variables whose attributes or items nodes set."""
+    names = _variables_bound_in(nodes)
+    for node in chain.from_iterable(map(ast.walk, nodes)):
+        if isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(node.ctx, ast.Store):
+            target: ast.expr = node
+            while isinstance(target, (ast.Attribute, ast.Subscript)):
+                target = target.value
+            if isinstance(target, ast.Name):
+                names.add(target.id)
+    return names
+
+
+def _locals_of(definition: Definition) -> set[str]:
+    """Return the names that are a function's own, or those of a class's methods."""
+    own = _variables_bound_in([definition])
+    own |= {node.arg for node in ast.walk(definition) if isinstance(node, ast.arg)}
+    for node in ast.walk(definition):
+        if isinstance(node, ast.Global):
+            own -= set(node.names)
+    return own

@@ -1,0 +1,5 @@
+"""The CPU, where the user allows it and no GPU can do the job."""
+
+from robust_train.model.feature import Feature
+
+FEATURE = Feature("cpu_fallback")

@@ -1,0 +1,25 @@
+"""The CPU as the last device."""
+
+from __future__ import annotations
+
+from robust_train.model.failure import FailureKind
+from robust_train.model.spec import Retry
+from robust_train.policy.context import FailureContext
+
+
+def cpu_fallback(context: FailureContext) -> Retry | None:
+    """Take the CPU at the requested batch, once, where the user allows it."""
+    if not context.config.allow_cpu_fallback or "cpu" in context.tried_devices:
+        return None
+    asked = context.settings.for_ranks(context.settings.cpu_ranks).asked
+    how = " and no other GPU is available: on the CPU"
+    if context.failure.kind is FailureKind.DEVICE_OOM:
+        how = f"{context.at_size} and no GPU has more to offer"
+    return context.retry(
+        "cpu_fallback",
+        how,
+        gpus=(),
+        ranks=asked.ranks,
+        batch_size=asked.batch_size,
+        gradient_checkpointing=asked.gradient_checkpointing,
+    )

@@ -1,0 +1,5 @@
+"""The CUDA allocator's setting against fragmentation."""
+
+from robust_train.model.feature import Feature
+
+FEATURE = Feature("expandable_segments")

@@ -1,0 +1,41 @@
+"""When the allocator's expandable segments help, and when they are the cause."""
+
+from __future__ import annotations
+
+from robust_train.model.failure import Clue
+from robust_train.model.spec import Retry
+from robust_train.policy.context import FailureContext
+from robust_train.readable import mib
+
+
+def expandable_segments(context: FailureContext) -> Retry | None:
+    """Retry without fragmentation: the allocator holds enough memory in pieces too small."""
+    last = context.last
+    refusals = (Clue.DRIVER, Clue.SEGMENTS)
+    is_refused = any(one.evidence.clue in refusals for one in context.history)
+    if is_refused or not context.settings.may_use_expandable_segments:
+        return None
+    if not last.gpus or last.expandable_segments or not context.evidence.fragmented:
+        return None
+    unused = mib(context.evidence.reserved_unallocated_bytes or 0)
+    how = f" with {unused} reserved but unused: fragmentation; same batch with expandable segments"
+    return context.retry("expandable_segments", how, expandable_segments=True)
+
+
+def without_expandable_segments(context: FailureContext) -> Retry | None:
+    """Retry once without them: WSL2 and some vGPUs fail at the first allocation."""
+    last = context.last
+    may_choose = context.settings.may_use_expandable_segments
+    if not last.gpus or not last.expandable_segments or not may_choose:
+        return None
+    clue = context.evidence.clue
+    if clue == Clue.SEGMENTS:
+        how = ": the same again without expandable segments, which alone cause this"
+    elif clue == Clue.DRIVER and not context.attempt.has_begun:
+        how = (
+            " before the first step: the same again without expandable segments, which this driver "
+            "may not support"
+        )
+    else:
+        return None
+    return context.retry("no_expandable_segments", how, expandable_segments=False)

@@ -1,0 +1,5 @@
+"""Activations that are recomputed instead of kept, when nothing smaller fits."""
+
+from robust_train.model.feature import Feature
+
+FEATURE = Feature("gradient_checkpointing")

@@ -1,0 +1,111 @@
+"""Which of the user's rules applies to a failure, and what it decides."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from robust_train.host.search import is_found
+from robust_train.model.attempt import Attempt
+from robust_train.model.failure import Clue, Failure, FailureKind
+from robust_train.model.spec import Decision, GiveUp, Retry, RetryRule
+from robust_train.policy.context import FailureContext, Offers
+from robust_train.policy.decide import with_first_size
+from robust_train.policy.retries import halved, pause_before
+from robust_train.policy.sizes import PolicySettings
+
+EXCLUDE_GPU = "exclude_gpu"
+
+
+def with_rule(settings: PolicySettings, earlier: tuple[Attempt, ...], attempt: Attempt) -> Attempt:
+    """Return the attempt with the number of the user's rule that applies to it, if there is one.
+
+    With the rule ``exclude_gpu`` it is a failure of the GPU.
+    """
+    failure = attempt.failure
+    if failure is None:
+        return attempt
+    context = FailureContext(settings, earlier + (attempt,), Offers())
+    for number, rule in enumerate(settings.config.retry.rules):
+        has_tries = rule.then == "stop" or _tries(context, number) < _most(context, rule)
+        if has_tries and _fits(rule, attempt) and _can(rule, context):
+            break
+    else:
+        return attempt
+    attempt = replace(attempt, rule=number)
+    if rule.then != EXCLUDE_GPU:
+        return attempt
+    why = _why(replace(context, history=earlier + (attempt,)))
+    evidence = replace(failure.evidence, clue=Clue.HARDWARE)
+    fault = Failure(
+        FailureKind.DEVICE_FAULT, f"{why}: {EXCLUDE_GPU}", evidence, failure.advice, failure.rank
+    )
+    return replace(attempt, failure=fault)
+
+
+def decided_by_rule(settings: PolicySettings, history: tuple[Attempt, ...]) -> Decision | None:
+    """Return what the user's rule decides after the last attempt, None if the remedies do."""
+    number = history[-1].rule
+    if number is None:
+        return None
+    context = FailureContext(settings, history, Offers())
+    decision = _decision(context, number)
+    if decision is None:
+        return None
+    return with_first_size(settings, history, decision)
+
+
+def _decision(context: FailureContext, number: int) -> Decision | None:
+    """Return what a rule of the user's decides; None leaves it to the remedies."""
+    why = _why(context)
+    match context.config.retry.rules[number].then:
+        case "stop":
+            return GiveUp(f"{why}: stop")
+        case "smaller_batch":
+            return halved(context, f"{why}: ")
+        case "retry":
+            pause = pause_before(context, _tries(context, number))
+            reason = f"{why}: the same again in {pause:g} s"
+            return Retry(context.last, "retry", reason, pause_seconds=pause)
+    return None  # the remedies for a GPU whose hardware failed
+
+
+def _why(context: FailureContext) -> str:
+    """Return the failure, the rule that applies to it, and which try of the rule this is."""
+    number = context.attempt.rule
+    assert number is not None
+    rule, which = context.config.retry.rules[number], ""
+    if rule.then != "stop":
+        which = f" ({_tries(context, number)} of {_most(context, rule)})"
+    return f"{context.failure.message}; retry.rules[{number}]{which}"
+
+
+def _tries(context: FailureContext, number: int) -> int:
+    """Return how often a rule has been applied since the job got further."""
+    return sum(attempt.rule == number for attempt in context.since_progress)
+
+
+def _most(context: FailureContext, rule: RetryRule) -> int:
+    return context.config.retries if rule.times is None else rule.times
+
+
+def _fits(rule: RetryRule, attempt: Attempt) -> bool:
+    failure = attempt.failure
+    if failure is None or rule.exit_code not in (None, attempt.exit_code):
+        return False
+    names = {name for one in attempt.exceptions for name in (one, one.rpartition(".")[2])}
+    if rule.exception and rule.exception not in names:
+        return False
+    texts = (failure.message, attempt.traceback or "", attempt.exit.output)
+    # progress bars: one line of their thousands takes patterns like `.*a.*b` hours
+    text = "\n".join(texts).replace("\r", "\n")
+    return not rule.message or is_found(rule.message, text)
+
+
+def _can(rule: RetryRule, context: FailureContext) -> bool:
+    """Return whether what the rule demands is possible: else the next one, or a remedy, decides."""
+    if rule.then == EXCLUDE_GPU:
+        return bool(context.last.gpus)
+    if rule.then != "smaller_batch":
+        return True
+    may_split = context.has_smaller and not context.keeps_batch
+    return may_split and not context.settings.refuses(context.smaller)

@@ -1,0 +1,49 @@
+"""When the same is tried again: peers, networks and disks come back, and some crashes do not."""
+
+from __future__ import annotations
+
+from robust_train.model.failure import Clue
+from robust_train.model.gpu import device_name
+from robust_train.model.spec import Retry
+from robust_train.policy.context import FailureContext
+from robust_train.policy.retries import LONGEST_PAUSE_SECONDS, after_pause, pause_before
+
+_RATE_LIMIT_FACTOR = 30.0
+"""The first pause is then as long as the periods in which servers count requests: 5 minutes."""
+
+
+def same_again(context: FailureContext) -> Retry | None:
+    """Retry after a pause that doubles each time: peers, networks and disks come back."""
+    pause = pause_before(context, context.failures_without_progress)
+    if context.evidence.clue == Clue.RATE_LIMIT:
+        longer = min(pause * _RATE_LIMIT_FACTOR, LONGEST_PAUSE_SECONDS)
+        pause = max(pause, longer)
+    return after_pause(context, pause)
+
+
+def killed_again(context: FailureContext) -> Retry | None:
+    """Retry from the last checkpoint: someone, and not the kernel, killed the process or a
+    data-loader worker without a request."""
+    if context.evidence.clue != Clue.KILLED or not context.has_retries:
+        return None
+    where = device_name(context.last.gpus)
+    return context.retry("retry", f": the same again on {where} from {context.saved}")
+
+
+def crashed_once_more(context: FailureContext) -> Retry | None:
+    """Retry once after a segmentation fault, which may be a cosmic ray; twice it is a bug."""
+    crashes = [one.evidence.clue == Clue.CRASHED for one in context.since_progress]
+    if context.evidence.clue != Clue.CRASHED or sum(crashes) > 1:
+        return None
+    return context.retry("retry", f": once more, from {context.saved}")
+
+
+def unknown_once_more(context: FailureContext) -> Retry | None:
+    """Retry once from a checkpoint after a failure of which nobody can say whose it is: if it comes
+    again before the next checkpoint, it is the program's."""
+    if context.evidence.clue != Clue.UNKNOWN or context.config.retries < 1:
+        return None
+    if not context.has_saved or context.unknown_before:
+        return None
+    why = "neither a known failure nor certainly a bug"
+    return context.retry("retry", f": {why}, so once more, from {context.saved}")

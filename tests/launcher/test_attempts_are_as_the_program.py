@@ -1,0 +1,90 @@
+"""An attempt is to a script what plain Python is; where it cannot be, a line says so before."""
+
+import ast
+
+import pytest
+
+import warm
+from robust_train.config.main_guard import effects_under_guard
+
+PROGRAM = """
+import logging, warnings
+from robust_train import launch
+
+RATE = 0.1
+log = logging.getLogger("my.project")
+
+def train(cfg):
+    assert False, "left out by -O"
+    log.info("not set up")
+    logging.basicConfig(filename="mine.log", level="DEBUG", format="mine: %(message)s")
+    log.debug("rate %s", RATE)
+    warnings.warn("an error by -W", RuntimeWarning)
+
+if __name__ == "__main__":
+    RATE = 0.2
+    launch(train, {"device": "cpu"})
+"""
+
+
+def test_attempts_keep_options_logging_and_say_what_they_lack(world):
+    script = world.folder / "train.py"
+    script.write_text(PROGRAM)
+    command = ["-O", "-W", "error::RuntimeWarning", script]
+    ended = world.end(warm.start(command, world.folder, world.environ, alone=True), code=1)
+    printed = ended.stdout + ended.stderr
+    assert "RuntimeWarning: an error by -W" in printed
+    # The job's own format, as long as the program has set up none.
+    assert " not set up\n" in ended.stdout
+    assert "mine: rate 0.1\n" in (world.folder / "mine.log").read_text()
+    before, _, _ = printed.partition("attempt 1 on the CPU")
+    assert 'warning: train.py sets RATE under if __name__ == "__main__":' in before
+
+
+BEGINNING = """
+import random
+import torch
+from lightning import seed_everything
+RATE = 0.1
+OPTIONS = None
+class Net:
+    width = 4
+def set_seed(number):
+    random.seed(number)
+def read_options():
+    global OPTIONS
+    OPTIONS = 1
+"""
+
+
+def effects(trainer, guarded, beginning=BEGINNING):
+    body = "\n".join(f"    {line}" for line in guarded)
+    code = f'{beginning}{trainer}\nif __name__ == "__main__":\n{body}\n'
+    found = effects_under_guard(ast.parse(code), "train")
+    return [*found.calls, *found.names]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "guarded", "lost"),
+    [
+        ("def train(cfg): print(RATE)", ["RATE = 0.2", "launch(train)"], ["RATE"]),
+        ("def train(cfg): Net().fit(cfg)", ["Net.width = 8"], ["Net"]),
+        ("def train(cfg): print(OPTIONS)", ["read_options()", "launch(train)"], ["OPTIONS"]),
+        ("def train(cfg): print(cfg)", ["set_seed(0)", "launch(train)"], ["random.seed"]),
+        ("def train(cfg): print(cfg)", ["torch.manual_seed(0)"], ["torch.manual_seed"]),
+        (
+            "def train(cfg): print(cfg)",
+            ["torch.backends.cudnn.benchmark = True"],
+            ["torch.backends.cudnn.benchmark"],
+        ),
+        # What attempts do as well, or what the trainer does not see, is not lost.
+        ("def train(cfg): seed_everything(0)", ["set_seed(0)", "launch(train)"], []),
+        ("def train(cfg): RATE = cfg.rate; print(RATE)", ["RATE = 0.2"], []),
+        ("def train(cfg): print(cfg)", ["RATE = 0.2", "launch(train, {'rate': RATE})"], []),
+        ("def train(cfg): print(NEW)", ["NEW = 0.2", "launch(train)"], []),
+        ("def train(cfg): print(RATE)", ["train(None)"], []),
+        ("def train(cfg): print(cfg)", ["torch.Generator().manual_seed(0)"], []),
+    ],
+)
+def test_what_only_the_guard_does_is_found(trainer, guarded, lost):
+    assert effects(trainer, guarded) == lost
