@@ -513,7 +513,7 @@ class RunningAttempt:
 
     def _stopping(self, signum: int) -> str:
         config = self._request.config
-        what = "training has not begun"
+        what = "the trainer is asked to end"
         if config.traits.is_program:
             what = f"SIG{config.trainer.stop_signal} to the script"
         elif self._saves:
