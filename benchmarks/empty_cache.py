@@ -20,7 +20,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from robust_train.attempt.hooks import AttemptHooks
 from robust_train.attempt.run import Run, live_of
 from robust_train.config.schema import MemoryConfig, RobustConfig
 from robust_train.features.memory_upkeep.attempt import MemoryUpkeep
@@ -54,7 +53,7 @@ def steered(folder: Path) -> AfterStep:
     memory = MemoryConfig(samples=False, fraction=1.0)
     live = live_of(run)
     upkeep = MemoryUpkeep(live, RobustConfig(device="cuda:0", memory=memory))
-    live.hooks = AttemptHooks([upkeep])
+    live.take_part([upkeep])
     steps = itertools.count(1)
     return lambda number: run.progress(next(steps))
 

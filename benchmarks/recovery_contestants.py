@@ -151,7 +151,7 @@ def _train_from_checkpoint(job: Job, training: Any, run: Any) -> Network:
     from robust_train.attempt.run import live_of
 
     network, optimizer = build(job)
-    folder = live_of(run).checkpoints(keep=2)
+    folder = live_of(run).saves.folder(keep=2)
     step = 0
     found = None if run.resume_checkpoint is None else read_newest(run.resume_checkpoint)
     if found is not None:

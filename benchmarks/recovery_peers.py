@@ -191,7 +191,7 @@ def _attempt(job: Job, folder: Path) -> tuple[Any, Any]:
         {"device": "cpu", "min_batch_size": 1, "seed": SEED, "training": training}
     )
     run = Run(run_dir=folder)
-    live_of(run).micro_batch_plan = MicroBatchPlan.of(unchecked(cfg))
+    live_of(run).parts.split_by(MicroBatchPlan.of(unchecked(cfg)))
     return cfg, run
 
 

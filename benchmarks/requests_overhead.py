@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from robust_train.attempt.hooks import AttemptHooks
 from robust_train.attempt.run import Run, live_of
 from robust_train.attempt.runner import beside_the_trainer
 from robust_train.config.placeholders import SavePlan
@@ -57,10 +56,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         deaf, listening = Run(run_dir=Path(folder)), Run(run_dir=Path(folder))
         for run in (deaf, listening):
-            live_of(run).saving.plan = SavePlan(every_seconds=1e9)
+            live_of(run).saving.follow(SavePlan(every_seconds=1e9))
         open_requests(Path(folder))
         live = live_of(listening)
-        live.hooks = AttemptHooks([Requests(live, RobustConfig())])
+        live.take_part([Requests(live, RobustConfig())])
         with beside_the_trainer(live):
             plain, served = step_of(deaf), step_of(listening)
             for _ in range(50):

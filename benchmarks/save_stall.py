@@ -107,7 +107,7 @@ def contestants(folder: Path, state: dict[str, Any]) -> dict[str, Save]:
         run.save(state, number)
 
         def is_written() -> bool:
-            live_of(run).finish_saving(wait=False)
+            live_of(run).saves.finish(wait=False)
             saved = [one.step for one in events if isinstance(one, CheckpointSaved)]
             return number in saved
 

@@ -4,6 +4,7 @@ key that are refused."""
 import pytest
 from omegaconf import OmegaConf
 
+from attempts import built
 from robust_train.config.attempt import for_attempt, trainer_config
 from robust_train.config.checks import checked
 from robust_train.config.composition import complete
@@ -115,7 +116,7 @@ def test_a_script_has_rules_for_its_exit_codes():
 @pytest.mark.parametrize(("factor", "expected"), [(1.0, 0.25), (0.5, 0.125)])
 def test_a_trainer_reads_the_learning_rate_of_its_attempt(factor, expected):
     cfg = config_of(of_training(batch_size=8, lr=0.25))
-    config = for_attempt(checked(cfg), AttemptSpec((), 8, 1, lr_factor=factor), "cpu")
+    config = for_attempt(checked(cfg), built(AttemptSpec, (), 8, 1, lr_factor=factor), "cpu")
     assert trainer_config(cfg, config).training.lr == expected
 
 
@@ -131,7 +132,7 @@ def test_a_trainer_reads_the_learning_rate_of_its_attempt(factor, expected):
 def test_a_trainer_sees_whether_gradients_are_checkpointed(words, at_first, is_remedy):
     cfg = config_of(words)
     config = checked(cfg)
-    settings = PolicySettings.of(config, expandable_segments=False)
+    settings = PolicySettings.of(config)
     assert config.may_checkpoint_gradients is is_remedy
     seen = trainer_config(cfg, for_attempt(config, settings.asked, "cpu"))
     assert seen.training.gradient_checkpointing is at_first

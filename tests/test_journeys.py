@@ -501,10 +501,10 @@ def in_words(decision):
         batch,
         f"{batch}×{spec.ranks}",
         spec.device,
-        f"workers={spec.num_workers}",
+        f"workers={spec.noted('num_workers', 0)}",
         f"pause={decision.pause_seconds:g}",
-        f"lr={spec.lr_factor:g}",
-        "checkpointing" if spec.gradient_checkpointing else "plain",
+        f"lr={spec.noted('lr_factor', 1.0):g}",
+        "checkpointing" if spec.noted("gradient_checkpointing", False) else "plain",
     }
     if decision.otherwise is not None:
         words.add(f"else={decision.otherwise.action}")

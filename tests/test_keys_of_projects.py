@@ -101,8 +101,8 @@ def test_a_key_that_ours_refers_to_turns_gradient_checkpointing_on(first, refers
         cfg.robust.training = {"gradient_checkpointing": "${model.checkpointing}"}
     cfg = complete(cfg)
     config = checked(cfg)
-    settings = PolicySettings.of(config, expandable_segments=False)
-    assert settings.asked.gradient_checkpointing is first
+    settings = PolicySettings.of(config)
+    assert settings.asked.noted("gradient_checkpointing", False) is first
     assert config.may_checkpoint_gradients is settings.can_checkpoint is refers
     turned_on = replace(config.training, gradient_checkpointing=True)
     seen = trainer_config(cfg, replace(config, training=turned_on))

@@ -135,7 +135,8 @@ def test_in_a_project_every_message_names_keys_as_its_user_writes_them(data):
             spec = getattr(decision, "spec", spec)
             decision = getattr(decision, "otherwise", None)
         assert attempt.failure.message == said
-        assert spec.prefetch_factor == config.training.prefetch_factor, "they have no key for it"
+        prefetch = spec.noted("prefetch_factor", 2)
+        assert prefetch == config.training.prefetch_factor, "they have no key for it"
         assert [found for text in texts for found in keys_at_the_root(text.replace(said, ""))] == []
 
 

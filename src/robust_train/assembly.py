@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from typing import TYPE_CHECKING
 
 from robust_train.model.failure import FailureKind
 from robust_train.model.feature import Feature
-from robust_train.policy.decide import Remedies, Rule
+
+if TYPE_CHECKING:
+    from robust_train.policy.decide import Remedies, Rule
 
 
 def _load(*names: str) -> tuple[Feature, ...]:
@@ -24,10 +27,13 @@ FEATURES = _load(
     "features.divergence",
     "features.memory_samples",
     "features.time_slices",
+    "features.stall",
     "features.trackers",
     "features.slow",
+    "features.batch_search",
     "features.script_checkpoints",
     "features.memory_upkeep",
+    "features.speed",
     "features.requests",
     "features.provenance",
     "features.report_page",
@@ -60,63 +66,65 @@ def _rules(*names: str) -> tuple[Rule, ...]:
     return tuple(pkgutil.resolve_name(f"robust_train.{name}") for name in names)
 
 
-REMEDIES: Remedies = {
-    FailureKind.DEVICE_OOM: _rules(
-        "features.out_of_memory.model:room_taken_by_others",
-        "features.expandable_segments.model:expandable_segments",
-        "features.out_of_memory.model:halve_batch",
-        "features.gradient_checkpointing.model:checkpoint_gradients",
-        "features.out_of_memory.model:switch_gpu",
-        "features.out_of_memory.model:second_opinion",
-        "features.out_of_memory.model:again_after_progress",
-        "features.out_of_memory.model:split_all_the_same",
-        "features.out_of_memory.model:sizes_left",
-        "features.cpu_fallback.model:cpu_fallback",
-    ),
-    FailureKind.HOST_OOM: _rules(
-        "features.data_loader_workers.model:fewer_workers",
-        "features.out_of_memory.model:halve_batch",
-        "features.gradient_checkpointing.model:checkpoint_gradients",
-        "features.out_of_memory.model:again_after_progress",
-        "features.out_of_memory.model:split_all_the_same",
-        "features.out_of_memory.model:sizes_left",
-    ),
-    FailureKind.WORKER_DEATH: _rules(
-        "features.data_loader_workers.model:fewer_workers",
-        "features.transient_failures.model:killed_again",
-        "features.out_of_memory.model:less_for_workers",
-        "features.out_of_memory.model:again_after_progress",
-    ),
-    FailureKind.DEVICE_FAULT: _rules(
-        "features.gpus.model:same_fault_elsewhere",
-        "features.expandable_segments.model:without_expandable_segments",
-        "features.out_of_memory.model:half_after_internal_errors",
-        "features.gpus.model:same_gpu_again",
-        "features.gpus.model:fault_without_a_gpu_once_more",
-        "features.gpus.model:other_gpu",
-        "features.gpus.model:wait_for_other_gpu",
-        "features.fewer_gpus.model:fewer_gpus",
-        "features.cpu_fallback.model:cpu_fallback",
-    ),
-    FailureKind.DEVICE_UNAVAILABLE: _rules(
-        "features.gpus.model:busy_gpu_again",
-        "features.gpus.model:other_gpu",
-        "features.gpus.model:wait_for_turn",
-        "features.fewer_gpus.model:fewer_gpus",
-        "features.cpu_fallback.model:cpu_fallback",
-    ),
-    FailureKind.DISK_FULL: _rules("features.transient_failures.model:same_again"),
-    FailureKind.COMM: _rules("features.transient_failures.model:same_again"),
-    FailureKind.DIVERGED: _rules(
-        "features.divergence.model:before_it_diverged",
-        "features.divergence.model:lower_learning_rate",
-    ),
-    FailureKind.INTERRUPTED: _rules("features.transient_failures.model:killed_again"),
-    FailureKind.BUG: _rules(
-        "features.data_loader_workers.model:workers_after_all",
-        "features.transient_failures.model:crashed_once_more",
-        "features.transient_failures.model:unknown_once_more",
-        "features.script_checkpoints.model:earlier_checkpoint",
-    ),
-}
-"""What to try after each kind of failure, in order; rules of a deleted feature are left out."""
+def load_remedies() -> Remedies:
+    """Return what to try after each kind of failure, in order; rules of a deleted feature are left
+    out. A command that only reads a run folder has no need of them, and does not load them."""
+    return {
+        FailureKind.DEVICE_OOM: _rules(
+            "features.out_of_memory.model:room_taken_by_others",
+            "features.expandable_segments.model:expandable_segments",
+            "features.out_of_memory.model:halve_batch",
+            "features.gradient_checkpointing.model:checkpoint_gradients",
+            "features.out_of_memory.model:switch_gpu",
+            "features.out_of_memory.model:second_opinion",
+            "features.out_of_memory.model:again_after_progress",
+            "features.out_of_memory.model:split_all_the_same",
+            "features.out_of_memory.model:sizes_left",
+            "features.cpu_fallback.model:cpu_fallback",
+        ),
+        FailureKind.HOST_OOM: _rules(
+            "features.data_loader_workers.model:fewer_workers",
+            "features.out_of_memory.model:halve_batch",
+            "features.gradient_checkpointing.model:checkpoint_gradients",
+            "features.out_of_memory.model:again_after_progress",
+            "features.out_of_memory.model:split_all_the_same",
+            "features.out_of_memory.model:sizes_left",
+        ),
+        FailureKind.WORKER_DEATH: _rules(
+            "features.data_loader_workers.model:fewer_workers",
+            "features.transient_failures.model:killed_again",
+            "features.out_of_memory.model:less_for_workers",
+            "features.out_of_memory.model:again_after_progress",
+        ),
+        FailureKind.DEVICE_FAULT: _rules(
+            "features.gpus.model:same_fault_elsewhere",
+            "features.expandable_segments.model:without_expandable_segments",
+            "features.out_of_memory.model:half_after_internal_errors",
+            "features.gpus.model:same_gpu_again",
+            "features.gpus.model:fault_without_a_gpu_once_more",
+            "features.gpus.model:other_gpu",
+            "features.gpus.model:wait_for_other_gpu",
+            "features.fewer_gpus.model:fewer_gpus",
+            "features.cpu_fallback.model:cpu_fallback",
+        ),
+        FailureKind.DEVICE_UNAVAILABLE: _rules(
+            "features.gpus.model:busy_gpu_again",
+            "features.gpus.model:other_gpu",
+            "features.gpus.model:wait_for_turn",
+            "features.fewer_gpus.model:fewer_gpus",
+            "features.cpu_fallback.model:cpu_fallback",
+        ),
+        FailureKind.DISK_FULL: _rules("features.transient_failures.model:same_again"),
+        FailureKind.COMM: _rules("features.transient_failures.model:same_again"),
+        FailureKind.DIVERGED: _rules(
+            "features.divergence.model:before_it_diverged",
+            "features.divergence.model:lower_learning_rate",
+        ),
+        FailureKind.INTERRUPTED: _rules("features.transient_failures.model:killed_again"),
+        FailureKind.BUG: _rules(
+            "features.data_loader_workers.model:workers_after_all",
+            "features.transient_failures.model:crashed_once_more",
+            "features.transient_failures.model:unknown_once_more",
+            "features.script_checkpoints.model:earlier_checkpoint",
+        ),
+    }

@@ -12,7 +12,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from robust_train.assembly import FEATURES, REMEDIES
+from robust_train.assembly import FEATURES, load_remedies
 from robust_train.children import detach
 from robust_train.config.composition import complete
 from robust_train.config.main_guard import effects_lost_in_attempts
@@ -138,7 +138,7 @@ def run_job(
             return Job(plan, driver, show_end=show).run()
         from robust_train.launcher.guest import RankDriver
 
-        rank = RankDriver(guest, trainer, cfg, run_dir, FEATURES, REMEDIES)
+        rank = RankDriver(guest, trainer, cfg, run_dir, FEATURES, load_remedies())
         return rank.run_part(lambda: Job(rank.plan, rank, show_end=show).run(), explain)
 
 
@@ -151,7 +151,7 @@ def plan_launch(
         ConfigError: config, trainer or run folder cannot be used.
     """
     return plan_job(
-        trainer, cfg, run_dir, remedies=REMEDIES, features=FEATURES, refuse=_refuse_to_detach
+        trainer, cfg, run_dir, remedies=load_remedies(), features=FEATURES, refuse=_refuse_to_detach
     )
 
 

@@ -10,7 +10,6 @@ import os
 import pkgutil
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +25,7 @@ from robust_train.model.attempt import Attempt
 from robust_train.model.events import DeviceAcquired, JobEnded, JobStarted
 from robust_train.model.failure import Clue, Evidence, FailureKind
 from robust_train.model.spec import AttemptSpec, RetryRule, Room
+from robust_train.queue.devices import FreeBytes
 
 SPEC = AttemptSpec((gpu(0, 40),), 8, 1)
 JOB = "an-id"
@@ -71,10 +71,10 @@ class Devices:
 
     def ended(self, attempt):
         if attempt.failure is None:
-            return attempt
+            return FreeBytes()
         if attempt.kind is FAULT:
             self.excluded.append(attempt.failure.message)
-        return replace(attempt, gpu_free_before_bytes=2, gpu_free_after_bytes=1)
+        return FreeBytes(2, 1)
 
     def who_waits(self):
         return SimpleNamespace(shown_id="b", owner=0)

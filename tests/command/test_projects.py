@@ -61,7 +61,7 @@ def test_a_new_project_that_resumes_draws_what_it_would_have_drawn(tmp_path):
         (tmp_path / folder).mkdir()
         run = Watched(run_dir=tmp_path / folder, resume_checkpoint=resume)
         code["train"](cfg, run)
-        live_of(run).finish_saving()  # as the attempt does
+        live_of(run).saves.finish()  # as the attempt does
         return seen
 
     whole = batches_of("whole", 4)

@@ -245,7 +245,7 @@ from robust_train.model.events import ScriptEnded
 
 def report(event):
     if isinstance(event, ScriptEnded):
-        live_of(run).request_stop()
+        live_of(run).stops.request_stop()
 
 run = Run(run_dir=Path("run"), report=report)
 print("result", train(composed(sys.argv[1:]), run))

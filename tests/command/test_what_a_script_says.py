@@ -342,8 +342,8 @@ def test_the_last_of_many_quick_reports_is_kept():
     run = ScriptRun({}, lines.append)
     for step in range(1, 4):
         run.progress(step, loss=1 / step)
-    live_of(run).send_last_progress()
-    live_of(run).send_last_progress()
+    live_of(run).reports.send_last_progress()
+    live_of(run).reports.send_last_progress()
     assert [line["step"] for line in lines] == [1, 3]
 
 

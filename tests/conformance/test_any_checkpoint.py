@@ -17,7 +17,7 @@ def trained(folder, kind, batch_size, resume=None, **options):
     """Train in this process; return the model and the run."""
     cfg = framework_config(batch_size, conformance_trainers.EFFECTIVE // batch_size)
     run = WatchedRun(folder, resume=resume)
-    live_of(run).micro_batch_plan = MicroBatchPlan.of(unchecked(cfg))
+    live_of(run).parts.split_by(MicroBatchPlan.of(unchecked(cfg)))
     line = getattr(conformance_trainers, kind)(cfg, run, SAMPLES, **options)
     return line, run
 

@@ -114,14 +114,14 @@ def test_steps_and_metrics_may_be_numbers_of_any_library(number, tmp_path, chann
     run.started(number(0))
     run.progress(number(1), total_steps=number(9), loss=number(4))
     run.progress(number(2), total_steps=number(9), loss=number(3))
-    live_of(run).send_last_progress()
+    live_of(run).reports.send_last_progress()
     run.checkpoint_saved(tmp_path, number(2))
     run.checkpoint_saved(tmp_path, None)
     run.epoch_ended(number(1), loss=number(3))
-    live_of(run).send(Finished(0.9, step=run.last_step))
+    live_of(run).reports.send(Finished(0.9, step=run.last_step))
     received = [*read_events(ours)]
     ours.close()
-    live_of(run).send(Finished(1))  # a launcher that is gone is not the trainer's trouble
+    live_of(run).reports.send(Finished(1))  # a launcher that is gone is not the trainer's trouble
     send.flush()
     assert received == [
         TrainingStarted(0),
@@ -179,7 +179,7 @@ def test_the_attempts_end_arrives_however_much_waits_for_a_stopped_launcher(chan
 
 _A_WORKER = """
 import multiprocessing, os, signal, sys, time
-from robust_train.attempt.runner import stop_on_signals
+from robust_train.attempt.signals import stop_on_signals
 
 def ignores_sigint(ready):
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as pools of workers usually do
@@ -238,7 +238,7 @@ def _is_pending(pid, signum):
 
 _UNDER_SUBMITIT = """
 import os, signal, subprocess, sys
-from robust_train.attempt.runner import stop_on_signals
+from robust_train.attempt.signals import stop_on_signals
 stops = []
 with stop_on_signals(lambda: stops.append(1), is_script=sys.argv[1] == "script"):
     os.kill(os.getpid(), signal.SIGTERM)

@@ -42,7 +42,7 @@ def test_a_trainer_that_asks_only_whether_to_save_is_stopped_after_a_last_checkp
     saved = []
 
     def train(run, stop):
-        live_of(run).saving.plan = SavePlan(1e9)
+        live_of(run).saving.follow(SavePlan(1e9))
         for step in range(1, 10):
             if goes_on == "backward" and saved:
                 run.backward(None, None)
@@ -59,7 +59,8 @@ def test_a_trainer_that_asks_only_whether_to_save_is_stopped_after_a_last_checkp
 
 def test_a_trainer_that_reads_both_saves_once_and_ends_by_itself(tmp_path):
     def train(run, stop):
-        live_of(run).saving.plan, saved = SavePlan(1e9), []
+        live_of(run).saving.follow(SavePlan(1e9))
+        saved = []
         for step in range(1, 10):
             run.progress(step)
             if run.should_save():

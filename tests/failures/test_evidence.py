@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from attempts import KEYS_OF_A_PROJECT, policy
+from attempts import KEYS_OF_A_PROJECT, built, policy
 from robust_train.config.projects import Words
 from robust_train.config.schema import TrainerConfig
 from robust_train.failures import classify_failure
@@ -238,7 +238,7 @@ def test_advice_comes_in_the_order_of_what_costs_least_and_fits_the_evidence(mes
 
 
 def fitting(error, *, num_workers=2, end_step=3, **trainer):
-    spec = AttemptSpec((), 8, 1, num_workers=num_workers)
+    spec = built(AttemptSpec, (), 8, 1, num_workers=num_workers)
     attempt = Attempt(1, spec, failure=classify_failure(error), end_step=end_step)
     config = replace(policy(reports_start=True).config, **trainer)
     return "; ".join(Words(config.theirs).attempt(with_advice(attempt, config)).failure.advice)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from robust_train.report.charts import LANES, Chart, curve_charts, memory_charts
-from robust_train.report.facts import Story
+from robust_train.report.facts import Story, speed_of
 
 
 def told(story: Story) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def told(story: Story) -> dict[str, Any]:
                 "reason": a.reason,
                 "steps": [a.start_step, a.end_step],
                 "has_traceback": a.traceback is not None,
-                "ranks_with_speed": len(a.speed),
+                "ranks_with_speed": len(speed_of(a)),
             }
             for a in story.attempts
         ],

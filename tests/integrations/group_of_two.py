@@ -57,7 +57,7 @@ def trained(framework, kind, rank, folder):
     fuse = Fuse(*where, fits=fits, training=training) if where and rank == 1 else Fuse()
     layer = torch.nn.Sequential(fuse, Collective()) if kind == "collective" else fuse
     run = WatchedRun(folder)
-    live_of(run).micro_batch_plan = MicroBatchPlan(4, 2)
+    live_of(run).parts.split_by(MicroBatchPlan(4, 2))
     train = _lightning if framework == "lightning" else _transformers
     seen: dict[str, Any] = {}
     try:

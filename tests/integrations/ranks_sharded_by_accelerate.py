@@ -55,7 +55,7 @@ def attempt(folder, ranks, fuse, size, resume=None):
 
     def work(rank):
         run = WatchedRun(folder, resume=resume, rank=rank, world_size=ranks, flags=votes)
-        live_of(run).micro_batch_plan = MicroBatchPlan.of(unchecked(cfg))
+        live_of(run).parts.split_by(MicroBatchPlan.of(unchecked(cfg)))
         torch.manual_seed(0)
         burns = fuse if rank == ranks - 1 else Fuse()
         net = nn.Sequential(nn.Linear(1, 4), burns, nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
@@ -76,7 +76,7 @@ def attempt(folder, ranks, fuse, size, resume=None):
                     optimizer.zero_grad()
         except (RuntimeError, MemoryError) as reason:
             error = str(reason)
-        live_of(run).finish_saving()  # as an attempt does when its trainer has ended
+        live_of(run).saves.finish()  # as an attempt does when its trainer has ended
         weights = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
         return {
             "kind": type(model).__name__,

@@ -93,8 +93,8 @@ class Fitted:
         self.model = model
         self.run = WatchedRun(folder)
         if asked is not None:
-            live_of(self.run).asked = AttemptSpec((), asked, 8 // asked)
-        live_of(self.run).micro_batch_plan = MicroBatchPlan.of(unchecked(self.cfg))
+            live_of(self.run).parts.set_asked(AttemptSpec((), asked, 8 // asked))
+        live_of(self.run).parts.split_by(MicroBatchPlan.of(unchecked(self.cfg)))
 
     @property
     def weights(self):

@@ -58,7 +58,7 @@ def _train(folder, cfg, run=None, loss=_mean_square, **options):
 
     torch.manual_seed(0)
     run = run or WatchedRun(folder)
-    live_of(run).micro_batch_plan = MicroBatchPlan.of(unchecked(cfg))
+    live_of(run).parts.split_by(MicroBatchPlan.of(unchecked(cfg)))
     accelerator = accelerate.Accelerator(cpu=True, **options)
     data = TensorDataset(torch.arange(22.0)[:, None] / 22)
     model = torch.nn.Linear(1, 1)
@@ -97,7 +97,7 @@ def test_a_prepared_schedule_goes_on_by_one_step_whatever_the_ranks(tmp_path):
         cfg = framework_config(4, checkpoint_every_steps=None)
         cfg.num_gpus = 2
         run = WatchedRun(tmp_path, rank=rank, world_size=2, flags=votes)
-        live_of(run).micro_batch_plan = MicroBatchPlan.of(unchecked(cfg))
+        live_of(run).parts.split_by(MicroBatchPlan.of(unchecked(cfg)))
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
         accelerator = accelerate.Accelerator(cpu=True)
         model = torch.nn.Linear(1, 1)

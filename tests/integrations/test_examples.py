@@ -72,7 +72,7 @@ def test_where_memory_runs_out_an_example_ends_with_the_same_weights(
     with initialize_config_module("robust_train.configs", version_base="1.3"):
         cfg = compose("config", overrides=["device=cpu", *JOB])
     here = WatchedRun(tmp_path / "here")
-    live_of(here).micro_batch_plan = MicroBatchPlan.of(unchecked(cfg))
+    live_of(here).parts.split_by(MicroBatchPlan.of(unchecked(cfg)))
     integration_trainers.example(cfg, here)
     here.finish_saving()  # as an attempt does
     found = weights(ended.journal)

@@ -211,7 +211,7 @@ def test_of_a_program_s_fits_the_first_that_trains_is_ours(tmp_path, caplog):
             other = _trainer(tmp_path / "other", accumulate_grad_batches=given)
             other.fit(_Line(), _loader(4))
             assert other.accumulate_grad_batches == accumulates
-    assert not live_of(run).keeps_batch
+    assert not live_of(run).parts.keeps_batch
 
 
 def test_a_second_fit_of_a_job_is_refused_in_one_line(tmp_path):
@@ -265,7 +265,7 @@ def test_lightning_by_its_other_name_is_adopted_too(tmp_path):
         seen, saved = [], None
         for size in (8, 4):
             model, run = Line(), WatchedRun(tmp_path, resume=saved)
-            live_of(run).micro_batch_plan = MicroBatchPlan(size)
+            live_of(run).parts.split_by(MicroBatchPlan(size))
             with adopted_fit(framework_config(size, 8 // size), run):
                 where = {"accelerator": "cpu", "devices": 1, "max_epochs": 1}
                 other.Trainer(**where, **QUIET, default_root_dir=tmp_path).fit(model, _loader(size))
@@ -361,8 +361,8 @@ def test_validation_has_the_batches_of_the_job_s_first_attempt(tmp_path):
         torch.manual_seed(0)
         cfg = framework_config(size, 8 // size)
         run = Run(run_dir=tmp_path / str(size))
-        live_of(run).asked = asked
-        live_of(run).micro_batch_plan = MicroBatchPlan.of(unchecked(cfg))
+        live_of(run).parts.set_asked(asked)
+        live_of(run).parts.split_by(MicroBatchPlan.of(unchecked(cfg)))
         trainer = _trainer(run.run_dir, limit_val_batches=2)
         validation = DataLoader(_loader(8).dataset, size)
         model = _LimitedValidation()
@@ -450,7 +450,7 @@ class _Validated(_Line):
     def validation_step(self, batch):
         self.log("right", 1.0)
         if self.run is not None:
-            live_of(self.run).request_stop()
+            live_of(self.run).stops.request_stop()
 
 
 def test_a_stop_during_validation_waits_for_no_more_of_it(tmp_path):

@@ -8,8 +8,8 @@ from running_out import recorded
 
 from framework_config import SILENT, framework_config
 from robust_train.attempt.run import live_of
-from robust_train.config.schema import DivergenceConfig
 from robust_train.model.errors import TrainingDiverged, TrainingStopped, UserError
+from taking_part import guarded
 from watched_run import WatchedRun
 
 transformers = pytest.importorskip(
@@ -74,7 +74,7 @@ def test_gradient_checkpointing_is_turned_on_where_the_model_can(tmp_path, monke
 def test_a_logged_loss_that_stays_not_finite_ends_the_attempt(tmp_path):
     """The Trainer's own filter would log a mean in its place."""
     run = WatchedRun(tmp_path)
-    live_of(run).guard.divergence = DivergenceConfig(patience=3)
+    guarded(run, patience=3)
     with pytest.raises(TrainingDiverged, match="the loss is nan since step 1"):
         _fit(tmp_path, framework_config(8), run=run, label=float("nan"))
 
@@ -195,7 +195,7 @@ class _AsksToStop(transformers.TrainerCallback):
         self.run = run
 
     def on_prediction_step(self, args, state, control, **others):
-        live_of(self.run).request_stop()
+        live_of(self.run).stops.request_stop()
 
 
 def test_a_stop_during_evaluation_waits_for_no_more_of_it(tmp_path):

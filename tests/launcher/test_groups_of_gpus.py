@@ -63,7 +63,7 @@ ecc = Failure(FailureKind.DEVICE_FAULT, "CUDA error: uncorrectable ECC error", h
 spec = AttemptSpec(group, 8, 1, ranks=len(group))
 attempt = Attempt(1, spec, failure=ecc, memory={"max_allocated": 8 * 1024 * MIB})
 job.begin(group)
-assert job.ended(attempt).gpu_free_after_bytes // MIB == 30000
+assert job.ended(attempt).after // MIB == 30000
 assert [one.uuid for one in registry.exclusions()] == [group[1].uuid]
 assert registry.jobs()[0].state == "draining"
 offers = job.offers().gpus

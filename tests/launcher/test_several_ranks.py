@@ -11,6 +11,7 @@ import torch
 from forked_ranks import of_forks
 from robust_train.attempt import interpreter
 from robust_train.folder.state import read_state
+from robust_train.report.facts import speed_of
 from simulated_nvml import Gpu
 
 ON_THE_CPU = ("auto_device=false", "device=cpu")
@@ -55,7 +56,7 @@ def test_of_each_rank_it_is_known_how_long_it_trains_before_the_others_wait(worl
     # what slows both down, such as a busy machine, changes nothing
     assert first["seconds_alone_per_step"] < second["seconds_alone_per_step"] - 0.05
     state = read_state(world.run_dir)
-    assert [asdict(one) for one in state.attempt.speed] == [first, second]
+    assert [asdict(one) for one in speed_of(state.attempt)] == [first, second]
     assert "speed: " in ended.output
 
 

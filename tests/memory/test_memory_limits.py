@@ -9,10 +9,12 @@ import pytest
 import torch
 
 import warm
+from attempts import built
 from robust_train import set_memory_fraction
 from robust_train.host.allocator import VARIABLE, use_expandable_segments
 from robust_train.launcher.request import attempt_environment
 from robust_train.memory.cuda import MemoryLimit, apply_to_allocator
+from robust_train.model.spec import AttemptSpec
 from simulated_nvml import MIB
 
 
@@ -131,7 +133,7 @@ def test_expandable_segments_are_left_alone_where_they_may_fail(
 @pytest.mark.parametrize("expandable", [True, False])
 def test_torch_takes_an_attempts_settings_before_the_newer_name(expandable):
     """As torch's own snapshot of its allocator has them, which needs no GPU."""
-    environ = attempt_environment({}, (), expandable_segments=expandable)
+    environ = attempt_environment({}, built(AttemptSpec, (), 8, 1, expandable_segments=expandable))
     environ["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{not expandable}"
     code = """
         import json, torch

@@ -148,7 +148,7 @@ def test_all_ranks_save_at_the_same_step_whoever_is_ahead(tmp_path):
 
     def loop(rank):
         run = Run(run_dir=tmp_path, rank=rank, world_size=2, flags=votes)
-        live_of(run).saving.plan = SavePlan(1e9, 2 if rank else 7)  # rank 0's clock counts
+        live_of(run).saving.follow(SavePlan(1e9, 2 if rank else 7))  # rank 0's clock counts
         for step in range(1, 101):
             run.progress(step)
             if run.should_save():
@@ -169,7 +169,7 @@ def test_all_ranks_save_at_the_same_step_whoever_is_ahead(tmp_path):
 def test_an_objective_is_a_number_and_no_answer(tmp_path):
     sent = []
     run = Run(run_dir=tmp_path, report=sent.append)
-    live_of(run).monitors("better", "max")
+    live_of(run).reports.monitor("better", "max")
     run.record("validation", {"better": True, "step": 1})
     run.record("validation", {"better": 0.5, "step": 2})
     assert [one.value for one in sent if isinstance(one, ValueReported)] == [0.5]
@@ -179,5 +179,5 @@ def test_a_manifest_that_cannot_be_read_just_now_does_not_end_training(tmp_path)
     begin_job(tmp_path, resume=True)
     (tmp_path / "checkpoints" / "1.pt.manifest.json").mkdir(parents=True)
     run = Run(run_dir=tmp_path)
-    live_of(run).saving.plan = SavePlan(0.0)
+    live_of(run).saving.follow(SavePlan(0.0))
     assert run.should_save()

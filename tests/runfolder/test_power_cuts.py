@@ -95,7 +95,7 @@ def work(disk):
     journal.write(AttemptStarted(AttemptSpec((), 8, 1)), 1)
     run = Run(run_dir=run_dir, report=lambda event: journal.write(event, 1))
     assert live_of(run).saving.job == begun.job
-    folder = live_of(run).checkpoints(1)
+    folder = live_of(run).saves.folder(1)
     for step in range(1, STEPS + 1):
         journal.write(Progress(step), 1)
         folder.save({"step": step, "weights": torch.full((100,), float(step))}, step)

@@ -8,9 +8,8 @@ import torch
 
 from command_world import CommandWorld
 from disks import fill, small_disk
-from robust_train.attempt import last_save
+from robust_train.attempt import ending, last_save
 from robust_train.attempt.run import Run, live_of
-from robust_train.attempt.runner import failure_of
 from robust_train.folder.checkpoints import (
     CheckpointError,
     Manifest,
@@ -59,7 +58,7 @@ def test_the_manifest_that_a_full_disk_owes_takes_the_room_of_an_older_checkpoin
     with small_disk(tmp_path / "disk", "nr_inodes=10"):
         run_dir = tmp_path / "disk"
         begin_job(run_dir, resume=True)
-        folder = live_of(Run(run_dir=run_dir)).checkpoints(2)
+        folder = live_of(Run(run_dir=run_dir)).saves.folder(2)
         for step in (1, 2):
             folder.save({"step": step}, step)
         while os.statvfs(run_dir).f_ffree > 1:
@@ -125,8 +124,8 @@ def test_the_last_checkpoint_waits_for_space(full):
     weights = torch.arange(STATE_BYTES // 4, dtype=torch.float32)
     run.save({"weights": weights}, 7)
     run.finish_saving()
-    assert not live_of(run).has_checkpoint
-    live_of(run).save_owed_checkpoint()
+    assert not live_of(run).saves.has_checkpoint
+    last_save.save_owed_checkpoint(live_of(run))
     (saved,) = [event for event in heard if isinstance(event, CheckpointSaved)]
     assert saved.step == 7
     assert torch.equal(torch.load(saved.path)["weights"], weights)
@@ -138,9 +137,9 @@ def test_trained_weights_wait_for_space(full):
     run.checkpoint_failed("No space left on device")
     path = run.checkpoint_dir / "final.pt"
     content = {"weights": torch.zeros(STATE_BYTES // 4)}
-    assert live_of(run).save_result(lambda: write_atomically(content, path)) == path
+    assert last_save.save_result(live_of(run), lambda: write_atomically(content, path)) == path
     assert path.stat().st_size > STATE_BYTES
-    live_of(run).save_owed_checkpoint()
+    last_save.save_owed_checkpoint(live_of(run))
     assert not any(isinstance(event, CheckpointSaved) for event in heard), "the weights are enough"
 
 
@@ -148,9 +147,9 @@ def test_a_stop_ends_the_wait_for_space(full):
     run, _ = full
     run.save({"weights": torch.zeros(STATE_BYTES // 4)}, 7)
     run.finish_saving()
-    live_of(run).request_stop()
+    live_of(run).stops.request_stop()
     with pytest.raises(TrainingStopped):
-        live_of(run).save_owed_checkpoint()
+        last_save.save_owed_checkpoint(live_of(run))
 
 
 def test_training_without_any_checkpoint_is_not_repeated(tmp_path, caplog):
@@ -158,12 +157,12 @@ def test_training_without_any_checkpoint_is_not_repeated(tmp_path, caplog):
     to begin again."""
     run = Run(run_dir=tmp_path)
     run.checkpoint_failed("No space left on device")
-    live_of(run).save_owed_checkpoint()
+    last_save.save_owed_checkpoint(live_of(run))
     assert "it is not trained again" in caplog.text
     run.checkpoint_saved(tmp_path, 3)
     run.checkpoint_failed("No space left on device")
     with pytest.raises(CheckpointError):
-        live_of(run).save_owed_checkpoint()
+        last_save.save_owed_checkpoint(live_of(run))
 
 
 def test_a_save_that_failed_does_not_cost_the_next(full):
@@ -186,6 +185,6 @@ def check_a_failed_write(disk):
     with pytest.raises(CheckpointError) as failed:
         write_atomically({"weights": torch.zeros(500_000)}, disk / "large.pt")
     assert failed.value.bytes > 2_000_000
-    live = live_of(Run(run_dir=disk))
-    assert failure_of(failed.value, live).evidence.requested_bytes == failed.value.bytes
+    event = ending.failed(failed.value, lambda feature: True)
+    assert event.failure.evidence.requested_bytes == failed.value.bytes
     assert "(No space left on device)" in why_full(disk, "", failed.value.bytes)

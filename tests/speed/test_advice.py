@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from attempts import built
 from robust_train.model.attempt import Attempt
 from robust_train.model.spec import AttemptSpec, Speed
 from robust_train.report.wording import speed_advice, speed_text
@@ -40,7 +41,7 @@ SLOW = "rank 2 is slow: 0.3 s a step until the ranks meet, the others 0.2 s"
     ],
 )
 def test_what_costs_much_and_is_known_is_named_with_what_helps(ranks, said):
-    attempt = Attempt(1, AttemptSpec((), 4, 1, num_workers=2), speed=tuple(ranks))
+    attempt = built(Attempt, 1, built(AttemptSpec, (), 4, 1, num_workers=2), speed=tuple(ranks))
     found = tuple(speed_advice([attempt]))
     assert found == () if said is None else said in found[0]
 

@@ -117,7 +117,7 @@ def test_the_share_of_waiting_for_data(clock, explicit):
 
 def test_checkpoints_validation_and_ends_of_epochs_are_left_out(clock, tmp_path):
     run = Run(run_dir=tmp_path)
-    live_of(run).micro_batch_plan = MicroBatchPlan(batch_size=4, gradient_accumulation_steps=2)
+    live_of(run).parts.split_by(MicroBatchPlan(batch_size=4, gradient_accumulation_steps=2))
     pauses = {
         3: run.epoch_ended,
         4: lambda step: run.checkpoint_saved(tmp_path / "x", step),

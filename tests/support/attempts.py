@@ -2,10 +2,11 @@
 
 import functools
 import re
+from dataclasses import fields, replace
 
 from omegaconf import DictConfig
 
-from robust_train.assembly import FEATURES, REMEDIES
+from robust_train.assembly import FEATURES, load_remedies
 from robust_train.config.attempt import AttemptRequest
 from robust_train.config.checks import checked
 from robust_train.config.composition import complete
@@ -16,6 +17,7 @@ from robust_train.model.attempt import Attempt, Exit
 from robust_train.model.events import Failed, ScriptEnded
 from robust_train.model.failure import Evidence, Failure
 from robust_train.model.gpu import GpuInfo
+from robust_train.model.parts import parts_like
 from robust_train.model.spec import AttemptSpec, Decision
 from robust_train.policy.context import Offers
 from robust_train.policy.decide import decide
@@ -50,12 +52,13 @@ def policy(
         retry=RetryConfig(rules),
         **{"min_gpu_memory_mb": 0, **keys},
     )
-    return PolicySettings.of(
+    settings = PolicySettings.of(
         config,
-        expandable_segments=expandable_segments,
         may_use_expandable_segments=may_use_expandable_segments,
         can_checkpoint=can_checkpoint,
     )
+    asked = with_figures(settings.asked, expandable_segments=expandable_segments)
+    return replace(settings, asked=asked)
 
 
 KEYS_OF_A_PROJECT = {
@@ -101,10 +104,11 @@ def failed(
     exceptions=(),
     **record,
 ) -> Attempt:
-    """An attempt that failed; ``record`` are fields of it."""
+    """An attempt that failed; ``record`` are fields of it, or of the notes that features add."""
     text = message or f"a {kind.value} message"
     failure = Failure(kind, text, evidence or Evidence(), rank=rank)
-    return Attempt(
+    return built(
+        Attempt,
         record.pop("number", 1),
         spec,
         seconds=1.0,
@@ -116,13 +120,30 @@ def failed(
     )
 
 
+def built(cls, *own, **given):
+    """A record with these fields, of its own or of the parts that features add to it."""
+    names = {field.name for field in fields(cls)}
+    record = cls(*own, **{name: given.pop(name) for name in names & given.keys()})
+    return with_figures(record, **given)
+
+
+def with_figures(record, **given):
+    """The record with these fields of features' parts."""
+    parts = []
+    for kind in parts_like(record.kind_of_part):
+        names = [field.name for field in fields(kind) if field.name in given]
+        parts.append(replace(record.of(kind), **{name: given.pop(name) for name in names}))
+    assert not given, "neither the record nor a feature has such fields"
+    return record.having(*parts)
+
+
 def decided(settings, history, gpus=(), held=()) -> Decision:
     """What the launcher decides after these attempts."""
     known: tuple[Attempt, ...] = ()
     for attempt in history:
         known += (with_rule(settings, known, attempt),)
     ruled = decided_by_rule(settings, known)
-    return ruled or decide(settings, REMEDIES, known, Offers(gpus, held))
+    return ruled or decide(settings, load_remedies(), known, Offers(gpus, held))
 
 
 def attempt_request(run_dir, path="own.train", keys=(), **more):
@@ -138,5 +159,6 @@ def attempt_request(run_dir, path="own.train", keys=(), **more):
         "environ": {},
         "cwd": str(run_dir),
         "features": tuple(feature.attempt for feature in FEATURES if feature.attempt),
+        "watches": tuple(feature.watch for feature in FEATURES if feature.watch),
     }
     return AttemptRequest(TrainerRef(path), cfg, **{**fields, **more})

@@ -65,7 +65,7 @@ def meets(cfg, run) -> None:
     def then(step, **more):
         is_passed_on = progress(step, **more)
         if run.world_size > 1:
-            live_of(run).finish_saving()
+            live_of(run).saves.finish()
             # that of rank 0 may be written beside the last rank's last step
             if meeting.what and step == cfg.training.checkpoint_every_steps + 1:
                 wait_for_one(run.checkpoint_dir)

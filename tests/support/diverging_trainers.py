@@ -81,7 +81,7 @@ def script(argv):
     run = robust_train.current_run()
     for step in range(1, 6):
         run.progress(step, loss=float("nan") if float(argv[1]) > 0.1 and step > 2 else 1.0)
-        live_of(run).send_last_progress()
+        live_of(run).reports.send_last_progress()
     if float(argv[1]) > 0.1:
         time.sleep(60)  # it is ended before
     run.result(float(argv[1]))

@@ -68,7 +68,7 @@ def train(cfg, run):
         optimizer.step()
         run.progress(step, total_steps=STEPS)
         run.save(state, step)
-        live_of(run).finish_saving()
+        live_of(run).saves.finish()
         if is_due("waits", step, run):
             (run.run_dir / f"waits-{run.rank}").touch()
             while not run.should_stop():

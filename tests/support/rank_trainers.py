@@ -97,4 +97,8 @@ def loses_a_gpu_of_four(cfg, run):
             saves(run, "2", 2)
     dist.destroy_process_group()
     visible = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
-    return {"ranks": int(ranks), "start": live_of(run).steps_before, "visible": len(visible)}
+    return {
+        "ranks": int(ranks),
+        "start": live_of(run).reports.steps_before,
+        "visible": len(visible),
+    }

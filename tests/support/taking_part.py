@@ -2,18 +2,26 @@
 
 import contextlib
 
-from robust_train.attempt.hooks import AttemptHooks
 from robust_train.attempt.run import live_of
 from robust_train.attempt.runner import beside_the_trainer
-from robust_train.config.schema import RobustConfig
+from robust_train.config.schema import DivergenceConfig, RobustConfig
 
 
 def hooked(run, feature, config=None):
     """Let one feature take part in a run; return it."""
     live = live_of(run)
     made = feature(live, config or RobustConfig())
-    live.hooks = AttemptHooks([made])
+    live.take_part([made])
     return made
+
+
+def guarded(run, **divergence):
+    """Let a guard watch the losses of a run; return it."""
+    from robust_train.features.divergence.attempt import Guard
+
+    guard = Guard(live_of(run), DivergenceConfig(**divergence))
+    live_of(run).watch(guard)
+    return guard
 
 
 @contextlib.contextmanager

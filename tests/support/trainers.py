@@ -150,7 +150,7 @@ def resumes(cfg, run):
             saves(run, "five", step)
         if step == 7 and run.attempt == 1:
             raise MemoryError
-    return live_of(run).steps_before
+    return live_of(run).reports.steps_before
 
 
 def dies_of_segfault(cfg):
@@ -280,7 +280,7 @@ def splits_within_a_budget(cfg, run):
 def tells_its_memory(cfg, run):
     """Tells of GPU memory, then waits to be told; runs out of memory at its first attempt."""
     figures = {"allocated": 2 * 1024**3, "reserved": 3 * 1024**3, "max_allocated": 5 * 1024**3}
-    live_of(run).send(MemoryReported("here", **figures))
+    live_of(run).reports.send(MemoryReported("here", **figures))
     waits_for_the_go(f".{run.attempt}")
     if run.attempt == 1:
         raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")

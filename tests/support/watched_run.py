@@ -20,12 +20,12 @@ class WatchedRun(Run):
         content = event.as_json()
         self.events.append(content)
         if content["event"] == "checkpoint" and content["step"] == self.stop_at_checkpoint:
-            live_of(self).request_stop()
+            live_of(self).stops.request_stop()
 
     def progress(self, step, *, total_steps=None, **scalars):
         was_told = super().progress(step, total_steps=total_steps, **scalars)
         if step == self.stop_at_step:
-            live_of(self).request_stop()
+            live_of(self).stops.request_stop()
         return was_told
 
     def of(self, event: str) -> list[dict[str, Any]]:

@@ -39,7 +39,7 @@ class Job:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.train(1)
         run = Run(run_dir=run_dir, rank=dist.get_rank(), world_size=2)
-        self.folder = live_of(run).checkpoints(keep, write_folder=folder_writer())
+        self.folder = live_of(run).saves.folder(keep, write_folder=folder_writer())
 
     def train(self, seed):
         torch.manual_seed(seed)
@@ -247,9 +247,9 @@ def ranks_of_a_loop_go_on_from_one_checkpoint(run_dir):
     rank = dist.get_rank()
     run = Run(run_dir=run_dir, rank=rank, world_size=2)
     run.save({"some": 1}, 1)
-    live_of(run).finish_saving()
-    checkpoint = run.checkpoint_dir / "step-00000001.pt"
-    live_of(run).resume_checkpoint, gather = shown_late(checkpoint)
+    run.finish_saving()
+    newest, gather = shown_late(run.checkpoint_dir / "step-00000001.pt")
+    run = Run(run_dir=run_dir, rank=rank, world_size=2, resume_checkpoint=newest)
     dist.barrier()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("robust_train.step.ranks.of_all_ranks", gather)
@@ -264,7 +264,7 @@ def shards_are_read_from_a_file_of_whole_tensors(run_dir):
     content = named_map(lambda name, tensor: _whole(tensor), content)
     path = run_dir / "checkpoints" / "step-00000001.pt"
     if dist.get_rank() == 0:
-        live_of(Run(run_dir=run_dir)).checkpoints(1).save(content, 1)
+        live_of(Run(run_dir=run_dir)).saves.folder(1).save(content, 1)
     dist.barrier()
     _, found = read_newest(path, share=shares(job.model, job.optimizer), gather=of_all_ranks)
     held = []

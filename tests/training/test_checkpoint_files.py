@@ -20,7 +20,7 @@ from robust_train.folder.identity import begin_job
 
 def folder_of(run_dir, keep=5):
     """Checkpoints of a run without a launcher."""
-    return live_of(Run(run_dir=run_dir)).checkpoints(keep)
+    return live_of(Run(run_dir=run_dir)).saves.folder(keep)
 
 
 def test_training_goes_on_where_no_checkpoint_can_be_written_and_says_so_at_the_end(
@@ -56,8 +56,8 @@ def test_files_of_a_framework_are_copied_at_once_and_seen_once_all_are_there(
 
     def save(run, write):
         files = {"write": write, "publish": lambda: unfinished.rename(whole)}
-        live_of(run).try_to_save(
-            lambda: live_of(run).checkpoints(1).save_files(unfinished, 1, **files)
+        live_of(run).saves.try_to_write(
+            lambda: live_of(run).saves.folder(1).save_files(unfinished, 1, **files)
         )
 
     class Waits:
@@ -79,7 +79,7 @@ def test_files_of_a_framework_are_copied_at_once_and_seen_once_all_are_there(
     weights += 1
     assert not whole.exists()
     may_write.set()
-    live_of(run).finish_saving()
+    live_of(run).saves.finish()
     if elsewhere is None:
         assert torch.load(whole / "a.pt")[0].sum() == 0
         assert safetensors.load_file(whole / "b.safetensors")["w"].sum() == 0
@@ -91,7 +91,7 @@ def test_files_of_a_framework_are_copied_at_once_and_seen_once_all_are_there(
 
 def test_what_is_written_in_the_background_is_the_state_of_its_step(tmp_path):
     run = Run(run_dir=tmp_path)
-    folder = live_of(run).checkpoints(1)
+    folder = live_of(run).saves.folder(1)
     weights = torch.zeros(1000)
     folder.save_from_copy({"weights": weights, "nested": [(weights,)]}, 1)
     weights += 1
@@ -134,7 +134,7 @@ def test_a_job_whose_folder_was_begun_anew_leaves_the_other_s_checkpoints_alone(
     unfinished.parent.mkdir()
     unfinished.touch()
     run.save({"weights": torch.zeros(3)}, 1)
-    live_of(run).finish_saving()
+    live_of(run).saves.finish()
     assert "begun anew by another job" in str(live_of(run).saving.owed)
     run.checkpoint_saved(unfinished, 1)
     assert list(unfinished.parent.iterdir()) == [unfinished]

@@ -35,8 +35,8 @@ SAMPLES = 41
 def of_size(tmp_path, attempt, size, **options):
     """Return the run of an attempt with micro-batches of this size."""
     run = Run(run_dir=tmp_path, attempt=attempt, **options)
-    live_of(run).micro_batch_plan = MicroBatchPlan(
-        batch_size=size, gradient_accumulation_steps=16 // size
+    live_of(run).parts.split_by(
+        MicroBatchPlan(batch_size=size, gradient_accumulation_steps=16 // size)
     )
     return run
 
@@ -49,9 +49,9 @@ def resumed(tmp_path, make, *, sizes, taken, ranks=(1, 1)):
         seen.append(batch)
         first.progress(len(seen))
     first.save({}, taken)
-    first.finish_saving()
-    later = of_size(tmp_path, 2, sizes[1], world_size=ranks[1])
-    live_of(later).resume_checkpoint = first.checkpoint_dir / f"step-{taken:08d}.pt"
+    live_of(first).saves.finish()
+    newest = first.checkpoint_dir / f"step-{taken:08d}.pt"
+    later = of_size(tmp_path, 2, sizes[1], world_size=ranks[1], resume_checkpoint=newest)
     later.load({})
     return _flat(seen), _flat(later.batches(make(sizes[1])))
 
@@ -281,9 +281,9 @@ def test_batches_that_count_something_else_than_samples_are_warned_of(
     run = of_size(tmp_path, 1, sizes[0])
     assert len(list(itertools.islice(run.batches(make(sizes[0])), 3))) == 3
     run.save({}, 1)
-    live_of(run).finish_saving()
-    later = of_size(tmp_path, 2, sizes[1])
-    live_of(later).resume_checkpoint = run.checkpoint_dir / "step-00000001.pt"
+    live_of(run).saves.finish()
+    newest = run.checkpoint_dir / "step-00000001.pt"
+    later = of_size(tmp_path, 2, sizes[1], resume_checkpoint=newest)
     later.load({})
     next(iter(later.batches(make(sizes[1]))))
     assert said in caplog.text
@@ -349,14 +349,13 @@ def test_a_third_attempt_goes_on_in_the_middle_of_an_accumulation(tmp_path):
     """Batches of 8, then of 4 of which an odd number was done, then of 8 again."""
     path, seen = None, []
     for attempt, (size, taken) in enumerate([(8, 1), (4, 1), (8, 99)], 1):
-        run = of_size(tmp_path, attempt, size)
-        live_of(run).resume_checkpoint = path
+        run = of_size(tmp_path, attempt, size, resume_checkpoint=path)
         step = run.load({})
         for batch in itertools.islice(run.batches(_loader(size)), taken):
             seen += batch.tolist()
             step += 1
         run.save({}, step)
-        live_of(run).finish_saving()
+        live_of(run).saves.finish()
         path = run.checkpoint_dir / f"step-{step:08d}.pt"
     assert seen == list(range(SAMPLES))
 
@@ -382,12 +381,11 @@ def test_any_sizes_in_any_attempts_see_each_sample_once(sizes, taken, is_list):
 def test_what_is_saved_before_the_first_batch_keeps_the_position(tmp_path):
     path, seen = None, []
     for attempt, taken in enumerate((2, 0, 99), 1):
-        run = of_size(tmp_path, attempt, 8)
-        live_of(run).resume_checkpoint = path
+        run = of_size(tmp_path, attempt, 8, resume_checkpoint=path)
         step = run.load({}) + 1
         seen += _flat(itertools.islice(run.batches(_loader(8)), taken))
         run.save({}, step)
-        live_of(run).finish_saving()
+        live_of(run).saves.finish()
         path = run.checkpoint_dir / f"step-{step:08d}.pt"
     assert seen == list(range(SAMPLES))
 

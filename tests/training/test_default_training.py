@@ -11,7 +11,6 @@ from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_world import TINY_VIT, WatchedRun, config, train
 
-from robust_train.attempt.run import live_of
 from robust_train.model.errors import ConfigError
 from robust_train.vision.reporting import Reporter
 from robust_train.vision.step import EpochPosition
@@ -57,8 +56,7 @@ def test_a_job_says_how_it_goes_and_what_it_has_left(short):
 
 def test_a_launcher_that_shows_the_steps_leaves_no_line_for_each(tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    run = WatchedRun(tmp_path)
-    live_of(run).has_live_status = True
+    run = WatchedRun(tmp_path, has_live_status=True)
     report_steps(run, range(1, 11), every=5, total=10)
     assert not [m for m in caplog.messages if m.startswith("step ")]
 

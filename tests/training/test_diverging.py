@@ -10,9 +10,9 @@ import torch
 
 import diverging_trainers
 from robust_train.attempt.cadence import Saving
-from robust_train.attempt.guard import Losses
 from robust_train.attempt.run import Run, live_of
 from robust_train.config.schema import DivergenceConfig
+from robust_train.features.divergence.attempt import Losses
 from robust_train.folder.checkpoints import (
     Manifest,
     newest_checkpoint,
@@ -21,6 +21,7 @@ from robust_train.folder.checkpoints import (
     rotate,
 )
 from robust_train.model.errors import TrainingDiverged
+from taking_part import guarded
 
 TRAINER = "trainer._target_=diverging_trainers.train"
 SLOW = pytest.mark.slow
@@ -194,7 +195,7 @@ def test_what_was_saved_after_it_diverged_is_not_resumed_from(tmp_path):
 
 def test_a_checkpoint_is_proven_by_a_hundred_steps(tmp_path):
     run = Run(run_dir=tmp_path)
-    guard, saving = live_of(run).guard, live_of(run).saving
+    guard, saving = guarded(run), live_of(run).saving
     saving.job, guard.losses = "j", Losses(good_step=115)
     saved(saving.folder, (10, "finite"), (16, "finite"), (20, "finite"), (30, "finite"))
     saving.rotate(1)
@@ -207,7 +208,7 @@ def test_a_checkpoint_is_proven_by_a_hundred_steps(tmp_path):
 @pytest.mark.parametrize("number", [float, torch.tensor, numpy.float32])
 def test_a_loss_of_any_library_is_looked_at(tmp_path, number):
     run = Run(run_dir=tmp_path)
-    live_of(run).guard.divergence = DivergenceConfig(patience=2)
+    guarded(run, patience=2)
 
     def train():
         for step, loss in enumerate((1.0, float("nan"), float("nan"), 1.0), start=1):
@@ -218,9 +219,9 @@ def test_a_loss_of_any_library_is_looked_at(tmp_path, number):
 
 
 def test_a_fused_optimizer_counts_a_step_later_and_raises_after_too_many(tmp_path):
-    run, reported = Run(run_dir=tmp_path), []
-    live_of(run).send = reported.append
-    live_of(run).guard.divergence = DivergenceConfig(patience=1)
+    reported = []
+    run = Run(run_dir=tmp_path, report=reported.append)
+    guarded(run, patience=1)
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     before = model.weight.clone()

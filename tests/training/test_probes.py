@@ -121,10 +121,10 @@ def test_probes_leave_no_trace_in_model_optimizer_scaler_and_generators(tmp_path
 def searching(folder, batch_size, min_batch_size=1):
     """A run that has to find its size, of this one at most."""
     run = WatchedRun(folder)
-    live_of(run).micro_batch_plan = MicroBatchPlan(
-        batch_size=batch_size, min_batch_size=min_batch_size
+    live_of(run).parts.split_by(
+        MicroBatchPlan(batch_size=batch_size, min_batch_size=min_batch_size)
     )
-    live_of(run).batch_search = BatchSearch(batch_size, min_batch_size=min_batch_size)
+    live_of(run).parts.search_with(BatchSearch(batch_size, min_batch_size=min_batch_size))
     return run
 
 

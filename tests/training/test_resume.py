@@ -150,7 +150,7 @@ def test_a_resumed_run_keeps_the_micro_batch_that_fitted(tmp_path, job, memory_f
     memory_for(training=5)
     limited = run_to_end(job(ONE_EPOCH), tmp_path / "whole")
     run = stopped(job(ONE_EPOCH), tmp_path / "run", stop_at_step=11)
-    assert live_of(run).last_micro_batch == 4
+    assert live_of(run).parts.last_micro_batch == 4
     sizes = memory_for()
     _, result = resumed(job(ONE_EPOCH), run)
     in_training = [size for is_training, size in sizes if is_training]
@@ -180,5 +180,5 @@ def test_memory_that_runs_out_while_validating_changes_neither_score_nor_trainin
     assert result["test_loss"] == pytest.approx(whole.result["test_loss"], rel=1e-5)
     assert max(size for is_training, size in sizes if not is_training) == 4
     assert max(size for is_training, size in sizes if is_training) == 8
-    assert live_of(run).last_micro_batch is None
+    assert live_of(run).parts.last_micro_batch is None
     assert difference(whole.weights, trained_weights(result)) == 0

@@ -10,9 +10,9 @@ import torch
 from robust_train import launch
 from robust_train.attempt.run import Run, live_of
 from robust_train.config.placeholders import SavePlan
-from robust_train.config.schema import DivergenceConfig
 from robust_train.folder.checkpoints import mark, read_manifests
 from robust_train.model.errors import TrainingDiverged, UserError
+from taking_part import guarded
 
 CFG = {"device": "cpu", "isolation": "none", "retry_pause_seconds": 0.1}
 
@@ -35,7 +35,7 @@ def own_loop(cfg, run):
             if step % 4 == 0:
                 run.save(state, step)
             if step == cfg.get("fails", {}).get(run.attempt):
-                live_of(run).finish_saving()
+                live_of(run).saves.finish()
                 raise ConnectionError("the data's server is gone")
     return {"seen": state["seen"], "weight": model.weight.tolist()}
 
@@ -46,7 +46,7 @@ def threads_that_saves_start(cfg, run):
     for step in range(3):
         run.save({"values": torch.zeros(1)}, step)
     started = set(threading.enumerate()) - before
-    live_of(run).finish_saving()
+    live_of(run).saves.finish()
     return [thread.name for thread in started | set(threading.enumerate()) - before]
 
 
@@ -69,7 +69,7 @@ def test_a_loop_goes_on_past_the_batch_that_spoilt_its_weights(tmp_path):
     job = launch(own_loop, CFG | {"steps": 40, "batches": 40, "bad": 26}, run_dir=tmp_path)
     assert [one.outcome for one in job.attempts] == ["diverged", "completed"]
     assert job.attempts[1].start_step == 24
-    assert job.attempts[1].spec.skips_to > 26
+    assert job.attempts[1].spec.noted("skips_to", 0) > 26
     assert not numpy.isnan(job.result["weight"]).any()
 
 
@@ -106,7 +106,7 @@ class Stream(torch.utils.data.IterableDataset):
 def saved_at(run, step, **state):
     """A later attempt's run that goes on from a checkpoint of this step, saved by ``run``."""
     run.save(state, step)
-    live_of(run).finish_saving()
+    live_of(run).saves.finish()
     path = run.checkpoint_dir / f"step-{step:08d}.pt"
     return Run(run_dir=run.run_dir, attempt=2, resume_checkpoint=path)
 
@@ -148,9 +148,10 @@ def test_smaller_batches_of_the_next_attempt_go_on_after_the_samples_that_were_s
 
 
 def test_a_rank_goes_on_with_its_own_data_and_not_with_those_of_the_first(tmp_path):
-    first, second = (Run(run_dir=tmp_path, rank=rank, world_size=2) for rank in (0, 1))
+    first = Run(run_dir=tmp_path, world_size=2)
     next(first.batches(Loader("of the first")))
-    live_of(second).resume_checkpoint = saved_at(first, 1).resume_checkpoint
+    newest = saved_at(first, 1).resume_checkpoint
+    second = Run(run_dir=tmp_path, rank=1, world_size=2, resume_checkpoint=newest)
     loader = Loader("of the second")
     assert list(second.batches(loader)) == [2, 3, 4, 5, 6]
     assert loader.extra == "of the second"
@@ -190,15 +191,14 @@ def test_data_with_which_training_diverged_is_passed_over(tmp_path, run):
         run.progress(batch + 1)
         if batch == 3:
             run.save({}, 4)
-    live_of(run).finish_saving()
-    later = Run(run_dir=tmp_path, attempt=2)
-    live = live_of(later)
-    live.resume_checkpoint = tmp_path / "checkpoints/step-00000004.pt"
-    live.skips_to = 6
+    live_of(run).saves.finish()
+    newest = tmp_path / "checkpoints/step-00000004.pt"
+    later = Run(run_dir=tmp_path, attempt=2, resume_checkpoint=newest)
+    live_of(later).saves.skip_to(6)
     later.load({})
     assert list(later.batches(range(10))) == [6, 7, 8, 9]
-    live.guard.divergence = DivergenceConfig(patience=1)
-    live.saving.job = "j"
+    guarded(later, patience=1)
+    live_of(later).saving.job = "j"
     mark(run.checkpoint_dir, "j", lambda one: "proven")
     with pytest.raises(TrainingDiverged) as again:
         later.progress(5, loss=float("nan"))
@@ -206,11 +206,11 @@ def test_data_with_which_training_diverged_is_passed_over(tmp_path, run):
 
 
 def test_a_checkpoint_written_while_training_diverges_is_marked(run):
-    live_of(run).guard.divergence = DivergenceConfig(patience=9)
+    guarded(run, patience=9)
     for step, loss in ((1, 0.5), (2, 0.4), (3, float("nan"))):
         run.progress(step, loss=loss)
         run.save({}, step)
-    live_of(run).finish_saving()
+    live_of(run).saves.finish()
     losses = {one.step: one.loss for one in read_manifests(run.checkpoint_dir)}
     assert losses == {1: "finite", 2: "finite", 3: "diverged"}, (
         "the oldest may be the last good one"
@@ -218,10 +218,8 @@ def test_a_checkpoint_written_while_training_diverges_is_marked(run):
 
 
 def test_no_checkpoint_is_due_while_losses_are_not_finite(run):
-    live_of(run).guard.divergence, live_of(run).saving.plan = (
-        DivergenceConfig(patience=9),
-        SavePlan(0.0),
-    )
+    guarded(run, patience=9)
+    live_of(run).saving.follow(SavePlan(0.0))
     due = []
     for step, loss in enumerate((0.5, float("nan"), float("inf"), 0.4), 1):
         run.progress(step, loss=loss)

@@ -47,5 +47,5 @@ def test_a_kill_before_the_folder_has_its_name_leaves_the_one_before(seen):
     newest = newest_checkpoint(run.checkpoint_dir, "")
     found = read_newest(newest.path)
     assert found[1]["step"] == 1
-    live_of(run).checkpoints(2).remove_leftovers(None)
+    live_of(run).saves.folder(2).remove_leftovers(None)
     assert not torn.exists()

@@ -140,7 +140,7 @@ def test_memory_running_out_leaves_the_gradient_of_the_whole_batch(
 
 def test_the_size_that_fits_is_kept_and_its_change_is_recorded_with_the_reason(tmp_path):
     run = WatchedRun(tmp_path)
-    live_of(run).micro_batch_plan = MicroBatchPlan(batch_size=12, min_batch_size=2)
+    live_of(run).parts.split_by(MicroBatchPlan(batch_size=12, min_batch_size=2))
     run.started(30)
     run.progress(39)
     model = Network(most=6)
@@ -152,7 +152,7 @@ def test_the_size_that_fits_is_kept_and_its_change_is_recorded_with_the_reason(t
     assert (event["step"], event["before"], event["after"]) == (40, 12, 6)
     assert (event["kind"], event["requested_bytes"]) == ("device_oom", 2 * 2**30)
     assert "out of memory" in event["reason"]
-    assert live_of(run).last_micro_batch == event["last_micro_batch"] == 6
+    assert live_of(run).parts.last_micro_batch == event["last_micro_batch"] == 6
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

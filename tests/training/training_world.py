@@ -14,6 +14,7 @@ from scipy.io import savemat
 from robust_train.attempt.run import live_of
 from robust_train.config.checks import unchecked
 from robust_train.vision import trainer
+from taking_part import guarded
 from watched_run import WatchedRun
 
 # the launcher settles `auto` for an attempt
@@ -33,8 +34,9 @@ def config(*overrides):
 
 
 def train(cfg, run):
-    """Call the built-in trainer with the plans that an attempt sets."""
+    """Call the built-in trainer with the plans that an attempt sets, and with its guard."""
     live_of(run).configure(unchecked(cfg))
+    guarded(run)
     return trainer.train(cfg, run)
 
 

@@ -178,8 +178,15 @@ class Saving:
         self._contents: dict[Path, int] = {}  # of what was read back
         # manifests that could not be written, by checkpoint
         self._unlisted: dict[Path, Manifest] = {}
-        # how often to save; to be set from the config before the first save
-        self.plan = SavePlan()
+        self.plan = SavePlan()  # how often to save
+
+    def follow(self, plan: SavePlan) -> None:
+        """Save as often as ``plan`` has it; call this before the first save."""
+        self.plan = plan
+
+    def list_nothing(self) -> None:
+        """Write no manifests: no one would resume."""
+        self.job = None
 
     def check_folder(self) -> None:
         """Raise CheckpointError if another job has the run folder. Each save calls this first."""
@@ -275,6 +282,10 @@ class Saving:
         """Record that a checkpoint could not be written."""
         self.owed = error
         self.clock.failed()
+
+    def settle(self) -> None:
+        """Record that no checkpoint is owed any longer."""
+        self.owed = None
 
     def rotate(self, keep: int) -> None:
         """Remove all but the newest ``keep`` checkpoints and the last that is known to be good."""

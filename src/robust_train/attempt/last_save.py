@@ -43,7 +43,7 @@ def write_when_there_is_room(live: LiveAttempt, write: Callable[[], T]) -> T:
             if not is_of_full_disk(error) or not pauses:
                 raise
             failed = error
-        live.send(CheckpointFailed(str(failed)))
+        live.reports.send(CheckpointFailed(str(failed)))
         _sleep(live, pauses.pop(0))
         if _waited_for_room(live, failed):
             pauses = list(_PAUSES)
@@ -54,27 +54,35 @@ def is_of_full_disk(error: CheckpointError) -> bool:
     return classify_failure(error).kind is FailureKind.DISK_FULL
 
 
-def save_owed_checkpoint(live: LiveAttempt, write_again: Callable[[], bool] | None) -> None:
-    """Save the last checkpoint of training that is over, which the disk did not take.
+def save_result(live: LiveAttempt, write: Callable[[], T]) -> T:
+    """Return what ``write`` returns, which writes the weights that training has ended with.
 
-    Args:
-        live: the attempt.
-        write_again: writes it, and returns whether it could be tried: its copy may be gone.
+    They are the result, so no checkpoint is owed after that.
+    """
+    result = write_when_there_is_room(live, write)
+    if live.saving.owed is not None:
+        log.warning("the last checkpoint is not saved, but the trained weights are")
+        live.saving.settle()
+    return result
+
+
+def save_owed_checkpoint(live: LiveAttempt) -> None:
+    """Save the last checkpoint of training that is over, which the disk did not take. An attempt
+    that was asked to stop ends without it.
 
     Raises:
         CheckpointError: it is not saved, and the last steps are repeated from an earlier one.
         TrainingStopped: as above.
     """
     unsaved = live.saving.owed
-    if unsaved is None or not is_of_full_disk(unsaved):
+    if unsaved is None or live.stops.has_stopped_trainer or not is_of_full_disk(unsaved):
         return
-    if write_again is not None:
-        try:
-            if write_when_there_is_room(live, write_again):
-                return
-        except CheckpointError as error:
-            unsaved = error
-    if live.has_checkpoint:
+    try:
+        if write_when_there_is_room(live, live.saves.write_again):
+            return
+    except CheckpointError as error:
+        unsaved = error
+    if live.saves.has_checkpoint:
         raise unsaved
     log.warning(
         "training is over, and no checkpoint of it could be saved (%s); it is not trained again",
@@ -93,7 +101,7 @@ def _waited_for_room(live: LiveAttempt, failed: CheckpointError) -> bool:
             needed = f"{memory(failed.bytes)} are" if failed.bytes else "space is"
             log.warning("training is over; %s: %s needed to save it", problem, needed)
             # a report is a sign of life: this attempt does not hang
-            live.send(CheckpointFailed(problem))
+            live.reports.send(CheckpointFailed(problem))
         _sleep(live, _LOOK_SECONDS)
     return has_waited
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from robust_train.attempt.live import LiveAttempt, Report
+from robust_train.attempt.live import LiveAttempt
+from robust_train.attempt.reports import Report
 from robust_train.host.votes import Flags
 from robust_train.model.events import Json
 
@@ -68,17 +69,17 @@ class Run:
     @property
     def resume_checkpoint(self) -> Path | None:
         """The checkpoint to go on from, None if it starts afresh."""
-        return self._live.resume_checkpoint
+        return self._live.saves.resume_checkpoint
 
     @property
     def last_step(self) -> int | None:
         """The last optimizer step that was reported, None before the first."""
-        return self._live.last_step
+        return self._live.reports.last_step
 
     @property
     def micro_batcher(self) -> MicroBatcher:
         """What splits this attempt's batches."""
-        return self._live.micro_batcher
+        return self._live.parts.batcher()
 
     def should_stop(self) -> bool:
         """Return whether to save a checkpoint now and raise :class:`TrainingStopped`.
@@ -108,7 +109,7 @@ class Run:
     def finish_saving(self) -> None:
         """Wait for the checkpoint that is written in the background, and report it. Attempts do
         that at their end; a script that ends its process in another way calls it."""
-        self._live.finish_saving()
+        self._live.saves.finish()
 
     def checkpoint_failed(self, reason: str) -> None:
         """Report that no checkpoint could be saved: training goes on, the user is notified, and
@@ -117,7 +118,7 @@ class Run:
 
     def started(self, step: int) -> None:
         """Report which optimizer step this attempt starts from (0 for a fresh start)."""
-        self._live.started(step)
+        self._live.reports.started(int(step))
 
     def progress(self, /, step: int, *, total_steps: int | None = None, **scalars: float) -> bool:
         """Report that optimizer step ``step`` is done; ``scalars`` (loss, lr …) go to the journal.
@@ -156,7 +157,7 @@ class Run:
         If the loss of :meth:`backward` or the gradients' norm is not finite, the update is left
         out, on all ranks alike, and weights and optimizer are as before. An optimizer made with
         ``fused=True`` does that on the GPU, where nothing waits and the host counts it a step
-        later; for any other one the host reads one figure.
+        later; for any other one the host reads one figure, and waits for the backward pass.
 
         Args:
             optimizer: of what was trained.
@@ -165,7 +166,8 @@ class Run:
             max_grad_norm: clip the norm of all gradients to this.
 
         Returns:
-            Whether the weights have changed, as far as that is known by now.
+            Whether the weights have changed, as far as that is known by now: with ``fused=True``
+            always true.
 
         Raises:
             TrainingDiverged: more than three times ``divergence.patience`` updates in a row were
@@ -235,11 +237,11 @@ class Run:
         """Report the figure that a sweep optimises, as it is after ``step`` (default: the last one
         of :meth:`progress`). A sweep may stop a job that does worse than others at the same step,
         so report at the same steps in all jobs, as after each epoch."""
-        self._live.report(value, step)
+        self._live.reports.report(value, step)
 
     def record(self, event: str, fields: Mapping[str, Json]) -> None:
         """Record an event of the trainer's own in the journal: any name, any fields."""
-        self._live.record(event, fields)
+        self._live.reports.record(event, fields)
 
 
 def live_of(run: Run) -> LiveAttempt:

@@ -80,9 +80,6 @@ class SpeedMeter:
 
     An attempt's first step does not count, nor does a time between two steps in which something
     else is known to have happened: a validation, a checkpoint, the end of an epoch.
-
-    Attributes:
-        least_seconds: reports of steps are this far apart at least to be measured.
     """
 
     def __init__(
@@ -93,7 +90,7 @@ class SpeedMeter:
         # takes the figures
         report: Callable[[Speed], None] = lambda speed: None,
     ) -> None:
-        self.least_seconds = 0.0
+        self._least_seconds = 0.0
         self._ranks = ranks
         self._samples = samples
         self._report = report
@@ -107,6 +104,10 @@ class SpeedMeter:
         self._steps = 0
         self._next_report = 0.0
         self._pause = _FIRST_REPORT_SECONDS
+
+    def measure_rarely(self, seconds: float) -> None:
+        """Measure only reports that are this far apart at least."""
+        self._least_seconds = seconds
 
     def stop(self) -> None:
         """Measure nothing more: someone else does."""
@@ -170,7 +171,7 @@ class SpeedMeter:
         now, interval = Moment(), self._interval
         if interval is not None and interval.counts and step > self._step:
             interval.seconds = now.at - interval.begin.at
-            if interval.seconds < self.least_seconds:
+            if interval.seconds < self._least_seconds:
                 return
             interval.steps = step - self._step
             if not interval.samples:

@@ -13,11 +13,10 @@ from robust_train.config.projects import ours, resolved, write_to_theirs
 from robust_train.config.schema import RobustConfig, TrainingConfig
 from robust_train.config.trainers import MainModule, TrainerRef
 from robust_train.model.errors import ConfigError
-from robust_train.model.spec import AttemptSpec
+from robust_train.model.parts import parts_like
+from robust_train.model.spec import AttemptSpec, Knob
 
 _OF_TRAINING = {item.name for item in fields(TrainingConfig)}
-_CHOSEN = _OF_TRAINING & {item.name for item in fields(AttemptSpec)}
-"""Keys under ``training`` that are chosen for each attempt."""
 
 
 def guest_config(cfg: DictConfig, engine: str, world_size: int) -> DictConfig:
@@ -42,13 +41,19 @@ def guest_config(cfg: DictConfig, engine: str, world_size: int) -> DictConfig:
 
 def for_attempt(config: RobustConfig, spec: AttemptSpec, device: str) -> RobustConfig:
     """Return a job's config with what one attempt uses."""
-    chosen: dict[str, Any] = {name: getattr(spec, name) for name in _CHOSEN}
+    chosen: dict[str, Any] = {
+        "batch_size": spec.batch_size,
+        "gradient_accumulation_steps": spec.gradient_accumulation_steps,
+    }
     lr = config.training.lr
     if config.traits.is_program:
         lr = config.learning_rate_at(spec.effective_batch_size)
         chosen["effective_batch_size"] = spec.effective_batch_size
-    training = replace(config.training, lr=lr * spec.lr_factor, **chosen)
-    return replace(config, device=device, num_gpus=spec.ranks, training=training)
+    training = replace(config.training, lr=lr, **chosen)
+    config = replace(config, device=device, num_gpus=spec.ranks, training=training)
+    for kind in parts_like(Knob):
+        config = spec.of(kind).applied(config)
+    return config
 
 
 def for_rank(config: RobustConfig, rank: int) -> RobustConfig:
@@ -65,7 +70,11 @@ def trainer_config(cfg: DictConfig, config: RobustConfig) -> DictConfig:
     """Return the composed config as the trainer of an attempt sees it, fully resolved."""
     cfg = cfg.copy()
     own = ours(cfg)
-    chosen = {name: getattr(config.training, name) for name in (*_CHOSEN, "effective_batch_size")}
+    kinds: list[type[Any]] = [AttemptSpec, *parts_like(Knob)]
+    names = {field.name for kind in kinds for field in fields(kind)}
+    # the keys under `training` that are chosen for each attempt
+    keys = (names & _OF_TRAINING) | {"effective_batch_size"}
+    chosen = {name: getattr(config.training, name) for name in keys}
     lr = OmegaConf.select(own, "training.lr")
     # as it is written in the user's config, unless this attempt has another
     if lr is not None and config.training.lr != lr:
@@ -131,6 +140,8 @@ class AttemptRequest:
     is_first: bool = True  # of its launch
     # dotted names of the features' halves in the attempt
     features: tuple[str, ...] = ()
+    # dotted names of what features look for in its processes, from the launcher
+    watches: tuple[str, ...] = ()
     # how the script has multiprocessing start processes, if it has chosen: it may have done so
     # under its guard, which does not run in the attempt
     start_method: str | None = None

@@ -84,8 +84,8 @@ def effects_under_guard(script: ast.Module, trainer: str) -> GuardedEffects:
     in_attempts = _reached([defined[trainer]] if trainer in defined else [], defined)
     only_guarded = [one for one in _reached(guarded, defined) if one not in in_attempts]
     imported = _imported_in(script)
-    effects = set(_effects_in(guarded + only_guarded, imported))
-    has_like = {_kind_of(one) for one in _effects_in(always + in_attempts, imported)}
+    effects = set(_effects_in([*guarded, *only_guarded], imported))
+    has_like = {_kind_of(one) for one in _effects_in([*always, *in_attempts], imported)}
     lost = sorted(one for one in effects if _kind_of(one) not in has_like)
     anew = _variables_set_in(guarded)
     for function in only_guarded:
@@ -125,7 +125,7 @@ def _read_in(node: ast.AST) -> Iterator[str]:
 
 def _imported_in(script: ast.Module) -> set[str]:
     """Return the names that imports bind anywhere in a script."""
-    names = set()
+    names: set[str] = set()
     for node in ast.walk(script):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             names.update((one.asname or one.name).partition(".")[0] for one in node.names)

@@ -143,7 +143,7 @@ class SplitRule:
     def of(cls, config: RobustConfig, spec: AttemptSpec) -> SplitRule:
         """Return the rule of an attempt."""
         preserves = config.preserve_effective_batch_size
-        may_end = preserves is not False and not spec.splits_loss
+        may_end = preserves is not False and not spec.noted("splits_loss", False)
         return cls(is_exact=preserves is True, ends_attempt=may_end)
 
     @classmethod

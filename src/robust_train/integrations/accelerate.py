@@ -72,7 +72,7 @@ class RobustLoop:
         self._cfg = cfg.training
         self._steps = Steps(cfg, run)
         self._saved_step: int | None = None
-        live_of(run).passes_over = True
+        live_of(run).saves.pass_over_skipped()
         self._total: int | None = None
         self._loss: Any = None  # of the step that was made last
         accelerator.register_for_checkpointing(self)
@@ -89,7 +89,7 @@ class RobustLoop:
                 )
             self.accelerator.load_state(str(path))
             # data of this epoch with which training diverged is passed over
-            passes_over = max(live_of(self.run).skips_to - self.step, 0) * self._effective
+            passes_over = max(live_of(self.run).saves.skips_to - self.step, 0) * self._effective
             self.samples = min(self.samples + passes_over, self._order.samples)
         if self.run.world_size > 1:
             # a batch is a step, so accelerate is not to make one more for each rank
@@ -97,13 +97,13 @@ class RobustLoop:
                 scheduler.split_batches = True
         self._total = count * -(-self._order.samples // self._effective)
         self.run.started(self.step)
-        live_of(self.run).record_memory("training begins")
+        live_of(self.run).reports.record_memory("training begins")
         while self.epoch < count:
             yield self.epoch
             self.epoch, self.samples = self.epoch + 1, 0
             if self.epoch < count and self._saved_step is None:
                 self.save()
-        live_of(self.run).finish_saving()
+        live_of(self.run).saves.finish()
 
     def batches(self) -> Iterator[Any]:
         """Yield the batches of the current epoch that are left; the next one ends the step.
@@ -153,7 +153,7 @@ class RobustLoop:
         """Save a checkpoint while training goes on, as ``run.save`` does."""
         path = self.run.checkpoint_dir / f"{_SAVED}{self.step:08d}"
         unfinished = path.with_name(f".{path.name}.tmp")
-        live_of(self.run).finish_saving()
+        live_of(self.run).saves.finish()
         is_there = path.exists() and self._saved_step == self.step
         if self.run.is_main and not is_there:
             # of attempts that were killed while they saved, and of this very step
@@ -163,10 +163,10 @@ class RobustLoop:
         if of_all_ranks(is_there)[0]:
             return
         self._saved_step = self.step
-        live_of(self.run).try_to_save(
+        live_of(self.run).saves.try_to_write(
             lambda: (
                 live_of(self.run)
-                .checkpoints(self._cfg.keep_checkpoints)
+                .saves.folder(self._cfg.keep_checkpoints)
                 .save_files(
                     unfinished,
                     self.step,
@@ -196,7 +196,7 @@ class RobustLoop:
         self._loss = None
         if self.run.should_stop():
             self.save()
-            live_of(self.run).finish_saving()
+            live_of(self.run).saves.finish()
             raise TrainingStopped(f"stopped after step {self.step}")
         if self.run.should_save():
             self.save()

@@ -143,7 +143,7 @@ def _fit(
             raise TrainingStopped(f"stopped after step {trainer.global_step}") from None
         raise
     finally:
-        live_of(run).finish_saving()
+        live_of(run).saves.finish()
         callback.leave(trainer)
 
 
@@ -206,7 +206,7 @@ def _with_batch_of(data: Any, cfg: DictConfig, run: Run) -> DictConfig:
     if not hasattr(data, "train_dataloader") or type(theirs) is not int:
         return cfg
     steps = cfg.training.gradient_accumulation_steps
-    asked = live_of(run).asked
+    asked = live_of(run).parts.asked
     if asked is None:
         asked = AttemptSpec((), cfg.training.batch_size, steps)
     if theirs in (cfg.training.batch_size, asked.batch_size):
@@ -222,11 +222,11 @@ def _with_batch_of(data: Any, cfg: DictConfig, run: Run) -> DictConfig:
     log.info(
         "%s.batch_size=%d is the job's batch size, as no training.batch_size is given", name, theirs
     )
-    live_of(run).asked = asked.with_batch(theirs, None)
-    live_of(run).micro_batch_plan = replace(live_of(run).micro_batch_plan, batch_size=micro_batch)
-    live_of(run).splits_no_more()  # as an earlier fit of this trainer may have
+    live_of(run).parts.set_asked(asked.with_batch(theirs, None))
+    live_of(run).parts.split_by(replace(live_of(run).parts.plan, batch_size=micro_batch))
+    live_of(run).parts.stop_splitting()  # as an earlier fit of this trainer may have
     if run.is_main:
-        live_of(run).send(BatchTaken(theirs, micro_batch, steps))
+        live_of(run).reports.send(BatchTaken(theirs, micro_batch, steps))
     cfg = cfg.copy()
     with open_dict(cfg):
         cfg.training.batch_size = micro_batch

@@ -183,11 +183,11 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
             self._restored = None
         self._begin_step(0 if self.position.is_between_epochs else self.position.samples)
         self.run.started(trainer.global_step)
-        live_of(self.run).record_memory("fit begins")
+        live_of(self.run).reports.record_memory("fit begins")
         # of a ModelCheckpoint or EarlyStopping
         for one in trainer.callbacks:
             if getattr(one, "monitor", None) is not None:
-                live_of(self.run).monitors(one.monitor, getattr(one, "mode", "min"))
+                live_of(self.run).reports.monitor(one.monitor, getattr(one, "mode", "min"))
 
     def _lower_rates(self, trainer: Any) -> None:
         """Make the epoch's step of ReduceLROnPlateau, which comes after the last checkpoint."""

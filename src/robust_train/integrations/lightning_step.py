@@ -60,7 +60,7 @@ def _keep_evaluation_batches(trainer: Any, run: Run, callback: Any, *, can_split
     """Let loaders of validation and test have the batches that they had in the job's first attempt;
     their figures may depend on that, and so does what ``limit_val_batches`` leaves out."""
     own: int = callback.shares.micro_batch
-    spec = live_of(run).asked
+    spec = live_of(run).parts.asked
     asked = own if spec is None else spec.batch_size
     if asked == own:
         return

@@ -71,9 +71,9 @@ def refuse_saving_on_each_node(owner: str, options: Any) -> None:
 
 def keep_batch(run: Run, reason: str) -> None:
     """Let no attempt split the batch in another way, which would change the training."""
-    live_of(run).keeps_batch = reason
+    live_of(run).parts.keep_batch(reason)
     if run.is_main:
-        live_of(run).send(BatchKept(reason))
+        live_of(run).reports.send(BatchKept(reason))
 
 
 class Steps:
@@ -86,8 +86,7 @@ class Steps:
                 "checkpoint of the first: make each a job of its own (-m fold=0,1,2), or leave the "
                 "other to the framework (trainer.fit, trainer.train)"
             )
-        live_of(run).is_steered = True
-        live_of(run).saving.plan = SavePlan.of(unchecked(cfg))
+        live_of(run).steer(SavePlan.of(unchecked(cfg)))
         self._run = run
         self._every = max(cfg.training.log_every_steps, 1)
         self._loss: dict[str, float] = {}
@@ -99,14 +98,14 @@ class Steps:
     def done(self, step: int, total_steps: int | None, loss: Any = None) -> None:
         """Send that optimizer step ``step`` is done, now and then with its loss."""
         if loss is not None:
-            live_of(self._run).guard.take(step, loss)
+            live_of(self._run).losses.take(step, loss)
             if step % self._every == 0:  # reading it waits for the GPU
                 self._loss = {"loss": float(loss)}
         is_first = self._run.last_step is None
         if self._run.progress(step, total_steps=total_steps, **self._loss):
             self._loss = {}
         if is_first:
-            live_of(self._run).record_memory("first step done")
+            live_of(self._run).reports.record_memory("first step done")
 
 
 def result_of(metric: str | None, logged: Mapping[str, float]) -> Any:
@@ -225,7 +224,7 @@ class InStep:
         """Log why memory that runs out ends the attempt; later reasons change nothing."""
         if self._said:
             return
-        kept = live_of(self._run).keeps_batch
+        kept = live_of(self._run).parts.keeps_batch
         log.log(
             logging.DEBUG if on_all_ranks and not self._run.is_main else logging.WARNING,
             "%s: where memory runs out, a new attempt %s; no step is repeated in smaller "
@@ -236,7 +235,7 @@ class InStep:
             f"; {kept}" if kept and kept != reason else "",
         )
         self._said = True
-        live_of(self._run).splits_no_more()
+        live_of(self._run).parts.stop_splitting()
 
     def keep_batch(self, reason: str) -> None:
         """Neither repeat a step nor let an attempt split its batch in another way."""

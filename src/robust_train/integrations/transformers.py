@@ -54,7 +54,7 @@ def training_arguments(cfg: DictConfig, run: Run) -> dict[str, Any]:
     Device, micro-batch, accumulation, data-loader workers, seeds, and checkpoints: their folder,
     how many to keep, and which one to resume from.
     """
-    training, asked = cfg.training, live_of(run).asked
+    training, asked = cfg.training, live_of(run).parts.asked
     workers = training.num_workers
     checkpoint = run.resume_checkpoint
     return {
@@ -93,7 +93,7 @@ def fit(trainer: Any, *, cfg: DictConfig, run: Run, metric: str | None = None) -
     if run.should_stop():
         raise TrainingStopped("stopped before the first step")
     _checkpoint_gradients(trainer, cfg)
-    if live_of(run).guard.divergence is not None:
+    if live_of(run).losses.leaves_out:
         # it would log a mean in place of a loss that is not finite
         trainer.args.logging_nan_inf_filter = False
     callback = TransformersCallback(cfg, run)
@@ -121,13 +121,13 @@ def fit(trainer: Any, *, cfg: DictConfig, run: Run, metric: str | None = None) -
                 load_best(trainer)
         return _result(trainer, metric)
     except _StoppedInEvaluation:
-        live_of(run).finish_saving()
+        live_of(run).saves.finish()
         if not of_all_ranks(is_whole(_folder(trainer.args, trainer.state)))[0]:
             # nothing was trained since the last step
             save_trainer(trainer)
         raise TrainingStopped(f"stopped after step {trainer.state.global_step}") from None
     finally:
-        live_of(run).finish_saving()
+        live_of(run).saves.finish()
 
 
 class _AlreadyDone(Exception):  # noqa: N818 - an event
@@ -180,10 +180,10 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
                 type(batches).__name__,
             )
         self.run.started(state.global_step)
-        live_of(self.run).record_memory("training begins")
+        live_of(self.run).reports.record_memory("training begins")
         name = args.metric_for_best_model or "loss"
         name = name if name.startswith("eval_") else f"eval_{name}"
-        live_of(self.run).monitors(name, "max" if args.greater_is_better else "min")
+        live_of(self.run).reports.monitor(name, "max" if args.greater_is_better else "min")
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Take the time: the epoch's first batches are read from here on."""
@@ -205,7 +205,7 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> Any:
         """Save after an optimizer step if it is time or a stop is requested."""
-        live_of(self.run).guard.take(state.global_step, self._loss)
+        live_of(self.run).losses.take(state.global_step, self._loss)
         self._steps.done(state.global_step, state.max_steps)
         saves_soon = args.save_strategy == "epoch" and state.epoch == round(state.epoch)
         if self.run.should_stop():
@@ -227,7 +227,7 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
         if "loss" in figures:
             self._steps.log_loss(figures["loss"])
         if "train_loss" in figures:
-            live_of(self.run).finish_saving()  # the best one may be loaded next
+            live_of(self.run).saves.finish()  # the best one may be loaded next
         self.run.record("metrics", {"step": state.global_step, **figures})
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **others: Any) -> None:
@@ -253,10 +253,10 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
             (path / _MARK).unlink()
             return path
 
-        live_of(self.run).try_to_save(
+        live_of(self.run).saves.try_to_write(
             lambda: (
                 live_of(self.run)
-                .checkpoints(keep=0)
+                .saves.folder(keep=0)
                 .save_files(
                     path,
                     state.global_step,

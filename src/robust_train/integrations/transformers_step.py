@@ -41,7 +41,7 @@ def recover_in_steps(trainer: Any, run: Run) -> None:
     """Repeat steps and evaluations of ``trainer`` in smaller parts where memory runs out."""
     args, loss, in_step = (trainer.args, TrainersLoss(trainer), InStep(run, "transformers"))
     own = args.gradient_accumulation_steps, run.world_size
-    asked = live_of(run).asked
+    asked = live_of(run).parts.asked
     if asked and (asked.gradient_accumulation_steps, asked.ranks) != own:
         loss.weigh_as(asked)
     if args.optim in ("lomo", "adalomo"):
@@ -56,7 +56,7 @@ def recover_in_steps(trainer: Any, run: Run) -> None:
 
 def _evaluate_in_own_batches(trainer: Any, run: Run) -> None:
     """Evaluate in this attempt's batches, for the job's cannot be repeated in parts."""
-    args, asked = trainer.args, live_of(run).asked
+    args, asked = trainer.args, live_of(run).parts.asked
     own, evaluated = (args.per_device_train_batch_size, args.per_device_eval_batch_size)
     if asked is None or own == asked.batch_size or evaluated != asked.batch_size:
         return

@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +49,6 @@ from robust_train.model.events import Event, Failed, MalformedEventError, parse
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 from robust_train.model.feature import Feature
 from robust_train.model.gpu import Group
-from robust_train.model.json import from_json
 from robust_train.model.spec import AttemptSpec, Decision, GiveUp, Retry
 from robust_train.policy.context import Offers
 from robust_train.policy.decide import Remedies, decide, first_attempt
@@ -195,7 +194,7 @@ class RankDriver(Driver):
             "run_dir": str(self.plan.run_dir),
             "number": number,
             "checkpoint": checkpoint and str(checkpoint),
-            "spec": asdict(replace(first.spec, gpus=())),
+            "spec": replace(first.spec, gpus=()).fields_as_json(),
             "is_fresh": is_fresh,  # earlier attempts do not count any more
         }
         failures.write(f"attempt-{number}.json", start)
@@ -231,7 +230,7 @@ class RankDriver(Driver):
         start = self._await_start()
         signals = SignalWatch()
         try:
-            spec = AttemptSpec(**{**start["spec"], "gpus": self.devices.acquire()})
+            spec = replace(AttemptSpec.from_fields(start["spec"]), gpus=self.devices.acquire())
             number, checkpoint = int(start["number"]), start["checkpoint"]
             attempt = Attempt(number, spec, resumed_from=checkpoint)
             run_dir = Path(start["run_dir"])
@@ -427,7 +426,7 @@ class RankFailures:
             if start.get("job") != job:
                 continue
             with contextlib.suppress(MalformedEventError):
-                spec = from_json(AttemptSpec, start.get("spec"))
+                spec = AttemptSpec.from_fields(start.get("spec"))
                 if start.get("is_fresh"):
                     attempts.clear()
                 attempts[number] = Attempt(number, replace(spec, gpus=gpus))

@@ -8,7 +8,7 @@ hook calls another hook, and no feature sees another one: what they share is the
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +22,7 @@ from robust_train.model.spec import Decision, Retry
 from robust_train.readable import named_line
 
 if TYPE_CHECKING:
+    from robust_train.children.interpreters import Interpreter
     from robust_train.config.attempt import AttemptRequest
     from robust_train.folder.identity import Beginning
     from robust_train.folder.state import RunState, Summary
@@ -44,6 +45,44 @@ class Pause:
     asked for it decides by :meth:`InLauncher.overrule` what comes next."""
 
     why: str
+
+
+@dataclass(frozen=True)
+class End:
+    """Answer of :meth:`Watch.poll`: end the attempt, because nothing happens in it any more."""
+
+    what: str  # what stood still
+    seconds: float  # for how long
+    kill_in_seconds: float  # its processes need this long to write what they do
+
+
+class Watch:
+    """What a feature looks for in the processes of an attempt; one object an attempt.
+
+    The ranks of an engine's job, each with a launcher of its own, are watched too.
+    """
+
+    def __init__(
+        self,
+        request: AttemptRequest,
+        pids: Sequence[int],  # of its interpreters
+        send: Callable[[Event], None],  # records an event of the attempt
+    ) -> None:
+        pass
+
+    def event(self, event: Event) -> None:
+        """Take an event of any of its ranks."""
+
+    def output(self) -> None:
+        """Note that it has printed something."""
+
+    def poll(self, living: Mapping[int, Interpreter]) -> End | None:
+        """Look at its interpreters that live, by their ranks, at least twice a second. The first
+        answer counts."""
+        return None
+
+    def close(self) -> None:
+        """Clean up when its processes are gone."""
 
 
 class JobView(Protocol):

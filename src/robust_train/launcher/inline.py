@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from robust_train.attempt.code import own_modules as own_modules
 from robust_train.attempt.loading import Trainer, load
 from robust_train.attempt.runner import run_attempt
-from robust_train.attempt.runner import shield_workers as shield_workers
+from robust_train.attempt.signals import shield_workers as shield_workers
 from robust_train.config.attempt import AttemptRequest
 from robust_train.config.trainers import TrainerRef
 from robust_train.failures.shortage import do_without_onednn

@@ -23,11 +23,7 @@ from robust_train.folder.identity import refuse_other_version
 from robust_train.folder.provenance import resume_command
 from robust_train.folder.resolvers import Resolvers, resolvers_of
 from robust_train.gpu.visible import numbers_gpus
-from robust_train.host.allocator import (
-    exported_expandable_segments,
-    is_wsl,
-    use_expandable_segments,
-)
+from robust_train.host.allocator import exported_expandable_segments, is_wsl
 from robust_train.model.feature import Feature
 from robust_train.policy.decide import Remedies
 from robust_train.policy.sizes import PolicySettings
@@ -165,12 +161,7 @@ def policy_settings(
     """Return what the decisions of a job depend on."""
     return PolicySettings.of(
         config,
-        expandable_segments=use_expandable_segments(
-            config.memory.expandable_segments,
-            os.environ,
-            is_safe=config.traits.takes_expandable_segments,
-            gpus=config.num_gpus,
-        ),
+        environ=os.environ,
         may_use_expandable_segments=(
             exported_expandable_segments(os.environ) is None and not is_wsl()
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import os
@@ -27,8 +28,7 @@ from robust_train.host.screen import show_waiting
 from robust_train.host.signals import SignalWatch, stop_signal
 from robust_train.host.votes import STOP, Votes
 from robust_train.launcher.ending import RankEnd, event_of, without_escapes
-from robust_train.launcher.stall import Standstill
-from robust_train.launcher.stall_watch import StallWatch, dump_stacks, remove_nccl_pipes
+from robust_train.launcher.hooks import End, Watch
 from robust_train.model.attempt import Exit
 from robust_train.model.errors import ConfigError
 from robust_train.model.events import (
@@ -42,6 +42,7 @@ from robust_train.model.events import (
     TrainingStarted,
 )
 from robust_train.model.failure import FailureKind
+from robust_train.model.feature import load_named
 from robust_train.readable import duration, shortened, signal_name
 
 log = logging.getLogger("robust_train")
@@ -55,6 +56,7 @@ AFTER_FAILURE_SECONDS = 10.0
 
 _MOST_EVENTS = 1000
 _LAST_REPORT_SECONDS = 1.0
+_MPS_GRACE_SECONDS = 30.0
 """Time of the other ranks after a failure: to report something that explains more."""
 _AFTER_KILL_SECONDS = 8.0
 _SIGNAL_SECONDS = 0.5
@@ -86,6 +88,10 @@ class ProcessExecutor:
         self._trainer, self._cfg, self._job = trainer, cfg, job
         self._ranks, self._has_standby = ranks, has_standby
         self._modules = tuple(early_imports(cfg))
+        # those of them that start CUDA when they are imported
+        self._starts_cuda: set[str] = set()
+        # a standby has imported while the attempt before had GPUs, which libraries may have seen
+        self._has_seen_gpus = False
         self._standby_bytes = 0
         self._has_lost_one = False  # before its attempt
         self._interpreters = take_early()
@@ -118,9 +124,10 @@ class ProcessExecutor:
         def take(event: Event) -> None:
             if isinstance(event, LibrariesImported):
                 # the next attempt's interpreters import what this one has, if there is room
-                self._modules = event.modules
+                self._modules = self._harmless(event.modules)
                 self._standby_bytes = event.resident_bytes * self._ranks
                 if self._has_standby:
+                    self._has_seen_gpus |= bool(request.spec.gpus)
                     self._prepare_next(preparation(self._modules, is_standby=True))
                 return
             if isinstance(event, Failed) and event.failure.kind not in (
@@ -138,9 +145,12 @@ class ProcessExecutor:
             if waiting and not has_room_for_standby(self._standby_bytes):
                 for one in waiting:
                     self._interpreters.end(one)
+            self._end_unfit()
             tick()
 
         self._ranks = request.ranks
+        if self._has_seen_gpus and not request.spec.gpus:
+            self._import_nothing_early()
         processes = self.prepare(tick)
         running = RunningAttempt(self._interpreters, processes, request, take)
         found = running.run(signals, hold, tick_with_standby)
@@ -166,6 +176,13 @@ class ProcessExecutor:
                 # those that import break off: the rest comes with the trainer
                 one.prepare(preparation(()) if one.is_asked else self._preparation())
             interpreters.await_prepared(found, tick)
+            if culprits := {one.culprit for one in found if one.is_unfit}:
+                if not culprits <= self._starts_cuda.union(self._modules):
+                    raise ConfigError(
+                        "an attempt's interpreter starts CUDA before its trainer runs"
+                    )
+                self._leave_to_attempts(culprits)
+                continue
             ends = [one.returncode for one in found if one.returncode is not None]
             if ends:
                 self._on_death_at_import(ends[0])
@@ -173,14 +190,44 @@ class ProcessExecutor:
             if all(one.is_usable for one in found):
                 interpreters.pump.release()
                 return found
-            # they did before they imported: a library has started CUDA, and would again
-            if not self._modules:
-                raise ConfigError("an attempt's interpreter starts CUDA before its trainer runs")
+
+    def _end_unfit(self) -> None:
+        """End standbys that have started CUDA, if they have not ended by themselves yet."""
+        for one in self._interpreters.waiting:
+            try:
+                list(one.read())
+            except ConfigError:
+                # the next attempt's own interpreter finds out by itself
+                self._interpreters.end(one)
+            if one.is_unfit:
+                self._leave_to_attempts({one.culprit})
+                self._interpreters.end(one)
+
+    def _leave_to_attempts(self, culprits: set[str]) -> None:
+        """Import no longer early what has started CUDA, nor what came after it: that may need it.
+
+        A module before it was imported without it.
+        """
+        for name in sorted(culprits - self._starts_cuda):
             log.info(
-                "importing %s early would start CUDA, so each attempt imports it itself",
-                ", ".join(self._modules),
+                "importing %s early would start CUDA, so each attempt imports it itself, and what "
+                "comes after it",
+                name,
             )
-            self._modules = ()
+        self._starts_cuda |= culprits
+        self._modules = self._harmless(self._modules)
+
+    def _harmless(self, modules: Sequence[str]) -> tuple[str, ...]:
+        """Return the modules that come before any that starts CUDA."""
+        return tuple(itertools.takewhile(lambda name: name not in self._starts_cuda, modules))
+
+    def _import_nothing_early(self) -> None:
+        """Have interpreters without any import for an attempt on the CPU: in the others, libraries
+        may have kept that there are GPUs."""
+        self._has_seen_gpus = False
+        self._modules = ()
+        for one in self._interpreters.waiting:
+            self._interpreters.end(one)
 
     def _waiting(self) -> list[Interpreter]:
         """Return interpreters without an attempt; those that wait first, then new ones."""
@@ -275,7 +322,7 @@ class RunningAttempt:
         request: AttemptRequest,
         on_event: Callable[[Event], None],
     ) -> None:
-        self._stalled: Standstill | None = None
+        self._stalled: End | None = None
         self._interpreters = interpreters
         self._processes = processes
         self._request = request
@@ -288,7 +335,9 @@ class RunningAttempt:
         self._oom_kills = OomKillWatch()
         interpreters.pump.start_log(request.log_file)
         pids = [one.pid for one in processes]
-        self._watch = StallWatch(request, pids, on_event)
+        self._watches: list[Watch] = [
+            load_named(name)(request, pids, on_event) for name in request.watches
+        ]
         self._votes = Votes(request.ranks) if request.ranks > 1 else None
         self._ends = [RankEnd(rank, pid) for rank, pid in enumerate(pids)]
         # by the monotonic clock: when it is killed (again), and when it was first
@@ -354,7 +403,8 @@ class RunningAttempt:
         is_given_up = now >= self._killed_at + _AFTER_KILL_SECONDS
         # ends before events and output: what a process sent before it ended is then there already
         if interpreters.poll():
-            self._watch.on_output()
+            for watch in self._watches:
+                watch.output()
         for rank, one in enumerate(own):
             # at its end all; before, a burst must hold up neither signals nor requests
             is_ending = is_given_up or not one.is_running
@@ -373,19 +423,29 @@ class RunningAttempt:
             self._look(now)
         if is_given_up or not any(one.is_running for one in own):
             return True
-        if self._kill_at == math.inf and (stalled := self._watch.poll()) is not None:
-            self._stalled = stalled
-            seconds = dump_stacks(
-                self._request, {rank: one for rank, one in enumerate(own) if one.is_running}
-            )
-            self._kill_in(seconds)
+        if self._kill_at == math.inf:
+            self._end_if_stalled()
         return False
+
+    def _end_if_stalled(self) -> None:
+        living = {rank: one for rank, one in enumerate(self._processes) if one.is_running}
+        answers = (watch.poll(living) for watch in self._watches)
+        self._stalled = next((answer for answer in answers if answer is not None), None)
+        if self._stalled is None:
+            return
+        seconds = self._stalled.kill_in_seconds
+        if any(gpu.mps for gpu in self._request.spec.gpus):
+            # SIGKILL in the middle of a kernel may break MPS's server for its other clients
+            self._signal_all(signal.SIGTERM)
+            seconds = max(seconds, _MPS_GRACE_SECONDS)
+        self._kill_in(seconds)
 
     def _read(self, rank: int, most: int) -> None:
         for event in self._processes[rank].read(most):
-            self._watch.on_event(event)
             self._trains |= isinstance(event, (TrainingStarted, Progress))
             self._saves |= isinstance(event, CheckpointSaved)
+            for watch in self._watches:
+                watch.event(event)
             if isinstance(event, (Finished, Failed)):
                 end = self._ends[rank]
                 self._ends[rank] = replace(end, ending=event, at=event.at)
@@ -464,7 +524,8 @@ class RunningAttempt:
             log.warning("the attempt's process hangs in the kernel; it is left behind")
         elif left:
             log.warning("processes %s of the attempt cannot be ended", left)
-        remove_nccl_pipes(request.run_dir)
+        for watch in self._watches:
+            watch.close()
         if any(end.was_stopped for end in self._ends):
             # a stop of all processes may reach the attempt before us
             until = time.monotonic() + _SIGNAL_SECONDS

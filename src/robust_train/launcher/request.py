@@ -10,12 +10,10 @@ from pathlib import Path
 from robust_train.config.attempt import AttemptRequest, for_attempt, trainer_config
 from robust_train.folder.hydra_state import hydra_config
 from robust_train.gpu.visible import mask_for
-from robust_train.host.allocator import VARIABLE, allocator_settings
 from robust_train.launcher.plan import Plan
-from robust_train.launcher.stall_watch import nccl_variables
 from robust_train.model.attempt import Attempt
-from robust_train.model.gpu import Group
-from robust_train.model.spec import AttemptSpec
+from robust_train.model.parts import parts_like
+from robust_train.model.spec import AttemptSpec, Knob
 from robust_train.queue.devices import name_for_trainer
 
 
@@ -37,14 +35,7 @@ def request_for(
         is_first: whether the attempt is the first one of its launch.
     """
     spec, config = attempt.spec, plan.config
-    environ = attempt_environment(
-        os.environ,
-        spec.gpus,
-        expandable_segments=spec.expandable_segments,
-        by_index=plan.numbers_gpus,
-    )
-    if config.stall_timeout_seconds != 0 and len(spec.gpus) > 1:
-        environ |= nccl_variables(environ, plan.run_dir, attempt.number)
+    environ = attempt_environment(os.environ, spec, by_index=plan.numbers_gpus)
     device = name_for_trainer(spec.gpus, os.environ, own_process=not config.runs_inline)
     own_config = for_attempt(config, spec, device)
     resumed_from = attempt.resumed_from
@@ -66,6 +57,7 @@ def request_for(
         is_first=is_first,
         start_method=_start_method(),
         features=tuple(feature.attempt for feature in plan.features if feature.attempt),
+        watches=tuple(feature.watch for feature in plan.features if feature.watch),
     )
 
 
@@ -80,19 +72,19 @@ def _start_method() -> str | None:
 
 def attempt_environment(
     environ: Mapping[str, str],  # the launcher's environment
-    gpus: Group,  # the GPUs of the attempt, empty for the CPU
+    spec: AttemptSpec,
     *,
-    # for the allocator; what the user has exported takes precedence
-    expandable_segments: bool,
     # number the GPUs, for programs that read integers; UUIDs otherwise, and where NVML and CUDA may
     # count differently
     by_index: bool = False,
 ) -> dict[str, str]:
-    """Return the launcher's environment, with these GPUs (or none) visible."""
+    """Return the launcher's environment with what an attempt is to use: only its GPUs (or none)
+    are visible."""
+    for kind in parts_like(Knob):
+        environ = spec.of(kind).exported(environ)
     return {
         **environ,
-        "CUDA_VISIBLE_DEVICES": mask_for(gpus, by_index=by_index),
+        "CUDA_VISIBLE_DEVICES": mask_for(spec.gpus, by_index=by_index),
         # so that a program that prints or parses indices agrees with nvidia-smi
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        VARIABLE: allocator_settings(environ, expandable_segments=expandable_segments),
     }

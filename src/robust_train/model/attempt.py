@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from robust_train.model.events import (
     AttemptProcess,
@@ -15,12 +16,10 @@ from robust_train.model.events import (
     BatchSizeFound,
     BatchTaken,
     CheckpointSaved,
-    CheckpointUnused,
     Event,
     Failed,
     Finished,
     Json,
-    MemoryCleared,
     MemoryReported,
     MicroBatchChanged,
     MicroBatchExhausted,
@@ -28,17 +27,17 @@ from robust_train.model.events import (
     RankDied,
     ScriptEnded,
     ScriptStarted,
-    Slow,
-    SpeedMeasured,
     SplitChecked,
     TrainerSupports,
     TrainingStarted,
-    UpdateSkipped,
 )
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 from robust_train.model.gpu import Group, gpus_of
-from robust_train.model.json import as_json, finite, from_json
-from robust_train.model.spec import AttemptSpec, Speed
+from robust_train.model.json import finite
+from robust_train.model.parts import Part, Record, parts_like
+from robust_train.model.spec import AttemptSpec
+
+N = TypeVar("N", bound="Note")
 
 UNFINISHED = "unfinished"
 COMPLETED = "completed"
@@ -51,14 +50,11 @@ _NOT_IN_FILES = frozenset(
         "first_step",
         "saved_step",
         "saves",
-        "not_whole",
         "keeps_batch",
         "split_changes",
-        "cannot_split",
         "ending",
         "script",
         "exit",
-        "rule",
     }
 )
 
@@ -89,11 +85,23 @@ class Exit:
 
 
 @dataclass(frozen=True)
-class Attempt:
+class Note(Part):
+    """What a feature knows of an attempt, and may add to its record."""
+
+    def after(self: N, event: Event, attempt: Attempt) -> N:
+        """Return the note after one more event, which the attempt's own fields have taken."""
+        return self
+
+
+@dataclass(frozen=True)
+class Attempt(Record[Note]):
     """What an attempt used, how far it came, how it ended, and what was decided then.
 
-    None if unknown, or not yet. Bytes and seconds.
+    What features know of it is in their notes: ``attempt.of(SlowNote)``. None if unknown, or not
+    yet. Bytes and seconds.
     """
+
+    kind_of_part = Note
 
     number: int  # from 1, in all launches of the run folder
     # with the micro-batch that it found, if it had to search
@@ -111,37 +119,20 @@ class Attempt:
     loss: float | None = None
     checkpoint: str | None = None  # path of the last one it reported
     saved_step: int | None = None  # step of that
-    # path of its newest checkpoint, if that is cut off
-    not_whole: str | None = None
-    # the last checkpoint that is known to be good stays
-    is_guarded: bool = False
-    skipped_updates: int = 0  # loss or gradient norm was not finite
     saves: int = 0  # number of checkpoints it reported
-    saving_seconds: float = 0.0  # for which they held training up
     # the one in use, if the trainer itself has changed it
     micro_batch: int | None = None
-    slow: str = ""  # what slows it down now, a sentence
     keeps_batch: str = ""  # why no attempt may split the batch in another way
     # it ended since the losses of parts do not add up to the loss of the batch: what showed that
     split_changes: str = ""
-    # it ended since a step cannot be computed in parts: why
-    cannot_split: str = ""
-    # what probes before training have found
-    batch_size_found: Mapping[str, Json] | None = None
     # bytes in use, by name, at the last milestone; of several ranks the one with the highest peak
     memory: Mapping[str, int] = field(default_factory=dict)
-    memory_returned: Mapping[str, Json] | None = None  # by the final clean-up
-    speed: tuple[Speed, ...] = ()  # of each rank that measured it
     # --- the evidence of its end ---
     # its own report, or what ended the group of its ranks
     ending: Finished | Failed | RankDied | None = None
     # its program, if it runs one
     script: ScriptStarted | ScriptEnded | None = None
     exit: Exit = Exit()
-    # of the GPU on which it failed, before the attempt
-    gpu_free_before_bytes: int | None = None
-    # the same when the attempt's process was gone
-    gpu_free_after_bytes: int | None = None
     # --- how it ended ---
     seconds: float | None = None  # wall time
     failure: Failure | None = None  # None if it completed
@@ -149,16 +140,22 @@ class Attempt:
     traceback: str | None = None
     # of the device, or of the process if it ran on the CPU
     peak_memory_bytes: int | None = None
-    # how its memory developed
-    memory_stability: Mapping[str, Json] | None = None
     # --- what was decided after it ---
-    # number of the user's rule that applies, in `retry.rules`
-    rule: int | None = None
     action: str = "none"  # the remedy's name
     reason: str | None = None  # one sentence
 
     def after(self, event: Event) -> Attempt:
         """Return the attempt after one more of its events."""
+        attempt = self._after(event)
+        for kind in parts_like(Note):
+            note = attempt.of(kind)
+            changed = note.after(event, attempt)
+            if changed is not note:
+                attempt = attempt.having(changed)
+        return attempt
+
+    def _after(self, event: Event) -> Attempt:
+        """Return the attempt with the kernel's share of an event."""
         match event:
             case AttemptProcess():
                 return replace(self, pid=event.pid)
@@ -178,49 +175,29 @@ class Attempt:
                 return after._started_before(event.step) if self.step is None else after
             case CheckpointSaved(loss="diverged"):
                 return self
-            case UpdateSkipped():
-                return replace(self, skipped_updates=self.skipped_updates + 1)
             case CheckpointSaved():
                 return replace(
                     self,
                     checkpoint=event.path,
                     saved_step=self.end_step if event.step is None else event.step,
                     saves=self.saves + 1,
-                    is_guarded=event.is_guarded,
-                    saving_seconds=event.saving_seconds,
                 )
-            case SpeedMeasured():
-                speed = replace(event.speed, rank=event.rank)
-                # how many samples a step has is not known
-                if not self.spec.has_batch:
-                    speed = replace(speed, samples_per_second=None)
-                others = [one for one in self.speed if one.rank != event.rank]
-                by_rank = sorted([*others, speed], key=lambda one: one.rank)
-                return replace(self, speed=tuple(by_rank))
             case MemoryReported(rank=None):
                 return replace(self, memory={**self.memory, **event.figures})
-            case MemoryCleared(reason="end" | "failure"):
-                return replace(self, memory_returned=event.figures)
             case MicroBatchChanged(training=True):
                 return replace(self, micro_batch=event.after or self.micro_batch)
             case MicroBatchExhausted(training=True):
                 return replace(self, micro_batch=event.before)
-            case Slow():
-                return replace(self, slow=event.text)
-            case CheckpointUnused():
-                return replace(self, not_whole=event.path)
             case BatchKept():
                 return replace(self, keeps_batch=event.reason)
             case SplitChecked(ends_attempt=True, kept="no"):
                 return replace(self, split_changes=event.message, micro_batch=None)
             case SplitChecked(ends_attempt=True):
-                return replace(self, cannot_split=event.message, micro_batch=None)
-            case BatchTaken():
+                return replace(self, micro_batch=None)
+            case BatchTaken() | BatchSizeFound():
                 return self._with_batch_of(event)
             case TrainerSupports():
                 return replace(self, spec=self.spec.supporting(event.features))
-            case BatchSizeFound():
-                return replace(self._with_batch_of(event), batch_size_found=event.figures)
             case RankDied():
                 return replace(self, ending=event, memory={**self.memory, **event.memory})
             case ScriptStarted() | ScriptEnded():
@@ -355,13 +332,10 @@ class Attempt:
     def as_json(self) -> dict[str, Json]:
         """Return the record in JSON's types, as the journal and ``summary.json`` have it."""
         seconds = self.seconds
-        known = {
-            name: as_json(value) for name, value in vars(self).items() if name not in _NOT_IN_FILES
-        }
         return {
             "attempt": self.number,
             **self.spec.as_json(),
-            **known,
+            **self.fields_as_json(_NOT_IN_FILES),
             "started": round(self.started, 6),
             "seconds": None if seconds is None else round(seconds, 3),
             "outcome": self.outcome,
@@ -375,7 +349,7 @@ class Attempt:
         Raises:
             MalformedEventError: a field is missing or of another type.
         """
-        return from_json(cls, {**data, "number": data.get("attempt"), "spec": data})
+        return cls.from_fields({**data, "number": data.get("attempt"), "spec": data})
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -11,11 +11,15 @@ from typing import Any
 class Feature:
     """One folder of ``features/``, as :mod:`robust_train.assembly` lists it.
 
-    Its halves are dotted names (``package.module:Class``), so that a process imports its own half
-    and never the other one.
+    Its halves and parts are dotted names (``package.module:Class``), so that a process imports its
+    own half and never the other one.
     """
 
     name: str
+    # what it adds to the records of the kernel: see `model.parts`
+    parts: tuple[str, ...] = field(default=(), kw_only=True)
+    # subclass of `launcher.hooks.Watch`; empty: none
+    watch: str = field(default="", kw_only=True)
     # subclasses of `launcher.hooks.InLauncher` and `attempt.hooks.InAttempt`; empty: no part there
     launcher: str = ""
     attempt: str = ""

@@ -8,14 +8,41 @@ from __future__ import annotations
 import statistics
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
 
 from robust_train.model.gpu import GpuInfo, Group, device_name
-from robust_train.model.json import Json, fields_as_json, from_json
+from robust_train.model.json import Json
+from robust_train.model.parts import Part, Record
+
+if TYPE_CHECKING:
+    from robust_train.config.schema import RobustConfig
+
+K = TypeVar("K", bound="Knob")
 
 
 @dataclass(frozen=True)
-class AttemptSpec:
-    """What one attempt is to use."""
+class Knob(Part):
+    """What a feature may choose for an attempt."""
+
+    @classmethod
+    def asked(cls: type[K], config: RobustConfig, environ: Mapping[str, str]) -> K:
+        """Return what the user wants of it, by a job's config and environment."""
+        return cls()
+
+    def applied(self, config: RobustConfig) -> RobustConfig:
+        """Return an attempt's config with the choice."""
+        return config
+
+    def exported(self, environ: Mapping[str, str]) -> Mapping[str, str]:
+        """Return an attempt's environment with the choice."""
+        return environ
+
+
+@dataclass(frozen=True)
+class AttemptSpec(Record[Knob]):
+    """What one attempt is to use; what features choose is in their knobs."""
+
+    kind_of_part = Knob
 
     gpus: Group  # that of rank 0 first; empty for the CPU
     # micro-batch, samples in one forward and backward pass of one rank
@@ -23,25 +50,12 @@ class AttemptSpec:
     # micro-batches of each rank per optimizer step
     gradient_accumulation_steps: int
     ranks: int = 1  # processes that share an optimizer step; one for each GPU
-    num_workers: int = 0  # data-loader workers of each rank
-    prefetch_factor: int = 2  # batches that each worker prepares ahead
-    # the CUDA allocator's setting against fragmentation
-    expandable_segments: bool = True
     # False for a script that is given no batch size; it is 1 then
     has_batch: bool = True
     # False for a trainer that is given no accumulation; whatever that is, it makes 1
     accumulates: bool = True
-    # activations are recomputed in the backward pass
-    gradient_checkpointing: bool = False
     # the attempt finds its micro-batch before it trains
     searches: bool = False
-    # steps are split although the losses of parts do not add up to the loss of the batch
-    splits_loss: bool = False
-    lr_factor: float = 1.0  # by which `training.lr` is multiplied
-    skips_to: int = (
-        # data up to this optimizer step is passed over, where that is possible
-        0
-    )
 
     @property
     def effective_batch_size(self) -> int:
@@ -106,7 +120,7 @@ class AttemptSpec:
             "device": self.device,
             "gpu_uuid": None if self.gpu is None else self.gpu.uuid,
             "gpu_uuids": [gpu.uuid for gpu in self.gpus],
-            **fields_as_json(self),
+            **self.fields_as_json(),
             **(batch if self.has_batch else dict.fromkeys(batch)),
         }
 
@@ -117,7 +131,7 @@ class AttemptSpec:
             name: data.get(name) or 1 for name in ("batch_size", "gradient_accumulation_steps")
         }
         has_batch = data.get("batch_size") is not None and data.get("has_batch", True)
-        return from_json(cls, {**data, **batch, "has_batch": has_batch})
+        return cls.from_fields({**data, **batch, "has_batch": has_batch})
 
 
 @dataclass(frozen=True)

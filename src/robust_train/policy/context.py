@@ -14,7 +14,7 @@ from robust_train.config.schema import RobustConfig
 from robust_train.model.attempt import Attempt
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 from robust_train.model.gpu import GpuInfo, Group, device_name
-from robust_train.model.spec import AttemptSpec, Retry, Room
+from robust_train.model.spec import AttemptSpec, Knob, Retry, Room
 from robust_train.policy.sizes import PolicySettings, sizes
 from robust_train.readable import MIB
 
@@ -105,7 +105,7 @@ class FailureContext:
     def _checkpoint(self) -> str | None:
         """The newest checkpoint that is known and whole."""
         paths = [one.checkpoint or one.resumed_from for one in reversed(self.history)]
-        cut = self.attempt.not_whole
+        cut: str | None = self.attempt.noted("not_whole", None)
         return next((one for one in paths if one and one != cut), None)
 
     @property
@@ -154,7 +154,7 @@ class FailureContext:
     @property
     def keeps_loss(self) -> str:
         """Why no step and no batch is split for now: it would change the loss; empty if it may."""
-        if self.last.splits_loss:
+        if self.last.noted("splits_loss", False):
             return ""
         return next((a.split_changes for a in self.history if a.split_changes), "")
 
@@ -331,13 +331,14 @@ class FailureContext:
     @property
     def _cannot_split(self) -> str:
         """Why the step was not repeated in parts, in brackets."""
-        return f" ({self.attempt.cannot_split})" if self.attempt.cannot_split else ""
+        why = self.attempt.noted("cannot_split", "")
+        return f" ({why})" if why else ""
 
     def retry(
         self,
         action: str,
         how: str,
-        *,
+        *knobs: Knob,
         pause_seconds: float = 0.0,
         room: Room | None = None,
         batch_size: int | None = None,
@@ -345,7 +346,7 @@ class FailureContext:
     ) -> Retry:
         """Return the retry with these changes of the spec; its reason is what failed and ``how``
         to go on."""
-        spec = replace(self.last, **changes)
+        spec = replace(self.last, **changes).having(*knobs)
         if batch_size is not None:
             spec = self.settings.for_ranks(spec.ranks).resized(spec, batch_size)
         return Retry(
@@ -424,7 +425,8 @@ def blamed_on_others(attempt: Attempt) -> tuple[int, int]:
     """Return how much of its GPU others took, and how much has to be free there for the same again:
     what the attempt used, and asked for. (0, 0) if they are not why memory ran out."""
     evidence, gpus = attempt.evidence, attempt.failed_gpus
-    before, after = attempt.gpu_free_before_bytes, attempt.gpu_free_after_bytes
+    before: int | None = attempt.noted("gpu_free_before_bytes", None)
+    after: int | None = attempt.noted("gpu_free_after_bytes", None)
     # where our own limit was reached, what others took would not have sufficed
     if before is None or after is None or evidence.own_limit or not gpus:
         return 0, 0

@@ -1,7 +1,7 @@
 """What to do after an attempt failed: a pure function from settings, history and GPUs.
 
 :func:`decide` takes the first remedy for the failure's kind that has something to offer. Remedies
-are rules of features, and ``assembly.REMEDIES`` is their table.
+are rules of features, and ``assembly.load_remedies`` loads their table.
 """
 
 from __future__ import annotations

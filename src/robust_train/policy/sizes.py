@@ -8,15 +8,17 @@ memory is bytes. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from robust_train.config.placeholders import placeholders_in
 from robust_train.config.schema import CHECKPOINTING, RobustConfig
 from robust_train.model.attempt import Attempt
 from robust_train.model.events import BatchTaken, Event, TrainerSupports
-from robust_train.model.spec import AttemptSpec
+from robust_train.model.parts import parts_like
+from robust_train.model.spec import AttemptSpec, Knob
 from robust_train.readable import MIB
 
 
@@ -37,7 +39,7 @@ class PolicySettings:
         cls,
         config: RobustConfig,
         *,
-        expandable_segments: bool = True,
+        environ: Mapping[str, str] = MappingProxyType({}),
         used: Collection[str] | None = None,
         **known: Any,
     ) -> PolicySettings:
@@ -45,7 +47,7 @@ class PolicySettings:
 
         Args:
             config: the job's.
-            expandable_segments: the allocator's first setting.
+            environ: the job's environment.
             used: the values of an attempt that reach its script; None: its placeholders.
             known: fields beside the config.
         """
@@ -58,13 +60,10 @@ class PolicySettings:
             batch_size=training.batch_size,
             gradient_accumulation_steps=training.gradient_accumulation_steps,
             ranks=config.num_gpus,
-            num_workers=training.num_workers,
-            prefetch_factor=training.prefetch_factor,
-            expandable_segments=expandable_segments,
             has_batch=traits.has_batch,
             accumulates=traits.accumulates,
-            gradient_checkpointing=training.gradient_checkpointing is True,
         )
+        asked = asked.having(*(kind.asked(config, environ) for kind in parts_like(Knob)))
         known.setdefault(
             "can_checkpoint", config.is_built_in or CHECKPOINTING in (config.theirs or ())
         )
@@ -104,7 +103,7 @@ class PolicySettings:
         """Return whether the user wants no attempt with this effective batch, or this loss."""
         is_strict = self.config.preserve_effective_batch_size is True
         same = spec.effective_batch_size == self.asked.effective_batch_size
-        return is_strict and (not same or spec.splits_loss)
+        return is_strict and (not same or spec.noted("splits_loss", False))
 
     @property
     def share(self) -> int:
@@ -273,7 +272,10 @@ def size_to_begin_with(
     spec = replace(spec, searches=False)
     own = [one for one in history if one.spec.device_kind == spec.device_kind]
     if any(
-        one.kind is None or one.kind.is_memory or one.has_begun or one.batch_size_found is not None
+        one.kind is None
+        or one.kind.is_memory
+        or one.has_begun
+        or one.noted("batch_size_found", None) is not None
         for one in own
     ):
         return spec, ""  # it came far enough to show what fits

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from robust_train.config.projects import Words
 from robust_train.config.schema import RobustConfig
@@ -34,6 +35,13 @@ log = logging.getLogger("robust_train")
 _SETTLE_SECONDS = 5.0
 _SETTLE_BAND_BYTES = 256 * MIB
 _SLICE_POLL_SECONDS = 5.0
+
+
+class FreeBytes(NamedTuple):
+    """Free memory of a GPU before and after an attempt; None if unknown."""
+
+    before: int | None = None
+    after: int | None = None
 
 
 class Devices:
@@ -183,13 +191,13 @@ class Devices:
             if rank > 0:  # rank 0's peak is in the outcome, and more exact
                 self._other_ranks_bytes = max(self._other_ranks_bytes, event.reserved)
 
-    def ended(self, attempt: Attempt) -> Attempt:
-        """Record that an attempt's processes are gone. Returns it with the free memory of the GPU
-        on which it failed, before and after, if that is one of the job's own."""
+    def ended(self, attempt: Attempt) -> FreeBytes:
+        """Record that an attempt's processes are gone. Returns the free memory of the GPU on which
+        it failed, before and after, if that is one of the job's own."""
         group, failure = attempt.spec.gpus, attempt.failure
         self._learn(attempt)
         if failure is None:
-            return attempt
+            return FreeBytes()
         self.queue.drain()
         if failure.kind is FailureKind.DEVICE_FAULT:
             ask_health_again()
@@ -199,13 +207,11 @@ class Devices:
                 self.queue.exclude(uuid, reason)
         before, self._free_before = self._free_before, {}
         if not before:
-            return attempt
+            return FreeBytes()
         after = self._settle(group, before)
         failed_on = gpus_of(group, failure.rank or 0)
         uuid = failed_on[0].uuid if failed_on else ""
-        return replace(
-            attempt, gpu_free_before_bytes=before.get(uuid), gpu_free_after_bytes=after.get(uuid)
-        )
+        return FreeBytes(before.get(uuid), after.get(uuid))
 
     def wait_for_room(self, room: Room, *, for_ever: bool) -> Group | NoGpu:
         """Wait for free memory: on any GPUs in the queue, with the old ticket, or on the job's own.

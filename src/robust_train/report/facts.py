@@ -12,8 +12,10 @@ from typing import Any, Literal
 from robust_train.files import strict_json
 from robust_train.folder.memory_samples import Sample
 from robust_train.model import events
+from robust_train.model.attempt import Attempt
 from robust_train.model.failure import MEMORY_FAILURES
 from robust_train.model.json import fields_as_json, finite
+from robust_train.model.spec import Speed
 from robust_train.readable import memory
 from robust_train.report.sources import Entry, Launch, TimedAttempt
 
@@ -195,9 +197,11 @@ def goodput_of(spans: Sequence[Span], attempts: Sequence[TimedAttempt]) -> dict[
     }
     for one in attempts:
         useful = seconds_of(spans, "useful", one.number)
-        saving = min(one.saving_seconds, useful)
-        a_step = one.speed[0].seconds_per_step if one.speed else 0.0
-        skipped = min(one.skipped_updates * a_step, useful - saving)
+        saving = min(one.noted("saving_seconds", 0.0), useful)
+        speed = speed_of(one)
+        a_step = speed[0].seconds_per_step if speed else 0.0
+        updates = one.noted("skipped_updates", 0)
+        skipped = min(updates * a_step, useful - saving)
         stalled = min(one.stalled_seconds, seconds_of(spans, "lost", one.number))
         parts["saving"] += saving
         parts["skipped"] += skipped
@@ -205,6 +209,11 @@ def goodput_of(spans: Sequence[Span], attempts: Sequence[TimedAttempt]) -> dict[
         parts["stalled"] += stalled
         parts["repeated"] -= stalled
     return parts
+
+
+def speed_of(attempt: Attempt) -> tuple[Speed, ...]:
+    """Return the speed of each rank that measured it."""
+    return attempt.noted("speed", ())
 
 
 def share_of(parts: Mapping[str, float]) -> float | None:

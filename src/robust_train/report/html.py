@@ -17,7 +17,7 @@ from robust_train.files import replacing, strict_json
 from robust_train.folder.state import objective_of
 from robust_train.model.json import finite
 from robust_train.report import charts, wording
-from robust_train.report.facts import USES, Story
+from robust_train.report.facts import USES, Story, speed_of
 from robust_train.report.sources import Sources
 from robust_train.report.story import story_of
 
@@ -122,6 +122,7 @@ def template_environment() -> Environment:
         duration=readable.duration,
         memory=readable.memory,
         percent=readable.percent,
+        speed=speed_of,
         moment=readable.moment,
         batch=wording.batch_in_words,
         count=lambda number: "?" if number is None else f"{number:,}",

@@ -17,6 +17,7 @@ from robust_train.model.failure import MEMORY_FAILURES, Clue, FailureKind
 from robust_train.model.spec import AttemptSpec, Decision, Retry
 from robust_train.readable import GIB, aligned, by_processes, duration, named_line, shortened
 from robust_train.readable import number as number_text
+from robust_train.report.facts import speed_of
 from robust_train.report.sources import Entry, attempts_of, read_entries
 from robust_train.report.wording import (
     action_in_words,
@@ -38,7 +39,7 @@ def announce(number: int, spec: AttemptSpec) -> None:
     batch = ""
     if spec.has_batch:
         batch = f": {batch_in_words(Attempt(number, spec))}"
-        batch += ", gradient checkpointing" * spec.gradient_checkpointing
+        batch += ", gradient checkpointing" * spec.noted("gradient_checkpointing", False)
         batch += f", effective batch {spec.effective_batch_size}"
     log.info("attempt %d on %s%s", number, where, batch)
 
@@ -186,8 +187,9 @@ def conclude(summary: Summary, how_to_go_on: str) -> None:
         ending += f"; {shortened(str(summary.reason), _LONGEST_REASON)}"
     say = _logging_of(summary)
     say("%s", ending)
-    if last is not None and last.speed:
-        log.info("speed: %s", speed_text(last.speed, last.spec.ranks))
+    speed = () if last is None else speed_of(last)
+    if last is not None and speed:
+        log.info("speed: %s", speed_text(speed, last.spec.ranks))
     for sentence in summary.advice:
         log.info("to be faster: %s", sentence)
     say("run folder: %s", summary.run_dir)

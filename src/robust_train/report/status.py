@@ -13,6 +13,7 @@ from robust_train.folder.state import RunState
 from robust_train.host.screen import LiveArea, live_area
 from robust_train.model.attempt import Attempt
 from robust_train.readable import as_clock, memory, number, of_all
+from robust_train.report.facts import speed_of
 from robust_train.report.wording import batch_in_words, samples_per_second, seconds_per_step
 
 if TYPE_CHECKING:
@@ -63,15 +64,17 @@ def _how_far(state: RunState, attempt: Attempt) -> list[str]:
     step, total = attempt.step, attempt.total_steps
     if step is not None:
         parts.append(f"step {of_all(step, total)}")
-    if seconds := seconds_per_step(attempt.speed):
-        rate = samples_per_second(attempt.speed, attempt.spec.ranks)
+    speed = speed_of(attempt)
+    if seconds := seconds_per_step(speed):
+        rate = samples_per_second(speed, attempt.spec.ranks)
         steps = f"{number(1 / seconds)} steps/s"
         parts.append(steps if rate is None else f"{number(rate)} samples/s")
         if total and step is not None:
             left = math.ceil((total - step) * seconds)
             parts.append(f"{as_clock(max(left, 0))} left")
-    if attempt.slow:
-        parts.append(attempt.slow)
+    slow = attempt.noted("slow", "")
+    if slow:
+        parts.append(slow)
     if attempt.loss is not None:
         parts.append(f"loss {number(attempt.loss)}")
     if used := attempt.memory.get("allocated", attempt.memory.get("resident")):

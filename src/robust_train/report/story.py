@@ -9,6 +9,7 @@ from robust_train.folder.memory_samples import Sample
 from robust_train.folder.provenance import in_words
 from robust_train.model.attempt import UNFINISHED
 from robust_train.model.events import JobStarted
+from robust_train.model.json import Json
 from robust_train.report import wording
 from robust_train.report.facts import (
     Story,
@@ -91,6 +92,8 @@ def _with_samples(attempt: TimedAttempt, samples: Sequence[Sample]) -> TimedAtte
 def _stability(attempts: Sequence[TimedAttempt]) -> str | None:
     """Return how memory developed in the last attempt that trained."""
     trained = [one for one in attempts if one.training_began is not None]
-    known = (trained[-1].memory_stability if trained else None) or {}
-    sentence = str(known.get("sentence") or "unknown")
+    known: Mapping[str, Json] | None = None
+    if trained:
+        known = trained[-1].noted("memory_stability", None)
+    sentence = str((known or {}).get("sentence") or "unknown")
     return None if sentence.startswith("unknown") else sentence

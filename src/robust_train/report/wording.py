@@ -12,7 +12,7 @@ from robust_train.model.attempt import UNFINISHED, Attempt
 from robust_train.model.failure import Failure, FailureKind
 from robust_train.model.spec import Speed, slowest_rank
 from robust_train.readable import by_processes, counted, duration, memory, number, ordinal, percent
-from robust_train.report.facts import OOM, Advice, DeviceMemory, Story, seconds_of
+from robust_train.report.facts import OOM, Advice, DeviceMemory, Story, seconds_of, speed_of
 from robust_train.report.sources import TimedAttempt
 
 _MOST_TROUBLES = 4
@@ -78,7 +78,7 @@ def sentence_of(story: Story) -> str:
         useful = percent(story.seconds["useful"] / wall)
         parts.append(f"{useful} of the time was useful.")
     has_saved = any(attempt.checkpoints for attempt in attempts)
-    if is_completed and has_saved and not attempts[-1].is_guarded:
+    if is_completed and has_saved and not attempts[-1].noted("is_guarded", False):
         parts.append("Its checkpoints were not guarded.")
     return " ".join(parts)
 
@@ -134,7 +134,7 @@ def _at(last: TimedAttempt | None) -> str:
 
 def _saved(attempts: Sequence[TimedAttempt]) -> str:
     steps = [
-        (step, attempt.is_guarded)
+        (step, attempt.noted("is_guarded", False))
         for attempt in attempts
         for step, _ in attempt.checkpoints
         if attempt.evidence.bad_step is None or step <= (attempt.evidence.good_step or 0)
@@ -272,23 +272,23 @@ def speed_advice(
     attempts: Sequence[Attempt], keys: Mapping[str, str] | None = None
 ) -> Iterator[str]:
     """Yield what would make the job faster, by the last attempt whose speed is known."""
-    measured = [attempt for attempt in attempts if attempt.speed]
+    measured = [attempt for attempt in attempts if speed_of(attempt)]
     for last in measured[-1:]:
-        for one in itertools.chain(_data(last), _slow_ranks(last.speed)):
+        for one in itertools.chain(_data(last), _slow_ranks(speed_of(last))):
             yield as_typed(one, keys)
 
 
 def _data(attempt: Attempt) -> Iterator[str]:
-    speed, num_workers = attempt.speed, attempt.spec.num_workers
+    speed = speed_of(attempt)
+    num_workers = attempt.spec.noted("num_workers", 0)
     worst = max(speed, key=lambda one: one.data_share or 0)
     share = worst.data_share or 0
     seconds = share * worst.steps * worst.seconds_per_step
     if share > _MUCH_WAITING_FOR_DATA and seconds >= _LEAST_SECONDS:
         who = "training" if len(speed) == 1 else f"rank {worst.rank}"
-        workers = "" if num_workers is None else f" (now {num_workers})"
         yield (
             f"{who} waited for data {percent(share)} of the time: raise "
-            f"training.num_workers{workers}, or move the data to a faster disk"
+            f"training.num_workers (now {num_workers}), or move the data to a faster disk"
         )
 
 

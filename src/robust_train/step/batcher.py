@@ -169,7 +169,9 @@ class MicroBatcher:
         shares = [share for (share, _), _ in results]
         loss = sum(shares[1:], shares[0]) if shares else torch.zeros(())
         if training:
-            loss, returns_more = step.end(loss, items=parts.items, returns_more=returns_more)
+            # counting labels on a GPU waits for it, so nobody counts where nobody asks
+            items = parts.items if step.is_shared else 1.0
+            loss, returns_more = step.end(loss, items=items, returns_more=returns_more)
         else:
             step.leave()
         return (loss, [more[0] for (_, more), _ in results]) if returns_more else loss

@@ -59,17 +59,25 @@ class Reporter:
             with self._drawing():
                 self._board = _open_board(self._cfg, self._run, position.step)
 
-    def step(self, position: EpochPosition, loss: Tensor, samples: int, lr: float) -> None:
+    def step(
+        self,
+        position: EpochPosition,
+        loss: Tensor,
+        samples: int,
+        lr: float,
+        *,
+        finite: bool = False,  # as of `LossAverage.add`
+    ) -> None:
         """Report that optimizer step ``position.step`` is done, with its mean loss."""
         step = position.step
-        self._recent.add(loss, samples)
+        self._recent.add(loss, samples, finite=finite)
         is_first = self._next_reading == 0.0
         is_marked = step % self._every == 0
         if is_marked or time.monotonic() >= self._next_reading:
             value = self._recent.value()
             self._next_reading = time.monotonic() + _READING_INTERVAL_SECONDS
             self._unsent = {"loss": value}
-            live_of(self._run).guard.take(step, value)
+            live_of(self._run).losses.take(step, value)
             if is_first or is_marked:
                 self._recent = LossAverage()
                 self._draw(step, {"train/loss": value, "train/lr": lr})
@@ -98,7 +106,7 @@ class Reporter:
             100 * score.accuracy,
         )
         self._draw(position.step, {"val/accuracy": score.accuracy, "val/loss": score.loss})
-        live_of(self._run).record_memory(f"epoch {epoch}")
+        live_of(self._run).reports.record_memory(f"epoch {epoch}")
         self._run.report(score.accuracy, epoch)
         self._run.epoch_ended(
             epoch, train_loss=train_loss, val_loss=score.loss, val_accuracy=score.accuracy

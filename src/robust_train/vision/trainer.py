@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from robust_train.attempt.checkpoints import read_newest
+from robust_train.attempt.last_save import save_result
 from robust_train.attempt.run import Run, live_of
 from robust_train.failures import classify_failure
 from robust_train.folder.checkpoints import write_atomically
@@ -50,6 +51,7 @@ from robust_train.vision.step import (
     loss_of,
     make_optimizer,
     to_device,
+    with_own_kernels,
 )
 
 log = logging.getLogger("robust_train.vision")
@@ -93,7 +95,7 @@ def train(cfg: DictConfig, run: Run) -> dict[str, float | str]:
         torch.cuda.set_device(device.index or 0)
         torch.cuda.init()  # type: ignore[no-untyped-call]
     seed_everything(cfg.seed)
-    live_of(run).record_memory("start")
+    live_of(run).reports.record_memory("start")
     if run.world_size > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     with Reporter(run, cfg) as reporter:
@@ -130,13 +132,19 @@ class Training:
         self.net = self._on_device(module)
         self.model = self.net  # in its wrapper, if there is one
         self.optimizer = make_optimizer(
-            self.net.parameters(), lr=training.lr, weight_decay=training.weight_decay
+            self.net.parameters(),
+            lr=training.lr,
+            weight_decay=training.weight_decay,
+            # a scaler's overflows have to be known before a step is counted
+            fused=device.type == "cuda"
+            and not self.is_sharded
+            and not self.precision.scaler.is_enabled(),
         )
-        live_of(run).record_memory("optimizer created")
+        live_of(run).reports.record_memory("optimizer created")
         self.position = EpochPosition()
         self.epoch_loss = LossAverage()
-        live_of(run).passes_over = True
-        self.folder = live_of(run).checkpoints(
+        live_of(run).saves.pass_over_skipped()
+        self.folder = live_of(run).saves.folder(
             training.keep_checkpoints,
             write_folder=sharding.folder_writer() if self.is_sharded else None,
             copies=run.world_size if self.is_sharded else 1,
@@ -151,7 +159,7 @@ class Training:
         plan = BatchPlan(
             num_samples=len(self.train_set),
             effective_batch=effective,
-            at_once=size if live_of(run).batch_search is None else read_at_once(effective),
+            at_once=size if live_of(run).parts.search is None else read_at_once(effective),
             seed=self.cfg.seed,
             ranks=run.world_size,
             rank=run.rank,
@@ -185,7 +193,7 @@ class Training:
                     "does not go with shards; write training.mixed_precision=false"
                 )
             sharding.shard(module)
-        live_of(self.run).record_memory(f"model moved to {self.device}")
+        live_of(self.run).reports.record_memory(f"model moved to {self.device}")
         return module
 
     def resume(self) -> None:
@@ -204,7 +212,7 @@ class Training:
                 path, content = found
                 self._restore(content, path)
                 log.info("resumed from %s, step %d", path, self.position.step)
-                self._skip_to(live_of(run).skips_to)
+                self._skip_to(live_of(run).saves.skips_to)
         if run.world_size > 1:
             if not self.is_sharded:
                 # all ranks have read the checkpoint when this returns, and hold the same weights
@@ -270,15 +278,17 @@ class Training:
             position.samples += samples
             if is_step:
                 position.step += 1
-                self.epoch_loss.add(loss, samples)
-                self.reporter.step(position, loss, samples, lr)
+                # a fused optimizer's update may have been left out
+                leaves_out = live_of(run).losses.leaves_out
+                self.epoch_loss.add(loss, samples, finite=leaves_out)
+                self.reporter.step(position, loss, samples, lr, finite=leaves_out)
             # first, because what is due then would be saved twice
             if run.should_stop():
                 self._save_and_stop()
             if run.should_save():
                 self._save(in_background=True)
         # validation may last
-        live_of(run).finish_saving()
+        live_of(run).saves.finish()
 
     def _batches(
         self, dataset: ImageDataset, chunks: Sequence[Sequence[int]], epoch: int
@@ -366,10 +376,10 @@ class Training:
         """Save a checkpoint."""
         step = self.position.step
         self.has_checkpoint = True
-        live_of(self.run).finish_saving()
+        live_of(self.run).saves.finish()
         if self.run.is_main or self.is_sharded:
             save = self.folder.save_from_copy if in_background else self.folder.save
-            live_of(self.run).try_to_save(lambda: save(self._content(), step))
+            live_of(self.run).saves.try_to_write(lambda: save(self._content(), step))
 
     def _content(self) -> dict[str, object]:
         """Return what to save, everything needed to resume as if nothing had happened: tensors
@@ -392,7 +402,7 @@ class Training:
         self._check_identity(content, path)
         try:
             models.load_trained_state(self.net, content["model"])
-            self.optimizer.load_state_dict(content["optimizer"])
+            self.optimizer.load_state_dict(with_own_kernels(content["optimizer"], self.optimizer))
         except (ValueError, RuntimeError) as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"checkpoint {path}: {reason}") from error
@@ -457,7 +467,7 @@ class Training:
         }
         log.info("Test accuracy: %.2f %%", 100 * test.accuracy)
         if run.is_main:
-            live_of(run).save_result(lambda: write_atomically(content, path))
+            save_result(live_of(run), lambda: write_atomically(content, path))
         log.info("trained weights: %s", path)
         return {
             "objective": validation.accuracy,

@@ -13,7 +13,8 @@ from dataclasses import replace
 import pytest
 from rich.text import Text
 
-from attempts import gpu
+from attempts import built, gpu
+from robust_train.features.speed.record import SpeedNote
 from robust_train.folder.state import RunState
 from robust_train.host import screen
 from robust_train.host.screen import LiveArea
@@ -26,7 +27,8 @@ GROUP = (gpu(1, 20), gpu(2, 20))
 RUNNING = RunState(
     *("1-a", "lora_flowers102", "/run", 7, "box", "me", 0.0, 0.0),
     state="running",
-    attempt=Attempt(
+    attempt=built(
+        Attempt,
         2,
         AttemptSpec(GROUP, 16, 4, ranks=2),
         end_step=100,
@@ -75,7 +77,7 @@ def test_a_status_has_what_is_known(changes, lines):
 
 
 def test_of_a_trainer_that_reports_no_samples_steps_are_counted():
-    shown = replace(RUNNING, attempt=replace(RUNNING.attempt, speed=(SLOW,)))
+    shown = replace(RUNNING, attempt=RUNNING.attempt.having(SpeedNote((SLOW,))))
     assert "0.008333 steps/s · 10:00:00 left" in status_lines(shown, 0.0, 160)[2]
 
 

@@ -112,7 +112,7 @@ def looked_after(folder, **memory):
     """A run with its memory's keeper, and what it reports."""
     reported = []
     run = Run(run_dir=folder, report=reported.append)
-    live_of(run).micro_batch_plan = MicroBatchPlan(batch_size=16, min_batch_size=2)
+    live_of(run).parts.split_by(MicroBatchPlan(batch_size=16, min_batch_size=2))
     memory = MemoryConfig(samples=False, **memory)
     config = RobustConfig(device="cpu", memory=memory)
     hooked(run, MemoryUpkeep, config)
@@ -164,7 +164,7 @@ def test_running_out_inside_a_step_is_written_down_once_an_attempt(tmp_path):
             run.backward(loss_of, torch.zeros(16, 1), model)
             assert run.micro_batcher.size == 4
             # the next step is tried whole again
-            live_of(run).micro_batch_plan = live_of(run).micro_batch_plan
+            live_of(run).parts.split_by(live_of(run).parts.plan)
             run.progress(step)
     assert len(of_type(reported, OutOfMemory)) == 1
     assert json.loads((tmp_path / "oom-attempt-1.json").read_text())["tensors"]
@@ -191,7 +191,7 @@ def test_an_allocator_that_empties_its_cache_step_after_step_is_a_warning(
     tmp_path, caplog, monkeypatch
 ):
     counts = iter([5, 6, 6, 7, 8, 9, 10, 11])
-    monkeypatch.setattr(memory_upkeep, "alloc_retries", lambda: next(counts))
+    monkeypatch.setattr(memory_upkeep, "alloc_retries", lambda index: next(counts))
     run, reported = looked_after(tmp_path)
     sizes, model = [], nn.Linear(1, 1)
     for step in range(1, 9):

@@ -63,7 +63,7 @@ def test_after_a_fault_of_the_device_nothing_that_is_asked_hides_it(use, tmp_pat
 
     def train():
         with trained(run):
-            live_of(run).record_memory("before the fault")
+            live_of(run).reports.record_memory("before the fault")
             raise error
 
     with pytest.raises(AcceleratorError) as raised:

@@ -28,7 +28,7 @@ class Asking:
 
     def __init__(self, folder, **options):
         self.run = WatchedRun(folder, **options)
-        live_of(self.run).saving.plan = SavePlan(every_seconds=1e9)
+        live_of(self.run).saving.follow(SavePlan(every_seconds=1e9))
         self.path = folder / REQUESTS
         open_requests(folder)
         self.requests = hooked(self.run, Requests)
@@ -114,12 +114,12 @@ def test_who_looks_late_in_its_loop_is_not_refused(asking):
 
 
 def test_a_batch_that_must_not_be_split_is_not_halved_on_request(asking):
-    live_of(asking.run).micro_batch_plan = MicroBatchPlan(batch_size=8)
-    live_of(asking.run).keeps_batch = "nobody accumulates"
+    live_of(asking.run).parts.split_by(MicroBatchPlan(batch_size=8))
+    live_of(asking.run).parts.keep_batch("nobody accumulates")
     asking.ask("halve_batch")
     assert not asking.run.should_stop()
     assert asking.reply()["error"].endswith("would change the training: nobody accumulates")
-    live_of(asking.run).keeps_batch = ""
+    live_of(asking.run).parts.keep_batch("")
     asking.ask("halve_batch")
     assert not asking.run.should_stop()  # it may split its first batch yet
     assert not asking.has_replied()
@@ -128,7 +128,7 @@ def test_a_batch_that_must_not_be_split_is_not_halved_on_request(asking):
 
 
 def test_halving_before_the_first_split_waits_for_it(asking):
-    live_of(asking.run).micro_batch_plan = MicroBatchPlan(batch_size=8, min_batch_size=4)
+    live_of(asking.run).parts.split_by(MicroBatchPlan(batch_size=8, min_batch_size=4))
     asking.ask("halve_batch")
     assert not asking.run.should_stop()  # the first boundary comes before the first split
     model = torch.nn.Linear(2, 1)
@@ -218,11 +218,11 @@ def test_a_signal_that_interrupts_the_handler_of_another_holds_nothing_up(tmp_pa
                 return trace
             sys.settrace(None)
             interrupted.set()
-            return live_of(run).request_stop()
+            return live_of(run).stops.request_stop()
 
         sys.settrace(trace)
         try:
-            live_of(run).request_stop()
+            live_of(run).stops.request_stop()
         finally:
             sys.settrace(None)
 

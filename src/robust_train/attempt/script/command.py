@@ -109,10 +109,12 @@ def train(cfg: DictConfig, run: Run) -> Json:
     config = read(RobustConfig, cfg, "")
     cwd, trainer = check_command(config), config.trainer
     # any may have workers, and read their number from its environment
-    live_of(run).supports = lambda name: name == WORKERS or _asks_for(name, config)
-    live_of(run).has_read = lambda key: _asks_for(_PLACEHOLDERS.get(key, key), config)
+    live_of(run).describe_trainer(
+        lambda key: _asks_for(_PLACEHOLDERS.get(key, key), config),
+        lambda name: name == WORKERS or _asks_for(name, config),
+    )
     # its messages are read so often
-    live_of(run).speed.least_seconds = 10 * TICK_SECONDS
+    live_of(run).speed.measure_rarely(10 * TICK_SECONDS)
     values = _values(config, run)
     watch = _watch(config, cwd, values, run)
     checkpoint = _checkpoint(watch, run)
@@ -125,7 +127,7 @@ def train(cfg: DictConfig, run: Run) -> Json:
     # from here on a signal is for the script, and interrupts nothing here
     if run.should_stop():
         raise TrainingStopped("asked to stop before the script was started")
-    live_of(run).send(ScriptStarted(argv, str(cwd)))
+    live_of(run).reports.send(ScriptStarted(argv, str(cwd)))
     stop_signal = signal.Signals[f"SIG{trainer.stop_signal}"]
     environ = {
         # or what a Python script prints would be seen when a buffer is full, and lost at a kill
@@ -142,7 +144,7 @@ def train(cfg: DictConfig, run: Run) -> Json:
         returncode = program.wait(run, config.stop_grace_seconds, attempt.poll)
     finally:
         attempt.finish(was_killed=signal_of(returncode) > 0)
-    live_of(run).send(ScriptEnded(returncode, program.pid))
+    live_of(run).reports.send(ScriptEnded(returncode, program.pid))
     # one that had completed when the stop arrived keeps its result
     has_completed = program.has_ended_by_itself and returncode == 0
     if not has_completed and run.should_stop():
@@ -157,7 +159,7 @@ def train(cfg: DictConfig, run: Run) -> Json:
 def _most_ranks(config: RobustConfig, run: Run) -> int:
     """Return in how many processes the script may train: a command that does not name
     ``{num_gpus}`` starts as many on the CPU."""
-    asked = live_of(run).asked
+    asked = live_of(run).parts.asked
     return max(config.num_gpus, 1 if asked is None else asked.ranks)
 
 
@@ -221,7 +223,7 @@ class _Attempt:
         self.poll([self._known[0]] if was_killed else None)
         unused = self._watch.unused(self._known)
         if unused is not None:
-            live_of(self._run).send(unused)
+            live_of(self._run).reports.send(unused)
         with contextlib.suppress(OSError):  # the script may have removed it
             if self.events.stat().st_size == 0:
                 self.events.unlink()
@@ -274,15 +276,15 @@ class _Attempt:
                 self.result = value
             # a script does not know which figure `objective` names
             case EpochEnded(epoch=epoch, metrics=metrics) as event:
-                live_of(self._run).send(event)
-                live_of(self._run).report_objective(metrics, epoch)
+                live_of(self._run).reports.send(event)
+                live_of(self._run).reports.report_objective(metrics, epoch)
             case UserEvent(fields=fields) as event:
-                live_of(self._run).send(event)
-                live_of(self._run).report_objective(fields, fields.get("step"))
+                live_of(self._run).reports.send(event)
+                live_of(self._run).reports.report_objective(fields, fields.get("step"))
             case event:
                 if isinstance(event, SpeedMeasured):
                     live_of(self._run).speed.stop()
-                live_of(self._run).send(event)
+                live_of(self._run).reports.send(event)
 
 
 def _values(config: RobustConfig, run: Run) -> ScriptValues:
@@ -304,7 +306,7 @@ def _values(config: RobustConfig, run: Run) -> ScriptValues:
         checkpoint_every_steps=training.checkpoint_every_steps or 0,
         keep_checkpoints=training.keep_checkpoints,
         gradient_checkpointing=str(training.gradient_checkpointing).lower(),
-        split_rule=live_of(run).split_rule.name,
+        split_rule=live_of(run).parts.split_rule.name,
     )
 
 

@@ -181,27 +181,31 @@ class ScriptRun(Run):
         )
         live = live_of(self)
         if not value_from(environ, "run_dir"):
-            live.saving.job = None  # no one resumes
+            live.saving.list_nothing()  # no one resumes
         # only the script's own process sees which runs of trackers it logs to
         self._trackers = TrackerNote(self.run_dir, live.saving.job if self.is_main else None)
         minutes = value_from(environ, "checkpoint_every_minutes")
-        live.saving.plan = SavePlan(
-            every_seconds=None if minutes in (None, "", AUTO) else 60 * float(minutes),
-            every_steps=_number(environ, "checkpoint_every_steps") or 0,
+        live.saving.follow(
+            SavePlan(
+                every_seconds=None if minutes in (None, "", AUTO) else 60 * float(minutes),
+                every_steps=_number(environ, "checkpoint_every_steps") or 0,
+            )
         )
-        live.keeps = _number(environ, "keep_checkpoints") or live.keeps
+        live.saves.keep_newest(_number(environ, "keep_checkpoints") or live.saves.keep)
         self._report_line = report_line
         self._split = {name: _number(environ, name) for name in _SPLIT}
         self._has_read: set[str] = set()
         # `cuda:0` or `cpu`, None without the launcher
         self.device = value_from(environ, "device")
-        live.split_rule = SplitRule.named(value_from(environ, "split_rule"))
-        live.micro_batch_plan = MicroBatchPlan(
-            batch_size=self._split["batch_size"],
-            gradient_accumulation_steps=self._split["gradient_accumulation_steps"] or 1,
-            min_batch_size=_number(environ, "min_batch_size") or 1,
+        live.parts.check_by(SplitRule.named(value_from(environ, "split_rule")))
+        live.parts.split_by(
+            MicroBatchPlan(
+                batch_size=self._split["batch_size"],
+                gradient_accumulation_steps=self._split["gradient_accumulation_steps"] or 1,
+                min_batch_size=_number(environ, "min_batch_size") or 1,
+            )
         )
-        live.before_splitting = self._read_split
+        live.parts.call_before_first(self._read_split)
 
     def progress(self, /, step: int, *, total_steps: int | None = None, **scalars: float) -> bool:
         """Report that optimizer step ``step`` is done; see :meth:`.Run.progress`."""
@@ -229,7 +233,7 @@ class ScriptRun(Run):
     def _read(self, name: str) -> int | None:
         if name not in self._has_read:
             self._has_read.add(name)
-            live_of(self).send(events.TrainerSupports((name,)))
+            live_of(self).reports.send(events.TrainerSupports((name,)))
         return self._split[name]
 
     def result(self, value: events.Json) -> None:
@@ -250,7 +254,7 @@ def current_run() -> ScriptRun:
         return ScriptRun(os.environ)
     if os.environ.get("RANK", "0") == "0":
         run = ScriptRun(os.environ, appending_to(Path(path)))
-        atexit.register(live_of(run).send_last_progress)
+        atexit.register(live_of(run).reports.send_last_progress)
         atexit.register(live_of(run).speed.send)
     else:
         run = ScriptRun(os.environ)
@@ -276,8 +280,8 @@ def _stop_on_sigterm(run: Run) -> None:
         return
 
     def stop(signum: int, frame: FrameType | None) -> None:
-        live_of(run).request_stop()
-        if not live_of(run).is_cooperative:
+        live_of(run).stops.request_stop()
+        if not live_of(run).stops.is_cooperative:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
 

@@ -21,5 +21,5 @@ def cpu_fallback(context: FailureContext) -> Retry | None:
         gpus=(),
         ranks=asked.ranks,
         batch_size=asked.batch_size,
-        gradient_checkpointing=asked.gradient_checkpointing,
+        parts=context.last.with_same("gradient_checkpointing", asked).parts,
     )

@@ -2,4 +2,4 @@
 
 from robust_train.model.feature import Feature
 
-FEATURE = Feature("data_loader_workers")
+FEATURE = Feature("data_loader_workers", parts=(f"{__name__}.record:WorkersKnob",))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from robust_train.features.data_loader_workers.record import WorkersKnob
 from robust_train.model.failure import Clue, FailureKind
 from robust_train.model.spec import Retry
 from robust_train.policy.context import FailureContext
@@ -18,7 +19,8 @@ def fewer_workers(context: FailureContext) -> Retry | None:
     Where they hold the memory one is left, since many programs cannot load in the training process.
     The built-in trainer can. Where they die nothing but that may help, so it is tried once.
     """
-    last, evidence = context.last, context.evidence
+    evidence = context.evidence
+    last = context.last.of(WorkersKnob)
     is_host = context.failure.kind is FailureKind.HOST_OOM
     # where a worker died there were some
     has_none = evidence.no_workers or (is_host and evidence.workers == 0)
@@ -30,7 +32,7 @@ def fewer_workers(context: FailureContext) -> Retry | None:
     workers, prefetch = last.num_workers // 2, last.prefetch_factor
     if context.config.theirs is None:  # a project has no key for it
         prefetch = max(prefetch // 2, 1)
-    has_tried_none = any(one.spec.num_workers == 0 for one in context.history)
+    has_tried_none = any(one.spec.of(WorkersKnob).num_workers == 0 for one in context.history)
     may_have_none = context.config.is_built_in or not (is_host or has_tried_none)
     workers = workers if may_have_none else max(workers, 1)
     if workers >= last.num_workers:
@@ -38,24 +40,29 @@ def fewer_workers(context: FailureContext) -> Retry | None:
     how = f": {last.num_workers} → {workers} data-loader workers"
     if workers and prefetch != last.prefetch_factor:
         how += f", {last.prefetch_factor} → {prefetch} batches ahead"
-    return context.retry("fewer_workers", how, num_workers=workers, prefetch_factor=prefetch)
+    return context.retry("fewer_workers", how, WorkersKnob(workers, prefetch))
 
 
 def workers_after_all(context: FailureContext) -> Retry | None:
     """Return to one worker if the trainer has refused to do without any."""
     before = context.history[-2:-1]
-    had_some = any(one.spec.num_workers and one.kind is FailureKind.WORKER_DEATH for one in before)
+    had_some = any(
+        one.spec.of(WorkersKnob).num_workers and one.kind is FailureKind.WORKER_DEATH
+        for one in before
+    )
     is_refused = _NEEDS_WORKERS.search(context.failure.message)
-    if context.last.num_workers or not had_some or not is_refused:
+    knob = context.last.of(WorkersKnob)
+    if knob.num_workers or not had_some or not is_refused:
         return None
     how = ": it cannot do without data-loader workers: 0 → 1"
-    return context.retry("fewer_workers", how, num_workers=1)
+    return context.retry("fewer_workers", how, WorkersKnob(1, knob.prefetch_factor))
 
 
 def _workers_are_fixed(context: FailureContext) -> bool:
     """Return whether the trainer had as many workers although it was given fewer."""
-    seen, given = context.evidence.workers, context.last.num_workers
+    seen = context.evidence.workers
+    given = context.last.of(WorkersKnob).num_workers
     return bool(seen) and any(
-        one.spec.num_workers > given and one.evidence.workers == seen
+        one.spec.of(WorkersKnob).num_workers > given and one.evidence.workers == seen
         for one in context.history[:-1]
     )

@@ -2,4 +2,9 @@
 
 from robust_train.model.feature import Feature
 
-FEATURE = Feature("divergence", launcher=f"{__name__}.launcher:Divergence")
+FEATURE = Feature(
+    "divergence",
+    launcher=f"{__name__}.launcher:Divergence",
+    attempt=f"{__name__}.attempt:WatchesLosses",
+    parts=(f"{__name__}.record:DivergenceNote", f"{__name__}.record:DivergenceKnob"),
+)

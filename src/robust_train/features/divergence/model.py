@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from robust_train.features.divergence.record import DivergenceKnob
 from robust_train.model.spec import Retry
 from robust_train.policy.context import FailureContext
 
@@ -12,7 +13,7 @@ def before_it_diverged(context: FailureContext) -> Retry | None:
     """Retry from the last checkpoint before it, once: data or chance may have been the cause."""
     if not context.evidence.has_checkpoint or context.failures_without_progress > 1:
         return None
-    return _back(context, "before_it_diverged", context.last.lr_factor, "")
+    return _back(context, "before_it_diverged", context.last.of(DivergenceKnob).lr_factor, "")
 
 
 def lower_learning_rate(context: FailureContext) -> Retry | None:
@@ -22,7 +23,7 @@ def lower_learning_rate(context: FailureContext) -> Retry | None:
         return None
     if tries > context.config.retries:
         return None
-    lower = context.last.lr_factor * _LESS_LEARNING
+    lower = context.last.of(DivergenceKnob).lr_factor * _LESS_LEARNING
     return _back(context, "lower_learning_rate", lower, f" with {lower:g} times the learning rate")
 
 
@@ -32,4 +33,4 @@ def _back(context: FailureContext, action: str, lr_factor: float, with_less: str
     data = f"; the data up to step {skips} is skipped" if skips else ""
     where = "from it" if context.evidence.has_checkpoint else "from the beginning"
     how = f": again {where}{with_less}{data}"
-    return context.retry(action, how, lr_factor=lr_factor, skips_to=skips)
+    return context.retry(action, how, DivergenceKnob(lr_factor, skips))

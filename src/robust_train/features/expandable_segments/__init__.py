@@ -2,4 +2,4 @@
 
 from robust_train.model.feature import Feature
 
-FEATURE = Feature("expandable_segments")
+FEATURE = Feature("expandable_segments", parts=(f"{__name__}.record:SegmentsKnob",))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from robust_train.features.expandable_segments.record import SegmentsKnob
 from robust_train.model.failure import Clue
 from robust_train.model.spec import Retry
 from robust_train.policy.context import FailureContext
@@ -15,18 +16,19 @@ def expandable_segments(context: FailureContext) -> Retry | None:
     is_refused = any(one.evidence.clue in refusals for one in context.history)
     if is_refused or not context.settings.may_use_expandable_segments:
         return None
-    if not last.gpus or last.expandable_segments or not context.evidence.fragmented:
+    has_them = last.of(SegmentsKnob).expandable_segments
+    if not last.gpus or has_them or not context.evidence.fragmented:
         return None
     unused = mib(context.evidence.reserved_unallocated_bytes or 0)
     how = f" with {unused} reserved but unused: fragmentation; same batch with expandable segments"
-    return context.retry("expandable_segments", how, expandable_segments=True)
+    return context.retry("expandable_segments", how, SegmentsKnob(expandable_segments=True))
 
 
 def without_expandable_segments(context: FailureContext) -> Retry | None:
     """Retry once without them: WSL2 and some vGPUs fail at the first allocation."""
     last = context.last
     may_choose = context.settings.may_use_expandable_segments
-    if not last.gpus or not last.expandable_segments or not may_choose:
+    if not last.gpus or not last.of(SegmentsKnob).expandable_segments or not may_choose:
         return None
     clue = context.evidence.clue
     if clue == Clue.SEGMENTS:
@@ -38,4 +40,4 @@ def without_expandable_segments(context: FailureContext) -> Retry | None:
         )
     else:
         return None
-    return context.retry("no_expandable_segments", how, expandable_segments=False)
+    return context.retry("no_expandable_segments", how, SegmentsKnob(expandable_segments=False))

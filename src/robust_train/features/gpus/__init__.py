@@ -2,4 +2,6 @@
 
 from robust_train.model.feature import Feature
 
-FEATURE = Feature("gpus", launcher=f"{__name__}.launcher:Gpus")
+FEATURE = Feature(
+    "gpus", launcher=f"{__name__}.launcher:Gpus", parts=(f"{__name__}.record:GpusNote",)
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from robust_train.features.gpus.record import GpusNote
 from robust_train.launcher.hooks import History, InLauncher
 from robust_train.model.attempt import Attempt
 
@@ -11,4 +12,5 @@ class Gpus(InLauncher):
 
     def evidence(self, attempt: Attempt, history: History) -> Attempt:
         """Return the attempt with the free memory of the GPU on which it failed."""
-        return self.job.driver.devices.ended(attempt)
+        free = self.job.driver.devices.ended(attempt)
+        return attempt.having(GpusNote(free.before, free.after))

@@ -2,4 +2,4 @@
 
 from robust_train.model.feature import Feature
 
-FEATURE = Feature("gradient_checkpointing")
+FEATURE = Feature("gradient_checkpointing", parts=(f"{__name__}.record:GradientsKnob",))

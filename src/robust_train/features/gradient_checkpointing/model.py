@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from robust_train.features.gradient_checkpointing.record import GradientsKnob
 from robust_train.model.failure import FailureKind
 from robust_train.model.spec import Retry
 from robust_train.policy.context import FailureContext
@@ -15,7 +16,8 @@ def checkpoint_gradients(context: FailureContext) -> Retry | None:
     """
     last, config = context.last, context.config
     is_possible = config.may_checkpoint_gradients and context.settings.can_checkpoint
-    if not is_possible or last.gradient_checkpointing or context.failed_before_training:
+    is_done = last.of(GradientsKnob).gradient_checkpointing
+    if not is_possible or is_done or context.failed_before_training:
         return None
     # activations lie on the GPU, if there is one
     if context.failure.kind is FailureKind.HOST_OOM and last.gpus:
@@ -29,5 +31,5 @@ def checkpoint_gradients(context: FailureContext) -> Retry | None:
         "(training.gradient_checkpointing)"
     )
     return context.retry(
-        "gradient_checkpointing", how, batch_size=size, gradient_checkpointing=True
+        "gradient_checkpointing", how, GradientsKnob(gradient_checkpointing=True), batch_size=size
     )

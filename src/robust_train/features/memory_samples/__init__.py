@@ -6,4 +6,5 @@ FEATURE = Feature(
     "memory_samples",
     launcher=f"{__name__}.launcher:MemorySamples",
     attempt=f"{__name__}.attempt:TakesSamples",
+    parts=(f"{__name__}.record:StabilityNote",),
 )

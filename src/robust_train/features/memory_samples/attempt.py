@@ -19,7 +19,7 @@ class TakesSamples(InAttempt):
                 live.run_dir,
                 live.attempt,
                 config.device,
-                lambda: live.last_step,
+                lambda: live.reports.last_step,
                 whole_tree=config.traits.is_program,
             )
 

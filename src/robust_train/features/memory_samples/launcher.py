@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from robust_train.features.memory_samples.record import StabilityNote
 from robust_train.folder.memory_samples import attempt_stability
 from robust_train.launcher.hooks import History, InLauncher, computed
 from robust_train.model.attempt import Attempt
@@ -19,4 +18,4 @@ class MemorySamples(InLauncher):
             "the stability of memory",
             lambda: attempt_stability(self.job.plan.run_dir, attempt.number),
         )
-        return replace(attempt, memory_stability=as_json(stability))
+        return attempt.having(StabilityNote(as_json(stability)))

@@ -2,4 +2,8 @@
 
 from robust_train.model.feature import Feature
 
-FEATURE = Feature("memory_upkeep", attempt=f"{__name__}.attempt:memory_upkeep")
+FEATURE = Feature(
+    "memory_upkeep",
+    attempt=f"{__name__}.attempt:memory_upkeep",
+    parts=(f"{__name__}.record:UpkeepNote",),
+)

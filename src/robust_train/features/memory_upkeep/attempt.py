@@ -131,7 +131,7 @@ class MemoryUpkeep(InAttempt):
             if self._steps_with_history == _STEPS_WITH_HISTORY:
                 self._end_history()
                 self._end_history = None
-        self._watch_allocator(self.live.last_step or 0)
+        self._watch_allocator(self.live.reports.last_step or 0)
         self.pause("step")
 
     def pause(self, why: str) -> None:
@@ -155,7 +155,7 @@ class MemoryUpkeep(InAttempt):
         if isinstance(error, Exception) and not is_elsewhere:
             failure = classify_failure(error)
             if failure.kind.is_memory:
-                self.live.record_memory("out of memory")
+                self.live.reports.record_memory("out of memory")
                 self._write_oom(failure)
 
     def close(self, error: BaseException | None) -> None:
@@ -168,7 +168,7 @@ class MemoryUpkeep(InAttempt):
 
     def _watch_allocator(self, step: int) -> None:
         """Warn, once, if steps in a row had to empty the cache."""
-        before, total = self._alloc_retries, alloc_retries()
+        before, total = self._alloc_retries, alloc_retries(self._index)
         self._alloc_retries = total
         has_retried = total is not None and before is not None and total > before
         self._tight_steps = self._tight_steps + 1 if has_retried else 0
@@ -180,7 +180,7 @@ class MemoryUpkeep(InAttempt):
             "find room, which is slow; robust-train halve-batch takes a smaller micro-batch",
             step,
         )
-        self.live.send(MemoryTight(step, total))
+        self.live.reports.send(MemoryTight(step, total))
 
     def _set_up_cuda(self) -> None:
         """Set the limit as soon as torch is there, which may start CUDA later."""
@@ -201,8 +201,8 @@ class MemoryUpkeep(InAttempt):
         seconds = round(time.perf_counter() - started, 6)
         after = self._in_use()[1]
         # another thread may have allocated meanwhile
-        returned, step = max(before - after, 0), self.live.last_step
-        self.live.send(MemoryCleared(reason, of, before, after, returned, seconds, step))
+        returned, step = max(before - after, 0), self.live.reports.last_step
+        self.live.reports.send(MemoryCleared(reason, of, before, after, returned, seconds, step))
         log.debug(
             "memory cleared (%s): %s of %s returned (%s)",
             reason,
@@ -230,10 +230,12 @@ class MemoryUpkeep(InAttempt):
         if not self._settings.snapshot_on_oom:
             return
         self._has_written_oom = True
-        run = self.live
-        event = write_out_of_memory(run.run_dir, failure, attempt=run.attempt, step=run.last_step)
+        live = self.live
+        event = write_out_of_memory(
+            live.run_dir, failure, attempt=live.attempt, step=live.reports.last_step
+        )
         if event is not None:
-            run.send(event)
+            live.reports.send(event)
 
 
 def memory_upkeep(live: LiveAttempt, config: RobustConfig) -> InAttempt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from robust_train.features.out_of_memory.record import SplitLossKnob
 from robust_train.model.failure import Clue
 from robust_train.model.gpu import Group, device_name
 from robust_train.model.spec import Retry, Room
@@ -147,7 +148,7 @@ def split_all_the_same(context: FailureContext) -> Retry | None:
     if not context.keeps_loss or not context.has_retries:
         return None
     how = ": steps are computed in smaller parts from here on, although that changes this loss"
-    return context.retry("split_loss", how, splits_loss=True)
+    return context.retry("split_loss", how, SplitLossKnob(splits_loss=True))
 
 
 def sizes_left(context: FailureContext) -> Retry | None:

@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 
 from robust_train import compat
 from robust_train.attempt.hooks import InAttempt
-from robust_train.attempt.live import LiveAttempt, memory_in_use
+from robust_train.attempt.live import LiveAttempt
 from robust_train.config.projects import as_typed
 from robust_train.config.schema import RobustConfig
 from robust_train.folder.requests import LAUNCHERS_VERB, RefusedError, Reply, Request, find_requests
 from robust_train.memory.reports import perform
+from robust_train.memory.stats import memory_in_use
 from robust_train.model.events import RequestDone
 from robust_train.readable import named_line
 
@@ -122,38 +123,44 @@ class Requests(InAttempt):
             # clearing and limiting log their sentence themselves
             if verb not in ("memory_clear", "memory_fraction"):
                 log.info("%s on request: %s", verb, sentence)
-            self.live.send(RequestDone(verb, self.live.last_step, sentence))
+            self.live.reports.send(RequestDone(verb, self.live.reports.last_step, sentence))
         return {"answer": answer}
 
     def _checkpoint(self, waiting: _Pending) -> Reply | None:
-        run, answer = self.live, waiting.request.answer
+        stops = self.live.stops
+        answer = waiting.request.answer
         if waiting.seen.total() == 1:
             log.info("a checkpoint is requested")
-            run.request_checkpoint(answer)
-        if run.saves_on_request:
+            stops.request_checkpoint(answer)
+        if stops.saves_on_request:
             return {}
         if not waiting.knows_habits:
             return None
-        run.withdraw_checkpoint_request(answer)
-        stops = " or 'robust-train stop', which saves one first"
+        stops.withdraw_checkpoint_request(answer)
+        other = ""
+        if stops.is_cooperative:
+            other = " or 'robust-train stop', which saves one first"
         raise RefusedError(
             "this trainer does not call run.should_save(), so it saves a checkpoint only "
-            f"when it would anyway; wait for that{stops if run.is_cooperative else ''}"
+            f"when it would anyway; wait for that{other}"
         )
 
     def _split_finer(self, waiting: _Pending) -> Reply | None:
-        run = self.live
-        if run.keeps_batch:
-            raise RefusedError(f"half the micro-batch would change the training: {run.keeps_batch}")
-        if not run.splits_batches:
+        parts = self.live.parts
+        if parts.keeps_batch:
+            raise RefusedError(
+                f"half the micro-batch would change the training: {parts.keeps_batch}"
+            )
+        if not parts.splits:
             if not waiting.knows_habits:
                 return None
             raise RefusedError(
                 "this trainer does not use run.backward, so its batch cannot be changed while it "
                 "runs; stop it and start it again with a smaller training.batch_size (--batch-size)"
             )
-        changed = run.shrink("requested by 'robust-train halve-batch'")
-        size, least = (run.micro_batcher.size, run.micro_batch_plan.min_batch_size)
+        changed = parts.shrink("requested by 'robust-train halve-batch'")
+        size = parts.batcher().size
+        least = parts.plan.min_batch_size
         if changed is None and size is None:
             raise RefusedError("no batch was split so far; try again after the first step")
         if changed is None:

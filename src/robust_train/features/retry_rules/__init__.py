@@ -2,4 +2,8 @@
 
 from robust_train.model.feature import Feature
 
-FEATURE = Feature("retry_rules", launcher=f"{__name__}.launcher:RetryRules")
+FEATURE = Feature(
+    "retry_rules",
+    launcher=f"{__name__}.launcher:RetryRules",
+    parts=(f"{__name__}.record:RuleNote",),
+)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from robust_train.features.retry_rules.record import RuleNote
 from robust_train.host.search import is_found
 from robust_train.model.attempt import Attempt
 from robust_train.model.failure import Clue, Failure, FailureKind
@@ -31,7 +32,7 @@ def with_rule(settings: PolicySettings, earlier: tuple[Attempt, ...], attempt: A
             break
     else:
         return attempt
-    attempt = replace(attempt, rule=number)
+    attempt = attempt.having(RuleNote(number))
     if rule.then != EXCLUDE_GPU:
         return attempt
     why = _why(replace(context, history=earlier + (attempt,)))
@@ -44,7 +45,7 @@ def with_rule(settings: PolicySettings, earlier: tuple[Attempt, ...], attempt: A
 
 def decided_by_rule(settings: PolicySettings, history: tuple[Attempt, ...]) -> Decision | None:
     """Return what the user's rule decides after the last attempt, None if the remedies do."""
-    number = history[-1].rule
+    number = history[-1].of(RuleNote).rule
     if number is None:
         return None
     context = FailureContext(settings, history, Offers())
@@ -71,7 +72,7 @@ def _decision(context: FailureContext, number: int) -> Decision | None:
 
 def _why(context: FailureContext) -> str:
     """Return the failure, the rule that applies to it, and which try of the rule this is."""
-    number = context.attempt.rule
+    number = context.attempt.of(RuleNote).rule
     assert number is not None
     rule, which = context.config.retry.rules[number], ""
     if rule.then != "stop":
@@ -81,7 +82,7 @@ def _why(context: FailureContext) -> str:
 
 def _tries(context: FailureContext, number: int) -> int:
     """Return how often a rule has been applied since the job got further."""
-    return sum(attempt.rule == number for attempt in context.since_progress)
+    return sum(attempt.of(RuleNote).rule == number for attempt in context.since_progress)
 
 
 def _most(context: FailureContext, rule: RetryRule) -> int:

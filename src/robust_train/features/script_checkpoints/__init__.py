@@ -2,4 +2,8 @@
 
 from robust_train.model.feature import Feature
 
-FEATURE = Feature("script_checkpoints", launcher=f"{__name__}.launcher:ScriptCheckpoints")
+FEATURE = Feature(
+    "script_checkpoints",
+    launcher=f"{__name__}.launcher:ScriptCheckpoints",
+    parts=(f"{__name__}.record:ScriptCheckpointsNote",),
+)

@@ -2,4 +2,6 @@
 
 from robust_train.model.feature import Feature
 
-FEATURE = Feature("slow", launcher=f"{__name__}.launcher:SlowTraining")
+FEATURE = Feature(
+    "slow", launcher=f"{__name__}.launcher:SlowTraining", parts=(f"{__name__}.record:SlowNote",)
+)

@@ -25,12 +25,7 @@ import psutil
 
 from robust_train.children.interpreters import Interpreter
 from robust_train.config.attempt import AttemptRequest
-from robust_train.gpu.bounded import printed_by
-from robust_train.gpu.inventory import close_session, read_inventory
-from robust_train.gpu.processes import is_shared
-from robust_train.host.linux import children
-from robust_train.host.signals import DUMP_STACKS
-from robust_train.launcher.stall import (
+from robust_train.features.stall.model import (
     SHORTEST_SECONDS,
     WARNING_SHARE,
     Pulse,
@@ -38,6 +33,13 @@ from robust_train.launcher.stall import (
     standstill,
     worth_keeping,
 )
+from robust_train.gpu.bounded import printed_by
+from robust_train.gpu.inventory import close_session, read_inventory
+from robust_train.gpu.processes import is_shared
+from robust_train.host.linux import children
+from robust_train.host.signals import DUMP_STACKS
+from robust_train.launcher.hooks import End, InLauncher, Watch
+from robust_train.model.attempt import Attempt
 from robust_train.model.events import (
     CheckpointFailed,
     CheckpointSaved,
@@ -96,13 +98,27 @@ class _Glance:
         )
 
 
-class StallWatch:
-    """Watches one attempt, whose interpreters have these process ids."""
+class Stall(InLauncher):
+    """Has the ranks of an attempt record their collectives, which show where they wait."""
+
+    def request(self, request: AttemptRequest, attempt: Attempt) -> AttemptRequest:
+        """Return the request with NCCL's flight recorder, if the attempt has several GPUs."""
+        if self.job.plan.config.stall_timeout_seconds == 0 or len(attempt.spec.gpus) < 2:
+            return request
+        recorder = nccl_variables(request.environ, request.run_dir, request.attempt)
+        return replace(request, environ={**request.environ, **recorder})
+
+
+class StallWatch(Watch):
+    """Ends an attempt that hangs."""
 
     def __init__(
-        self, request: AttemptRequest, pids: Sequence[int], on_event: Callable[[Event], None]
+        self, request: AttemptRequest, pids: Sequence[int], send: Callable[[Event], None]
     ) -> None:
-        self._request, self._pids, self._on_event = request, pids, on_event
+        super().__init__(request, pids, send)
+        self._request = request
+        self._pids = pids
+        self._on_event = send
         self._limit_seconds = request.config.stall_timeout_seconds
         self._pulse = Pulse(longest=request.longest_pause)
         self._known = request.longest_pause
@@ -113,8 +129,8 @@ class StallWatch:
         self._glance: _Glance | None = None  # None after an event
         self._is_suspended = self._has_warned = False
 
-    def on_event(self, event: Event) -> None:
-        """Record an event of the attempt."""
+    def event(self, event: Event) -> None:
+        """Take an event of the attempt as a sign of life."""
         self._let_time_pass()
         pulse = self._pulse
         has_begun = pulse.reported is not None
@@ -128,13 +144,24 @@ class StallWatch:
             self._known = pulse.longest
             self._on_event(PauseLearned(round(pulse.longest, 1)))
 
-    def on_output(self) -> None:
-        """Record that the attempt has printed something."""
+    def output(self) -> None:
+        """Take what the attempt has printed as a sign of life."""
         self._let_time_pass()
         if self._glance is None or not self._glance.stopped:
             self._pulse = replace(self._pulse, alive=self._pulse.now)
 
-    def poll(self) -> Standstill | None:
+    def poll(self, living: Mapping[int, Interpreter]) -> End | None:
+        """End the attempt once it hangs, with the stacks of its processes on the disk."""
+        found = self.standstill()
+        if found is None:
+            return None
+        return End(found.what, found.seconds, dump_stacks(self._request, living))
+
+    def close(self) -> None:
+        """Remove the pipes through which ranks are asked for their collectives."""
+        remove_nccl_pipes(self._request.run_dir)
+
+    def standstill(self) -> Standstill | None:
         """Return the standstill once the attempt hangs; warn when half of its limit is over."""
         self._let_time_pass()
         found = standstill(self._limit_seconds, self._pulse)
@@ -304,6 +331,7 @@ _FILES = (
     "TORCH_FR_DUMP_TEMP_FILE",
 )
 # recent versions record anyway; 2,000 is their size of the record
+_NEWER_SIZE = "TORCH_FR_BUFFER_SIZE"
 _RECORD = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 
 
@@ -315,6 +343,8 @@ def nccl_variables(environ: Mapping[str, str], run_dir: Path, attempt: int) -> d
     """
     stem = str(run_dir.absolute() / f"attempt-{attempt}.nccl-")
     own = {name: value for name, value in _RECORD.items() if name not in environ}
+    if _NEWER_SIZE in environ:
+        own.pop("TORCH_NCCL_TRACE_BUFFER_SIZE", None)
     with contextlib.suppress(OSError):
         os.mkfifo(probe := f"{stem}.pipe")
         os.unlink(probe)

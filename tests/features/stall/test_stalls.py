@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from attempts import attempt_request
 from plans import folder_in
 from robust_train.failures.stack import where_it_stands
-from robust_train.host.signals import SignalWatch
-from robust_train.launcher import stall_watch
-from robust_train.launcher.stall import SHORTEST_SECONDS, STARTUP_SECONDS, Pulse, standstill
-from robust_train.launcher.stall_watch import (
+from robust_train.features.stall import launcher as stall_watch
+from robust_train.features.stall.launcher import (
     StallWatch,
     dump_stacks,
     nccl_variables,
     remove_nccl_pipes,
 )
+from robust_train.features.stall.model import SHORTEST_SECONDS, STARTUP_SECONDS, Pulse, standstill
+from robust_train.host.signals import SignalWatch
 from robust_train.model.events import (
     JobStarted,
     MemoryReported,
@@ -131,8 +131,8 @@ class Watched:
         while self._clock.now < until:
             self._clock.now += 5.0
             if printing:
-                self.watch.on_output()
-            if (stands := self.watch.poll()) is not None:
+                self.watch.output()
+            if (stands := self.watch.standstill()) is not None:
                 return stands
         return None
 
@@ -141,7 +141,7 @@ class Watched:
         for step in scene.split(", "):
             what, _, seconds = step.partition(" ")
             if what in EVENTS:
-                self.watch.on_event(EVENTS[what])
+                self.watch.event(EVENTS[what])
             else:
                 stands = self.wait(float(seconds), printing=what == "prints")
                 assert (stands is not None) is (what == "hangs"), step
@@ -193,7 +193,7 @@ def test_half_of_the_time_is_warned_of_once_and_a_hang_says_for_how_long_it_last
 
 
 def test_a_suspended_attempt_does_not_hang_but_one_of_which_a_part_is_stopped_does(watched):
-    watched.watch.on_event(Progress(1))
+    watched.watch.event(Progress(1))
     watched.signal(signal.SIGSTOP, *watched.pids)
     assert watched.wait(2000) is None
     watched.signal(signal.SIGCONT, watched.pids[0])
@@ -203,10 +203,10 @@ def test_a_suspended_attempt_does_not_hang_but_one_of_which_a_part_is_stopped_do
 
 
 def test_time_in_which_the_launcher_was_suspended_does_not_count(watched, clock):
-    watched.watch.on_event(Progress(1))
+    watched.watch.event(Progress(1))
     for _ in range(3):
         clock.now += 86_400.0
-        assert watched.watch.poll() is None
+        assert watched.watch.standstill() is None
     assert watched.wait(500) is None
 
 
@@ -254,7 +254,7 @@ def test_a_busy_gpu_of_its_own_is_a_sign_of_life(machine_with, percent, others, 
         from types import SimpleNamespace
         from attempts import attempt_request
         from robust_train.gpu.inventory import read_inventory
-        from robust_train.launcher import stall_watch
+        from robust_train.features.stall import launcher as stall_watch
         from robust_train.model.spec import AttemptSpec
 
         stall_watch.time = clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
@@ -263,7 +263,7 @@ def test_a_busy_gpu_of_its_own_is_a_sign_of_life(machine_with, percent, others, 
         stands = None
         while stands is None and clock.now < 4000:
             clock.now += 4.0
-            stands = watch.poll()
+            stands = watch.standstill()
         print("true" if stands else "false")
         """,
         PYTHONPATH=str(SUPPORT),
@@ -322,3 +322,5 @@ def test_ranks_that_read_their_pipe_are_asked_for_the_flight_recorders_dump(tmp_
 
 def test_what_the_user_has_set_of_the_flight_recorder_stays(tmp_path):
     assert nccl_variables({"TORCH_FR_DUMP_TEMP_FILE": "/x"}, tmp_path, 1) == {}
+    newer = nccl_variables({"TORCH_FR_BUFFER_SIZE": "9"}, tmp_path, 1)
+    assert "TORCH_NCCL_TRACE_BUFFER_SIZE" not in newer, "the user's own size stands"

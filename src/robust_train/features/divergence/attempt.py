@@ -9,14 +9,17 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from robust_train.config.schema import DivergenceConfig, RobustConfig
+from robust_train.attempt.hooks import InAttempt
+from robust_train.attempt.live import LiveAttempt
+from robust_train.attempt.losses import COMPUTED, GIVEN, LossWatch
+from robust_train.config.schema import DivergenceConfig
 from robust_train.files import plain
 from robust_train.model.errors import TrainingDiverged
-from robust_train.model.events import Event, UpdateSkipped
+from robust_train.model.events import UpdateSkipped
+from robust_train.model.failure import Evidence, Failure, FailureKind
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,9 +38,6 @@ _SPIKES = 10
 _LEFT_OUT = 3
 # median absolute deviation to standard deviation, of a normal distribution
 _SIGMA = 1.4826
-
-# whose figure a loss is; a later one of these counts in place of those before it
-_COMPUTED, REPORTED, _GIVEN = range(3)
 
 
 @dataclass(frozen=True)
@@ -99,37 +99,45 @@ class Losses:
         return f"; the last good one was {self.recent[-1]:.4g} at step {self.good_step}"
 
 
-class Guard:
+class WatchesLosses(InAttempt):
+    """Puts the guard between training and its losses and updates (``divergence``)."""
+
+    def begin(self) -> None:
+        """Begin to watch, unless divergence is to be ignored."""
+        if self.config.divergence.action != "ignore":
+            self.live.watch(Guard(self.live, self.config.divergence))
+
+
+class Guard(LossWatch):
     """Watches an attempt; raises :class:`TrainingDiverged` when training is of no use any more.
 
     Attributes:
-        divergence: what counts as diverged, None if nothing does.
+        divergence: what counts as diverged.
         losses: what those reported so far show.
     """
 
-    def __init__(
-        self,
-        send: Callable[[Event], None],
-        # returns the error with a message, after a good step, seen at a bad one
-        spoiled: Callable[[str, int | None, int], TrainingDiverged],
-        *,
-        is_main: bool,
-    ) -> None:
-        self.divergence: DivergenceConfig | None = None
+    leaves_out = True
+
+    def __init__(self, live: LiveAttempt, divergence: DivergenceConfig) -> None:
+        self.divergence = divergence
         self.losses = Losses()
-        self.good_since = time.time()  # about when the last one was reported
-        self._send, self._spoiled, self._is_main = send, spoiled, is_main
-        self._source = _COMPUTED
+        self._live = live
+        self._good_since = time.time()  # about when the last good loss was reported
+        self._source = COMPUTED
         self._late_losses: LateFigures | None = None
         self._late_updates: LateFigures | None = None
         self._loss: Tensor | None = None  # of the step in progress
         # updates in a row that were left out, from this step on
-        self._skipped = self._skips_from = 0
+        self._skipped = 0
+        self._skips_from = 0
 
-    def configure(self, config: RobustConfig) -> None:
-        """Watch for what a config asks for."""
-        acts = config.divergence.action != "ignore"
-        self.divergence = config.divergence if acts else None
+    def of_checkpoint(self, step: int | None) -> str:
+        """Return what is known of a checkpoint of ``step``, as a manifest has it."""
+        return self.losses.of_checkpoint(step)
+
+    def allows_checkpoint(self) -> bool:
+        """Return whether the weights are worth a checkpoint."""
+        return not self.losses.not_finite
 
     def proves(self, step: int) -> bool:
         """Return whether so much that is good has followed a step that it was good."""
@@ -140,35 +148,39 @@ class Guard:
 
     def computed(self, step: int, loss: Tensor) -> None:
         """Take the loss of a batch."""
-        if self.divergence is not None:
-            self._loss = loss if self._loss is None else self._loss + loss
-            # `step` looks at it by itself
-            if self._late_updates is None:
-                self.take(step, loss, _COMPUTED)
+        self._loss = loss if self._loss is None else self._loss + loss
+        # `step` looks at it by itself
+        if self._late_updates is None:
+            self.take(step, loss, COMPUTED)
 
-    def take(self, step: int, loss: Any, source: int = _GIVEN) -> None:
+    def take(self, step: int, loss: Any, source: int = GIVEN) -> None:
         """Take the loss of a step; a tensor's is read a step later, where nothing waits for it. One
         that is computed counts where none is reported, and neither does once one was given."""
-        if self.divergence is None or source < self._source:
+        if source < self._source:
             return
         self._source = source
         if hasattr(loss, "detach"):
             self._late_losses = self._late_losses or _late_figures()
-            if (earlier := self._late_losses.swap(step, loss)) is not None:
-                self._look_at(*earlier, self.divergence)
-        elif isinstance(figure := plain(loss), (int, float)):
-            self._look_at(step, figure, self.divergence)
+            earlier = self._late_losses.swap(step, loss)
+            if earlier is not None:
+                self._look_at(*earlier)
+            return
+        figure = plain(loss)
+        if isinstance(figure, (int, float)):
+            self._look_at(step, figure)
 
-    def _look_at(self, step: int, loss: float, plan: DivergenceConfig) -> None:
+    def _look_at(self, step: int, loss: float) -> None:
         """Add a loss; raise if training has diverged."""
         # what `step` leaves out has spoiled nothing
         if self._late_updates is not None and not math.isfinite(loss):
             return
-        self.losses = self.losses.after(step, loss, plan)
+        self.losses = self.losses.after(step, loss, self.divergence)
         if not self.losses.bad:
-            self.good_since = time.time()
-        if why := self.losses.diverged(plan):
-            raise self._spoiled(f"diverged: {why}", self.losses.good_step, step)
+            self._good_since = time.time()
+        why = self.losses.diverged(self.divergence)
+        if why:
+            good = self.losses.good_step
+            raise self._spoiled(f"diverged: {why}", good, step)
 
     # --- updates ---
 
@@ -179,13 +191,17 @@ class Guard:
         from robust_train.step.update import update
 
         self._late_updates = self._late_updates or _late_figures()
-        loss, self._loss = self._loss, None
-        done = update(optimizer, loss, scaler, max_grad_norm, skips=self.divergence is not None)
-        if done.is_bad is not None:
-            if not done.waits:
-                self._count_update(number, bool(done.is_bad))
-            elif (earlier := self._late_updates.swap(number, done.is_bad)) is not None:
-                self._count_update(earlier[0], bool(earlier[1]))
+        loss = self._loss
+        self._loss = None
+        done = update(optimizer, loss, scaler, max_grad_norm)
+        if done.is_bad is None:
+            return done.moved
+        if not done.waits:
+            self._count_update(number, bool(done.is_bad))
+            return done.moved
+        earlier = self._late_updates.swap(number, done.is_bad)
+        if earlier is not None:
+            self._count_update(earlier[0], bool(earlier[1]))
         return done.moved
 
     def _count_update(self, step: int, was_left_out: bool) -> None:
@@ -196,11 +212,11 @@ class Guard:
         if not self._skipped:
             self._skips_from = step
         self._skipped += 1
-        if self._is_main:
-            self._send(UpdateSkipped(step, self._skipped))
+        if self._live.is_main:
+            self._live.reports.send(UpdateSkipped(step, self._skipped))
             text = "step %d: loss or gradient norm is not finite: the update is left out"
             log.warning(text, step)
-        if self.divergence is not None and self._skipped > _LEFT_OUT * self.divergence.patience:
+        if self._skipped > _LEFT_OUT * self.divergence.patience:
             first = self._skips_from
             why = (
                 "diverged: loss or gradient norm was not finite in "
@@ -209,6 +225,32 @@ class Guard:
             # a trainer may count no step that was left out, though it was given its data
             last = first + self._skipped - 1
             raise self._spoiled(why, first - 1, last)
+
+    # --- the end ---
+
+    def _spoiled(self, message: str, good: int | None, bad: int) -> TrainingDiverged:
+        """Let no attempt resume from what was saved since the good step; return the error."""
+        saves = self._live.saves
+        begun = self._live.reports.steps_before
+        if good is None or good <= begun:
+            # none was good in this attempt: so may be what it resumed from
+            good = begun - 1
+        before = saves.spoil(good, self._good_since)
+        last = "no checkpoint before it"
+        if before is not None:
+            step = "" if before.step is None else f" (step {before.step})"
+            last = f"the checkpoint before it is {before.path.name}{step}"
+            # from there its data was passed over already
+            if saves.passes_over and before.step == begun:
+                bad += max(saves.skips_to - begun, 0)
+        evidence = Evidence(
+            good_step=good,
+            bad_step=bad,
+            has_checkpoint=before is not None,
+            passes_over=saves.passes_over,
+            reads_lr=self._live.has_read("lr"),
+        )
+        return TrainingDiverged(Failure(FailureKind.DIVERGED, f"{message}; {last}", evidence))
 
 
 def _late_figures() -> LateFigures:

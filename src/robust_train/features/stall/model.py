@@ -1,4 +1,4 @@
-"""Whether an attempt hangs: a pure rule over the signs of life that :mod:`.stall_watch` sees."""
+"""Whether an attempt hangs: a pure rule over the signs of life that :mod:`.launcher` sees."""
 
 from __future__ import annotations
 

@@ -1,0 +1,52 @@
+"""What becomes of an attempt's losses and updates: nothing, unless a feature watches them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+# whose figure a loss is; a later one of these counts in place of those before it
+COMPUTED, REPORTED, GIVEN = range(3)
+
+
+class LossWatch:
+    """Takes each loss as good and makes each update.
+
+    A feature that knows better puts a subclass in its place (:meth:`.live.LiveAttempt.watch`).
+
+    Attributes:
+        leaves_out: whether an update that would spoil the weights is left out.
+    """
+
+    leaves_out = False
+
+    def take(self, step: int, loss: Any, source: int = GIVEN) -> None:
+        """Take the loss of a step, which may be a tensor; ``source`` says whose figure it is."""
+
+    def computed(self, step: int, loss: Tensor) -> None:
+        """Take the loss of a batch of the step in progress."""
+
+    def step(
+        self, number: int, optimizer: Optimizer, scaler: Any, max_grad_norm: float | None
+    ) -> bool:
+        """End an optimizer step; return whether the weights have changed."""
+        # torch comes with it, and the launcher does without
+        from robust_train.step.update import update
+
+        done = update(optimizer, None, scaler, max_grad_norm, skips=False)
+        return done.moved
+
+    def allows_checkpoint(self) -> bool:
+        """Return whether the weights are worth a checkpoint."""
+        return True
+
+    def of_checkpoint(self, step: int | None) -> str:
+        """Return what is known of a checkpoint of ``step``, as a manifest has it."""
+        return "unknown"
+
+    def proves(self, step: int) -> bool:
+        """Return whether so much that is good has followed a step that it was good."""
+        return False

@@ -1,0 +1,116 @@
+"""How finely an attempt splits its batches, and what does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
+
+from robust_train.attempt.reports import Reports
+from robust_train.attempt.speed import SpeedMeter
+from robust_train.config.placeholders import MicroBatchPlan, SplitRule
+from robust_train.model.events import Event, MicroBatchChanged, MicroBatchExhausted, SplitChecked
+from robust_train.model.failure import Failure
+
+if TYPE_CHECKING:
+    from robust_train.model.spec import AttemptSpec
+    from robust_train.policy.sizes import BatchSearch
+    from robust_train.step.batcher import MicroBatcher
+    from robust_train.step.split_check import SplitCheck
+
+
+class Parts:
+    """Makes the micro-batcher at its first use, from what was set until then.
+
+    Attributes:
+        plan: how the batcher begins.
+        search: how it looks for the largest batch that fits, None if it does not.
+        split_rule: how the loss of the parts is compared with the loss of the whole.
+        asked: the split of the batch that the job was asked for; None: this attempt's own.
+        keeps_batch: why no attempt may split the batch in another way; empty if it may.
+        last_micro_batch: the smallest micro-batch that running out of memory has led to inside the
+            steps of this attempt, None if it never did.
+    """
+
+    def __init__(
+        self, reports: Reports, speed: SpeedMeter, ran_out: Callable[[BaseException, Failure], None]
+    ) -> None:
+        self.plan = MicroBatchPlan()
+        self.search: BatchSearch | None = None
+        self.split_rule = SplitRule()
+        self.asked: AttemptSpec | None = None
+        self.keeps_batch = ""
+        self.last_micro_batch: int | None = None
+        self._reports = reports
+        self._speed = speed
+        self._ran_out = ran_out
+        self._before_first: Callable[[], None] = lambda: None
+        self._batcher: MicroBatcher | None = None
+
+    def split_by(self, plan: MicroBatchPlan) -> None:
+        """Begin to split as ``plan`` has it."""
+        self.plan = plan
+
+    def search_with(self, search: BatchSearch) -> None:
+        """Look for the largest batch that fits."""
+        self.search = search
+
+    def check_by(self, rule: SplitRule) -> None:
+        """Check the loss of the parts by this rule."""
+        self.split_rule = rule
+
+    def set_asked(self, asked: AttemptSpec | None) -> None:
+        """Set the split of the batch that the job was asked for."""
+        self.asked = asked
+
+    def keep_batch(self, reason: str) -> None:
+        """Let no attempt split the batch in another way."""
+        self.keeps_batch = reason
+
+    def call_before_first(self, do: Callable[[], None]) -> None:
+        """Call ``do`` before the first batch is split."""
+        self._before_first = do
+
+    @property
+    def splits(self) -> bool:
+        """Whether the trainer has begun to use the batcher."""
+        return self._batcher is not None
+
+    def batcher(self) -> MicroBatcher:
+        """Return what splits the batches, made at first use."""
+        if self._batcher is None:
+            self._before_first()
+            self._batcher = self._made()
+        return self._batcher
+
+    def _made(self) -> MicroBatcher:
+        # torch comes with it, and the launcher does without
+        from robust_train.step.batcher import MicroBatcher
+        from robust_train.step.engine import Recorder
+        from robust_train.step.split_watch import SplitWatch
+
+        watch = SplitWatch(self.split_rule, self._on_split_checked, self._reports.muted)
+        recorder = Recorder(
+            lambda: 1 + self._reports.steps_done, self._on_change, self._ran_out, self._speed, watch
+        )
+        return MicroBatcher(**asdict(self.plan), search=self.search, recorder=recorder)
+
+    def _on_split_checked(self, step: int, check: SplitCheck, ends_attempt: bool) -> None:
+        kept = check.kept.value
+        self._reports.send(SplitChecked(step, kept, check.message, check.samples, ends_attempt))
+
+    def _on_change(self, event: Event) -> None:
+        if isinstance(event, (MicroBatchChanged, MicroBatchExhausted)):
+            if event.training:
+                size = getattr(event, "after", None) or event.before
+                self.last_micro_batch = min(size, self.last_micro_batch or size)
+            event = replace(event, last_micro_batch=self.last_micro_batch)
+        self._reports.send(event)
+
+    def shrink(self, reason: str) -> tuple[int, int] | None:
+        """Split finer from the next batch on; return (from, to), or None if no size is smaller."""
+        return self.batcher().shrink(reason)
+
+    def stop_splitting(self) -> None:
+        """Refuse requests for a smaller micro-batch from here on."""
+        self._batcher = None

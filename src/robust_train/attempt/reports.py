@@ -1,0 +1,152 @@
+"""What an attempt reports: its events, how far it is, the figure that a sweep optimises."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+from robust_train.files import plain
+from robust_train.memory.stats import describe_memory, memory_in_use
+from robust_train.model.events import (
+    EpochEnded,
+    Event,
+    Json,
+    MemoryReported,
+    Progress,
+    TrainingStarted,
+    UserEvent,
+    ValueReported,
+)
+
+log = logging.getLogger("robust_train")
+
+_PROGRESS_INTERVAL_SECONDS = 0.1
+
+Report = Callable[[Event], None]
+"""Takes one event."""
+
+
+class Reports:
+    """Sends an attempt's events to the launcher.
+
+    Attributes:
+        steps_before: optimizer steps that earlier attempts have done, 0 for a fresh start.
+        last_step: last optimizer step that was reported, None before the first.
+    """
+
+    def __init__(self, report: Report, *, is_main: bool) -> None:
+        self.steps_before = 0
+        self.last_step: int | None = None
+        self._report = report
+        self._is_main = is_main
+        self._is_muted = False
+        self._total_steps: int | None = None
+        self._unsent: Progress | None = None
+        self._next_progress = 0.0
+        self._objective = ""
+        self._mode: str | None = None
+
+    @property
+    def steps_done(self) -> int:
+        """Optimizer steps that are done, those of earlier attempts included."""
+        return self.steps_before if self.last_step is None else self.last_step
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the last of all optimizer steps is done, as far as the trainer reports them."""
+        total = self._total_steps
+        return total is not None and self.steps_done >= total
+
+    def send(self, event: Event) -> None:
+        """Send an event, unless reports are muted."""
+        if not self._is_muted:
+            self._report(event)
+
+    @contextlib.contextmanager
+    def muted(self) -> Iterator[None]:
+        """Send nothing that a trainer's function reports within the block."""
+        was_muted = self._is_muted
+        unsent = self._unsent
+        self._is_muted = True
+        try:
+            yield
+        finally:
+            self._is_muted = was_muted
+            self._unsent = unsent
+
+    def started(self, step: int) -> None:
+        """See :meth:`.run.Run.started`."""
+        self.steps_before = step
+        self.send(TrainingStarted(step))
+
+    def reach(self, step: int) -> None:
+        """Record that optimizer step ``step`` is done."""
+        self.last_step = step
+
+    def progress(self, step: int, total_steps: int | None, scalars: Mapping[str, float]) -> bool:
+        """Send a step's figures, at most ten times a second; return whether they were sent."""
+        self._total_steps = total_steps
+        self._unsent = Progress(step, total_steps, scalars)
+        now = time.monotonic()
+        if now < self._next_progress:
+            return False
+        self._next_progress = now + _PROGRESS_INTERVAL_SECONDS
+        self.send_last_progress()
+        return True
+
+    def send_last_progress(self) -> None:
+        """Send the newest step's figures, unless that is done."""
+        unsent = self._unsent
+        self._unsent = None
+        if unsent is not None:
+            self.send(replace(unsent, metrics=plain(unsent.metrics)))
+
+    def epoch_ended(self, epoch: int, scalars: Mapping[str, float]) -> None:
+        """Send an epoch's figures, and the objective if it is among them."""
+        figures = plain(dict(scalars))
+        self.send_last_progress()
+        self.send(EpochEnded(epoch, self.steps_done, figures))
+        self.report_objective(figures, epoch)
+
+    def record(self, event: str, fields: Mapping[str, Json]) -> None:
+        """See :meth:`.run.Run.record`."""
+        figures = plain(dict(fields))
+        self.send(UserEvent(str(event), figures))
+        self.report_objective(figures, figures.get("step"))
+
+    def record_memory(self, name: str) -> None:
+        """Record how much memory is in use."""
+        figures = memory_in_use(context=False)
+        log.debug("%s: %s", name, describe_memory(figures))
+        self.send(MemoryReported(name, **figures))
+
+    def report(self, value: float, step: int | None = None) -> None:
+        """See :meth:`.run.Run.report`."""
+        if self._is_main:
+            step = self.steps_done if step is None else int(step)
+            self.send(ValueReported(float(value), step))
+
+    def optimise(self, objective: str) -> None:
+        """Report the figure with this name as the objective; none if the name is empty."""
+        self._objective = objective
+
+    def monitor(self, figure: str, mode: str) -> None:
+        """Report the figure whenever it is recorded, unless ``objective`` names another one.
+        ``mode``: ``min`` or ``max``, which of them its framework prefers."""
+        if not self._objective:
+            self._objective = figure
+            self._mode = mode
+
+    def report_objective(self, figures: Mapping[str, Json], step: Json) -> None:
+        """Report the figure that ``objective`` names, if it is among these."""
+        value = figures.get(self._objective)
+        if (
+            self._is_main
+            and isinstance(value, (int, float))
+            and not isinstance(value, bool)
+            and isinstance(step, int)
+        ):
+            self.send(ValueReported(float(value), step, self._mode))

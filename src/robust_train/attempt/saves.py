@@ -1,0 +1,183 @@
+"""What an attempt resumes from, where it is in its data, and the checkpoints that it writes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from robust_train.attempt.cadence import Saving
+from robust_train.attempt.data_position import Attempt
+from robust_train.attempt.reports import Reports
+from robust_train.folder.checkpoints import CheckpointError, Content, Manifest, Position
+
+if TYPE_CHECKING:
+    from robust_train.attempt.checkpoints import CheckpointFolder
+
+log = logging.getLogger("robust_train")
+
+T = TypeVar("T")
+
+_KEEP = 2
+
+
+class Saved(Protocol):
+    """Takes the news that a checkpoint is complete."""
+
+    def __call__(self, path: Path, step: int | None, position: Position | None = None) -> None:
+        """Take where the checkpoint is, after which step, and where that is in the data."""
+
+
+class Saves:
+    """Loads and saves the checkpoints of one attempt.
+
+    Attributes:
+        resume_checkpoint: the checkpoint to resume from, None if the attempt starts afresh.
+        keep: how many checkpoints of `run.save` stay.
+        skips_to: the data up to this optimizer step are to be passed over: training has diverged
+            there.
+        passes_over: whether the trainer heeds that.
+    """
+
+    def __init__(
+        self,
+        saving: Saving,
+        reports: Reports,
+        resume_checkpoint: Path | None,
+        *,
+        is_main: bool,
+        saved: Saved,
+        failed: Callable[[CheckpointError], None],
+    ) -> None:
+        self.resume_checkpoint = resume_checkpoint
+        self.keep = _KEEP
+        self.skips_to = 0
+        self.passes_over = False
+        self._saving = saving
+        self._reports = reports
+        self._is_main = is_main
+        self._saved = saved
+        self._failed = failed
+        self._folder: CheckpointFolder | None = None
+        self._has_position = False
+
+    def keep_newest(self, keep: int) -> None:
+        """Let this many checkpoints of `run.save` stay."""
+        self.keep = keep
+
+    # --- the position in the data ---
+
+    def skip_to(self, step: int) -> None:
+        """Ask for the data up to an optimizer step to be passed over."""
+        self.skips_to = step
+
+    def pass_over_skipped(self) -> None:
+        """Record that the trainer passes over the data that it is to skip."""
+        self.passes_over = True
+
+    def pass_over(self, loader: Iterable[T], attempt: Callable[[], Attempt]) -> Iterator[T]:
+        """Yield from ``loader``, after what earlier attempts have seen of it."""
+        self.passes_over = True
+        self._find_position()
+        yield from self._saving.batches.over(loader, attempt())
+
+    def _find_position(self) -> None:
+        """Find where an earlier attempt was in the data, with the first batch or checkpoint: by
+        then the trainer has reported where it begins."""
+        if self.resume_checkpoint is not None and not self._has_position:
+            self._saving.batches.resume(
+                self.resume_checkpoint, self._reports.steps_before, self.skips_to
+            )
+        self._has_position = True
+
+    # --- loading ---
+
+    def load(self, state: MutableMapping[str, Any]) -> int:
+        """Restore the newest checkpoint into ``state``; return its step, 0 without one."""
+        from robust_train.attempt.checkpoints import STEP, read_newest, restore
+        from robust_train.step.ranks import of_all_ranks
+
+        path = self.resume_checkpoint
+        self.resume_checkpoint = None
+        if path is None:
+            return 0
+        required = {STEP} | state.keys()
+        newest = read_newest(path, required, gather=of_all_ranks)
+        if newest is None:
+            return 0
+        self.resume_checkpoint, content = newest
+        return restore(state, content)
+
+    # --- saving ---
+
+    def save(self, content: Content, step: int, *, keep: int, suffix: str) -> None:
+        """Save a dictionary of values and tensors while training goes on."""
+        # the one before may have failed in the meantime, which is no reason to leave this one out
+        self.finish()
+        self._saving.clock.begin(step)
+        self._find_position()
+        is_first = self._folder is None
+        folder = self.folder(keep, suffix)
+        if is_first:
+            folder.remove_leftovers(self.resume_checkpoint)
+        self.try_to_write(lambda: folder.save_from_copy(content, step))
+
+    def folder(self, keep: int, suffix: str = ".pt", **options: Any) -> CheckpointFolder:
+        """Return what writes and reports checkpoints; for the arguments see there."""
+        from robust_train.attempt.checkpoints import CheckpointFolder
+
+        if self._folder is None:
+            self._folder = CheckpointFolder(
+                self._saving,
+                self._saved,
+                is_main=self._is_main,
+                keep=keep,
+                suffix=suffix,
+                **options,
+            )
+        return self._folder
+
+    def finish(self, *, wait: bool = True) -> None:
+        """Report the checkpoint that is written in the background; ``wait`` until it is."""
+        folder = self._folder
+        if folder is not None:
+            self.try_to_write(lambda: folder.report_written(wait=wait))
+
+    def try_to_write(self, write: Callable[[], object]) -> None:
+        """Write a checkpoint; training goes on if the disk does not take it."""
+        try:
+            write()
+        except CheckpointError as error:
+            if self._is_main:
+                kept = "earlier ones are kept" if self.has_checkpoint else "none is saved yet"
+                log.warning("%s; training goes on, %s", error, kept)
+            self._failed(error)
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether a checkpoint of the job is on the disk, as far as this attempt knows."""
+        return self._saving.has_saved or self.resume_checkpoint is not None
+
+    def write_again(self) -> bool:
+        """Write the newest checkpoint once more, if the disk did not take it; return whether its
+        copy is still there. Raises CheckpointError: the disk does not take it now."""
+        return self._folder is not None and self._folder.write_again()
+
+    def record(self, path: Path, step: int | None, loss: str, position: Position | None) -> str:
+        """Record a complete checkpoint in its manifest; return what is wrong with it, empty if
+        nothing is."""
+        damage = ""
+        if position is None:
+            self._find_position()
+            damage = self._saving.damage_in(path)
+            position = self._saving.batches.position
+        self._saving.saved(path, step, loss, position, is_good=not damage)
+        return damage
+
+    def spoil(self, good_step: int, since: float) -> Manifest | None:
+        """Let no attempt resume from what was saved after the good step; return the newest
+        checkpoint before."""
+        self.finish()
+        # each rank does so: the failure of any rank may be the one that counts
+        return self._saving.spoiled(good_step, since)

@@ -1,0 +1,95 @@
+"""Whether an attempt is to stop or to save at a step boundary, as all ranks see it alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from robust_train.host.votes import CHECKPOINT, STOP, Flags
+from robust_train.model.events import Json
+
+Answer = Callable[[dict[str, Json]], None]
+"""Takes the reply to a request that was made of a live run."""
+
+
+class Stops:
+    """Reads and raises the flags that the ranks share, and keeps the requests for a checkpoint.
+
+    Attributes:
+        is_cooperative: the trainer has read whether to stop.
+        saves_on_request: the trainer has read whether to save.
+        has_stopped_trainer: the trainer was asked to stop, and has read it.
+    """
+
+    def __init__(self, flags: Flags, rank: int) -> None:
+        self.is_cooperative = False
+        self.saves_on_request = False
+        self.has_stopped_trainer = False
+        self._flags = flags
+        self._rank = rank
+        self._asks_whether_to_stop = False
+        self._saves_last = False
+        self._checkpoint_flag_seen = 0
+        self._checkpoint_answers: list[Answer] = []
+
+    def request_stop(self) -> None:
+        """Ask the trainer to stop at its next step boundary."""
+        self._flags.raise_flag(STOP)
+
+    def note_cooperation(self) -> None:
+        """Record that no signal has to interrupt the trainer."""
+        self.is_cooperative = True
+
+    def note_question(self) -> None:
+        """Record that the trainer itself asks whether to stop."""
+        self._asks_whether_to_stop = True
+
+    def read_stop(self) -> bool:
+        """Return whether the trainer is to stop now, which it does."""
+        stops = self._sees_stop()
+        self.has_stopped_trainer |= stops
+        return stops
+
+    def _sees_stop(self) -> bool:
+        self.is_cooperative = True
+        return bool(self._flags.look(STOP, self._rank))
+
+    def note_saving(self) -> None:
+        """Record that the trainer saves when it is asked to."""
+        self.saves_on_request = True
+
+    def raise_checkpoint(self) -> None:
+        """Ask all ranks for a checkpoint at the next step boundary."""
+        self._flags.raise_flag(CHECKPOINT)
+
+    def read_checkpoint(self) -> bool:
+        """Return whether to save now: somebody asks for it, or the attempt is to stop."""
+        if self._checkpoint_answers:
+            self.raise_checkpoint()
+        before = self._checkpoint_flag_seen
+        self._checkpoint_flag_seen = self._flags.look(CHECKPOINT, self._rank)
+        is_due = self._checkpoint_flag_seen > before
+        if self._sees_stop() and not self._saves_last:
+            self._saves_last = True
+            is_due = True
+        return is_due
+
+    @property
+    def is_past_last_checkpoint(self) -> bool:
+        """Whether a trainer that does not ask whether to stop has saved for a stop."""
+        return self._saves_last and not self._asks_whether_to_stop
+
+    def request_checkpoint(self, answer: Answer) -> None:
+        """Ask for a checkpoint; ``answer`` gets ``{"answer": …}`` or ``{"error": …}``."""
+        self._checkpoint_answers.append(answer)
+
+    def withdraw_checkpoint_request(self, answer: Answer) -> None:
+        """Forget a request if it was not answered yet."""
+        if answer in self._checkpoint_answers:
+            self._checkpoint_answers.remove(answer)
+
+    def answer_checkpoint(self, reply: dict[str, Json]) -> None:
+        """Answer all requests for a checkpoint."""
+        answers = self._checkpoint_answers
+        self._checkpoint_answers = []
+        for answer in answers:
+            answer(reply)

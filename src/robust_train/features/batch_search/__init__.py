@@ -1,0 +1,5 @@
+"""The largest micro-batch that fits, found by probes before training."""
+
+from robust_train.model.feature import Feature
+
+FEATURE = Feature("batch_search", parts=(f"{__name__}.record:BatchSearchNote",))

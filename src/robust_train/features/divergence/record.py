@@ -1,0 +1,51 @@
+"""What the record of an attempt says of the guard against divergence, and what it may change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from robust_train.model.attempt import Attempt, Note
+from robust_train.model.events import CheckpointSaved, Event, UpdateSkipped
+from robust_train.model.spec import Knob
+
+if TYPE_CHECKING:
+    from robust_train.config.schema import RobustConfig
+
+
+@dataclass(frozen=True)
+class DivergenceKnob(Knob):
+    """How an attempt repeats steps with which training diverged."""
+
+    behind = "searches"
+
+    lr_factor: float = 1.0  # by which `training.lr` is multiplied
+    # data up to this optimizer step is passed over, where that is possible
+    skips_to: int = 0
+
+    def applied(self, config: RobustConfig) -> RobustConfig:
+        """Return the config with the lower learning rate."""
+        training = replace(config.training, lr=config.training.lr * self.lr_factor)
+        return replace(config, training=training)
+
+
+@dataclass(frozen=True)
+class DivergenceNote(Note):
+    """What guards an attempt, and what that has cost."""
+
+    behind = "saved_step"
+
+    # the last checkpoint that is known to be good stays
+    is_guarded: bool = False
+    skipped_updates: int = 0  # loss or gradient norm was not finite
+
+    def after(self, event: Event, attempt: Attempt) -> DivergenceNote:
+        """Return the note after a checkpoint, or an update that was left out."""
+        match event:
+            case CheckpointSaved(loss="diverged"):
+                return self
+            case CheckpointSaved():
+                return replace(self, is_guarded=event.is_guarded)
+            case UpdateSkipped():
+                return replace(self, skipped_updates=self.skipped_updates + 1)
+        return self

@@ -1,0 +1,38 @@
+"""Whether the CUDA allocator of an attempt uses expandable segments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from robust_train.host.allocator import VARIABLE, allocator_settings, use_expandable_segments
+from robust_train.model.spec import Knob
+
+if TYPE_CHECKING:
+    from robust_train.config.schema import RobustConfig
+
+
+@dataclass(frozen=True)
+class SegmentsKnob(Knob):
+    """The allocator's setting against fragmentation."""
+
+    behind = "ranks"
+
+    expandable_segments: bool = True
+
+    @classmethod
+    def asked(cls, config: RobustConfig, environ: Mapping[str, str]) -> SegmentsKnob:
+        """Return the user's setting, else the one that suits the job."""
+        setting = use_expandable_segments(
+            config.memory.expandable_segments,
+            environ,
+            is_safe=config.traits.takes_expandable_segments,
+            gpus=config.num_gpus,
+        )
+        return cls(setting)
+
+    def exported(self, environ: Mapping[str, str]) -> Mapping[str, str]:
+        """Return the environment with the setting; what the user has exported stays."""
+        setting = allocator_settings(environ, expandable_segments=self.expandable_segments)
+        return {**environ, VARIABLE: setting}

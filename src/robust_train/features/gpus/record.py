@@ -1,0 +1,17 @@
+"""What the record of an attempt says of the GPU on which it failed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from robust_train.model.attempt import Note
+
+
+@dataclass(frozen=True)
+class GpusNote(Note):
+    """How much memory was free on the GPU on which an attempt failed; None if unknown."""
+
+    behind = "exit"
+
+    gpu_free_before_bytes: int | None = None  # before the attempt
+    gpu_free_after_bytes: int | None = None  # when the attempt's process was gone

@@ -1,0 +1,18 @@
+"""What the record of an attempt says of its memory over time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from robust_train.model.attempt import Note
+from robust_train.model.json import Json
+
+
+@dataclass(frozen=True)
+class StabilityNote(Note):
+    """How the memory of an attempt developed, known at its end."""
+
+    behind = "peak_memory_bytes"
+
+    memory_stability: Mapping[str, Json] | None = None

@@ -1,0 +1,26 @@
+"""What the record of an attempt says of its clean-up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from robust_train.model.attempt import Attempt, Note
+from robust_train.model.events import Event, MemoryCleared
+from robust_train.model.json import Json
+
+
+@dataclass(frozen=True)
+class UpkeepNote(Note):
+    """What the final clean-up of an attempt returned."""
+
+    behind = "memory"
+
+    memory_returned: Mapping[str, Json] | None = None
+
+    def after(self, event: Event, attempt: Attempt) -> UpkeepNote:
+        """Return the note with the figures of a clean-up at the end."""
+        match event:
+            case MemoryCleared(reason="end" | "failure"):
+                return UpkeepNote(event.figures)
+        return self

@@ -1,0 +1,20 @@
+"""What the record of an attempt says of the checkpoints that its script writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from robust_train.model.attempt import Attempt, Note
+from robust_train.model.events import CheckpointUnused, Event
+
+
+@dataclass(frozen=True)
+class ScriptCheckpointsNote(Note):
+    """Which file of a script cannot be resumed from; in no file."""
+
+    # path of its newest checkpoint, if that is cut off
+    not_whole: str | None = None
+
+    def after(self, event: Event, attempt: Attempt) -> ScriptCheckpointsNote:
+        """Return the note with a file that cannot be used."""
+        return ScriptCheckpointsNote(event.path) if isinstance(event, CheckpointUnused) else self

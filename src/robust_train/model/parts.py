@@ -1,0 +1,106 @@
+"""Records that features add to: an attempt has notes, its spec has knobs.
+
+A feature declares a part in its ``record.py``, a frozen dataclass whose fields all have defaults.
+Who has its class gets it by ``record.of(SlowNote)``. Rules and the report, which may not import a
+feature that may be deleted, ask for a figure by its name. In files the fields of all parts stand
+among the record's own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Generic, TypeVar
+
+from robust_train.model.feature import Feature, load_named
+from robust_train.model.json import Json, MalformedEventError, as_json, fields_as_json, from_json
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a feature adds to a record; without arguments, it says nothing."""
+
+    # the field of the record behind which these fields stand in files; empty: they are in no file
+    behind: ClassVar[str] = ""
+
+
+P = TypeVar("P", bound=Part)
+P2 = TypeVar("P2", bound=Part)
+R = TypeVar("R", bound="Record[Any]")
+
+
+def parts_like(base: type[P]) -> list[type[P]]:
+    """Return the parts of this kind that the features declare, in the order of ``FEATURES``."""
+    return [part for part in _parts() if issubclass(part, base)]
+
+
+@functools.cache
+def _parts() -> tuple[type[Part], ...]:
+    """Return the parts of all features. The list of features is loaded by its name, because every
+    reader of a file needs it, and only ``assembly.py`` may name a feature."""
+    features: tuple[Feature, ...] = load_named("robust_train.assembly:FEATURES")
+    return tuple(load_named(name) for feature in features for name in feature.parts)
+
+
+@dataclass(frozen=True)
+class Record(Generic[P]):
+    """A frozen dataclass to which features add parts of one kind, ``kind_of_part``."""
+
+    kind_of_part: ClassVar[type[Part]]
+
+    # those that say something, at most one of each class, by name
+    parts: tuple[P, ...] = field(default=(), kw_only=True)
+
+    def of(self, kind: type[P2]) -> P2:
+        """Return the part of this class; the one that says nothing if there is none."""
+        for part in self.parts:
+            if isinstance(part, kind):
+                return part
+        return kind()
+
+    def having(self: R, *parts: Part) -> R:
+        """Return the record with these parts in place of the ones that it has of their classes."""
+        of_class = {type(part): part for part in (*self.parts, *parts)}
+        kept = [part for kind, part in of_class.items() if part != kind()]
+        return replace(self, parts=tuple(sorted(kept, key=lambda part: type(part).__name__)))
+
+    def noted(self, name: str, otherwise: T) -> T:
+        """Return the figure with this name in one of the parts; ``otherwise`` if none has it, as
+        without the feature whose figure it is."""
+        for part in self.parts:
+            if name in part.__dataclass_fields__:
+                found: T = getattr(part, name)
+                return found
+        return otherwise
+
+    def with_same(self: R, name: str, other: R) -> R:
+        """Return the record with the part that has the figure ``name`` as ``other`` has it."""
+        kinds = {
+            type(part) for part in (*self.parts, *other.parts) if name in part.__dataclass_fields__
+        }
+        return self.having(*(other.of(kind) for kind in kinds))
+
+    def fields_as_json(self, leave_out: Collection[str] = ()) -> dict[str, Json]:
+        """Return the fields in JSON's types, those of all parts among them."""
+        flat: dict[str, Json] = {}
+        kinds = parts_like(self.kind_of_part)
+        for own in fields(self):
+            if own.name not in (*leave_out, "parts"):
+                flat[own.name] = as_json(getattr(self, own.name))
+            for kind in kinds:
+                if kind.behind == own.name:
+                    flat |= fields_as_json(self.of(kind))
+        return flat
+
+    @classmethod
+    def from_fields(cls: type[R], data: Json) -> R:
+        """Return the record in :meth:`fields_as_json`. Raises MalformedEventError if it is another
+        thing."""
+        if not isinstance(data, Mapping):
+            raise MalformedEventError("not an object")
+        kinds = [kind for kind in parts_like(cls.kind_of_part) if kind.behind]
+        record = from_json(cls, {**data, "parts": ()})
+        return record.having(*(from_json(kind, data) for kind in kinds))
