@@ -76,7 +76,7 @@ def test_a_signal_ends_the_attempt_with_all_it_started_after_what_it_does_at_a_s
         assert ended.summary["status"] == "interrupted"
         assert [a["outcome"] for a in ended.attempts] == ["interrupted"]
         assert Path(ended.summary["checkpoint"]).exists()
-        assert "stopping: saving a checkpoint, at most 20 s; " in ended.stdout
+        assert "stopping: the trainer is asked to end, at most 20 s; " in ended.stdout
         assert "to go on: robust-train resume " in ended.stdout.splitlines()[-1]
 
 

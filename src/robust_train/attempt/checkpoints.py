@@ -403,7 +403,7 @@ def _settled(value: Any) -> Any:
 
 def _bytes_of(tensor: Tensor) -> int:
     own = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    # sparse tensors do not tell; they have less than this
+    # sparse tensors do not say; they have less than this
     return int(own.numel() * own.element_size())
 
 

@@ -37,9 +37,7 @@ from robust_train.model.events import (
     Failed,
     Finished,
     LibrariesImported,
-    Progress,
     Stalled,
-    TrainingStarted,
 )
 from robust_train.model.failure import FailureKind
 from robust_train.model.feature import load_named
@@ -329,7 +327,6 @@ class RunningAttempt:
         self._on_event = on_event
         self._grace_seconds = request.config.stop_grace_seconds
         self._was_hurried = False
-        self._trains = False
         # whether the trainer saves checkpoints, by what it or an earlier attempt has done
         self._saves = request.resume_checkpoint is not None
         self._oom_kills = OomKillWatch()
@@ -442,7 +439,6 @@ class RunningAttempt:
 
     def _read(self, rank: int, most: int) -> None:
         for event in self._processes[rank].read(most):
-            self._trains |= isinstance(event, (TrainingStarted, Progress))
             self._saves |= isinstance(event, CheckpointSaved)
             for watch in self._watches:
                 watch.event(event)
@@ -574,13 +570,12 @@ class RunningAttempt:
 
     def _stopping(self, signum: int) -> str:
         config = self._request.config
+        # no checkpoint is promised that may not come
         what = "the trainer is asked to end"
         if config.traits.is_program:
             what = f"SIG{config.trainer.stop_signal} to the script"
         elif self._saves:
             what = "saving a checkpoint"
-        elif self._trains:
-            what = "time for a last checkpoint"
         again = f"send {signal.Signals(signum).name}"
         if signum == signal.SIGINT:
             again = "press Ctrl-C"

@@ -17,7 +17,7 @@ def fewer_workers(context: FailureContext) -> Retry | None:
     """Halve the data-loader workers where they hold the memory or die, each with less ahead.
 
     Where they hold the memory one is left, since many programs cannot load in the training process.
-    The built-in trainer can. Where they die nothing but that may help, so it is tried once.
+    The built-in trainer can. If workers die, training without any is tried once.
     """
     evidence = context.evidence
     last = context.last.of(WorkersKnob)
