@@ -169,8 +169,9 @@ class Saving:
         self.job: str | None = "" if identity is None else identity.id
         self._attempt, self._proves = attempt, proves
         self._job_started = time.time() if identity is None else identity.started
-        # why the last checkpoint could not be written, empty if it was
-        self.owed = ""
+        # why the last checkpoint could not be written, None if it was
+        self.owed: CheckpointError | None = None
+        self.has_saved = False  # a checkpoint of this attempt is on the disk
         self.rotates = False  # whether it is we who remove old ones
         # of reading back, as measured
         self._bytes_per_second = _READS_BYTES_PER_SECOND
@@ -228,7 +229,9 @@ class Saving:
         is_good: bool = True,
     ) -> None:
         """Write the manifest of the complete checkpoint at ``path``, if it is good."""
-        seconds, self.owed = self.clock.saved(step), ""
+        seconds = self.clock.saved(step)
+        self.owed = None
+        self.has_saved |= is_good
         if self.job is not None and is_good:
             self._unlisted[path] = Manifest(
                 self.job,
@@ -275,10 +278,14 @@ class Saving:
             return damage
         return ""
 
-    def failed(self, reason: str) -> None:
+    def failed(self, error: CheckpointError) -> None:
         """Record that a checkpoint could not be written."""
-        self.owed = reason
+        self.owed = error
         self.clock.failed()
+
+    def settle(self) -> None:
+        """Record that no checkpoint is owed any longer."""
+        self.owed = None
 
     def rotate(self, keep: int) -> None:
         """Remove all but the newest ``keep`` checkpoints and the last that is known to be good."""

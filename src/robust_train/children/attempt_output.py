@@ -34,6 +34,8 @@ class OutputStream:
 
     A terminal, so that progress bars of the trainer look as they would without the launcher.
 
+    One serves as both where ours are one file: two would lose the order of what is printed.
+
     Attributes:
         child_fd: what the child gets.
         read_fd: where its output can be read.
@@ -54,6 +56,11 @@ class OutputStream:
             with contextlib.suppress(OSError):
                 fcntl.fcntl(self.read_fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         os.set_blocking(self.read_fd, False)
+
+    def is_also(self, other: TextIO) -> bool:
+        """Return whether another stream of ours writes into the same file."""
+        target = descriptor_of(other)
+        return self._target >= 0 and target >= 0 and os.path.sameopenfile(self._target, target)
 
     def fit(self) -> None:
         """Give the child's terminal the size of ours, which people change, and no input."""
@@ -95,8 +102,11 @@ class OutputPump:
 
     def __init__(self) -> None:
         self.stdout = OutputStream(standard_output())
-        self.stderr = OutputStream(standard_error())
-        self.streams = self.stdout, self.stderr
+        self.streams = [self.stdout]
+        self.stderr = self.stdout
+        if not self.stdout.is_also(standard_error()):
+            self.stderr = OutputStream(standard_error())
+            self.streams.append(self.stderr)
         self._log: AttemptLog | None = None
         self._tail = b""
         # output is held back, because a clearer message may replace it

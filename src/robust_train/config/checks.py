@@ -35,6 +35,7 @@ from robust_train.readable import meant
 T = TypeVar("T")
 
 _DEFAULTS = RobustConfig()
+_ONE_OF_SEVERAL = re.compile(r"cuda:\d+|GPU-[0-9a-fA-F-]+|MIG-\S+")
 _DEVICE = re.compile(r"auto|cpu|cuda|cuda:\d+|GPU-[0-9a-fA-F-]+|MIG-\S+")
 
 
@@ -232,8 +233,12 @@ def _accumulation(config: RobustConfig, size: int, effective: int) -> int:
 
 def _mistakes(config: RobustConfig) -> Iterator[str]:
     """Yield what the value of one key rules out for another."""
-    if not _DEVICE.fullmatch(config.device):
-        yield f"device={config.device}: must be auto, cpu, cuda, cuda:<number> or a GPU's UUID"
+    pattern = _ONE_OF_SEVERAL if config.names_several else _DEVICE
+    if not all(map(pattern.fullmatch, config.device.split(","))):
+        yield (
+            f"device={config.device}: must be auto, cpu, cuda, cuda:<number>, a GPU's UUID, or a "
+            "list of GPUs, device=[2,3]"
+        )
     size, gpus = config.training.batch_size, config.num_gpus
     if config.theirs is not None:
         steps = config.training.gradient_accumulation_steps

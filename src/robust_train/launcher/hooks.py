@@ -187,9 +187,12 @@ class Hooks:
     """
 
     def __init__(self, features: Sequence[Feature], job: JobView) -> None:
-        self._all: list[InLauncher] = [
-            load_named(feature.launcher)(job) for feature in features if feature.launcher
-        ]
+        self._named: dict[str, InLauncher] = {
+            feature.name.replace("_", " "): load_named(feature.launcher)(job)
+            for feature in features
+            if feature.launcher
+        }
+        self._all = tuple(self._named.values())
 
     @contextmanager
     def taking_part(self) -> Iterator[None]:
@@ -235,11 +238,16 @@ class Hooks:
         for feature in self._all:
             feature.before(retry)
 
-    def end(self, summary: Summary) -> Summary:
-        """Return the summary as all features complete it."""
-        for feature in self._all:
-            completed = computed(type(feature).__name__, partial(feature.end, summary))
-            summary = completed or summary
+    def end(self, summary: Summary, write: Callable[[Summary], object]) -> Summary:
+        """Return the summary as all features complete it.
+
+        It is written after each of them, since the next one may take its time.
+        """
+        for name, feature in self._named.items():
+            completed = computed(f"the {name}", partial(feature.end, summary)) or summary
+            if completed is not summary:
+                summary = completed
+                write(summary)
         return summary
 
 

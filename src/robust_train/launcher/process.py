@@ -31,7 +31,14 @@ from robust_train.launcher.ending import RankEnd, event_of, without_escapes
 from robust_train.launcher.hooks import End, Watch
 from robust_train.model.attempt import Exit
 from robust_train.model.errors import ConfigError
-from robust_train.model.events import Event, Failed, Finished, LibrariesImported, Stalled
+from robust_train.model.events import (
+    CheckpointSaved,
+    Event,
+    Failed,
+    Finished,
+    LibrariesImported,
+    Stalled,
+)
 from robust_train.model.failure import FailureKind
 from robust_train.model.feature import load_named
 from robust_train.readable import duration, shortened, signal_name
@@ -320,6 +327,8 @@ class RunningAttempt:
         self._on_event = on_event
         self._grace_seconds = request.config.stop_grace_seconds
         self._was_hurried = False
+        # whether the trainer saves checkpoints, by what it or an earlier attempt has done
+        self._saves = request.resume_checkpoint is not None
         self._oom_kills = OomKillWatch()
         interpreters.pump.start_log(request.log_file)
         pids = [one.pid for one in processes]
@@ -430,6 +439,7 @@ class RunningAttempt:
 
     def _read(self, rank: int, most: int) -> None:
         for event in self._processes[rank].read(most):
+            self._saves |= isinstance(event, CheckpointSaved)
             for watch in self._watches:
                 watch.event(event)
             if isinstance(event, (Finished, Failed)):
@@ -559,9 +569,13 @@ class RunningAttempt:
         self._signal_all(signal.SIGCONT)  # a stopped process would not get it
 
     def _stopping(self, signum: int) -> str:
-        config, what = self._request.config, "saving a checkpoint"
+        config = self._request.config
+        # no checkpoint is promised that may not come
+        what = "the trainer is asked to end"
         if config.traits.is_program:
             what = f"SIG{config.trainer.stop_signal} to the script"
+        elif self._saves:
+            what = "saving a checkpoint"
         again = f"send {signal.Signals(signum).name}"
         if signum == signal.SIGINT:
             again = "press Ctrl-C"

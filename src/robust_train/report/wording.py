@@ -287,9 +287,11 @@ def _data(attempt: Attempt) -> Iterator[str]:
     seconds = share * worst.steps * worst.seconds_per_step
     if share > _MUCH_WAITING_FOR_DATA and seconds >= _LEAST_SECONDS:
         who = "training" if len(speed) == 1 else f"rank {worst.rank}"
+        # a disk is suspected only when workers already prepare the samples
+        disk = ", or move the data to a faster disk if it is read from one" if num_workers else ""
         yield (
             f"{who} waited for data {percent(share)} of the time: raise "
-            f"training.num_workers (now {num_workers}), or move the data to a faster disk"
+            f"training.num_workers (now {num_workers}){disk}"
         )
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from robust_train.attempt.checkpoints import read_newest
+from robust_train.attempt.last_save import save_result
 from robust_train.attempt.run import Run, live_of
 from robust_train.failures import classify_failure
 from robust_train.folder.best import BEST_NAME, Best, record_best
@@ -490,7 +491,7 @@ class Training:
         content = self._weights(test_accuracy=test.accuracy)
         log.info("Test accuracy: %.2f %%", 100 * test.accuracy)
         if run.is_main:
-            write_atomically(content, path)
+            save_result(live_of(run), lambda: write_atomically(content, path))
         log.info("trained weights: %s", path)
         return {
             "objective": validation.accuracy,

@@ -41,6 +41,7 @@ from robust_train.host.signals import DUMP_STACKS
 from robust_train.launcher.hooks import End, InLauncher, Watch
 from robust_train.model.attempt import Attempt
 from robust_train.model.events import (
+    CheckpointFailed,
     CheckpointSaved,
     EpochEnded,
     Event,
@@ -55,7 +56,14 @@ from robust_train.readable import duration, shortened
 
 log = logging.getLogger("robust_train")
 
-_OF_THE_LOOP = (Progress, EpochEnded, CheckpointSaved, MicroBatchChanged, UserEvent)
+_OF_THE_LOOP = (
+    Progress,
+    EpochEnded,
+    CheckpointSaved,
+    CheckpointFailed,
+    MicroBatchChanged,
+    UserEvent,
+)
 """Once progress was reported, each of these is progress; others may come from a thread."""
 
 _SHORTEST_TICK_LIMIT, _LONGEST_TICK_LIMIT = 1.0, 5.0
