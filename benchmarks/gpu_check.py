@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from robust_train import compat  # noqa: E402
+from robust_train.attempt.checkpoints import HostCopies  # noqa: E402
+from robust_train.children.interpreters import Interpreters, preparation  # noqa: E402
 from robust_train.failures import classify_failure  # noqa: E402
 from robust_train.features.memory_samples.sampler import Sampler  # noqa: E402
 from robust_train.gpu.cuda_order import started_driver  # noqa: E402
@@ -61,6 +64,7 @@ from robust_train.readable import GIB, MIB, first_line  # noqa: E402
 from robust_train.step.batcher import MicroBatcher  # noqa: E402
 from robust_train.step.oom_handler import retry_on_oom  # noqa: E402
 from robust_train.step.probing import optimizer_bytes  # noqa: E402
+from robust_train.step.update import LateFigures, update  # noqa: E402
 
 EVIDENCE = ROOT / "docs" / "gpu"
 TIMED = ("vit_base_patch16_224", "resnet50")
@@ -221,20 +225,31 @@ class Late(torch.autograd.Function):
         return gradient
 
 
+Pass = Callable[[torch.Tensor], torch.Tensor]
+
+
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, before: Pass | None) -> None:
         super().__init__()
+        self.before = before
         self.conv = nn.Conv2d(32, 32, 3, padding=1, bias=False)
         self.norm = nn.GroupNorm(4, 32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.before is not None:
+            x = self.before(x)
         return nn.functional.dropout(torch.relu(self.norm(self.conv(x))), 0.1) + x
 
 
 class Net(nn.Module):
-    def __init__(self, reentrant: bool | None = None) -> None:
+    """Six layers; ``late`` is called in the fourth one, so that of its backward pass half is done.
+
+    Where layers are checkpointed it is within what is computed again.
+    """
+
+    def __init__(self, reentrant: bool | None = None, late: Pass | None = None) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(6))
+        self.layers = nn.ModuleList(Block(late if n == 3 else None) for n in range(6))
         self.reentrant = reentrant
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -262,16 +277,25 @@ def probe_step() -> Checks:
     """Memory runs out in a real backward pass, and the step is repeated: the point of it all."""
     limit_to(4 * GIB)
     yield segments()
-    for kind in ("plain", "checkpoint", "reentrant", "bf16", "fp16 scaler", "compile"):
+    for kind in STEPS:
         try:
             yield from step_of(kind)
         except Exception as error:
             yield Check(kind, "no error", f"{type(error).__name__}: {error}"[:120], False)
 
 
+STEPS = ("plain", "around", "checkpoint", "reentrant", "bf16", "fp16 scaler", "compile")
+"""Kinds of steps; memory runs out in the middle layer, and once around all of them."""
+
+
 def step_of(kind: str) -> Checks:
     torch.manual_seed(0)
-    net = Net({"checkpoint": False, "reentrant": True}.get(kind)).cuda()
+    late: Pass = Late.apply
+    if kind == "compile":
+        # compiled, the request for too much would be optimised away
+        late = torch.compiler.disable(Late.apply)
+    inside = None if kind == "around" else late
+    net = Net({"checkpoint": False, "reentrant": True}.get(kind), inside).cuda()
     model = torch.compile(net, dynamic=True) if kind == "compile" else net
     scaler = torch.amp.GradScaler("cuda", enabled=kind == "fp16 scaler")
     x = torch.randn(32, 32, side(64), side(64)).pin_memory().requires_grad_(kind == "reentrant")
@@ -287,7 +311,8 @@ def step_of(kind: str) -> Checks:
 
     def loss_of(part: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cuda", half, enabled="16" in kind):
-            return Late.apply(model(part.cuda(non_blocking=True))).mean()
+            losses = model(part.cuda(non_blocking=True))
+        return (Late.apply(losses) if kind == "around" else losses).mean()
 
     yield from is_repeated(
         kind,
@@ -325,6 +350,8 @@ def is_repeated(
         return gradients, len(changes)
 
     expected, _ = step(8, None)
+    # the failed step frees cuBLAS's workspaces, which would hide as much that it leaves behind
+    return_memory(workspaces=True)
     before = torch.cuda.memory_allocated()
     found, repeats = step(32, 8)
     size = sum(g.numel() * g.element_size() for g in found)
@@ -350,12 +377,13 @@ def probe_second() -> Checks:
 def probe_generator() -> Checks:
     """A user's own generator on the GPU draws the same numbers when the step is repeated."""
     limit_to(4 * GIB)
-    net, x = Net().cuda(), torch.randn(32, 32, side(64), side(64), device="cuda")
+    net = Net(late=Late.apply).cuda()
+    x = torch.randn(32, 32, side(64), side(64), device="cuda")
     own = torch.Generator(x.device)
 
     def loss_of(part: torch.Tensor) -> torch.Tensor:
         noise = torch.randn(part.shape, generator=own, device=part.device)
-        return Late.apply(net(part + noise)).mean()
+        return net(part + noise).mean()
 
     yield from is_repeated("own generator", loss_of, x, net, generator=own)
 
@@ -506,11 +534,11 @@ def probe_fraction() -> Checks:
 def probe_tight() -> Checks:
     """The allocator's own clearings are counted by step."""
     limit_to(4 * GIB)
-    before, steps = alloc_retries() or 0, 0
+    before, steps = alloc_retries(0) or 0, 0
     # what is cached of the last step is too small and in the way
     for half_gib in (4, 5, 6, 7):
         torch.empty(half_gib * GIB // 2, dtype=torch.uint8, device="cuda")
-        after = alloc_retries() or 0
+        after = alloc_retries(0) or 0
         steps += after > before
         before = after
     yield equal("steps in a row that emptied the cache", 3, steps)
@@ -599,15 +627,151 @@ def probe_buffers() -> Checks:
     yield figure("step, plain and with run.backward", f"{before:.2f} ms, {after:.2f} ms")
     # the layers are so small that a step takes as long as its host does
     yield below("host time added to a step", 0.5, after - before, " ms")
-    torch.cuda.set_sync_debug_mode("error")  # whatever waits for the GPU raises
+    yield equal("what waits for the GPU in a step", "nothing", what_waits(ours))
+
+
+def adamw(weights: Any, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(weights, lr=0.1, **options)
+
+
+def sgd(weights: Any, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(weights, lr=0.1, momentum=0.9, **options)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": adamw,
+    "AdamW, fused": partial(adamw, fused=True),
+    "SGD": sgd,
+    "SGD, fused": partial(sgd, fused=True),
+}
+BAD_STEPS = (1, 5)
+
+
+def probe_update() -> Checks:
+    """The end of a step waits for nothing, and leaves out what would spoil the weights."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))).cuda()
+    x, batcher, late = torch.randn(64, 64, device="cuda"), MicroBatcher(64), LateFigures()
+    optimizer = adamw(model.parameters(), fused=True)
+
+    def step(number: int) -> None:
+        loss = batcher.backward(lambda part: model(part).square().mean(), x, model)
+        done = update(optimizer, loss, max_grad_norm=1.0)
+        assert done.is_bad is not None
+        late.swap(number, done.is_bad)
+
+    for number in range(3):
+        step(number)
+    yield equal("what waits for the GPU, fused", "nothing", what_waits(lambda: step(3)))
+    for name, make in OPTIMIZERS.items():
+        left_out, without = (weights_after(make, skips=skips) for skips in (False, True))
+        differ = largest_difference(left_out, without)
+        yield below(f"{name}: NaN in steps 1 and 5, weights differ by", 1e-6, differ)
+
+
+def weights_after(
+    make: Callable[[Any], torch.optim.Optimizer], *, skips: bool
+) -> list[torch.Tensor]:
+    """Return weights after eight steps, of which bad ones are met, or skipped altogether."""
+    torch.manual_seed(0)
+    net = nn.Linear(64, 64).cuda()
+    optimizer = make(net.parameters())
+    batches = torch.randn(9, 64, 64).cuda()
+    for number in range(1, 9):
+        is_bad = number in BAD_STEPS
+        if is_bad and skips:
+            continue
+        loss = net(batches[number]).square().mean()
+        if is_bad:
+            loss = loss * float("nan")
+        loss.backward()
+        update(optimizer, loss.detach())
+    return [parameter.detach().clone() for parameter in net.parameters()]
+
+
+def what_waits(work: Callable[[], object]) -> str:
+    """Return what of some work waits for the GPU, in torch's words."""
+    torch.cuda.set_sync_debug_mode("error")
     try:
-        ours()
-        waits = "nothing"
+        work()
+        return "nothing"
     except RuntimeError as error:
-        waits = first_line(error)[:120]
+        return first_line(error)[:120]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    yield equal("what waits for the GPU in a step", "nothing", waits)
+
+
+def probe_saves() -> Checks:
+    """Copies of 20 GiB while training overwrites the weights: how long it stands still for them,
+    and the pinned memory that they take and return."""
+    state = {f"layer{n}": torch.empty(GIB // 4, device="cuda") for n in range(20)}
+    copies, before = HostCopies(), pinned_bytes()
+    for number, which in enumerate(("first", "second"), start=1):
+        for tensor in state.values():
+            tensor.fill_(number)
+        copies.begin()
+        started = time.perf_counter()
+        copied = copies.copy({"model": state})
+        stall = time.perf_counter() - started
+        if copied is None:
+            yield not_checked("a copy of 20 GiB", "the host has no room for it")
+            return
+        for tensor in state.values():
+            tensor.fill_(-1)
+        torch.cuda.synchronize()
+        is_whole = all(bool((one == number).all()) for one in copied["model"].values())
+        yield equal(f"{which} copy is of the moment of the save", True, is_whole)
+        yield figure(f"training stands still for the {which} one", f"{stall:.2f} s")
+    counted = sum(arena.taken for arena in copies.arenas.values())
+    if (taken := pinned_bytes()) is None or before is None:
+        yield not_checked("pinned memory", "this torch does not tell (host_memory_stats)")
+        return
+    off = abs(taken - before - counted) / MIB
+    yield below("pinned memory differs from what is counted by", 1, off, " MiB")
+    del copied
+    for arena in copies.arenas.values():
+        arena.clear()
+    left = (pinned_bytes() or 0) - before
+    yield below("pinned memory that is not returned", 1, left / MIB, " MiB")
+
+
+def pinned_bytes() -> int | None:
+    """Return the pinned memory that torch has from the system, used or not."""
+    read = getattr(torch.cuda, "host_memory_stats", dict)
+    figures = {**read()}
+    return figures.get("allocated_bytes.current", figures.get("allocated_bytes.all.current"))
+
+
+STANDBYS = {
+    "asks_for_a_gpu": "import torch\nHAS_GPU = torch.cuda.is_available()\n",
+    "takes_a_gpu": "import torch\nHELD = torch.ones(1, device='cuda')\n",
+}
+
+
+def probe_standby() -> Checks:
+    """An interpreter that waits for the next attempt holds nothing of a GPU."""
+    folder = Path(tempfile.mkdtemp())
+    for name, code in STANDBYS.items():
+        (folder / f"{name}.py").write_text(code)
+    sys.path.insert(0, str(folder))
+    before, many = free_bytes(), Interpreters()
+    try:
+        asks, takes = (many.start() for _ in STANDBYS)
+        for one, name in zip((asks, takes), STANDBYS, strict=True):
+            one.prepare(preparation([name], is_standby=True))
+        many.await_prepared([asks, takes])
+        yield equal("one that has asked torch for a GPU can be used", True, asks.is_usable)
+        yield equal("one that has started CUDA is known", "takes_a_gpu", takes.culprit)
+        deadline = time.monotonic() + 10
+        while takes.is_running and time.monotonic() < deadline:
+            many.poll()
+            time.sleep(0.05)
+        yield equal("… and ends by itself", 0, takes.returncode)
+        while free_bytes() < before - 64 * MIB and time.monotonic() < deadline:
+            time.sleep(0.05)
+        yield below("they leave taken of the GPU", 64, (before - free_bytes()) / MIB, " MiB")
+    finally:
+        many.close()
+        sys.path.remove(str(folder))
 
 
 def probe_ranks() -> Checks:
@@ -930,27 +1094,31 @@ def probe_lost() -> Checks:
 
 
 def probe_speed() -> Checks:
-    """A step under the launcher against one without it."""
+    """Steps under the launcher by ``run.backward`` and ``run.step``, against a plain loop without
+    it. Nothing waits for the GPU while they are timed."""
     if importlib.util.find_spec("timm") is None:
-        yield not_checked("train_robust.py ÷ train.py", "timm is not installed")
+        yield not_checked("train_robust.py ÷ a plain loop", "timm is not installed")
         return
     for model in TIMED:
-        seconds: dict[str, list[float]] = {"train.py": [], "train_robust.py": []}
-        for script in (*seconds, *seconds):
+        seconds: dict[str, list[float]] = {how: [] for how in ("plain", "fused", "unfused")}
+        for how in (*seconds, *seconds):
             folder = Path(tempfile.mkdtemp())
             file = folder / "seconds"
-            os.environ |= {"TIMED_MODEL": model, "TIMED_FILE": str(file)}
-            device = "cuda:0" if script == "train.py" else "auto"
+            os.environ |= {"TIMED_MODEL": model, "TIMED_FILE": str(file), "TIMED_HOW": how}
+            script = "train.py" if how == "plain" else "train_robust.py"
+            device = "cuda:0" if how == "plain" else "auto"
             process = start_job(folder / "run", "is_timed", f"device={device}", script=script)
             _, errors = process.communicate()
             if not file.exists():
                 last = (errors.strip().splitlines() or ["it says nothing"])[-1]
                 yield Check(f"{model} by {script}", "trains", last[:120], False)
                 return
-            seconds[script].append(float(file.read_text()))
-        plain, robust = (min(times) for times in seconds.values())
-        yield figure(f"step of {model} by train.py", f"{1000 * plain:.1f} ms")
-        yield below(f"{model}: train_robust.py ÷ train.py", 1.01, robust / plain)
+            seconds[how].append(float(file.read_text()))
+        plain, fused, unfused = (min(times) for times in seconds.values())
+        yield figure(f"step of {model} in a plain loop", f"{1000 * plain:.1f} ms")
+        yield below(f"{model}: train_robust.py ÷ a plain loop", 1.01, fused / plain)
+        # its update waits for the backward pass, and foreach copies all weights
+        yield figure(f"{model}: … with an unfused optimizer", f"{unfused / plain:.3f}")
 
 
 def probe_pytest() -> Checks:
@@ -974,10 +1142,20 @@ BOTH = frozenset(("step", "retry", "shared", "optimizer", "fraction", "tight", "
 """Probes that run with expandable segments and without."""
 
 PROBES: dict[str, tuple[Callable[[], Checks], int]] = {
+    # what would change most comes first: a machine may be there for ten minutes
     "nvml": (probe_nvml, 60),
     "guard": (probe_guard, 60),
-    "context": (probe_context, 60),
+    "attempt": (probe_attempt, 100),
     "step": (probe_step, 150),
+    "update": (probe_update, 60),
+    "saves": (probe_saves, 60),
+    "standby": (probe_standby, 60),
+    "lost": (probe_lost, 100),
+    "fault": (probe_fault, 150),
+    "speed": (probe_speed, 600),
+    "teardown": (probe_teardown, 100),
+    "crowded": (probe_crowded, 200),
+    "context": (probe_context, 60),
     "second": (probe_second, 60),
     "generator": (probe_generator, 60),
     "retry": (probe_retry, 60),
@@ -993,14 +1171,8 @@ PROBES: dict[str, tuple[Callable[[], Checks], int]] = {
     "sampler": (probe_sampler, 60),
     "history": (probe_history, 60),
     "clear": (probe_clear, 60),
-    "teardown": (probe_teardown, 100),
     "doctor": (probe_doctor, 100),
-    "attempt": (probe_attempt, 100),
-    "fault": (probe_fault, 150),
     "captured": (probe_captured, 200),
-    "crowded": (probe_crowded, 200),
-    "lost": (probe_lost, 100),
-    "speed": (probe_speed, 400),
     "pytest": (probe_pytest, 400),
 }
 

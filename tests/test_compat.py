@@ -30,7 +30,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from robust_train import compat
 from robust_train.cli.train import may_set_mode
-from robust_train.config.schema import MemoryConfig
+from robust_train.config.schema import TrainingConfig
 from robust_train.vision.sharding import write_shards
 from world import ROOT
 
@@ -235,6 +235,9 @@ def test_without_a_private_function_a_feature_is_lost_and_nothing_else():
     bare = SimpleNamespace(_C=SimpleNamespace())
     assert compat.has_context(bare, 0) is True
     compat.clear_cublas_workspaces(bare)
+    compat.return_pinned_memory(bare)
+    assert hasattr(torch._C, "_host_emptyCache")
+    compat.return_pinned_memory(torch)
 
 
 def test_allocator_settings_go_to_whichever_function_torch_has():
@@ -302,6 +305,20 @@ def test_only_torchs_own_fused_optimizers_are_given_a_figure():
     assert getattr(others[0], name)
 
 
+def test_an_overflow_is_found_where_a_scaler_has_noted_it():
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.ones(()))
+    for gradient, overflows in ((1.0, False), (float("inf"), True)):
+        weight.grad = torch.full((2,), gradient)
+        scaler.unscale_(optimizer)
+        assert compat.found_overflow(scaler, optimizer) is overflows
+        scaler.step(optimizer)
+        scaler.update()
+    assert compat.found_overflow(SimpleNamespace(), optimizer) is None
+
+
 def test_momentum_that_begins_is_decided_on_the_host():
     weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
     optimizer = torch.optim.SGD(weights, lr=0.1, momentum=0.9, fused=True)
@@ -309,6 +326,14 @@ def test_momentum_that_begins_is_decided_on_the_host():
     assert not compat.skips_on_device(optimizer)
     optimizer.step()
     assert compat.skips_on_device(optimizer)
+
+
+def test_a_state_of_an_unfused_optimizer_is_decided_on_the_host():
+    """Loading it leaves the optimizer's promise, and takes away the kernel that keeps it."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    fused = torch.optim.AdamW([weight], lr=0.1, fused=True)
+    fused.load_state_dict(torch.optim.AdamW([weight], lr=0.1).state_dict())
+    assert not compat.skips_on_device(fused)
 
 
 @pytest.mark.parametrize("is_known", [True, False])
@@ -357,6 +382,8 @@ def test_what_is_known_of_torch_and_of_a_handler():
     compat.when_cuda_starts(torch, lambda: calls.append(1))
     assert calls == ([1] if torch.cuda.is_initialized() else [])
     assert compat.torch_cuda_version() == (torch.version.cuda or "none"), "without its import"
+    for platform in ("hip", "xpu"):
+        assert compat.torch_built_for(platform) == getattr(torch.version, platform)
     handler = logging.StreamHandler()
     assert compat.format_of(handler) is None
     handler.setFormatter(logging.Formatter("%(message)s!"))
@@ -582,14 +609,17 @@ def test_no_process_is_spawned_while_the_script_of_another_one_is_imported():
 
 def test_nodes_keep_their_types_and_a_replaced_one_takes_any_value():
     with pytest.raises(ValidationError, match="could not be converted to Float"):
-        OmegaConf.create(compat.typed_nodes(OmegaConf.structured(MemoryConfig))).fraction = "much"
-    config = OmegaConf.structured(MemoryConfig)
+        OmegaConf.create(compat.typed_nodes(OmegaConf.structured(TrainingConfig))).lr = "much"
+    config = OmegaConf.structured(TrainingConfig)
     OmegaConf.set_readonly(config, None)  # it is of a frozen class
-    compat.replace_node(config, "fraction", compat.typed_nodes(OmegaConf.create({"a": 1}))["a"])
-    config.fraction = "much"
-    assert config.fraction == "much"
+    (node,) = compat.typed_nodes(OmegaConf.create({"a": 1})).values()
+    nodes = compat.typed_nodes(config)
+    compat.set_nodes(config, {**nodes, "lr": node})
+    assert list(config) == list(nodes)
+    config.lr = "much"
+    assert config.lr == "much"
     with pytest.raises(ValidationError, match="could not be converted to Integer"):
-        config.empty_cache_frequency = "often"
+        config.epochs = "often"
 
 
 def test_hooks_of_a_user_s_own_at_a_gradient_are_seen():

@@ -144,7 +144,10 @@ def h200(monkeypatch):
 
 @pytest.mark.parametrize(
     "probe",
-    ["nvml", "second", "generator", "retry", "rewind", "optimizer", "fraction", "tight", "graph"],
+    [
+        *("nvml", "second", "generator", "retry", "rewind", "optimizer", "fraction", "tight"),
+        *("graph", "update"),
+    ],
 )
 def test_a_probe_passes_on_a_stand_in_for_the_gpu(h200, probe):
     checks = list(gpu_check.PROBES[probe][0]())
@@ -152,7 +155,7 @@ def test_a_probe_passes_on_a_stand_in_for_the_gpu(h200, probe):
     assert [check for check in checks if not check.passed] == []
 
 
-OTHER_STEPS = ("checkpoint", "reentrant", "bf16", "fp16 scaler", "compile")
+OTHER_STEPS = gpu_check.STEPS[1:]
 
 
 @pytest.mark.parametrize(
@@ -163,6 +166,26 @@ def test_a_step_of_each_kind_is_repeated_on_a_stand_in_for_the_gpu(h200, kind):
     checks = list(gpu_check.step_of(kind))
     assert [check.seen for check in checks[:1]] == ["2"]
     assert [check for check in checks if not check.passed] == []
+
+
+def test_saves_are_whole_and_their_pinned_memory_is_seen(h200, monkeypatch):
+    """Nothing is pinned without a GPU, so nothing of it is counted."""
+    stats = {"allocated_bytes.current": 0}
+    monkeypatch.setattr(torch.cuda, "host_memory_stats", lambda: stats)
+    marks = [(check.what.split()[0], check.mark) for check in gpu_check.probe_saves()]
+    assert marks[:4] == [("first", "ok"), ("training", "figure")] + [
+        ("second", "ok"),
+        ("training", "figure"),
+    ]
+    assert marks[4:] == [("pinned", "DIFFERS"), ("pinned", "ok")]
+    monkeypatch.setattr(gpu_check, "pinned_bytes", lambda: None)
+    assert [check.mark for check in gpu_check.probe_saves()][-1] == "not checked"
+
+
+@pytest.mark.slow
+def test_standbys_without_a_gpu_end_the_probe(h200):
+    marks = [check.mark for check in gpu_check.probe_standby()]
+    assert marks == ["ok", "DIFFERS", "DIFFERS", "ok"], "CUDA starts nowhere"
 
 
 def ends_with(code, output):
@@ -360,13 +383,15 @@ def test_a_job_that_others_crowd_out_waits_for_room(h200, monkeypatch, cuda_mach
 
 
 @pytest.mark.parametrize(
-    ("robust", "marks"), [(0.1, ["figure", "ok"]), (0.2, ["figure", "DIFFERS"]), (0, ["DIFFERS"])]
+    ("robust", "marks"),
+    [(0.1, ["figure", "ok", "figure"]), (0.2, ["figure", "DIFFERS", "figure"]), (0, ["DIFFERS"])],
 )
 def test_a_step_is_timed_with_the_launcher_and_without(monkeypatch, robust, marks):
     monkeypatch.setattr(gpu_check, "TIMED", ("resnet50",))
 
     def start_job(folder, trainer, device, *, script):
         is_plain = script == "train.py"
+        assert is_plain == (os.environ["TIMED_HOW"] == "plain")
         assert device == ("device=cuda:0" if is_plain else "device=auto")
         if seconds := 0.1 if is_plain else robust:
             Path(os.environ["TIMED_FILE"]).write_text(str(seconds))
@@ -389,7 +414,10 @@ def test_trainers_of_the_check_run_on_a_stand_in_for_the_gpu(h200, monkeypatch, 
     cfg = mock.Mock(**{"device": "cuda:0", "training.batch_size": 64})
     assert trainers.fills_eight_gib(cfg, run) == 32
     assert (tmp_path / "ready").exists()
-    assert trainers.is_timed(cfg, run) == float((tmp_path / "timed").read_text())
+    for how in ("plain", "fused"):
+        monkeypatch.setenv("TIMED_HOW", how)
+        assert trainers.is_timed(cfg, run) == float((tmp_path / "timed").read_text())
+    assert run.step.call_count == 12, "the plain loop has nothing of ours"
     with mock.patch.object(torch.cuda, "memory_snapshot", return_value=segments):
         h200.fraction = 0.9499999
         seen = trainers.sees(cfg, run)

@@ -89,6 +89,9 @@ def skips_on_device(optimizer: Any) -> bool:
     own = getattr(optimizer, "__dict__", {})
     if not own.get("_step_supports_amp_scaling"):
         return False
+    # a loaded state brings the setting of the optimizer that it was saved of
+    if not all(group.get("fused") for group in optimizer.param_groups):
+        return False
     # an instance may have a step of its own, for example one that a scheduler counts
     steps = (type(optimizer).step, optimizer.step)
     is_torchs = all(one.__module__.startswith("torch.optim.") for one in steps)
@@ -122,6 +125,17 @@ def deciding_on_host(optimizer: Any) -> Iterator[None]:
             setattr(optimizer, name, own[name])
         else:
             delattr(optimizer, name)
+
+
+def found_overflow(scaler: Any, optimizer: Any) -> bool | None:
+    """Return whether a GradScaler has met an overflow in the gradients that it has unscaled; None
+    if it is another kind of scaler. It reads the same figures before it steps an optimizer that
+    does not decide on the device, and waits for the same kernels."""
+    try:
+        figures = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        return any(bool(figure) for figure in figures.values())
+    except (AttributeError, KeyError, TypeError):
+        return None
 
 
 def codes_before_update(optimizer: Any, step_locals: Mapping[str, Any]) -> set[CodeType]:
@@ -193,6 +207,14 @@ def clear_cublas_workspaces(torch: Any) -> None:
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear is not None:
         clear()
+
+
+def return_pinned_memory(torch: Any) -> None:
+    """Return pinned host memory that no tensor holds to the system, if possible: torch's cache
+    keeps it otherwise until the process ends."""
+    empty = getattr(torch._C, "_host_emptyCache", None)
+    if empty is not None:
+        empty()
 
 
 def has_context(torch: Any, index: int) -> bool:
@@ -467,11 +489,13 @@ def typed_nodes(config: Any) -> dict[str, object]:
     return {name: config._get_node(name) for name in config}
 
 
-def replace_node(config: Any, name: str, node: Any) -> None:
-    """Put ``node``, of any type, in place of one of a structured config's own."""
-    node._set_parent(config)
-    node._set_key(name)
-    config._content[name] = node
+def set_nodes(config: Any, nodes: Mapping[str, Any]) -> None:
+    """Put nodes of any types in place of a structured config's own, in this order."""
+    config._content.clear()
+    for name, node in nodes.items():
+        node._set_parent(config)
+        node._set_key(name)
+        config._content[name] = node
 
 
 def format_of(handler: logging.Handler) -> str | None:
@@ -482,6 +506,17 @@ def format_of(handler: logging.Handler) -> str | None:
 def torch_cuda_version() -> str | None:
     """Return the CUDA version that torch was built for, ``none`` for a build without; None if that
     is unknown. Read from its ``version.py``, for importing torch takes seconds."""
+    found = _version_in_torch("cuda")
+    return None if found is None else found[1] or "none"
+
+
+def torch_built_for(platform: str) -> str | None:
+    """Return the version of ``hip`` or ``xpu`` that torch was built for, None if it was not."""
+    found = _version_in_torch(platform)
+    return None if found is None else found[1]
+
+
+def _version_in_torch(platform: str) -> re.Match[str] | None:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -489,8 +524,7 @@ def torch_cuda_version() -> str | None:
         text = Path(spec.origin).with_name("version.py").read_text()
     except OSError:
         return None
-    found = re.search(r"^cuda\b.*= *(?:'([\d.]+)'|None)", text, re.M)
-    return None if found is None else found[1] or "none"
+    return re.search(rf"^{platform}\b.*= *(?:'([\d.]+)[^']*'|None)", text, re.M)
 
 
 def noted_collectives(noted: Callable[..., AbstractContextManager[None]]) -> tuple[Any, Any]:

@@ -13,10 +13,12 @@ import pytest
 import warm
 from robust_train.children.interpreters import Interpreters, preparation
 from robust_train.host.linux import readable
+from robust_train.host.wire import EventSender, read_events
 from robust_train.launcher.process import has_room_for_standby
+from robust_train.model.events import Prepared
 from robust_train.readable import MIB
 from simulated_nvml import Gpu
-from world import is_running, wait_until
+from world import ROOT, is_running, wait_until
 
 
 @pytest.fixture
@@ -91,6 +93,50 @@ def test_a_standby_takes_a_small_share_of_the_free_memory():
     available = psutil.virtual_memory().total
     assert has_room_for_standby(1 << 20)
     assert not has_room_for_standby(available)
+
+
+@pytest.fixture
+def libraries(monkeypatch, cuda_machine_with):
+    """A machine with a GPU, and a library that starts CUDA when it is imported."""
+    for name, value in cuda_machine_with(Gpu()).environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.syspath_prepend(str(ROOT / "tests/support/libraries"))
+
+
+@pytest.mark.usefixtures("libraries")
+def test_a_standby_that_has_started_cuda_ends(interpreters):
+    """Its context takes memory of a GPU that nobody has reserved for it."""
+    one = interpreters.start()
+    one.prepare(preparation(["json", "starts_cuda", "csv"], is_standby=True))
+    wait_until(lambda: interpreters.poll() or not one.is_running, "it ends by itself")
+    assert list(one.read()) == []
+    assert (one.returncode, one.is_unfit, one.culprit) == (0, True, "starts_cuda")
+
+
+def test_answers_are_read_although_the_sender_left_words_unread():
+    """A socket that is closed like this reports a reset before it gives what was sent."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    EventSender(theirs)(Prepared(culprit="a_library"))
+    ours.send(b"unread")
+    theirs.close()
+    with ours:
+        assert [event.culprit for event in read_events(ours)] == ["a_library"]
+
+
+ASKS_TORCH = "import torch\nHAS_GPU = torch.cuda.is_available()\n"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("libraries")
+def test_a_standby_may_ask_torch_whether_there_is_a_gpu(interpreters, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "asks_torch.py").write_text(ASKS_TORCH)
+    one = interpreters.start()
+    one.prepare(preparation(["asks_torch"], is_standby=True))
+    interpreters.await_prepared([one])
+    assert one.is_usable
 
 
 WORDS = ("trainer._target_=trainers.hides_a_helper", "max_retries=1")

@@ -11,7 +11,7 @@ from fake_torch import OWN, PRIVATE
 from robust_train.gpu.processes import footprint, learn_context_bytes, learned_context_bytes
 from robust_train.memory import stats as in_use
 from robust_train.memory.clearing import return_memory
-from robust_train.memory.cuda import busiest_gpu, limit_when_cuda_starts
+from robust_train.memory.cuda import busiest_gpu, limit_when_cuda_starts, share_of_unified_memory
 from robust_train.model.gpu import GpuInfo, GpuProcess, Inventory
 from robust_train.readable import GIB, MIB
 
@@ -44,6 +44,37 @@ def test_a_limit_that_the_user_exports_is_never_raised(use, monkeypatch, name):
         assert limit_when_cuda_starts(asked, 0)
         assert memory.set_memory_fraction(asked).fraction == limit
         assert cuda.fractions == {0: limit, 1: limit}
+
+
+def test_a_gpu_in_the_hosts_memory_leaves_the_host_some(use, monkeypatch, caplog):
+    caplog.set_level("INFO", "robust_train")
+    available = SimpleNamespace(available=48 * GIB)
+    monkeypatch.setattr("robust_train.memory.cuda.read_host_memory", lambda: available)
+    cuda = use(is_integrated=1)
+    for asked, limit in ((0.95, 0.5), (0.25, 0.25), (1.0, 1.0)):
+        limit_when_cuda_starts(asked, 0)
+        assert cuda.fractions == {0: limit}
+    assert caplog.messages == [
+        "memory.fraction=0.95: GPU 0 is limited to 0.50 of its memory, of which 49152 MiB are "
+        "free: it shares the host's memory"
+    ]
+
+
+def test_under_wsl_the_limit_is_of_the_free_memory(use, monkeypatch, caplog):
+    """More than that spills into the host's memory without an error."""
+    caplog.set_level("INFO", "robust_train")
+    monkeypatch.setattr("robust_train.memory.cuda.is_wsl", lambda: True)
+    cuda = use()
+    limit_when_cuda_starts(0.8, 1)
+    assert cuda.fractions == {1: 0.1}
+    assert "of which 10240 MiB are free: under WSL more would spill" in caplog.text
+
+
+@pytest.mark.parametrize("gib", [4, 8, 64, 128])
+def test_a_small_or_busy_machine_of_one_memory_keeps_a_quarter_or_some(gib):
+    total = gib * GIB
+    assert share_of_unified_memory(0.95, total, total) <= 1 - min(8, gib / 4) / gib
+    assert share_of_unified_memory(0.95, total, 0) == 1 / 16
 
 
 def test_a_question_makes_no_context_on_another_gpu(use, monkeypatch):

@@ -21,9 +21,10 @@ class FakeCuda:
     Calls that make a context where there is none are noted in ``contexts``.
     """
 
-    def __init__(self, *, is_broken=False, pool=OWN):
+    def __init__(self, *, is_broken=False, pool=OWN, is_integrated=0):
         self.contexts = {1}
         self.is_broken = is_broken
+        self.is_integrated = is_integrated
         self.pool = pool
         self.workspaces_cleared = 0
         self.reset = []
@@ -63,7 +64,9 @@ class FakeCuda:
         return 10 * GIB, 80 * GIB
 
     def get_device_properties(self, index):
-        return SimpleNamespace(uuid=f"uuid-{index}", total_memory=80 * GIB)
+        return SimpleNamespace(
+            uuid=f"uuid-{index}", total_memory=80 * GIB, is_integrated=self.is_integrated
+        )
 
     @contextlib.contextmanager
     def device(self, index):

@@ -11,6 +11,7 @@ from training_world import difference, trained_weights
 import warm
 from robust_train.config.placeholders import MicroBatchPlan
 from robust_train.model.failure import Failure, FailureKind
+from robust_train.step import ranks
 from robust_train.step.ranks import RankReport, RanOut, ReplicaFinder, Replicated, agree
 from robust_train.step.splitting import MicroBatchSize
 
@@ -100,3 +101,13 @@ def test_sizes_agreed_upon_are_the_same_wherever_memory_ran_out():
     there.shrink()
     here.agree(there.current)
     assert here.state() == there.state()
+
+
+@pytest.mark.parametrize(("backend", "sent"), [("nccl", ["cuda"]), ("gloo", [])])
+def test_nccl_takes_its_memory_before_the_first_part(monkeypatch, backend, sent):
+    found = []
+    monkeypatch.setattr(ranks.dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(ranks.dist, "all_reduce", found.append)
+    monkeypatch.setattr(ranks.torch, "zeros", lambda size, *, device: device)
+    ranks.start_nccl()
+    assert found == sent

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from robust_train.attempt.arena import Arena
 from robust_train.attempt.cadence import Saving
 from robust_train.compat import keep_versions, load_shards, saving_files, tree_map_with_path
 from robust_train.failures import classify_failure
@@ -107,6 +108,7 @@ class CheckpointFolder:
         """Save while training goes on, if there is memory for a copy: call
         :meth:`report_written` after each step. Raises CheckpointError, also for the one before."""
         self.report_written(wait=True)
+        self._room.begin()
         # other ranks may write without: all write
         copied = self._room.copy(content)
         if copied is None:
@@ -132,6 +134,7 @@ class CheckpointFolder:
         nothing is left."""
         self.report_written(wait=True)
         self._saving.check_folder()
+        self._room.begin()
         owed: list[Callable[[], None]] = []
 
         def later(save: Callable[[Any], None], content: Any, file: Path) -> None:
@@ -186,9 +189,12 @@ class CheckpointFolder:
         one = self._in_flight
         if one is not None and (wait or one[0].done()):
             self._in_flight = None
-            self._room.shrink()
             path, step, position = one
-            self._written(path.result(), step, position)
+            try:
+                written = path.result()
+            finally:
+                self._room.shrink()
+            self._written(written, step, position)
         if wait and self._rotating is not None:
             self._rotating.result()
 
@@ -245,7 +251,12 @@ class HostCopies:
     def __init__(self, copies: int = 1) -> None:
         # like it that ranks of this host make at the same time
         self._copies = copies
-        self._buffers: dict[str, Tensor] = {}
+        self.arenas = {pinned: Arena(pinned=pinned) for pinned in (False, True)}
+
+    def begin(self) -> None:
+        """Begin a save: what was copied for the one before is no longer needed."""
+        for arena in self.arenas.values():
+            arena.begin()
 
     def copy(self, content: Content) -> Content | None:
         """Return a copy with all tensors in host memory; None if there is no room. Tensors that
@@ -262,33 +273,29 @@ class HostCopies:
         for name, tensor in tensors.items():
             whose, source = shared.get(name, (name, tensor))
             sources[whose] = source
-        kept = self._buffers
-        new = {
-            name: one
+        # without values, so that they have the strides and the size that a copy has
+        alike = {
+            name: torch.empty_like(one, device="meta")
             for name, one in sources.items()
-            if name not in kept or (kept[name].shape, kept[name].dtype) != (one.shape, one.dtype)
+            if _is_plain(one)
         }
-        if not self._has_room(sum(map(_bytes_of, new.values()))):
+        sizes: dict[bool, dict[str, int]] = {False: {}, True: {}}
+        for name, one in alike.items():
+            sizes[sources[name].is_cuda][name] = one.untyped_storage().nbytes()
+        more = [self.arenas[kind].more_for([*of.values()]) for kind, of in sizes.items()]
+        others = [_bytes_of(one) for name, one in sources.items() if name not in alike]
+        if not self._has_room(sum(more + others)):
             return None
+        copied = None
         try:
-            for name, one in new.items():
-                if not hasattr(one, "to_local"):
-                    self._buffers[name] = torch.empty_like(
-                        one, device="cpu", pin_memory=one.is_cuda
-                    )
-            copied = {
-                name: self._buffers[name].copy_(one, non_blocking=one.is_cuda)
-                if name in self._buffers
-                else one.to("cpu", copy=True)
-                for name, one in sources.items()
-            }
-            for device in {one.device for one in tensors.values() if one.is_cuda}:
-                torch.cuda.synchronize(device)
+            copied = self._copies_of(sources, alike, sizes)
         except Exception as error:
-            self._buffers.clear()
-            if classify_failure(error).kind.is_memory:
-                return None
-            raise
+            if not classify_failure(error).kind.is_memory:
+                raise
+        if copied is None:
+            # the frames that held the new copies are gone by now
+            self._clear()
+            return None
 
         def copy_of(name: str, tensor: Tensor) -> Tensor:
             if name not in shared:
@@ -298,16 +305,48 @@ class HostCopies:
 
         return named_map(copy_of, content, _settled)
 
+    def _copies_of(
+        self,
+        sources: Mapping[str, Tensor],
+        alike: Mapping[str, Tensor],  # of those that go to an arena
+        sizes: Mapping[bool, Mapping[str, int]],  # of these, by arena
+    ) -> dict[str, Tensor]:
+        copied = {}
+        for kind, of in sizes.items():
+            for name, room in zip(of, self.arenas[kind].take([*of.values()]), strict=True):
+                like = alike[name]
+                target = torch.empty(0, dtype=like.dtype)
+                target.set_(room, 0, like.size(), like.stride())
+                copied[name] = target.copy_(sources[name], non_blocking=kind)
+        for name, one in sources.items():
+            if name not in alike:
+                copied[name] = one.to("cpu", copy=True)
+        for device in {one.device for one in sources.values() if one.is_cuda}:
+            torch.cuda.synchronize(device)
+        return copied
+
     def shrink(self) -> None:
-        """Keep no buffers if others need the memory."""
+        """Return memory that the last save did not need, and all if others need it."""
+        for arena in self.arenas.values():
+            arena.trim()
         if not self._has_room(0):
-            self._buffers.clear()
+            self._clear()
+
+    def _clear(self) -> None:
+        for arena in self.arenas.values():
+            arena.clear()
 
     def _has_room(self, more: int) -> bool:
         """Return whether the copies with so many bytes more leave others as much as they take."""
-        kept = sum(map(_bytes_of, self._buffers.values())) * self._copies
+        kept = sum(arena.taken for arena in self.arenas.values()) * self._copies
         more *= self._copies
         return kept + more <= LARGEST_COPY * (read_host_memory().available + kept)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor is values in one stretch of memory, and nothing else."""
+    is_strided = type(tensor) is Tensor and tensor.layout is torch.strided
+    return is_strided and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
 
 
 def _shared_bytes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, Tensor]]:
@@ -315,8 +354,7 @@ def _shared_bytes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, Tensor]
     bytes of the storage. Number formats are kept apart: torch.save refuses a storage of two."""
     names: dict[tuple[object, ...], list[str]] = {}
     for name, tensor in tensors.items():
-        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
-        if is_plain and not (tensor.is_conj() or tensor.is_neg()):
+        if _is_plain(tensor):
             storage = tensor.untyped_storage()
             key = tensor.device, storage.data_ptr(), tensor.dtype
             if storage.nbytes():
@@ -347,7 +385,9 @@ def _settled(value: Any) -> Any:
 
 
 def _bytes_of(tensor: Tensor) -> int:
-    return int((tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes)
+    own = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    # sparse tensors do not tell; they have less than this
+    return int(own.numel() * own.element_size())
 
 
 def contents_of(

@@ -30,7 +30,7 @@ from robust_train.attempt.runner import run_attempt
 from robust_train.attempt.signals import stop_on_signals
 from robust_train.compat import run_exit_handlers, when_cuda_starts
 from robust_train.config.attempt import AttemptRequest, Begin, Preparation, for_rank
-from robust_train.config.projects import as_typed
+from robust_train.config.projects import Words
 from robust_train.config.trainers import MAIN_MODULE
 from robust_train.failures.shortage import no_room_to_import
 from robust_train.gpu.cuda_order import started_driver
@@ -100,6 +100,10 @@ def main() -> NoReturn:
         if isinstance(message, Preparation):
             prepared = _prepare(message, channel)
             send(prepared)
+            if prepared.is_unfit:
+                # a context takes memory of a GPU that nobody has reserved for it
+                send.flush()
+                os._exit(0)
         elif isinstance(message, Begin):
             _be_attempt(message, channel, send, descriptors[1:])
 
@@ -108,11 +112,17 @@ def _prepare(wanted: Preparation, channel: socket.socket) -> Prepared:
     """Import modules quietly until the launcher sends its next message."""
     sys.path[:] = wanted.path
     sys.argv[:] = wanted.argv
+    if wanted.is_standby:
+        # a library that asks at its import whether there is a GPU then starts no driver; the
+        # attempt brings an environment of its own
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     names = list(wanted.modules)
     try:
         if wanted.trainer is not None:
             module = wanted.trainer.path.rpartition(".")[0]
             _import_one(module)
+            if started_driver() is not None:
+                return Prepared(is_unfit=True, culprit=module)
             check = getattr(sys.modules.get(module), "preload_modules", None)
             names += [] if check is None else check(wanted.cfg)
         pause = 0.0
@@ -122,6 +132,8 @@ def _prepare(wanted: Preparation, channel: socket.socket) -> Prepared:
                     break
                 started = time.monotonic()
                 _import_one(name)
+                if started_driver() is not None:
+                    return Prepared(is_unfit=True, culprit=name)
                 if wanted.is_standby:
                     seconds = time.monotonic() - started
                     pause = min(seconds, _LONGEST_PAUSE_SECONDS)
@@ -178,9 +190,7 @@ def _be_attempt(
         os.chdir(request.cwd)
         _write_stacks(request)
         adopt_hydra(request.hydra_cfg)
-        theirs = request.config.theirs
-        if theirs is not None:
-            change_words(partial(as_typed, theirs=theirs))
+        change_words(Words(request.config.theirs).of_log)
         importlib.invalidate_caches()
         report = _Reporter(request, send, begin.rank)
         if request.ranks > 1:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from robust_train.attempt.hooks import InAttempt
     from robust_train.config.attempt import AttemptRequest
     from robust_train.config.schema import RobustConfig
-    from robust_train.step.rewind import Models
+    from robust_train.step.reachable import Models
 
 log = logging.getLogger("robust_train")
 

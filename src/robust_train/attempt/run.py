@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from robust_train.step.batcher import MicroBatcher
-    from robust_train.step.rewind import Models
+    from robust_train.step.reachable import Models
 
 T = TypeVar("T")
 
@@ -157,7 +157,7 @@ class Run:
         If the loss of :meth:`backward` or the gradients' norm is not finite, the update is left
         out, on all ranks alike, and weights and optimizer are as before. An optimizer made with
         ``fused=True`` does that on the GPU, where nothing waits and the host counts it a step
-        later; for any other one the host reads one figure.
+        later; for any other one the host reads one figure, and waits for the backward pass.
 
         Args:
             optimizer: of what was trained.
@@ -166,7 +166,8 @@ class Run:
             max_grad_norm: clip the norm of all gradients to this.
 
         Returns:
-            Whether the weights have changed, as far as that is known by now.
+            Whether the weights have changed, as far as that is known by now: with ``fused=True``
+            always true.
 
         Raises:
             TrainingDiverged: more than three times ``divergence.patience`` updates in a row were

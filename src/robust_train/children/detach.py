@@ -51,7 +51,7 @@ is_detached = _pipe is not None
 
 def is_due(config: RobustConfig) -> bool:
     """Return whether the command is to go on in the background, and is not there yet."""
-    return config.detach and not is_detached
+    return bool(config.chosen("detach")) and not is_detached
 
 
 def start() -> int:

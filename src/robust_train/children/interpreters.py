@@ -53,7 +53,8 @@ class Interpreter:
         max_resident_bytes: its peak resident memory, once it has ended.
         is_asked: it was given something to import.
         is_begun: it was given its attempt.
-        is_unfit: it can run no attempt: an import of its has started CUDA.
+        is_unfit: it can run no attempt, and ends: an import has started CUDA.
+        culprit: the module that was imported then.
         answers_due: preparations that it has not ended.
     """
 
@@ -64,6 +65,7 @@ class Interpreter:
         self.returncode: int | None = None
         self.max_resident_bytes = 0
         self.is_unfit = self.is_asked = self.is_begun = False
+        self.culprit = ""
         self._environ = _environ_at_import()
         self.answers_due = 0
 
@@ -112,6 +114,7 @@ class Interpreter:
                 continue
             self.answers_due -= 1
             self.is_unfit |= event.is_unfit
+            self.culprit = self.culprit or event.culprit
             if event.refusal:
                 raise ConfigError(event.refusal)
 

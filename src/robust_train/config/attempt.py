@@ -60,9 +60,6 @@ def for_rank(config: RobustConfig, rank: int) -> RobustConfig:
     """Return an attempt's config as one of its ranks needs it."""
     if config.device.startswith("cuda"):
         config = replace(config, device=f"cuda:{rank}")
-    if rank:
-        # one record of memory over time, in one file
-        config = replace(config, memory=replace(config.memory, samples=False))
     return config
 
 

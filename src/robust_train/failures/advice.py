@@ -22,6 +22,9 @@ _DEFRAGMENT = (
 _RAISE_LIMIT = (
     "set a larger memory.fraction: the GPU had room, but this job's own limit was reached"
 )
+_LEAVE_ROOM = (
+    "set a smaller memory.fraction: CUDA's libraries and NCCL need memory beside torch's cache"
+)
 _OTHERS = "see with nvidia-smi who else holds memory of this GPU, or use another"
 _PIN_LESS = "pin less: it is bounded by the host's memory and by ulimit -l"
 _OF_THE_MODEL = (
@@ -160,7 +163,10 @@ _BY_CLUE: dict[FailureKind, dict[str, tuple[str, ...]]] = {
         ),
     },
     FailureKind.HOST_OOM: {Clue.IMPORT: (_MORE_MEMORY,), Clue.MODEL: (_MORE_MEMORY,)},
-    FailureKind.DEVICE_OOM: {Clue.MODEL: (*_OF_THE_MODEL[2:], "use a smaller model", _OTHERS)},
+    FailureKind.DEVICE_OOM: {
+        Clue.MODEL: (*_OF_THE_MODEL[2:], "use a smaller model", _OTHERS),
+        Clue.OUTSIDE: (_LEAVE_ROOM, *_SMALLER_BATCH, *_OF_THE_MODEL, _OTHERS),
+    },
 }
 
 

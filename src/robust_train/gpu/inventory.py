@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import psutil
 
 from robust_train.gpu.bounded import NoAnswerError, ask
+from robust_train.gpu.other_hardware import accelerator_without_nvml
 from robust_train.gpu.processes import is_mps_server
 from robust_train.model.gpu import GpuInfo, GpuProcess, Inventory, SkippedGpu
 
@@ -124,7 +125,10 @@ def _read_inventory(processes: bool) -> Inventory:
         except _NoGpusError as error:
             problem = str(error)
             forget_session()  # the driver may have been reloaded under it
-    return Inventory(problem=problem, may_have_gpus=problem != NO_DRIVER)
+    if problem == NO_DRIVER:
+        other = accelerator_without_nvml()
+        return Inventory(problem=other or problem, may_have_gpus=other is not None)
+    return Inventory(problem=problem)
 
 
 def _open_session() -> NvmlSession:

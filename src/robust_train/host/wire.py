@@ -103,6 +103,9 @@ def read_events(channel: socket.socket, most: int = sys.maxsize) -> Iterator[Eve
     for _ in range(most):
         try:
             data, descriptors, _, _ = socket.recv_fds(channel, 2 * _LARGEST_PACKET, 1)
+        except ConnectionResetError:
+            # it has ended without reading all; what it had sent before comes after this
+            continue
         except OSError:
             return
         if not data:

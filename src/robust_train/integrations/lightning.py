@@ -23,7 +23,7 @@ from omegaconf import DictConfig, open_dict
 
 from robust_train import compat
 from robust_train.attempt.run import Run, live_of
-from robust_train.config.projects import errors_as_typed
+from robust_train.config.projects import Words
 from robust_train.config.schema import TrainingConfig
 from robust_train.integrations.lightning_callback import RobustCallback, Stopped, logged
 from robust_train.integrations.lightning_step import recover_in_steps
@@ -175,7 +175,7 @@ def adopted_fit(cfg: DictConfig, run: Run) -> Iterator[None]:
         elif run.world_size == 1 and compat.starts_ranks_itself(trainer):
             reason = f"Trainer: starts {trainer.world_size} processes of its own"
         elif not compat.searches(trainer):
-            with errors_as_typed(live_of(run).their_keys):
+            with Words(live_of(run).their_keys).of_errors():
                 if reason is None:
                     fit = partial(own, trainer)
                     _fit(fit, trainer, model, data, cfg=cfg, run=run, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import os
@@ -46,6 +47,7 @@ AFTER_FAILURE_SECONDS = 10.0
 
 _MOST_EVENTS = 1000
 _LAST_REPORT_SECONDS = 1.0
+_MPS_GRACE_SECONDS = 30.0
 """Time of the other ranks after a failure: to report something that explains more."""
 _AFTER_KILL_SECONDS = 8.0
 _SIGNAL_SECONDS = 0.5
@@ -77,6 +79,10 @@ class ProcessExecutor:
         self._trainer, self._cfg, self._job = trainer, cfg, job
         self._ranks, self._has_standby = ranks, has_standby
         self._modules = tuple(early_imports(cfg))
+        # those of them that start CUDA when they are imported
+        self._starts_cuda: set[str] = set()
+        # a standby has imported while the attempt before had GPUs, which libraries may have seen
+        self._has_seen_gpus = False
         self._standby_bytes = 0
         self._has_lost_one = False  # before its attempt
         self._interpreters = take_early()
@@ -109,9 +115,10 @@ class ProcessExecutor:
         def take(event: Event) -> None:
             if isinstance(event, LibrariesImported):
                 # the next attempt's interpreters import what this one has, if there is room
-                self._modules = event.modules
+                self._modules = self._harmless(event.modules)
                 self._standby_bytes = event.resident_bytes * self._ranks
                 if self._has_standby:
+                    self._has_seen_gpus |= bool(request.spec.gpus)
                     self._prepare_next(preparation(self._modules, is_standby=True))
                 return
             if isinstance(event, Failed) and event.failure.kind not in (
@@ -129,9 +136,12 @@ class ProcessExecutor:
             if waiting and not has_room_for_standby(self._standby_bytes):
                 for one in waiting:
                     self._interpreters.end(one)
+            self._end_unfit()
             tick()
 
         self._ranks = request.ranks
+        if self._has_seen_gpus and not request.spec.gpus:
+            self._import_nothing_early()
         processes = self.prepare(tick)
         running = RunningAttempt(self._interpreters, processes, request, take)
         found = running.run(signals, hold, tick_with_standby)
@@ -157,6 +167,13 @@ class ProcessExecutor:
                 # those that import break off: the rest comes with the trainer
                 one.prepare(preparation(()) if one.is_asked else self._preparation())
             interpreters.await_prepared(found, tick)
+            if culprits := {one.culprit for one in found if one.is_unfit}:
+                if not culprits <= self._starts_cuda.union(self._modules):
+                    raise ConfigError(
+                        "an attempt's interpreter starts CUDA before its trainer runs"
+                    )
+                self._leave_to_attempts(culprits)
+                continue
             ends = [one.returncode for one in found if one.returncode is not None]
             if ends:
                 self._on_death_at_import(ends[0])
@@ -164,14 +181,44 @@ class ProcessExecutor:
             if all(one.is_usable for one in found):
                 interpreters.pump.release()
                 return found
-            # they did before they imported: a library has started CUDA, and would again
-            if not self._modules:
-                raise ConfigError("an attempt's interpreter starts CUDA before its trainer runs")
+
+    def _end_unfit(self) -> None:
+        """End standbys that have started CUDA, if they have not ended by themselves yet."""
+        for one in self._interpreters.waiting:
+            try:
+                list(one.read())
+            except ConfigError:
+                # the next attempt's own interpreter finds out by itself
+                self._interpreters.end(one)
+            if one.is_unfit:
+                self._leave_to_attempts({one.culprit})
+                self._interpreters.end(one)
+
+    def _leave_to_attempts(self, culprits: set[str]) -> None:
+        """Import no longer early what has started CUDA, nor what came after it: that may need it.
+
+        A module before it was imported without it.
+        """
+        for name in sorted(culprits - self._starts_cuda):
             log.info(
-                "importing %s early would start CUDA, so each attempt imports it itself",
-                ", ".join(self._modules),
+                "importing %s early would start CUDA, so each attempt imports it itself, and what "
+                "comes after it",
+                name,
             )
-            self._modules = ()
+        self._starts_cuda |= culprits
+        self._modules = self._harmless(self._modules)
+
+    def _harmless(self, modules: Sequence[str]) -> tuple[str, ...]:
+        """Return the modules that come before any that starts CUDA."""
+        return tuple(itertools.takewhile(lambda name: name not in self._starts_cuda, modules))
+
+    def _import_nothing_early(self) -> None:
+        """Have interpreters without any import for an attempt on the CPU: in the others, libraries
+        may have kept that there are GPUs."""
+        self._has_seen_gpus = False
+        self._modules = ()
+        for one in self._interpreters.waiting:
+            self._interpreters.end(one)
 
     def _waiting(self) -> list[Interpreter]:
         """Return interpreters without an attempt; those that wait first, then new ones."""
@@ -372,8 +419,14 @@ class RunningAttempt:
         living = {rank: one for rank, one in enumerate(self._processes) if one.is_running}
         answers = (watch.poll(living) for watch in self._watches)
         self._stalled = next((answer for answer in answers if answer is not None), None)
-        if self._stalled is not None:
-            self._kill_in(self._stalled.kill_in_seconds)
+        if self._stalled is None:
+            return
+        seconds = self._stalled.kill_in_seconds
+        if any(gpu.mps for gpu in self._request.spec.gpus):
+            # SIGKILL in the middle of a kernel may break MPS's server for its other clients
+            self._signal_all(signal.SIGTERM)
+            seconds = max(seconds, _MPS_GRACE_SECONDS)
+        self._kill_in(seconds)
 
     def _read(self, rank: int, most: int) -> None:
         for event in self._processes[rank].read(most):

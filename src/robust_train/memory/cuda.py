@@ -25,11 +25,13 @@ from robust_train.host.allocator import (
     is_wsl,
 )
 from robust_train.host.memory import read_host_memory
-from robust_train.readable import MIB, first_line
+from robust_train.readable import GIB, MIB, first_line
 
 log = logging.getLogger("robust_train")
 
 _COMMON_POOL = (0, 0)  # of segments; a CUDA graph has a pool of its own
+
+_HOST_KEEPS_BYTES = 8 * GIB
 
 HOST = -1  # The host's memory, among the numbers of `ordinal_of`
 
@@ -123,15 +125,14 @@ def cached_on(index: int | None) -> Cached | None:
     return None
 
 
-def alloc_retries() -> int | None:
-    """Return how often the allocator has emptied its cache to find room; None without CUDA."""
+def alloc_retries(index: int | None) -> int | None:
+    """Return how often the allocator has emptied its cache to find room on a GPU; None without
+    CUDA. Called in each step, so it builds the figures of that GPU alone."""
     torch = started_torch()
-    if torch is None:
+    if torch is None or index is None:
         return None
     try:
-        every = range(torch.cuda.device_count())
-        figures = map(torch.cuda.memory_stats_as_nested_dict, every)
-        return sum(int(found.get("num_alloc_retries", 0)) for found in figures)
+        return int(torch.cuda.memory_stats_as_nested_dict(index).get("num_alloc_retries", 0))
     except RuntimeError:  # after a fault
         return None
 
@@ -302,6 +303,46 @@ def set_memory_fraction(fraction: float = 0.8, device: Any = None) -> MemoryLimi
     return limit
 
 
+def _share_that_host_can_spare(torch: Any, fraction: float, index: int) -> float:
+    """Return the share of a GPU that may be taken without taking it from the host; log why it is
+    less than ``fraction``."""
+    if fraction == 1:
+        return fraction
+    properties = torch.cuda.get_device_properties(index)
+    total = properties.total_memory
+    if getattr(properties, "is_integrated", False):
+        free = read_host_memory().available
+        share = share_of_unified_memory(fraction, total, free)
+        why = "it shares the host's memory"
+    elif is_wsl():
+        free, _ = torch.cuda.mem_get_info(index)
+        share = fraction * min(free / total, 1.0)
+        why = "under WSL more would spill into the host's memory, which is many times slower"
+    else:
+        return fraction
+    if share < fraction:
+        log.info(
+            "memory.fraction=%g: GPU %d is limited to %.2f of its memory, of which %.0f MiB are "
+            "free: %s",
+            fraction,
+            index,
+            share,
+            free / MIB,
+            why,
+        )
+    return share
+
+
+def share_of_unified_memory(fraction: float, total: int, available: int) -> float:
+    """Return the share of a GPU's memory that leaves the host enough, if it is the host's memory.
+
+    Beyond it the kernel kills processes or the machine freezes, instead of an error from CUDA.
+    """
+    kept = min(_HOST_KEEPS_BYTES, total // 4)
+    most = max(available - kept, total // 16)
+    return min(fraction, most / total)
+
+
 def _limit_cache(torch: Any, fraction: float, index: int) -> float:
     """Limit the allocator on a GPU, and return the limit: never above what the user exports."""
     least = min(float(fraction), exported_fraction(os.environ))
@@ -341,7 +382,8 @@ def limit_when_cuda_starts(fraction: float, index: int | None) -> bool:
 
     def limit() -> None:
         try:
-            _limit_cache(torch, fraction, index)
+            share = _share_that_host_can_spare(torch, fraction, index)
+            _limit_cache(torch, share, index)
         except (RuntimeError, ValueError) as error:
             log.warning("memory.fraction=%g: %s", fraction, first_line(error))
 

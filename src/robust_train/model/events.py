@@ -430,8 +430,9 @@ class Prepared(Event):
     name = "prepared"
     is_journaled = False
     refusal: str = ""  # why the trainer does not accept the config
-    # an import has started CUDA, so the GPU can no longer be chosen
+    # an import has started CUDA, so the GPU can no longer be chosen, and the interpreter ends
     is_unfit: bool = False
+    culprit: str = ""  # the module whose import has done so
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,8 @@ class Clue:
     IMPORT = "import"  # Memory ran out while a module was imported
     # Memory ran out while a model was made, loaded or moved to the device
     MODEL = "model"
+    # The GPU's memory ran out beside torch's cache, which a smaller batch does not shrink
+    OUTSIDE = "outside"
     GPU_MODEL = "gpu_model"  # The build has no code for GPUs of this model
     NO_CUDA_BUILD = "no_cuda_build"  # The build has no CUDA at all
     SHARED_MEMORY = "shared_memory"  # `/dev/shm` is too small

@@ -34,7 +34,6 @@ log = logging.getLogger("robust_train")
 
 _SETTLE_SECONDS = 5.0
 _SETTLE_BAND_BYTES = 256 * MIB
-_SLICE_POLL_SECONDS = 5.0
 
 
 class FreeBytes(NamedTuple):
@@ -76,7 +75,8 @@ class Devices:
         self._free_before: dict[str, int] = {}
         # the GPU that the config names, if any
         self._named: tuple[str, ...] = ()
-        self._slice_ends = 0.0
+        # when the job got its GPUs, by the monotonic clock
+        self.acquired_at = -math.inf
         job = QueuedJob(
             job=job_id,
             name=job_name,
@@ -161,11 +161,7 @@ class Devices:
         return self.queue.take([gpu.uuid for gpu in group], self._need_bytes)
 
     def who_waits(self) -> QueuedJob | None:
-        """Return the job for which this one, after its time slice, is to leave its GPUs."""
-        minutes, now = self._config.gpu_slice_minutes, time.monotonic()
-        if minutes is None or not self._config.wait_for_gpu or now < self._slice_ends:
-            return None
-        self._slice_ends = now + _SLICE_POLL_SECONDS
+        """Return the job of another user with fewer GPUs that waits for those of this one."""
         return self.queue.who_waits()
 
     def leave(self, count: int) -> Room:
@@ -235,8 +231,7 @@ class Devices:
             request = replace(request, count=count, timeout_seconds=left)
             found = wait_for_gpus(self.queue, request, self._on_wait, self._sleep)
             if not isinstance(found, NoGpu):
-                slice_minutes = self._config.gpu_slice_minutes or 0.0
-                self._slice_ends = time.monotonic() + 60 * slice_minutes
+                self.acquired_at = time.monotonic()
                 return found
             if number == 0 or left:  # the reason of the one that has waited
                 why = found

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from robust_train.config.projects import as_typed
+from robust_train.config.projects import Words
 from robust_train.folder.memory_samples import Sample
 from robust_train.model.attempt import UNFINISHED, Attempt
 from robust_train.model.failure import Failure, FailureKind
@@ -171,9 +171,10 @@ def _sentence(text: str) -> str:
 def advice_of(story: Story, keys: Mapping[str, str] | None) -> Iterator[Advice]:
     """Yield findings and advice, most promising first; none if nothing was tight. ``keys`` are a
     project's that stand for ours."""
+    words = Words(keys)
     for one in _advice_of(story, keys):
-        steps = tuple(as_typed(step, keys) for step in one.steps)
-        overrides = one.overrides and as_typed(one.overrides, keys)
+        steps = tuple(map(words.text, one.steps))
+        overrides = words.text(one.overrides or "") or None
         yield replace(one, steps=steps, overrides=overrides)
 
 
@@ -275,7 +276,7 @@ def speed_advice(
     measured = [attempt for attempt in attempts if speed_of(attempt)]
     for last in measured[-1:]:
         for one in itertools.chain(_data(last), _slow_ranks(speed_of(last))):
-            yield as_typed(one, keys)
+            yield Words(keys).text(one)
 
 
 def _data(attempt: Attempt) -> Iterator[str]:

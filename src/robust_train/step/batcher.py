@@ -18,9 +18,10 @@ from robust_train.step import ranks
 from robust_train.step.engine import Batch, Body, OnEvent, Recorder, Results, Step
 from robust_train.step.probing import find_in_step
 from robust_train.step.ranks import SharedStep
-from robust_train.step.rewind import Models, PartStart, StepStart, Watch, models_of
+from robust_train.step.reachable import Models, models_of
 from robust_train.step.split_watch import SplitWatch
 from robust_train.step.splitting import Count, Length, MicroBatchSize, Part, Parts, SizeState, Split
+from robust_train.step.step_start import PartStart, StepStart, Watch
 
 log = logging.getLogger("robust_train")
 
@@ -169,7 +170,9 @@ class MicroBatcher:
         shares = [share for (share, _), _ in results]
         loss = sum(shares[1:], shares[0]) if shares else torch.zeros(())
         if training:
-            loss, returns_more = step.end(loss, items=parts.items, returns_more=returns_more)
+            # counting labels on a GPU waits for it, so nobody counts where nobody asks
+            items = parts.items if step.is_shared else 1.0
+            loss, returns_more = step.end(loss, items=items, returns_more=returns_more)
         else:
             step.leave()
         return (loss, [more[0] for (_, more), _ in results]) if returns_more else loss

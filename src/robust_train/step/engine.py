@@ -27,11 +27,11 @@ from robust_train.model.events import Event, MicroBatchChanged, MicroBatchExhaus
 from robust_train.model.failure import Failure, FailureKind
 from robust_train.readable import first_line, memory
 from robust_train.step.ranks import RankReport, RanOut, SharedStep
-from robust_train.step.rewind import PartStart, StepStart
 from robust_train.step.sharded import RanOutElsewhereError
 from robust_train.step.split_check import Checker, Kept, LossOf, SplitCheck, described
 from robust_train.step.split_watch import SplitWatch, kind_of_step
 from robust_train.step.splitting import MicroBatchSize, Part, Parts, bounds
+from robust_train.step.step_start import PartStart, StepStart
 
 log = logging.getLogger("robust_train")
 
@@ -254,6 +254,11 @@ class Step(Generic[T]):
         """Whether the ranks run their parts together."""
         return self._shared.is_sharded
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks take part, so that each rank's items count."""
+        return self._shared.is_shared
+
     def end(
         self, loss: Tensor | None = None, *, items: float = 1.0, returns_more: bool = False
     ) -> tuple[Tensor | None, bool]:
@@ -314,7 +319,8 @@ class Step(Generic[T]):
     def cannot_repeat(self) -> str | None:
         """Return why memory that runs out now has to end the attempt; None if it does not."""
         if cuda.holds_graphs():
-            return "a CUDA graph was captured, which holds its memory"
+            # torch shows both as private pools of segments
+            return "a CUDA graph was captured, or a memory pool is in use, which keeps its memory"
         if self.start is not None and self.start.is_lost:
             return "it has made or changed a large buffer as no step before it"
         return None

@@ -33,7 +33,7 @@ from robust_train.model.errors import UserError
 from robust_train.model.failure import Failure
 from robust_train.readable import MIB
 from robust_train.step import sharded
-from robust_train.step.rewind import modules_of
+from robust_train.step.reachable import modules_of
 from robust_train.step.sharded import WITHOUT, RanOutElsewhereError, refuse
 
 T = TypeVar("T")
@@ -89,6 +89,7 @@ class Ranks:
         # on the host: a message over the GPU would have to wait for all that is queued there. Of
         # its own: the default group counts the collectives of a user
         self._group: Any = dist.new_group(backend="gloo")
+        start_nccl()
         self.replicas = ReplicaFinder()
         self.ledger = sharded.Ledger(lambda ran_out: bool(self.figures([ran_out]).any()))
         self._reported: RankReport | None = None  # without the items
@@ -97,7 +98,8 @@ class Ranks:
     def foreign(self) -> int:
         """Return how many collectives were begun that neither this class nor FSDP2 knows of.
 
-        It falls where the group counts none, or only those of its default backend."""
+        Of the default group: another one may be that of a thread which saves checkpoints. It falls
+        where the group counts none, or only those of its default backend."""
         return collectives_begun(self.world) - self.ledger.sent
 
     def figures(self, mine: Sequence[float]) -> Tensor:
@@ -129,6 +131,14 @@ class Ranks:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self._group)
         return values
+
+
+def start_nccl() -> None:
+    """Have NCCL take its memory now, if the default group uses it: before a part of a step, where
+    a lack of memory would pass for a micro-batch that is too large. All ranks have to call it."""
+    if "nccl" not in str(dist.get_backend()):
+        return
+    dist.all_reduce(torch.zeros(1, device="cuda"))
 
 
 _here: Ranks | None = None
@@ -205,6 +215,11 @@ class SharedStep:
         return 0 if self._group is None else self._group.rank
 
     @property
+    def is_shared(self) -> bool:
+        """Whether there are other ranks."""
+        return self._group is not None
+
+    @property
     def is_sharded(self) -> bool:
         """Whether the passes gather weights, so that no rank may leave a part half-way."""
         return self._group is not None and bool(self._roots)
@@ -272,9 +287,10 @@ class SharedStep:
             return
         if not ran_out and self._group.foreign() > self._foreign:
             raise UserError(
-                "run.backward: a collective of your own (torch.distributed), or of a model in "
-                "DistributedDataParallel that is not named, runs inside the function, where a rank "
-                "that runs out of memory would leave the others waiting; call it after "
+                "run.backward: a collective of your own (in torch.distributed's default group), or "
+                "of a model in DistributedDataParallel that is not named, runs inside the "
+                "function, where a rank that runs out of memory would leave the others waiting; "
+                "call it after "
                 f"run.backward, name the model as in [model, other], {WITHOUT}"
             )
         if self._roots:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from robust_train.compat import (
     deciding_on_host,
+    found_overflow,
     leave_out_if,
     signature_as_written,
     skips_on_device,
@@ -42,7 +42,8 @@ class LateFigures:
         copy = torch.empty_like(figure, device="cpu", pin_memory=figure.is_cuda)
         copy.copy_(figure, non_blocking=figure.is_cuda)
         if figure.is_cuda:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            # whoever waits for it sleeps, and leaves the core to the data-loader workers
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(figure.device))
         before, self._waiting = self._waiting, (step, copy, event)
         if before is None:
@@ -64,6 +65,7 @@ def update(
     """Clip, step, and drop the gradients; with ``skips`` not if loss or norm is not finite.
 
     A scaler leaves out overflows by itself, which are no divergence: then the loss alone counts.
+    Nothing here waits for the optimizer's kernels: what is read after them is read a step later.
 
     Raises:
         UserError: the optimizer computes the loss itself.
@@ -76,14 +78,11 @@ def update(
     if max_grad_norm or (skips and not scales):
         norm = _clip(optimizer, max_grad_norm)
     is_bad = _is_bad([loss, None if scales else norm]) if skips else None
-    moved, waits = True, False
+    moved = True
+    waits = False
     if scales:
-        before = scaler.get_scale()
-        on_device = skips_on_device(optimizer)
-        with nullcontext() if on_device else deciding_on_host(optimizer):
-            scaler.step(optimizer)
-        scaler.update()
-        moved = scaler.get_scale() >= before
+        waits = True
+        moved = _step_scaled(optimizer, scaler)
     elif is_bad is not None and skips_on_device(optimizer):
         waits = True
         with leave_out_if(optimizer, is_bad):
@@ -94,6 +93,22 @@ def update(
         moved = False
     optimizer.zero_grad(set_to_none=True)
     return Update(moved, is_bad, waits)
+
+
+def _step_scaled(optimizer: torch.optim.Optimizer, scaler: Any) -> bool:
+    """Step and adapt the scale; return whether the weights have changed, as far as is known."""
+    if skips_on_device(optimizer):
+        scaler.step(optimizer)
+        scaler.update()
+        return True
+    overflows = found_overflow(scaler, optimizer)
+    before = scaler.get_scale() if overflows is None else 0.0
+    with deciding_on_host(optimizer):
+        scaler.step(optimizer)
+    scaler.update()
+    if overflows is None:
+        return bool(scaler.get_scale() >= before)
+    return not overflows
 
 
 def _refuse_closures(optimizer: torch.optim.Optimizer) -> None:

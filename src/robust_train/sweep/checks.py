@@ -10,7 +10,6 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
@@ -22,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from robust_train.config.checks import checked, unchecked
 from robust_train.config.composition import complete
-from robust_train.config.projects import as_typed, their_keys
+from robust_train.config.projects import Words, their_keys
 from robust_train.config.refusals import REFUSALS, explain_job
 from robust_train.host.loggers import change_words
 from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED, ConfigError
@@ -112,7 +111,7 @@ def _problem_of(
         cfg = loader.load_sweep_config(config, overrides)
     except REFUSALS as error:
         raise ConfigError(explain_job(error, config, overrides)) from error
-    if check is None and not unchecked(cfg).detach:
+    if check is None and not unchecked(cfg).chosen("detach"):
         return None  # a project's main may complete it
     with open_dict(cfg):
         cfg.hydra.job.num = 0
@@ -161,10 +160,11 @@ def direction_of(config: DictConfig) -> str:
     return MINIMIZE
 
 
-def name_keys_as_typed(config: DictConfig) -> None:
-    """Have log lines of ours name keys as the user of a project writes them."""
-    if (theirs := their_keys(config)) is not None:
-        change_words(partial(as_typed, theirs=theirs))
+def speak_of_keys_in(config: DictConfig) -> None:
+    """Let our log lines name keys as the user of this config writes them."""
+    words = Words(their_keys(config))
+    if words.of_log is not None:
+        change_words(words.of_log)
 
 
 @contextlib.contextmanager

@@ -53,7 +53,7 @@ from robust_train.model.errors import ConfigError
 from robust_train.model.events import ValueReported
 from robust_train.report import html
 from robust_train.report.status import LiveLines
-from robust_train.sweep.checks import hydra_knows, name_keys_as_typed
+from robust_train.sweep.checks import hydra_knows, speak_of_keys_in
 from robust_train.sweep.pruning import Reports
 from robust_train.sweep.record import (
     INTERRUPTIONS,
@@ -159,7 +159,7 @@ class GpuQueue:
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
         shorten_lines()
         show_lines()
-        name_keys_as_typed(self._config)
+        speak_of_keys_in(self._config)
         discard_early()
         table = self.sweep.table
         prunes = jobs.prunes or self._settings.sweep_patience is not None

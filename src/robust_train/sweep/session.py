@@ -30,7 +30,7 @@ from robust_train.children import detach
 from robust_train.children.notifier import Notifier, notifications
 from robust_train.compat import returned_or_raised
 from robust_train.config.checks import hide_urls, unchecked
-from robust_train.config.projects import as_typed, their_keys
+from robust_train.config.projects import Words, their_keys
 from robust_train.config.schema import RobustConfig
 from robust_train.files import plain, set_aside
 from robust_train.folder.hydra_state import OF_HYDRA, close_to_others, composed_files
@@ -62,7 +62,7 @@ from robust_train.sweep.checks import (
     direction_of,
     launcher_of,
     misplaced_launcher,
-    name_keys_as_typed,
+    speak_of_keys_in,
 )
 from robust_train.sweep.page import write_sweep_report
 from robust_train.sweep.record import (
@@ -378,7 +378,7 @@ class SweepCallback(Callback):
         try:
             if guest is not None and detaches:
                 problem = f"detach=true: not as a rank of {guest.engine}; leave it out"
-                raise ConfigError(as_typed(problem, their_keys(config)))
+                raise ConfigError(Words(their_keys(config)).text(problem))
             # the other ranks find its lock
             if guest is None or guest.rank == 0:
                 wait_until_free(Path(str(config.hydra.run.dir)))
@@ -393,7 +393,7 @@ class SweepCallback(Callback):
         """Begin the sweep, before the launcher is made."""
         session.restore_arguments()
         hide_urls(config)
-        name_keys_as_typed(config)
+        speak_of_keys_in(config)
         self._launcher = launcher_of(config)
         try:
             if not detach.is_detached:
@@ -411,7 +411,7 @@ class SweepCallback(Callback):
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Enter the job, in its own process, once its run folder is there."""
         restore_mask(os.environ)
-        name_keys_as_typed(config)
+        speak_of_keys_in(config)
         folder = Path(str(config.hydra.runtime.output_dir))
         # of a project's file: Hydra has just written its value
         if hide_urls(config):

@@ -59,10 +59,18 @@ class Reporter:
             with self._drawing():
                 self._board = _open_board(self._cfg, self._run, position.step)
 
-    def step(self, position: EpochPosition, loss: Tensor, samples: int, lr: float) -> None:
+    def step(
+        self,
+        position: EpochPosition,
+        loss: Tensor,
+        samples: int,
+        lr: float,
+        *,
+        finite: bool = False,  # as of `LossAverage.add`
+    ) -> None:
         """Report that optimizer step ``position.step`` is done, with its mean loss."""
         step = position.step
-        self._recent.add(loss, samples)
+        self._recent.add(loss, samples, finite=finite)
         is_first = self._next_reading == 0.0
         is_marked = step % self._every == 0
         if is_marked or time.monotonic() >= self._next_reading:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,16 +62,25 @@ def loss_of(
 
 
 def make_optimizer(
-    parameters: Iterable[nn.Parameter], *, lr: float, weight_decay: float
+    parameters: Iterable[nn.Parameter], *, lr: float, weight_decay: float, fused: bool = False
 ) -> torch.optim.AdamW:
     """Return AdamW (Loshchilov & Hutter 2017, arXiv:1711.05101) for the trained parameters. Vectors
-    (biases, norms' scales) do not decay."""
+    (biases, norms' scales) do not decay. ``fused``: one kernel on a GPU, which leaves a bad update
+    out by itself, so that the host does not wait for it."""
     trained = [p for p in parameters if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr)
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, fused=fused or None)
+
+
+def with_own_kernels(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return a saved state of an optimizer with the kernels of this one: one device's checkpoint
+    may be resumed on another."""
+    fused = optimizer.defaults.get("fused")
+    groups = [{**group, "fused": fused} for group in state["param_groups"]]
+    return {**state, "param_groups": groups}
 
 
 @dataclass(frozen=True)
@@ -118,17 +128,26 @@ class LossAverage:
 
     def __init__(self, total: float = 0.0, samples: int = 0) -> None:
         self._total: Tensor | float = total
-        self._samples = samples
+        self._samples: Tensor | int = samples
 
-    def add(self, mean_loss: Tensor, samples: int) -> None:
-        """Add the mean loss of ``samples`` samples."""
-        self._total = self._total + mean_loss * samples
-        self._samples += samples
+    def add(self, mean_loss: Tensor, samples: int, *, finite: bool = False) -> None:
+        """Add the mean loss of ``samples`` samples; with ``finite`` not one that is not finite,
+        whose update was left out."""
+        if not finite:
+            self._total = self._total + mean_loss * samples
+            self._samples = self._samples + samples
+            return
+        counts = torch.isfinite(mean_loss)
+        self._total = self._total + torch.where(counts, mean_loss * samples, 0.0)
+        self._samples = self._samples + counts * samples
 
     def value(self) -> float:
-        """Return the mean, 0 before the first sample."""
-        return float(self._total) / max(self._samples, 1)
+        """Return the mean: 0 before the first loss, NaN if none of them was finite."""
+        total, samples = self.state()
+        if isinstance(self._samples, Tensor) and not samples:
+            return math.nan
+        return total / max(samples, 1)
 
     def state(self) -> tuple[float, int]:
         """Return sum and number, for a checkpoint."""
-        return float(self._total), self._samples
+        return float(self._total), int(self._samples)

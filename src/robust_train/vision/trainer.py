@@ -27,7 +27,7 @@ from robust_train.folder.best import BEST_NAME, Best, record_best
 from robust_train.folder.checkpoints import CheckpointError, write_atomically
 from robust_train.model.errors import ConfigError, RankFailure, TrainingStopped
 from robust_train.step.ranks import Replicated, of_all_ranks
-from robust_train.step.rewind import capture_rng, restore_rng, seed_everything, seed_rank
+from robust_train.step.rng import capture_rng, restore_rng, seed_everything, seed_rank
 from robust_train.step.splitting import share_of
 from robust_train.vision import models, sharding
 from robust_train.vision.datasets import Images, open_data
@@ -51,6 +51,7 @@ from robust_train.vision.step import (
     loss_of,
     make_optimizer,
     to_device,
+    with_own_kernels,
 )
 
 log = logging.getLogger("robust_train.vision")
@@ -131,7 +132,13 @@ class Training:
         self.net = self._on_device(module)
         self.model = self.net  # in its wrapper, if there is one
         self.optimizer = make_optimizer(
-            self.net.parameters(), lr=training.lr, weight_decay=training.weight_decay
+            self.net.parameters(),
+            lr=training.lr,
+            weight_decay=training.weight_decay,
+            # a scaler's overflows have to be known before a step is counted
+            fused=device.type == "cuda"
+            and not self.is_sharded
+            and not self.precision.scaler.is_enabled(),
         )
         live_of(run).reports.record_memory("optimizer created")
         self.position = EpochPosition()
@@ -287,8 +294,10 @@ class Training:
             position.samples += samples
             if is_step:
                 position.step += 1
-                self.epoch_loss.add(loss, samples)
-                self.reporter.step(position, loss, samples, lr)
+                # a fused optimizer's update may have been left out
+                leaves_out = live_of(run).losses.leaves_out
+                self.epoch_loss.add(loss, samples, finite=leaves_out)
+                self.reporter.step(position, loss, samples, lr, finite=leaves_out)
             # first, because what is due then would be saved twice
             if run.should_stop():
                 self._save_and_stop()
@@ -410,7 +419,7 @@ class Training:
         self._check_identity(content, path)
         try:
             models.load_trained_state(self.net, content["model"])
-            self.optimizer.load_state_dict(content["optimizer"])
+            self.optimizer.load_state_dict(with_own_kernels(content["optimizer"], self.optimizer))
         except (ValueError, RuntimeError) as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"checkpoint {path}: {reason}") from error

@@ -322,3 +322,5 @@ def test_ranks_that_read_their_pipe_are_asked_for_the_flight_recorders_dump(tmp_
 
 def test_what_the_user_has_set_of_the_flight_recorder_stays(tmp_path):
     assert nccl_variables({"TORCH_FR_DUMP_TEMP_FILE": "/x"}, tmp_path, 1) == {}
+    newer = nccl_variables({"TORCH_FR_BUFFER_SIZE": "9"}, tmp_path, 1)
+    assert "TORCH_NCCL_TRACE_BUFFER_SIZE" not in newer, "the user's own size stands"

@@ -323,6 +323,7 @@ _FILES = (
     "TORCH_FR_DUMP_TEMP_FILE",
 )
 # recent versions record anyway; 2,000 is their size of the record
+_NEWER_SIZE = "TORCH_FR_BUFFER_SIZE"
 _RECORD = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 
 
@@ -334,6 +335,8 @@ def nccl_variables(environ: Mapping[str, str], run_dir: Path, attempt: int) -> d
     """
     stem = str(run_dir.absolute() / f"attempt-{attempt}.nccl-")
     own = {name: value for name, value in _RECORD.items() if name not in environ}
+    if _NEWER_SIZE in environ:
+        own.pop("TORCH_NCCL_TRACE_BUFFER_SIZE", None)
     with contextlib.suppress(OSError):
         os.mkfifo(probe := f"{stem}.pipe")
         os.unlink(probe)
