@@ -191,7 +191,7 @@ def _table(rows: Sequence[list[object]], whole_paths: bool) -> Table:
 def short_folder(folder: Path, longest: int) -> str:
     """Return a folder as it is seen from here or from home, with its end at most ``longest`` long.
 
-    The end tells folders apart: their names have dates and numbers."""
+    Folders differ at their ends, which have dates and numbers."""
     text = str(folder)
     for base, prefix in ((Path.cwd(), ""), (Path(os.path.expanduser("~")), "~/")):
         if folder != base and folder.is_relative_to(base):
