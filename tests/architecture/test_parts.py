@@ -8,9 +8,8 @@ from dataclasses import dataclass, fields
 import pytest
 from without_feature import PACKAGE, ROOT
 
-from robust_train.features.slow.record import SlowNote
+from attempts import built
 from robust_train.model.attempt import Attempt, Note
-from robust_train.model.events import Slow
 from robust_train.model.failure import Failure, FailureKind
 from robust_train.model.parts import Part, parts_like
 from robust_train.model.spec import AttemptSpec
@@ -56,9 +55,16 @@ def test_a_part_of_a_deleted_feature_says_nothing():
     assert attempt.of(DeletedNote) == DeletedNote()
 
 
-def test_a_part_that_says_nothing_is_not_kept():
-    slow = Attempt(1, SPEC).after(Slow("data", "waits for data", 0.3))
-    assert slow.of(SlowNote) == SlowNote("waits for data")
-    assert slow.noted("slow", "") == "waits for data"
-    assert Attempt.parse(slow.as_json()) == slow
-    assert slow.after(Slow()) == Attempt(1, SPEC)
+def test_what_features_choose_survives_a_file():
+    chosen = {"num_workers": 3, "expandable_segments": False, "gradient_checkpointing": True}
+    spec = built(AttemptSpec, (), 8, 1, **chosen, splits_loss=True, lr_factor=0.5, skips_to=7)
+    assert AttemptSpec.parse(json.loads(json.dumps(spec.as_json()))) == spec
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_choice_goes_back_to_what_was_asked(asked):
+    spec = built(AttemptSpec, (), 8, 1, lr_factor=0.5, gradient_checkpointing=not asked)
+    back = spec.with_same(
+        "gradient_checkpointing", built(AttemptSpec, (), 8, 1, gradient_checkpointing=asked)
+    )
+    assert back == built(AttemptSpec, (), 8, 1, lr_factor=0.5, gradient_checkpointing=asked)

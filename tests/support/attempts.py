@@ -12,7 +12,6 @@ from robust_train.config.checks import checked
 from robust_train.config.composition import complete
 from robust_train.config.schema import RetryConfig, RobustConfig, TrainerConfig, TrainingConfig
 from robust_train.config.trainers import TrainerRef
-from robust_train.features.expandable_segments.record import SegmentsKnob
 from robust_train.features.retry_rules.model import decided_by_rule, with_rule
 from robust_train.model.attempt import Attempt, Exit
 from robust_train.model.events import Failed, ScriptEnded
@@ -58,7 +57,8 @@ def policy(
         may_use_expandable_segments=may_use_expandable_segments,
         can_checkpoint=can_checkpoint,
     )
-    return replace(settings, asked=settings.asked.having(SegmentsKnob(expandable_segments)))
+    asked = with_figures(settings.asked, expandable_segments=expandable_segments)
+    return replace(settings, asked=asked)
 
 
 KEYS_OF_A_PROJECT = {
@@ -122,11 +122,19 @@ def failed(
 
 def built(cls, *own, **given):
     """A record with these fields, of its own or of the parts that features add to it."""
+    names = {field.name for field in fields(cls)}
+    record = cls(*own, **{name: given.pop(name) for name in names & given.keys()})
+    return with_figures(record, **given)
+
+
+def with_figures(record, **given):
+    """The record with these fields of features' parts."""
     parts = []
-    for kind in parts_like(cls.kind_of_part):
+    for kind in parts_like(record.kind_of_part):
         names = [field.name for field in fields(kind) if field.name in given]
-        parts.append(kind(**{name: given.pop(name) for name in names}))
-    return cls(*own, **given).having(*parts)
+        parts.append(replace(record.of(kind), **{name: given.pop(name) for name in names}))
+    assert not given, "neither the record nor a feature has such fields"
+    return record.having(*parts)
 
 
 def decided(settings, history, gpus=(), held=()) -> Decision:

@@ -52,7 +52,6 @@ _NOT_IN_FILES = frozenset(
         "saves",
         "keeps_batch",
         "split_changes",
-        "cannot_split",
         "ending",
         "script",
         "exit",
@@ -121,14 +120,11 @@ class Attempt(Record[Note]):
     checkpoint: str | None = None  # path of the last one it reported
     saved_step: int | None = None  # step of that
     saves: int = 0  # number of checkpoints it reported
-    saving_seconds: float = 0.0  # for which they held training up
     # the one in use, if the trainer itself has changed it
     micro_batch: int | None = None
     keeps_batch: str = ""  # why no attempt may split the batch in another way
     # it ended since the losses of parts do not add up to the loss of the batch: what showed that
     split_changes: str = ""
-    # it ended since a step cannot be computed in parts: why
-    cannot_split: str = ""
     # bytes in use, by name, at the last milestone; of several ranks the one with the highest peak
     memory: Mapping[str, int] = field(default_factory=dict)
     # --- the evidence of its end ---
@@ -185,7 +181,6 @@ class Attempt(Record[Note]):
                     checkpoint=event.path,
                     saved_step=self.end_step if event.step is None else event.step,
                     saves=self.saves + 1,
-                    saving_seconds=event.saving_seconds,
                 )
             case MemoryReported(rank=None):
                 return replace(self, memory={**self.memory, **event.figures})
@@ -198,7 +193,7 @@ class Attempt(Record[Note]):
             case SplitChecked(ends_attempt=True, kept="no"):
                 return replace(self, split_changes=event.message, micro_batch=None)
             case SplitChecked(ends_attempt=True):
-                return replace(self, cannot_split=event.message, micro_batch=None)
+                return replace(self, micro_batch=None)
             case BatchTaken() | BatchSizeFound():
                 return self._with_batch_of(event)
             case TrainerSupports():

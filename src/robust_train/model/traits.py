@@ -20,7 +20,7 @@ class Traits:
     accumulates: bool
     # a search may have it compute single steps of any size
     can_be_probed: bool
-    # it raises exceptions; otherwise only an exit code and the output tell how it failed
+    # it raises exceptions; otherwise only an exit code and the output show how it failed
     raises: bool
     # it starts a process for each GPU; otherwise the launcher does
     starts_ranks: bool

@@ -331,7 +331,8 @@ class FailureContext:
     @property
     def _cannot_split(self) -> str:
         """Why the step was not repeated in parts, in brackets."""
-        return f" ({self.attempt.cannot_split})" if self.attempt.cannot_split else ""
+        why = self.attempt.noted("cannot_split", "")
+        return f" ({why})" if why else ""
 
     def retry(
         self,

@@ -197,7 +197,7 @@ def goodput_of(spans: Sequence[Span], attempts: Sequence[TimedAttempt]) -> dict[
     }
     for one in attempts:
         useful = seconds_of(spans, "useful", one.number)
-        saving = min(one.saving_seconds, useful)
+        saving = min(one.noted("saving_seconds", 0.0), useful)
         speed = speed_of(one)
         a_step = speed[0].seconds_per_step if speed else 0.0
         updates = one.noted("skipped_updates", 0)

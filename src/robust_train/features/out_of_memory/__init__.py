@@ -5,5 +5,5 @@ from robust_train.model.feature import Feature
 FEATURE = Feature(
     "out_of_memory",
     launcher=f"{__name__}.launcher:OutOfMemory",
-    parts=(f"{__name__}.record:SplitLossKnob",),
+    parts=(f"{__name__}.record:SplitLossKnob", f"{__name__}.record:SplitNote"),
 )

@@ -2,4 +2,4 @@
 
 from robust_train.model.feature import Feature
 
-FEATURE = Feature("speed", parts=(f"{__name__}.record:SpeedNote",))
+FEATURE = Feature("speed", parts=(f"{__name__}.record:SavingNote", f"{__name__}.record:SpeedNote"))

@@ -1,12 +1,27 @@
-"""What the record of an attempt says of its speed."""
+"""What the record of an attempt says of its speed, and of what held it up."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 from robust_train.model.attempt import Attempt, Note
-from robust_train.model.events import Event, SpeedMeasured
+from robust_train.model.events import CheckpointSaved, Event, SpeedMeasured
 from robust_train.model.spec import Speed
+
+
+@dataclass(frozen=True)
+class SavingNote(Note):
+    """What checkpoints have cost an attempt."""
+
+    behind = "saves"
+
+    saving_seconds: float = 0.0  # for which they held training up
+
+    def after(self, event: Event, attempt: Attempt) -> SavingNote:
+        """Return the note with the seconds up to the last checkpoint that may be resumed from."""
+        if not isinstance(event, CheckpointSaved) or event.loss == "diverged":
+            return self
+        return SavingNote(event.saving_seconds)
 
 
 @dataclass(frozen=True)
