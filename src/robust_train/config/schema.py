@@ -35,7 +35,7 @@ from robust_train.config.values import (
     words,
     words_of_list,
 )
-from robust_train.model.spec import RetryRule
+from robust_train.model.spec import MAXIMIZE, MINIMIZE, RetryRule
 from robust_train.model.traits import FUNCTION, PROGRAM, Traits
 from robust_train.readable import MIB
 
@@ -383,6 +383,13 @@ class RobustConfig(PlainConfig):
         "reports in a row at which a job of a sweep may be worse than another before it is pruned",
         more="`null`: any number",
         range=FROM_1,
+    )
+    sweep_direction: str = key(
+        "auto",
+        "which result of a sweep is best, the largest (`maximize`) or the smallest (`minimize`)",
+        more="`auto`: the smallest if `objective` is named like a loss or an error, else the "
+        "largest",
+        choices=("auto", MAXIMIZE, MINIMIZE),
     )
     objective: str | None = key(
         None,

@@ -217,6 +217,8 @@ class Summary:
     # parts of the time of all launches, in seconds, and `share`, the useful one's
     goodput: Mapping[str, float] | None = None
     checkpoint: Path | None = None  # the last one that a trainer reported
+    # the best one that a trainer kept; in the file only if there is one
+    best: Mapping[str, Json] | None = None
     # the short form of `environment.json`
     environment: Mapping[str, Json] | None = None
     # what would make the job faster, a sentence each
@@ -276,6 +278,8 @@ class Summary:
                 known[name] = round(known[name], 3)
         known["checkpoint"] = None if self.checkpoint is None else str(self.checkpoint)
         known |= lacked_by_json(self.result)
+        if self.best is None:
+            del known["best"]
         content: dict[str, Json] = strict_json({"schema": SCHEMA, **known})
         return content
 
@@ -327,6 +331,15 @@ def read_summary(folder: Path) -> Summary | None:
 def objective_of(result: Any) -> Any:
     """Return what a sweeper optimises of a trainer's result: its ``objective``, else all of it."""
     return result.get("objective", result) if isinstance(result, dict) else result
+
+
+def figure_of(result: Any) -> str | None:
+    """Return the name of the figure that is the objective of a result, if exactly one has its
+    value."""
+    if not isinstance(result, dict) or "objective" not in result:
+        return None
+    names = [n for n, value in result.items() if n != "objective" and value == result["objective"]]
+    return names[0] if len(names) == 1 else None
 
 
 _LACKED = "not_finite"

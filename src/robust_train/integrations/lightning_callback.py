@@ -22,7 +22,7 @@ from robust_train.integrations.sample_order import SampleOrder, StepShares, take
 from robust_train.integrations.steering import Steps, lightning
 from robust_train.model.errors import UserError
 from robust_train.step.ranks import of_all_ranks
-from robust_train.step.rewind import capture_rng, restore_rng
+from robust_train.step.rng import capture_rng, restore_rng
 
 log = logging.getLogger("robust_train.integrations")
 

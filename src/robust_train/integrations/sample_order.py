@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler
 
 from robust_train.model.errors import UserError
-from robust_train.step.rewind import GeneratorStates, seed_everything
+from robust_train.step.rng import GeneratorStates, seed_everything
 from robust_train.step.splitting import share_of
 
 

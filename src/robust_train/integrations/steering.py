@@ -28,7 +28,7 @@ from robust_train.model.failure import Failure, FailureKind
 from robust_train.step import ranks, splitting
 from robust_train.step.engine import Batch, Body, CannotSplitError, Step
 from robust_train.step.ranks import SharedStep
-from robust_train.step.rewind import why_not_again
+from robust_train.step.reachable import why_not_again
 from robust_train.step.split_check import LossOf
 from robust_train.step.splitting import Count, Part, Parts
 

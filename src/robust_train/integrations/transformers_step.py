@@ -27,7 +27,8 @@ from robust_train.integrations.steering import InStep, OpenStep, framework
 from robust_train.model.spec import AttemptSpec
 from robust_train.step.engine import CannotSplitError
 from robust_train.step.ranks import of_all_ranks
-from robust_train.step.rewind import STEPS_IN_BACKWARD, GeneratorStates
+from robust_train.step.reachable import STEPS_IN_BACKWARD
+from robust_train.step.rng import GeneratorStates
 from robust_train.step.splitting import Part, length_of, part_of
 
 log = logging.getLogger("robust_train.integrations")

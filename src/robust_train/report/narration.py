@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from robust_train.folder.state import Summary
+from robust_train.folder.state import Summary, figure_of
 from robust_train.host.loggers import log_always, standard_error
 from robust_train.model.attempt import Attempt
 from robust_train.model.events import JobStarted
@@ -50,8 +50,10 @@ def show_end(explain: Callable[[Summary], object], summary: Summary, how_to_go_o
     if summary.attempts:
         attempts = list[Attempt](attempts_of(_earlier(summary.run_dir)))
         attempts += summary.attempts
-        say = _logging_of(summary)
-        say("attempts:\n%s", attempts_table(attempts))
+        # the last lines say all of a single attempt that nothing has changed
+        if len(attempts) > 1 or summary.status != "completed" or len(attempts[0].sizes) > 1:
+            say = _logging_of(summary)
+            say("attempts:\n%s", attempts_table(attempts))
         if memory := gpu_memory_summary(summary.attempts[-1]):
             log.info("%s", memory)
     explain(summary)
@@ -179,6 +181,8 @@ def conclude(summary: Summary, how_to_go_on: str) -> None:
         result = summary.objective
         text = number_text(result) if isinstance(result, float) else str(result)
         ending += f"; result: {shortened(text, 100)}"
+        if (figure := figure_of(summary.result)) is not None:
+            ending += f" ({figure.replace('_', ' ')})"
     elif summary.status == "completed" and last is not None and last.script is None:
         ending += "; result: none"  # a forgotten return would cost a sweep
     if summary.status == "no_device" or (
@@ -192,6 +196,10 @@ def conclude(summary: Summary, how_to_go_on: str) -> None:
         log.info("speed: %s", speed_text(speed, last.spec.ranks))
     for sentence in summary.advice:
         log.info("to be faster: %s", sentence)
+    if (best := summary.best) is not None:
+        figure = str(best["figure"]).replace("_", " ")
+        value = number_text(best["value"])
+        say("best checkpoint: %s (%s %s after step %s)", best["path"], figure, value, best["step"])
     say("run folder: %s", summary.run_dir)
     if summary.status == "completed" or not how_to_go_on:
         return

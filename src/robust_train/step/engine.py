@@ -27,11 +27,11 @@ from robust_train.model.events import Event, MicroBatchChanged, MicroBatchExhaus
 from robust_train.model.failure import Failure, FailureKind
 from robust_train.readable import first_line, memory
 from robust_train.step.ranks import RankReport, RanOut, SharedStep
-from robust_train.step.rewind import PartStart, StepStart
 from robust_train.step.sharded import RanOutElsewhereError
 from robust_train.step.split_check import Checker, Kept, LossOf, SplitCheck, described
 from robust_train.step.split_watch import SplitWatch, kind_of_step
 from robust_train.step.splitting import MicroBatchSize, Part, Parts, bounds
+from robust_train.step.step_start import PartStart, StepStart
 
 log = logging.getLogger("robust_train")
 

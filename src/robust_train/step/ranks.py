@@ -33,7 +33,7 @@ from robust_train.model.errors import UserError
 from robust_train.model.failure import Failure
 from robust_train.readable import MIB
 from robust_train.step import sharded
-from robust_train.step.rewind import modules_of
+from robust_train.step.reachable import modules_of
 from robust_train.step.sharded import WITHOUT, RanOutElsewhereError, refuse
 
 T = TypeVar("T")

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,8 +26,15 @@ from robust_train.config.projects import as_typed, their_keys
 from robust_train.config.refusals import REFUSALS, explain_job
 from robust_train.host.loggers import change_words
 from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED, ConfigError
+from robust_train.model.spec import MAXIMIZE, MINIMIZE
+
+log = logging.getLogger("robust_train")
 
 _MOST_JOBS, MOST_SECONDS = 50, 5.0
+SMALLEST_IS_BEST = re.compile(
+    r"(?<![a-z])(loss|error|err|mse|rmse|mae|nll|perplexity|ppl|wer|cer|fid)(?![a-z])"
+)
+"""Names of figures whose smallest value is the best."""
 Check = Callable[[DictConfig], None]
 
 
@@ -35,7 +44,7 @@ class SweeperSettings:
 
     sampler: Mapping[str, Any] | None = None  # None: every combination once
     pruner: Mapping[str, Any] | None = None
-    direction: str = "maximize"
+    direction: str | None = None  # read by direction_of
     n_trials: int = 20
     n_jobs: int | None = None
     repeat: int = 1
@@ -50,10 +59,6 @@ class SweeperSettings:
         if self.pruner is not None and self.repeat != 1:
             # one repetition says too little of the point
             raise ConfigError(f"hydra.sweeper.repeat={self.repeat}: a pruner needs repeat=1")
-        if self.direction not in ("maximize", "minimize"):
-            raise ConfigError(
-                f"hydra.sweeper.direction={self.direction}: must be maximize or minimize"
-            )
 
 
 def check_jobs(config: DictConfig, check: Check | None) -> None:
@@ -124,6 +129,36 @@ def _problem_of(
         except ConfigError as error:
             return error
     return None
+
+
+def direction_of(config: DictConfig) -> str:
+    """Return which result of a sweep is best: the largest (``maximize``) or the smallest.
+
+    A line says so if only the name of ``objective`` decides it. Raises ConfigError: the sweeper's
+    own direction is neither of them, or is not that of ``sweep_direction``.
+    """
+    settings = unchecked(config)
+    wanted = settings.sweep_direction
+    given = config.hydra.sweeper.get("direction")
+    # an enum with Hydra's own Optuna sweeper; with several objectives a list, which ranks no job
+    own = getattr(given, "name", given)
+    if isinstance(own, str):
+        if own not in (MAXIMIZE, MINIMIZE):
+            raise ConfigError(f"hydra.sweeper.direction={own}: must be maximize or minimize")
+        if wanted not in ("auto", own):
+            raise ConfigError(
+                f"sweep_direction={wanted}, but hydra.sweeper.direction={own}: leave one out"
+            )
+        return own
+    if wanted != "auto":
+        return wanted
+    objective = settings.objective or config.get("optimized_metric")
+    if not (objective and SMALLEST_IS_BEST.search(str(objective).lower())):
+        return MAXIMIZE
+    log.info(
+        "the smallest %s is best, by its name; sweep_direction=maximize says otherwise", objective
+    )
+    return MINIMIZE
 
 
 def name_keys_as_typed(config: DictConfig) -> None:

@@ -32,7 +32,7 @@ from robust_train.sweep.record import (
     read_table,
     storage_in,
 )
-from robust_train.sweep.table import best_first, common, has_results, tally, without
+from robust_train.sweep.table import best_first, common, has_results, tally, values_of, without
 
 SCHEMA = 1
 _MOST_PARAMETERS = 8
@@ -98,6 +98,8 @@ def sweep_story_of(folder: Path) -> SweepStory:
     wall = table.wall_seconds
     sentence = tally(found)
     sentence += "." if wall is None else f" in {duration(wall)}."
+    if values_of(found):
+        sentence += f" The {table.best_is} result is the best."
     is_over = table.status == Status.ENDED
     if not is_over and is_alive(folder, has_ended=False):
         sentence += " It is still running."

@@ -59,7 +59,7 @@ class Reports:
             self._has_warned = True
             log.warning(
                 "job %d reports a figure whose best is not its %simum, which this sweep wants: it "
-                "is not looked at; objective= names another, hydra.sweeper.direction the other way",
+                "is not looked at; objective= names another, sweep_direction= the other way",
                 job,
                 self._mode,
             )

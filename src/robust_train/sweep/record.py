@@ -30,6 +30,7 @@ from robust_train.folder.state import (
 from robust_train.model.attempt import Attempt
 from robust_train.model.errors import EXIT_BAD_CONFIG
 from robust_train.model.events import SCHEMA, Json, MalformedEventError, from_json
+from robust_train.model.spec import MAXIMIZE, MINIMIZE
 from robust_train.readable import shortened, signal_name
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ STUDY_FILE, STUDY = "study.jsonl", "sweep"
 _LINK = "job-"  # and its number, of one that lies elsewhere
 INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _OF_THE_SWEEP = re.compile(
-    r"\+{0,2}(robust\.)?(sweep_(fail_fast|patience)|resume|detach|notify\.\w+|"
+    r"\+{0,2}(robust\.)?(sweep_(direction|fail_fast|patience)|resume|detach|notify\.\w+|"
     r"queue_priority|wait_for_gpu|gpu_wait_timeout_minutes|max_launches|max_retries|"
     r"stall_timeout_minutes)="
 )
@@ -320,13 +321,18 @@ class SweepTable:
     resume_command: str | None = None
     # of the command
     overrides: tuple[str, ...] = ()
-    direction: str = "maximize"  # or `minimize`: what of the results is best
+    direction: str = MAXIMIZE  # or MINIMIZE: which result is best
     repeat: int = 1  # jobs of each point, which differ in their seeds
 
     @property
     def sign(self) -> int:
         """1 if the largest result is the best, -1 if the smallest is."""
-        return -1 if self.direction == "minimize" else 1
+        return -1 if self.direction == MINIMIZE else 1
+
+    @property
+    def best_is(self) -> str:
+        """Which result is the best, in a word."""
+        return "largest" if self.sign > 0 else "smallest"
 
     def write(self, folder: Path) -> None:
         """Write ``sweep.json``; raise ``OSError`` if that is not possible."""

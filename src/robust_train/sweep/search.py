@@ -75,12 +75,13 @@ class Search(Jobs):
         pruner = _made(settings.pruner)
         self.prunes = pruner is not None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
+        direction = queue.sweep.table.direction
         drop_torn_line(self._folder / STUDY_FILE)
         try:
             self._study = optuna.create_study(
                 study_name=STUDY,
                 storage=storage_in(self._folder),
-                direction=StudyDirection[settings.direction.upper()],
+                direction=StudyDirection[direction.upper()],
                 pruner=pruner or NopPruner(),
                 load_if_exists=True,
             )
@@ -89,7 +90,7 @@ class Search(Jobs):
                 f"{self._folder / STUDY_FILE}: {named_line(error)}; choose another "
                 "hydra.sweep.dir, or move the file away to begin the search again"
             ) from error
-        begun = {"repeat": settings.repeat, "direction": settings.direction}
+        begun = {"repeat": settings.repeat, "direction": direction}
         known = self._study.user_attrs or begun
         if known != begun:
             raise ConfigError(

@@ -59,6 +59,7 @@ from robust_train.readable import duration, named_line, one_line
 from robust_train.report.html import save
 from robust_train.sweep.checks import (
     check_jobs,
+    direction_of,
     launcher_of,
     misplaced_launcher,
     name_keys_as_typed,
@@ -77,7 +78,15 @@ from robust_train.sweep.record import (
     read_row,
     read_rows,
 )
-from robust_train.sweep.table import as_csv, best_first, point_table, screen_table, tally, unranked
+from robust_train.sweep.table import (
+    as_csv,
+    best_first,
+    point_table,
+    screen_table,
+    tally,
+    title,
+    unranked,
+)
 
 log = logging.getLogger("robust_train")
 
@@ -140,7 +149,7 @@ class Sweep:
         write_sweep_report(folder)
         self._notify(table, ended)
         points = best_first(table)
-        lines = ["sweep:"]
+        lines = [title(table)]
         lines += screen_table([row for rows in points for row in rows])
         if table.repeat > 1:
             lines += point_table(points)
@@ -235,6 +244,7 @@ class HydraSession:
         kind = str(sweeper.get("_target_")).rpartition(".")[2]
         is_ours = kind == "RobustSweeper"
         launcher = "gpu_queue" if is_ours else launcher_of(config)
+        direction = direction_of(config)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             close_to_others(folder)
@@ -246,7 +256,7 @@ class HydraSession:
                 launcher,
                 resume_command=sweep_resume_command(folder, cwd),
                 overrides=overrides,
-                direction=sweeper.direction if is_ours else "maximize",
+                direction=direction,
                 repeat=repeat_of(config),
             )
             # what an earlier launch was asked for

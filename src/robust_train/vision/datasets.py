@@ -308,7 +308,7 @@ def _fetched(
         return all((folder / one).exists() for one in expected)
 
     if not any(map(is_there, folders)):
-        way_out = "use dataset.root=<folder that has it>"
+        way_out = f"use dataset.root=<folder that has {name}/ with {', '.join(expected)}>"
         if not cfg.download:
             raise ConfigError(
                 f"dataset.root={cfg.root}: {cfg.name} is not there and dataset.download=false; "

@@ -23,10 +23,11 @@ from torch.nn.functional import cross_entropy
 from robust_train.attempt.checkpoints import read_newest
 from robust_train.attempt.run import Run, live_of
 from robust_train.failures import classify_failure
-from robust_train.folder.checkpoints import write_atomically
+from robust_train.folder.best import BEST_NAME, Best, record_best
+from robust_train.folder.checkpoints import CheckpointError, write_atomically
 from robust_train.model.errors import ConfigError, RankFailure, TrainingStopped
 from robust_train.step.ranks import Replicated, of_all_ranks
-from robust_train.step.rewind import capture_rng, restore_rng, seed_everything, seed_rank
+from robust_train.step.rng import capture_rng, restore_rng, seed_everything, seed_rank
 from robust_train.step.splitting import share_of
 from robust_train.vision import models, sharding
 from robust_train.vision.datasets import Images, open_data
@@ -150,6 +151,7 @@ class Training:
         )
         self.has_checkpoint = run.resume_checkpoint is not None
         self.score: Score | None = None  # of the last validation
+        self.best: Best | None = None  # of the epochs so far
 
     def _plan(self) -> BatchPlan:
         run, training = self.run, self.cfg.training
@@ -163,7 +165,6 @@ class Training:
             ranks=run.world_size,
             rank=run.rank,
         )
-        log.info("Effective batch size: %d", plan.effective_batch)
         if plan.effective_batch > plan.num_samples and run.is_main:
             log.warning(
                 "the effective batch size %d is more than the %d training images: an epoch is one "
@@ -245,9 +246,25 @@ class Training:
             self.score = self._evaluate(self.splits.validation)
             train_loss = self.epoch_loss.value()
             self.reporter.epoch(position, train_loss, self.score)
+            self._keep_if_best(self.score)
             position.epoch += 1
             position.samples = 0
             self.epoch_loss = LossAverage()
+
+    def _keep_if_best(self, score: Score) -> None:
+        """Keep the weights if no epoch before was as good. All ranks call it."""
+        best = Best(score.accuracy, self.position.step, "validation_accuracy")
+        if not best.is_better_than(self.best):
+            return
+        self.best = best
+        folder = self.run.checkpoint_dir
+        weights = self._weights(validation_accuracy=score.accuracy)
+        if self.run.is_main:
+            try:
+                write_atomically(weights, folder / BEST_NAME)
+                record_best(folder, best)
+            except (CheckpointError, OSError) as error:
+                log.warning("%s; training goes on without these weights as the best", error)
 
     def _train_epoch(self) -> None:
         """Train the epoch's steps from the current position on."""
@@ -394,6 +411,7 @@ class Training:
             "epoch_loss": list(self.epoch_loss.state()),
             "micro_batch": self.run.micro_batcher.state(),
             "device": self._kind_of_device(),
+            "best": None if self.best is None else asdict(self.best),
         }
 
     def _restore(self, content: Mapping[str, Any], path: Path) -> None:
@@ -410,6 +428,8 @@ class Training:
             self.precision.scaler.load_state_dict(content["scaler"])
         restore_rng(content["rng"], self.device)
         self.position = EpochPosition(**content["position"])
+        if content.get("best") is not None:
+            self.best = Best(**content["best"])
         total, samples = content["epoch_loss"]
         self.epoch_loss = LossAverage(total, samples)
         # a size that fits one kind of device need not fit another
@@ -449,21 +469,25 @@ class Training:
                 "same values, or another run folder to start afresh"
             )
 
+    def _weights(self, **scores: float) -> dict[str, Any]:
+        """Return the trained weights for a file of their own. All ranks call it."""
+        weights: Any = models.trained_state(self.net)
+        if self.is_sharded:  # whole on the main rank
+            weights = sharding.whole(weights, keeps=self.run.is_main)
+        return {
+            "model": weights,
+            "config": OmegaConf.to_container(self.cfg, resolve=True),
+            "num_classes": self.splits.shape.num_classes,
+            **scores,
+        }
+
     def finish(self) -> dict[str, float | str]:
         """Test, save the trained weights and return the result."""
         run = self.run
         validation = self.score or self._evaluate(self.splits.validation)
         test = self._evaluate(self.splits.test)
         path = run.checkpoint_dir / FINAL_NAME
-        weights: Any = models.trained_state(self.net)
-        if self.is_sharded:  # whole on the main rank; all have to call it
-            weights = sharding.whole(weights, keeps=run.is_main)
-        content = {
-            "model": weights,
-            "config": OmegaConf.to_container(self.cfg, resolve=True),
-            "num_classes": self.splits.shape.num_classes,
-            "test_accuracy": test.accuracy,
-        }
+        content = self._weights(test_accuracy=test.accuracy)
         log.info("Test accuracy: %.2f %%", 100 * test.accuracy)
         if run.is_main:
             write_atomically(content, path)
