@@ -170,16 +170,19 @@ class ProcessExecutor:
             found, interpreters = self._waiting(), self._interpreters
             # what dies at an import is named in a line of ours
             interpreters.pump.hold()
+            new = [one for one in found if not one.is_asked]
             for one in found:
                 # those that import break off: the rest comes with the trainer
                 one.prepare(preparation(()) if one.is_asked else self._preparation())
             interpreters.await_prepared(found, tick)
-            if culprits := {one.culprit for one in found if one.is_unfit}:
-                if not culprits <= self._starts_cuda.union(self._modules):
+            unfit = [one for one in found if one.is_unfit]
+            if unfit:
+                # one that was asked before may have had a longer list
+                if any(one in new and one.culprit not in self._modules for one in unfit):
                     raise ConfigError(
                         "an attempt's interpreter starts CUDA before its trainer runs"
                     )
-                self._leave_to_attempts(culprits)
+                self._leave_to_attempts({one.culprit for one in unfit})
                 continue
             ends = [one.returncode for one in found if one.returncode is not None]
             if ends:
@@ -206,7 +209,7 @@ class ProcessExecutor:
 
         A module before it was imported without it.
         """
-        for name in sorted(culprits - self._starts_cuda):
+        for name in sorted(culprits - self._starts_cuda - {""}):
             log.info(
                 "importing %s early would start CUDA, so each attempt imports it itself, and what "
                 "comes after it",
