@@ -86,7 +86,8 @@ class CheckpointFolder:
     ) -> None:
         saving.rotates = keep > 0
         self.path = saving.folder
-        self._saving, self._report = saving, report
+        self._saving = saving
+        self._report = report
         self._is_main = is_main
         self._keep = keep
         self._write_folder = write_folder
@@ -480,7 +481,8 @@ def is_of_disk(error: BaseException) -> bool:
 
 def together(act: Callable[[], Any], gather: Callable[[Any], list[Any]]) -> Any:
     """Return what ``act`` does; all ranks raise what disk or memory fails with on the first."""
-    result, error = None, None
+    result = None
+    error = None
     try:
         result = act()
     except (OSError, MemoryError, RuntimeError, _UnusableError) as raised:

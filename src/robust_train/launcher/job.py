@@ -60,7 +60,7 @@ class Job:
         self.driver = driver
         self.policy = plan.policy
         self.signals = SignalWatch()
-        self.hooks = Hooks(plan.features, self)
+        self.hooks = Hooks.load(plan.features, self)
         self.folder = RunFolder(plan, self.signals, self.hooks.event)
         self.attempts: list[Attempt] = []
         self.decision: Decision | None = None

@@ -146,7 +146,8 @@ class Devices:
     def offers(self) -> Offers:
         """Return what the next attempt may have now: the GPUs that could be taken, best first and
         ``free_bytes`` as usable, and the healthy ones that others have."""
-        count, least = self._config.num_gpus, self._config.min_gpu_memory_bytes
+        count = self._config.num_gpus
+        least = self._config.min_gpu_memory_bytes
         free = [gpu for gpu in self.queue.open_gpus() if can_be_one_of(gpu, count)]
         gpus = tuple(rank(free, least))
         uuids = {gpu.uuid for gpu in gpus}
@@ -190,7 +191,8 @@ class Devices:
     def ended(self, attempt: Attempt) -> FreeBytes:
         """Record that an attempt's processes are gone. Returns the free memory of the GPU on which
         it failed, before and after, if that is one of the job's own."""
-        group, failure = attempt.spec.gpus, attempt.failure
+        group = attempt.spec.gpus
+        failure = attempt.failure
         self._learn(attempt)
         if failure is None:
             return FreeBytes()
@@ -201,7 +203,8 @@ class Devices:
             excluded = excluded_after(failure, suspects, free_bytes(suspects))
             for uuid, reason in excluded.items():
                 self.queue.exclude(uuid, reason)
-        before, self._free_before = self._free_before, {}
+        before = self._free_before
+        self._free_before = {}
         if not before:
             return FreeBytes()
         after = self._settle(group, before)
@@ -270,7 +273,8 @@ class Devices:
 
     def _learn(self, attempt: Attempt) -> None:
         """Learn from an attempt how much memory the next one needs."""
-        group, shown = attempt.spec.gpus, attempt.memory
+        group = attempt.spec.gpus
+        shown = attempt.memory
         peak = max(shown.get("max_allocated", 0), shown.get("reserved", 0), self._other_ranks_bytes)
         self._other_ranks_bytes = 0
         if peak:

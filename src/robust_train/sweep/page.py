@@ -116,10 +116,12 @@ def sweep_story_of(folder: Path) -> SweepStory:
 def sweep_page(sweep: SweepStory) -> str:
     """Return the page of a sweep."""
     reports = Reports()
-    values, losses = [], []
+    values = []
+    losses = []
     for job in sweep.jobs:
         reports.begin(job.row.job, job.row.path)
-        label, own = str(job.row.job), reports.values.get(job.row.job)
+        label = str(job.row.job)
+        own = reports.values.get(job.row.job)
         curves = [tuple(own.items())] if own else []
         values.append((label, curves, job.row.is_pruned))
         losses.append((label, _losses(job.story), job.row.is_pruned))
