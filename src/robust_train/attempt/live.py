@@ -61,7 +61,7 @@ class LiveAttempt:
         saves: loads and saves checkpoints.
         losses: what becomes of losses and updates.
         hooks: the features that take part.
-        has_read: returns whether the trainer has read a key that ends like this.
+        has_read: returns whether the trainer has read a key whose name has this part.
         supports: returns whether the trainer supports a feature.
         is_steered: a framework's trainer resumes from its checkpoints.
         their_keys: how a project names our keys, None if it does not.

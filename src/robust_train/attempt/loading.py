@@ -259,11 +259,13 @@ class NotedValue(AnyNode):
         return AnyNode, (), self.__getstate__()
 
 
-def note_reads(cfg: DictConfig, batch_size: object) -> Callable[[str], bool]:
-    """Return a function: whether a key with this ending has been read since.
+def note_reads(
+    cfg: DictConfig, batch_size: object, accumulation: object = None
+) -> Callable[[str], bool]:
+    """Return a function: whether a key whose name has this part has been read since.
 
-    Noted are ``…batch_size`` with this value (what refers to it is resolved by now), ``…workers``,
-    ``gradient_checkpointing`` and ``training.lr``.
+    Noted are ``…batch_size`` and ``…accum…`` with these values (what refers to them is resolved by
+    now), ``…workers``, ``gradient_checkpointing`` and ``training.lr``.
     """
     parts: list[Any] = [cfg]
     unknown = set[str]()  # a list, a figure for each of several loaders
@@ -279,8 +281,9 @@ def note_reads(cfg: DictConfig, batch_size: object) -> Callable[[str], bool]:
                 or name == CHECKPOINTING
                 or (name == "lr" and part._key() == "training")
                 or (str(name).endswith("batch_size") and node == batch_size)
+                or ("accum" in str(name) and node == accumulation)
             ):
                 part._content[name] = NotedValue(node._value(), key=name, parent=part)
     NotedValue.names.clear()
     NotedValue.names.update(unknown)
-    return lambda ending: any(name.endswith(ending) for name in NotedValue.names)
+    return lambda part: any(part in name for name in NotedValue.names)

@@ -130,7 +130,8 @@ def call_trainer(trainer: Trainer, cfg: DictConfig, config: RobustConfig, run: R
     """Call the trainer with its config, and with ``run`` if it takes that; return its result."""
     live = live_of(run)
     live.configure(config)
-    has_read = note_reads(cfg, config.training.batch_size)
+    training = config.training
+    has_read = note_reads(cfg, training.batch_size, training.gradient_accumulation_steps)
     live.describe_trainer(has_read, support_of(trainer, has_read))
     live.hooks.begin()
     try:
