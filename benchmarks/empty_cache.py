@@ -50,9 +50,9 @@ def training() -> Callable[[], None]:
 def steered(folder: Path) -> AfterStep:
     """As a run does it."""
     run = Run(run_dir=folder)
-    memory = MemoryConfig(samples=False, fraction=1.0)
+    config = RobustConfig(device="cuda:0", memory=MemoryConfig(fraction=1.0))
     live = live_of(run)
-    upkeep = MemoryUpkeep(live, RobustConfig(device="cuda:0", memory=memory))
+    upkeep = MemoryUpkeep(live, config)
     live.take_part([upkeep])
     steps = itertools.count(1)
     return lambda number: run.progress(next(steps))

@@ -2,6 +2,7 @@
 
 README and the other pages of the repository's root become pages of the site. A link to a file that
 is no page leads to the repository, ``Source`` in ``[project.urls]``, and is plain text without it.
+``llms.txt`` lists the pages for programs that read Markdown.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure import StructureItem
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,6 +32,7 @@ PAGES = {
     "examples/transformers_sonnets/README.md": "gallery-transformers.md",
     "examples/lightning_digits/README.md": "gallery-lightning.md",
 }
+_nav: list[Navigation] = []
 _FENCE = re.compile(r"^ *```.*?^ *```$", re.M | re.S)
 _CODE = re.compile(r"`[^`\n]+`")
 _ROLE = re.compile(r":(?:attr|class|exc|func|meth|mod):<code>[~.]*(?:[a-z_]+\.)*([^<]*)")
@@ -72,6 +76,39 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     # in a table GitHub wants a backslash before it, and other pages show that
     text = _CODE.sub(lambda code: code[0].replace("\\|", "|"), text)
     return re.sub("\0(\\d+)\0", lambda number: kept[int(number[1])], text)
+
+
+def on_nav(nav: Navigation, **_: Any) -> Navigation:
+    """Keep the navigation for ``llms.txt``."""
+    _nav.append(nav)
+    return nav
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Write ``llms.txt``: each section's pages, with the sentence that says whom they are for."""
+    lines = [f"# {config.site_name}", "", f"> {config.site_description}."]
+    for item in _nav[-1].items:
+        pages = [page for page in _pages_of(item) if page.markdown]
+        lines += ["", f"## {item.title}", ""]
+        lines += [f"- [{page.title}]({page.url}){_purpose(page)}" for page in pages]
+    Path(config.site_dir, "llms.txt").write_text("\n".join(lines) + "\n")
+
+
+def _pages_of(item: StructureItem) -> list[Page]:
+    if isinstance(item, Page):
+        return [item]
+    return [page for child in item.children or () for page in _pages_of(child)]
+
+
+def _purpose(page: Page) -> str:
+    """Return the first sentence below a page's title."""
+    _, *paragraphs = str(page.markdown).split("\n\n")
+    first = " ".join(paragraphs[0].split()) if paragraphs else ""
+    if not first[:1].isalpha():
+        return ""
+    # a link would lead to a page's source
+    sentence, *_ = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", first).split(". ")
+    return f": {sentence.removesuffix('.')}"
 
 
 def on_page_content(html: str, **_: Any) -> str:

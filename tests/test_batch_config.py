@@ -8,6 +8,7 @@ from attempts import built
 from robust_train.config.attempt import for_attempt, trainer_config
 from robust_train.config.checks import checked
 from robust_train.config.composition import complete
+from robust_train.features.retry_rules.model import RetryKeys
 from robust_train.model.errors import ConfigError
 from robust_train.model.spec import AttemptSpec, RetryRule
 from robust_train.policy.sizes import PolicySettings
@@ -110,7 +111,9 @@ def test_what_cannot_be_meant_is_refused_in_a_line_with_key_and_remedy(words, li
 
 def test_a_script_has_rules_for_its_exit_codes():
     words = rule("exit_code: 7, then: retry, times: 5", OF_A_SCRIPT)
-    assert checked(config_of(words)).retry.rules == (RetryRule("retry", exit_code=7, times=5),)
+    assert checked(config_of(words)).of(RetryKeys).rules == (
+        RetryRule("retry", exit_code=7, times=5),
+    )
 
 
 @pytest.mark.parametrize(("factor", "expected"), [(1.0, 0.25), (0.5, 0.125)])

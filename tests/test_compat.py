@@ -30,7 +30,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from robust_train import compat
 from robust_train.cli.train import may_set_mode
-from robust_train.config.schema import MemoryConfig
+from robust_train.config.schema import TrainingConfig
 from robust_train.vision.sharding import write_shards
 from world import ROOT
 
@@ -609,14 +609,17 @@ def test_no_process_is_spawned_while_the_script_of_another_one_is_imported():
 
 def test_nodes_keep_their_types_and_a_replaced_one_takes_any_value():
     with pytest.raises(ValidationError, match="could not be converted to Float"):
-        OmegaConf.create(compat.typed_nodes(OmegaConf.structured(MemoryConfig))).fraction = "much"
-    config = OmegaConf.structured(MemoryConfig)
+        OmegaConf.create(compat.typed_nodes(OmegaConf.structured(TrainingConfig))).lr = "much"
+    config = OmegaConf.structured(TrainingConfig)
     OmegaConf.set_readonly(config, None)  # it is of a frozen class
-    compat.replace_node(config, "fraction", compat.typed_nodes(OmegaConf.create({"a": 1}))["a"])
-    config.fraction = "much"
-    assert config.fraction == "much"
+    (node,) = compat.typed_nodes(OmegaConf.create({"a": 1})).values()
+    nodes = compat.typed_nodes(config)
+    compat.set_nodes(config, {**nodes, "lr": node})
+    assert list(config) == list(nodes)
+    config.lr = "much"
+    assert config.lr == "much"
     with pytest.raises(ValidationError, match="could not be converted to Integer"):
-        config.empty_cache_frequency = "often"
+        config.epochs = "often"
 
 
 def test_hooks_of_a_user_s_own_at_a_gradient_are_seen():

@@ -1,18 +1,21 @@
 """YAML, the page of keys and what the launcher is handed say what the schema declares."""
 
 import ast
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from keys import GROUPS, ROOT, declared, written
+from robust_train.assembly import FEATURES
 from robust_train.config.attempt import trainer_config
 from robust_train.config.checks import checked, unchecked
 from robust_train.config.composition import complete, group_node
+from robust_train.config.keys import Schema, group_of, schema
 from robust_train.config.projects import builds_on_ours
 from robust_train.config.schema import RobustConfig
+from robust_train.features.detach.model import DetachKeys
 from robust_train.model.errors import ConfigError
 from robust_train.vision.keys import check_config
 
@@ -73,7 +76,21 @@ def test_a_key_has_the_documented_type_in_the_code():
 
 def test_before_the_checks_a_value_that_they_refuse_is_the_default():
     cfg = OmegaConf.create({"num_gpus": 0, "detach": True, "device": "${no.such.key}", "retry": 3})
-    assert unchecked(cfg) == replace(RobustConfig(), detach=True)
+    assert unchecked(cfg) == RobustConfig().having(DetachKeys(detach=True))
+
+
+def test_every_key_of_a_feature_has_one_place():
+    """A place behind a key that is not there would lose it."""
+    names = [
+        f"{keys.group}.{item.name}".lstrip(".")
+        for feature in FEATURES
+        for keys in feature.keys
+        for item in fields(keys)
+    ]
+    assert sorted(names) == sorted(set(names))
+    of_the_kernel = set(Schema().root.names())
+    assert set(schema().root.names()) - of_the_kernel == set(names)
+    assert of_the_kernel <= set(schema().root.names())
 
 
 @pytest.mark.parametrize("section", GROUPS)
@@ -81,8 +98,8 @@ def test_the_options_of_a_group_refuse_keys_that_they_do_not_declare(section):
     group, options = GROUPS[section]
     for option, cls in options.items():
         if option:
-            node = group_node(cls)
-            names = {one.name for one in declared(cls, f"{group}.")}
+            node = group_node(group_of(cls))
+            names = {one.name for one in declared(group_of(cls), f"{group}.")}
             assert {f"{group}.{key}" for key in node} == names
             with pytest.raises(Exception, match="no_such_key"):
                 node.no_such_key = 1

@@ -336,3 +336,6 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     names = (tmp_path / "api.html").read_text()
     assert names.count('class="doc doc-heading"') > 30
     assert re.findall(r":[a-z]+:<code>|::</p>", names) == [], "docstrings are shown as Markdown"
+    listed = re.findall(r"^- \[.+\]\((.+\.html)\): .+", (tmp_path / "llms.txt").read_text(), re.M)
+    assert {"recovery.html", "agents.html", "architecture.html"} <= set(listed)
+    assert all((tmp_path / page).exists() for page in listed)

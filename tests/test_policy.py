@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from attempts import KEYS_OF_A_PROJECT, decided, failed, gpu, keys_at_the_root, policy
 from robust_train.config.projects import Words
-from robust_train.config.schema import RetryConfig
 from robust_train.failures.advice import with_advice
+from robust_train.features.retry_rules.model import RetryKeys
 from robust_train.host import search
 from robust_train.model.failure import MEMORY_FAILURES, Clue, Evidence, Failure, FailureKind
 from robust_train.model.spec import GiveUp, Retry, RetryRule
@@ -112,8 +112,8 @@ def test_in_a_project_every_message_names_keys_as_its_user_writes_them(data):
     config = replace(
         settings.config,
         theirs={key: KEYS_OF_A_PROJECT[key] for key in data.draw(st.sets(st.sampled_from(theirs)))},
-        retry=RetryConfig(
-            data.draw(st.sampled_from([(), (RetryRule("retry", message="theirs"),)]))
+        of_features=(
+            RetryKeys(data.draw(st.sampled_from([(), (RetryRule("retry", message="theirs"),)]))),
         ),
         preserve_effective_batch_size=data.draw(st.sampled_from([None, True, False])),
         min_num_gpus=data.draw(st.sampled_from([None, 1])),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from robust_train.config.keys import Schema
 from robust_train.model.failure import FailureKind
 from robust_train.model.feature import Feature
 
@@ -58,6 +60,29 @@ FEATURES = _load(
 
 All other pairs may change places. A test finds these pairs by swapping each, and compares them with
 this list.
+"""
+
+
+def _schema(places: Mapping[str, str]) -> Schema:
+    """Return the schema with the keys of all features, those with a place first."""
+    after = {pkgutil.resolve_name(f"robust_train.{name}"): key for name, key in places.items()}
+    others = [keys for feature in FEATURES for keys in feature.keys if keys not in after]
+    return Schema((*after, *others), after)
+
+
+SCHEMA = _schema(
+    {
+        "features.memory_upkeep.model:CacheKeys": "memory.expandable_segments",
+        "features.memory_samples.model:SamplesKeys": "memory.clear_after",
+        "features.memory_upkeep.model:SnapshotKeys": "memory.clear_after",
+        "features.time_slices.model:TimeSliceKeys": "queue_priority",
+        "features.detach.model:DetachKeys": "allow_cpu_fallback",
+        "features.retry_rules.model:RetryKeys": "preserve_effective_batch_size",
+        "features.divergence.model:DivergenceKeys": "preserve_effective_batch_size",
+    }
+)
+"""All keys. Features' keys stand on the page, and in YAML, behind these keys of the kernel, in this
+order; keys that are not listed end their group.
 """
 
 

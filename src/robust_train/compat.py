@@ -165,7 +165,8 @@ def total_norm(torch: Any, parameters: Sequence[Any]) -> Any:
 def leave_out_if(optimizer: Any, is_bad: Any) -> Iterator[None]:
     """Have the steps of such an optimizer change nothing where ``is_bad`` is true, as GradScaler
     does."""
-    optimizer.found_inf, optimizer.grad_scale = is_bad.float(), None
+    optimizer.found_inf = is_bad.float()
+    optimizer.grad_scale = None
     try:
         yield
     finally:
@@ -489,11 +490,13 @@ def typed_nodes(config: Any) -> dict[str, object]:
     return {name: config._get_node(name) for name in config}
 
 
-def replace_node(config: Any, name: str, node: Any) -> None:
-    """Put ``node``, of any type, in place of one of a structured config's own."""
-    node._set_parent(config)
-    node._set_key(name)
-    config._content[name] = node
+def set_nodes(config: Any, nodes: Mapping[str, Any]) -> None:
+    """Put nodes of any types in place of a structured config's own, in this order."""
+    config._content.clear()
+    for name, node in nodes.items():
+        node._set_parent(config)
+        node._set_key(name)
+        config._content[name] = node
 
 
 def format_of(handler: logging.Handler) -> str | None:

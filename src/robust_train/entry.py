@@ -16,7 +16,7 @@ from robust_train.assembly import FEATURES, load_remedies
 from robust_train.children import detach
 from robust_train.config.composition import complete
 from robust_train.config.main_guard import effects_lost_in_attempts
-from robust_train.config.projects import as_typed, errors_as_typed, their_keys
+from robust_train.config.projects import Words, their_keys
 from robust_train.config.schema import RobustConfig
 from robust_train.config.trainers import Trainer, end_import_at_launch
 from robust_train.folder.hydra_state import chosen_folder, sweep_folder
@@ -122,12 +122,12 @@ def run_job(
         ConfigError: config, trainer or run folder cannot be used.
         JobInterrupted: a signal stopped the job.
     """
-    theirs = their_keys(cfg)
     show = partial(show_end, explain)
+    words = Words(their_keys(cfg))
     shorten_lines()
     # None also ends what an earlier job of this process has set
-    change_words(None if theirs is None else partial(as_typed, theirs=theirs))
-    with lines_shown(), errors_as_typed(theirs):
+    change_words(words.of_log)
+    with lines_shown(), words.of_errors():
         guest = guest_rank(os.environ) if remedies else None
         if guest is None:
             plan = plan_launch(trainer, cfg, run_dir)

@@ -21,7 +21,12 @@ def train(cfg, run):
     run.progress(3)
     raise ValueError("a bug")
 
-launch(train, {"isolation": "none", "device": "cpu"}, run_dir=sys.argv[1])
+for name, least in ("few", 4), ("many", 3):
+    cfg = {"isolation": "none", "device": "cpu", "lost_steps": least}
+    try:
+        launch(train, cfg, run_dir=f"{sys.argv[1]}/{name}")
+    except ValueError:
+        pass
 """
 
 
@@ -53,23 +58,32 @@ def test_a_copy_lacks_nothing_but_the_feature(copy, tmp_path):
 
 
 def test_the_feature_of_the_documentation_reaches_the_summary(copy, tmp_path):
-    """With nothing but the files and the line that the page shows."""
+    """With nothing but the files and the lines that the page shows, also on the page of keys."""
     page = (ROOT / "docs" / "architecture.md").read_text()
     added = re.findall(r"^`features/(\w+)/(\w+\.py)` .*?```python\n(.*?)^```$", page, re.M | re.S)
     for name, file, code in added:
         path = copy / PACKAGE / "features" / name / file
         path.parent.mkdir(exist_ok=True)
         path.write_text(code)
-    (line,) = re.findall(r'`("features\.\w+",)`', page)
-    assembly = (copy / ASSEMBLY).read_text()
-    (copy / ASSEMBLY).write_text(assembly.replace("_load(\n    ", f"_load(\n    {line}\n    ", 1))
+    for line, table in re.findall(r'`("features\.[^`]+",)`[^`]+`([A-Z]+)`', page):
+        assembly = (copy / ASSEMBLY).read_text()
+        begins = re.search(rf"^{table} = \w+\(\n(?: +\{{\n)?", assembly, re.M)
+        assert begins, table
+        before, after = assembly[: begins.end()], assembly[begins.end() :]
+        (copy / ASSEMBLY).write_text(f"{before}    {line}\n{after}")
     script = tmp_path / "loses_steps.py"
     script.write_text(LOSES_STEPS)
     environ = {**os.environ, "PYTHONPATH": str(copy / "src")}
-    command = [sys.executable, str(script), str(tmp_path / "run")]
-    subprocess.run(command, env=environ, cwd=tmp_path, check=False)
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["advice"] == ["3 steps were lost: save checkpoints more often"]
+    command = [sys.executable, str(script), str(tmp_path)]
+    subprocess.run(command, env=environ, cwd=tmp_path, check=True)
+    advice = [
+        json.loads((tmp_path / name / "summary.json").read_text())["advice"]
+        for name in ("few", "many")
+    ]
+    assert advice == [[], ["3 steps were lost: save checkpoints more often"]]
+    subprocess.run([sys.executable, "tests/support/keys.py"], env=environ, cwd=copy, check=True)
+    assert "| `lost_steps` | `1` |" in (copy / "docs" / "configuration.md").read_text()
+    assert "\nlost_steps: 1 #" in (copy / "configs" / "robust.yaml").read_text()
 
 
 @pytest.mark.slow

@@ -18,6 +18,8 @@ import pytest
 from attempts import failed, gpu, policy
 from journals import Journal
 from robust_train import assembly
+from robust_train.config.schema import RobustConfig
+from robust_train.features.time_slices.model import TimeSliceKeys
 from robust_train.folder.checkpoints import Manifest, record_checkpoint
 from robust_train.folder.state import Summary
 from robust_train.launcher.hooks import Hooks, InLauncher
@@ -68,6 +70,7 @@ class Devices:
 
     def __init__(self):
         self.excluded = []
+        self.acquired_at = 0.0
 
     def ended(self, attempt):
         if attempt.failure is None:
@@ -89,7 +92,7 @@ class Launch:
     def __init__(self, run_dir, prepared):
         shutil.rmtree(run_dir, ignore_errors=True)
         shutil.copytree(prepared, run_dir)
-        config = SimpleNamespace(theirs={}, trainer=SimpleNamespace(argv=None), runs_inline=False)
+        config = RobustConfig(theirs={}).having(TimeSliceKeys(0.0))
         self.signals = SimpleNamespace(received=None)
         self.plan = SimpleNamespace(run_dir=run_dir, config=config)
         self.policy = policy(8, rules=(LIMIT, OUR_CLUSTER))
@@ -189,8 +192,7 @@ def test_pairs_that_do_not_commute_are_named_with_reasons(tmp_path, monkeypatch,
         for feature in features:
             feature.tick(first)
         killed = failed(SPEC, FailureKind.INTERRUPTED, number=2)
-        hooks = Hooks((), launch)
-        hooks._all = features
+        hooks = Hooks({str(number): feature for number, feature in enumerate(features)})
         return hooks.overrule((first,)), hooks.overrule((first, killed))
 
     found = pairs_that_do_not_commute("evidence", evidence)

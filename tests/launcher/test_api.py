@@ -282,7 +282,7 @@ def test_screen_report_and_commands_show_one_duration(tmp_path, caplog, says):
         launch(lambda cfg: None, {"isolation": "none"}, run_dir=tmp_path)
     ending = next(one.message for one in caplog.records if "completed after" in one.message)
     took = re.match(r"completed after (1 min \d+ s)", ending)[1]
-    assert f"  {took}  " in says("ps").out
+    assert re.search(rf"time +{took}\n", says("status").out)
     assert story_of(read_sources(tmp_path)).sentence.startswith(f"Completed in {took} ")
 
 

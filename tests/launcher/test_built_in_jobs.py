@@ -26,7 +26,7 @@ def shows_and_leaves_what_it_should(world, ended):
     assert str(world.run_dir) in ended.stdout
     assert torch.load(result["checkpoint"], weights_only=True)["model"]
     assert Path(ended.summary["checkpoint"]).exists()
-    assert "Effective batch size: 64" in ended.stdout
+    assert "effective batch 64" in ended.stdout
     assert "Memory - " not in ended.stdout
     assert "\r" not in ended.output, "no progress bar without a terminal"
     assert list((world.run_dir / "tensorboard").iterdir())

@@ -5,9 +5,13 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
+import psutil
+
 from plans import folder_in
+from robust_train.folder.state import Summary
 from robust_train.host.signals import SignalWatch
 from robust_train.model.errors import JobInterrupted
 from world import ROOT, SUPPORT
@@ -34,6 +38,24 @@ def open_folder(run_dir, name="a job", sweep=None):
         folder_in(run_dir, signals, name, sweep) as folder,
     ):
         yield folder
+
+
+def ended(run_dir, name, status, result=None, **how):
+    """A job that has ended; its id."""
+    with open_folder(run_dir, name) as folder:
+        Summary(status, run_dir, result=result).write()
+        folder.ended(status, how.get("reason"), how.get("code"))
+    return folder.state.id
+
+
+def died(run_dir, name="clip", *, with_the_host=False):
+    """A job whose launcher could not record how it ended; its id."""
+    with open_folder(run_dir, name) as folder:
+        state = replace(folder.state, resume_command=f"cd /w && train hydra.run.dir={run_dir}")
+        before = psutil.boot_time() - 100 if with_the_host else state.since
+    content = asdict(replace(state, state="running", updated=before))
+    (run_dir / "state.json").write_text(json.dumps(content))
+    return state.id
 
 
 @contextlib.contextmanager

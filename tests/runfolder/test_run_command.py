@@ -92,7 +92,7 @@ def test_status_and_list_in_pipe_and_terminal(host, script, how):
     assert status["memory"]["resident"] > 0
     table = host.says("ps", "--live").out
     header, row = table.splitlines()
-    assert header.split()[:4] == ["id", "state", "job", "where"]
+    assert header.split()[:4] == ["id", "state", "age", "result"]
     assert row.startswith(f"{status['id']}  running")
     assert "\x1b" not in table
     ps = [sys.executable, "-m", "robust_train.cli.main", "ps", "--live"]

@@ -10,9 +10,9 @@ from robust_train.assembly import FEATURES, load_remedies
 from robust_train.config.attempt import AttemptRequest
 from robust_train.config.checks import checked
 from robust_train.config.composition import complete
-from robust_train.config.schema import RetryConfig, RobustConfig, TrainerConfig, TrainingConfig
+from robust_train.config.schema import RobustConfig, TrainerConfig, TrainingConfig
 from robust_train.config.trainers import TrainerRef
-from robust_train.features.retry_rules.model import decided_by_rule, with_rule
+from robust_train.features.retry_rules.model import RetryKeys, decided_by_rule, with_rule
 from robust_train.model.attempt import Attempt, Exit
 from robust_train.model.events import Failed, ScriptEnded
 from robust_train.model.failure import Evidence, Failure
@@ -49,7 +49,7 @@ def policy(
     config = RobustConfig(
         training=training,
         trainer=TrainerConfig(target),
-        retry=RetryConfig(rules),
+        of_features=(RetryKeys(rules),),
         **{"min_gpu_memory_mb": 0, **keys},
     )
     settings = PolicySettings.of(

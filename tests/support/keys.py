@@ -14,7 +14,8 @@ from pathlib import Path
 
 from omegaconf import MISSING
 
-from robust_train.config import schema
+from robust_train.config.keys import Group, Key, group_of, schema
+from robust_train.config.schema import TrainerConfig, TrainingConfig
 from robust_train.config.values import AUTO, Declaration
 from robust_train.vision import keys
 
@@ -24,19 +25,19 @@ PAGE_OF_OURS = "docs/built-in-trainer.md"
 WIDTH = 100
 
 YAML = {
-    "configs/robust_base.yaml": schema.PlainConfig,
-    "configs/robust.yaml": schema.RobustConfig,
-    "configs/robust/model/cnn.yaml": keys.CnnConfig,
-    "configs/robust/model/linear_probe.yaml": keys.LinearProbeConfig,
-    "configs/robust/model/lora.yaml": keys.LoraModelConfig,
-    "configs/robust/model/full_finetune.yaml": keys.FullFinetuneConfig,
-    "configs/robust/dataset/image_folder.yaml": keys.ImageFolderConfig,
+    "configs/robust_base.yaml": schema().plain,
+    "configs/robust.yaml": schema().root,
+    "configs/robust/model/cnn.yaml": group_of(keys.CnnConfig),
+    "configs/robust/model/linear_probe.yaml": group_of(keys.LinearProbeConfig),
+    "configs/robust/model/lora.yaml": group_of(keys.LoraModelConfig),
+    "configs/robust/model/full_finetune.yaml": group_of(keys.FullFinetuneConfig),
+    "configs/robust/dataset/image_folder.yaml": group_of(keys.ImageFolderConfig),
 }
 MODELS = {"": keys.BackboneConfig, **keys.MODELS}
 GROUPS = {
     "Models": ("model", MODELS),
     "Data sets": ("dataset", {"": keys.DatasetConfig, "image_folder": keys.ImageFolderConfig}),
-    "Trainers": ("trainer", {"": schema.TrainerConfig}),
+    "Trainers": ("trainer", {"": TrainerConfig}),
 }
 """Sections of the pages about groups that differ by the chosen option, and their classes."""
 
@@ -105,33 +106,30 @@ def _text(value: object) -> str:
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
-def declared(cls: type, prefix: str = "", section: str = "") -> Iterator[Declared]:
-    hints = typing.get_type_hints(cls)
-    for item in dataclasses.fields(cls):
-        name, about = prefix + item.name, item.metadata
-        if "group" in about:
-            section = about["section"] or section
-            for one in declared(about["group"], f"{name}."):
-                yield dataclasses.replace(one, section=section)
-        elif "key" in about:
-            key = about["key"]
-            section = key.section or section
-            default = item.default if key.written is ... else key.written
-            yield Declared(section, name, key, hints[item.name], default)
+def declared(group: Group, prefix: str = "", section: str = "") -> Iterator[Declared]:
+    for name, member in group.members.items():
+        if isinstance(member, Key):
+            section = member.about.section or section
+            default = member.item.default if member.about.written is ... else member.about.written
+            kind = typing.get_type_hints(member.owner)[name]
+            yield Declared(section, prefix + name, member.about, kind, default)
+        elif not member.is_open:
+            section = member.section or section
+            yield from declared(member, f"{prefix}{name}.", section)
 
 
 def rows_of_the_page() -> dict[str, list[str]]:
     """Return the rows of each section's table on the page of the launcher's keys."""
     rows: dict[str, list[str]] = {}
-    for one in declared(schema.RobustConfig):
+    for one in declared(schema().root):
         rows.setdefault(one.section, []).append(one.row(one.meaning))
     return rows | _rows_of_groups("Trainers")
 
 
 def rows_of_the_built_in_trainer() -> dict[str, list[str]]:
     """Return the rows of each section's table on the page of the built-in trainer."""
-    shared = {one.name for one in declared(schema.TrainingConfig, "training.")}
-    training = declared(keys.ImageTrainingConfig, "training.")
+    shared = {one.name for one in declared(group_of(TrainingConfig), "training.")}
+    training = declared(group_of(keys.ImageTrainingConfig), "training.")
     rows = [one.row(one.meaning) for one in training if one.name not in shared]
     return {"Training": rows} | _rows_of_groups("Models", "Data sets")
 
@@ -142,7 +140,7 @@ def _rows_of_groups(*sections: str) -> dict[str, list[str]]:
         group, options = GROUPS[section]
         seen: dict[str, list[tuple[str, Declared]]] = {}
         for option, cls in options.items():
-            for one in declared(cls, f"{group}."):
+            for one in declared(group_of(cls), f"{group}."):
                 seen.setdefault(one.name, []).append((option, one))
         rows[section] = [_merged(options) for options in seen.values()]
     return rows
@@ -167,23 +165,23 @@ def page(text: str, tables: dict[str, list[str]]) -> str:
     return text
 
 
-def yaml(text: str, cls: type) -> str:
+def yaml(text: str, root: Group) -> str:
     """Return a YAML file with its values written anew; its head and Hydra's part stay."""
     head = text[: text.index("  - _self_\n") + len("  - _self_\n")]
     tail = text[text.index("\nhydra:\n") :] if "\nhydra:\n" in text else ""
-    own = {item.name for item in dataclasses.fields(cls)}
-    if cls is schema.RobustConfig:
-        own -= {item.name for item in dataclasses.fields(schema.PlainConfig)}
+    own = set(root.members)
+    if root is schema().root:
+        own -= set(schema().plain.members)
     lines: list[str] = []
     before, group = "", ""
-    for one in declared(cls):
+    for one in declared(root):
         top, _, name = one.name.partition(".")
         if top not in own:
             continue
         is_new_group = bool(name) and top != group
-        if cls is schema.RobustConfig and one.section != before:
+        if root is schema().root and one.section != before:
             lines += ["", f"# {one.section}"]
-        elif cls is schema.PlainConfig and is_new_group:
+        elif root is schema().plain and is_new_group:
             lines.append("")
         if is_new_group:
             lines.append(f"{top}:")
@@ -196,8 +194,8 @@ def written() -> dict[str, str]:
     """Return the files as they have to be, by path."""
     tables = {PAGE: rows_of_the_page(), PAGE_OF_OURS: rows_of_the_built_in_trainer()}
     files = {path: page((ROOT / path).read_text(), rows) for path, rows in tables.items()}
-    for path, cls in YAML.items():
-        files[path] = yaml((ROOT / path).read_text(), cls)
+    for path, root in YAML.items():
+        files[path] = yaml((ROOT / path).read_text(), root)
     return files
 
 

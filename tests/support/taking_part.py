@@ -4,7 +4,8 @@ import contextlib
 
 from robust_train.attempt.run import live_of
 from robust_train.attempt.runner import beside_the_trainer
-from robust_train.config.schema import DivergenceConfig, RobustConfig
+from robust_train.config.schema import RobustConfig
+from robust_train.features.divergence.model import DivergenceKeys
 
 
 def hooked(run, feature, config=None):
@@ -19,7 +20,7 @@ def guarded(run, **divergence):
     """Let a guard watch the losses of a run; return it."""
     from robust_train.features.divergence.attempt import Guard
 
-    guard = Guard(live_of(run), DivergenceConfig(**divergence))
+    guard = Guard(live_of(run), DivergenceKeys(**divergence))
     live_of(run).watch(guard)
     return guard
 

@@ -138,6 +138,14 @@ def test_repeated_trials_have_seeds_of_their_own_and_their_mean_is_the_value(swe
     assert "11.25 ± 1.06  2 of 2" in ended.stdout
 
 
+@pytest.mark.slow
+def test_a_search_looks_for_the_smallest_value(sweeps):
+    arguments = _arguments(sweeps, "objective", 2, "sweep_direction=minimize")
+    ended = sweeps.world.run(*arguments, code=0)
+    assert sweeps.table["direction"] == "minimize"
+    assert "sweep, the smallest result first:" in ended.stdout
+
+
 def test_the_table_begins_with_the_best_and_names_the_seeds_that_failed(sweeps):
     arguments = ["hydra/sweeper=robust_grid", "hydra.sweeper.repeat=3", "seed=1"]
     lr = "training.lr=1,3"

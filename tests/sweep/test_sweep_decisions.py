@@ -22,7 +22,9 @@ from robust_train.folder.lock import RunLock
 from robust_train.folder.state import Summary, lacked_by_json, read_summary, with_lacked_by_json
 from robust_train.host.loggers import ShortLines
 from robust_train.host.signals import SignalWatch, forwarded
+from robust_train.model.errors import ConfigError
 from robust_train.sweep import session
+from robust_train.sweep.checks import direction_of
 from robust_train.sweep.gpu_queue import jobs_at_once, start_job
 from robust_train.sweep.record import (
     SweepJob,
@@ -36,7 +38,15 @@ from robust_train.sweep.record import (
     read_table,
     row_of,
 )
-from robust_train.sweep.table import as_csv, best_first, point_table, screen_table, tally, unranked
+from robust_train.sweep.table import (
+    as_csv,
+    best_first,
+    point_table,
+    screen_table,
+    tally,
+    title,
+    unranked,
+)
 from simulated_nvml import Gpu
 from world import wait_until
 
@@ -372,6 +382,67 @@ def test_the_best_job_of_a_sweep_may_have_no_overrides(tmp_path, capsys):
     assert capsys.readouterr().out == "\n"
     assert main(["sweep", "best", str(tmp_path), "--checkpoint"]) == 1
     assert "job 0 has reported no checkpoint" in capsys.readouterr().err
+
+
+def _asked_for(sweeper, **keys):
+    return OmegaConf.create({"hydra": {"sweeper": sweeper}, **keys})
+
+
+@pytest.mark.parametrize(
+    ("keys", "sweeper", "direction"),
+    [
+        ({}, None, "maximize"),
+        ({"sweep_direction": "minimize"}, None, "minimize"),
+        ({"objective": "val_loss"}, None, "minimize"),
+        ({"optimized_metric": "test/rmse"}, None, "minimize"),
+        ({"objective": "gloss_score"}, None, "maximize"),
+        ({"objective": "lossless"}, None, "maximize"),
+        ({"objective": "val_loss", "sweep_direction": "maximize"}, None, "maximize"),
+        ({"objective": "val_loss"}, "maximize", "maximize"),
+        # of several objectives
+        ({}, ["minimize", "maximize"], "maximize"),
+    ],
+)
+def test_a_sweep_knows_which_result_is_best(keys, sweeper, direction):
+    assert direction_of(_asked_for({"direction": sweeper}, **keys)) == direction
+
+
+def test_a_direction_taken_from_a_name_is_told(caplog):
+    caplog.set_level(logging.INFO)
+    direction_of(_asked_for({}, objective="val_loss"))
+    assert "the smallest val_loss is best, by its name; sweep_direction=maximize" in caplog.text
+
+
+def test_two_directions_are_refused():
+    config = _asked_for({"direction": "minimize"}, sweep_direction="maximize")
+    with pytest.raises(ConfigError, match="direction=minimize: leave one out"):
+        direction_of(config)
+
+
+def test_the_best_job_follows_the_direction_and_says_it(tmp_path, capsys):
+    rows = tuple(
+        replace(DONE, job=number, overrides=(f"lr={number}",), result=result)
+        for number, result in enumerate((0.179, 0.0483))
+    )
+
+    def best(*words):
+        assert main(["sweep", "best", str(tmp_path), *words]) == 0
+        return capsys.readouterr()
+
+    SweepTable("first", "basic", "ended", 0, 1.0, rows, direction="minimize").write(tmp_path)
+    smallest = best()
+    assert smallest.out == "lr=1\n"
+    assert smallest.err == "job 1, which has the smallest result: 0.0483\n"
+    SweepTable("first", "basic", "ended", 0, 1.0, rows).write(tmp_path)
+    assert best().out == "lr=0\n"
+    assert best("--minimize").out == "lr=1\n"
+
+
+def test_the_title_says_what_the_order_means():
+    table = SweepTable("first", "basic", jobs=(DONE,))
+    assert title(table) == "sweep, the largest result first:"
+    assert title(replace(table, direction="minimize")) == "sweep, the smallest result first:"
+    assert title(replace(table, jobs=(RECORD,))) == "sweep:"
 
 
 def test_setting_aside_keeps_what_belongs_to_the_new_job(tmp_path):

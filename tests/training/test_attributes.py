@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from robust_train.step.batcher import MicroBatcher
-from robust_train.step.rewind import PassState, StepStart, Watch
+from robust_train.step.pass_state import PassState
+from robust_train.step.step_start import StepStart, Watch
 
 
 def out_of_memory():

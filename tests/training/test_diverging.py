@@ -11,8 +11,8 @@ import torch
 import diverging_trainers
 from robust_train.attempt.cadence import Saving
 from robust_train.attempt.run import Run, live_of
-from robust_train.config.schema import DivergenceConfig
 from robust_train.features.divergence.attempt import Losses
+from robust_train.features.divergence.model import DivergenceKeys
 from robust_train.folder.checkpoints import (
     Manifest,
     newest_checkpoint,
@@ -137,7 +137,7 @@ def after(losses, plan):
 
 
 def test_a_loss_has_to_stay_bad_to_count_as_diverged():
-    plan, nan = DivergenceConfig(patience=3), float("nan")
+    plan, nan = DivergenceKeys(patience=3), float("nan")
     assert after([1.0, nan, nan, 1.0, nan, nan], plan).diverged(plan) == ""
     diverged = after([1.0, 0.5, nan, float("inf"), nan], plan).diverged(plan)
     assert diverged == "the loss is nan since step 3; the last good one was 0.5 at step 2"
@@ -145,11 +145,11 @@ def test_a_loss_has_to_stay_bad_to_count_as_diverged():
 
 def test_spikes_count_where_they_are_asked_for_and_last():
     noise = [1.0 + 0.01 * (number % 7) for number in range(40)]
-    plan = DivergenceConfig(patience=2, spike_sigma=6.0)
+    plan = DivergenceKeys(patience=2, spike_sigma=6.0)
     high = [*noise, *[5.0] * 20]
     assert after([*high[:-1], 1.0], plan).diverged(plan) == ""
     assert "far above its median, since step 41" in after(high, plan).diverged(plan)
-    assert after(high, DivergenceConfig()).diverged(DivergenceConfig()) == ""
+    assert after(high, DivergenceKeys()).diverged(DivergenceKeys()) == ""
 
 
 def saved(folder, *checkpoints):

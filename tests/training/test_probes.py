@@ -16,7 +16,7 @@ from robust_train.config.placeholders import MicroBatchPlan
 from robust_train.model.errors import AttemptsExhaustedError
 from robust_train.policy.sizes import BatchSearch
 from robust_train.step.probing import Meter, device_of, optimizer_bytes, search_size
-from robust_train.step.rewind import StepStart, Watch
+from robust_train.step.step_start import StepStart, Watch
 from world import ROOT
 
 # A real limit; what fits beside the answer is tried as well.

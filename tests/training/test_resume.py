@@ -114,8 +114,8 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path, job):
     train(cfg, run)
     names = sorted(p.name for p in run.checkpoint_dir.glob("*.pt"))
     # the first one stays until a later one is proven by a hundred steps with a finite loss
-    assert names == ["final.pt", *(f"step-{step:08d}.pt" for step in (1, 21, 22, 23))]
-    manifests = sorted(p.name for p in run.checkpoint_dir.glob("*.json"))
+    assert names == ["best.pt", "final.pt", *(f"step-{step:08d}.pt" for step in (1, 21, 22, 23))]
+    manifests = sorted(p.name for p in run.checkpoint_dir.glob("*.manifest.json"))
     assert manifests == [f"step-{step:08d}.pt.manifest.json" for step in (1, 21, 22, 23)]
 
 

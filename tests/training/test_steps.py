@@ -22,7 +22,7 @@ from robust_train.config.placeholders import MicroBatchPlan
 from robust_train.memory.tensors import live_tensors
 from robust_train.model.errors import UserError
 from robust_train.step.batcher import MicroBatcher
-from robust_train.step.rewind import GeneratorStates
+from robust_train.step.rng import GeneratorStates
 from watched_run import WatchedRun
 
 
@@ -623,7 +623,7 @@ def test_gradients_of_earlier_batches_leave_the_gpu_before_the_batch_is_split(
     wanted, _ = train()
     is_short = True
     # tensors on the host stand for those on a GPU
-    monkeypatch.setattr("robust_train.step.rewind.is_on_gpu", lambda tensor: True)
+    monkeypatch.setattr("robust_train.step.gradients.is_on_gpu", lambda tensor: True)
     found, seen = train()
     assert_same(found, wanted, rtol=0, atol=0)
     assert [samples for samples, _ in seen] == [12] * 4

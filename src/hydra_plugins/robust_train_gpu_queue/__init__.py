@@ -108,8 +108,8 @@ _SWEEPER = {
     # how often each combination runs, with a seed of its own
     "repeat": 1,
     "seed_key": "seed",
-    # what the table shows first, or what Optuna looks for: maximize or minimize
-    "direction": "maximize",
+    # maximize or minimize; None: as sweep_direction says
+    "direction": None,
     "params": None,
 }
 

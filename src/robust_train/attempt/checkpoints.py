@@ -25,6 +25,7 @@ from robust_train.attempt.arena import Arena
 from robust_train.attempt.cadence import Saving
 from robust_train.compat import keep_versions, load_shards, saving_files, tree_map_with_path
 from robust_train.failures import classify_failure
+from robust_train.folder.best import Best, keep_if_best
 from robust_train.folder.checkpoints import (
     SUFFIX,
     USELESS,
@@ -60,7 +61,9 @@ Share = Callable[[str, Tensor], Any]
 VALUES = "values.pt"
 INDEX = "index.pt"
 
-STEP = "step"  # of a checkpoint of `run.save`
+# of a checkpoint of `run.save`: its step, and the value and mode of the metric that it was given
+STEP = "step"
+METRIC = "saved_with_metric"
 
 
 class CheckpointFolder:
@@ -83,7 +86,8 @@ class CheckpointFolder:
     ) -> None:
         saving.rotates = keep > 0
         self.path = saving.folder
-        self._saving, self._report = saving, report
+        self._saving = saving
+        self._report = report
         self._is_main = is_main
         self._keep = keep
         self._write_folder = write_folder
@@ -235,7 +239,10 @@ class CheckpointFolder:
         path = self.path / f"step-{step:08d}"
         if self._write_folder is not None:
             return self._checked(self._write_folder(content, path))
-        return self._checked(write_atomically(content, path.with_suffix(self._suffix)))
+        whole = self._checked(write_atomically(content, path.with_suffix(self._suffix)))
+        if METRIC in content:
+            _keep_if_best(whole, step, *content[METRIC])
+        return whole
 
     def _checked(self, path: Path) -> Path:
         if self._is_main and (damage := self._saving.damage_in(path)):
@@ -259,6 +266,14 @@ class _Copy:
     step: int
     position: Position  # in the data
     write: Callable[[], Path] | None  # writes it once more; None if only its framework can
+
+
+def _keep_if_best(checkpoint: Path, step: int, value: float, mode: str) -> None:
+    """Keep a checkpoint of ``run.save`` as the best one, if it is; a full disk costs a warning."""
+    try:
+        keep_if_best(checkpoint, Best(value, step, mode=mode))
+    except OSError as error:
+        log.warning("%s: not kept as the best checkpoint: %s", checkpoint, error.strerror)
 
 
 class HostCopies:
@@ -407,9 +422,14 @@ def _bytes_of(tensor: Tensor) -> int:
     return int(own.numel() * own.element_size())
 
 
-def contents_of(state: Mapping[str, Any], step: int) -> Content:
+def contents_of(
+    state: Mapping[str, Any], step: int, metric: float | None = None, mode: str = "max"
+) -> Content:
     """Return what to save of ``state``: of what has a state dict, that; numpy's numbers as
-    Python's. Raises UserError: a part is sharded over the ranks, or could not be read again."""
+    Python's. Raises UserError: a part is sharded over the ranks, or could not be read again; or
+    ``mode`` is not one."""
+    if mode not in ("max", "min"):
+        raise UserError(f"run.save(mode={mode!r}): must be 'max' or 'min'")
 
     def checked(_: str, tensor: Tensor) -> Tensor:
         if hasattr(tensor, "to_local"):
@@ -433,7 +453,10 @@ def contents_of(state: Mapping[str, Any], step: int) -> Content:
                 f"run.save: {name!r} holds an object that torch.load(weights_only=True) refuses: "
                 "it could not be resumed from; save tensors, numbers, text, lists, dictionaries"
             ) from None
-    return content | {STEP: step}
+    content[STEP] = step
+    if metric is not None:
+        content[METRIC] = [float(metric), mode]
+    return content
 
 
 def _as_number(value: Any) -> Any:
@@ -458,7 +481,8 @@ def is_of_disk(error: BaseException) -> bool:
 
 def together(act: Callable[[], Any], gather: Callable[[Any], list[Any]]) -> Any:
     """Return what ``act`` does; all ranks raise what disk or memory fails with on the first."""
-    result, error = None, None
+    result = None
+    error = None
     try:
         result = act()
     except (OSError, MemoryError, RuntimeError, _UnusableError) as raised:

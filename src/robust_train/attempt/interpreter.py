@@ -30,7 +30,7 @@ from robust_train.attempt.runner import run_attempt
 from robust_train.attempt.signals import stop_on_signals
 from robust_train.compat import run_exit_handlers, when_cuda_starts
 from robust_train.config.attempt import AttemptRequest, Begin, Preparation, for_rank
-from robust_train.config.projects import as_typed
+from robust_train.config.projects import Words
 from robust_train.config.trainers import MAIN_MODULE
 from robust_train.failures.shortage import no_room_to_import
 from robust_train.gpu.cuda_order import started_driver
@@ -81,7 +81,8 @@ def main() -> NoReturn:
     prepared = Prepared()
     while True:
         readable([channel.fileno()], FOREVER_SECONDS)
-        data, descriptors = b"", list[int]()
+        data = b""
+        descriptors = list[int]()
         # closed with an answer of ours unread, the socket is reset
         with contextlib.suppress(ConnectionResetError):
             data, descriptors, _, _ = socket.recv_fds(channel, 1, _MOST_DESCRIPTORS)
@@ -190,9 +191,7 @@ def _be_attempt(
         os.chdir(request.cwd)
         _write_stacks(request)
         adopt_hydra(request.hydra_cfg)
-        theirs = request.config.theirs
-        if theirs is not None:
-            change_words(partial(as_typed, theirs=theirs))
+        change_words(Words(request.config.theirs).of_log)
         importlib.invalidate_caches()
         report = _Reporter(request, send, begin.rank)
         if request.ranks > 1:
@@ -299,7 +298,8 @@ def _run_rank(
 
     ``descriptors`` begin with the file of the votes, and on rank 0 with the socket of the store.
     """
-    request, rank = begin.request, begin.rank
+    request = begin.request
+    rank = begin.rank
     for own in descriptors[: 1 if rank else 2]:
         os.set_inheritable(own, False)
     votes = Votes(request.ranks, descriptors[0])

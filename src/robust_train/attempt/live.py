@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from robust_train.attempt.hooks import InAttempt
     from robust_train.config.attempt import AttemptRequest
     from robust_train.config.schema import RobustConfig
-    from robust_train.step.rewind import Models
+    from robust_train.step.reachable import Models
 
 log = logging.getLogger("robust_train")
 
@@ -282,12 +282,12 @@ class LiveAttempt:
         self.reports.started(step)
         return step
 
-    def save(self, state: Mapping[str, Any], step: int) -> None:
+    def save(self, state: Mapping[str, Any], step: int, metric: float | None, mode: str) -> None:
         """See :meth:`.run.Run.save`."""
         from robust_train.attempt.checkpoints import contents_of
 
         if self.is_main:
-            content = contents_of(state, int(step))
+            content = contents_of(state, int(step), metric, mode)
             self.save_content(content, int(step), keep=self.saves.keep)
 
     def save_content(self, content: Content, step: int, *, keep: int, suffix: str = ".pt") -> None:

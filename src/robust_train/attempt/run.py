@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from robust_train.attempt.live import LiveAttempt
 from robust_train.attempt.reports import Report
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from robust_train.step.batcher import MicroBatcher
-    from robust_train.step.rewind import Models
+    from robust_train.step.reachable import Models
 
 T = TypeVar("T")
 
@@ -199,7 +199,14 @@ class Run:
         """
         return self._live.batches(loader)
 
-    def save(self, state: Mapping[str, Any], step: int) -> None:
+    def save(
+        self,
+        state: Mapping[str, Any],
+        step: int,
+        metric: float | None = None,
+        *,
+        mode: Literal["max", "min"] = "max",
+    ) -> None:
         """Save a checkpoint while training goes on::
 
             state = {"model": model, "optimizer": optimizer, "best": 0.0}
@@ -213,8 +220,15 @@ class Run:
         written meanwhile, whole or not at all; at once where there is no room for a copy. The
         newest ``training.keep_checkpoints`` stay. A disk that takes none costs a warning. Of
         several ranks the first one saves; sharded tensors are refused.
+
+        Args:
+            state: what to save, by name.
+            step: optimizer steps that are done.
+            metric: how good the state is. The best one so far stays as ``checkpoints/best.pt``,
+                whatever is saved later.
+            mode: ``min`` if the smallest metric is the best, as with a loss.
         """
-        self._live.save(state, step)
+        self._live.save(state, step, metric, mode)
 
     def load(self, state: MutableMapping[str, Any]) -> int:
         """Restore what :meth:`save` has saved into ``state``, and report that training begins.

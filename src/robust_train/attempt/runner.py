@@ -105,7 +105,8 @@ def run_attempt(
         live.speed.send()
         if live.supports(CHECKPOINTING):
             send(TrainerSupports((CHECKPOINTING,)))
-        memory, now = memory_in_use(), time.monotonic()
+        memory = memory_in_use()
+        now = time.monotonic()
         send(replace(ending, step=live.reports.last_step, memory=memory, at=now))
         if error is None or not process_ends:
             live.hooks.close(error)

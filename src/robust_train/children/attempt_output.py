@@ -135,7 +135,9 @@ class OutputPump:
 
     def release(self) -> None:
         """Show what was held back, and from now on what comes."""
-        held, self._held, self._holds = self._held, [], False
+        held = self._held
+        self._held = []
+        self._holds = False
         for stream, data in held:
             stream.show(data)
 
@@ -210,7 +212,8 @@ class AttemptLog:
         done = b"\n".join(map(_settled, (lines + end).split(b"\n")))
         rest = rest[max(rest.rstrip(b"\r").rfind(b"\r"), 0) :]
         if len(rest) > _LONGEST_LINE_BYTES:  # no bar, which is rewritten
-            done, rest = done + rest, b""
+            done = done + rest
+            rest = b""
         if rest:
             self._unfinished[stream] = rest
         now = time.monotonic()

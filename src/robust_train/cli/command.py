@@ -136,6 +136,7 @@ class Answer:
         data: for programs (``--json``), in JSON's types.
         shown: for people, from top to bottom.
         warnings: for people, on stderr.
+        asides: the same without the word, for a command whose output is pasted.
         error: why the command did not do what it was asked to; empty if it did.
         exit_code: of the command; with an error and 0 it is 1.
     """
@@ -143,6 +144,7 @@ class Answer:
     data: dict[str, Json] = field(default_factory=dict)
     shown: Sequence[str | Table] = ()
     warnings: Sequence[str] = ()
+    asides: Sequence[str] = ()
     error: str = ""
     exit_code: int = 0
 
@@ -156,6 +158,8 @@ class Answer:
             return
         for warning in self.warnings:
             print(f"warning: {warning}", file=sys.stderr)
+        for aside in self.asides:
+            print(aside, file=sys.stderr)
         for part in self.shown:
             if isinstance(part, Table):
                 part.print()

@@ -155,10 +155,12 @@ _WATCHING = (
     Command(
         "ps",
         "list your jobs, live and past",
-        "runs:list_jobs",
+        "ps:list_jobs",
         (
+            option("which", nargs="?", metavar="SWEEP", help="a sweep folder: list its jobs"),
             _JSON,
-            flag("--all", help="also those older than the newest 20"),
+            flag("--paths", help="whole paths, however long the lines are"),
+            flag("--all", help="also those older than the newest 20, and those that were refused"),
             flag("--live", help="only those that are alive"),
         ),
     ),
@@ -226,9 +228,15 @@ _MACHINE = (
         "sweep best",
         "print the overrides of a sweep's best job",
         "runs:best",
-        (_FOLDER, flag("--checkpoint", help="print the path of its checkpoint instead"), _JSON),
+        (
+            _FOLDER,
+            flag("--checkpoint", help="print the path of its checkpoint instead"),
+            flag("--minimize", help="the smallest result is the best, whatever the sweep says"),
+            _JSON,
+        ),
         about="Print the overrides that decide what the best job of a sweep so far computes, as "
-        "words for a shell; of repeated jobs the best of those with the best mean.",
+        "words for a shell; of repeated jobs the best of those with the best mean. The largest "
+        "result is the best, or the smallest with sweep_direction=minimize.",
     ),
     Command(
         "queue",
@@ -338,6 +346,7 @@ _MORE = (
         (
             _WHICH,
             flag("--open", help="show it in the browser"),
+            flag("--cite", help="print what a paper may say about the job instead"),
             flag("--json", help="print the data instead, for programs"),
         ),
         about="Write report.html of a run or a sweep from its journals: while it runs, after it "

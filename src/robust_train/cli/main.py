@@ -12,7 +12,6 @@ import signal
 import sys
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields
 from importlib.metadata import version
 from typing import NoReturn
 
@@ -100,7 +99,8 @@ def find(words: Sequence[str]) -> tuple[Command, list[str]]:
     for length in (2, 1):
         if (command := COMMANDS.get(" ".join(words[:length]))) is not None:
             return command, list(words[length:])
-    first, second = words[0], words[1] if words[1:] else ""
+    first = words[0]
+    second = words[1] if words[1:] else ""
     members = members_of(first)
     if near := difflib.get_close_matches(second, members, n=1):
         problem = f"{first}: {second}: did you mean {near[0]}?"
@@ -128,12 +128,12 @@ class _Parser(argparse.ArgumentParser):
         name = self.prog.partition(" ")[2]
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown != message:
-            from robust_train.config.schema import RobustConfig
+            from robust_train.config.keys import schema
 
             word = unknown.split()[0].partition("=")[0]
             options = list(self._option_string_actions)
             takes_keys = any(one.dest == "overrides" for one in self._actions)
-            keys = {f"--{one.name.replace('_', '-')}": one.name for one in fields(RobustConfig)}
+            keys = {f"--{name.replace('_', '-')}": name for name in schema().root.members}
             if takes_keys and word in keys:
                 message += f"; write {keys[word]}=…"
             elif near := difflib.get_close_matches(word, options, n=1):

@@ -1,4 +1,4 @@
-"""``robust-train ps | status | logs | attach | wait | checkpoint | halve-batch | stop``: a user's
+"""``robust-train status | logs | attach | wait | checkpoint | halve-batch | stop``: a user's
 jobs, live and past."""
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from robust_train.cli.command import Answer, Table, UsageError
-from robust_train.folder import live, requests, run_list
+from robust_train.cli.ps import has_died
+from robust_train.folder import live, requests
 from robust_train.folder.lock import is_alive, is_held, left_of
 from robust_train.folder.run_list import (
     DIED,
@@ -23,7 +24,6 @@ from robust_train.folder.run_list import (
     KnownRun,
     choose_run,
     find_live_runs,
-    find_runs,
     read_run,
     sweep_at,
 )
@@ -33,12 +33,12 @@ from robust_train.host.linux import end_processes_of, named
 from robust_train.host.signals import ORPHAN_GRACE_SECONDS
 from robust_train.model.errors import EXIT_FAILED, NotDoneError
 from robust_train.model.events import Json
+from robust_train.model.spec import MINIMIZE
 from robust_train.readable import counted, duration, mib, number, of_all, shortened
 from robust_train.report.wording import batch_in_words
 from robust_train.sweep.record import SweepTable, of_jobs, read_rows, read_table
 from robust_train.sweep.table import best_first, screen_table, short_result, values_of
 
-_COLUMNS = ("id", "state", "job", "where", "step", "time", "result", "run folder")
 _FACTS = (
     "exit_code",
     "run_dir",
@@ -51,7 +51,6 @@ _FACTS = (
     "loss",
     "checkpoint",
 )
-USUALLY = 20
 POLL_SECONDS = 0.3
 CHUNK_BYTES = 1 << 20
 _ATTACH_BYTES = 4096
@@ -67,59 +66,14 @@ _SENTENCES = {
 About = dict[str, Json]  # State of a run, or its answer, as `--json` prints it
 
 
-def list_jobs(arguments: Namespace) -> Answer:
-    """List the user's jobs, live and past, the newest first, and how those that died go on."""
-    runs = [run for run in find_runs()[::-1] if run.alive or not arguments.live]
-    shown = runs if arguments.all or arguments.live else runs[:USUALLY]
-    listed = [_listed(run) for run in shown]
-    if not runs:
-        which = "is alive" if arguments.live else "is on the list"
-        nothing = f"no run of yours {which} in {run_list.state_directory()}"
-        return Answer({"runs": []}, [nothing])
-    rows = [_row(run, about) for run, about in zip(shown, listed, strict=True)]
-    lines: list[str | Table] = [Table(_COLUMNS, rows)]
-    lines += [
-        f"{run.id} {DIED}: {run.why_died}; to go on: robust-train resume {run.id}"
-        for run in shown
-        if run.status == DIED and run.state is not None
-    ]
-    if older := len(runs) - len(shown):
-        lines.append(f"older runs: {older}; --all shows them")
-    return Answer({"runs": listed}, lines)
-
-
-def _listed(run: KnownRun) -> About:
-    """Return a run as `--json` lists it, with the result of a completed run."""
-    about = run.about()
-    if run.status == "completed" and (summary := read_summary(run.run_dir)) is not None:
-        about["result"] = summary.objective
-        about |= lacked_by_json(summary.objective)
-    return about
-
-
-def _row(run: KnownRun, about: About) -> list[object]:
-    result = about.get("result")
-    if result is None and not run.alive:
-        result = about.get("reason")
-    return [
-        run.id,
-        run.status,
-        about.get("name"),
-        (about.get("device") or "-") + ("" if run.is_here else f" on {about['host']}"),
-        of_all(about.get("step"), about.get("total_steps")),
-        duration(about["seconds"]) if "seconds" in about else None,
-        short_result(result),
-        run.run_dir,
-    ]
-
-
 def status(arguments: Namespace) -> Answer:
     """Show the state of a run, which may have ended, or of a sweep and its jobs."""
     if (sweep := sweep_at(arguments.which)) is not None:
         return _sweep_status(sweep)
     run = choose_run(arguments.which, dead_too=True)
     about = live.status(run)
-    state, waiting = about["state"], about.get("waiting") or {}
+    state = about["state"]
+    waiting = about.get("waiting") or {}
     since = f"{state} for {duration(about.get('seconds_in_state', 0.0))}"
     if "last_state" in about:
         since = f"{state}; the last state was {about['last_state']}"
@@ -135,6 +89,7 @@ def status(arguments: Namespace) -> Answer:
         "state": since if run.alive or "last_state" in about else state,
         "why": waiting.get("reason") or (state != "running" and about.get("reason")),
         "batch": attempt and batch_in_words(attempt),
+        "time": "seconds" in about and duration(about["seconds"]),
         "step": of_all(about.get("step"), about.get("total_steps")),
         **{name.replace("_", " "): about.get(name) for name in _FACTS},
         "loss": loss if loss is None else number(loss),
@@ -150,8 +105,7 @@ def _sweep_status(folder: Path) -> Answer:
     """Show how a sweep is, and a row for each of its jobs that has begun."""
     _, table = _sweep_at(str(folder))
     rows = table.jobs or tuple(read_rows(folder, table.sweep))
-    is_running = is_alive(folder, has_ended=table.exit_code is not None)
-    state = table.status if is_running or table.exit_code is not None else DIED
+    state = DIED if has_died(folder, table) else table.status
     data: dict[str, Json] = {
         "sweep": str(folder),
         "state": state,
@@ -216,7 +170,8 @@ def _stop_sweep(folder: Path) -> Answer:
 def logs(arguments: Namespace) -> int:
     """Print the output of a job's last attempt; with ``-f`` continue until the job ends."""
     run = choose_run(arguments.which, dead_too=True, command="logs")
-    follows, attempt = arguments.follow and run.alive, arguments.attempt
+    follows = arguments.follow and run.alive
+    attempt = arguments.attempt
     numbers = _attempts_in(run.run_dir)
     if attempt is not None and attempt not in numbers:
         there = ", ".join(map(str, numbers)) or "none"
@@ -307,7 +262,8 @@ def output_of(
         follow: continue until the job ends.
         last_bytes: begin this many bytes before the end; at the beginning if 0.
     """
-    number, position = attempt, 0
+    number = attempt
+    position = 0
     while True:
         # read before the log, so that the last output is not missed
         run = read_run(run_dir)
@@ -332,7 +288,8 @@ def output_of(
         if data:
             yield data
         elif has_ended and not attempt:
-            number, position = number + 1, 0
+            number = number + 1
+            position = 0
             yield b"\n==> attempt %d <==\n" % number
         elif has_ended or not is_alive:
             return
@@ -374,7 +331,8 @@ def best(arguments: Namespace) -> Answer:
     folder, table = _sweep_at(arguments.path)
     # where they are now: it may have been moved, or still run
     rows = read_rows(folder, table.sweep)
-    table = replace(table, jobs=tuple(rows) or table.jobs)
+    direction = MINIMIZE if arguments.minimize else table.direction
+    table = replace(table, jobs=tuple(rows) or table.jobs, direction=direction)
     first = next(iter(best_first(table)), [])
     known = [row for row in first if row.value is not None]
     if not known:
@@ -386,6 +344,7 @@ def best(arguments: Namespace) -> Answer:
         checkpoint = str(summary.checkpoint)
     data: dict[str, Json] = {
         "job": row.job,
+        "direction": direction,
         "result": row.result,
         **lacked_by_json(row.result),
         "values": values_of(known),
@@ -398,4 +357,5 @@ def best(arguments: Namespace) -> Answer:
     shown = checkpoint if arguments.checkpoint else words
     if shown is None and not arguments.json:
         raise NotDoneError(f"{row.folder}: job {row.job} has reported no checkpoint")
-    return Answer(data, [str(shown)])
+    which = f"job {row.job}, which has the {table.best_is} result: {short_result(row.value)}"
+    return Answer(data, [str(shown)], asides=[which])

@@ -9,11 +9,17 @@ import socket
 import webbrowser
 from argparse import Namespace
 from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from robust_train.cli.command import Answer, UsageError
 from robust_train.cli.commands import COMMANDS, members_of
-from robust_train.model.errors import EXIT_FAILED
+from robust_train.model.errors import EXIT_FAILED, NotDoneError
+
+if TYPE_CHECKING:
+    from robust_train.report.facts import Story
+    from robust_train.sweep.page import SweepStory
 
 _TEMPLATE = Path(__file__).parents[1] / "project_template"
 _NOTIFY_SECONDS = 30.0
@@ -52,7 +58,8 @@ def notify(arguments: Namespace) -> Answer:
 
     overrides = arguments.overrides
     try:
-        cfg, environ = composed(overrides), dict(os.environ)
+        cfg = composed(overrides)
+        environ = dict(os.environ)
         hide_urls(cfg, environ)
         settings = notifications(checked(cfg).notify, environ)
     except REFUSALS as error:
@@ -91,6 +98,8 @@ def report(arguments: Namespace) -> Answer:
         raise UsageError(f"{folder}: {problem}")
     if arguments.json:
         return Answer(story.as_json())
+    if arguments.cite:
+        return _citation(story)
     if isinstance(story, Story):
         pages = {folder: job_page(story)}
     else:
@@ -107,6 +116,20 @@ def report(arguments: Namespace) -> Answer:
     if arguments.open and not webbrowser.open(target.resolve().as_uri()):
         problems.append("--open: no browser was found")
     return Answer(shown=[str(target)], error="; ".join(problems))
+
+
+def _citation(story: Story | SweepStory) -> Answer:
+    """Return what a paper may say about a job, and an entry for its bibliography."""
+    from robust_train.report.citation import BIBTEX, sentences_of
+    from robust_train.report.facts import Story
+
+    if not isinstance(story, Story):
+        raise UsageError("--cite is about one job: name a job of the sweep")
+    version = metadata.version("robust-train")
+    sentences = sentences_of(story, version)
+    if not sentences:
+        raise NotDoneError(f"{story.folder}: no step was trained, so there is nothing to cite")
+    return Answer(shown=[" ".join(sentences), "", BIBTEX.format(version=version)])
 
 
 def _run_folder(which: str | None) -> Path:

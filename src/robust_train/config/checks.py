@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from robust_train.config.projects import GROUP, errors_as_typed, ours, their_keys
+from robust_train.config.keys import Group, schema
+from robust_train.config.projects import GROUP, Words, ours, their_keys
 from robust_train.config.schema import (
     ACCUMULATION,
     BATCH,
@@ -41,15 +42,16 @@ _DEVICE = re.compile(r"auto|cpu|cuda|cuda:\d+|GPU-[0-9a-fA-F-]+|MIG-\S+")
 def checked(cfg: DictConfig) -> RobustConfig:
     """Return a composed config in the types of the code, its batch settled. Raises ConfigError: one
     line with the key, its value and what is accepted."""
-    own, theirs = ours(cfg), their_keys(cfg)
+    own = ours(cfg)
+    theirs = their_keys(cfg)
     prefix = "" if theirs is None else f"{GROUP}."
     _resolve_all(own, prefix)
     _refuse_near_misses(own, prefix)
     if missing := sorted(OmegaConf.missing_keys(own)):
         raise _missing(prefix + missing[0])
-    config = read(RobustConfig, own, prefix)
+    config = _read_all(own, prefix)
     objective = config.objective or cfg.get("optimized_metric")
-    with errors_as_typed(theirs):
+    with Words(theirs).of_errors():
         config = replace(_with_batch(config), objective=objective, theirs=theirs)
         for mistake in _mistakes(config):
             raise ConfigError(mistake)
@@ -59,7 +61,7 @@ def checked(cfg: DictConfig) -> RobustConfig:
 def unchecked(cfg: DictConfig) -> RobustConfig:
     """Return what can be read of a config before a job checks it: a project's may lack our keys, or
     hold values that the job will refuse; these have their defaults here."""
-    return read(RobustConfig, ours(cfg), "", is_lenient=True)
+    return _read_all(ours(cfg), "", is_lenient=True)
 
 
 def hide_urls(cfg: DictConfig, environ: MutableMapping[str, str] = os.environ) -> bool:
@@ -83,11 +85,27 @@ def hide_urls(cfg: DictConfig, environ: MutableMapping[str, str] = os.environ) -
     return True
 
 
-def read(schema: type[T], cfg: DictConfig, prefix: str, *, is_lenient: bool = False) -> T:
-    """Return the keys that ``schema`` declares, ``prefix`` before their names in errors; all other
+def _read_all(cfg: DictConfig, prefix: str, *, is_lenient: bool = False) -> RobustConfig:
+    """Return the kernel's keys and those of all features."""
+    config = read(RobustConfig, cfg, prefix, is_lenient=is_lenient)
+    for keys in schema().features:
+        try:
+            group = cfg.get(keys.group) if keys.group else cfg
+        except OmegaConfBaseException:
+            if not is_lenient:
+                raise
+            continue
+        if isinstance(group, DictConfig):
+            name = f"{prefix}{keys.group}." if keys.group else prefix
+            config = config.having(read(keys, group, name, is_lenient=is_lenient))
+    return config
+
+
+def read(owner: type[T], cfg: DictConfig, prefix: str, *, is_lenient: bool = False) -> T:
+    """Return the keys that a dataclass declares, ``prefix`` before their names in errors; all other
     keys are the trainer's."""
     values: dict[str, Any] = {}
-    for item in fields(schema):  # type: ignore[arg-type]
+    for item in fields(owner):  # type: ignore[arg-type]
         name = prefix + item.name
         group = item.metadata.get("group") or item.metadata.get("open")
         if not item.metadata:
@@ -108,7 +126,7 @@ def read(schema: type[T], cfg: DictConfig, prefix: str, *, is_lenient: bool = Fa
         except (ConfigError, OmegaConfBaseException):
             if not is_lenient:
                 raise
-    return schema(**values)
+    return owner(**values)
 
 
 def _missing(name: str) -> ConfigError:
@@ -134,18 +152,17 @@ def _resolve_all(cfg: DictConfig, prefix: str = "") -> None:
 def _refuse_near_misses(cfg: DictConfig, prefix: str) -> None:
     """Refuse likely typos: the root is open, so they would pass unseen. All in a
     project's group ``robust`` are ours, those in its open groups too."""
-    known = {item.name for item in fields(RobustConfig) if item.metadata}
-    for name in sorted({str(key) for key in cfg} - known):
+    known = schema().root.members
+    for name in sorted({str(key) for key in cfg} - known.keys()):
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
         if close or prefix:
             raise unknown(name, known, prefix)
-    for item in fields(RobustConfig) if prefix else ():
-        group = item.metadata.get("open")
-        if group is None or item.name not in cfg:
+    for top, group in known.items() if prefix else ():
+        if not isinstance(group, Group) or not group.is_open or top not in cfg:
             continue
-        own = {one.name for one in fields(group)} | {"preload_modules"}
-        for name in sorted({str(key) for key in cfg[item.name]} - own):
-            raise unknown(name, own, f"{prefix}{item.name}.")
+        own = {*group.members, "preload_modules"}
+        for name in sorted({str(key) for key in cfg[top]} - own):
+            raise unknown(name, own, f"{prefix}{top}.")
 
 
 def unknown(name: str, known: Collection[str], prefix: str) -> ConfigError:
@@ -199,7 +216,8 @@ def _check_auto(config: RobustConfig, share: int) -> None:
 
 
 def _accumulation(config: RobustConfig, size: int, effective: int) -> int:
-    steps, gpus = config.training.gradient_accumulation_steps, config.num_gpus
+    steps = config.training.gradient_accumulation_steps
+    gpus = config.num_gpus
     needed, rest = divmod(effective, size * gpus)
     processes = "" if gpus == 1 else f" × num_gpus={gpus}"
     if rest or needed < 1:
@@ -223,8 +241,8 @@ def _mistakes(config: RobustConfig) -> Iterator[str]:
             f"device={config.device}: must be auto, cpu, cuda, cuda:<number>, a GPU's UUID, or a "
             "list of GPUs, device=[2,3]"
         )
-    size, gpus = config.training.batch_size, config.num_gpus
-    traits = config.traits
+    size = config.training.batch_size
+    gpus = config.num_gpus
     if config.theirs is not None:
         steps = config.training.gradient_accumulation_steps
         for key, value, least in (
@@ -252,10 +270,7 @@ def _mistakes(config: RobustConfig) -> Iterator[str]:
             f"num_gpus={gpus}: every GPU needs a process of its own; leave isolation=none out, or "
             "use num_gpus=1"
         )
-    if config.runs_inline and traits.is_program:
+    if config.runs_inline and config.traits.is_program:
         yield "isolation=none: a script (trainer.argv) always runs in a process of its own"
-    for number, rule in enumerate(config.retry.rules):
-        if rule.exception and not traits.raises:
-            yield f"retry.rules[{number}].exception: a script raises none; use message or exit_code"
-        if rule.exit_code is not None and traits.raises:
-            yield f"retry.rules[{number}].exit_code: a function has none; use exception"
+    for keys in schema().features:
+        yield from config.of(keys).mistakes(config)

@@ -9,18 +9,19 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from robust_train.compat import register_resolver, replace_node, typed_nodes
+from robust_train.compat import register_resolver, set_nodes, typed_nodes
 from robust_train.config.checks import unknown
+from robust_train.config.keys import Group, Key, group_of, schema
 from robust_train.config.projects import GROUP, defaults_for_theirs, is_theirs, ours
-from robust_train.config.schema import PlainConfig, RobustConfig, TrainerConfig, TrainingConfig
+from robust_train.config.schema import TrainerConfig, TrainingConfig
 from robust_train.config.trainers import folder_name
-from robust_train.config.values import Declaration
 from robust_train.model.errors import ConfigError
 
 _GROUPS: dict[str, Any] = {"model": {}, "dataset": {}, "trainer": {}}
@@ -32,52 +33,64 @@ _FOLLOWING = {
 """Keys of ``training`` whose default is the value of another key."""
 
 
-def open_root(schema: type) -> DictConfig:
-    """Return a root with the typed keys of ``schema`` that accepts other keys beside them. A
-    dataclass as Hydra's root would reject a user's own top-level keys."""
-    typed = typed_nodes(group_node(schema))
-    root = OmegaConf.create({})
-    for item in fields(schema):
-        if "open" in item.metadata:
-            root[item.name] = MISSING
-        elif item.metadata:  # else it is not a key
-            root[item.name] = typed[item.name]
-    return root
+def open_root(root: Group) -> DictConfig:
+    """Return a root with typed keys that accepts other keys beside them. A dataclass as Hydra's
+    root would reject a user's own top-level keys."""
+    config = OmegaConf.create({})
+    for name, node in _nodes_of(root).items():
+        config[name] = node
+    return config
 
 
-def group_node(schema: type) -> DictConfig:
+def group_node(group: Group) -> DictConfig:
     """Return the typed keys of a group, with the defaults as they are written in YAML."""
-    node: DictConfig = OmegaConf.structured(schema)
+    node: DictConfig = OmegaConf.structured(group.owner)
     # the dataclass is frozen, a config is not
     OmegaConf.set_readonly(node, None)
-    for item in fields(schema):
-        key: Declaration | None = item.metadata.get("key")
-        if "group" in item.metadata:
-            replace_node(node, item.name, group_node(item.metadata["group"]))
-        elif key is not None and key.is_untyped:
-            value = item.default if key.written is ... else key.written
-            if isinstance(value, tuple):
-                # OmegaConf 2.4 keeps a tuple as such, which no list of the user's could replace
-                value = list(value)
-            replace_node(node, item.name, typed_nodes(OmegaConf.create({"value": value}))["value"])
+    set_nodes(node, _nodes_of(group))
     return node
+
+
+def _nodes_of(group: Group) -> dict[str, Any]:
+    @cache
+    def typed(owner: type) -> dict[str, object]:
+        return typed_nodes(OmegaConf.structured(owner))
+
+    nodes: dict[str, Any] = {}
+    for name, member in group.members.items():
+        if isinstance(member, Group):
+            nodes[name] = MISSING if member.is_open else group_node(member)
+        elif member.about.is_untyped:
+            nodes[name] = _untyped_node(member)
+        else:
+            nodes[name] = typed(member.owner)[name]
+    return nodes
+
+
+def _untyped_node(key: Key) -> object:
+    """Return the node of a key that reads values of several types."""
+    value = key.item.default if key.about.written is ... else key.about.written
+    if isinstance(value, tuple):
+        # OmegaConf 2.4 keeps a tuple as such, which no list of the user's could replace
+        value = list(value)
+    return typed_nodes(OmegaConf.create({"value": value}))["value"]
 
 
 def register() -> None:
     """Put the schemas into Hydra's ConfigStore. ``model``, ``dataset`` and ``trainer`` are left out
     of the root: without an option of ours there, these names are a project's own."""
-    for name, schema in (("robust_base_schema", PlainConfig), ("robust_schema", RobustConfig)):
-        root = open_root(schema)
+    for name, keys in (("robust_base_schema", schema().plain), ("robust_schema", schema().root)):
+        root = open_root(keys)
         for group in _GROUPS:
             del root[group]
         ConfigStore.instance().store(name=name, node=root, provider="robust_train")
     store_group("trainer", "command", TrainerConfig)
 
 
-def store_group(group: str, option: str, schema: type, *, base: type | None = None) -> None:
+def store_group(group: str, option: str, owner: type, *, base: type | None = None) -> None:
     """Put the keys of a group's option into Hydra's ConfigStore. ``base``: the type of the group
     without the option; its keys are left out, so that they keep the values that they have."""
-    node = group_node(schema)
+    node = group_node(group_of(owner))
     with open_dict(node):
         for item in fields(base) if base is not None else ():
             del node[item.name]
@@ -107,7 +120,7 @@ def complete(cfg: Mapping[str, Any] | DictConfig) -> DictConfig:
 def _complete(cfg: Any, prefix: str = "") -> DictConfig:
     base = _GROUPS if prefix else _GROUPS | {"training": _FOLLOWING}
     try:
-        merged = OmegaConf.merge(open_root(RobustConfig), base, cfg)
+        merged = OmegaConf.merge(open_root(schema().root), base, cfg)
     except OmegaConfBaseException as error:
         raise _mistake(error, prefix) from None
     assert isinstance(merged, DictConfig)
@@ -120,7 +133,8 @@ def plain_config(cfg: DictConfig) -> DictConfig:
     is_program = OmegaConf.select(plain, "trainer.argv") is not None
     plain.isolation = "process" if is_program else "none"
     plain.auto_device = plain.gpu_queue = plain.wait_for_gpu = False
-    plain.min_gpu_memory_mb, plain.min_batch_size = 0, 1
+    plain.min_gpu_memory_mb = 0
+    plain.min_batch_size = 1
     return plain
 
 
@@ -129,6 +143,9 @@ def _mistake(error: OmegaConfBaseException, prefix: str) -> ConfigError:
     parent, _, name = full_key.rpartition(".")
     kind = error.object_type
     known = [item.name for item in fields(kind)] if is_dataclass(kind) else []
+    group = schema().root.members.get(str(error.full_key).partition(".")[0])
+    if known and isinstance(group, Group):
+        known = list(dict.fromkeys(known + list(group.members)))
     if not (isinstance(error, ConfigKeyError) and known):
         return ConfigError(str(error).splitlines()[0] + f" (key {full_key})")
     return unknown(name, known, f"{parent}.")

@@ -12,22 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from robust_train.config.schema import (
-    ACCUMULATION,
-    BATCH,
-    WORKERS,
-    OpenConfig,
-    RobustConfig,
-    TrainingConfig,
-)
+from robust_train.config.keys import schema
+from robust_train.config.schema import ACCUMULATION, BATCH, WORKERS, TrainingConfig
 from robust_train.model.attempt import Attempt
 from robust_train.model.errors import ConfigError, NoDeviceError, UserError
 from robust_train.model.spec import Decision, Retry
@@ -139,7 +133,8 @@ def defaults_for_theirs(cfg: DictConfig) -> dict[str, Any]:
     training: dict[str, Any] = {"num_workers": 0}
     given = _given(cfg)
     for name in _NAMES:
-        value, found = given.get(name), _paths(cfg, name)
+        value = given.get(name)
+        found = _paths(cfg, name)
         if value is None and len(found) == 1:
             training[name] = f"${{{found[0]}}}"
         elif name == "batch_size":
@@ -202,37 +197,42 @@ def their_keys(cfg: DictConfig) -> dict[str, str] | None:
     return found
 
 
-def as_typed(text: str, theirs: Mapping[str, str] | None, quoted: str = "") -> str:
-    """Return a message of ours with each key as the job's user writes it.
-
-    ``theirs`` are a project's :func:`their_keys`; ``quoted`` is a part of the message that is not
-    ours.
-    """
-    if theirs is None:
-        return text
-    if quoted:
-        parts = text.split(quoted)
-        return quoted.join(as_typed(part, theirs) for part in parts)
-
-    def name(found: re.Match[str]) -> str:
-        key = found[0]
-        is_set = text[found.end() :].startswith("=")
-        return theirs.get(key) or (
-            f"{GROUP}.{key}" if is_set else _IN_WORDS.get(key, f"{GROUP}.{key}")
-        )
-
-    return _our_keys().sub(name, text)
-
-
 @dataclass(frozen=True)
 class Words:
     """What a job says, with each key as its user writes it; ``theirs`` are :func:`their_keys`."""
 
     theirs: Mapping[str, str] | None
 
+    @property
+    def of_log(self) -> Callable[[str], str] | None:
+        """What changes a line of the log; None if lines stay as they are."""
+        return None if self.theirs is None else self.text
+
+    @contextlib.contextmanager
+    def of_errors(self) -> Iterator[None]:
+        """Let the errors that end a job name keys as its user writes them."""
+        try:
+            yield
+        except (ConfigError, NoDeviceError, UserError) as error:
+            error.args = (self.text(str(error)),)
+            raise
+
     def text(self, text: str, quoted: str = "") -> str:
         """Return a message of ours; ``quoted`` is a part of it that is not ours."""
-        return as_typed(text, self.theirs, quoted)
+        theirs = self.theirs
+        if theirs is None:
+            return text
+        if quoted:
+            return quoted.join(map(self.text, text.split(quoted)))
+
+        def name(found: re.Match[str]) -> str:
+            key = found[0]
+            is_set = text[found.end() :].startswith("=")
+            return theirs.get(key) or (
+                f"{GROUP}.{key}" if is_set else _IN_WORDS.get(key, f"{GROUP}.{key}")
+            )
+
+        return _our_keys().sub(name, text)
 
     def retry(self, retry: Retry, quoted: str = "") -> Retry:
         """Return a decision to retry; ``quoted`` is the message of what failed."""
@@ -264,35 +264,17 @@ class Words:
         return replace(attempt, failure=replace(failure, message=message, advice=advice))
 
 
-@contextlib.contextmanager
-def errors_as_typed(theirs: Mapping[str, str] | None) -> Iterator[None]:
-    """Have what ends a job name keys as its user writes them."""
-    try:
-        yield
-    except (ConfigError, NoDeviceError, UserError) as error:
-        error.args = (as_typed(str(error), theirs),)
-        raise
-
-
 @cache
 def _our_keys() -> re.Pattern[str]:
     """Return what finds our keys in our messages: one that is a word of English only as ``key=``,
     and none in a placeholder, a path or a longer key."""
     names = [
         re.escape(name) + ("" if re.search("[._]", name) else "(?==)")
-        for name in _names_of(RobustConfig)
+        for name in schema().root.names()
+        # any key there may be the user's
+        if not name.startswith(("model.", "dataset."))
     ]
     return re.compile(rf"(?<![\w./=-])(?<!(?<!\$)\{{)(?:{'|'.join(names)})\b")
-
-
-def _names_of(schema: type, prefix: str = "") -> Iterator[str]:
-    """Yield the keys of a group and of those in it; in an open one any key may be the user's."""
-    for item in fields(schema):
-        group = item.metadata.get("group") or item.metadata.get("open")
-        if group is not None and group is not OpenConfig:
-            yield from _names_of(group, f"{prefix}{item.name}.")
-        elif "key" in item.metadata:
-            yield f"{prefix}{item.name}"
 
 
 def _path(cfg: DictConfig, name: str) -> str | None:

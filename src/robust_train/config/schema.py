@@ -1,14 +1,15 @@
-"""Every key: its name, type and default, what it accepts and what it means.
+"""The kernel's keys: name, type and default, what each accepts and what it means.
 
-This is the only place where a key is declared. ``configs/*.yaml`` and the tables of
-``docs/configuration.md`` are written from it (``just keys``), Hydra checks types by it, and
-:class:`RobustConfig`, made once by :func:`robust_train.config.checks.checked`, is what the launcher
-and the attempts are handed.
+A key is declared here, or in the ``model.py`` of the feature that it belongs to. ``configs/*.yaml``
+and the tables of ``docs/configuration.md`` are written from both (``just keys``), Hydra checks
+types by them, and :class:`RobustConfig`, made once by :func:`robust_train.config.checks.checked`,
+is what the launcher and the attempts are handed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from omegaconf import MISSING
 
@@ -20,7 +21,6 @@ from robust_train.config.values import (
     FROM_1,
     POSITIVE,
     POSITIVE_SHARE,
-    SHARE,
     cleared_after,
     device_name,
     events,
@@ -30,15 +30,17 @@ from robust_train.config.values import (
     key,
     open_group,
     program_words,
-    retry_rules,
     text_or_none,
     truth_or_path,
     words,
     words_of_list,
 )
-from robust_train.model.spec import RetryRule
+from robust_train.model.feature import FeatureKeys
+from robust_train.model.spec import MAXIMIZE, MINIMIZE
 from robust_train.model.traits import FUNCTION, PROGRAM, Traits
 from robust_train.readable import MIB
+
+K = TypeVar("K", bound=FeatureKeys)
 
 BATCH = "training.batch_size"
 ACCUMULATION = "training.gradient_accumulation_steps"
@@ -100,7 +102,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """``memory``: what each attempt does about memory. Steps are optimizer steps, 0 is never."""
+    """``memory``: what holds for each attempt's memory."""
 
     fraction: float = key(
         0.95,
@@ -115,59 +117,12 @@ class MemoryConfig:
         choices=(AUTO, True, False),
         written=AUTO,
     )
-    empty_cache_frequency: int = key(
-        10, "steps between checks of the CUDA cache; `0`: never", range=FROM_0
-    )
-    empty_cache_threshold: float = key(
-        0.5, "share of the cache that must be unused for it to be emptied", range=SHARE
-    )
-    clear_on_start: bool = key(True, "empty the CUDA cache at the start")
     clear_after: tuple[str, ...] = key(
         CLEARED_AFTER,
         "empty it after a `save`, an `epoch`; clear a failed trainer's frames after a `failure`",
         more="Without `failure` they are left to a debugger",
         accepts="list",
         read=cleared_after,
-    )
-    samples: bool = key(True, "record memory over time in `memory.jsonl`, ten times a second")
-    snapshot_on_oom: bool = key(True, "when memory runs out, record what fills it")
-
-
-@dataclass(frozen=True)
-class DivergenceConfig:
-    """``divergence``: what happens when the loss is not finite any more."""
-
-    action: str = key(
-        "recover",
-        "`recover`: go back, with a lower learning rate if need be; `ignore`: train on",
-        more="([diverged](recovery.md#diverged))",
-        choices=("recover", "ignore"),
-    )
-    patience: int = key(
-        3,
-        "training counts as diverged after this many reports in a row of a loss that is not finite",
-        more="Or after three times as many updates in a row that `run.step` has left out",
-        range=FROM_1,
-    )
-    spike_sigma: float = key(
-        0.0,
-        "a loss so many standard deviations above its running median is bad too; `0`: none is",
-        more="In ten times `patience` reports in a row",
-        range=FROM_0,
-    )
-
-
-@dataclass(frozen=True)
-class RetryConfig:
-    """``retry``: what the user knows about failures."""
-
-    rules: tuple[RetryRule, ...] = key(
-        (),
-        "your own rules, before ours: what to do after an exit code, message or exception",
-        more="([recovery](recovery.md#your-own-rules))",
-        accepts="list",
-        written=[],
-        read=retry_rules,
     )
 
 
@@ -310,18 +265,7 @@ class RobustConfig(PlainConfig):
         more="([queue](queue.md#who-goes-first))",
         choices=("auto", "low", "normal", "high"),
     )
-    gpu_slice_minutes: float | None = key(
-        None,
-        "after this long on its GPUs the job saves a checkpoint and queues again if a user with "
-        "fewer GPUs waits",
-        more="`null`: never ([queue](queue.md#time-slices))",
-        unit="minutes",
-        range=FROM_0,
-    )
     allow_cpu_fallback: bool = key(True, "train on the CPU when no GPU will do")
-    detach: bool = key(
-        False, "go on in the background, past logout", more="([walk away](walk-away.md))"
-    )
     job_name: str | None = key(
         None,
         "name of the job; `null`: `<model>_<dataset>`, or the function or script",
@@ -347,8 +291,6 @@ class RobustConfig(PlainConfig):
         choices=(AUTO, True, False),
         written=AUTO,
     )
-    retry: RetryConfig = group(RetryConfig)
-    divergence: DivergenceConfig = group(DivergenceConfig)
     isolation: str = key(
         "process",
         "`process`: attempts are children; `none`: in this process, for debuggers",
@@ -388,6 +330,13 @@ class RobustConfig(PlainConfig):
         more="`null`: any number",
         range=FROM_1,
     )
+    sweep_direction: str = key(
+        "auto",
+        "which result of a sweep is best, the largest (`maximize`) or the smallest (`minimize`)",
+        more="`auto`: the smallest if `objective` is named like a loss or an error, else the "
+        "largest",
+        choices=("auto", MAXIMIZE, MINIMIZE),
+    )
     objective: str | None = key(
         None,
         "the figure of a dictionary of results that a sweep optimises; `null`: `optimized_metric`",
@@ -399,6 +348,29 @@ class RobustConfig(PlainConfig):
     finds_batch_size: bool = False
     # a project's keys that stand for ours; None: all of ours are at the root
     theirs: dict[str, str] | None = None
+    # the keys of features that do not all have their defaults
+    of_features: tuple[Any, ...] = ()  # FeatureKeys, which OmegaConf does not take as a type
+
+    def of(self, keys: type[K]) -> K:
+        """Return the keys that a feature declares."""
+        given = (one for one in self.of_features if isinstance(one, keys))
+        return next(given, keys())
+
+    def chosen(self, name: str) -> Any:
+        """Return what the user has chosen for a key that a feature declares.
+
+        For rooms below and above the features, which cannot name the class. None if the key has its
+        default, or if there is no such key: the feature may have been deleted.
+        """
+        having = (one for one in self.of_features if hasattr(one, name))
+        return getattr(next(having, None), name, None)
+
+    def having(self, keys: FeatureKeys) -> RobustConfig:
+        """Return the config with other values of a feature's keys."""
+        kind = type(keys)
+        others = tuple(one for one in self.of_features if type(one) is not kind)
+        is_default = keys == kind()
+        return replace(self, of_features=others if is_default else (*others, keys))
 
     @property
     def traits(self) -> Traits:

@@ -222,7 +222,8 @@ def newest_checkpoint(folder: Path, job: str) -> Manifest | None:
     for manifest in reversed(of_job(folder, job)):
         if manifest.loss in USELESS:
             continue
-        path, state = manifest.path, state_of(manifest)
+        path = manifest.path
+        state = state_of(manifest)
         damage = "torn" if state == "torn" else ""
         if state == "whole":
             # where one without a manifest was in the data is not known
@@ -230,7 +231,8 @@ def newest_checkpoint(folder: Path, job: str) -> Manifest | None:
             if not counts_batches and (newer := _unlisted(folder, manifest)):
                 return newer
             # now all of it is read; without a checksum to compare with, nothing is read for one
-            damage, known = damage_in(path, reads=True), manifest.content
+            damage = damage_in(path, reads=True)
+            known = manifest.content
             is_same = damage or known is None or known == content_of(path)
             state = "whole" if is_same else "changed"
         if damage:

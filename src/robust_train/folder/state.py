@@ -166,12 +166,14 @@ class StateFile:
     def update(self, change: Callable[[RunState], RunState]) -> None:
         """Change the state, and write it if that is important or time to."""
         with self._lock:
-            before, state = self.state, change(self.state)
+            before = self.state
+            state = change(self.state)
             if state == before:
                 return
             if state.state != before.state:
                 state = replace(state, since=time.time())
-            self.state, self._is_due = state, True
+            self.state = state
+            self._is_due = True
             if state.importance != before.importance:
                 self._next_write = 0.0
         self.write_if_due()
@@ -182,7 +184,8 @@ class StateFile:
             now = time.monotonic()
             if not self._is_due or now < self._next_write:
                 return
-            self._is_due, self._next_write = False, now + _INTERVAL_SECONDS
+            self._is_due = False
+            self._next_write = now + _INTERVAL_SECONDS
             content = as_json(replace(self.state, updated=time.time()))
             try:
                 self._check()
@@ -217,6 +220,8 @@ class Summary:
     # parts of the time of all launches, in seconds, and `share`, the useful one's
     goodput: Mapping[str, float] | None = None
     checkpoint: Path | None = None  # the last one that a trainer reported
+    # the best one that a trainer kept; in the file only if there is one
+    best: Mapping[str, Json] | None = None
     # the short form of `environment.json`
     environment: Mapping[str, Json] | None = None
     # what would make the job faster, a sentence each
@@ -276,6 +281,8 @@ class Summary:
                 known[name] = round(known[name], 3)
         known["checkpoint"] = None if self.checkpoint is None else str(self.checkpoint)
         known |= lacked_by_json(self.result)
+        if self.best is None:
+            del known["best"]
         content: dict[str, Json] = strict_json({"schema": SCHEMA, **known})
         return content
 
@@ -327,6 +334,15 @@ def read_summary(folder: Path) -> Summary | None:
 def objective_of(result: Any) -> Any:
     """Return what a sweeper optimises of a trainer's result: its ``objective``, else all of it."""
     return result.get("objective", result) if isinstance(result, dict) else result
+
+
+def figure_of(result: Any) -> str | None:
+    """Return the name of the figure that is the objective of a result, if exactly one has its
+    value."""
+    if not isinstance(result, dict) or "objective" not in result:
+        return None
+    names = [n for n, value in result.items() if n != "objective" and value == result["objective"]]
+    return names[0] if len(names) == 1 else None
 
 
 _LACKED = "not_finite"

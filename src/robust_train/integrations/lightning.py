@@ -23,7 +23,7 @@ from omegaconf import DictConfig, open_dict
 
 from robust_train import compat
 from robust_train.attempt.run import Run, live_of
-from robust_train.config.projects import errors_as_typed
+from robust_train.config.projects import Words
 from robust_train.config.schema import TrainingConfig
 from robust_train.integrations.lightning_callback import RobustCallback, Stopped, logged
 from robust_train.integrations.lightning_step import recover_in_steps
@@ -44,7 +44,8 @@ __all__ = ["fit", "trainer_arguments"]
 
 def trainer_arguments(cfg: DictConfig, run: Run) -> dict[str, Any]:
     """Return arguments for ``Trainer``: the attempt's devices and the run folder."""
-    device, nodes = torch.device(cfg.device), machines()
+    device = torch.device(cfg.device)
+    nodes = machines()
     arguments: dict[str, Any] = {
         "accelerator": "gpu" if device.type == "cuda" else "cpu",
         "devices": run.world_size // nodes,
@@ -100,7 +101,8 @@ def _fit(
     run: Run,
     **options: Any,
 ) -> None:
-    has_data, data = data is not None, model if data is None else data
+    has_data = data is not None
+    data = model if data is None else data
     cfg = _with_batch_of(data, cfg, run)
     _check(trainer, cfg, run)
     if run.world_size == 1:
@@ -175,7 +177,7 @@ def adopted_fit(cfg: DictConfig, run: Run) -> Iterator[None]:
         elif run.world_size == 1 and compat.starts_ranks_itself(trainer):
             reason = f"Trainer: starts {trainer.world_size} processes of its own"
         elif not compat.searches(trainer):
-            with errors_as_typed(live_of(run).their_keys):
+            with Words(live_of(run).their_keys).of_errors():
                 if reason is None:
                     fit = partial(own, trainer)
                     _fit(fit, trainer, model, data, cfg=cfg, run=run, **options)

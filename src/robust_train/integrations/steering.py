@@ -28,7 +28,7 @@ from robust_train.model.failure import Failure, FailureKind
 from robust_train.step import ranks, splitting
 from robust_train.step.engine import Batch, Body, CannotSplitError, Step
 from robust_train.step.ranks import SharedStep
-from robust_train.step.rewind import why_not_again
+from robust_train.step.reachable import why_not_again
 from robust_train.step.split_check import LossOf
 from robust_train.step.splitting import Count, Part, Parts
 
@@ -158,7 +158,8 @@ class OpenStep(Step[Any]):
         function: Any = None,
     ) -> list[tuple[Any, Part]]:
         """Return the results of a batch's parts; in training the last one ends the step."""
-        samples, whole = self._samples_of(data), data
+        samples = self._samples_of(data)
+        whole = data
         # a lone sample, or several that were packed into one
         self._can_be_cut = samples > 1
         if self._can_be_cut:

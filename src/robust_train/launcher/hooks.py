@@ -182,17 +182,22 @@ class Hooks:
     """The features of one job, called together.
 
     Args:
-        features: in the order of evidence.
-        job: what they see of it.
+        features: by what a warning calls them, in the order of evidence.
     """
 
-    def __init__(self, features: Sequence[Feature], job: JobView) -> None:
-        self._named: dict[str, InLauncher] = {
+    def __init__(self, features: Mapping[str, InLauncher]) -> None:
+        self._named = features
+        self._all = tuple(features.values())
+
+    @classmethod
+    def load(cls, features: Sequence[Feature], job: JobView) -> Hooks:
+        """Return the features' halves in the launcher, which see this much of a job."""
+        named = {
             feature.name.replace("_", " "): load_named(feature.launcher)(job)
             for feature in features
             if feature.launcher
         }
-        self._all = tuple(self._named.values())
+        return cls(named)
 
     @contextmanager
     def taking_part(self) -> Iterator[None]:

@@ -15,6 +15,7 @@ from pathlib import Path
 import tenacity
 
 from robust_train.config.attempt import AttemptRequest
+from robust_train.folder.best import best_in
 from robust_train.folder.identity import Beginning
 from robust_train.folder.state import RunState, Summary
 from robust_train.host.signals import SignalWatch
@@ -59,7 +60,7 @@ class Job:
         self.driver = driver
         self.policy = plan.policy
         self.signals = SignalWatch()
-        self.hooks = Hooks(plan.features, self)
+        self.hooks = Hooks.load(plan.features, self)
         self.folder = RunFolder(plan, self.signals, self.hooks.event)
         self.attempts: list[Attempt] = []
         self.decision: Decision | None = None
@@ -303,6 +304,7 @@ class Job:
             wait_seconds=self.folder.wait_seconds,
             attempts=tuple(self.attempts),
             checkpoint=self.checkpoint,
+            best=best_in(self.plan.run_dir / "checkpoints"),
             error=None if last is None else error_of(last),
         )
         self.folder.record(JobEnded(status, reason))

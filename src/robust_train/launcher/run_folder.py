@@ -349,7 +349,8 @@ class RunFolder:
         """Stop the job as SIGTERM does."""
         if not request.take():
             return
-        problem, signals = "", self._signals
+        problem = ""
+        signals = self._signals
         is_stopping = signals.received and not signals.is_pausing
         if not signals.watches(signal.SIGTERM):
             problem = (

@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
+
+
+class FeatureKeys:
+    """Base of the keys that a feature declares, a frozen dataclass in its ``model.py``."""
+
+    group: ClassVar[str] = ""
+    """The group of the config that the keys are in; empty for the root."""
+
+    def mistakes(self, config: Any) -> Iterator[str]:
+        """Yield what these keys and others of ``config``, a ``RobustConfig``, rule out."""
+        yield from ()
 
 
 @dataclass(frozen=True)
@@ -23,6 +35,8 @@ class Feature:
     # subclasses of `launcher.hooks.InLauncher` and `attempt.hooks.InAttempt`; empty: no part there
     launcher: str = ""
     attempt: str = ""
+    # read with `config.of(…)`; several classes if other keys stand between them on the page
+    keys: tuple[type[FeatureKeys], ...] = ()
 
 
 def load_named(reference: str) -> Any:

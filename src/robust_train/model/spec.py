@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 K = TypeVar("K", bound="Knob")
 
+MAXIMIZE = "maximize"
+MINIMIZE = "minimize"
+"""Which result of a sweep is best, as Optuna writes it."""
+
 
 @dataclass(frozen=True)
 class Knob(Part):

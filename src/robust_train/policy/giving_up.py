@@ -16,7 +16,8 @@ _HAS_NO_BATCH = (
 
 def why_give_up(context: FailureContext) -> str:
     """Return one sentence: what failed, and with what it was tried."""
-    kind, message = context.failure.kind, context.failure.message
+    kind = context.failure.kind
+    message = context.failure.message
     if kind in (FailureKind.BUG, FailureKind.UNKNOWN) or context.evidence.clue == Clue.UNCLEAR:
         rank = context.failure.rank
         message = message if rank is None else f"{message} (rank {rank})"

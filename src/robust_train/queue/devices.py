@@ -34,7 +34,6 @@ log = logging.getLogger("robust_train")
 
 _SETTLE_SECONDS = 5.0
 _SETTLE_BAND_BYTES = 256 * MIB
-_SLICE_POLL_SECONDS = 5.0
 
 
 class FreeBytes(NamedTuple):
@@ -76,8 +75,9 @@ class Devices:
         self._free_before: dict[str, int] = {}
         # the GPU that the config names, if any
         self._named: tuple[str, ...] = ()
+        # when the job got its GPUs, by the monotonic clock
+        self.acquired_at = -math.inf
         self._only: frozenset[str] | None = None  # UUIDs of the GPUs that ``device`` lists
-        self._slice_ends = 0.0
         job = QueuedJob(
             job=job_id,
             name=job_name,
@@ -146,7 +146,8 @@ class Devices:
     def offers(self) -> Offers:
         """Return what the next attempt may have now: the GPUs that could be taken, best first and
         ``free_bytes`` as usable, and the healthy ones that others have."""
-        count, least = self._config.num_gpus, self._config.min_gpu_memory_bytes
+        count = self._config.num_gpus
+        least = self._config.min_gpu_memory_bytes
         free = [gpu for gpu in self.queue.open_gpus() if can_be_one_of(gpu, count)]
         gpus = tuple(rank(free, least))
         uuids = {gpu.uuid for gpu in gpus}
@@ -166,11 +167,7 @@ class Devices:
         return self.queue.take([gpu.uuid for gpu in group], self._need_bytes)
 
     def who_waits(self) -> QueuedJob | None:
-        """Return the job for which this one, after its time slice, is to leave its GPUs."""
-        minutes, now = self._config.gpu_slice_minutes, time.monotonic()
-        if minutes is None or not self._config.wait_for_gpu or now < self._slice_ends:
-            return None
-        self._slice_ends = now + _SLICE_POLL_SECONDS
+        """Return the job of another user with fewer GPUs that waits for those of this one."""
         return self.queue.who_waits()
 
     def leave(self, count: int) -> Room:
@@ -194,7 +191,8 @@ class Devices:
     def ended(self, attempt: Attempt) -> FreeBytes:
         """Record that an attempt's processes are gone. Returns the free memory of the GPU on which
         it failed, before and after, if that is one of the job's own."""
-        group, failure = attempt.spec.gpus, attempt.failure
+        group = attempt.spec.gpus
+        failure = attempt.failure
         self._learn(attempt)
         if failure is None:
             return FreeBytes()
@@ -205,7 +203,8 @@ class Devices:
             excluded = excluded_after(failure, suspects, free_bytes(suspects))
             for uuid, reason in excluded.items():
                 self.queue.exclude(uuid, reason)
-        before, self._free_before = self._free_before, {}
+        before = self._free_before
+        self._free_before = {}
         if not before:
             return FreeBytes()
         after = self._settle(group, before)
@@ -240,8 +239,7 @@ class Devices:
             request = replace(request, count=count, timeout_seconds=left)
             found = wait_for_gpus(self.queue, request, self._on_wait, self._sleep)
             if not isinstance(found, NoGpu):
-                slice_minutes = self._config.gpu_slice_minutes or 0.0
-                self._slice_ends = time.monotonic() + 60 * slice_minutes
+                self.acquired_at = time.monotonic()
                 return found
             if number == 0 or left:  # the reason of the one that has waited
                 why = found
@@ -275,7 +273,8 @@ class Devices:
 
     def _learn(self, attempt: Attempt) -> None:
         """Learn from an attempt how much memory the next one needs."""
-        group, shown = attempt.spec.gpus, attempt.memory
+        group = attempt.spec.gpus
+        shown = attempt.memory
         peak = max(shown.get("max_allocated", 0), shown.get("reserved", 0), self._other_ranks_bytes)
         self._other_ranks_bytes = 0
         if peak:

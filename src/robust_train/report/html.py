@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from robust_train import readable
 from robust_train.files import replacing, strict_json
-from robust_train.folder.state import objective_of
+from robust_train.folder.state import figure_of, objective_of
 from robust_train.model.json import finite
 from robust_train.report import charts, wording
 from robust_train.report.facts import USES, Story, speed_of
@@ -77,6 +77,7 @@ def job_page(story: Story) -> str:
         title=story.name,
         story=story,
         objective=objective,
+        figure=(figure_of(story.result) or "what the trainer returned").replace("_", " "),
         shares=shares(story.seconds),
         results=results,
         traceback=text,

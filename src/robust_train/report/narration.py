@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from robust_train.folder.state import Summary
+from robust_train.folder.state import Summary, figure_of
 from robust_train.host.loggers import log_always, standard_error
 from robust_train.model.attempt import Attempt
 from robust_train.model.events import JobStarted
@@ -50,8 +50,10 @@ def show_end(explain: Callable[[Summary], object], summary: Summary, how_to_go_o
     if summary.attempts:
         attempts = list[Attempt](attempts_of(_earlier(summary.run_dir)))
         attempts += summary.attempts
-        say = _logging_of(summary)
-        say("attempts:\n%s", attempts_table(attempts))
+        # the last lines say all of a single attempt that nothing has changed
+        if len(attempts) > 1 or summary.status != "completed" or len(attempts[0].sizes) > 1:
+            say = _logging_of(summary)
+            say("attempts:\n%s", attempts_table(attempts))
         if memory := gpu_memory_summary(summary.attempts[-1]):
             log.info("%s", memory)
     explain(summary)
@@ -110,7 +112,9 @@ def attempts_table(attempts: Sequence[Attempt]) -> str:
     names += ["steps", "time", "outcome"]
     rows: list[list[object]] = []
     for attempt in attempts:
-        spec, ending, end = attempt.spec, ending_of(attempt), attempt.end_step
+        spec = attempt.spec
+        ending = ending_of(attempt)
+        end = attempt.end_step
         if attempt.is_retried:
             ending += f" → {action_in_words(attempt.action)}"
         steps = f"{attempt.start_step}-{'?' if end is None else end}"
@@ -179,6 +183,8 @@ def conclude(summary: Summary, how_to_go_on: str) -> None:
         result = summary.objective
         text = number_text(result) if isinstance(result, float) else str(result)
         ending += f"; result: {shortened(text, 100)}"
+        if (figure := figure_of(summary.result)) is not None:
+            ending += f" ({figure.replace('_', ' ')})"
     elif summary.status == "completed" and last is not None and last.script is None:
         ending += "; result: none"  # a forgotten return would cost a sweep
     if summary.status == "no_device" or (
@@ -192,6 +198,10 @@ def conclude(summary: Summary, how_to_go_on: str) -> None:
         log.info("speed: %s", speed_text(speed, last.spec.ranks))
     for sentence in summary.advice:
         log.info("to be faster: %s", sentence)
+    if (best := summary.best) is not None:
+        figure = str(best["figure"]).replace("_", " ")
+        value = number_text(best["value"])
+        say("best checkpoint: %s (%s %s after step %s)", best["path"], figure, value, best["step"])
     say("run folder: %s", summary.run_dir)
     if summary.status == "completed" or not how_to_go_on:
         return
@@ -208,7 +218,8 @@ def _what_is_lost(attempt: Attempt) -> str:
     """Return which steps a second signal has cost; empty if there was none."""
     if not attempt.exit.was_hurried or attempt.ending is not None:
         return ""
-    lost, saved = attempt.end_step, attempt.saved_step
+    lost = attempt.end_step
+    saved = attempt.saved_step
     if lost is None:
         return " at once by a second signal, without a last checkpoint"
     kept = attempt.start_step if saved is None else saved
@@ -233,7 +244,8 @@ def log_end(attempt: Attempt, decision: Decision | None) -> None:
         log.info("attempt %d: stopped%s", attempt.number, _what_is_lost(attempt))
         return
     # the reason follows at the job's end, whole
-    is_bug, names = failure.kind is FailureKind.BUG, attempt.exceptions
+    is_bug = failure.kind is FailureKind.BUG
+    names = attempt.exceptions
     what = failure.kind.in_words
     if is_bug and attempt.script is not None:
         what = ending_of(attempt)

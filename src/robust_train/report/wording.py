@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from robust_train.config.projects import as_typed
+from robust_train.config.projects import Words
 from robust_train.folder.memory_samples import Sample
 from robust_train.model.attempt import UNFINISHED, Attempt
 from robust_train.model.failure import Failure, FailureKind
@@ -63,7 +63,8 @@ def sentence_of(story: Story) -> str:
         if story.status == "empty":
             return "The folder holds no record of a job."
         return "The journal is missing; of the job only summary.json is left."
-    attempts, wall = story.attempts, story.seconds["wall"]
+    attempts = story.attempts
+    wall = story.seconds["wall"]
     is_completed = story.status == "completed"
     parts = [_ending(story)]
     has_ended = story.status in ("completed", "failed", "interrupted", "pruned")
@@ -92,8 +93,10 @@ def _inside_steps(story: Story) -> str:
 
 
 def _ending(story: Story) -> str:
-    status, attempts = story.status, story.attempts
-    last, nth = attempts[-1] if attempts else None, ordinal(len(attempts))
+    status = story.status
+    attempts = story.attempts
+    last = attempts[-1] if attempts else None
+    nth = ordinal(len(attempts))
     lines = (story.launches[-1].reason or "").strip().splitlines()
     why = f": {lines[0]}" if lines else ""
     took = duration(story.took)
@@ -154,7 +157,8 @@ def _troubles(attempts: Sequence[TimedAttempt]) -> Iterator[str]:
     ):
         own = list(group)
         sizes = dict.fromkeys(str(a.batch_size) for a in own if a.batch_size)
-        times, size = "", ""
+        times = ""
+        size = ""
         if outcome in OOM and sizes:
             size = f" at micro-batch {', '.join(sizes)}"
         elif len(own) > 1:
@@ -171,9 +175,10 @@ def _sentence(text: str) -> str:
 def advice_of(story: Story, keys: Mapping[str, str] | None) -> Iterator[Advice]:
     """Yield findings and advice, most promising first; none if nothing was tight. ``keys`` are a
     project's that stand for ours."""
+    words = Words(keys)
     for one in _advice_of(story, keys):
-        steps = tuple(as_typed(step, keys) for step in one.steps)
-        overrides = one.overrides and as_typed(one.overrides, keys)
+        steps = tuple(map(words.text, one.steps))
+        overrides = words.text(one.overrides or "") or None
         yield replace(one, steps=steps, overrides=overrides)
 
 
@@ -247,7 +252,8 @@ def _finding(attempt: TimedAttempt, failure: Failure) -> str:
 
 
 def _tightness(device: DeviceMemory) -> Iterator[Advice]:
-    total, used = device.most("gpu_total"), device.most("gpu_used")
+    total = device.most("gpu_total")
+    used = device.most("gpu_used")
     if used > _TIGHT * total > 0:
         others = max(_used_by_others(sample) for sample in device.samples)
         yield Advice(
@@ -275,7 +281,7 @@ def speed_advice(
     measured = [attempt for attempt in attempts if speed_of(attempt)]
     for last in measured[-1:]:
         for one in itertools.chain(_data(last), _slow_ranks(speed_of(last))):
-            yield as_typed(one, keys)
+            yield Words(keys).text(one)
 
 
 def _data(attempt: Attempt) -> Iterator[str]:

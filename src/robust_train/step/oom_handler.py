@@ -21,7 +21,8 @@ from robust_train.memory.tensors import leaves_in
 from robust_train.model.errors import AttemptsExhaustedError
 from robust_train.model.failure import Clue, FailureKind
 from robust_train.policy.sizes import next_smaller
-from robust_train.step.rewind import STEPS_IN_BACKWARD, GradientsBefore
+from robust_train.step.gradients import GradientsBefore
+from robust_train.step.reachable import STEPS_IN_BACKWARD
 
 log = logging.getLogger("robust_train")
 

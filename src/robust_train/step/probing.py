@@ -30,7 +30,8 @@ from robust_train.policy.sizes import (
 )
 from robust_train.readable import memory as shown
 from robust_train.step import ranks
-from robust_train.step.rewind import Models, StepStart, Watch, models_of
+from robust_train.step.reachable import Models, models_of
+from robust_train.step.step_start import StepStart, Watch
 
 log = logging.getLogger("robust_train")
 

@@ -33,7 +33,9 @@ from robust_train.memory.clearing import clear_frames, return_memory
 from robust_train.model.errors import UserError
 from robust_train.model.failure import FailureKind
 from robust_train.readable import first_line
-from robust_train.step.rewind import GeneratorStates, Models, PassState, models_of
+from robust_train.step.pass_state import PassState
+from robust_train.step.reachable import Models, models_of
+from robust_train.step.rng import GeneratorStates
 from robust_train.step.sharded import RanOutElsewhereError
 from robust_train.step.splitting import Count, Length, Parts, Split, part_of, part_of_both_ends
 

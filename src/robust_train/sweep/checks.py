@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
@@ -20,12 +21,20 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from robust_train.config.checks import checked, unchecked
 from robust_train.config.composition import complete
-from robust_train.config.projects import as_typed, their_keys
+from robust_train.config.projects import Words, their_keys
 from robust_train.config.refusals import REFUSALS, explain_job
 from robust_train.host.loggers import change_words
 from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED, ConfigError
+from robust_train.model.spec import MAXIMIZE, MINIMIZE
 
-_MOST_JOBS, MOST_SECONDS = 50, 5.0
+log = logging.getLogger("robust_train")
+
+_MOST_JOBS = 50
+MOST_SECONDS = 5.0
+SMALLEST_IS_BEST = re.compile(
+    r"(?<![a-z])(loss|error|err|mse|rmse|mae|nll|perplexity|ppl|wer|cer|fid)(?![a-z])"
+)
+"""Names of figures whose smallest value is the best."""
 Check = Callable[[DictConfig], None]
 
 
@@ -35,7 +44,7 @@ class SweeperSettings:
 
     sampler: Mapping[str, Any] | None = None  # None: every combination once
     pruner: Mapping[str, Any] | None = None
-    direction: str = "maximize"
+    direction: str | None = None  # read by direction_of
     n_trials: int = 20
     n_jobs: int | None = None
     repeat: int = 1
@@ -50,10 +59,6 @@ class SweeperSettings:
         if self.pruner is not None and self.repeat != 1:
             # one repetition says too little of the point
             raise ConfigError(f"hydra.sweeper.repeat={self.repeat}: a pruner needs repeat=1")
-        if self.direction not in ("maximize", "minimize"):
-            raise ConfigError(
-                f"hydra.sweeper.direction={self.direction}: must be maximize or minimize"
-            )
 
 
 def check_jobs(config: DictConfig, check: Check | None) -> None:
@@ -107,7 +112,7 @@ def _problem_of(
         cfg = loader.load_sweep_config(config, overrides)
     except REFUSALS as error:
         raise ConfigError(explain_job(error, config, overrides)) from error
-    if check is None and not unchecked(cfg).detach:
+    if check is None and not unchecked(cfg).chosen("detach"):
         return None  # a project's main may complete it
     with open_dict(cfg):
         cfg.hydra.job.num = 0
@@ -126,10 +131,41 @@ def _problem_of(
     return None
 
 
-def name_keys_as_typed(config: DictConfig) -> None:
-    """Have log lines of ours name keys as the user of a project writes them."""
-    if (theirs := their_keys(config)) is not None:
-        change_words(partial(as_typed, theirs=theirs))
+def direction_of(config: DictConfig) -> str:
+    """Return which result of a sweep is best: the largest (``maximize``) or the smallest.
+
+    A line says so if only the name of ``objective`` decides it. Raises ConfigError: the sweeper's
+    own direction is neither of them, or is not that of ``sweep_direction``.
+    """
+    settings = unchecked(config)
+    wanted = settings.sweep_direction
+    given = config.hydra.sweeper.get("direction")
+    # an enum with Hydra's own Optuna sweeper; with several objectives a list, which ranks no job
+    own = getattr(given, "name", given)
+    if isinstance(own, str):
+        if own not in (MAXIMIZE, MINIMIZE):
+            raise ConfigError(f"hydra.sweeper.direction={own}: must be maximize or minimize")
+        if wanted not in ("auto", own):
+            raise ConfigError(
+                f"sweep_direction={wanted}, but hydra.sweeper.direction={own}: leave one out"
+            )
+        return own
+    if wanted != "auto":
+        return wanted
+    objective = settings.objective or config.get("optimized_metric")
+    if not (objective and SMALLEST_IS_BEST.search(str(objective).lower())):
+        return MAXIMIZE
+    log.info(
+        "the smallest %s is best, by its name; sweep_direction=maximize says otherwise", objective
+    )
+    return MINIMIZE
+
+
+def speak_of_keys_in(config: DictConfig) -> None:
+    """Let our log lines name keys as the user of this config writes them."""
+    words = Words(their_keys(config))
+    if words.of_log is not None:
+        change_words(words.of_log)
 
 
 @contextlib.contextmanager

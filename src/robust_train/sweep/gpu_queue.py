@@ -53,7 +53,7 @@ from robust_train.model.errors import ConfigError
 from robust_train.model.events import ValueReported
 from robust_train.report import html
 from robust_train.report.status import LiveLines
-from robust_train.sweep.checks import hydra_knows, name_keys_as_typed
+from robust_train.sweep.checks import hydra_knows, speak_of_keys_in
 from robust_train.sweep.pruning import Reports
 from robust_train.sweep.record import (
     INTERRUPTIONS,
@@ -122,10 +122,13 @@ class GpuQueue:
                 "robust_train.hydra_main, or build it on defaults: [robust], with "
                 "hydra.searchpath: [pkg://robust_train.configs]"
             )
-        self._context, self._task_function = context, task_function
-        self._config, self._n_jobs = config, n_jobs
+        self._context = context
+        self._task_function = task_function
+        self._config = config
+        self._n_jobs = n_jobs
         self._settings = unchecked(config)
-        self.sweep, self.folder = session.sweep, session.sweep.folder
+        self.sweep = session.sweep
+        self.folder = session.sweep.folder
         # every job that is known, as it is; the sweep's table has those that left no folder
         self.rows = session.sweep.known
         self._jobs: Jobs
@@ -159,7 +162,7 @@ class GpuQueue:
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
         shorten_lines()
         show_lines()
-        name_keys_as_typed(self._config)
+        speak_of_keys_in(self._config)
         discard_early()
         table = self.sweep.table
         prunes = jobs.prunes or self._settings.sweep_patience is not None

@@ -32,7 +32,7 @@ from robust_train.sweep.record import (
     read_table,
     storage_in,
 )
-from robust_train.sweep.table import best_first, common, has_results, tally, without
+from robust_train.sweep.table import best_first, common, has_results, tally, values_of, without
 
 SCHEMA = 1
 _MOST_PARAMETERS = 8
@@ -98,6 +98,8 @@ def sweep_story_of(folder: Path) -> SweepStory:
     wall = table.wall_seconds
     sentence = tally(found)
     sentence += "." if wall is None else f" in {duration(wall)}."
+    if values_of(found):
+        sentence += f" The {table.best_is} result is the best."
     is_over = table.status == Status.ENDED
     if not is_over and is_alive(folder, has_ended=False):
         sentence += " It is still running."
@@ -114,10 +116,12 @@ def sweep_story_of(folder: Path) -> SweepStory:
 def sweep_page(sweep: SweepStory) -> str:
     """Return the page of a sweep."""
     reports = Reports()
-    values, losses = [], []
+    values = []
+    losses = []
     for job in sweep.jobs:
         reports.begin(job.row.job, job.row.path)
-        label, own = str(job.row.job), reports.values.get(job.row.job)
+        label = str(job.row.job)
+        own = reports.values.get(job.row.job)
         curves = [tuple(own.items())] if own else []
         values.append((label, curves, job.row.is_pruned))
         losses.append((label, _losses(job.story), job.row.is_pruned))

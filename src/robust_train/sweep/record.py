@@ -30,6 +30,7 @@ from robust_train.folder.state import (
 from robust_train.model.attempt import Attempt
 from robust_train.model.errors import EXIT_BAD_CONFIG
 from robust_train.model.events import SCHEMA, Json, MalformedEventError, from_json
+from robust_train.model.spec import MAXIMIZE, MINIMIZE
 from robust_train.readable import shortened, signal_name
 
 if TYPE_CHECKING:
@@ -38,11 +39,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("robust_train")
 
 JOB_FILE = "sweep_job.json"
-STUDY_FILE, STUDY = "study.jsonl", "sweep"
+STUDY_FILE = "study.jsonl"
+STUDY = "sweep"
 _LINK = "job-"  # and its number, of one that lies elsewhere
 INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _OF_THE_SWEEP = re.compile(
-    r"\+{0,2}(robust\.)?(sweep_(fail_fast|patience)|resume|detach|notify\.\w+|"
+    r"\+{0,2}(robust\.)?(sweep_(direction|fail_fast|patience)|resume|detach|notify\.\w+|"
     r"queue_priority|wait_for_gpu|gpu_wait_timeout_minutes|max_launches|max_retries|"
     r"stall_timeout_minutes)="
 )
@@ -64,7 +66,8 @@ class Status:
     PRUNED = "pruned"
     NOT_STARTED = "not_started"
     DIED = "died"
-    RUNNING, ENDED = "running", "ended"
+    RUNNING = "running"
+    ENDED = "ended"
 
 
 @dataclass(frozen=True)
@@ -204,7 +207,8 @@ def read_row(folder: Path) -> SweepJob | None:
 def row_of(job: SweepJob, folder: Path, returncode: int | None = None) -> SweepJob:
     """Return a job of which this is the record as it is now, however it has ended. ``returncode``
     is of its process, for whoever knows that it has ended."""
-    summary, attempts = read_summary(folder), tuple[Attempt, ...]()
+    summary = read_summary(folder)
+    attempts = tuple[Attempt, ...]()
     state = read_state(folder)
     has_ended = state is None or state.is_final
     job = replace(job, folder=str(folder))
@@ -320,13 +324,18 @@ class SweepTable:
     resume_command: str | None = None
     # of the command
     overrides: tuple[str, ...] = ()
-    direction: str = "maximize"  # or `minimize`: what of the results is best
+    direction: str = MAXIMIZE  # or MINIMIZE: which result is best
     repeat: int = 1  # jobs of each point, which differ in their seeds
 
     @property
     def sign(self) -> int:
         """1 if the largest result is the best, -1 if the smallest is."""
-        return -1 if self.direction == "minimize" else 1
+        return -1 if self.direction == MINIMIZE else 1
+
+    @property
+    def best_is(self) -> str:
+        """Which result is the best, in a word."""
+        return "largest" if self.sign > 0 else "smallest"
 
     def write(self, folder: Path) -> None:
         """Write ``sweep.json``; raise ``OSError`` if that is not possible."""

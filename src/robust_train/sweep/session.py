@@ -30,7 +30,7 @@ from robust_train.children import detach
 from robust_train.children.notifier import Notifier, notifications
 from robust_train.compat import returned_or_raised
 from robust_train.config.checks import hide_urls, unchecked
-from robust_train.config.projects import as_typed, their_keys
+from robust_train.config.projects import Words, their_keys
 from robust_train.config.schema import RobustConfig
 from robust_train.files import plain, set_aside
 from robust_train.folder.hydra_state import OF_HYDRA, close_to_others, composed_files
@@ -59,9 +59,10 @@ from robust_train.readable import duration, named_line, one_line
 from robust_train.report.html import save
 from robust_train.sweep.checks import (
     check_jobs,
+    direction_of,
     launcher_of,
     misplaced_launcher,
-    name_keys_as_typed,
+    speak_of_keys_in,
 )
 from robust_train.sweep.page import write_sweep_report
 from robust_train.sweep.record import (
@@ -77,7 +78,15 @@ from robust_train.sweep.record import (
     read_row,
     read_rows,
 )
-from robust_train.sweep.table import as_csv, best_first, point_table, screen_table, tally, unranked
+from robust_train.sweep.table import (
+    as_csv,
+    best_first,
+    point_table,
+    screen_table,
+    tally,
+    title,
+    unranked,
+)
 
 log = logging.getLogger("robust_train")
 
@@ -87,7 +96,8 @@ LOST = (
     "%s: this sweep folder was removed, and another sweep has begun there; this sweep starts no "
     "more jobs and writes nothing more there"
 )
-_OWN_MASK, _MASK = "ROBUST_TRAIN_SWEEP_MASK", "CUDA_VISIBLE_DEVICES"
+_OWN_MASK = "ROBUST_TRAIN_SWEEP_MASK"
+_MASK = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass
@@ -112,7 +122,8 @@ class Sweep:
 
     def show_and_write(self) -> int:
         """Show the table and write the files; return the exit code that the jobs ask for."""
-        rows, folder = self.rows(), self.folder
+        rows = self.rows()
+        folder = self.folder
         if is_anothers(folder, self.table.sweep):
             log.error(LOST, folder)
             return exit_code_of(rows) or EXIT_FAILED
@@ -140,7 +151,7 @@ class Sweep:
         write_sweep_report(folder)
         self._notify(table, ended)
         points = best_first(table)
-        lines = ["sweep:"]
+        lines = [title(table)]
         lines += screen_table([row for rows in points for row in rows])
         if table.repeat > 1:
             lines += point_table(points)
@@ -235,6 +246,7 @@ class HydraSession:
         kind = str(sweeper.get("_target_")).rpartition(".")[2]
         is_ours = kind == "RobustSweeper"
         launcher = "gpu_queue" if is_ours else launcher_of(config)
+        direction = direction_of(config)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             close_to_others(folder)
@@ -246,7 +258,7 @@ class HydraSession:
                 launcher,
                 resume_command=sweep_resume_command(folder, cwd),
                 overrides=overrides,
-                direction=sweeper.direction if is_ours else "maximize",
+                direction=direction,
                 repeat=repeat_of(config),
             )
             # what an earlier launch was asked for
@@ -262,7 +274,8 @@ class HydraSession:
         os.environ[SWEEP_VARIABLE] = id_
         remember_mask(os.environ)
         notifier = Notifier(notifications(unchecked(config).notify, os.environ))
-        self.sweep, self.exit_code = Sweep(table, folder, lock, notifier), 0
+        self.sweep = Sweep(table, folder, lock, notifier)
+        self.exit_code = 0
         detach.has_begun(folder, detach.sweep_text(folder))
         # a project with a command of its own gets its table also when a job's error ends the sweep
         atexit.register(self.finish)
@@ -270,7 +283,8 @@ class HydraSession:
     def finish(self) -> int:
         """Finish the sweep, once; return the exit code that the jobs ask for.
         Safe to call again, and where there was no sweep."""
-        sweep, self.sweep = self.sweep, None
+        sweep = self.sweep
+        self.sweep = None
         if sweep is not None and sweep.pid == os.getpid():
             signals = SignalWatch()
             # one signal too many must not cost the table; nor, once they are blocked again as an
@@ -368,7 +382,7 @@ class SweepCallback(Callback):
         try:
             if guest is not None and detaches:
                 problem = f"detach=true: not as a rank of {guest.engine}; leave it out"
-                raise ConfigError(as_typed(problem, their_keys(config)))
+                raise ConfigError(Words(their_keys(config)).text(problem))
             # the other ranks find its lock
             if guest is None or guest.rank == 0:
                 wait_until_free(Path(str(config.hydra.run.dir)))
@@ -383,7 +397,7 @@ class SweepCallback(Callback):
         """Begin the sweep, before the launcher is made."""
         session.restore_arguments()
         hide_urls(config)
-        name_keys_as_typed(config)
+        speak_of_keys_in(config)
         self._launcher = launcher_of(config)
         try:
             if not detach.is_detached:
@@ -401,7 +415,7 @@ class SweepCallback(Callback):
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Enter the job, in its own process, once its run folder is there."""
         restore_mask(os.environ)
-        name_keys_as_typed(config)
+        speak_of_keys_in(config)
         folder = Path(str(config.hydra.runtime.output_dir))
         # of a project's file: Hydra has just written its value
         if hide_urls(config):

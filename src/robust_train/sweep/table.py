@@ -112,6 +112,13 @@ def without(overrides: Sequence[str], others: Sequence[str]) -> str:
     return " ".join(public_command([one for one in overrides if one not in others]))
 
 
+def title(table: SweepTable) -> str:
+    """Return the line above a sweep's table, with what its order means."""
+    if not values_of(table.jobs):
+        return "sweep:"
+    return f"sweep, the {table.best_is} result first:"
+
+
 def tally(rows: Sequence[SweepJob]) -> str:
     """Return one line: how many jobs ended how."""
     counts = Counter(row.status.replace("_", " ") for row in rows)

@@ -145,7 +145,8 @@ def _open_image_folder(cfg: Any) -> Splits:
     tenth of the training images is for validation.
     """
     root = Path(cfg.root).expanduser()
-    folder, test_folder = root / cfg.train, root / cfg.test
+    folder = root / cfg.train
+    test_folder = root / cfg.test
     if not folder.is_dir():
         raise ConfigError(
             f"dataset.root={cfg.root}: there is no folder {folder}; expected are "
@@ -308,7 +309,7 @@ def _fetched(
         return all((folder / one).exists() for one in expected)
 
     if not any(map(is_there, folders)):
-        way_out = "use dataset.root=<folder that has it>"
+        way_out = f"use dataset.root=<folder that has {name}/ with {', '.join(expected)}>"
         if not cfg.download:
             raise ConfigError(
                 f"dataset.root={cfg.root}: {cfg.name} is not there and dataset.download=false; "

@@ -24,10 +24,11 @@ from robust_train.attempt.checkpoints import read_newest
 from robust_train.attempt.last_save import save_result
 from robust_train.attempt.run import Run, live_of
 from robust_train.failures import classify_failure
-from robust_train.folder.checkpoints import write_atomically
+from robust_train.folder.best import BEST_NAME, Best, record_best
+from robust_train.folder.checkpoints import CheckpointError, write_atomically
 from robust_train.model.errors import ConfigError, RankFailure, TrainingStopped
 from robust_train.step.ranks import Replicated, of_all_ranks
-from robust_train.step.rewind import capture_rng, restore_rng, seed_everything, seed_rank
+from robust_train.step.rng import capture_rng, restore_rng, seed_everything, seed_rank
 from robust_train.step.splitting import share_of
 from robust_train.vision import models, sharding
 from robust_train.vision.datasets import Images, open_data
@@ -151,9 +152,11 @@ class Training:
         )
         self.has_checkpoint = run.resume_checkpoint is not None
         self.score: Score | None = None  # of the last validation
+        self.best: Best | None = None  # of the epochs so far
 
     def _plan(self) -> BatchPlan:
-        run, training = self.run, self.cfg.training
+        run = self.run
+        training = self.cfg.training
         size = training.batch_size
         effective = size * training.gradient_accumulation_steps * run.world_size
         plan = BatchPlan(
@@ -164,7 +167,6 @@ class Training:
             ranks=run.world_size,
             rank=run.rank,
         )
-        log.info("Effective batch size: %d", plan.effective_batch)
         if plan.effective_batch > plan.num_samples and run.is_main:
             log.warning(
                 "the effective batch size %d is more than the %d training images: an epoch is one "
@@ -222,12 +224,14 @@ class Training:
 
     def _skip_to(self, step: int) -> None:
         """Pass over the data of this epoch up to where ``step`` would be: training diverged."""
-        position, steps = self.position, max(step - self.position.step, 0)
+        position = self.position
+        steps = max(step - self.position.step, 0)
         for _ in range(min(steps, self.plan.steps_left(position.samples))):
             position.samples += self.plan.samples_in_step(position.samples)
 
     def _total_steps(self) -> int:
-        position, plan = self.position, self.plan
+        position = self.position
+        plan = self.plan
         epochs_left: int = self.cfg.training.epochs - position.epoch
         if epochs_left <= 0:
             return position.step
@@ -236,7 +240,8 @@ class Training:
 
     def fit(self) -> None:
         """Train the epochs that are left."""
-        position, epochs = self.position, self.cfg.training.epochs
+        position = self.position
+        epochs = self.cfg.training.epochs
         while position.epoch < epochs:
             self.reporter.epoch_begins()
             self._train_epoch()
@@ -246,13 +251,30 @@ class Training:
             self.score = self._evaluate(self.splits.validation)
             train_loss = self.epoch_loss.value()
             self.reporter.epoch(position, train_loss, self.score)
+            self._keep_if_best(self.score)
             position.epoch += 1
             position.samples = 0
             self.epoch_loss = LossAverage()
 
+    def _keep_if_best(self, score: Score) -> None:
+        """Keep the weights if no epoch before was as good. All ranks call it."""
+        best = Best(score.accuracy, self.position.step, "validation_accuracy")
+        if not best.is_better_than(self.best):
+            return
+        self.best = best
+        folder = self.run.checkpoint_dir
+        weights = self._weights(validation_accuracy=score.accuracy)
+        if self.run.is_main:
+            try:
+                write_atomically(weights, folder / BEST_NAME)
+                record_best(folder, best)
+            except (CheckpointError, OSError) as error:
+                log.warning("%s; training goes on without these weights as the best", error)
+
     def _train_epoch(self) -> None:
         """Train the epoch's steps from the current position on."""
-        run, position = self.run, self.position
+        run = self.run
+        position = self.position
         models.set_train_mode(self.net)
         steps = list(self.plan.steps(position.epoch, position.samples))
         # a rank without a sample of the step takes part in it with one that has no weight
@@ -336,7 +358,8 @@ class Training:
         Each of several ranks scores its share, and all get the score of the whole. The model is
         without a wrapper, or the ranks would wait for each other in it.
         """
-        run, size = self.run, self.plan.at_once
+        run = self.run
+        size = self.plan.at_once
         dataset = ImageDataset(source, self.images)
         samples = range(len(dataset))
         own = in_order(share_of(samples, run.rank, run.world_size), size)
@@ -395,6 +418,7 @@ class Training:
             "epoch_loss": list(self.epoch_loss.state()),
             "micro_batch": self.run.micro_batcher.state(),
             "device": self._kind_of_device(),
+            "best": None if self.best is None else asdict(self.best),
         }
 
     def _restore(self, content: Mapping[str, Any], path: Path) -> None:
@@ -411,6 +435,8 @@ class Training:
             self.precision.scaler.load_state_dict(content["scaler"])
         restore_rng(content["rng"], self.device)
         self.position = EpochPosition(**content["position"])
+        if content.get("best") is not None:
+            self.best = Best(**content["best"])
         total, samples = content["epoch_loss"]
         self.epoch_loss = LossAverage(total, samples)
         # a size that fits one kind of device need not fit another
@@ -438,7 +464,8 @@ class Training:
             raise ConfigError(
                 f"checkpoint {path}: has format {content['format']}, this version reads {FORMAT}"
             )
-        here, there = self._identity(), content["identity"]
+        here = self._identity()
+        there = content["identity"]
         differences = [
             f"{key} was {there.get(key, 'absent')}, now {here.get(key, 'absent')}"
             for key in sorted(there.keys() | here.keys())
@@ -450,21 +477,25 @@ class Training:
                 "same values, or another run folder to start afresh"
             )
 
+    def _weights(self, **scores: float) -> dict[str, Any]:
+        """Return the trained weights for a file of their own. All ranks call it."""
+        weights: Any = models.trained_state(self.net)
+        if self.is_sharded:  # whole on the main rank
+            weights = sharding.whole(weights, keeps=self.run.is_main)
+        return {
+            "model": weights,
+            "config": OmegaConf.to_container(self.cfg, resolve=True),
+            "num_classes": self.splits.shape.num_classes,
+            **scores,
+        }
+
     def finish(self) -> dict[str, float | str]:
         """Test, save the trained weights and return the result."""
         run = self.run
         validation = self.score or self._evaluate(self.splits.validation)
         test = self._evaluate(self.splits.test)
         path = run.checkpoint_dir / FINAL_NAME
-        weights: Any = models.trained_state(self.net)
-        if self.is_sharded:  # whole on the main rank; all have to call it
-            weights = sharding.whole(weights, keeps=run.is_main)
-        content = {
-            "model": weights,
-            "config": OmegaConf.to_container(self.cfg, resolve=True),
-            "num_classes": self.splits.shape.num_classes,
-            "test_accuracy": test.accuracy,
-        }
+        content = self._weights(test_accuracy=test.accuracy)
         log.info("Test accuracy: %.2f %%", 100 * test.accuracy)
         if run.is_main:
             save_result(live_of(run), lambda: write_atomically(content, path))

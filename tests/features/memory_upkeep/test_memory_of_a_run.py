@@ -10,8 +10,9 @@ from torch import nn
 
 from memory_limit import limited_growth
 from robust_train.attempt.run import Run, live_of
+from robust_train.config.checks import checked
+from robust_train.config.composition import complete
 from robust_train.config.placeholders import MicroBatchPlan
-from robust_train.config.schema import MemoryConfig, RobustConfig
 from robust_train.features.memory_upkeep import attempt as memory_upkeep
 from robust_train.features.memory_upkeep.attempt import CacheChecks, MemoryUpkeep, Reserve
 from robust_train.folder.memory_samples import FILE_NAME
@@ -113,8 +114,7 @@ def looked_after(folder, **memory):
     reported = []
     run = Run(run_dir=folder, report=reported.append)
     live_of(run).parts.split_by(MicroBatchPlan(batch_size=16, min_batch_size=2))
-    memory = MemoryConfig(samples=False, **memory)
-    config = RobustConfig(device="cpu", memory=memory)
+    config = checked(complete({"device": "cpu", "memory": memory}))
     hooked(run, MemoryUpkeep, config)
     return run, reported
 

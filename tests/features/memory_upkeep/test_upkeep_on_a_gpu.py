@@ -7,7 +7,8 @@ import pytest
 
 from fake_torch import AcceleratorError
 from robust_train.attempt.run import Run, live_of
-from robust_train.config.schema import MemoryConfig, RobustConfig
+from robust_train.config.checks import checked
+from robust_train.config.composition import complete
 from robust_train.failures import classify_failure
 from robust_train.features.memory_upkeep.attempt import MemoryUpkeep
 from robust_train.memory import stats as in_use
@@ -18,7 +19,7 @@ from taking_part import hooked, trained
 
 
 def settings(**memory):
-    return RobustConfig(device="cuda:0", memory=MemoryConfig(**memory))
+    return checked(complete({"device": "cuda:0", "memory": memory}))
 
 
 def test_periodic_save_and_epoch_clearings_leave_workspaces_alone(use, tmp_path):

@@ -29,7 +29,8 @@ def fewer_workers(context: FailureContext) -> Retry | None:
         return None
     if evidence.clue in (Clue.IMPORT, Clue.MODEL):
         return None
-    workers, prefetch = last.num_workers // 2, last.prefetch_factor
+    workers = last.num_workers // 2
+    prefetch = last.prefetch_factor
     if context.config.theirs is None:  # a project has no key for it
         prefetch = max(prefetch // 2, 1)
     has_tried_none = any(one.spec.of(WorkersKnob).num_workers == 0 for one in context.history)

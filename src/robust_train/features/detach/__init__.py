@@ -1,5 +1,6 @@
 """Jobs in the background, where a logout does not end them (``detach=true``)."""
 
+from robust_train.features.detach.model import DetachKeys
 from robust_train.model.feature import Feature
 
-FEATURE = Feature("detach", launcher=f"{__name__}.launcher:Detach")
+FEATURE = Feature("detach", launcher=f"{__name__}.launcher:Detach", keys=(DetachKeys,))

@@ -1,5 +1,6 @@
 """Training whose loss is no longer usable: noticed, undone, repeated."""
 
+from robust_train.features.divergence.model import DivergenceKeys
 from robust_train.model.feature import Feature
 
 FEATURE = Feature(
@@ -7,4 +8,5 @@ FEATURE = Feature(
     launcher=f"{__name__}.launcher:Divergence",
     attempt=f"{__name__}.attempt:WatchesLosses",
     parts=(f"{__name__}.record:DivergenceNote", f"{__name__}.record:DivergenceKnob"),
+    keys=(DivergenceKeys,),
 )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from robust_train.attempt.hooks import InAttempt
 from robust_train.attempt.live import LiveAttempt
 from robust_train.attempt.losses import COMPUTED, GIVEN, LossWatch
-from robust_train.config.schema import DivergenceConfig
+from robust_train.features.divergence.model import DivergenceKeys
 from robust_train.files import plain
 from robust_train.model.errors import TrainingDiverged
 from robust_train.model.events import UpdateSkipped
@@ -52,7 +52,7 @@ class Losses:
     # good ones; more than the last one if spikes are looked for
     recent: tuple[float, ...] = ()
 
-    def after(self, step: int, loss: float, plan: DivergenceConfig) -> Losses:
+    def after(self, step: int, loss: float, plan: DivergenceKeys) -> Losses:
         """Return the losses with one more."""
         is_finite = math.isfinite(loss)
         if is_finite and not self._is_spike(loss, plan):
@@ -66,7 +66,7 @@ class Losses:
             not_finite=self.not_finite + (not is_finite),
         )
 
-    def _is_spike(self, loss: float, plan: DivergenceConfig) -> bool:
+    def _is_spike(self, loss: float, plan: DivergenceKeys) -> bool:
         if not plan.spike_sigma or len(self.recent) < _LEAST_RECENT:
             return False
         middle = statistics.median(self.recent)
@@ -81,7 +81,7 @@ class Losses:
             return "diverged"
         return "unknown" if good is None else "finite"
 
-    def diverged(self, plan: DivergenceConfig) -> str:
+    def diverged(self, plan: DivergenceKeys) -> str:
         """Return what shows that training has diverged, empty if nothing does."""
         if self.not_finite >= plan.patience:
             what = f"the loss is {self.bad_loss}"
@@ -104,8 +104,9 @@ class WatchesLosses(InAttempt):
 
     def begin(self) -> None:
         """Begin to watch, unless divergence is to be ignored."""
-        if self.config.divergence.action != "ignore":
-            self.live.watch(Guard(self.live, self.config.divergence))
+        divergence = self.config.of(DivergenceKeys)
+        if divergence.action != "ignore":
+            self.live.watch(Guard(self.live, divergence))
 
 
 class Guard(LossWatch):
@@ -118,7 +119,7 @@ class Guard(LossWatch):
 
     leaves_out = True
 
-    def __init__(self, live: LiveAttempt, divergence: DivergenceConfig) -> None:
+    def __init__(self, live: LiveAttempt, divergence: DivergenceKeys) -> None:
         self.divergence = divergence
         self.losses = Losses()
         self._live = live

@@ -1,12 +1,42 @@
-"""What helps when training diverged: an earlier checkpoint, then a lower learning rate."""
+"""The keys of divergence, and what helps: an earlier checkpoint, then a lower learning rate."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
+from robust_train.config.values import FROM_0, FROM_1, key
 from robust_train.features.divergence.record import DivergenceKnob
+from robust_train.model.feature import FeatureKeys
 from robust_train.model.spec import Retry
 from robust_train.policy.context import FailureContext
 
 _LESS_LEARNING = 0.5
+
+
+@dataclass(frozen=True)
+class DivergenceKeys(FeatureKeys):
+    """``divergence``: what happens when the loss is not finite any more."""
+
+    group: ClassVar[str] = "divergence"
+    action: str = key(
+        "recover",
+        "`recover`: go back, with a lower learning rate if need be; `ignore`: train on",
+        more="([diverged](recovery.md#diverged))",
+        choices=("recover", "ignore"),
+    )
+    patience: int = key(
+        3,
+        "training counts as diverged after this many reports in a row of a loss that is not finite",
+        more="Or after three times as many updates in a row that `run.step` has left out",
+        range=FROM_1,
+    )
+    spike_sigma: float = key(
+        0.0,
+        "a loss so many standard deviations above its running median is bad too; `0`: none is",
+        more="In ten times `patience` reports in a row",
+        range=FROM_0,
+    )
 
 
 def before_it_diverged(context: FailureContext) -> Retry | None:

@@ -1,5 +1,6 @@
 """Memory over time: whether it is stable, leaks or fragments."""
 
+from robust_train.features.memory_samples.model import SamplesKeys
 from robust_train.model.feature import Feature
 
 FEATURE = Feature(
@@ -7,4 +8,5 @@ FEATURE = Feature(
     launcher=f"{__name__}.launcher:MemorySamples",
     attempt=f"{__name__}.attempt:TakesSamples",
     parts=(f"{__name__}.record:StabilityNote",),
+    keys=(SamplesKeys,),
 )

@@ -5,16 +5,22 @@ from __future__ import annotations
 from robust_train.attempt.hooks import InAttempt
 from robust_train.attempt.live import LiveAttempt
 from robust_train.config.schema import RobustConfig
+from robust_train.features.memory_samples.model import SamplesKeys
 from robust_train.features.memory_samples.sampler import Sampler
 
 
 class TakesSamples(InAttempt):
-    """Starts and stops the sampler (``memory.samples``)."""
+    """Starts and stops the sampler (``memory.samples``).
+
+    Ranks that robust-train starts share a step alike, so rank 0 samples for all of them. Those of
+    an engine, which run in its processes, may be on several hosts, so each takes its own samples.
+    """
 
     def __init__(self, live: LiveAttempt, config: RobustConfig) -> None:
         super().__init__(live, config)
         self._sampler: Sampler | None = None
-        if config.memory.samples:
+        is_sampled = live.is_main or config.runs_inline
+        if is_sampled and config.of(SamplesKeys).samples:
             self._sampler = Sampler(
                 live.run_dir,
                 live.attempt,

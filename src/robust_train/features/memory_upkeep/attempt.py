@@ -14,6 +14,7 @@ from robust_train.attempt.hooks import InAttempt
 from robust_train.attempt.live import LiveAttempt
 from robust_train.config.schema import RobustConfig
 from robust_train.failures import classify_failure
+from robust_train.features.memory_upkeep.model import CacheKeys, SnapshotKeys
 from robust_train.host.memory import resident_bytes
 from robust_train.memory.clearing import release_memory, return_memory
 from robust_train.memory.cuda import (
@@ -101,8 +102,10 @@ class MemoryUpkeep(InAttempt):
         self._has_warned = False
         self._index = device_index(config.device)
         self._settings = memory = config.memory
+        self._cache = cache = config.of(CacheKeys)
+        self._takes_snapshots = config.of(SnapshotKeys).snapshot_on_oom
         self._checks = {
-            "step": CacheChecks(memory.empty_cache_frequency, memory.empty_cache_threshold),
+            "step": CacheChecks(cache.empty_cache_frequency, cache.empty_cache_threshold),
             "save": CacheChecks(int("save" in memory.clear_after), 0.0),
             "epoch": CacheChecks(int("epoch" in memory.clear_after), 0.0),
         }
@@ -114,7 +117,7 @@ class MemoryUpkeep(InAttempt):
 
     def begin(self) -> None:
         """Clear what is left of earlier work, and set the limit."""
-        if self._settings.clear_on_start and self._cached().reserved:
+        if self._cache.clear_on_start and self._cached().reserved:
             self._clear("start")
         self._set_up_cuda()
         self._reserve.hold()
@@ -168,7 +171,8 @@ class MemoryUpkeep(InAttempt):
 
     def _watch_allocator(self, step: int) -> None:
         """Warn, once, if steps in a row had to empty the cache."""
-        before, total = self._alloc_retries, alloc_retries(self._index)
+        before = self._alloc_retries
+        total = alloc_retries(self._index)
         self._alloc_retries = total
         has_retried = total is not None and before is not None and total > before
         self._tight_steps = self._tight_steps + 1 if has_retried else 0
@@ -185,7 +189,7 @@ class MemoryUpkeep(InAttempt):
     def _set_up_cuda(self) -> None:
         """Set the limit as soon as torch is there, which may start CUDA later."""
         self._is_set_up = limit_when_cuda_starts(self._settings.fraction, self._index)
-        has_history = self._index is not None and self._settings.snapshot_on_oom
+        has_history = self._index is not None and self._takes_snapshots
         if self._is_set_up and has_history:
             self._end_history = record_history_after_an_oom(self.live.run_dir)
 
@@ -201,7 +205,8 @@ class MemoryUpkeep(InAttempt):
         seconds = round(time.perf_counter() - started, 6)
         after = self._in_use()[1]
         # another thread may have allocated meanwhile
-        returned, step = max(before - after, 0), self.live.reports.last_step
+        returned = max(before - after, 0)
+        step = self.live.reports.last_step
         self.live.reports.send(MemoryCleared(reason, of, before, after, returned, seconds, step))
         log.debug(
             "memory cleared (%s): %s of %s returned (%s)",
@@ -227,7 +232,7 @@ class MemoryUpkeep(InAttempt):
         return "resident", 0
 
     def _write_oom(self, failure: Failure) -> None:
-        if not self._settings.snapshot_on_oom:
+        if not self._takes_snapshots:
             return
         self._has_written_oom = True
         live = self.live

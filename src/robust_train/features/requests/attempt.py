@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from robust_train import compat
 from robust_train.attempt.hooks import InAttempt
 from robust_train.attempt.live import LiveAttempt
-from robust_train.config.projects import as_typed
+from robust_train.config.projects import Words
 from robust_train.config.schema import RobustConfig
 from robust_train.folder.requests import LAUNCHERS_VERB, RefusedError, Reply, Request, find_requests
 from robust_train.memory.reports import perform
@@ -95,7 +95,7 @@ class Requests(InAttempt):
         try:
             reply = self._reply(waiting)
         except RefusedError as refusal:
-            problem = as_typed(str(refusal), self.live.their_keys)
+            problem = Words(self.live.their_keys).text(str(refusal))
             reply = {"error": problem}
         except (ValueError, OSError) as error:  # of an option, or of a file
             reply = {"error": f"{verb}: {error}"}
@@ -108,7 +108,8 @@ class Requests(InAttempt):
     def _reply(self, waiting: _Pending) -> Reply | None:
         """Do what is requested. None: not at this boundary yet; empty: answered later. Raises
         RefusedError: this trainer cannot do it."""
-        request, verb = waiting.request, waiting.request.verb
+        request = waiting.request
+        verb = waiting.request.verb
         if verb == "figures":
             return {"answer": {"attempt_pid": os.getpid(), "memory": memory_in_use()}}
         if verb == "checkpoint":

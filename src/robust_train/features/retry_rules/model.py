@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
+from robust_train.config.values import key
+from robust_train.features.retry_rules.reading import retry_rules
 from robust_train.features.retry_rules.record import RuleNote
 from robust_train.host.search import is_found
 from robust_train.model.attempt import Attempt
 from robust_train.model.failure import Clue, Failure, FailureKind
+from robust_train.model.feature import FeatureKeys
 from robust_train.model.spec import Decision, GiveUp, Retry, RetryRule
 from robust_train.policy.context import FailureContext, Offers
 from robust_train.policy.decide import with_first_size
@@ -15,6 +20,31 @@ from robust_train.policy.retries import halved, pause_before
 from robust_train.policy.sizes import PolicySettings
 
 EXCLUDE_GPU = "exclude_gpu"
+
+
+@dataclass(frozen=True)
+class RetryKeys(FeatureKeys):
+    """``retry``: what the user knows about failures."""
+
+    group: ClassVar[str] = "retry"
+    rules: tuple[RetryRule, ...] = key(
+        (),
+        "your own rules, before ours: what to do after an exit code, message or exception",
+        more="([recovery](recovery.md#your-own-rules))",
+        accepts="list",
+        written=[],
+        read=retry_rules,
+    )
+
+    def mistakes(self, config: Any) -> Iterator[str]:
+        """Yield the conditions that this trainer's failures never meet."""
+        raises = config.traits.raises
+        for number, rule in enumerate(self.rules):
+            name = f"retry.rules[{number}]"
+            if rule.exception and not raises:
+                yield f"{name}.exception: a script raises none; use message or exit_code"
+            if rule.exit_code is not None and raises:
+                yield f"{name}.exit_code: a function has none; use exception"
 
 
 def with_rule(settings: PolicySettings, earlier: tuple[Attempt, ...], attempt: Attempt) -> Attempt:
@@ -26,7 +56,7 @@ def with_rule(settings: PolicySettings, earlier: tuple[Attempt, ...], attempt: A
     if failure is None:
         return attempt
     context = FailureContext(settings, earlier + (attempt,), Offers())
-    for number, rule in enumerate(settings.config.retry.rules):
+    for number, rule in enumerate(settings.config.of(RetryKeys).rules):
         has_tries = rule.then == "stop" or _tries(context, number) < _most(context, rule)
         if has_tries and _fits(rule, attempt) and _can(rule, context):
             break
@@ -58,7 +88,7 @@ def decided_by_rule(settings: PolicySettings, history: tuple[Attempt, ...]) -> D
 def _decision(context: FailureContext, number: int) -> Decision | None:
     """Return what a rule of the user's decides; None leaves it to the remedies."""
     why = _why(context)
-    match context.config.retry.rules[number].then:
+    match context.config.of(RetryKeys).rules[number].then:
         case "stop":
             return GiveUp(f"{why}: stop")
         case "smaller_batch":
@@ -74,7 +104,8 @@ def _why(context: FailureContext) -> str:
     """Return the failure, the rule that applies to it, and which try of the rule this is."""
     number = context.attempt.of(RuleNote).rule
     assert number is not None
-    rule, which = context.config.retry.rules[number], ""
+    rule = context.config.of(RetryKeys).rules[number]
+    which = ""
     if rule.then != "stop":
         which = f" ({_tries(context, number)} of {_most(context, rule)})"
     return f"{context.failure.message}; retry.rules[{number}]{which}"

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import time
+
+from robust_train.features.time_slices.model import TimeSliceKeys
 from robust_train.gpu.processes import user_name
 from robust_train.launcher.hooks import History, InLauncher, JobView, Pause
 from robust_train.model.attempt import Attempt
 from robust_train.model.failure import FailureKind
 from robust_train.model.spec import Decision, Retry
+
+_POLL_SECONDS = 5.0
 
 
 class TimeSlices(InLauncher):
@@ -15,6 +21,7 @@ class TimeSlices(InLauncher):
     def __init__(self, job: JobView) -> None:
         super().__init__(job)
         self._paused = 0  # number of the attempt whose slice was over
+        self._polled_at = -math.inf
 
     def tick(self, attempt: Attempt | None) -> Pause | None:
         """Pause the attempt if its slice is over and somebody with fewer GPUs waits.
@@ -26,12 +33,24 @@ class TimeSlices(InLauncher):
             return None
         if self.job.signals.received:
             return None
+        if not self._is_over():
+            return None
+        self._polled_at = time.monotonic()
         waiting = self.job.driver.devices.who_waits()
         if waiting is None:
             return None
         self._paused = attempt.number
         whose = f"{waiting.shown_id} of {user_name(waiting.owner)}, who holds fewer GPUs"
         return Pause(f"the time slice is over, and job {whose}, waits")
+
+    def _is_over(self) -> bool:
+        """Return whether the slice is over, and it is time to look who waits."""
+        config = self.job.plan.config
+        minutes = config.of(TimeSliceKeys).gpu_slice_minutes
+        if minutes is None or not config.wait_for_gpu:
+            return False
+        slice_ends = self.job.driver.devices.acquired_at + 60 * minutes
+        return time.monotonic() >= max(slice_ends, self._polled_at + _POLL_SECONDS)
 
     def overrule(self, history: History) -> Decision | None:
         """Queue again after a pause that ended the attempt."""

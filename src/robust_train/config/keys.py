@@ -1,0 +1,124 @@
+"""All keys together: those of the kernel, and those of each feature in their places among them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
+from functools import cache, cached_property
+from typing import Any
+
+from robust_train.config.schema import PlainConfig, RobustConfig
+from robust_train.config.values import Declaration
+from robust_train.model.feature import FeatureKeys, load_named
+
+_SCHEMA = "robust_train.assembly:SCHEMA"
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key."""
+
+    owner: type  # the dataclass that declares it
+    item: Field[Any]
+
+    @property
+    def about(self) -> Declaration:
+        """Its declaration."""
+        declaration: Declaration = self.item.metadata["key"]
+        return declaration
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group of keys, or the root, in the order of the page."""
+
+    owner: type  # the dataclass that gives Hydra's node its type
+    members: Mapping[str, Key | Group]
+    section: str = ""  # of the page that begins with it
+    is_open: bool = False  # takes any keys; the members are those that we read
+
+    def names(self, prefix: str = "") -> Iterator[str]:
+        """Yield the full names of all keys."""
+        for name, member in self.members.items():
+            if isinstance(member, Group):
+                yield from member.names(f"{prefix}{name}.")
+            else:
+                yield f"{prefix}{name}"
+
+
+@dataclass(frozen=True)
+class Schema:
+    """Every key that there is.
+
+    Attributes:
+        features: the classes with features' keys, in the order of the page.
+        after: for each class the key of the kernel that it follows; left out: it ends its group.
+    """
+
+    features: Sequence[type[FeatureKeys]] = ()
+    after: Mapping[type[FeatureKeys], str] = field(default_factory=dict)
+
+    @cached_property
+    def plain(self) -> Group:
+        """The keys of ``train.py``."""
+        return self._group(PlainConfig)
+
+    @cached_property
+    def root(self) -> Group:
+        """The keys of ``train_robust.py``: all that there are."""
+        return self._group(RobustConfig)
+
+    def _group(
+        self, owner: type, prefix: str = "", section: str = "", *, is_open: bool = False
+    ) -> Group:
+        """Return a group of the kernel, with features' keys in it."""
+        members: dict[str, Key | Group] = {}
+        for item in fields(owner):
+            if not item.metadata:  # not a key
+                continue
+            members[item.name] = self._member(owner, item, prefix)
+            members |= self._of_features(f"{prefix}{item.name}", prefix)
+        if owner is not PlainConfig:
+            members |= self._of_features(f"{prefix}…", prefix)
+        return Group(owner, members, section, is_open)
+
+    def _member(self, owner: type, item: Field[Any], prefix: str) -> Key | Group:
+        about = item.metadata
+        if "group" in about:
+            return self._group(about["group"], f"{prefix}{item.name}.", about["section"])
+        if "open" in about:
+            return self._group(about["open"], f"{prefix}{item.name}.", is_open=True)
+        return Key(owner, item)
+
+    def _of_features(self, place: str, prefix: str) -> dict[str, Key | Group]:
+        """Return the features' keys that follow in a place of the group ``prefix``."""
+        members: dict[str, Key | Group] = {}
+        for keys in self.features:
+            if self._place(keys) != place:
+                continue
+            own: dict[str, Key | Group] = {item.name: Key(keys, item) for item in fields(keys)}  # type: ignore[arg-type]
+            is_group_of_its_own = keys.group and not prefix
+            members |= {keys.group: Group(keys, own)} if is_group_of_its_own else own
+        return members
+
+    def _place(self, keys: type[FeatureKeys]) -> str:
+        if keys in self.after:
+            return self.after[keys]
+        is_kernels = any(item.name == keys.group for item in fields(RobustConfig))
+        return f"{keys.group}.…" if is_kernels else "…"
+
+
+@cache
+def schema() -> Schema:
+    """Return every key that there is.
+
+    The features are known to ``assembly.py`` alone, which stands above this room. So it is found by
+    name when keys are first needed.
+    """
+    composed: Schema = load_named(_SCHEMA)
+    return composed
+
+
+def group_of(owner: type) -> Group:
+    """Return the keys that a dataclass declares itself, as an option of a group does."""
+    return Schema()._group(owner)

@@ -1,0 +1,17 @@
+"""The key of jobs in the background."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from robust_train.config.values import key
+from robust_train.model.feature import FeatureKeys
+
+
+@dataclass(frozen=True)
+class DetachKeys(FeatureKeys):
+    """``detach``."""
+
+    detach: bool = key(
+        False, "go on in the background, past logout", more="([walk away](walk-away.md))"
+    )

@@ -1,0 +1,31 @@
+"""The keys of an attempt's memory while it runs. Steps are optimizer steps, 0 is never."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from robust_train.config.values import FROM_0, SHARE, key
+from robust_train.model.feature import FeatureKeys
+
+
+@dataclass(frozen=True)
+class CacheKeys(FeatureKeys):
+    """When the CUDA cache is emptied, beside ``memory.clear_after``."""
+
+    group: ClassVar[str] = "memory"
+    empty_cache_frequency: int = key(
+        10, "steps between checks of the CUDA cache; `0`: never", range=FROM_0
+    )
+    empty_cache_threshold: float = key(
+        0.5, "share of the cache that must be unused for it to be emptied", range=SHARE
+    )
+    clear_on_start: bool = key(True, "empty the CUDA cache at the start")
+
+
+@dataclass(frozen=True)
+class SnapshotKeys(FeatureKeys):
+    """``memory.snapshot_on_oom``."""
+
+    group: ClassVar[str] = "memory"
+    snapshot_on_oom: bool = key(True, "when memory runs out, record what fills it")

@@ -1,0 +1,125 @@
+"""Sentences for a paper: with what a job was trained, and what robust-train changed in it. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import groupby, pairwise
+
+from robust_train.report.facts import OOM, Story
+from robust_train.report.sources import TimedAttempt
+
+BIBTEX = """\
+@software{{robust_train,
+  title = {{robust-train}},
+  author = {{{{The robust-train authors}}}},
+  version = {{{version}}},
+}}"""
+
+
+def sentences_of(story: Story, version: str) -> list[str]:
+    """Return sentences about a job that has trained; none if no attempt reached a step."""
+    trained = [one for one in story.attempts if (one.end_step or 0) > one.start_step]
+    if not trained:
+        return []
+    sentences = [
+        f"We trained {_length(trained)}{_devices(trained)} with robust-train {version}"
+        f"{_libraries(story)}.",
+        _batch(trained),
+        _splits(trained),
+        _learning_rate(trained),
+        _skipped(trained),
+        _endings(story),
+    ]
+    return [sentence for sentence in sentences if sentence]
+
+
+def _length(trained: Sequence[TimedAttempt]) -> str:
+    steps = trained[-1].end_step or 0
+    return f"for {steps:,} optimizer step{'s' * (steps != 1)}"
+
+
+def _devices(trained: Sequence[TimedAttempt]) -> str:
+    names = []
+    for attempt in trained:
+        counts = Counter(gpu.name for gpu in attempt.spec.gpus)
+        own = " and ".join(f"{number} × {name}" for name, number in counts.items())
+        names.append(own or "the CPU")
+    return " on " + ", then on ".join(name for name, _ in groupby(names))
+
+
+def _libraries(story: Story) -> str:
+    known = [f"{label} {story.about[key]}" for key, label in _LIBRARIES if story.about.get(key)]
+    return f" ({', '.join(known)})" if known else ""
+
+
+_LIBRARIES = (("torch", "PyTorch"), ("cuda", "CUDA"))
+
+
+def _batch(trained: Sequence[TimedAttempt]) -> str:
+    """Say the effective batch size, and the micro-batches that made it up."""
+    if not all(attempt.spec.has_batch for attempt in trained):
+        return "The script chose its batch size itself."
+    if not all(attempt.spec.accumulates for attempt in trained):
+        sizes = _each(attempt.spec.batch_size * attempt.spec.ranks for attempt in trained)
+        return f"The batch size was {sizes}, times the script's own gradient accumulation."
+    effective = [attempt.spec.effective_batch_size for attempt in trained]
+    micro = _each(size for attempt in trained for size in attempt.sizes)
+    if len(set(effective)) == 1 and micro == str(effective[0]):
+        return f"The batch size was {effective[0]} throughout."
+    if len(set(effective)) == 1:
+        return (
+            f"The effective batch size was {effective[0]} throughout, in micro-batches of {micro} "
+            "with accumulated gradients."
+        )
+    changes = [f"{effective[0]}"]
+    for before, after in pairwise(trained):
+        if before.spec.effective_batch_size != after.spec.effective_batch_size:
+            changes.append(f"{after.spec.effective_batch_size} from step {after.start_step} on")
+    return f"The effective batch size was {', '.join(changes)}, in micro-batches of {micro}."
+
+
+def _each(values: Iterable[object]) -> str:
+    return ", then ".join(str(value) for value, _ in groupby(values))
+
+
+def _splits(trained: Sequence[TimedAttempt]) -> str:
+    split = next((attempt for attempt in trained if attempt.spec.noted("splits_loss", False)), None)
+    if split is None:
+        return ""
+    return (
+        f"From step {split.start_step} on, the loss was computed over parts of a batch, whose "
+        "gradients are not those of the whole batch."
+    )
+
+
+def _learning_rate(trained: Sequence[TimedAttempt]) -> str:
+    changed = [attempt for attempt in trained if attempt.spec.noted("lr_factor", 1.0) != 1]
+    if not changed:
+        return ""
+    factors = _each(f"{attempt.spec.noted('lr_factor', 1.0):g}" for attempt in changed)
+    start = changed[0].start_step
+    return f"After divergence, the learning rate was multiplied by {factors} from step {start} on."
+
+
+def _skipped(trained: Sequence[TimedAttempt]) -> str:
+    number = sum(attempt.noted("skipped_updates", 0) for attempt in trained)
+    if not number:
+        return ""
+    return f"Updates left out because their gradient was not finite: {number}."
+
+
+def _endings(story: Story) -> str:
+    """Say how often memory ran out, and how often training resumed."""
+    memory = sum(attempt.outcome in OOM for attempt in story.attempts)
+    resumed = sum(attempt.start_step > 0 for attempt in story.attempts)
+    parts = []
+    if memory:
+        parts.append(f"ran out of memory {_times(memory)}")
+    if resumed:
+        parts.append(f"resumed from a checkpoint {_times(resumed)}")
+    return f"Training {' and '.join(parts)}." if parts else ""
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"

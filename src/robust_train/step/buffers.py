@@ -1,0 +1,42 @@
+"""Buffers of modules, which a step that is repeated must not leave changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from robust_train.compat import tensors_of
+from robust_train.step.copies import ALWAYS_COPIED, Copies
+
+
+class Buffers:
+    """Buffers by their places, since a module may put another tensor there, and their values.
+
+    Quantized weights are buffers too: a large one is copied once a step has changed it.
+    """
+
+    def __init__(self, most_bytes: int = ALWAYS_COPIED) -> None:
+        # what is where
+        self._homes: list[tuple[dict[str, Tensor | None], Any]] = []
+        self._copies = Copies(most_bytes)
+
+    def keep(self, modules: Iterable[nn.Module]) -> None:
+        """Take what modules have now as the values to go back to."""
+        homes = [home for _, home in map(tensors_of, modules) if home]
+        self._homes = [(home, dict(home)) for home in homes]
+        now = [one for _, found in self._homes for one in found.values()]
+        self._copies.take(now)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether one was written to of which there is no copy."""
+        return self._copies.is_lost
+
+    def restore(self) -> None:
+        """Put the tensors and values of the start back."""
+        self._copies.restore()
+        for home, found in self._homes:
+            for name, one in found.items():
+                home[name] = one

@@ -1,0 +1,143 @@
+"""What a function can reach: the modules that learn in a step, and those that take part in it."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from robust_train.compat import modules_below, steps_in_backward, tensors_of
+from robust_train.step.attributes import Attributes
+from robust_train.step.rng import generators_in
+
+Models = nn.Module | Iterable[nn.Module] | None
+"""What learns in a step; None: the modules that the function of the step closes over."""
+
+_MOST_VALUES = 5000
+# An attribute may be two steps away, by __dict__.
+_MOST_STEPS = 5
+_STEPS_TO_OTHERS = 3
+# Longer lists hold samples. Of dictionaries, keys count.
+MOST_ITEMS = 200
+_PLAIN = (str, bytes, int, float, type(sys), type)
+
+
+def models_of(model: Models, function: Any) -> list[nn.Module]:
+    """Return the modules that are named; if none are, those that a function reaches."""
+    if model is None:
+        return modules_of(function)
+    return [model] if isinstance(model, nn.Module) else list(model)
+
+
+def modules_of(function: Any) -> list[nn.Module]:
+    """Return the modules that a function can reach by the names in its code.
+
+    These are the variables it closes over, its defaults, the globals it names, the object it is a
+    method of, and what these hold in attributes, lists and dictionaries a few steps away.
+    """
+    return [value for value in _reached(function) if isinstance(value, nn.Module)]
+
+
+def taking_part(models: Iterable[nn.Module], function: Any) -> tuple[list[nn.Module], list[Any]]:
+    """Return the modules whose state a step may change, and the user's generators.
+
+    Beside ``models`` these are those among the variables of the function or attributes of its
+    owner, as a criterion with buffers or the other half of a GAN; with all that is in them.
+    """
+    held = list(_reached(function, most_steps=_STEPS_TO_OTHERS))
+    others = (one for one in held if isinstance(one, nn.Module))
+    modules = modules_below([*models, *others])
+    kinds = set(map(type, modules))
+    # torch's own hold none
+    own = {one for one in kinds if not one.__module__.startswith("torch.nn.")}
+    for module in modules:
+        if type(module) in own:
+            held += vars(module).values()
+    return modules, generators_in(held)
+
+
+def with_modules_inside(attributes: Attributes, modules: list[nn.Module]) -> list[nn.Module]:
+    """Keep the attributes of ``modules``; return these and what lists and dictionaries of theirs
+    hold, as metrics, or a teacher that is hidden from ``parameters()``."""
+    inside = attributes.keep(modules)
+    while inside and not set(map(id, inside)).issubset(map(id, modules)):
+        modules = modules_below([*modules, *inside])
+        inside = attributes.keep(modules)
+    return modules
+
+
+def parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Return the parameters of modules that are there: the first pass makes those of lazy ones."""
+    homes = [own for own, _ in map(tensors_of, modules) if own]
+    found = [one for own in homes for one in own.values() if one is not None]
+    # Asking each of a thousand in each step takes longer than asking their types.
+    if set(map(type, found)) == {nn.Parameter}:
+        return found
+    return [one for one in found if not is_lazy(one)]
+
+
+def _reached(function: Any, most_steps: int = _MOST_STEPS) -> Iterator[Any]:
+    """Yield what is a few steps away from a function, each once, the nearest first."""
+    seen: set[int] = set()
+    todo = deque([(function, 0)])
+    while todo and len(seen) < _MOST_VALUES:
+        value, steps = todo.popleft()
+        if id(value) in seen or isinstance(value, _PLAIN):
+            continue
+        seen.add(id(value))
+        yield value
+        if steps < most_steps:
+            todo += [(part, steps + 1) for part in _parts_of(value)]
+
+
+def _parts_of(value: Any) -> list[Any]:
+    if isinstance(value, FunctionType):
+        return _named_in(value)
+    # what torch has made, as an optimizer, holds none of a user's
+    is_torchs = type(value).__module__.partition(".")[0] == "torch"
+    if is_torchs or isinstance(value, (nn.Module, Tensor)):
+        return []
+    held = gc.get_referents(value)
+    return held if len(held) <= MOST_ITEMS else []
+
+
+def _named_in(function: FunctionType) -> list[Any]:
+    found = gc.get_referents(*(function.__closure__ or ()))
+    found += function.__defaults__ or ()
+    found += (function.__kwdefaults__ or {}).values()
+    for name in names_in(function.__code__):
+        value = function.__globals__.get(name)
+        # the functions of a library train nothing that they were not given
+        is_of_a_library = (
+            isinstance(value, FunctionType) and value.__module__ != function.__module__
+        )
+        if not is_of_a_library:
+            found.append(value)
+    return found
+
+
+def names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from names_in(constant)
+
+
+STEPS_IN_BACKWARD = "updates weights within the backward pass"
+
+
+def why_not_again(model: nn.Module) -> str | None:
+    """Return why no step of a model can start over: its weights change before memory runs out."""
+    for name, parameter in model.named_parameters():
+        if steps_in_backward(parameter):
+            return (
+                f"{name} has a hook for its gradient (register_post_accumulate_grad_hook), as of "
+                f"an optimizer that {STEPS_IN_BACKWARD}"
+            )
+    return None

@@ -1,0 +1,113 @@
+"""The states of random generators: to go back to, and in a checkpoint."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy where something has imported it, and torch on every device."""
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def seed_rank(seed: int, step: int, rank: int) -> None:
+    """Have each rank but the first, whose state a checkpoint holds, draw numbers of its own."""
+    if rank:
+        seed_everything((seed * 1_000_003 + step * 1009 + rank) % 2**63)
+
+
+def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
+    """Return the states in types that ``torch.load(weights_only=True)`` takes; of a GPU too if
+    ``device`` is one."""
+    version, internal, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": [version, list(internal), gauss],
+    }
+    if (numpy := sys.modules.get("numpy")) is not None:
+        state["numpy"] = list(numpy.random.get_state())
+        state["numpy"][1] = state["numpy"][1].tolist()
+    if device is not None and device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore_rng(state: Mapping[str, Any], device: torch.device | None = None) -> None:
+    """Invert :func:`capture_rng`; a generator of a device that is absent here is left."""
+    torch.set_rng_state(state["torch"])
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in state:
+        numpy.random.set_state(tuple(state["numpy"]))
+    if device is not None and device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+class GeneratorStates:
+    """The states at this moment, to go back to within this process. Of all GPUs, whichever the
+    model is on: a generator's state lies on the host, and reading it makes no CUDA context.
+    ``own`` are generators that the user has made: of torch, NumPy or Python."""
+
+    def __init__(self, own: Iterable[Any] = ()) -> None:
+        self._states: list[tuple[Any, Callable[[Any], object]]] = [
+            *map(_state_and_setter, own),
+            (torch.get_rng_state(), torch.set_rng_state),
+            (random.getstate(), random.setstate),
+        ]
+        if (numpy := sys.modules.get("numpy")) is not None:
+            state = numpy.random.get_state()
+            self._states.append((state, numpy.random.set_state))
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            all_gpus = torch.cuda.get_rng_state_all()
+            self._states.append((all_gpus, torch.cuda.set_rng_state_all))
+
+    def restore(self) -> None:
+        """Set the generators back."""
+        for state, set_state in self._states:
+            set_state(state)
+
+    def equal(self, other: GeneratorStates) -> bool:
+        """Return whether no random number was drawn between the two moments."""
+        pairs = zip(self._states, other._states, strict=False)
+        return all(_are_equal(state, at) for (state, _), (at, _) in pairs)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return all(_are_equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return all(map(_are_equal, one, other))
+    return bool((one == other).all()) if hasattr(one, "all") else one == other
+
+
+def _state_and_setter(generator: Any) -> tuple[Any, Callable[[Any], object]]:
+    if isinstance(generator, random.Random):
+        return generator.getstate(), generator.setstate
+    # what a generator of NumPy's draws from
+    if (bits := getattr(generator, "bit_generator", None)) is not None:
+        return bits.state, partial(setattr, bits, "state")
+    return generator.get_state(), generator.set_state
+
+
+def generators_in(values: Sequence[Any]) -> list[Any]:
+    kinds: tuple[type, ...] = (torch.Generator, random.Random)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        kinds += (numpy.random.Generator, numpy.random.RandomState)
+    found = {one for one in set(map(type, values)) if issubclass(one, kinds)}
+    found.discard(random.SystemRandom)  # the system's has no state
+    if not found:
+        return []
+    return list({one for one in values if type(one) in found})

@@ -1,0 +1,236 @@
+"""The state at the start of a step, or of a part in validation, to go back to."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from robust_train.compat import modules_below, versions_of
+from robust_train.host.memory import room_left
+from robust_train.memory.tensors import leaves_of
+from robust_train.model.errors import UserError
+from robust_train.step.attributes import Attributes
+from robust_train.step.buffers import Buffers
+from robust_train.step.gradients import LaidAside, are_zeros
+from robust_train.step.reachable import (
+    parameters_of,
+    taking_part,
+    why_not_again,
+    with_modules_inside,
+)
+from robust_train.step.rng import GeneratorStates
+
+# of the host's free memory, for gradients that make room on a GPU: other processes use it, too
+_MOST_OF_HOST = 0.5
+# a validation may begin in the middle of a step
+_OF_A_PART = -1
+
+
+class Watch:
+    """Remembers from step to step what is known of models, without keeping them alive."""
+
+    def __init__(self) -> None:
+        self._buffers = weakref.WeakKeyDictionary[nn.Module, Buffers]()
+        self._attributes = weakref.WeakKeyDictionary[nn.Module, dict[int, Attributes]]()
+        self.named: set[str] = set()
+        self._checked = weakref.WeakSet[nn.Module]()
+        # whether gradients of earlier batches spend a step on the host, since memory ran out
+        self.keeps_aside_on_host = False
+
+    def check(self, model: nn.Module) -> None:
+        """Raise UserError if no step of ``model`` can start over; looked up once."""
+        if model in self._checked:
+            return
+        if (reason := why_not_again(model)) is not None:
+            raise UserError(
+                f"run.backward: {reason}, so a step cannot start over where memory runs out; "
+                "step after run.backward, or call loss.backward() yourself"
+            )
+        self._checked.add(model)
+
+    def buffers_with(self, models: Sequence[nn.Module]) -> Buffers:
+        """Return those of the last step that began with these models."""
+        new = Buffers()
+        return self._buffers.setdefault(models[0], new) if models else new
+
+    def attributes_with(self, models: Sequence[nn.Module], batch: int = 0) -> Attributes:
+        """Return those of this batch of the last step that began with these models."""
+        if not models:
+            return Attributes(self.named)
+        kept = self._attributes.setdefault(models[0], {})
+        if batch not in kept:
+            kept[batch] = Attributes(self.named)
+        return kept[batch]
+
+
+class PartStart:
+    """The state at the start of a part that stands for itself, as in validation: the generators,
+    the attributes of modules, and the buffers of those in training mode, as where BatchNorm's
+    statistics are collected."""
+
+    def __init__(
+        self, models: Iterable[nn.Module] = (), function: Any = None, *, watch: Watch | None = None
+    ) -> None:
+        models = list(models)
+        modules, generators = taking_part(models, function)
+        self._generators = GeneratorStates(generators)
+        self._attributes = Attributes()
+        if watch is not None:
+            self._attributes = watch.attributes_with(models, _OF_A_PART)
+        modules = with_modules_inside(self._attributes, modules)
+        self._buffers = Buffers()
+        self._buffers.keep(one for one in modules if one.training)
+
+    def restore(self) -> None:
+        """Go back to it."""
+        self._attributes.restore()
+        self._buffers.restore()
+        self._generators.restore()
+
+
+class StepStart:
+    """The state at the start of an optimizer step.
+
+    Gradients that are there already (of earlier batches) are laid aside, so that those of the step
+    can be dropped; :meth:`end` adds them again. No sum can be taken apart without rounding, so both
+    have to be there. If memory is short, the earlier ones go to the host until then, and the step
+    takes no more of the GPU than one that adds to them in place. Zeros on the host are added to in
+    place: they are easily made again. Without ``keeps_gradients`` all stay, for a framework that
+    drops them itself once the step has begun. ``function`` may use other modules beside ``models``,
+    which learn.
+    """
+
+    def __init__(
+        self,
+        watch: Watch,
+        models: Sequence[nn.Module],
+        function: Any = None,
+        *,
+        keeps_gradients: bool = True,
+    ) -> None:
+        self.models = models
+        for model in models:
+            watch.check(model)
+        modules, generators = taking_part(models, function)
+        self._watch = watch
+        self._attributes = [watch.attributes_with(models)]
+        self.modules = with_modules_inside(self._attributes[0], modules)
+        parameters = parameters_of(self.modules)
+        # each once
+        self._known = dict(zip(map(id, parameters), parameters, strict=True))
+        self._versions = versions_of(list(self._known.values()))
+        self.is_open = True
+        self._keeps_gradients = keeps_gradients
+        self._aside: list[LaidAside] = []
+        self._zeros: list[tuple[Tensor, Tensor]] = []
+        self._generators = GeneratorStates(generators)
+        self._buffers = watch.buffers_with(models)
+        self._buffers.keep(self.modules)
+        # last: from here on end() has to be called
+        self._lay_aside(self._known.values())
+
+    def _lay_aside(self, parameters: Iterable[Tensor]) -> None:
+        if not self._keeps_gradients:
+            return
+        found = [
+            (parameter, parameter.grad) for parameter in parameters if parameter.grad is not None
+        ]
+        if are_zeros([gradient for _, gradient in found]):
+            self._zeros += found
+            return
+        for parameter, gradient in found:
+            self._aside.append(LaidAside(parameter, gradient))
+            parameter.grad = None
+        if self._watch.keeps_aside_on_host:
+            self.move_aside_to_host()
+
+    def move_aside_to_host(self) -> bool:
+        """Have the gradients that are laid aside spend the step on the host, if it has room for
+        them; return whether that has freed any memory."""
+        leaving = [one for one in self._aside if one.may_leave]
+        size = sum(one.gradient.nbytes for one in leaving)
+        if not leaving or size > _MOST_OF_HOST * room_left():
+            return False
+        for one in leaving:
+            one.leave()
+        return True
+
+    def make_room(self) -> bool:
+        """Do so in this step and, if that frees memory, in all that follow; return whether."""
+        has_freed = self.move_aside_to_host()
+        self._watch.keeps_aside_on_host |= has_freed
+        return has_freed
+
+    def notice(self, loss: Tensor) -> None:
+        """Take the parameters of ``loss``, whose gradients it is going to change, as the step's."""
+        new = [one for one in leaves_of(loss) if id(one) not in self._known]
+        self._known.update(zip(map(id, new), new, strict=True))
+        self._versions += versions_of(new)
+        self._lay_aside(new)
+
+    @property
+    def named(self) -> set[str]:
+        """Which attributes a line has said that they cannot be put back."""
+        return self._watch.named
+
+    def parameters(self) -> list[Tensor]:
+        """Return what the step trains, each once."""
+        found = (one for model in self.models for one in model.parameters())
+        return list(dict.fromkeys(found))
+
+    def make_gradients(self) -> None:
+        """Give every parameter a gradient of zeros, as in all parts of a step but the first."""
+        for parameter in self.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    @property
+    def has_changed_weights(self) -> bool:
+        """Whether the step has changed weights, of which there is no copy."""
+        return versions_of(list(self._known.values())) != self._versions
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the step has changed what there is no copy of, so that nobody can go back."""
+        return self._buffers.is_lost
+
+    def rewind(self) -> None:
+        """Drop the step's gradients; put buffers, attributes and generators of the start back."""
+        # looked up again: the pass may have made parameters, whose gradients would count twice
+        now = parameters_of(modules_below(self.modules))
+        for parameter in (*now, *self._known.values()):
+            parameter.grad = None
+        for parameter, zeros in self._zeros:
+            parameter.grad = zeros.zero_()
+        self.enter_batch(0)
+        self._buffers.restore()
+        self._generators.restore()
+
+    def begin_batch(self) -> None:
+        """Take the attributes at the start of the step's next batch: since the one before, hooks of
+        a framework may have changed some, which do not run again."""
+        number = len(self._attributes)
+        attributes = self._watch.attributes_with(self.models, number)
+        attributes.keep(self.modules)
+        self._attributes.append(attributes)
+
+    def enter_batch(self, number: int) -> None:
+        """Put back the attributes that there were at the start of a batch of the step."""
+        self._attributes[number].restore()
+
+    def end(self) -> None:
+        """Add the gradients that were laid aside; a second call does nothing."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        with torch.no_grad():
+            for one in self._aside:
+                one.add()
+        self._aside = []
+        self._zeros = []
+        for attributes in self._attributes:
+            attributes.drop()
