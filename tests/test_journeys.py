@@ -169,7 +169,11 @@ workers whose number is not ours
 no workers are read
     cpu // host:no_workers → halve_batch workers=4 32×2
 a worker that dies
-    cpu // worker → fewer_workers workers=2; worker → fewer_workers workers=1; worker → give up
+    cpu // worker → fewer_workers workers=2; worker → fewer_workers workers=1; worker →
+    fewer_workers workers=0; worker → give up
+a worker that dies, of a trainer that needs one
+    cpu // worker → fewer_workers workers=2; worker → fewer_workers workers=1; worker →
+    fewer_workers workers=0; bug:needs_workers → fewer_workers workers=1; worker → give up
 a worker that someone killed, of a fixed number | num_workers=0 max_retries=1
     cpu // worker:killed → retry 64×1; worker:killed → halve_batch 32×2
 a worker that the kernel killed, of a fixed number | num_workers=0
@@ -472,6 +476,8 @@ def attempt_of(spec, text):
             record["output"] = f"step 1\rstep 2\r{value}\r\n"
         elif name == "raised":
             record["exceptions"] = (value, "builtins.Exception")
+        elif name == "needs_workers":
+            record["message"] = "ValueError: persistent_workers option needs num_workers > 0"
         elif name == "file":
             record["checkpoint"] = value
         elif name == "resumed":

@@ -147,6 +147,7 @@ def load_remedies() -> Remedies:
         ),
         FailureKind.INTERRUPTED: _rules("features.transient_failures.model:killed_again"),
         FailureKind.BUG: _rules(
+            "features.data_loader_workers.model:workers_after_all",
             "features.transient_failures.model:crashed_once_more",
             "features.transient_failures.model:unknown_once_more",
             "features.script_checkpoints.model:earlier_checkpoint",

@@ -165,7 +165,8 @@ def total_norm(torch: Any, parameters: Sequence[Any]) -> Any:
 def leave_out_if(optimizer: Any, is_bad: Any) -> Iterator[None]:
     """Have the steps of such an optimizer change nothing where ``is_bad`` is true, as GradScaler
     does."""
-    optimizer.found_inf, optimizer.grad_scale = is_bad.float(), None
+    optimizer.found_inf = is_bad.float()
+    optimizer.grad_scale = None
     try:
         yield
     finally:

@@ -148,7 +148,8 @@ class Spacing:
 
     def passes(self, kind: str, length: int) -> bool:
         """Return whether a line of ``length`` bytes is to be written now."""
-        kind, now = self.known(kind), time.monotonic()
+        kind = self.known(kind)
+        now = time.monotonic()
         first, last, written = self._seen.get(kind, (now, now, 0))
         gap = (now - first) * length / self._budget
         if written + length > self._budget and now - last < gap:

@@ -11,7 +11,9 @@ from collections.abc import Collection, Sequence
 MIB = 1024**2
 GIB = 1024**3
 
-_MINUTE, _HOUR, _DAY = 60, 3600, 86400
+_MINUTE = 60
+_HOUR = 3600
+_DAY = 86400
 
 
 def as_clock(seconds: int) -> str:
@@ -132,7 +134,8 @@ def first_line(error: BaseException) -> str:
 
 def named_line(error: BaseException) -> str:
     """Return :func:`first_line` after the error's type, as a traceback ends."""
-    name, line = type(error).__name__, first_line(error)
+    name = type(error).__name__
+    line = first_line(error)
     return name if line == name else f"{name}: {line}"
 
 

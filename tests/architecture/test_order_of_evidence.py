@@ -192,8 +192,7 @@ def test_pairs_that_do_not_commute_are_named_with_reasons(tmp_path, monkeypatch,
         for feature in features:
             feature.tick(first)
         killed = failed(SPEC, FailureKind.INTERRUPTED, number=2)
-        hooks = Hooks((), launch)
-        hooks._all = features
+        hooks = Hooks({str(number): feature for number, feature in enumerate(features)})
         return hooks.overrule((first,)), hooks.overrule((first, killed))
 
     found = pairs_that_do_not_commute("evidence", evidence)

@@ -42,7 +42,7 @@ def test_a_figure_asked_for_by_name_exists():
     """Without this, a figure that was misspelt would be missing in silence."""
     known = {field.name: field.default for part in parts_like(Part) for field in fields(part)}
     sources = [path.read_text() for path in (ROOT / PACKAGE).rglob("*.py")]
-    call = re.compile(r'\.noted\("(\w+)", (\(\)|[^)]+)\)')
+    call = re.compile(r"""\.noted\(["'](\w+)["'], (\(\)|[^)]+)\)""")
     found = [names for text in sources for names in call.findall(text)]
     assert len(found) == sum(text.count(".noted(") for text in sources)
     for name, otherwise in found:

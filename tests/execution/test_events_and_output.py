@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from robust_train.attempt.run import Run, live_of
-from robust_train.children.attempt_output import AttemptLog
+from robust_train.children import attempt_output
+from robust_train.children.attempt_output import AttemptLog, OutputPump
 from robust_train.files import plain, write_json
 from robust_train.host import wire
 from robust_train.host.job_logging import lose_lines_quietly
@@ -386,3 +387,31 @@ def test_a_log_file_on_a_full_disk_loses_its_lines_without_a_traceback_each(caps
     assert "a mistake" in error_after("a mistake: %d", "no number"), "that is the program's"
     with pytest.raises(OSError, match="No space left"):
         handler.close()
+
+
+@pytest.mark.parametrize("are_one", [True, False])
+def test_streams_into_one_file_keep_their_order(tmp_path, monkeypatch, are_one):
+    """Two pipes would be read one after the other."""
+    names = ["both", "both"] if are_one else ["out", "err"]
+    with (tmp_path / names[0]).open("a") as out, (tmp_path / names[1]).open("a") as err:
+        monkeypatch.setattr(attempt_output, "standard_output", lambda: out)
+        monkeypatch.setattr(attempt_output, "standard_error", lambda: err)
+        pump = OutputPump()
+        streams = {"stdout": pump.stdout.child_fd, "stderr": pump.stderr.child_fd}
+        subprocess.run(["sh", "-c", "for n in 1 2 3; do echo $n; echo e$n >&2; done"], **streams)
+        pump.close()
+    text = "".join((tmp_path / name).read_text() for name in dict.fromkeys(names)).split()
+    assert text == (
+        ["1", "e1", "2", "e2", "3", "e3"] if are_one else ["1", "2", "3", "e1", "e2", "e3"]
+    )
+
+
+def test_the_last_step_is_reported_before_what_ends_it(tmp_path):
+    """Steps in quick succession are thinned out; what comes after them shows the last."""
+    heard = []
+    run = Run(run_dir=tmp_path, report=heard.append)
+    for step in (1, 2):
+        run.progress(step, loss=1 / step)
+    run.epoch_ended(0, loss=0.5)
+    kinds = [(type(event), event.step) for event in heard]
+    assert kinds == [(Progress, 1), (Progress, 2), (EpochEnded, 2)]

@@ -56,7 +56,7 @@ def test_logging_and_hydra_config_work_inside_an_attempt(world):
     [
         ("catches_everything_and_stops_politely", signal.SIGINT, "press Ctrl-C again to kill"),
         ("never_looks_whether_to_stop", signal.SIGTERM, "send SIGTERM again to kill"),
-        ("does_not_stop_at_all", signal.SIGTERM, "at most 0.2 s"),
+        ("does_not_stop_at_all", signal.SIGTERM, "the trainer is asked to end, at most 0.2 s"),
     ],
 )
 def test_a_signal_ends_the_attempt_with_all_it_started_after_what_it_does_at_a_stop(
@@ -76,7 +76,7 @@ def test_a_signal_ends_the_attempt_with_all_it_started_after_what_it_does_at_a_s
         assert ended.summary["status"] == "interrupted"
         assert [a["outcome"] for a in ended.attempts] == ["interrupted"]
         assert Path(ended.summary["checkpoint"]).exists()
-        assert "stopping: saving a checkpoint, at most 20 s; " in ended.stdout
+        assert "stopping: the trainer is asked to end, at most 20 s; " in ended.stdout
         assert "to go on: robust-train resume " in ended.stdout.splitlines()[-1]
 
 

@@ -24,6 +24,10 @@ def warnings_of(ended, words):
         (None, ["device=cuda:1"], B),
         (None, ["device=GPU-bbbb", "auto_device=false"], B),
         (None, ["device=cuda:1", "auto_device=true"], A),
+        (None, ["device=1"], B),
+        (None, ["device=[1]"], B),
+        (None, ["device=0,1"], A),  # of these the one with the most free memory
+        ("GPU-bbbb", ["device=[0,GPU-bbbb]"], B),
         # a mask is never widened
         ("1", [], B),
         ("1", ["auto_device=false", "device=cuda:0"], B),
@@ -56,6 +60,7 @@ def test_without_a_gpu_a_request_for_one_is_refused_and_for_two_is_not_dropped(w
     ("arguments", "words"),
     [
         (["trainer._target_=trainers.plain", "device=cuda:7"], ["device=cuda:7", A, B]),
+        (["trainer._target_=trainers.plain", "device=[0,7]"], ["device=cuda:7", A, B]),
         (["trainer._target_=no_such_module.train", TOO_MUCH], ["no_such_module"]),
     ],
 )

@@ -4,13 +4,25 @@ import errno
 import os
 
 import pytest
+import torch
 
 from command_world import CommandWorld
 from disks import fill, small_disk
+from robust_train.attempt import ending, last_save
 from robust_train.attempt.run import Run, live_of
-from robust_train.folder.checkpoints import Manifest, read_manifests, record_checkpoint, why_full
+from robust_train.folder.checkpoints import (
+    CheckpointError,
+    Manifest,
+    read_manifests,
+    record_checkpoint,
+    why_full,
+    write_atomically,
+)
 from robust_train.folder.identity import begin_job, wait_until_readable
-from robust_train.model.errors import ConfigError, RunFolderUnavailableError
+from robust_train.model.errors import ConfigError, RunFolderUnavailableError, TrainingStopped
+from robust_train.model.events import CheckpointFailed, CheckpointSaved
+
+STATE_BYTES = 2_000_000
 
 
 @pytest.fixture
@@ -87,3 +99,92 @@ def test_what_cannot_be_read_is_an_error_after_a_while(number, kind):
     assert f"/runs/a: cannot be read now ({os.strerror(number)})" in line
     assert paused == sorted(paused)
     assert 50 <= sum(paused) <= 70
+
+
+@pytest.fixture
+def full(tmp_path, monkeypatch):
+    """An attempt on a disk with room for most of a checkpoint, until it waits for more."""
+    monkeypatch.setattr(last_save, "_PAUSES", (0.01,))
+    with small_disk(tmp_path / "disk", "size=4m"):
+        begin_job(tmp_path / "disk", resume=True)
+        filler = fill(tmp_path / "disk")
+        os.truncate(filler, filler.stat().st_size - STATE_BYTES * 3 // 4)
+        heard = []
+
+        def hear(event):
+            heard.append(event)
+            if isinstance(event, CheckpointFailed) and "no checkpoint fits" in event.reason:
+                filler.unlink()
+
+        yield Run(run_dir=tmp_path / "disk", report=hear), heard
+
+
+def test_the_last_checkpoint_waits_for_space(full):
+    run, heard = full
+    weights = torch.arange(STATE_BYTES // 4, dtype=torch.float32)
+    run.save({"weights": weights}, 7)
+    run.finish_saving()
+    assert not live_of(run).saves.has_checkpoint
+    last_save.save_owed_checkpoint(live_of(run))
+    (saved,) = [event for event in heard if isinstance(event, CheckpointSaved)]
+    assert saved.step == 7
+    assert torch.equal(torch.load(saved.path)["weights"], weights)
+    assert live_of(run).saving.owed is None
+
+
+def test_trained_weights_wait_for_space(full):
+    run, heard = full
+    run.checkpoint_failed("No space left on device")
+    path = run.checkpoint_dir / "final.pt"
+    content = {"weights": torch.zeros(STATE_BYTES // 4)}
+    assert last_save.save_result(live_of(run), lambda: write_atomically(content, path)) == path
+    assert path.stat().st_size > STATE_BYTES
+    last_save.save_owed_checkpoint(live_of(run))
+    assert not any(isinstance(event, CheckpointSaved) for event in heard), "the weights are enough"
+
+
+def test_a_stop_ends_the_wait_for_space(full):
+    run, _ = full
+    run.save({"weights": torch.zeros(STATE_BYTES // 4)}, 7)
+    run.finish_saving()
+    live_of(run).stops.request_stop()
+    with pytest.raises(TrainingStopped):
+        last_save.save_owed_checkpoint(live_of(run))
+
+
+def test_training_without_any_checkpoint_is_not_repeated(tmp_path, caplog):
+    """A checkpoint that only its framework could write is a reason to repeat the last steps, never
+    to begin again."""
+    run = Run(run_dir=tmp_path)
+    run.checkpoint_failed("No space left on device")
+    last_save.save_owed_checkpoint(live_of(run))
+    assert "it is not trained again" in caplog.text
+    run.checkpoint_saved(tmp_path, 3)
+    run.checkpoint_failed("No space left on device")
+    with pytest.raises(CheckpointError):
+        last_save.save_owed_checkpoint(live_of(run))
+
+
+def test_a_save_that_failed_does_not_cost_the_next(full):
+    run, heard = full
+    run.save({"weights": torch.zeros(STATE_BYTES // 4)}, 7)
+    live_of(run).saving.writer.submit((run.run_dir / "filler").unlink).result()
+    run.save({"weights": torch.zeros(STATE_BYTES // 4)}, 8)
+    run.finish_saving()
+    assert [event.step for event in heard if isinstance(event, CheckpointSaved)] == [8]
+
+
+def test_a_disk_needs_room_for_what_failed(tmp_path):
+    disk = tmp_path / "disk"
+    with small_disk(disk, "size=1500k"):
+        check_a_failed_write(disk)
+
+
+def check_a_failed_write(disk):
+    assert why_full(disk, "") == ""
+    with pytest.raises(CheckpointError) as failed:
+        write_atomically({"weights": torch.zeros(500_000)}, disk / "large.pt")
+    assert failed.value.bytes > 2_000_000
+    event = ending.failed(failed.value, lambda feature: True)
+    assert event.failure.evidence.requested_bytes == failed.value.bytes
+    assert "(No space left on device)" in why_full(disk, "", failed.value.bytes)

@@ -34,7 +34,8 @@ from robust_train.folder.identity import is_of_job, read_identity, wait_until_re
 
 log = logging.getLogger("robust_train")
 
-SHORTEST_SECONDS, LONGEST_SECONDS = 10.0, 300.0
+SHORTEST_SECONDS = 10.0
+LONGEST_SECONDS = 300.0
 LEAST_SECONDS = 1.0
 """Between two where a job fails often, and before the first, which measures what they cost."""
 _FIRST_COSTS = 6.0
@@ -101,7 +102,8 @@ class SaveClock:
         step = self._calls if step is None else step
         if self._saved_step is None:
             self._saved_step = step - 1
-        now, plan = self._now(), self._plan
+        now = self._now()
+        plan = self._plan
         if self._retries_at:
             return now >= self._retries_at
         if plan.every_steps and step - self._saved_step >= plan.every_steps:
@@ -123,7 +125,8 @@ class SaveClock:
             seconds = self._now() - self._saving_since
             self.spent += seconds
             # the first one also allocates the memory that the next ones use again
-            is_first, self._has_saved = not self._has_saved, True
+            is_first = not self._has_saved
+            self._has_saved = True
             known = self._cost or seconds / _FIRST_COSTS
             self._cost = min(seconds, known) if is_first else seconds
         self._saving_since = None
@@ -137,7 +140,8 @@ class SaveClock:
         """Return for how many seconds the save held training up, 0 if that is not known."""
         self._retries_at = 0.0
         now = self._now()
-        self.interval, self._last_saved = now - self._last_saved, now
+        self.interval = now - self._last_saved
+        self._last_saved = now
         # the next one may have begun before this one was on the disk
         if step is None or self._saved_step is None or step >= self._saved_step:
             self.copied()
@@ -167,10 +171,12 @@ class Saving:
         # identity of the job, the same for all of its attempts; empty without a launcher; None
         # where no one would resume and so no manifest is written
         self.job: str | None = "" if identity is None else identity.id
-        self._attempt, self._proves = attempt, proves
+        self._attempt = attempt
+        self._proves = proves
         self._job_started = time.time() if identity is None else identity.started
-        # why the last checkpoint could not be written, empty if it was
-        self.owed = ""
+        # why the last checkpoint could not be written, None if it was
+        self.owed: CheckpointError | None = None
+        self.has_saved = False  # a checkpoint of this attempt is on the disk
         self.rotates = False  # whether it is we who remove old ones
         # of reading back, as measured
         self._bytes_per_second = _READS_BYTES_PER_SECOND
@@ -228,7 +234,9 @@ class Saving:
         is_good: bool = True,
     ) -> None:
         """Write the manifest of the complete checkpoint at ``path``, if it is good."""
-        seconds, self.owed = self.clock.saved(step), ""
+        seconds = self.clock.saved(step)
+        self.owed = None
+        self.has_saved |= is_good
         if self.job is not None and is_good:
             self._unlisted[path] = Manifest(
                 self.job,
@@ -275,10 +283,14 @@ class Saving:
             return damage
         return ""
 
-    def failed(self, reason: str) -> None:
+    def failed(self, error: CheckpointError) -> None:
         """Record that a checkpoint could not be written."""
-        self.owed = reason
+        self.owed = error
         self.clock.failed()
+
+    def settle(self) -> None:
+        """Record that no checkpoint is owed any longer."""
+        self.owed = None
 
     def rotate(self, keep: int) -> None:
         """Remove all but the newest ``keep`` checkpoints and the last that is known to be good."""

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
+from dataclasses import dataclass
 from errno import EINVAL, ENOENT, ENOSPC, ESTALE
 from functools import partial
 from pathlib import Path
@@ -85,13 +86,15 @@ class CheckpointFolder:
     ) -> None:
         saving.rotates = keep > 0
         self.path = saving.folder
-        self._saving, self._report = saving, report
+        self._saving = saving
+        self._report = report
         self._is_main = is_main
         self._keep = keep
         self._write_folder = write_folder
         self._suffix = suffix
-        # what is being written while training goes on, its step, and where it is in the data
-        self._in_flight: tuple[Future[Path], int, Position] | None = None
+        # what is being written while training goes on
+        self._in_flight: _Copy | None = None
+        self._unwritten: _Copy | None = None  # the newest one, if the disk did not take it
         self._rotating: Future[None] | None = None
         self._room = HostCopies(copies)
 
@@ -99,6 +102,7 @@ class CheckpointFolder:
         """Save and report a checkpoint, then remove the ones that are too many. Raises
         CheckpointError: it could not be written; the earlier ones are untouched."""
         self.report_written(wait=True)
+        self._unwritten = None
         path = self._write(content, step)
         self._written(path, step, self._saving.batches.position)
         self.report_written(wait=True)
@@ -108,13 +112,15 @@ class CheckpointFolder:
         """Save while training goes on, if there is memory for a copy: call
         :meth:`report_written` after each step. Raises CheckpointError, also for the one before."""
         self.report_written(wait=True)
+        # its memory is used again
+        self._unwritten = None
         self._room.begin()
         # other ranks may write without: all write
         copied = self._room.copy(content)
         if copied is None:
             self.save(content, step)
             return
-        self._goes_on(step, lambda: self._write(copied, step))
+        self._goes_on(step, lambda: self._write(copied, step), is_repeatable=True)
 
     def save_files(
         self,
@@ -179,22 +185,38 @@ class CheckpointFolder:
                 shutil.rmtree(path, ignore_errors=True)
             raise CheckpointError(f"cannot write {path}: {why}") from None
 
-    def _goes_on(self, step: int, write: Callable[[], Path]) -> None:
-        self._in_flight = (self._saving.writer.submit(write), step, self._saving.batches.position)
+    def _goes_on(
+        self, step: int, write: Callable[[], Path], *, is_repeatable: bool = False
+    ) -> None:
+        future = self._saving.writer.submit(write)
+        again = write if is_repeatable else None
+        self._in_flight = _Copy(future, step, self._saving.batches.position, again)
         self._saving.clock.copied()
+
+    def write_again(self) -> bool:
+        """Write the newest checkpoint once more, if the disk did not take it; return whether its
+        copy is still there. Raises CheckpointError: the disk does not take it now."""
+        one = self._unwritten
+        if one is None or one.write is None:
+            return False
+        self._written(one.write(), one.step, one.position)
+        self._unwritten = None
+        self.report_written(wait=True)
+        return True
 
     def report_written(self, *, wait: bool = False) -> None:
         """Report the checkpoint that was written meanwhile, if it is; ``wait`` until it is. Raises
         CheckpointError if it could not be; the earlier ones are untouched."""
         one = self._in_flight
-        if one is not None and (wait or one[0].done()):
+        if one is not None and (wait or one.future.done()):
             self._in_flight = None
-            path, step, position = one
+            self._unwritten = one
             try:
-                written = path.result()
+                path = one.future.result()
             finally:
                 self._room.shrink()
-            self._written(written, step, position)
+            self._unwritten = None
+            self._written(path, one.step, one.position)
         if wait and self._rotating is not None:
             self._rotating.result()
 
@@ -234,6 +256,16 @@ class CheckpointFolder:
         if self._keep:
             # to remove a large file takes its time, too
             self._rotating = self._saving.writer.submit(self._saving.rotate, self._keep)
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A checkpoint that is written while training goes on."""
+
+    future: Future[Path]
+    step: int
+    position: Position  # in the data
+    write: Callable[[], Path] | None  # writes it once more; None if only its framework can
 
 
 def _keep_if_best(checkpoint: Path, step: int, value: float, mode: str) -> None:
@@ -386,7 +418,7 @@ def _settled(value: Any) -> Any:
 
 def _bytes_of(tensor: Tensor) -> int:
     own = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    # sparse tensors do not tell; they have less than this
+    # sparse tensors do not say; they have less than this
     return int(own.numel() * own.element_size())
 
 
@@ -449,7 +481,8 @@ def is_of_disk(error: BaseException) -> bool:
 
 def together(act: Callable[[], Any], gather: Callable[[Any], list[Any]]) -> Any:
     """Return what ``act`` does; all ranks raise what disk or memory fails with on the first."""
-    result, error = None, None
+    result = None
+    error = None
     try:
         result = act()
     except (OSError, MemoryError, RuntimeError, _UnusableError) as raised:

@@ -42,7 +42,8 @@ class Code:
     """Notes which of the user's files an attempt is made of."""
 
     def __init__(self, request: AttemptRequest, rank: int) -> None:
-        self._request, self._rank = request, rank
+        self._request = request
+        self._rank = rank
         self._path = request.run_dir / CODE_FILE
         self._known = _read(self._path)
         self._seen = set[str]()

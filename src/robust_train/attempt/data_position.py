@@ -210,7 +210,8 @@ class Batches:
         """Begin the next pass where the checkpoint ``path`` of a step is in the data; those up to
         step ``skips_to``, with which training diverged, are passed over."""
         found = (one.position for one in read_manifests(path.parent) if one.path == path.absolute())
-        at, more = next(found, START), skips_to - step
+        at = next(found, START)
+        more = skips_to - step
         if step and more > 0 and (batches := round(more * at.batches / step)):
             log.info("training diverged here: passing over %d batches", batches)
             samples = at.samples
@@ -228,7 +229,8 @@ class Batches:
     def over(self, loader: Any, attempt: Attempt) -> Iterator[Any]:
         """Yield a pass over a loader; of the first one what is left. A state is of one rank's data,
         so several ranks count."""
-        before, self._resumed = self._resumed, START
+        before = self._resumed
+        self._resumed = START
         source = examine(loader)
         has_state = attempt.ranks == 1 and hasattr(loader, "load_state_dict")
         self._loader = loader if has_state else None
@@ -410,7 +412,8 @@ def _warn_of_counted_batches(before: Position, now: Position, attempt: Attempt) 
     """Warn that batches are passed over whose size may be another one than before."""
     if not attempt.reads_batch_size or not before.in_pass:
         return
-    seen, passed = before.in_pass * before.asked, before.in_pass * now.asked
+    seen = before.in_pass * before.asked
+    passed = before.in_pass * now.asked
     first, last = sorted((seen, passed))
     happens = "seen again" if passed < seen else "left out"
     _warn(

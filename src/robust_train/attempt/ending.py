@@ -15,6 +15,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from robust_train.attempt.loading import WORKERS
 from robust_train.failures import classify_failure
+from robust_train.folder.checkpoints import CheckpointError
 from robust_train.model.errors import (
     ConfigError,
     RankFailure,
@@ -67,6 +68,10 @@ def _failure_of(error: BaseException, supports: Callable[[str], bool]) -> Failur
         evidence = Evidence(clue=Clue.USER_ERROR)
         return Failure(FailureKind.BUG, str(error), evidence)
     failure = classify_failure(error)
+    if isinstance(error, CheckpointError) and error.bytes:
+        # by which the launcher knows when the disk has room for it
+        evidence = replace(failure.evidence, requested_bytes=error.bytes)
+        failure = replace(failure, evidence=evidence)
     if isinstance(error, (ConfigKeyError, ConfigAttributeError)):
         failure = replace(failure, message=_missing_key(error))
     if failure.kind is FailureKind.HOST_OOM and not supports(WORKERS):

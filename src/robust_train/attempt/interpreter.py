@@ -81,7 +81,8 @@ def main() -> NoReturn:
     prepared = Prepared()
     while True:
         readable([channel.fileno()], FOREVER_SECONDS)
-        data, descriptors = b"", list[int]()
+        data = b""
+        descriptors = list[int]()
         # closed with an answer of ours unread, the socket is reset
         with contextlib.suppress(ConnectionResetError):
             data, descriptors, _, _ = socket.recv_fds(channel, 1, _MOST_DESCRIPTORS)
@@ -297,7 +298,8 @@ def _run_rank(
 
     ``descriptors`` begin with the file of the votes, and on rank 0 with the socket of the store.
     """
-    request, rank = begin.request, begin.rank
+    request = begin.request
+    rank = begin.rank
     for own in descriptors[: 1 if rank else 2]:
         os.set_inheritable(own, False)
     votes = Votes(request.ranks, descriptors[0])

@@ -22,7 +22,7 @@ from robust_train.attempt.saves import Saves
 from robust_train.attempt.speed import SpeedMeter
 from robust_train.attempt.stops import Stops
 from robust_train.config.placeholders import MicroBatchPlan, SavePlan, SplitRule
-from robust_train.folder.checkpoints import Content, Position
+from robust_train.folder.checkpoints import CheckpointError, Content, Position
 from robust_train.host.votes import Flags, OneRank
 from robust_train.model.errors import TrainingStopped
 from robust_train.model.events import CheckpointFailed, CheckpointSaved, SpeedMeasured
@@ -130,7 +130,7 @@ class LiveAttempt:
             resume_checkpoint,
             is_main=self.is_main,
             saved=self.checkpoint_saved,
-            failed=self.checkpoint_failed,
+            failed=self._owe,
         )
 
     # --- before the trainer is called ---
@@ -311,6 +311,7 @@ class LiveAttempt:
             spent = round(self.saving.clock.spent, 3)
         rotates = self.saving.rotates and loss != "unknown"
         event = CheckpointSaved(str(path), step, loss, rotates, spent)
+        self.reports.send_last_progress()
         self.reports.send(event)
         self.speed.pause()
         self.hooks.pause("save")
@@ -318,7 +319,11 @@ class LiveAttempt:
 
     def checkpoint_failed(self, reason: str) -> None:
         """See :meth:`.run.Run.checkpoint_failed`."""
+        self._owe(CheckpointError(reason))
+
+    def _owe(self, error: CheckpointError) -> None:
+        """Record and report a checkpoint that could not be saved."""
         if self.is_main:
-            self.saving.failed(reason)
-            self.reports.send(CheckpointFailed(reason))
-        self.stops.answer_checkpoint({"error": f"no checkpoint: {reason}"})
+            self.saving.failed(error)
+            self.reports.send(CheckpointFailed(str(error)))
+        self.stops.answer_checkpoint({"error": f"no checkpoint: {error}"})

@@ -107,6 +107,7 @@ class Reports:
     def epoch_ended(self, epoch: int, scalars: Mapping[str, float]) -> None:
         """Send an epoch's figures, and the objective if it is among them."""
         figures = plain(dict(scalars))
+        self.send_last_progress()
         self.send(EpochEnded(epoch, self.steps_done, figures))
         self.report_objective(figures, epoch)
 

@@ -15,6 +15,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from robust_train.attempt.ending import failed, lacks_resolver
+from robust_train.attempt.last_save import save_owed_checkpoint
 from robust_train.attempt.live import LiveAttempt
 from robust_train.attempt.loading import (
     CHECKPOINTING,
@@ -26,9 +27,7 @@ from robust_train.attempt.loading import (
 from robust_train.attempt.run import Run, live_of
 from robust_train.config.attempt import AttemptRequest
 from robust_train.config.schema import RobustConfig
-from robust_train.failures import classify_failure
 from robust_train.files import plain
-from robust_train.folder.checkpoints import CheckpointError
 from robust_train.host.votes import Flags
 from robust_train.memory.stats import memory_in_use
 from robust_train.model.errors import TrainingStopped
@@ -86,7 +85,7 @@ def run_attempt(
                     live.saves.finish()
                 # a signal has nothing to interrupt any more
                 live.stops.note_cooperation()
-                _check_that_all_is_saved(live)
+                save_owed_checkpoint(live)
             result = figures_of(result, request.config.objective)
             ending = Finished(plain(result, "the trainer's result"))
         except BaseException as raised:
@@ -106,20 +105,12 @@ def run_attempt(
         live.speed.send()
         if live.supports(CHECKPOINTING):
             send(TrainerSupports((CHECKPOINTING,)))
-        memory, now = memory_in_use(), time.monotonic()
+        memory = memory_in_use()
+        now = time.monotonic()
         send(replace(ending, step=live.reports.last_step, memory=memory, at=now))
         if error is None or not process_ends:
             live.hooks.close(error)
     return error
-
-
-def _check_that_all_is_saved(live: LiveAttempt) -> None:
-    """Raise CheckpointError if the disk was too full for the last checkpoint: the last steps are
-    repeated once there is room. An attempt that was asked to stop ends without it."""
-    if live.saving.owed and not live.stops.has_stopped_trainer:
-        unsaved = CheckpointError(live.saving.owed)
-        if classify_failure(unsaved).kind is FailureKind.DISK_FULL:
-            raise unsaved
 
 
 def figures_of(result: Any, objective: str | None) -> Any:

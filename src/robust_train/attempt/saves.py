@@ -48,7 +48,7 @@ class Saves:
         *,
         is_main: bool,
         saved: Saved,
-        failed: Callable[[str], None],
+        failed: Callable[[CheckpointError], None],
     ) -> None:
         self.resume_checkpoint = resume_checkpoint
         self.keep = _KEEP
@@ -113,6 +113,8 @@ class Saves:
 
     def save(self, content: Content, step: int, *, keep: int, suffix: str) -> None:
         """Save a dictionary of values and tensors while training goes on."""
+        # the one before may have failed in the meantime, which is no reason to leave this one out
+        self.finish()
         self._saving.clock.begin(step)
         self._find_position()
         is_first = self._folder is None
@@ -148,8 +150,19 @@ class Saves:
             write()
         except CheckpointError as error:
             if self._is_main:
-                log.warning("%s; training goes on, earlier ones are kept", error)
-            self._failed(str(error))
+                kept = "earlier ones are kept" if self.has_checkpoint else "none is saved yet"
+                log.warning("%s; training goes on, %s", error, kept)
+            self._failed(error)
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether a checkpoint of the job is on the disk, as far as this attempt knows."""
+        return self._saving.has_saved or self.resume_checkpoint is not None
+
+    def write_again(self) -> bool:
+        """Write the newest checkpoint once more, if the disk did not take it; return whether its
+        copy is still there. Raises CheckpointError: the disk does not take it now."""
+        return self._folder is not None and self._folder.write_again()
 
     def record(self, path: Path, step: int | None, loss: str, position: Position | None) -> str:
         """Record a complete checkpoint in its manifest; return what is wrong with it, empty if

@@ -23,7 +23,8 @@ T = TypeVar("T")
 _MOST_STEPS = 1000
 _HIGH = 0.95
 _LEAST_RECENT = 10
-_FIRST_REPORT_SECONDS, _REPORT_SECONDS = 1.0, 30.0
+_FIRST_REPORT_SECONDS = 1.0
+_REPORT_SECONDS = 30.0
 
 
 class Moment:
@@ -139,7 +140,8 @@ class SpeedMeter:
 
     def wait_ends(self) -> None:
         """End what :meth:`wait_begins` began."""
-        start, self._wait_from = self._wait_from, None
+        start = self._wait_from
+        self._wait_from = None
         self._is_explicit = True
         if start is not None:
             self._waited(start)
@@ -168,7 +170,8 @@ class SpeedMeter:
         """Count optimizer step ``step``."""
         if not self._is_on:
             return
-        now, interval = Moment(), self._interval
+        now = Moment()
+        interval = self._interval
         if interval is not None and interval.counts and step > self._step:
             interval.seconds = now.at - interval.begin.at
             if interval.seconds < self._least_seconds:

@@ -34,6 +34,8 @@ class OutputStream:
 
     A terminal, so that progress bars of the trainer look as they would without the launcher.
 
+    One serves as both where ours are one file: two would lose the order of what is printed.
+
     Attributes:
         child_fd: what the child gets.
         read_fd: where its output can be read.
@@ -54,6 +56,11 @@ class OutputStream:
             with contextlib.suppress(OSError):
                 fcntl.fcntl(self.read_fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         os.set_blocking(self.read_fd, False)
+
+    def is_also(self, other: TextIO) -> bool:
+        """Return whether another stream of ours writes into the same file."""
+        target = descriptor_of(other)
+        return self._target >= 0 and target >= 0 and os.path.sameopenfile(self._target, target)
 
     def fit(self) -> None:
         """Give the child's terminal the size of ours, which people change, and no input."""
@@ -95,8 +102,11 @@ class OutputPump:
 
     def __init__(self) -> None:
         self.stdout = OutputStream(standard_output())
-        self.stderr = OutputStream(standard_error())
-        self.streams = self.stdout, self.stderr
+        self.streams = [self.stdout]
+        self.stderr = self.stdout
+        if not self.stdout.is_also(standard_error()):
+            self.stderr = OutputStream(standard_error())
+            self.streams.append(self.stderr)
         self._log: AttemptLog | None = None
         self._tail = b""
         # output is held back, because a clearer message may replace it
@@ -125,7 +135,9 @@ class OutputPump:
 
     def release(self) -> None:
         """Show what was held back, and from now on what comes."""
-        held, self._held, self._holds = self._held, [], False
+        held = self._held
+        self._held = []
+        self._holds = False
         for stream, data in held:
             stream.show(data)
 
@@ -200,7 +212,8 @@ class AttemptLog:
         done = b"\n".join(map(_settled, (lines + end).split(b"\n")))
         rest = rest[max(rest.rstrip(b"\r").rfind(b"\r"), 0) :]
         if len(rest) > _LONGEST_LINE_BYTES:  # no bar, which is rewritten
-            done, rest = done + rest, b""
+            done = done + rest
+            rest = b""
         if rest:
             self._unfinished[stream] = rest
         now = time.monotonic()

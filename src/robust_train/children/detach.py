@@ -95,7 +95,8 @@ def has_begun(folder: Path, text: str) -> None:
     Does nothing in the foreground, and when called again.
     """
     global _pipe
-    pipe, _pipe = _pipe, None
+    pipe = _pipe
+    _pipe = None
     if pipe is None:
         return
     flush_output()
@@ -146,7 +147,8 @@ def past_logout() -> tuple[list[str], str]:
     lingers = Path("/var/lib/systemd/linger", user_name(os.geteuid())).exists()
     if works and lingers:
         return _SCOPE, ""
-    prefix, remedy = _SCOPE, "before you log out: loginctl enable-linger"
+    prefix = _SCOPE
+    remedy = "before you log out: loginctl enable-linger"
     if not works:
         prefix = []
         remedy = "systemd-run --user --scope, which would prevent that, does not work here"

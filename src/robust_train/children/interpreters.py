@@ -76,7 +76,8 @@ class Interpreter:
 
     def collect(self) -> None:
         """Set ``returncode`` if its process has ended."""
-        pid, status = self.pid, int(signal.SIGKILL)
+        pid = self.pid
+        status = int(signal.SIGKILL)
         # collected by a handler of the program's own: how it has ended is lost
         with contextlib.suppress(ChildProcessError):
             pid, status, usage = os.wait4(self.pid, os.WNOHANG)

@@ -79,7 +79,8 @@ def notifications(config: NotifyConfig, environ: Mapping[str, str]) -> NotifyCon
 
 def sentence(event: str, state: RunState, result: Json, now: float) -> str:
     """Return the line of text about a state that is an event."""
-    job, spent = f"{state.name} on {state.host}", duration(state.seconds(now))
+    job = f"{state.name} on {state.host}"
+    spent = duration(state.seconds(now))
     reason = shortened(state.reason or "", 300)
     match event:
         case "completed":
@@ -130,7 +131,8 @@ class Notifier:
                 self._is_unsaved = False
                 return
             case Slow() if event.text:
-                name, text = "slow", f" is slow: {event.text}"
+                name = "slow"
+                text = f" is slow: {event.text}"
             case StallWarning():
                 text = (
                     f" shows no progress for {duration(event.seconds)} in attempt {attempt}, "
@@ -139,9 +141,11 @@ class Notifier:
             case Stalled():
                 text = f" made no progress in attempt {attempt}: the attempt is ended"
             case CheckpointFailed():
-                name, text = ("disk", f": no checkpoint could be saved: {event.reason}")
+                name = "disk"
+                text = f": no checkpoint could be saved: {event.reason}"
             case AttemptEnded(record=Attempt(kind=FailureKind.DISK_FULL) as record):
-                name, text = "disk", f": {record.message}"
+                name = "disk"
+                text = f": {record.message}"
             case _:
                 return
         if name == "disk" and self._is_unsaved:
@@ -185,7 +189,8 @@ class Notifier:
             return
         text = shortened(text, 1000)
         content = strict_json({"event": event, "text": text, "time": time.time(), **about})
-        command, urls = self._settings.command, self._settings.urls
+        command = self._settings.command
+        urls = self._settings.urls
         if command:
             self.deliver(event, command[0], command, content, {TEXT_VARIABLE: text})
         if urls:

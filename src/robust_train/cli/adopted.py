@@ -14,7 +14,8 @@ from robust_train.config.projects import lightning_of, ours, without_ours
 
 def call_task(task: Callable[..., Any], cfg: Any, run: Run) -> Any:
     """Return what a project's ``main`` returns in an attempt; Lightning's ``fit`` is ours then."""
-    own, cfg = ours(cfg), without_ours(cfg)
+    own = ours(cfg)
+    cfg = without_ours(cfg)
     adopted: Any = contextlib.nullcontext()
     if name := lightning_of(cfg):
         importlib.import_module(name)  # by which of its names ours will use it

@@ -52,10 +52,8 @@ def doctor(arguments: Namespace) -> Answer:
 
     The exit code is 0 if some GPU and the queue directory can be used, and no probe failed.
     """
-    path, inventory = (
-        directory_for(arguments.dir, os.environ),
-        read_inventory(processes=arguments.probe),
-    )
+    path = directory_for(arguments.dir, os.environ)
+    inventory = read_inventory(processes=arguments.probe)
     queue: dict[str, Json] = {"directory": str(path), "problem": None}
     jobs: Sequence[QueuedJob] = ()
     try:
@@ -67,13 +65,15 @@ def doctor(arguments: Namespace) -> Answer:
                 return Answer(error=problem)
             jobs = registry.jobs()
             inventory = replace(inventory, gpus=registry.marked(inventory.gpus))
-            queue["file_system"], queue["jobs"] = (registry.file_system, len(jobs))
+            queue["jobs"] = len(jobs)
+            queue["file_system"] = registry.file_system
             if registry.owner:  # who could remove reservations of others
                 queue["owner"] = user_name(registry.owner)
                 queue["tmpfiles_line"] = tmpfiles_line(path)
     except QueueError as error:
         queue["problem"] = str(error)
-    doubt, cuda = None, torch_cuda_version()
+    doubt = None
+    cuda = torch_cuda_version()
     if not inventory.may_run(cuda):  # torch is not imported
         versions = inventory.cuda_versions(cuda)
         doubt = f"CUDA probably cannot work: {versions} (a guess; doctor --probe tries it)"
@@ -91,7 +91,8 @@ def doctor(arguments: Namespace) -> Answer:
         # what others use is left alone
         others = row["why_no_room"] or others_on(gpu, find_holders([gpu]))
         if others:
-            passed, text = True, f"not probed: {others}"
+            passed = True
+            text = f"not probed: {others}"
         else:
             print(f"probing GPU {gpu.index} …", file=sys.stderr)
             passed, text = probe(gpu)

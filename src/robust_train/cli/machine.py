@@ -41,7 +41,8 @@ _LONGEST_NAME = 20  # the table of jobs fits 80 columns
 
 def gpus(arguments: Namespace) -> Answer:
     """Show a row for each GPU."""
-    inventory, path = read_inventory(), directory_for(None, os.environ)
+    inventory = read_inventory()
+    path = directory_for(None, os.environ)
     jobs: Sequence[QueuedJob] = ()
     with contextlib.suppress(QueueError):
         if is_made(path):
@@ -59,7 +60,8 @@ def gpus(arguments: Namespace) -> Answer:
 def machine(inventory: Inventory, jobs: Sequence[QueuedJob]) -> dict[str, Json]:
     """Return the GPUs in JSON's types: whether programs started here see them, since when their
     ``jobs`` leave them idle, and the user and command of each process if known."""
-    visible, holders = (visible_gpus(inventory, os.environ), find_holders(inventory.gpus))
+    visible = visible_gpus(inventory, os.environ)
+    holders = find_holders(inventory.gpus)
     shown = {gpu.uuid for gpu in visible.gpus}
     idle = {uuid: seconds for job in jobs for uuid, seconds in job.idle().items()}
     found = [asdict(gpu) for gpu in inventory.gpus]
@@ -80,7 +82,8 @@ def machine(inventory: Inventory, jobs: Sequence[QueuedJob]) -> dict[str, Json]:
 
 
 def _gpu_row(gpu: dict[str, Json]) -> list[object]:
-    percent, processes = gpu["utilization_percent"], gpu["processes"]
+    percent = gpu["utilization_percent"]
+    processes = gpu["processes"]
     notes = ["" if gpu["visible"] else f"hidden by {VARIABLE}", gpu["unusable"]]
     if gpu["idle_seconds"] is not None:
         idle = as_clock(gpu["idle_seconds"])
@@ -120,7 +123,8 @@ def queue(arguments: Namespace) -> Answer:
         return Answer(data, [nothing])
     now = time.monotonic()  # of the records: to read the GPUs may take long
     with contextlib.closing(Registry(path)) as registry:
-        found, excluded = registry.jobs(), registry.exclusions()
+        found = registry.jobs()
+        excluded = registry.exclusions()
         limit = registry.gpu_limit()
         warnings = []
         gpus: Sequence[GpuInfo] = ()
@@ -145,7 +149,8 @@ def queue(arguments: Namespace) -> Answer:
 def _job_as_json(
     job: QueuedJob, found: Sequence[QueuedJob], gpus: Sequence[GpuInfo], plan: Plan, now: float
 ) -> dict[str, Json]:
-    indexes, idle = {gpu.uuid: gpu.index for gpu in gpus}, job.idle()
+    indexes = {gpu.uuid: gpu.index for gpu in gpus}
+    idle = job.idle()
     reasons = _about_launcher(job)
     if job.gpus:
         if idle:
@@ -204,7 +209,8 @@ def _about_launcher(job: QueuedJob) -> list[str]:
 
 
 def _job_row(job: dict[str, Json]) -> list[object]:
-    many, claim = job["num_gpus"], job["claim_bytes"] // MIB
+    many = job["num_gpus"]
+    claim = job["claim_bytes"] // MIB
     numbers = [gpu["index"] for gpu in job["gpus"] if gpu["index"] is not None]
     # those that have vanished have no number any more
     names = [gpu["uuid"] for gpu in job["gpus"] if gpu["index"] is None]

@@ -99,7 +99,8 @@ def find(words: Sequence[str]) -> tuple[Command, list[str]]:
     for length in (2, 1):
         if (command := COMMANDS.get(" ".join(words[:length]))) is not None:
             return command, list(words[length:])
-    first, second = words[0], words[1] if words[1:] else ""
+    first = words[0]
+    second = words[1] if words[1:] else ""
     members = members_of(first)
     if near := difflib.get_close_matches(second, members, n=1):
         problem = f"{first}: {second}: did you mean {near[0]}?"

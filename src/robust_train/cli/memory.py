@@ -92,7 +92,8 @@ def info(arguments: Namespace) -> Answer:
 
 def _with_machine(found: Answer, arguments: Namespace) -> Answer:
     """Return an answer with what ``gpus`` shows, and the host's memory."""
-    machine, host = gpus(arguments), read_host_memory()
+    machine = gpus(arguments)
+    host = read_host_memory()
     known = {"available_bytes": host.available, "total_bytes": host.total}
     shown = list(found.shown) + list(machine.shown)
     if host.total is not None and host.available is not None:
@@ -117,7 +118,8 @@ def enable(arguments: Namespace) -> Answer:
 def _described(run: KnownRun, answer: dict[str, Json]) -> list[str | Table]:
     """Return a run's answer, with its figures before and after in MiB as far as it has them."""
     parts = [part for part in ("before", "after") if part in answer]
-    columns, rows = ["MiB"], []
+    columns = ["MiB"]
+    rows = []
     columns += parts
     for name in _FIGURES:
         if answer["after"].get(name) is not None:
@@ -190,7 +192,8 @@ def choose(
     """
     processes, others = listed
     known = {process.pid: process for process in processes}
-    targets, refusals = [], {}
+    targets = []
+    refusals = {}
     for pid in dict.fromkeys(named) if named else known:
         process = known.get(pid)
         if pid in ancestors:

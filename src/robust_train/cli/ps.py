@@ -26,7 +26,8 @@ from robust_train.sweep.table import common, short_result, without
 USUALLY = 20
 _COLUMNS = ("id", "state", "age", "result", "job", "run folder")
 _USUAL_WIDTH = 80
-_LONGEST_NAME, _SHORT_NAME = 16, 8
+_LONGEST_NAME = 16
+_SHORT_NAME = 8
 _LEAST_OF_A_FOLDER = 8
 _NOW_SECONDS = 10.0
 

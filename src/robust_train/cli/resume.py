@@ -41,7 +41,8 @@ a unit that resumes your jobs whenever the host starts
 
 def resume(arguments: Namespace) -> Answer:
     """Become the command that resumes what is meant, or start all of them in the background."""
-    which, overrides = arguments.which, list(arguments.overrides)
+    which = arguments.which
+    overrides = list(arguments.overrides)
     if arguments.all:
         if which:
             raise NotDoneError(f"--all or {which}, not both")

@@ -23,7 +23,8 @@ _DAY_SECONDS = 86400.0
 def remove_runs(arguments: Namespace) -> Answer:
     """List the run folders of old jobs, ask, and remove them."""
     now = time.time()
-    rows, kept = [], []
+    rows = []
+    kept = []
     found: list[dict[str, Json]] = []
     for run in find_runs():
         state = run.state
@@ -83,7 +84,8 @@ def _remove(folder: Path, kept: list[str]) -> bool:
 
 def _inside(run: KnownRun) -> tuple[int, str]:
     """Return a run folder's size, and why it is not to be removed: it is not the job's alone."""
-    size, began = 0, run.state.started if run.state else 0.0
+    size = 0
+    began = run.state.started if run.state else 0.0
     here = Path.cwd()
     if run.run_dir in {here, Path.home()}.union(here.parents):
         return size, "it is where you are"

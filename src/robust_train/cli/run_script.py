@@ -84,7 +84,8 @@ def values_of(arguments: Namespace) -> dict[str, Json]:
             raise UsageError(problem) from error
         values["trainer.resume_argv"] = resume
     used = {name for word in arguments.program for name in placeholders_in(word)}
-    is_used, rate = "learning_rate" in used, "training.lr"
+    is_used = "learning_rate" in used
+    rate = "training.lr"
     if is_used and not (rate in values or _gives(arguments, rate)):
         raise UsageError("{learning_rate} is used but not given; add --learning-rate LR")
     if "trainer.scale_learning_rate" in values and not is_used:
@@ -105,7 +106,8 @@ def _gives(arguments: Namespace, key: str) -> bool:
 
 def _batch_sizes(arguments: Namespace, used: Collection[str]) -> dict[str, Json]:
     """Return the sizes that follow from those that are given."""
-    size, least = arguments.batch_size, arguments.min_batch_size
+    size = arguments.batch_size
+    least = arguments.min_batch_size
     if size is None and not _gives(arguments, BATCH):
         sizes = {"batch_size", "effective_batch_size", "min_batch_size"}
         if sizes.intersection(used) or least is not None:
@@ -133,7 +135,8 @@ def _run(arguments: Namespace, values: dict[str, Json]) -> int:
     from robust_train.model.errors import JobInterrupted
     from robust_train.report.narration import print_failure, show_end
 
-    job, overrides = None, ["trainer=command", *arguments.overrides]
+    job = None
+    overrides = ["trainer=command", *arguments.overrides]
     try:
         cfg = refusals.composed(overrides)
         for key, value in values.items():

@@ -72,7 +72,8 @@ def status(arguments: Namespace) -> Answer:
         return _sweep_status(sweep)
     run = choose_run(arguments.which, dead_too=True)
     about = live.status(run)
-    state, waiting = about["state"], about.get("waiting") or {}
+    state = about["state"]
+    waiting = about.get("waiting") or {}
     since = f"{state} for {duration(about.get('seconds_in_state', 0.0))}"
     if "last_state" in about:
         since = f"{state}; the last state was {about['last_state']}"
@@ -169,7 +170,8 @@ def _stop_sweep(folder: Path) -> Answer:
 def logs(arguments: Namespace) -> int:
     """Print the output of a job's last attempt; with ``-f`` continue until the job ends."""
     run = choose_run(arguments.which, dead_too=True, command="logs")
-    follows, attempt = arguments.follow and run.alive, arguments.attempt
+    follows = arguments.follow and run.alive
+    attempt = arguments.attempt
     numbers = _attempts_in(run.run_dir)
     if attempt is not None and attempt not in numbers:
         there = ", ".join(map(str, numbers)) or "none"
@@ -260,7 +262,8 @@ def output_of(
         follow: continue until the job ends.
         last_bytes: begin this many bytes before the end; at the beginning if 0.
     """
-    number, position = attempt, 0
+    number = attempt
+    position = 0
     while True:
         # read before the log, so that the last output is not missed
         run = read_run(run_dir)
@@ -285,7 +288,8 @@ def output_of(
         if data:
             yield data
         elif has_ended and not attempt:
-            number, position = number + 1, 0
+            number = number + 1
+            position = 0
             yield b"\n==> attempt %d <==\n" % number
         elif has_ended or not is_alive:
             return

@@ -58,7 +58,8 @@ def notify(arguments: Namespace) -> Answer:
 
     overrides = arguments.overrides
     try:
-        cfg, environ = composed(overrides), dict(os.environ)
+        cfg = composed(overrides)
+        environ = dict(os.environ)
         hide_urls(cfg, environ)
         settings = notifications(checked(cfg).notify, environ)
     except REFUSALS as error:

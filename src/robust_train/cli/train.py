@@ -11,6 +11,7 @@ import functools
 import importlib.metadata
 import inspect
 import os
+import re
 import signal
 import sys
 import traceback
@@ -175,6 +176,8 @@ def _open(
         version_base: Hydra's.
         name: the name of our own script; empty for a project's.
     """
+    key = "device" if name else "robust.device"
+    sys.argv[1:] = _with_list_of_gpus(sys.argv[1:], key)
     arguments = sys.argv[1:]
     import hydra
 
@@ -276,6 +279,14 @@ def _exit_code_of(
         print(problem[0], file=standard_error())
         return session.exit_code or problem[1]
     return None
+
+
+def _with_list_of_gpus(arguments: list[str], key: str) -> list[str]:
+    """Return a command line where ``device=2,3`` of a single job is a list: it can mean no more."""
+    if {"-m", "--multirun"} & set(arguments):
+        return arguments
+    several = re.compile(rf"(\+*{re.escape(key)})=(\d+(?:,\d+)+)")
+    return [several.sub(r"\1=[\2]", one) if several.fullmatch(one) else one for one in arguments]
 
 
 def may_set_mode(arguments: list[str]) -> bool:

@@ -33,7 +33,8 @@ def guest_config(cfg: DictConfig, engine: str, world_size: int) -> DictConfig:
             f"trainer.argv: a script cannot be a rank of {engine}; start it there itself"
         )
     with open_dict(own):
-        own.num_gpus, own.isolation = world_size, "process"
+        own.num_gpus = world_size
+        own.isolation = "process"
         # each restart is a launch, and the policy counts them
         own.max_launches = 0
     return cfg
@@ -79,7 +80,8 @@ def trainer_config(cfg: DictConfig, config: RobustConfig) -> DictConfig:
     if own is not cfg:
         write_to_theirs(cfg, chosen)
     with open_dict(own):
-        own.device, own.num_gpus = config.device, config.num_gpus
+        own.device = config.device
+        own.num_gpus = config.num_gpus
         own.training.update(chosen)
     return resolved(cfg)
 
@@ -145,7 +147,8 @@ class AttemptRequest:
 
     def __getstate__(self) -> dict[str, object]:
         """Return what is carried to the attempt."""
-        cfg, trainer = _pickled(self.cfg), self.trainer
+        cfg = _pickled(self.cfg)
+        trainer = self.trainer
         # a type that the script defines, or its name as a ``_target_``
         if b"__main__" in cfg and trainer.main is None:
             trainer = replace(trainer, main=MainModule.of_this_process())

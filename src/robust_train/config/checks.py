@@ -35,13 +35,15 @@ from robust_train.readable import meant
 T = TypeVar("T")
 
 _DEFAULTS = RobustConfig()
+_ONE_OF_SEVERAL = re.compile(r"cuda:\d+|GPU-[0-9a-fA-F-]+|MIG-\S+")
 _DEVICE = re.compile(r"auto|cpu|cuda|cuda:\d+|GPU-[0-9a-fA-F-]+|MIG-\S+")
 
 
 def checked(cfg: DictConfig) -> RobustConfig:
     """Return a composed config in the types of the code, its batch settled. Raises ConfigError: one
     line with the key, its value and what is accepted."""
-    own, theirs = ours(cfg), their_keys(cfg)
+    own = ours(cfg)
+    theirs = their_keys(cfg)
     prefix = "" if theirs is None else f"{GROUP}."
     _resolve_all(own, prefix)
     _refuse_near_misses(own, prefix)
@@ -214,7 +216,8 @@ def _check_auto(config: RobustConfig, share: int) -> None:
 
 
 def _accumulation(config: RobustConfig, size: int, effective: int) -> int:
-    steps, gpus = config.training.gradient_accumulation_steps, config.num_gpus
+    steps = config.training.gradient_accumulation_steps
+    gpus = config.num_gpus
     needed, rest = divmod(effective, size * gpus)
     processes = "" if gpus == 1 else f" × num_gpus={gpus}"
     if rest or needed < 1:
@@ -232,9 +235,14 @@ def _accumulation(config: RobustConfig, size: int, effective: int) -> int:
 
 def _mistakes(config: RobustConfig) -> Iterator[str]:
     """Yield what the value of one key rules out for another."""
-    if not _DEVICE.fullmatch(config.device):
-        yield f"device={config.device}: must be auto, cpu, cuda, cuda:<number> or a GPU's UUID"
-    size, gpus = config.training.batch_size, config.num_gpus
+    pattern = _ONE_OF_SEVERAL if config.names_several else _DEVICE
+    if not all(map(pattern.fullmatch, config.device.split(","))):
+        yield (
+            f"device={config.device}: must be auto, cpu, cuda, cuda:<number>, a GPU's UUID, or a "
+            "list of GPUs, device=[2,3]"
+        )
+    size = config.training.batch_size
+    gpus = config.num_gpus
     if config.theirs is not None:
         steps = config.training.gradient_accumulation_steps
         for key, value, least in (

@@ -133,7 +133,8 @@ def plain_config(cfg: DictConfig) -> DictConfig:
     is_program = OmegaConf.select(plain, "trainer.argv") is not None
     plain.isolation = "process" if is_program else "none"
     plain.auto_device = plain.gpu_queue = plain.wait_for_gpu = False
-    plain.min_gpu_memory_mb, plain.min_batch_size = 0, 1
+    plain.min_gpu_memory_mb = 0
+    plain.min_batch_size = 1
     return plain
 
 

@@ -133,7 +133,8 @@ def defaults_for_theirs(cfg: DictConfig) -> dict[str, Any]:
     training: dict[str, Any] = {"num_workers": 0}
     given = _given(cfg)
     for name in _NAMES:
-        value, found = given.get(name), _paths(cfg, name)
+        value = given.get(name)
+        found = _paths(cfg, name)
         if value is None and len(found) == 1:
             training[name] = f"${{{found[0]}}}"
         elif name == "batch_size":

@@ -148,7 +148,8 @@ def _unknown_key(
     others = [o for o in overrides if o != typed and "," not in o]
     parent, _, name = key.rpartition(".")
     everything = all_keys(others, config_path, config_name)
-    group, value = key.partition(".")[0], typed.partition("=")[2]
+    group = key.partition(".")[0]
+    value = typed.partition("=")[2]
     if any(o.startswith(f"{group}=") and "," in o for o in overrides):
         return f"{typed}: no such key; in a sweep over {group} write {key}=choice({value})"
     beside = [k for k in everything if k.rpartition(".")[0] == parent]

@@ -22,6 +22,7 @@ from robust_train.config.values import (
     POSITIVE,
     POSITIVE_SHARE,
     cleared_after,
+    device_name,
     events,
     group,
     integer_or_auto,
@@ -205,10 +206,13 @@ class PlainConfig:
     trainer: TrainerConfig = open_group(TrainerConfig)
     device: str = key(
         "auto",
-        "`auto`, `cpu`, `cuda` (any GPU), `cuda:1`, or a GPU's UUID (or its beginning)",
+        "`auto`, `cpu`, `cuda` (any GPU), `cuda:1`, a GPU's UUID (or its beginning), or several "
+        "GPUs: `[2,3]`",
         more="Without a GPU here, all but `auto` and `cpu` are refused "
         "([some of the GPUs](queue.md#use-only-some-of-the-gpus))",
         section="Device and queue",
+        accepts="string, integer or list",
+        read=device_name,
     )
     seed: int = key(42, "seed of everything random", range=FROM_0, section="Training")
     training: TrainingConfig = group(TrainingConfig, "Training")
@@ -416,7 +420,9 @@ class RobustConfig(PlainConfig):
 
     @property
     def picks_gpu(self) -> bool:
-        """Whether the GPU is to be chosen by free memory: ``device`` then names none."""
+        """Whether the GPU is to be chosen by free memory: ``device`` names none, or several."""
+        if self.names_several:
+            return True
         if self.auto_device is None:
             return self.device in (AUTO, "cuda")
         return self.auto_device
@@ -425,7 +431,12 @@ class RobustConfig(PlainConfig):
     def needs_gpu(self) -> bool:
         """Whether ``device`` asks for a GPU, so that a machine without any will not do."""
         names_one = not self.picks_gpu and self.device not in (AUTO, "cpu")
-        return names_one or self.device == "cuda"
+        return names_one or self.names_several or self.device == "cuda"
+
+    @property
+    def names_several(self) -> bool:
+        """Whether ``device`` names several GPUs, of which any will do."""
+        return "," in self.device
 
     @property
     def runs_inline(self) -> bool:

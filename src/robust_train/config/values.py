@@ -121,6 +121,15 @@ def integer_or_auto(name: str, given: Any) -> int | None:
     return given
 
 
+def device_name(name: str, given: Any) -> str:
+    """Return a device, or several GPUs as ``cuda:2,cuda:3``; a number alone is a GPU's."""
+    devices = given if isinstance(given, (list, tuple)) else str(given).split(",")
+    named = [str(one).strip() for one in devices]
+    if not named:
+        raise ConfigError(f"{name}=[]: names no device; leave it out for any GPU")
+    return ",".join(f"cuda:{one}" if one.isdecimal() else one for one in named)
+
+
 def words(name: str, given: Any) -> tuple[str, ...]:
     """Return the words of a list, or of one string as a shell splits it."""
     if not isinstance(given, str):

@@ -238,7 +238,8 @@ def with_advice(attempt: Attempt, config: RobustConfig, cuda_versions: str = "")
 
 def _is_others(evidence: Evidence) -> bool:
     """Return whether others hold more than was requested, and than a context takes."""
-    total, free = evidence.total_bytes, evidence.free_bytes
+    total = evidence.total_bytes
+    free = evidence.free_bytes
     allocated = evidence.allocated_bytes
     if total is None or free is None or allocated is None:
         return False

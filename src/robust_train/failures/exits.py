@@ -103,7 +103,8 @@ def classify_exit(
     ended = f"ended by {name}" if name else f"ended with exit code {returncode}"
     output_tail = in_order(without_frames(output_tail))
     lines = output_tail.splitlines()[-_TAIL_LINES:]
-    is_killed, is_crash = name == "SIGKILL", name == "SIGSEGV"
+    is_killed = name == "SIGKILL"
+    is_crash = name == "SIGSEGV"
     # a segmentation fault is the process's own, whatever the kernel did to others
     words = filter(_KERNELS.words.search, output_tail.splitlines())
     record = "" if is_crash else next(words, "").strip()[:300]

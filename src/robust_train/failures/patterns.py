@@ -174,14 +174,16 @@ def read_evidence(text: str, match: Match) -> Evidence:
     ``memory.fraction``: if the request exceeds what is allowed, if more was free than was
     requested, or if it rejects "preemptively" (since 2.15), the process reached its own limit."""
     found: dict[str, Any] = {name: _first(patterns, text) for name, patterns in FIGURES.items()}
-    requested, allocated = found["requested_bytes"], found["allocated_bytes"]
+    requested = found["requested_bytes"]
+    allocated = found["allocated_bytes"]
     reserved = found.pop("reserved_bytes")
     is_unsaid = not found["reserved_unallocated_bytes"]
     if allocated is not None and reserved is not None and is_unsaid:
         found["reserved_unallocated_bytes"] = max(0, reserved - allocated)
     own_limit = _PREEMPTIVE.search(text) is not None
     if requested is not None:
-        free, allowed = found["free_bytes"], found["allowed_bytes"]
+        free = found["free_bytes"]
+        allowed = found["allowed_bytes"]
         unused = found["reserved_unallocated_bytes"] or 0
         held = unused if allocated is None else allocated + unused
         own_limit |= free is not None and free >= requested
@@ -226,7 +228,8 @@ def _statistics(torch: Any, text: str) -> dict[str, int]:
 
 
 def _is_fragmented(evidence: Evidence) -> bool:
-    requested, unused = (evidence.requested_bytes, evidence.reserved_unallocated_bytes)
+    requested = evidence.requested_bytes
+    unused = evidence.reserved_unallocated_bytes
     return bool(requested and unused and unused >= requested)
 
 

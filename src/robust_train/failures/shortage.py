@@ -91,7 +91,8 @@ def with_shortage(attempt: Attempt, earlier: Sequence[Attempt]) -> Attempt:
 def little_is_left() -> str:
     """Return what shows that host memory is short, empty for no evidence."""
     try:
-        own, room = own_memory(), room_left()
+        own = own_memory()
+        room = room_left()
     except MemoryError:
         return "no host memory left"
     except OSError as error:

@@ -156,7 +156,8 @@ def refined(found: Match | None, report: ErrorReport, stack: str) -> Match | Non
     # its file is in /dev/shm, which a container may lack: without workers none is needed
     if _MAKES_A_LOCK.search(stack):
         return Match(FailureKind.WORKER_DEATH, "multiprocessing")
-    types, text = report.types, report.text
+    types = report.types
+    text = report.text
     if found is None:
         # without telling words it is the network's only if its code raised it, or waited for it
         timed_out = "TimeoutError" in types or _TIMEOUT.search(text) is not None

@@ -13,7 +13,8 @@ from typing import Literal
 from robust_train.files import read_object, replacing, write_json
 from robust_train.model.json import Json, MalformedEventError, from_json
 
-BEST_NAME, RECORD_NAME = "best.pt", "best.json"
+BEST_NAME = "best.pt"
+RECORD_NAME = "best.json"
 Mode = Literal["max", "min"]
 
 

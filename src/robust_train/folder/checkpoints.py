@@ -25,7 +25,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal, cast
 
 from robust_train.files import replacing, sync, write_json
 from robust_train.model.json import Json, from_json
@@ -222,7 +222,8 @@ def newest_checkpoint(folder: Path, job: str) -> Manifest | None:
     for manifest in reversed(of_job(folder, job)):
         if manifest.loss in USELESS:
             continue
-        path, state = manifest.path, state_of(manifest)
+        path = manifest.path
+        state = state_of(manifest)
         damage = "torn" if state == "torn" else ""
         if state == "whole":
             # where one without a manifest was in the data is not known
@@ -230,7 +231,8 @@ def newest_checkpoint(folder: Path, job: str) -> Manifest | None:
             if not counts_batches and (newer := _unlisted(folder, manifest)):
                 return newer
             # now all of it is read; without a checksum to compare with, nothing is read for one
-            damage, known = damage_in(path, reads=True), manifest.content
+            damage = damage_in(path, reads=True)
+            known = manifest.content
             is_same = damage or known is None or known == content_of(path)
             state = "whole" if is_same else "changed"
         if damage:
@@ -285,9 +287,15 @@ def is_read_only(path: Path) -> bool:
     return False
 
 
-def why_full(run_dir: Path, message: str) -> str:
+def why_full(run_dir: Path, message: str, needed_bytes: int = 0) -> str:
     """Return which disk is full: that of a path in a failure's ``message``, or the run folder's,
-    which has to take another checkpoint; empty if there is room."""
+    which has to take another checkpoint; empty if there is room.
+
+    Args:
+        run_dir: the run folder.
+        message: why something could not be written.
+        needed_bytes: the size of what could not be written, 0 if unknown.
+    """
     for path in map(Path, _IN_TEXT.findall(message)):
         with contextlib.suppress(OSError):
             disk = os.statvfs(path.parent)
@@ -298,7 +306,7 @@ def why_full(run_dir: Path, message: str) -> str:
     try:
         folder = run_dir / "checkpoints"
         size = max((one.bytes for one in read_manifests(folder)), default=0)
-        size = max(size, _LEAST_BYTES)
+        size = max(needed_bytes or size, _LEAST_BYTES)
         place = folder if folder.is_dir() else run_dir
         disk = os.statvfs(place)
         # else others would have no space while it is tried, and where a disk cannot reserve any
@@ -496,7 +504,13 @@ Content = dict[str, Any]
 
 
 class CheckpointError(OSError):
-    """A checkpoint cannot be written. The message names file and reason."""
+    """A checkpoint cannot be written. The message names file and reason.
+
+    Attributes:
+        bytes: how large it would be, 0 if unknown.
+    """
+
+    bytes = 0
 
 
 def save_checkpoint(content: Mapping[str, Any], path: str | Path) -> Path:
@@ -536,8 +550,35 @@ def write_atomically(content: Content, path: Path) -> Path:
         with replacing(path, durable=True) as new, new.open("wb") as file, system_errors():
             torch.save(content, file)
     except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from None
+        failed = CheckpointError(f"cannot write {path}: {error.strerror or error}")
+        failed.bytes = _bytes_written(content)
+        raise failed from None
     return path
+
+
+def _bytes_written(content: Content) -> int:
+    """Return the size of a file with this content, which is written nowhere."""
+    import torch
+
+    size = _Size()
+    torch.save(content, cast(IO[bytes], size))
+    return size.bytes
+
+
+class _Size:
+    """A file that counts what is written into it."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def write(self, data: memoryview) -> int:
+        """Count these bytes."""
+        written = len(data)
+        self.bytes += written
+        return written
+
+    def flush(self) -> None:
+        """Do nothing: nothing is kept."""
 
 
 @contextlib.contextmanager

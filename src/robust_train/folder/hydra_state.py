@@ -103,7 +103,8 @@ def close_to_others(folder: Path) -> None:
         if all(OF_HYDRA.fullmatch(name) for name in os.listdir(folder)):
             folder.chmod(0o700)
     with contextlib.suppress(OSError):
-        status, who = folder.stat(), ""
+        status = folder.stat()
+        who = ""
         if status.st_uid not in (0, os.geteuid(), _NOBODY):
             who = user_name(status.st_uid)
         elif status.st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:

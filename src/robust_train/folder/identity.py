@@ -161,7 +161,8 @@ def _check_progress(
             )
             _change(run_dir, job.id, lambda one: replace(one, launches=0))
             return
-        last, why = read_summary(run_dir), ""
+        last = read_summary(run_dir)
+        why = ""
         if last is not None and last.reason:
             why = f" (the last: {shortened(last.reason, 160)})"
         if newest is None:

@@ -96,7 +96,8 @@ class RunLock:
     def __init__(self, run_dir: Path, job: str) -> None:
         self.hold: tuple[int, ...] = ()
         self._fd: int | None = None
-        self._run_dir, self._job = run_dir, job
+        self._run_dir = run_dir
+        self._job = job
         self._is_named = False
         path = run_dir / LOCK_FILE
         try:
@@ -134,7 +135,9 @@ class RunLock:
 
     def release(self) -> None:
         """Release the lock, also for processes that still have the descriptor."""
-        fd, self._fd, self.hold = self._fd, None, ()
+        fd = self._fd
+        self._fd = None
+        self.hold = ()
         if fd is not None:
             with contextlib.suppress(OSError):
                 unlock(fd)

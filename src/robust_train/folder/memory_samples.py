@@ -149,7 +149,8 @@ def _slope(floors: Sequence[tuple[int, int]], least_bytes: float) -> float:
     """
     if not floors:
         return 0.0
-    (low, first), (high, last) = floors[0], floors[-1]
+    (low, first) = floors[0]
+    (high, last) = floors[-1]
     slope = (high - low) / (last - first)
     rises = [
         after - before >= _OF_THE_SLOPE * slope * (ended - began)

@@ -297,7 +297,8 @@ class Provenance:
 
     def _write(self) -> None:
         try:
-            packages, cwd = _packages(), os.getcwd()
+            packages = _packages()
+            cwd = os.getcwd()
             cuda = torch_cuda_version()
             content: dict[str, Json] = {
                 "schema": 1,

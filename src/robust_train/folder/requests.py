@@ -26,9 +26,12 @@ log = logging.getLogger("robust_train")
 
 REQUESTS = "requests"
 SWEEP_FILE = "sweep.json"
-SWEEP_STOP_FILE, SWEEP_LIMIT_FILE = "stop.json", "limit.json"
+SWEEP_STOP_FILE = "stop.json"
+SWEEP_LIMIT_FILE = "limit.json"
 LAUNCHERS_VERB = "stop"
-NEW, TAKEN, ANSWER = ".json", ".taken", ".answer"
+NEW = ".json"
+TAKEN = ".taken"
+ANSWER = ".answer"
 _MAX_BYTES = 64 * 1024
 _MODE = 0o700
 
@@ -94,7 +97,8 @@ def _read(path: Path) -> Request | None:
     request = Request(path.with_suffix(NEW))
     try:
         content = _read_own(path)
-        verb, options = content["verb"], content.get("options", {})
+        verb = content["verb"]
+        options = content.get("options", {})
         if not isinstance(verb, str) or not isinstance(options, dict):
             raise ValueError
         return Request(request.path, verb, options)

@@ -27,7 +27,8 @@ log = logging.getLogger("robust_train")
 
 VARIABLE = "ROBUST_TRAIN_STATE_DIR"
 MOST_LINKS = 500
-DIED, NO_ANSWER = "died", "does not answer"
+DIED = "died"
+NO_ANSWER = "does not answer"
 _LEAST_DIGITS = 4
 _MOST_LISTED = 5
 _COLUMNS = ("command", "state", "job", "run folder")
@@ -163,7 +164,8 @@ def read_run(
     run_dir: Path, marked: Callable[[], Mapping[int, Sequence[int]]] = marked_processes
 ) -> KnownRun | None:
     """Return the run in a folder; None if there never was one."""
-    state, holder = read_state(run_dir), read_holder(run_dir)
+    state = read_state(run_dir)
+    holder = read_holder(run_dir)
     if state is None and not os.path.lexists(run_dir / LOCK_FILE):
         return None
     alive = is_alive(run_dir, has_ended=state is None or state.is_final)

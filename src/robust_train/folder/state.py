@@ -166,12 +166,14 @@ class StateFile:
     def update(self, change: Callable[[RunState], RunState]) -> None:
         """Change the state, and write it if that is important or time to."""
         with self._lock:
-            before, state = self.state, change(self.state)
+            before = self.state
+            state = change(self.state)
             if state == before:
                 return
             if state.state != before.state:
                 state = replace(state, since=time.time())
-            self.state, self._is_due = state, True
+            self.state = state
+            self._is_due = True
             if state.importance != before.importance:
                 self._next_write = 0.0
         self.write_if_due()
@@ -182,7 +184,8 @@ class StateFile:
             now = time.monotonic()
             if not self._is_due or now < self._next_write:
                 return
-            self._is_due, self._next_write = False, now + _INTERVAL_SECONDS
+            self._is_due = False
+            self._next_write = now + _INTERVAL_SECONDS
             content = as_json(replace(self.state, updated=time.time()))
             try:
                 self._check()

@@ -58,7 +58,8 @@ class TrackerNote:
     empty where no launcher would read it."""
 
     def __init__(self, run_dir: Path, job: str | None) -> None:
-        self._run_dir, self._job = run_dir, job
+        self._run_dir = run_dir
+        self._job = job
         self._noted: dict[str, str] = {}
         # as the launcher sees it: set_tracking_uri() changes the variable in this process
         self._server = os.environ.get(_MLFLOW_SERVER)

@@ -302,7 +302,9 @@ class NvmlSession:
         return slices
 
     def _read_device(self, device: _Device, processes: bool) -> GpuInfo:
-        nvml, handle, parent = self.nvml, device.handle, device.parent
+        nvml = self.nvml
+        handle = device.handle
+        parent = device.parent
         total, free, used, is_unified = self._read_memory(device)
         utilization = self._optional(nvml.nvmlDeviceGetUtilizationRates, handle)
         whole = handle if parent is None else parent.handle
@@ -351,7 +353,8 @@ class NvmlSession:
 
     def _read_memory(self, device: _Device) -> tuple[int, int, int, bool]:
         """Return total, free and used bytes, and whether they are the host's."""
-        nvml, handle = self.nvml, device.handle
+        nvml = self.nvml
+        handle = device.handle
         # version 2 of the call does not count the driver's own memory as used; some drivers have
         # its symbol and refuse it (seen on WSL)
         memory = self._optional(nvml.nvmlDeviceGetMemoryInfo, handle, nvml.nvmlMemory_v2)
@@ -376,7 +379,8 @@ class NvmlSession:
         computing = {process.pid for process in compute or ()}
         used: dict[int, int | None] = {}
         for process in (*(compute or ()), *(graphics or ())):
-            known, size = used.get(process.pid), process.usedGpuMemory
+            known = used.get(process.pid)
+            size = process.usedGpuMemory
             used[process.pid] = size if known is None else max(known, size or 0)
         return tuple(GpuProcess(pid, size, pid in computing) for pid, size in used.items())
 

@@ -30,7 +30,7 @@ def accelerator_without_nvml(root: Path = Path("/")) -> str | None:
         )
     if (root / "dev/kfd").exists():
         return f"this machine has AMD GPUs (/dev/kfd); {_NOT_USED}"
-    if torch_built_for("xpu") is not None and _has_intel_gpu(root):
+    if _has_intel_gpu(root) and torch_built_for("xpu") is not None:
         return f"this machine has an Intel GPU, and torch is built for it; {_NOT_USED}"
     if sys.platform == "darwin":
         return f"Apple's GPU (MPS) is here; {_NOT_USED}"

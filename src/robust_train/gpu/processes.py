@@ -71,7 +71,8 @@ def list_cuda_processes(inventory: Inventory) -> tuple[list[CudaProcess], dict[i
         for listed in gpu.processes or ():
             if listed.computes:
                 sizes = on.setdefault(listed.pid, {})
-                held, size = sizes.get(gpu.index, 0), listed.used_bytes
+                held = sizes.get(gpu.index, 0)
+                size = listed.used_bytes
                 sizes[gpu.index] = None if held is None or size is None else held + size
             else:
                 others[listed.pid] = "only draws on a GPU and is no CUDA process"
@@ -82,7 +83,8 @@ def list_cuda_processes(inventory: Inventory) -> tuple[list[CudaProcess], dict[i
         started = started_at(pid)
         try:
             process = psutil.Process(pid)
-            uid, command = process.uids().real, _command(process)
+            uid = process.uids().real
+            command = _command(process)
         except psutil.Error:
             others[pid] = "is not visible from here (in another container, or it just ended)"
             continue
@@ -236,8 +238,10 @@ def learned_context_bytes(gpu_name: str) -> int:
 
 def learn_context_bytes(gpu_name: str, figures: Mapping[str, int]) -> None:
     """Remember what an attempt measured. Never raises: a guess is all that is lost."""
-    known, measured = _learned(), figures.get("context_bytes", 0)
-    at_most, name = (figures.get("context_at_most_bytes", 0), gpu_name + _AT_MOST)
+    known = _learned()
+    measured = figures.get("context_bytes", 0)
+    at_most = figures.get("context_at_most_bytes", 0)
+    name = gpu_name + _AT_MOST
     learned = dict(known)
     if measured in _PLAUSIBLE:
         learned[gpu_name] = max(measured, known.get(gpu_name, 0))

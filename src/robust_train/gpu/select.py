@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("robust_train")
 
-_BUSY_PERCENT, _BUSY_BYTES = 10, 2 * GIB
+_BUSY_PERCENT = 10
+_BUSY_BYTES = 2 * GIB
 
 
 def rank(gpus: Sequence[GpuInfo], min_bytes: int) -> list[GpuInfo]:
@@ -88,7 +89,8 @@ def others_on(gpu: GpuInfo, holders: Mapping[int, GpuUser], ours: Collection[int
     computing = [one for one in listed if one.computes and one.pid not in ours]
     if computing:
         return ", ".join(describe_process(process, holders) for process in computing)
-    used, busy = gpu.used_bytes, gpu.utilization_percent or 0
+    used = gpu.used_bytes
+    busy = gpu.utilization_percent or 0
     is_used = used > _BUSY_BYTES and not gpu.unified_memory
     if gpu.processes or not (is_used or busy >= _BUSY_PERCENT):
         return ""
@@ -118,7 +120,8 @@ def find_best_device(min_memory_mb: int = 4000) -> torch.device:
         log.info("training on the CPU: this build of PyTorch has no CUDA")
         return torch.device("cpu")
     ordinals, why = _addressable_gpus()
-    gpus, min_bytes = tuple(ordinals), min_memory_mb * MIB
+    gpus = tuple(ordinals)
+    min_bytes = min_memory_mb * MIB
     for best in rank(gpus, min_bytes):
         return torch.device("cuda", ordinals[best])
     if gpus:

@@ -16,7 +16,8 @@ TORCHRUN = "torchrun"
 OURS = "robust_train"
 """``TORCHELASTIC_RUN_ID`` of the ranks that robust-train itself starts."""
 
-_FIRST_PORT, _PORTS = 15_000, 10_000
+_FIRST_PORT = 15_000
+_PORTS = 10_000
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,12 @@ def guest_rank(environ: Mapping[str, str]) -> GuestRank | None:
 
 def _of_torch(environ: Mapping[str, str]) -> GuestRank:
     """Return a rank of torchrun, or of another engine that sets the same variables."""
-    rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    rank = _number(environ, "RANK")
+    world_size = _number(environ, "WORLD_SIZE")
     if rank >= world_size:
         raise ConfigError(f"RANK={rank}: must be below WORLD_SIZE={world_size}")
-    job, engine = "", "the engine that started this rank"
+    job = ""
+    engine = "the engine that started this rank"
     run_id = environ.get("TORCHELASTIC_RUN_ID")
     if run_id is not None:
         engine = TORCHRUN

@@ -70,7 +70,8 @@ def _prctl(option: int, value: int) -> None:
 
 def release_blocks(path: Path, offset: int, length: int) -> None:
     """Return part of a file to the disk, as zeros; one that cannot (NFS before 4.2) keeps it."""
-    begin, size = ctypes.c_long(offset), ctypes.c_long(length)
+    begin = ctypes.c_long(offset)
+    size = ctypes.c_long(length)
     with contextlib.suppress(OSError), path.open("r+b") as file:
         _libc_fallocate(file.fileno(), _PUNCH_HOLE_AND_KEEP_SIZE, begin, size)
 

@@ -73,7 +73,8 @@ class PackageLogger(logging.Logger):
         )
 
     def handle(self, record: logging.LogRecord) -> None:
-        level, always_shown = record.levelno, hasattr(record, "always_shown")
+        level = record.levelno
+        always_shown = hasattr(record, "always_shown")
         is_essential = always_shown or level >= logging.WARNING
         if _lines.change is not None:
             record.msg = _lines.change(str(record.msg))
@@ -242,5 +243,6 @@ def _mark_rank(rank: int, record: logging.LogRecord) -> bool:
     if record.levelno < logging.WARNING:
         return False
     if not getattr(record, "is_marked", False):
-        record.msg, record.is_marked = f"[rank {rank}] {record.msg}", True
+        record.msg = f"[rank {rank}] {record.msg}"
+        record.is_marked = True
     return True

@@ -68,7 +68,8 @@ def own_memory(status: Path = Path("/proc/self/status")) -> dict[str, int]:
 
 def room_left() -> int:
     """Return what this process can still take, within its limits and the machine's memory."""
-    own, rooms = own_memory(), [read_host_memory().available]
+    own = own_memory()
+    rooms = [read_host_memory().available]
     rooms += [max(most - own.get(used, 0), 0) for most, used, _ in process_limits()]
     return min(rooms)
 
@@ -94,11 +95,13 @@ def resident_bytes_of_tree(process: psutil.Process) -> tuple[int, int]:
     """Return :func:`resident_bytes` of a process and its descendants. Pages of files count once, as
     those of the process that has most. Pages that a fork still shares with its parent count for
     both: only a walk through all of them could separate them."""
-    own, shared = 0, 0
+    own = 0
+    shared = 0
     for member in [process] + process.children(recursive=True):
         with contextlib.suppress(psutil.Error):
             resident, anonymous = resident_bytes(member)
-            own, shared = own + anonymous, max(shared, resident - anonymous)
+            own = own + anonymous
+            shared = max(shared, resident - anonymous)
     return own + shared, own
 
 
@@ -256,7 +259,8 @@ def find_workers(pids: Sequence[int]) -> Workers:
 
 def _is_started(one: Mapping[str, Any], known: Mapping[int, Mapping[str, Any]]) -> bool:
     """Return whether multiprocessing has started it: a fork has its parent's command line."""
-    words, parent = one["cmdline"], known.get(one["ppid"])
+    words = one["cmdline"]
+    parent = known.get(one["ppid"])
     return parent is not None and (
         words == parent["cmdline"] or any(name in word for word in words for name in _STARTED)
     )

@@ -41,7 +41,8 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals)
     # kernels and sandboxes without it lose a safety net, not the function
     ctypes.CDLL(None).prctl(_PR_SET_NAME, b"job-reaper", 0, 0, 0)
-    poll, marks = select.poll(), b""
+    poll = select.poll()
+    marks = b""
     poll.register(int(pipe), select.POLLIN)
     while os.getppid() == int(launcher):
         if poll.poll(_CHECK_MS):
@@ -61,7 +62,8 @@ def end_marked(
     """Ask the processes of a user with a mark to stop, those that none of the others has started,
     but kill forks among them that are none of the ``interpreters``; after ``grace_seconds`` kill
     all."""
-    kill_at, is_asked = time.monotonic() + grace_seconds, False
+    kill_at = time.monotonic() + grace_seconds
+    is_asked = False
     while (now := time.monotonic()) < kill_at + _KILL_SECONDS:
         left = _marked(mark, uid)
         if not left:

@@ -67,7 +67,8 @@ class Screen:
         is_others = (source is None) != (self._source is None)
         if is_others and self._is_in_line and not data.startswith((b"\n", b"\r\n")):
             data = b"\n" + data
-        self._source, self._is_in_line = source, not data.endswith(b"\n")
+        self._is_in_line = not data.endswith(b"\n")
+        self._source = source
         self.write(data)
 
     def write(self, data: bytes) -> None:
@@ -176,7 +177,9 @@ def finish() -> None:
 _MOVES = re.compile(rb"\n|\x1b\[(\d*)([AB])")
 _MOST_BELOW = 10
 _LONGEST_LINE_BYTES = 1 << 14
-_SAVE, _RESTORE, _ERASE = b"\x1b7", b"\x1b8", b"\r\x1b[J"
+_SAVE = b"\x1b7"
+_RESTORE = b"\x1b8"
+_ERASE = b"\r\x1b[J"
 _AT_STOP = b"stopped by Ctrl-Z: training continues meanwhile; fg shows it again\r\n"
 _ONE_DOWN = b"\x1bD"  # scrolls at the end of the screen, and keeps the column
 
@@ -251,7 +254,8 @@ class LiveArea:
         if source is not self._source and (self._line or self._below):
             if data.endswith(b"\n") and self._is_one_row():
                 # whole lines go above one that is still being rewritten
-                erase, data = erase + b"\r\x1b[K", data + self._line
+                erase = erase + b"\r\x1b[K"
+                data = data + self._line
                 source = self._source
             elif self._below or not data.startswith(b"\r"):
                 erase += self._next_line()
@@ -286,7 +290,8 @@ class LiveArea:
         """Return how the cursor gets below the output."""
         down = self._down()
         ends = b"\r\n" if self._below or self._line.strip() else b"\r"
-        self._line, self._below = b"", 0
+        self._line = b""
+        self._below = 0
         return down + ends
 
     def _down(self) -> bytes:

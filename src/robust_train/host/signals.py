@@ -80,7 +80,8 @@ def end_without_traceback_if_uncaught(shown: BaseException | None = None) -> Non
         return
     _shown = shown
     if sys.excepthook is not _end_if_ours:
-        _show_uncaught, sys.excepthook = sys.excepthook, _end_if_ours
+        _show_uncaught = sys.excepthook
+        sys.excepthook = _end_if_ours
 
 
 def _end_if_ours(
@@ -174,14 +175,16 @@ class SignalWatch:
 
     def goes_on(self) -> bool:
         """Return whether it was only a pause that has stopped what ran."""
-        was_pausing, self.is_pausing = self.is_pausing, False
+        was_pausing = self.is_pausing
+        self.is_pausing = False
         self._is_paused = False
         return was_pausing
 
     @contextlib.contextmanager
     def handed_to(self, handler: Callable[[int], None]) -> Iterator[None]:
         """Have signals call ``handler(signum)`` within this block."""
-        before, self._handler = self._handler, handler
+        before = self._handler
+        self._handler = handler
         try:
             yield
         finally:
@@ -209,7 +212,8 @@ class SignalWatch:
             raise JobInterrupted(self.received)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        delivered, self._delivered = self._delivered, 0
+        delivered = self._delivered
+        self._delivered = 0
         signum = delivered or signum
         is_forwarded = signum in FORWARDED
         signum = FORWARDED.get(signum, signum)
@@ -223,7 +227,8 @@ class SignalWatch:
             self._is_paused = True
         else:
             # someone ends the job, whose attempt is stopping already
-            self._ended_by, self.is_pausing = signum, False
+            self._ended_by = signum
+            self.is_pausing = False
             return
         if not self.is_pausing:
             self._ended_by = self._ended_by or signum

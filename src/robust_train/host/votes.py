@@ -17,7 +17,8 @@ from robust_train.model.errors import TrainingStopped
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-STOP, CHECKPOINT = "stop", "checkpoint"
+STOP = "stop"
+CHECKPOINT = "checkpoint"
 FLAGS = (STOP, CHECKPOINT)
 _WORD = 8
 
@@ -107,7 +108,8 @@ class Votes:
         if not self._words[row]:
             return
         self._words[row] = 0
-        due, looks = (self._words[row + 1], self._words[row + 2 : row + self._row])
+        due = self._words[row + 1]
+        looks = self._words[row + 2 : row + self._row]
         self._words[row + 1] = next_due(flag, due, min(looks), max(looks))
 
     @contextlib.contextmanager
@@ -131,7 +133,9 @@ class StoreVotes:
     """
 
     def __init__(self, store: Store, rank: int, ranks: int) -> None:
-        self._store, self._rank, self._ranks = store, rank, range(ranks)
+        self._ranks = range(ranks)
+        self._store = store
+        self._rank = rank
         self._lock = threading.Lock()
         self._looks = dict.fromkeys(FLAGS, 0)
         self._due = dict.fromkeys(FLAGS, 0)
@@ -210,7 +214,8 @@ class StoreVotes:
             due = int(self._store.get(f"due/{self._rounds}"))
             self._is_asked.discard(self._held)
             with self._lock:
-                self._due[self._held], self._held = due, ""
+                self._due[self._held] = due
+                self._held = ""
 
     def _begin_round(self) -> None:
         for flag in FLAGS:

@@ -60,7 +60,9 @@ class RobustLoop:
         self.accelerator = accelerator
         self.model = model
         self.run = run
-        self.epoch, self.samples, self.step = 0, 0, 0
+        self.epoch = 0
+        self.samples = 0
+        self.step = 0
         self._loader = loader
         self._effective = effective_batch_size(cfg)
         self._order = take_over(
@@ -100,7 +102,8 @@ class RobustLoop:
         live_of(self.run).reports.record_memory("training begins")
         while self.epoch < count:
             yield self.epoch
-            self.epoch, self.samples = self.epoch + 1, 0
+            self.epoch = self.epoch + 1
+            self.samples = 0
             if self.epoch < count and self._saved_step is None:
                 self.save()
         live_of(self.run).saves.finish()
@@ -127,7 +130,8 @@ class RobustLoop:
             yield batch
             left -= 1
         if left:
-            loader, first = self._loader, self._order.first()
+            loader = self._loader
+            first = self._order.first()
             batch = loader.collate_fn([loader.dataset[first]])
             batch = _loaders.send_to_device(batch, self.accelerator.device)
             self._has_samples = False
@@ -187,7 +191,8 @@ class RobustLoop:
 
     def load_state_dict(self, state: Any) -> None:
         """Restore what ``Accelerator.load_state`` has read."""
-        self.epoch, self.samples = state["epoch"], state["samples"]
+        self.epoch = state["epoch"]
+        self.samples = state["samples"]
         self.step = self._saved_step = state["step"]
         self.run.micro_batcher.restore(state["micro_batch"])
 
@@ -210,7 +215,8 @@ def _divide(loader: Any) -> None:
             "loader: is not divided among the ranks; pass it to accelerator.prepare, without "
             "dispatch_batches"
         )
-    shard.split_batches, shard.even_batches = True, False
+    shard.split_batches = True
+    shard.even_batches = False
 
 
 def _check(accelerator: Any, run: Run) -> None:

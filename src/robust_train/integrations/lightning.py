@@ -44,7 +44,8 @@ __all__ = ["fit", "trainer_arguments"]
 
 def trainer_arguments(cfg: DictConfig, run: Run) -> dict[str, Any]:
     """Return arguments for ``Trainer``: the attempt's devices and the run folder."""
-    device, nodes = torch.device(cfg.device), machines()
+    device = torch.device(cfg.device)
+    nodes = machines()
     arguments: dict[str, Any] = {
         "accelerator": "gpu" if device.type == "cuda" else "cpu",
         "devices": run.world_size // nodes,
@@ -100,7 +101,8 @@ def _fit(
     run: Run,
     **options: Any,
 ) -> None:
-    has_data, data = data is not None, model if data is None else data
+    has_data = data is not None
+    data = model if data is None else data
     cfg = _with_batch_of(data, cfg, run)
     _check(trainer, cfg, run)
     if run.world_size == 1:

@@ -220,7 +220,8 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
         """Count an optimizer step, save if it is time, stop if requested."""
-        before, after = self.position, self._after_batch()
+        before = self.position
+        after = self._after_batch()
         self.done += 1
         if after.samples == self._step.stop:
             self._begin_step(after.samples)
@@ -273,7 +274,8 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Save, unless another callback of the trainer has just done it."""
         step_schedulers(trainer)
-        step, saved = trainer.global_step, self._saved()
+        step = trainer.global_step
+        saved = self._saved()
         if not step and not pl_module.automatic_optimization:
             raise UserError(
                 f"{type(pl_module).__name__}: no optimizer step in an epoch with manual "
@@ -281,7 +283,8 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
             )
         if saved == step:
             return
-        total, epochs = (trainer.estimated_stepping_batches, trainer.current_epoch + 1)
+        total = trainer.estimated_stepping_batches
+        epochs = trainer.current_epoch + 1
         is_last = step == total or epochs == trainer.max_epochs
         if is_last or saved is None or self.run.should_save():
             self.save(trainer)
@@ -364,7 +367,8 @@ def loops_at(
     loops = copy.deepcopy(dict(fit_loop))
     done = position.batches_done(at_once)
     before = position.epoch * position.batches(at_once)
-    batches, epochs = (loops["epoch_loop.batch_progress"], loops["epoch_progress"])
+    batches = loops["epoch_loop.batch_progress"]
+    epochs = loops["epoch_progress"]
     batches["is_last_batch"] = False
     # of any number of optimizers
     stepped = before + done if is_manual else position.step

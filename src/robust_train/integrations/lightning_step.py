@@ -39,7 +39,8 @@ _AutomaticOptimization: Any = _automatic._AutomaticOptimization
 
 def recover_in_steps(trainer: Any, model: Any, run: Run, callback: Any) -> None:
     """Repeat steps and evaluations of ``trainer`` in smaller parts where memory runs out."""
-    in_step, logs = InStep(run, "Lightning"), _Logs(trainer)
+    in_step = InStep(run, "Lightning")
+    logs = _Logs(trainer)
     reason = why_not(trainer, model)
     _keep_evaluation_batches(trainer, run, callback, can_split=not reason)
     if reason is not None:
@@ -117,7 +118,8 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
     @torch.enable_grad()
     def _run(self, whole: Callable[[], Any], kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
         """Run the closure for each part of the batch; return the batch's result."""
-        trainer, batch = self.trainer, kwargs["batch"]
+        trainer = self.trainer
+        batch = kwargs["batch"]
         zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
         # the last one may have been left before its last batch
         if self._step is None or zero_grad is not None:
@@ -133,7 +135,8 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
         def body(part: Part) -> tuple[Any, _OfPart]:
             # an earlier batch that is repeated has its own weight
             self._callback.done = number
-            weight, inputs = part.weight, kwargs
+            weight = part.weight
+            inputs = kwargs
             if not part.is_whole:
                 inputs = type(kwargs)(kwargs, batch=part.data)
 
@@ -184,7 +187,8 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
         return merged
 
     def _zero_once(self) -> None:
-        zero_grad, self._zero_grad = self._zero_grad, None
+        zero_grad = self._zero_grad
+        self._zero_grad = None
         if zero_grad is not None:
             zero_grad()
 
@@ -291,7 +295,8 @@ class _Logs:
 
     def log(self, found: _Found) -> None:
         """Log the values of a batch's parts, each once."""
-        results, parts = (logged_by(self._trainer), [one for (_, one), _ in found])
+        results = logged_by(self._trainer)
+        parts = [one for (_, one), _ in found]
         for key in dict.fromkeys(key for one in parts for key in one.values):
             own = [one for one in parts if key in one.values]
             value, figure, options = own[0].values[key]

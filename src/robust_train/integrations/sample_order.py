@@ -59,7 +59,8 @@ class StepShares:
         while start < length:
             stop = min(start + count * self.at_once, length)
             yield range(start, stop)
-            start, count = stop, self.accumulation
+            start = stop
+            count = self.accumulation
 
     def micro_batches(self, samples: Sequence[int]) -> int:
         """Return how many micro-batches of every rank ``samples`` make."""
@@ -131,7 +132,8 @@ class SampleOrder(Sampler[Any]):
         return steps * self._shares.each + len(self._shares.own(range(rest)))
 
     def __iter__(self) -> Iterator[Any]:
-        indices, skip = self._draw(self._epoch), self._skip
+        indices = self._draw(self._epoch)
+        skip = self._skip
         self.begin(self._epoch + 1)
         return iter([indices[position] for position in self._positions(skip)])
 
@@ -151,7 +153,8 @@ class SampleOrder(Sampler[Any]):
     def _draw(self, epoch: int) -> list[Any]:
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
-        own, seed = (getattr(self._sampler, "generator", None), self._seed_of(epoch))
+        own = getattr(self._sampler, "generator", None)
+        seed = self._seed_of(epoch)
         before = GeneratorStates()
         seed_everything(seed)
         try:

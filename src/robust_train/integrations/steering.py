@@ -158,7 +158,8 @@ class OpenStep(Step[Any]):
         function: Any = None,
     ) -> list[tuple[Any, Part]]:
         """Return the results of a batch's parts; in training the last one ends the step."""
-        samples, whole = self._samples_of(data), data
+        samples = self._samples_of(data)
+        whole = data
         # a lone sample, or several that were packed into one
         self._can_be_cut = samples > 1
         if self._can_be_cut:

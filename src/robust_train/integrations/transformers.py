@@ -54,7 +54,8 @@ def training_arguments(cfg: DictConfig, run: Run) -> dict[str, Any]:
     Device, micro-batch, accumulation, data-loader workers, seeds, and checkpoints: their folder,
     how many to keep, and which one to resume from.
     """
-    training, asked = cfg.training, live_of(run).parts.asked
+    training = cfg.training
+    asked = live_of(run).parts.asked
     workers = training.num_workers
     checkpoint = run.resume_checkpoint
     return {
@@ -237,7 +238,8 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
 
     def save(self, write: Callable[[], None], args: Any, state: Any) -> None:
         """Save a checkpoint, which is marked as torn until all its files are there."""
-        path, is_main = _folder(args, state), self.run.is_main
+        path = _folder(args, state)
+        is_main = self.run.is_main
 
         def prepare() -> None:
             if is_main:

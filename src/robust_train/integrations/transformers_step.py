@@ -40,7 +40,9 @@ _IGNORED = -100  # the label of positions without loss
 
 def recover_in_steps(trainer: Any, run: Run) -> None:
     """Repeat steps and evaluations of ``trainer`` in smaller parts where memory runs out."""
-    args, loss, in_step = (trainer.args, TrainersLoss(trainer), InStep(run, "transformers"))
+    args = trainer.args
+    loss = TrainersLoss(trainer)
+    in_step = InStep(run, "transformers")
     own = args.gradient_accumulation_steps, run.world_size
     asked = live_of(run).parts.asked
     if asked and (asked.gradient_accumulation_steps, asked.ranks) != own:
@@ -57,8 +59,10 @@ def recover_in_steps(trainer: Any, run: Run) -> None:
 
 def _evaluate_in_own_batches(trainer: Any, run: Run) -> None:
     """Evaluate in this attempt's batches, for the job's cannot be repeated in parts."""
-    args, asked = trainer.args, live_of(run).parts.asked
-    own, evaluated = (args.per_device_train_batch_size, args.per_device_eval_batch_size)
+    args = trainer.args
+    asked = live_of(run).parts.asked
+    own = args.per_device_train_batch_size
+    evaluated = args.per_device_eval_batch_size
     if asked is None or own == asked.batch_size or evaluated != asked.batch_size:
         return
     args.per_device_eval_batch_size = own
@@ -101,7 +105,8 @@ class TrainersLoss:
         return found * weight
 
     def _weight(self, model: nn.Module, inputs: Any, items: Any) -> float:
-        trainer, asked = self._trainer, self._asked
+        trainer = self._trainer
+        asked = self._asked
         assert asked is not None
         is_scaled = trainer.loss_is_scaled_for_ga
         if is_scaled is None:
@@ -141,7 +146,8 @@ class TrainersLoss:
             return False
         if self._is_sum is None:
             few = part_of(data, 0, 2)
-            once, twice = (self._of(model, few, items), self._of(model, few, items * 2))
+            once = self._of(model, few, items)
+            twice = self._of(model, few, items * 2)
             # the mean over samples without labels is NaN
             found = bool(twice.abs() <= 0.75 * once.abs())
             self._is_sum = all(of_all_ranks(found)) if self._asked else found
@@ -344,7 +350,8 @@ class _Passes:
         what was logged of all."""
         before = LoggedOfPasses(self._trainer)
         if not part.start:
-            self._before, self._weights = before, []
+            self._before = before
+            self._weights = []
         try:
             yield
         except BaseException:
@@ -377,7 +384,8 @@ def _share(loss: Tensor, weight: float) -> Tensor:
 
 def _why_not(trainer: Any) -> str | None:
     """Return what makes it impossible to run a step in parts, if anything."""
-    args, kind = trainer.args, trainer.accelerator.distributed_type.value
+    args = trainer.args
+    kind = trainer.accelerator.distributed_type.value
     if kind not in ("NO", "MULTI_GPU", "MULTI_CPU"):
         return f"the model is run by {kind}"
     if getattr(trainer.accelerator, "parallelism_config", None) is not None:

@@ -185,7 +185,8 @@ class HostDriver(Driver):
 
     def decide(self, policy: PolicySettings, history: tuple[Attempt, ...]) -> Decision:
         """Return what comes after an attempt that has failed, with the GPUs that are there now."""
-        last, failure = history[-1], history[-1].failure
+        last = history[-1]
+        failure = history[-1].failure
         assert failure is not None, "a completed attempt needs no decision"
         if self.has_remedies:
             offers = self.devices.offers() if last.spec.gpus else Offers()

@@ -44,7 +44,8 @@ def ended(
     seconds: float,
 ) -> Attempt:
     """Return the attempt with why it ended, from its own reports and its process's exit."""
-    end, memory = attempt.exit, attempt.memory
+    end = attempt.exit
+    memory = attempt.memory
     crash = None if end.stalled else native_stack_in(end.stacks or end.output)
     failure = _with_workers(_failure(attempt, crash, request.stacks_file), end)
     traceback = getattr(attempt.ending, "traceback", None)
@@ -142,7 +143,8 @@ def _with_workers(failure: Failure | None, end: Exit) -> Failure | None:
 
 def _failure(attempt: Attempt, crash: NativeStack | None, stacks: Path) -> Failure | None:
     """Return why it failed, None if it completed."""
-    end, ending = attempt.exit, attempt.ending
+    end = attempt.exit
+    ending = attempt.ending
     if isinstance(ending, Finished):
         return None
     if end.stalled and not end.was_stopped:
@@ -157,9 +159,12 @@ def _failure(attempt: Attempt, crash: NativeStack | None, stacks: Path) -> Failu
         if end.was_hurried:
             why = "killed at once by a second signal"
         return Failure(FailureKind.INTERRUPTED, why)
-    oom_killed, rank, returncode = end.oom_killed, None, end.returncode
+    oom_killed = end.oom_killed
+    rank = None
+    returncode = end.returncode
     if isinstance(ending, RankDied):
-        rank, returncode = ending.rank, ending.returncode
+        rank = ending.rank
+        returncode = ending.returncode
     elif end.pid is None:
         oom_killed = None
     if not returncode:
@@ -343,7 +348,8 @@ def event_of(ends: Sequence[RankEnd]) -> Finished | Failed | RankDied | None:
     memory = max(
         figures, key=lambda one: one.get("max_allocated", one.get("max_resident", 0)), default={}
     )
-    root, first = root_cause(ends), ends[0].ending
+    root = root_cause(ends)
+    first = ends[0].ending
     # rank 0 has done its last step, and its result counts
     is_late = all(end.was_stopped for end in ends if end.is_failure)
     if root is None or (isinstance(first, Finished) and is_late):

@@ -183,12 +183,15 @@ class RankDriver(Driver):
         policy = replace(policy, config=config)
         spec = replace(first_attempt(policy, ()), gpus=gpus)
         spec, why = size_to_begin_with(policy, (), spec)
-        first, is_fresh = Retry(spec, "start", why), False
+        first = Retry(spec, "start", why)
+        is_fresh = False
         failures = RankFailures(self.plan.run_dir)
         if history := failures.history(beginning.job, gpus):
             decided = self._after(history, policy)
-            first, is_fresh = decided or first, decided is None
-        number, checkpoint = beginning.attempts + 1, beginning.checkpoint
+            first = decided or first
+            is_fresh = decided is None
+        number = beginning.attempts + 1
+        checkpoint = beginning.checkpoint
         start = {
             "job": beginning.job,
             "run_dir": str(self.plan.run_dir),
@@ -231,7 +234,8 @@ class RankDriver(Driver):
         signals = SignalWatch()
         try:
             spec = replace(AttemptSpec.from_fields(start["spec"]), gpus=self.devices.acquire())
-            number, checkpoint = int(start["number"]), start["checkpoint"]
+            number = int(start["number"])
+            checkpoint = start["checkpoint"]
             attempt = Attempt(number, spec, resumed_from=checkpoint)
             run_dir = Path(start["run_dir"])
             # the values of resolvers are those of rank 0

@@ -182,14 +182,22 @@ class Hooks:
     """The features of one job, called together.
 
     Args:
-        features: in the order of evidence.
-        job: what they see of it.
+        features: by what a warning calls them, in the order of evidence.
     """
 
-    def __init__(self, features: Sequence[Feature], job: JobView) -> None:
-        self._all: list[InLauncher] = [
-            load_named(feature.launcher)(job) for feature in features if feature.launcher
-        ]
+    def __init__(self, features: Mapping[str, InLauncher]) -> None:
+        self._named = features
+        self._all = tuple(features.values())
+
+    @classmethod
+    def load(cls, features: Sequence[Feature], job: JobView) -> Hooks:
+        """Return the features' halves in the launcher, which see this much of a job."""
+        named = {
+            feature.name.replace("_", " "): load_named(feature.launcher)(job)
+            for feature in features
+            if feature.launcher
+        }
+        return cls(named)
 
     @contextmanager
     def taking_part(self) -> Iterator[None]:
@@ -235,11 +243,16 @@ class Hooks:
         for feature in self._all:
             feature.before(retry)
 
-    def end(self, summary: Summary) -> Summary:
-        """Return the summary as all features complete it."""
-        for feature in self._all:
-            completed = computed(type(feature).__name__, partial(feature.end, summary))
-            summary = completed or summary
+    def end(self, summary: Summary, write: Callable[[Summary], object]) -> Summary:
+        """Return the summary as all features complete it.
+
+        It is written after each of them, since the next one may take its time.
+        """
+        for name, feature in self._named.items():
+            completed = computed(f"the {name}", partial(feature.end, summary)) or summary
+            if completed is not summary:
+                summary = completed
+                write(summary)
         return summary
 
 

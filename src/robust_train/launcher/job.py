@@ -60,7 +60,7 @@ class Job:
         self.driver = driver
         self.policy = plan.policy
         self.signals = SignalWatch()
-        self.hooks = Hooks(plan.features, self)
+        self.hooks = Hooks.load(plan.features, self)
         self.folder = RunFolder(plan, self.signals, self.hooks.event)
         self.attempts: list[Attempt] = []
         self.decision: Decision | None = None
@@ -311,8 +311,7 @@ class Job:
         # first, because what features compute takes time and may fail
         summary.write()
         self.folder.ended(status, reason, exit_code, summary.wall_seconds)
-        summary = self.hooks.end(summary)
-        summary.write()
+        summary = self.hooks.end(summary, Summary.write)
         # else the caller prints one line
         if status != "failed" or exit_code is None:
             how = self.driver.how_to_resume(self.plan, self.state) if self.plan.may_resume else ""

@@ -31,7 +31,14 @@ from robust_train.launcher.ending import RankEnd, event_of, without_escapes
 from robust_train.launcher.hooks import End, Watch
 from robust_train.model.attempt import Exit
 from robust_train.model.errors import ConfigError
-from robust_train.model.events import Event, Failed, Finished, LibrariesImported, Stalled
+from robust_train.model.events import (
+    CheckpointSaved,
+    Event,
+    Failed,
+    Finished,
+    LibrariesImported,
+    Stalled,
+)
 from robust_train.model.failure import FailureKind
 from robust_train.model.feature import load_named
 from robust_train.readable import duration, shortened, signal_name
@@ -53,7 +60,8 @@ _AFTER_KILL_SECONDS = 8.0
 _SIGNAL_SECONDS = 0.5
 _LONGEST_SEARCHED_BYTES = 1 << 20
 _LONGEST_BETWEEN_LOOKS = 60.0
-_HEAD_BYTES, _HEAD_SHOWN = 1 << 16, 300
+_HEAD_BYTES = 1 << 16
+_HEAD_SHOWN = 300
 _CUDA_WARNING = re.compile(r"UserWarning: CUDA initialization: (.*)")
 # of the memory that programs can still get, within the cgroup
 _STANDBY_SHARE = 0.05
@@ -76,8 +84,11 @@ class ProcessExecutor:
     def __init__(
         self, trainer: TrainerRef, cfg: DictConfig, *, ranks: int = 1, has_standby: bool, job: str
     ) -> None:
-        self._trainer, self._cfg, self._job = trainer, cfg, job
-        self._ranks, self._has_standby = ranks, has_standby
+        self._trainer = trainer
+        self._cfg = cfg
+        self._job = job
+        self._ranks = ranks
+        self._has_standby = has_standby
         self._modules = tuple(early_imports(cfg))
         # those of them that start CUDA when they are imported
         self._starts_cuda: set[str] = set()
@@ -160,19 +171,23 @@ class ProcessExecutor:
             ConfigError: the trainer refuses the config.
         """
         while True:
-            found, interpreters = self._waiting(), self._interpreters
+            found = self._waiting()
+            interpreters = self._interpreters
             # what dies at an import is named in a line of ours
             interpreters.pump.hold()
+            new = [one for one in found if not one.is_asked]
             for one in found:
                 # those that import break off: the rest comes with the trainer
                 one.prepare(preparation(()) if one.is_asked else self._preparation())
             interpreters.await_prepared(found, tick)
-            if culprits := {one.culprit for one in found if one.is_unfit}:
-                if not culprits <= self._starts_cuda.union(self._modules):
+            unfit = [one for one in found if one.is_unfit]
+            if unfit:
+                # one that was asked before may have had a longer list
+                if any(one in new and one.culprit not in self._modules for one in unfit):
                     raise ConfigError(
                         "an attempt's interpreter starts CUDA before its trainer runs"
                     )
-                self._leave_to_attempts(culprits)
+                self._leave_to_attempts({one.culprit for one in unfit})
                 continue
             ends = [one.returncode for one in found if one.returncode is not None]
             if ends:
@@ -199,7 +214,7 @@ class ProcessExecutor:
 
         A module before it was imported without it.
         """
-        for name in sorted(culprits - self._starts_cuda):
+        for name in sorted(culprits - self._starts_cuda - {""}):
             log.info(
                 "importing %s early would start CUDA, so each attempt imports it itself, and what "
                 "comes after it",
@@ -320,6 +335,8 @@ class RunningAttempt:
         self._on_event = on_event
         self._grace_seconds = request.config.stop_grace_seconds
         self._was_hurried = False
+        # whether the trainer saves checkpoints, by what it or an earlier attempt has done
+        self._saves = request.resume_checkpoint is not None
         self._oom_kills = OomKillWatch()
         interpreters.pump.start_log(request.log_file)
         pids = [one.pid for one in processes]
@@ -376,7 +393,8 @@ class RunningAttempt:
 
     def _poll(self) -> bool:
         """Wait for something to happen and handle it; return whether the attempt is over."""
-        interpreters, own = self._interpreters, self._processes
+        interpreters = self._interpreters
+        own = self._processes
         running = [one.channel.fileno() for one in own if one.is_running]
         seconds = min(max(self._kill_at - time.monotonic(), 0.0), TICK_SECONDS)
         readable(interpreters.pump.descriptors + running, seconds)
@@ -386,7 +404,8 @@ class RunningAttempt:
         if now >= self._kill_at:
             if self._killed_at == math.inf and not self._is_stopping:
                 self._warn_of_exit_handlers()
-            self._kill_at, self._killed_at = (now + 1.0, min(self._killed_at, now))
+            self._killed_at = min(self._killed_at, now)
+            self._kill_at = now + 1.0
             self._signal_all(signal.SIGKILL)
         is_given_up = now >= self._killed_at + _AFTER_KILL_SECONDS
         # ends before events and output: what a process sent before it ended is then there already
@@ -430,6 +449,7 @@ class RunningAttempt:
 
     def _read(self, rank: int, most: int) -> None:
         for event in self._processes[rank].read(most):
+            self._saves |= isinstance(event, CheckpointSaved)
             for watch in self._watches:
                 watch.event(event)
             if isinstance(event, (Finished, Failed)):
@@ -456,7 +476,8 @@ class RunningAttempt:
 
     def _warn_of_cuda(self) -> None:
         """Warn if torch has warned that CUDA does not start: many programs then take the CPU."""
-        request, head = self._request, b""
+        request = self._request
+        head = b""
         with contextlib.suppress(OSError), request.log_file.open("rb") as file:
             head = file.read(_HEAD_BYTES)
         if found := _CUDA_WARNING.search(head.decode(errors="replace")):
@@ -496,7 +517,9 @@ class RunningAttempt:
 
     def _end(self, signals: SignalWatch) -> Exit:
         """Kill what is left, and return how the attempt ended with all that is known of it."""
-        own, request, stalled = self._processes, self._request, self._stalled
+        own = self._processes
+        request = self._request
+        stalled = self._stalled
         for one in own:
             self._interpreters.forget(one)
         left = self._interpreters.kill_leftovers()
@@ -525,7 +548,8 @@ class RunningAttempt:
                 request.stacks_file.unlink()
         if stalled is not None:
             self._on_event(Stalled(round(stalled.seconds, 1), stacks))
-        workers, seconds = self._workers, time.monotonic() - self._began
+        workers = self._workers
+        seconds = time.monotonic() - self._began
         # that there are none is known only if it was seen late enough
         is_late = self._looked - self._began >= seconds / 3
         is_known = bool(workers.count) or is_late
@@ -559,9 +583,13 @@ class RunningAttempt:
         self._signal_all(signal.SIGCONT)  # a stopped process would not get it
 
     def _stopping(self, signum: int) -> str:
-        config, what = self._request.config, "saving a checkpoint"
+        config = self._request.config
+        # no checkpoint is promised that may not come
+        what = "the trainer is asked to end"
         if config.traits.is_program:
             what = f"SIG{config.trainer.stop_signal} to the script"
+        elif self._saves:
+            what = "saving a checkpoint"
         again = f"send {signal.Signals(signum).name}"
         if signum == signal.SIGINT:
             again = "press Ctrl-C"

@@ -34,7 +34,8 @@ def request_for(
         longest_pause: between two reports in the job so far, in seconds.
         is_first: whether the attempt is the first one of its launch.
     """
-    spec, config = attempt.spec, plan.config
+    spec = attempt.spec
+    config = plan.config
     environ = attempt_environment(os.environ, spec, by_index=plan.numbers_gpus)
     device = name_for_trainer(spec.gpus, os.environ, own_process=not config.runs_inline)
     own_config = for_attempt(config, spec, device)

@@ -224,11 +224,6 @@ class RunFolder:
     def job_starts(self) -> None:
         """Log and record that the unfinished job resumes, or a new one starts."""
         plan = self._plan
-        if self.beginning.checkpoint is not None:
-            log.info(
-                "this run folder holds an unfinished job: resuming from %s",
-                self.beginning.checkpoint,
-            )
         plan.resolvers.warn_of_earlier_values()
         plan.resolvers.save(plan.run_dir, self.beginning.job)
         self.record(
@@ -241,6 +236,11 @@ class RunFolder:
                 keys=plan.config.theirs,
             )
         )
+        if self.beginning.checkpoint is not None:
+            log.info(
+                "this run folder holds an unfinished job: resuming from %s",
+                self.beginning.checkpoint,
+            )
 
     def acquired(self, gpus: Group) -> None:
         """Record that the job has a device, after a wait, and the trainer is being imported."""
@@ -349,7 +349,8 @@ class RunFolder:
         """Stop the job as SIGTERM does."""
         if not request.take():
             return
-        problem, signals = "", self._signals
+        problem = ""
+        signals = self._signals
         is_stopping = signals.received and not signals.is_pausing
         if not signals.watches(signal.SIGTERM):
             problem = (

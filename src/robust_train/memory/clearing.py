@@ -206,9 +206,11 @@ class Cleared:
     @property
     def description(self) -> str:
         """The result in a line for people."""
-        what, verb = "no CUDA in this process; host memory", "resident"
+        what = "no CUDA in this process; host memory"
+        verb = "resident"
         if self.after.on_gpu:
-            what, verb = self.after.device, "reserved"
+            what = self.after.device
+            verb = "reserved"
         parts = [
             f"{what}: {mib(self.freed, 1)} released, "
             f"{self.before.reserved / MIB:.1f} → {mib(self.after.reserved, 1)} {verb}"

@@ -70,7 +70,8 @@ def ordinal_of(device: Any) -> int | None:
 def started_gpu(device: Any) -> tuple[Any, int] | None:
     """Return torch and the number of ``device`` if that is a GPU and CUDA has started. Raises
     ValueError: this process has no such device."""
-    ordinal, torch = ordinal_of(device), started_torch()
+    ordinal = ordinal_of(device)
+    torch = started_torch()
     if ordinal == HOST or torch is None:
         return None
     return torch, _gpu_number(torch, ordinal)
@@ -289,7 +290,8 @@ def set_memory_fraction(fraction: float = 0.8, device: Any = None) -> MemoryLimi
     is_number = isinstance(fraction, (int, float)) and not isinstance(fraction, bool)
     if not (is_number and 0 < fraction <= 1):
         raise ValueError(f"fraction={fraction!r}: accepted is a number over 0, up to 1")
-    ordinal, torch = ordinal_of(device), _usable_torch()
+    ordinal = ordinal_of(device)
+    torch = _usable_torch()
     if ordinal == HOST or torch is None:
         limit = _limit_host(float(fraction))
     else:

@@ -217,7 +217,10 @@ class GPUMemoryContext:
         device, now, peak = _now_and_peak(self._wanted)
         if device != self.device:
             # CUDA was started inside the block
-            self.device, self.before, self.peak, self._earlier_peak = (device, 0, 0, 0)
+            self.device = device
+            self.before = 0
+            self.peak = 0
+            self._earlier_peak = 0
         self.after = now
         self.peak = max(self.peak, now, peak if peak > self._earlier_peak else 0)
 
@@ -253,7 +256,8 @@ def memory_in_use(*, context: bool = True) -> dict[str, int]:
 def describe_memory(figures: Mapping[str, int]) -> str:
     """Return the figures of :func:`memory_in_use` as a line for people."""
     if "allocated" in figures:
-        allocated, peak = figures["allocated"], figures["max_allocated"]
+        allocated = figures["allocated"]
+        peak = figures["max_allocated"]
         return _in_words("GPU memory", allocated, peak, figures["reserved"])
     if figures:
         return _in_words("cpu", figures["resident"], figures["max_resident"])
@@ -274,9 +278,11 @@ def beside_cache(torch: Any, index: int) -> dict[str, int]:
     computing = [process for process in gpu.processes or () if process.computes]
     # in a container it may have another number, and is known only if it is alone
     own = [one for one in computing if one.pid == os.getpid()] or computing
-    name, used = "context_at_most_bytes", gpu.used_bytes
+    name = "context_at_most_bytes"
+    used = gpu.used_bytes
     if len(own) == 1 and own[0].used_bytes is not None:
-        name, used = "context_bytes", own[0].used_bytes
+        name = "context_bytes"
+        used = own[0].used_bytes
     beside = used - torch.cuda.memory_reserved(index)
     return {name: beside} if beside > 0 else {}
 

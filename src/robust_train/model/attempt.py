@@ -210,7 +210,8 @@ class Attempt(Record[Note]):
         return self
 
     def _with_batch_of(self, event: BatchTaken | BatchSizeFound) -> Attempt:
-        size, accumulation = (event.batch_size, event.gradient_accumulation_steps)
+        size = event.batch_size
+        accumulation = event.gradient_accumulation_steps
         return replace(self, spec=self.spec.with_batch(size, accumulation))
 
     def _started_before(self, step: int) -> Attempt:
@@ -258,7 +259,8 @@ class Attempt(Record[Note]):
     @property
     def sizes(self) -> tuple[int, ...]:
         """The micro-batch that it began with, and the last one if its trainer changed it."""
-        first, last = self.spec.batch_size, self.micro_batch
+        first = self.spec.batch_size
+        last = self.micro_batch
         return (first,) if last in (None, first) else (first, last)
 
     @property

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 K = TypeVar("K", bound="Knob")
 
-MAXIMIZE, MINIMIZE = "maximize", "minimize"
+MAXIMIZE = "maximize"
+MINIMIZE = "minimize"
 """Which result of a sweep is best, as Optuna writes it."""
 
 

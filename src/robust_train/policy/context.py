@@ -60,7 +60,8 @@ class FailureContext:
     @property
     def last(self) -> AttemptSpec:
         """What the attempt used when it failed; a trainer may have split its batches further."""
-        spec, reached = self.attempt.spec, self.attempt.sizes[-1]
+        spec = self.attempt.spec
+        reached = self.attempt.sizes[-1]
         if reached >= spec.batch_size or not self.settings.accumulates:
             return spec
         return self.sizes.resized(spec, self.sizes.exact_size(reached))
@@ -74,7 +75,8 @@ class FailureContext:
     @property
     def smaller(self) -> AttemptSpec:
         """The same with the next smaller micro-batch."""
-        ranks, last = self.sizes, self.last
+        ranks = self.sizes
+        last = self.last
         return ranks.resized(last, ranks.next_smaller(last.batch_size))
 
     @property
@@ -221,22 +223,28 @@ class FailureContext:
         overwritten once may be what the attempt resumed from. A script that starts over each time
         looks the same, so it counts some times in a row only.
         """
-        furthest, begins_at, presumed = -1, 0, 0
+        furthest = -1
+        begins_at = 0
+        presumed = 0
         names: set[str | None] = {None}
         for number, attempt in enumerate(self.history):
             step = max(attempt.start_step, attempt.saved_step or 0)
             is_new = attempt.saves > 1 or attempt.checkpoint not in names
             if step > furthest:
-                furthest, begins_at, presumed = step, number, 0
+                furthest = step
+                begins_at = number
+                presumed = 0
             elif attempt.saved_step is None and is_new and presumed < _MOST_PRESUMED:
-                begins_at, presumed = number, presumed + 1
+                begins_at = number
+                presumed = presumed + 1
             names.add(attempt.checkpoint)
         return self.history[begins_at:]
 
     @property
     def got_further(self) -> bool:
         """Whether the attempt itself saved a checkpoint beyond all that was before it."""
-        attempt, step = self.attempt, self.attempt.saved_step
+        attempt = self.attempt
+        step = self.attempt.saved_step
         # its first may be what it resumed from
         may_be_old = len(self.history) == 1 and attempt.resumed_from is not None
         has_saved = attempt.saves > may_be_old if step is None else step > attempt.start_step
@@ -288,7 +296,8 @@ class FailureContext:
         for number, attempt in enumerate(self.history):
             if attempt.kind is not FailureKind.DEVICE_FAULT:
                 continue
-            here, is_recent = uuids(attempt.failed_gpus), number >= progress_at
+            here = uuids(attempt.failed_gpus)
+            is_recent = number >= progress_at
             step = (here, attempt.end_step)
             is_again = step in seen or (is_recent and no_progress)
             if is_again or attempt.evidence.is_hardware:
@@ -304,7 +313,8 @@ class FailureContext:
     @property
     def what_failed(self) -> str:
         """What failed and where, for the beginning of a reason."""
-        failure, device = self.failure, device_name(self.failed_gpus)
+        failure = self.failure
+        device = device_name(self.failed_gpus)
         if self.last.gpus and not self.failed_gpus:
             device = "another node"
         rank = "" if failure.rank is None else f" (rank {failure.rank})"
@@ -388,7 +398,8 @@ class FailureContext:
 
     def _about_position(self, spec: AttemptSpec) -> str:
         """Return a sentence if a script may go on at another sample."""
-        was, now = self.last.batch_size, spec.batch_size
+        was = self.last.batch_size
+        now = spec.batch_size
         is_saved = any(one.checkpoint or one.resumed_from for one in self.history)
         finds_its_place = self.config.traits.saves_by_itself
         if not finds_its_place or was == now or not is_saved:
@@ -401,10 +412,8 @@ class FailureContext:
 
     def _about_gradients(self, spec: AttemptSpec) -> str:
         """Return a sentence before the first attempt whose accumulation may change gradients."""
-        asked, now = (
-            self.settings.asked.gradient_accumulation_steps,
-            spec.gradient_accumulation_steps,
-        )
+        asked = self.settings.asked.gradient_accumulation_steps
+        now = spec.gradient_accumulation_steps
         is_known = any(one.spec.gradient_accumulation_steps != asked for one in self.history)
         divides_by_itself = self.config.traits.accumulates_by_itself
         if not divides_by_itself or is_known or now == asked:
@@ -424,13 +433,15 @@ def _unknown_of(attempts: Sequence[Attempt]) -> list[Attempt]:
 def blamed_on_others(attempt: Attempt) -> tuple[int, int]:
     """Return how much of its GPU others took, and how much has to be free there for the same again:
     what the attempt used, and asked for. (0, 0) if they are not why memory ran out."""
-    evidence, gpus = attempt.evidence, attempt.failed_gpus
+    evidence = attempt.evidence
+    gpus = attempt.failed_gpus
     before: int | None = attempt.noted("gpu_free_before_bytes", None)
     after: int | None = attempt.noted("gpu_free_after_bytes", None)
     # where our own limit was reached, what others took would not have sufficed
     if before is None or after is None or evidence.own_limit or not gpus:
         return 0, 0
-    taken, left = before - after, evidence.free_bytes or 0
+    taken = before - after
+    left = evidence.free_bytes or 0
     asked = evidence.requested_bytes
     if asked is None:
         is_theirs = taken >= _NOTABLE_SHARE * gpus[0].total_bytes

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Sequence
+
 from robust_train.model.failure import Clue, Failure, FailureKind
 from robust_train.policy.context import FailureContext
 
@@ -13,7 +16,8 @@ _HAS_NO_BATCH = (
 
 def why_give_up(context: FailureContext) -> str:
     """Return one sentence: what failed, and with what it was tried."""
-    kind, message = context.failure.kind, context.failure.message
+    kind = context.failure.kind
+    message = context.failure.message
     if kind in (FailureKind.BUG, FailureKind.UNKNOWN) or context.evidence.clue == Clue.UNCLEAR:
         rank = context.failure.rank
         message = message if rank is None else f"{message} (rank {rank})"
@@ -60,9 +64,16 @@ def _what_was_tried(context: FailureContext) -> str:
         size = " down to ".join(map(str, one.sizes)) if one.spec.has_batch else ""
         tried.setdefault(one.spec.device, []).append(size)
     return "; ".join(
-        f"{device} at micro-batch {', '.join(sizes)}" if any(sizes) else device
+        f"{device} at micro-batch {', '.join(_counted(sizes))}" if any(sizes) else device
         for device, sizes in tried.items()
     )
+
+
+def _counted(sizes: Sequence[str]) -> Iterator[str]:
+    """Yield each size once, with how often it was tried in a row."""
+    for size, group in itertools.groupby(sizes):
+        times = len(list(group))
+        yield size if times == 1 else f"{size} ({times} times)"
 
 
 def _why_no_more_memory(context: FailureContext) -> str:

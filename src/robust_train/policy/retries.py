@@ -13,9 +13,11 @@ LONGEST_PAUSE_SECONDS = 3600.0
 
 def halved(context: FailureContext, why: str) -> Retry:
     """Return the retry with the next smaller micro-batch; its reason begins with ``why``."""
-    last, spec = context.last, context.smaller
+    last = context.last
+    spec = context.smaller
     reason = f"{why}micro-batch {last.batch_size} → {spec.batch_size}"
-    was, now = (last.gradient_accumulation_steps, spec.gradient_accumulation_steps)
+    was = last.gradient_accumulation_steps
+    now = spec.gradient_accumulation_steps
     if now != was:
         reason += f", accumulation {was} → {now}"
     return Retry(spec, "halve_batch", reason, context.warning_about(spec))

@@ -253,7 +253,8 @@ def exact_sizes(effective_batch_size: int, min_batch_size: int) -> tuple[int, ..
 def micro_batch_sizes(effective_batch_size: int, min_batch_size: int) -> tuple[int, ...]:
     """Return :func:`exact_sizes`, and those that the policy would halve to: for a loop that splits
     its own batches, where divisors are far apart."""
-    size, least = (effective_batch_size, min(min_batch_size, effective_batch_size))
+    size = effective_batch_size
+    least = min(min_batch_size, effective_batch_size)
     found = {size}.union(exact_sizes(effective_batch_size, least))
     while size > least:
         size = next_smaller(size, least, effective_batch_size)
@@ -353,7 +354,8 @@ def largest_that_fits(probes: Sequence[Probe], limits: Limits) -> Probe | None:
 
 def _line(probes: Sequence[Probe], best: Probe, limits: Limits) -> Callable[[int], float]:
     """Return the line between what fitted and what did not, else through what fitted."""
-    size, peak = best.batch_size, float(best.peak_bytes or 0)
+    size = best.batch_size
+    peak = float(best.peak_bytes or 0)
     above = [p for p in probes if p.batch_size > size]
     if above:
         nearest = min(above, key=lambda p: p.batch_size)

@@ -77,6 +77,7 @@ class Devices:
         self._named: tuple[str, ...] = ()
         # when the job got its GPUs, by the monotonic clock
         self.acquired_at = -math.inf
+        self._only: frozenset[str] | None = None  # UUIDs of the GPUs that ``device`` lists
         job = QueuedJob(
             job=job_id,
             name=job_name,
@@ -107,7 +108,8 @@ class Devices:
                 f"device={wanted}, which is one GPU: leave device out, and name the GPUs "
                 "that may be taken in CUDA_VISIBLE_DEVICES"
             )
-        if config.auto_device and config.device not in ("auto", "cuda"):
+        is_used = config.names_several or config.device in ("auto", "cuda")
+        if config.auto_device and not is_used:
             log.warning("device=%s is not used because auto_device=true", config.device)
         visible = self._read(False)
         # else it is the reason below
@@ -115,6 +117,9 @@ class Devices:
             log.warning("%s", visible.warning)
         if not visible.gpus:
             return self._without_gpus(visible)
+        if config.names_several:
+            self._only = _several(config.device, visible)
+            visible = self._read(False)
         self._named = _named(wanted, visible)
         request = self._request(config.min_gpu_memory_bytes, self._named)
         # an unreadable GPU may have more, and an administrator may open a prohibited one
@@ -141,7 +146,8 @@ class Devices:
     def offers(self) -> Offers:
         """Return what the next attempt may have now: the GPUs that could be taken, best first and
         ``free_bytes`` as usable, and the healthy ones that others have."""
-        count, least = self._config.num_gpus, self._config.min_gpu_memory_bytes
+        count = self._config.num_gpus
+        least = self._config.min_gpu_memory_bytes
         free = [gpu for gpu in self.queue.open_gpus() if can_be_one_of(gpu, count)]
         gpus = tuple(rank(free, least))
         uuids = {gpu.uuid for gpu in gpus}
@@ -185,7 +191,8 @@ class Devices:
     def ended(self, attempt: Attempt) -> FreeBytes:
         """Record that an attempt's processes are gone. Returns the free memory of the GPU on which
         it failed, before and after, if that is one of the job's own."""
-        group, failure = attempt.spec.gpus, attempt.failure
+        group = attempt.spec.gpus
+        failure = attempt.failure
         self._learn(attempt)
         if failure is None:
             return FreeBytes()
@@ -196,7 +203,8 @@ class Devices:
             excluded = excluded_after(failure, suspects, free_bytes(suspects))
             for uuid, reason in excluded.items():
                 self.queue.exclude(uuid, reason)
-        before, self._free_before = self._free_before, {}
+        before = self._free_before
+        self._free_before = {}
         if not before:
             return FreeBytes()
         after = self._settle(group, before)
@@ -258,11 +266,15 @@ class Devices:
         )
 
     def _read(self, processes: bool) -> Visible:
-        return visible_gpus(read_inventory(processes=processes), self._environ)
+        visible = visible_gpus(read_inventory(processes=processes), self._environ)
+        if self._only is None:
+            return visible
+        return replace(visible, gpus=tuple(gpu for gpu in visible.gpus if gpu.uuid in self._only))
 
     def _learn(self, attempt: Attempt) -> None:
         """Learn from an attempt how much memory the next one needs."""
-        group, shown = attempt.spec.gpus, attempt.memory
+        group = attempt.spec.gpus
+        shown = attempt.memory
         peak = max(shown.get("max_allocated", 0), shown.get("reserved", 0), self._other_ranks_bytes)
         self._other_ranks_bytes = 0
         if peak:
@@ -357,6 +369,11 @@ def _queue_directory(config: RobustConfig, environ: Mapping[str, str]) -> Path |
         log.info("the GPUs are allocated by %s: the host's own queue is not used", owner)
         return None
     return directory_for(None if queue is True else str(queue), environ)
+
+
+def _several(devices: str, visible: Visible) -> frozenset[str]:
+    """Return the UUIDs of the visible GPUs that ``devices`` lists."""
+    return frozenset(uuid for one in devices.split(",") for uuid in _named(one, visible))
 
 
 def _named(device: str, visible: Visible) -> tuple[str, ...]:

@@ -133,7 +133,8 @@ class HostQueue:
 
     def read(self, processes: bool = False) -> Visible:
         """Return all GPUs that the job may use, with what the host's jobs have found out."""
-        visible, registry = self.read_machine(processes), self._registry
+        visible = self.read_machine(processes)
+        registry = self._registry
         if registry is None:
             return visible
         marked = registry.marked(visible.machine)
@@ -179,7 +180,9 @@ class HostQueue:
         both = dict.fromkeys(before.gpus + tuple(uuids))
         most = max(need_bytes, before.reserved_bytes)
         reservation.update(before.on(tuple(both), reserved_bytes=most))
-        others, limit, visible = self.others(), self.gpu_limit(), self.read()
+        others = self.others()
+        limit = self.gpu_limit()
+        visible = self.read()
         wanted = before.on(
             uuids, reserved_bytes=need_bytes, only=tuple(gpu.uuid for gpu in visible.gpus)
         )
@@ -194,7 +197,8 @@ class HostQueue:
         # of the records: to read the GPUs may take long
         now = time.monotonic()
         try:
-            others, limit = self.others(), self.gpu_limit()
+            others = self.others()
+            limit = self.gpu_limit()
         except QueueError as problem:
             self.do_without(problem)
             return self.read().gpus
@@ -211,9 +215,11 @@ class HostQueue:
         """
         if self._reservation is None:
             return None
-        me, now = self._reservation.job, time.monotonic()
+        me = self._reservation.job
+        now = time.monotonic()
         with contextlib.suppress(QueueError):
-            others, limit = self.others(), self.gpu_limit()
+            others = self.others()
+            limit = self.gpu_limit()
             # to read the GPUs costs the driver more
             if any(not one.gpus and one.owner != me.owner for one in others):
                 gpus = self.read().machine
@@ -271,7 +277,8 @@ class HostQueue:
         if self._reservation is None or now < self._next_look:
             return
         self._next_look = now + _LOOK_SECONDS
-        uuids, busy_at = self._reservation.job.gpus, self._busy_at
+        uuids = self._reservation.job.gpus
+        busy_at = self._busy_at
         # one that does not report its utilisation counts as busy
         self._busy_at = {
             gpu.uuid: now if gpu.utilization_percent != 0 else busy_at.get(gpu.uuid, now)

@@ -170,7 +170,8 @@ def waits_for(
     """Return the first waiting job if one of this job's GPUs is kept for it, and its user holds
     fewer GPUs than this job's."""
     jobs = [*others, me]
-    decided, held = Plan(jobs, gpus, now, gpu_limit), _held(jobs)
+    decided = Plan(jobs, gpus, now, gpu_limit)
+    held = _held(jobs)
     first = next((job for job in jobs if job.id == decided.first), None)
     if first is None or not set(decided.kept) & set(me.gpus):
         return None
@@ -183,7 +184,8 @@ def has_room(
     """Return whether the GPUs that a job has announced have room for it beside all other jobs."""
     others = list(others)
     states = gpu_states(others, gpus)
-    held, wanted = _held(others)[me.owner], set(me.gpus)
+    held = _held(others)[me.owner]
+    wanted = set(me.gpus)
     if not wanted <= held and len(held | wanted) > gpu_limit:
         return False
     return all(uuid in states and states[uuid].suits(me) for uuid in me.gpus)

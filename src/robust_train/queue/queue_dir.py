@@ -135,7 +135,8 @@ class QueueDir:
         found = [match for match in map(pattern.fullmatch, named) if match]
         if len(found) <= MOST_FILES_PER_USER:
             return found
-        own, kept = Counter[int](), []
+        own = Counter[int]()
+        kept = []
         for match in found:
             with contextlib.suppress(OSError):
                 status = os.stat(match[0], dir_fd=self.fd, follow_symlinks=False)

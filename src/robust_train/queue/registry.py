@@ -168,7 +168,8 @@ def decode(data: bytes, job_id: str, ticket: int, owner: int) -> QueuedJob | Non
         and all(_UUID.fullmatch(uuid) for uuid in job.only + job.gpus)
         and len(job.gpus) == len(set(job.gpus)) == len(job.taken_bytes)
     )
-    name, run_dir = job.name[:_MOST_TEXT], job.run_dir[:_MOST_TEXT]
+    name = job.name[:_MOST_TEXT]
+    run_dir = job.run_dir[:_MOST_TEXT]
     return replace(job, name=name, run_dir=run_dir) if is_possible else None
 
 
@@ -292,7 +293,8 @@ class Reservation:
         if os.fstat(self.fd).st_nlink == 0:
             # someone has removed it. An attempt that runs has the old descriptor alone, so only
             # the launcher keeps this reservation until the next attempt
-            old, self.fd = self.fd, self._create(job)
+            old = self.fd
+            self.fd = self._create(job)
             os.close(old)
         elif job != self.job:
             with self.registry.problems("written"):
@@ -303,7 +305,8 @@ class Reservation:
         """Release the reservation. What is left of the job on its GPUs keeps it all the same."""
         if self.fd < 0:
             return
-        fd, self.fd = self.fd, -1
+        fd = self.fd
+        self.fd = -1
         os.close(fd)
         with contextlib.suppress(OSError):
             again = open_regular(self._name, self.registry.fd)

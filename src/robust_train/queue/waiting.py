@@ -23,7 +23,9 @@ from robust_train.readable import MIB, as_clock, counted, mib, ordinal, shortene
 _CLOSING_SECONDS = 2.0
 _STATUS_SECONDS = 1.0
 # the first waiting job polls most often, those behind it less; all within UNSEEN_SECONDS
-_SHORTEST_PAUSE_SECONDS, _POSITION_SECONDS, _LONGEST_PAUSE_SECONDS = (0.2, 0.05, 2.0)
+_SHORTEST_PAUSE_SECONDS = 0.2
+_POSITION_SECONDS = 0.05
+_LONGEST_PAUSE_SECONDS = 2.0
 # to read the records takes a tenth of the time, as long as the pauses allow it
 _LISTING_FACTOR = 10.0
 _SETTLE_SECONDS = 5.0
@@ -98,8 +100,10 @@ class Waiting:
         on_status: Callable[[WaitStatus], None] = lambda status: None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._request, self._queue = request, queue
-        self._on_status, self._sleep = on_status, sleep
+        self._request = request
+        self._queue = queue
+        self._on_status = on_status
+        self._sleep = sleep
         self._next_report = self._next_status = time.monotonic()
         self._deadline = self._next_report + request.timeout_seconds
         self._status = WaitStatus(request.timeout_seconds)
@@ -219,7 +223,8 @@ class Waiting:
         return why_waiting(self._me, (), gpus, decided, find_holders(gpus))
 
     def _why_in_vain(self) -> str:
-        count, seconds = self._request.count, self._request.timeout_seconds
+        count = self._request.count
+        seconds = self._request.timeout_seconds
         gpus = "GPU was" if count == 1 else f"{count} GPUs were"
         when = f"within {as_clock(math.ceil(seconds))}" if seconds else "now"
         return f"no {gpus} available {when}: {self._status.obstacles}"
@@ -231,7 +236,8 @@ def why_pointless(request: GpuRequest, visible: Visible) -> str:
         return ""
     if not visible.gpus:
         return visible.why_none
-    count, need = request.count, mib(request.min_bytes)
+    count = request.count
+    need = mib(request.min_bytes)
     if not any(can_be_one_of(gpu, count) for gpu in visible.gpus):
         return (
             f"num_gpus={count}: the GPUs here are MIG slices, which do not count for num_gpus "

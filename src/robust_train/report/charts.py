@@ -242,7 +242,8 @@ def curves_of_jobs(
 
     ``jobs`` are (label, curves, whether the job was pruned); those of pruned ones are pale.
     """
-    lines, legend = [], []
+    lines = []
+    legend = []
     styles = _styles()
     for label, curves, is_pruned in jobs:
         if curves:
@@ -267,7 +268,8 @@ def value_over(caption: str, points: Sequence[tuple[str, float, bool]], note: st
         names = sorted({text for text, _, _ in points})
         places = [float(names.index(text)) for text, _, _ in points]
         note = f"{', '.join(f'{n}: {text}' for n, text in enumerate(names))}. {note}"
-    low, high = min(places), max(places)
+    low = min(places)
+    high = max(places)
     is_log = low > 0 and high / low > _LOG_RATIO
     found: dict[bool, dict[float, float]] = {True: {}, False: {}}
     for place, (_, value, is_pruned) in zip(places, points, strict=True):
@@ -294,7 +296,8 @@ def _over_steps(
     name: str, lines: Sequence[Line], legend: Sequence[Key], *, may_be_log: bool
 ) -> Chart:
     values = [value for line in lines for value in line.y if value is not None]
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     plot = Plot(
         "step",
         max(1, *(step for line in lines for step in line.x)),

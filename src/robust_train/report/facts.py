@@ -251,18 +251,23 @@ def _of_launch(
     for attempt in attempts:
         yield Span(before, now, attempt.started, attempt.number)
         yield from _of_attempt(attempt, kept[attempt.number])
-        now, before = attempt.ended, "wait"
+        now = attempt.ended
+        before = "wait"
     if attempts and not attempts[-1].is_retried:
         before = "startup"
     yield Span(before, now, launch.end)
 
 
 def _of_attempt(attempt: TimedAttempt, kept: float) -> Iterator[Span]:
-    number, started, ended = attempt.number, attempt.started, attempt.ended
-    began, until = attempt.training_began, _kept_until(attempt, kept)
+    number = attempt.number
+    started = attempt.started
+    ended = attempt.ended
+    began = attempt.training_began
+    until = _kept_until(attempt, kept)
     if attempt.outcome == "completed":
         # all the time of a trainer that never reports its start counts as training
-        began, until = started if began is None else began, ended
+        began = started if began is None else began
+        until = ended
     if began is None or until is None:
         began = until = started
     yield Span("startup", started, began, number)
@@ -294,7 +299,8 @@ def curves_of(entries: Sequence[Entry], kept: Mapping[int, float]) -> tuple[Curv
     """Return every metric that was reported, cut where an attempt's steps were not kept."""
     points: dict[tuple[str, int], list[tuple[int, float]]] = {}
     for entry in entries:
-        event, number = entry.event, entry.attempt
+        event = entry.event
+        number = entry.attempt
         if isinstance(event, (events.Progress, events.EpochEnded)) and number in kept:
             for name, metric in event.metrics.items():
                 value = finite(metric)

@@ -112,7 +112,9 @@ def attempts_table(attempts: Sequence[Attempt]) -> str:
     names += ["steps", "time", "outcome"]
     rows: list[list[object]] = []
     for attempt in attempts:
-        spec, ending, end = attempt.spec, ending_of(attempt), attempt.end_step
+        spec = attempt.spec
+        ending = ending_of(attempt)
+        end = attempt.end_step
         if attempt.is_retried:
             ending += f" → {action_in_words(attempt.action)}"
         steps = f"{attempt.start_step}-{'?' if end is None else end}"
@@ -216,7 +218,8 @@ def _what_is_lost(attempt: Attempt) -> str:
     """Return which steps a second signal has cost; empty if there was none."""
     if not attempt.exit.was_hurried or attempt.ending is not None:
         return ""
-    lost, saved = attempt.end_step, attempt.saved_step
+    lost = attempt.end_step
+    saved = attempt.saved_step
     if lost is None:
         return " at once by a second signal, without a last checkpoint"
     kept = attempt.start_step if saved is None else saved
@@ -241,7 +244,8 @@ def log_end(attempt: Attempt, decision: Decision | None) -> None:
         log.info("attempt %d: stopped%s", attempt.number, _what_is_lost(attempt))
         return
     # the reason follows at the job's end, whole
-    is_bug, names = failure.kind is FailureKind.BUG, attempt.exceptions
+    is_bug = failure.kind is FailureKind.BUG
+    names = attempt.exceptions
     what = failure.kind.in_words
     if is_bug and attempt.script is not None:
         what = ending_of(attempt)

@@ -86,7 +86,8 @@ def read_entries(folder: Path) -> tuple[Entry, ...]:
 
 def _entries(path: Path, gaps: list[str]) -> Iterator[Entry]:
     """Yield what the lines of a journal hold; what cannot be read is counted in ``gaps``."""
-    latest, skipped = -math.inf, 0
+    latest = -math.inf
+    skipped = 0
     try:
         for content in json_lines(path) if path.is_file() else ():
             time = finite((content or {}).get("time"))
@@ -157,7 +158,8 @@ def launches_of(entries: Sequence[Entry]) -> tuple[Launch, ...]:
     for entry in entries:
         if isinstance(entry.event, JobStarted) or not launches:
             launches.append(Launch(entry.time, entry.time))
-        launch, event = replace(launches[-1], end=entry.time), entry.event
+        launch = replace(launches[-1], end=entry.time)
+        event = entry.event
         if isinstance(event, JobEnded):
             launch = replace(launch, status=event.status, reason=event.reason)
         elif isinstance(event, DeviceAcquired):
@@ -187,9 +189,12 @@ def _attempt(
     attempt: Attempt | None = None
     progress: list[tuple[int, float]] = []
     checkpoints: list[tuple[int, float]] = []
-    began, ended, stalled = None, entries[-1].time, 0.0
+    began = None
+    ended = entries[-1].time
+    stalled = 0.0
     for entry in entries:
-        event, time = entry.event, entry.time
+        event = entry.event
+        time = entry.time
         match event:
             case AttemptStarted(resume_checkpoint=path):
                 attempt = Attempt(
@@ -197,7 +202,8 @@ def _attempt(
                 )
             case AttemptEnded():
                 # its record may have the time of a clock that was set back
-                own, ended = attempt or event.record, time
+                own = attempt or event.record
+                ended = time
                 attempt = replace(event.record, number=number, started=own.started)
             case DecidedAgain() if attempt is not None:
                 attempt = replace(attempt, action=event.action, reason=event.reason)

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 _BAR_COLUMNS = 48
 _MOST_LINES = 3
-_DONE, _LEFT = "━", "─"
+_DONE = "━"
+_LEFT = "─"
 
 
 def status_lines(state: RunState, now: float, columns: int) -> list[str]:
@@ -61,7 +62,8 @@ def _where(state: RunState, now: float) -> list[str]:
 def _how_far(state: RunState, attempt: Attempt) -> list[str]:
     """Return the parts of the last lines: step, speed, time left, loss, memory, checkpoint."""
     parts = []
-    step, total = attempt.step, attempt.total_steps
+    step = attempt.step
+    total = attempt.total_steps
     if step is not None:
         parts.append(f"step {of_all(step, total)}")
     speed = speed_of(attempt)

@@ -26,7 +26,9 @@ from robust_train.report.sources import Sources, TimedAttempt, attempts_of, laun
 
 def story_of(sources: Sources) -> Story:
     """Return what happened in the job whose run folder was read."""
-    entries, samples, summary = (sources.entries, sources.samples, sources.summary)
+    entries = sources.entries
+    samples = sources.samples
+    summary = sources.summary
     about: dict[str, str] = {}
     keys: Mapping[str, str] | None = None
     for entry in entries:  # what the last launch recorded counts
@@ -40,7 +42,8 @@ def story_of(sources: Sources) -> Story:
     if launches:
         last = launches[-1]
         end = max([last.end, *(attempt.ended for attempt in attempts)])
-        launches[-1], status = (replace(last, end=end), last.status or UNFINISHED)
+        launches[-1] = replace(last, end=end)
+        status = last.status or UNFINISHED
     kept = kept_steps(status, attempts)
     spans = spans_of(launches, attempts, kept)
     seconds = totals(spans)

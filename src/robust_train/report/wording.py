@@ -63,7 +63,8 @@ def sentence_of(story: Story) -> str:
         if story.status == "empty":
             return "The folder holds no record of a job."
         return "The journal is missing; of the job only summary.json is left."
-    attempts, wall = story.attempts, story.seconds["wall"]
+    attempts = story.attempts
+    wall = story.seconds["wall"]
     is_completed = story.status == "completed"
     parts = [_ending(story)]
     has_ended = story.status in ("completed", "failed", "interrupted", "pruned")
@@ -92,8 +93,10 @@ def _inside_steps(story: Story) -> str:
 
 
 def _ending(story: Story) -> str:
-    status, attempts = story.status, story.attempts
-    last, nth = attempts[-1] if attempts else None, ordinal(len(attempts))
+    status = story.status
+    attempts = story.attempts
+    last = attempts[-1] if attempts else None
+    nth = ordinal(len(attempts))
     lines = (story.launches[-1].reason or "").strip().splitlines()
     why = f": {lines[0]}" if lines else ""
     took = duration(story.took)
@@ -154,7 +157,8 @@ def _troubles(attempts: Sequence[TimedAttempt]) -> Iterator[str]:
     ):
         own = list(group)
         sizes = dict.fromkeys(str(a.batch_size) for a in own if a.batch_size)
-        times, size = "", ""
+        times = ""
+        size = ""
         if outcome in OOM and sizes:
             size = f" at micro-batch {', '.join(sizes)}"
         elif len(own) > 1:
@@ -248,7 +252,8 @@ def _finding(attempt: TimedAttempt, failure: Failure) -> str:
 
 
 def _tightness(device: DeviceMemory) -> Iterator[Advice]:
-    total, used = device.most("gpu_total"), device.most("gpu_used")
+    total = device.most("gpu_total")
+    used = device.most("gpu_used")
     if used > _TIGHT * total > 0:
         others = max(_used_by_others(sample) for sample in device.samples)
         yield Advice(
@@ -287,9 +292,11 @@ def _data(attempt: Attempt) -> Iterator[str]:
     seconds = share * worst.steps * worst.seconds_per_step
     if share > _MUCH_WAITING_FOR_DATA and seconds >= _LEAST_SECONDS:
         who = "training" if len(speed) == 1 else f"rank {worst.rank}"
+        # a disk is suspected only when workers already prepare the samples
+        disk = ", or move the data to a faster disk if it is read from one" if num_workers else ""
         yield (
             f"{who} waited for data {percent(share)} of the time: raise "
-            f"training.num_workers (now {num_workers}), or move the data to a faster disk"
+            f"training.num_workers (now {num_workers}){disk}"
         )
 
 

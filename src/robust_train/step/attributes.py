@@ -39,7 +39,8 @@ _ARRAYS = () if _numpy is None else (_numpy.ndarray,)
 _SCALARS = () if _numpy is None else (_numpy.generic,)
 _CONTAINERS = frozenset((list, deque, set, dict, OrderedDict, defaultdict, Counter))
 # Of a longer container only growth can be undone.
-_MOST_PLAIN, _MOST_OTHERS = 1000, 200
+_MOST_PLAIN = 1000
+_MOST_OTHERS = 200
 # Lists of tensors that grow, as a metric's, are not written to in place.
 _MOST_COPIED = 32
 _MOST_LEVELS = 4
@@ -131,7 +132,11 @@ class _Plan:
     @classmethod
     def of(cls, modules: Sequence[nn.Module], homes: Sequence[dict[str, Any]]) -> _Plan:
         """Look at all attributes of modules."""
-        plain, names, empty, left_alone, lazy = [], [], [], [], []
+        plain = []
+        names = []
+        empty = []
+        left_alone = []
+        lazy = []
         for place, (module, home) in enumerate(zip(modules, homes, strict=True)):
             kind: Any = type(module)
             if _is_left_alone(kind):
@@ -220,14 +225,16 @@ class Attributes:
 
         Return the modules that are in lists and dictionaries of theirs.
         """
-        self._small, self._inside = [], []
+        self._small = []
+        self._inside = []
         homes = [module.__dict__ for module in modules]
         self._age += 1
         plain = None
         if self._age <= _MOST_STEPS:
             plain = self._plan.read(modules, homes)
         if plain is None:
-            self._plan, self._age = _Plan.of(modules, homes), 0
+            self._plan = _Plan.of(modules, homes)
+            self._age = 0
             plain = self._plan.read(modules, homes)
             assert plain is not None
         self._modules = list(modules)
@@ -242,8 +249,11 @@ class Attributes:
 
     def drop(self) -> None:
         """Hold nothing any longer."""
-        self._modules, self._plain, self._held = [], [], {}
-        self._inside, self._small = [], []
+        self._modules = []
+        self._plain = []
+        self._held = {}
+        self._inside = []
+        self._small = []
 
     def restore(self) -> None:
         """Put the values back; name what cannot be, once."""
@@ -308,13 +318,16 @@ class Attributes:
             return _HeldContainer(value, None, copy(value))
         if length > _MOST_OTHERS:
             return _LongContainer(id(value), length, _ends_of(value, length))
-        outer, self._has_passing = self._has_passing, False
+        outer = self._has_passing
+        self._has_passing = False
         items: Any = self._hold_all(found, level)
         if isinstance(value, dict):
             items = dict(zip(value, items, strict=True))
-        original, empty = value, None
+        original = value
+        empty = None
         if self._has_passing:
-            original, empty = None, copy(value)
+            original = None
+            empty = copy(value)
             empty.clear()
         self._has_passing |= outer
         return _HeldContainer(original, empty, items)
@@ -330,7 +343,8 @@ class Attributes:
 
 def _put_back(module: nn.Module, before: dict[str, Any]) -> Iterator[str]:
     """Put attributes back; yield the names of those where it is not possible."""
-    home, kind = vars(module), type(module)
+    home = vars(module)
+    kind = type(module)
     for name in home.keys() - before.keys():
         if _is_looked_at(kind, name):
             del home[name]
@@ -375,7 +389,9 @@ def _value_of(held: Any, now: Any = None) -> tuple[Any, bool]:
         return now, True
     if not isinstance(held, _HeldContainer):
         return held, True
-    target, items, is_whole = held.original, held.items, True
+    target = held.original
+    items = held.items
+    is_whole = True
     if target is None:
         target = now if type(now) is type(held.empty) else held.empty
     if isinstance(target, dict):

@@ -140,7 +140,8 @@ class MicroBatcher:
         if not parts.samples and ranks.here() is None:
             raise ValueError("The batch is empty, so its mean loss is undefined")
         step = self._begin("backward", loss_of, parts, model, training)
-        start, returns_more = step.start, False
+        start = step.start
+        returns_more = False
         without_loss: dict[tuple[int, int], float] = {}
 
         def body(part: Part) -> tuple[Tensor, list[Any]]:
@@ -267,7 +268,8 @@ class MicroBatcher:
 
     def _probe(self, step: Step[Any], parts: Parts, body: Body[Any]) -> None:
         """Search for the size before the first step, if one was asked for."""
-        search, self._search = self._search, None
+        search = self._search
+        self._search = None
         if search is None or step.start is None:
             return
         with step.undone_after_an_error():
@@ -276,7 +278,8 @@ class MicroBatcher:
             )
         if found is None:
             return
-        size, effective = found.batch_size, search.effective_batch_size
+        size = found.batch_size
+        effective = search.effective_batch_size
         for sizes in (self._training, self._other):
             sizes.begin_at(size)
         log.info("training.batch_size=auto: %s", found)
@@ -310,9 +313,11 @@ def _weight_beside(part: Part, without_loss: dict[tuple[int, int], float]) -> fl
 
 def _loss_and_more(result: Any) -> tuple[Tensor, list[Any]]:
     """Return the loss, and the one thing that a function returned with it, if it did."""
-    loss, more = result, []
+    loss = result
+    more = []
     if isinstance(result, tuple) and len(result) == 2:
-        loss, more = result[0], [result[1]]
+        loss = result[0]
+        more = [result[1]]
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss.reshape(()), more
     shape = f" of shape {tuple(result.shape)}" if isinstance(result, Tensor) else ""

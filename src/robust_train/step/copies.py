@@ -64,7 +64,8 @@ class Copies:
         copies = {id(t): copy for copy, t in itertools.chain(*pairs)}
         self._now = now
         groups: defaultdict[Any, tuple[list[Tensor], list[Tensor]]]
-        groups, self._others = defaultdict(lambda: ([], [])), []
+        groups = defaultdict(lambda: ([], []))
+        self._others = []
         for one in now:
             if one is None:
                 continue

@@ -107,13 +107,15 @@ class Recorder:
 
     def changed(self, sizes: tuple[int, int], reason: str) -> None:
         """Log that the size changes, from one to the other, though no memory ran out."""
-        step, (before, after) = self.step(), sizes
+        step = self.step()
+        (before, after) = sizes
         log.info("step %d: micro-batch %d → %d: %s", step, before, after, reason)
         self.on_event(MicroBatchChanged(step, True, before, reason, after=after))
 
     def repeated(self, training: bool, failure: Failure, before: int, after: int | None) -> None:
         """Log that the step (in validation the part) is repeated with a smaller size."""
-        step, figures = self.step(), _figures(failure)
+        step = self.step()
+        figures = _figures(failure)
         self.on_event(MicroBatchChanged(step, training, before, after=after, **figures))
         requested = failure.evidence.requested_bytes
         log.warning(
@@ -147,7 +149,8 @@ class Recorder:
 
     def exhausted(self, training: bool, failure: Failure, used: int, tried: tuple[int, ...]) -> str:
         """Log that memory ran out at the smallest size too; return that as a note."""
-        step, sizes = self.step(), ", ".join(map(str, tried))
+        step = self.step()
+        sizes = ", ".join(map(str, tried))
         note = f"step {step}: memory ran out at every micro-batch tried ({sizes})"
         log.error("%s", note)
         figures = _figures(failure)
@@ -234,7 +237,8 @@ class Step(Generic[T]):
         """Run a batch of which each part stands for itself: only one that fails is repeated."""
         self._agrees = False
         self._batches = [batch]
-        parts, body = batch.parts, batch.body
+        parts = batch.parts
+        body = batch.body
         results: Results[T] = []
         done = 0
         with self._shared.without_collectives():
@@ -242,7 +246,8 @@ class Step(Generic[T]):
                 start_of_part = self._part_start()
                 size = self._size.for_batch(parts.samples)
                 start, stop = bounds(parts.samples, size, done)[0]
-                part, used = parts.part(start, stop), min(size, stop - start)
+                part = parts.part(start, stop)
+                used = min(size, stop - start)
                 if self._goes_through(part, body, used, results):
                     done = stop
                 else:
@@ -350,7 +355,8 @@ class Step(Generic[T]):
         parts = batch.parts
         own = bounds(parts.samples, used, least=self._least_part)
         wants_check = len(own) > 1 and self._is_unchecked(batch)
-        factor, most = 1.0, len(own)
+        factor = 1.0
+        most = len(own)
         if self.is_sharded:
             self._items = parts.items
             most, factor, wants_check = self._shared.plan(len(own), parts.items, wants_check)
@@ -497,7 +503,8 @@ class Step(Generic[T]):
             if self.is_sharded:
                 self._shared.end_part(ran_out=True)
         if self.is_sharded:
-            agreed, self._ran_out = self._agree(), None
+            agreed = self._agree()
+            self._ran_out = None
             went_through = agreed is None or agreed.ran_out is None
         self.repeats += not went_through
         return went_through
@@ -594,7 +601,8 @@ class Step(Generic[T]):
     def _agree(self, *, returns_more: bool = False) -> RankReport | None:
         """Agree with the other ranks how this step, or part, went; None if there are none."""
         self._recorder.speed.alone_until_now()
-        mine, size = self._ran_out, self._size
+        mine = self._ran_out
+        size = self._size
         report = RankReport(mine, size.current, self._items, (), returns_more)
         agreed = self._shared.agree(report)
         if agreed is None or (mine is not None and mine.is_exhausted):

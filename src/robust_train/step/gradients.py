@@ -58,7 +58,8 @@ class LaidAside:
 
     def add(self) -> None:
         """Add the step's gradient, and make the sum the parameter's."""
-        new, before = self.parameter.grad, self.gradient
+        new = self.parameter.grad
+        before = self.gradient
         self.come_back()
         self.parameter.grad = before
         if new is not None and before.is_sparse == new.is_sparse:
@@ -124,7 +125,8 @@ class _Before:
     @property
     def was_dropped(self) -> bool:
         """Whether the parameter has another gradient now, or none."""
-        parameter, gradient = self.parameter(), self.gradient()
+        parameter = self.parameter()
+        gradient = self.gradient()
         return parameter is None or gradient is None or parameter.grad is not gradient
 
 
@@ -143,7 +145,8 @@ class GradientsBefore:
         """Note the gradients of all that ``trained`` (modules, functions, arguments) reaches."""
         self._before = {}
         for parameter in (one for m in modules_of(trained) for one in m.parameters()):
-            gradient, values = parameter.grad, None
+            gradient = parameter.grad
+            values = None
             if gradient is not None and not self._drops:
                 values = gradient.detach().to("cpu", copy=True)
             self._before[id(parameter)] = _Before(

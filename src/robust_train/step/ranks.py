@@ -232,7 +232,8 @@ class SharedStep:
         """
         assert self._group is not None
         rows = self._group.figures([parts, items, wants_check])
-        most, of_all = int(rows[:, 0].max()), float(rows[:, 1].sum())
+        most = int(rows[:, 0].max())
+        of_all = float(rows[:, 1].sum())
         factor = items * self._group.size / of_all if of_all else 0.0
         return most, factor, bool(rows[:, 2].any())
 

@@ -99,7 +99,8 @@ class Ledger:
         # modules that were left unsharded gather nothing: the next part may have another list
         parameters = (parameter for root in roots for parameter in root.parameters())
         is_gathered = tuple(not hasattr(parameter, "device_mesh") for parameter in parameters)
-        self._now, self._part = ([], (tuple(map(id, roots)), training, is_gathered))
+        self._part = (tuple(map(id, roots)), training, is_gathered)
+        self._now = []
 
     def begin_extra_pass(self) -> None:
         """Begin a pass that is no part: there is no record of its kind, so the ranks vote."""
@@ -121,7 +122,8 @@ class Ledger:
         if (failed := self._failed) is not None:
             self._failed = None
             raise failed
-        now, self._now = self._now, None
+        now = self._now
+        self._now = None
         if now is None:
             return
         record = self._records.get(self._part)

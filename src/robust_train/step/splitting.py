@@ -258,7 +258,8 @@ class Parts:
 
         The whole batch is handed over as it is.
         """
-        is_whole, data = (start, stop) == (0, self.samples), self.batch
+        is_whole = (start, stop) == (0, self.samples)
+        data = self.batch
         if not is_whole or self.split is not part_of:
             data = self.split(data, start, stop)
         if is_whole:
@@ -393,7 +394,8 @@ class MicroBatchSize:
 
     def restore(self, state: SizeState) -> None:
         """Take over :meth:`state`'s result, unless another size was requested since."""
-        requested, before = self._plan.batch_size, state["requested"]
+        requested = self._plan.batch_size
+        before = state["requested"]
         # what probes had found is requested by its number afterwards
         if requested in (before, state.get("found") or before):
             self.current = state["current"]

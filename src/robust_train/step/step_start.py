@@ -230,6 +230,7 @@ class StepStart:
         with torch.no_grad():
             for one in self._aside:
                 one.add()
-        self._aside, self._zeros = [], []
+        self._aside = []
+        self._zeros = []
         for attributes in self._attributes:
             attributes.drop()

@@ -38,14 +38,16 @@ class LateFigures:
 
     def swap(self, step: int, figure: Tensor) -> tuple[int, float] | None:
         """Take a figure of ``step``; return the one that was taken before, with its step."""
-        figure, event = figure.detach(), None
+        figure = figure.detach()
+        event = None
         copy = torch.empty_like(figure, device="cpu", pin_memory=figure.is_cuda)
         copy.copy_(figure, non_blocking=figure.is_cuda)
         if figure.is_cuda:
             # whoever waits for it sleeps, and leaves the core to the data-loader workers
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(figure.device))
-        before, self._waiting = self._waiting, (step, copy, event)
+        before = self._waiting
+        self._waiting = (step, copy, event)
         if before is None:
             return None
         earlier, value, copied = before

@@ -29,7 +29,8 @@ from robust_train.model.spec import MAXIMIZE, MINIMIZE
 
 log = logging.getLogger("robust_train")
 
-_MOST_JOBS, MOST_SECONDS = 50, 5.0
+_MOST_JOBS = 50
+MOST_SECONDS = 5.0
 SMALLEST_IS_BEST = re.compile(
     r"(?<![a-z])(loss|error|err|mse|rmse|mae|nll|perplexity|ppl|wer|cer|fid)(?![a-z])"
 )

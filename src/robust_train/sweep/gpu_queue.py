@@ -122,10 +122,13 @@ class GpuQueue:
                 "robust_train.hydra_main, or build it on defaults: [robust], with "
                 "hydra.searchpath: [pkg://robust_train.configs]"
             )
-        self._context, self._task_function = context, task_function
-        self._config, self._n_jobs = config, n_jobs
+        self._context = context
+        self._task_function = task_function
+        self._config = config
+        self._n_jobs = n_jobs
         self._settings = unchecked(config)
-        self.sweep, self.folder = session.sweep, session.sweep.folder
+        self.sweep = session.sweep
+        self.folder = session.sweep.folder
         # every job that is known, as it is; the sweep's table has those that left no folder
         self.rows = session.sweep.known
         self._jobs: Jobs

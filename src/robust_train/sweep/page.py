@@ -116,10 +116,12 @@ def sweep_story_of(folder: Path) -> SweepStory:
 def sweep_page(sweep: SweepStory) -> str:
     """Return the page of a sweep."""
     reports = Reports()
-    values, losses = [], []
+    values = []
+    losses = []
     for job in sweep.jobs:
         reports.begin(job.row.job, job.row.path)
-        label, own = str(job.row.job), reports.values.get(job.row.job)
+        label = str(job.row.job)
+        own = reports.values.get(job.row.job)
         curves = [tuple(own.items())] if own else []
         values.append((label, curves, job.row.is_pruned))
         losses.append((label, _losses(job.story), job.row.is_pruned))
@@ -160,16 +162,21 @@ def _hours(jobs: Sequence[JobStory]) -> str:
     if not spent:
         return ""
     on_gpus = any("cuda" in device for job in jobs for device in job.row.devices)
-    text = f"{number(spent)} {'GPU-hours' if on_gpus else 'hours on the CPU'}"
+    amount = number if on_gpus else _seconds_of
+    text = f"{amount(spent)} {'GPU-hours' if on_gpus else 'on the CPU'}"
     pruned = [job.hours for job in jobs if job.row.is_pruned]
     done = [job.hours for job in jobs if job.row.has_completed]
     if not pruned or not done:
         return f"{text}."
     saved = sum(max(fmean(done) - each, 0.0) for each in pruned)
     return (
-        f"{text}, {number(sum(pruned))} of them in pruned jobs; to prune them saved about "
-        f"{number(saved)}."
+        f"{text}, {amount(sum(pruned))} of them in pruned jobs; to prune them saved about "
+        f"{amount(saved)}."
     )
+
+
+def _seconds_of(hours: float) -> str:
+    return duration(3600 * hours)
 
 
 def _over_parameters(sweep: SweepStory, last: Mapping[int, float]) -> list[Chart]:

@@ -23,19 +23,22 @@ class Reports:
     """
 
     def __init__(self, mode: str = "") -> None:
-        self._mode, self._has_warned = mode, False
+        self._mode = mode
+        self._has_warned = False
         # at each step, in order, by the job's number
         self.values: dict[int, dict[int, float]] = {}
         self._read: dict[int, int] = {}  # bytes of each job's journal
 
     def begin(self, job: int, folder: Path) -> None:
         """Take what the folder of a job holds already: nothing of it is new."""
-        self._read[job], self.values[job] = 0, {}
+        self._read[job] = 0
+        self.values[job] = {}
         self.new(job, folder)
 
     def new(self, job: int, folder: Path) -> list[ValueReported]:
         """Return what a job has reported since the last time."""
-        data, found = b"", []
+        data = b""
+        found = []
         with contextlib.suppress(OSError), (folder / _JOURNAL).open("rb") as file:
             file.seek(self._read[job])
             data = file.read()

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("robust_train")
 
 JOB_FILE = "sweep_job.json"
-STUDY_FILE, STUDY = "study.jsonl", "sweep"
+STUDY_FILE = "study.jsonl"
+STUDY = "sweep"
 _LINK = "job-"  # and its number, of one that lies elsewhere
 INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _OF_THE_SWEEP = re.compile(
@@ -65,7 +66,8 @@ class Status:
     PRUNED = "pruned"
     NOT_STARTED = "not_started"
     DIED = "died"
-    RUNNING, ENDED = "running", "ended"
+    RUNNING = "running"
+    ENDED = "ended"
 
 
 @dataclass(frozen=True)
@@ -205,7 +207,8 @@ def read_row(folder: Path) -> SweepJob | None:
 def row_of(job: SweepJob, folder: Path, returncode: int | None = None) -> SweepJob:
     """Return a job of which this is the record as it is now, however it has ended. ``returncode``
     is of its process, for whoever knows that it has ended."""
-    summary, attempts = read_summary(folder), tuple[Attempt, ...]()
+    summary = read_summary(folder)
+    attempts = tuple[Attempt, ...]()
     state = read_state(folder)
     has_ended = state is None or state.is_final
     job = replace(job, folder=str(folder))

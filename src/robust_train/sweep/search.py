@@ -49,7 +49,8 @@ from robust_train.sweep.record import (
 
 log = logging.getLogger("robust_train")
 
-_SEEDS, _SEEDS_APART = 2**32, 1_000_003
+_SEEDS = 2**32
+_SEEDS_APART = 1_000_003
 
 
 class Search(Jobs):
@@ -64,9 +65,11 @@ class Search(Jobs):
         settings: SweeperSettings,
     ) -> None:
         super().__init__({})
-        self._folder, self._settings = queue.folder, settings
+        self._folder = queue.folder
+        self._settings = settings
         self._space = {key: distribution(override) for key, override in swept.items()}
-        self._fixed, self._seeds = fixed, seeds
+        self._fixed = fixed
+        self._seeds = seeds
         self.most = settings.n_trials * len(seeds)
         self._had: dict[int, Trial] = {}  # trials that this launch has run
         # ended jobs of each of them
@@ -130,7 +133,8 @@ class Search(Jobs):
             trial = self._next_trial()
             if trial is None:
                 return None
-            self._had[trial.number], self._rows[trial.number] = trial, []
+            self._had[trial.number] = trial
+            self._rows[trial.number] = []
             first = trial.number * len(self._seeds)
             point = [f"{key}={trial.params[key]}" for key in self._space]
             for number, seed in enumerate(self._seeds, first):
@@ -259,8 +263,10 @@ def distribution(override: Override) -> BaseDistribution:
             kind = IntDistribution if are_integers else FloatDistribution
             return kind(start, end, log=is_log)
         if isinstance(value, RangeSweep) and not value.shuffle:
-            numbers, step = list(value.range()), abs(value.step)
-            low, high = min(numbers), max(numbers)
+            numbers = list(value.range())
+            step = abs(value.step)
+            low = min(numbers)
+            high = max(numbers)
             if isinstance(value.start, int) and isinstance(step, int):
                 return IntDistribution(int(low), int(high), log=is_log, step=step)
             return FloatDistribution(low, high, step=step)

@@ -96,7 +96,8 @@ LOST = (
     "%s: this sweep folder was removed, and another sweep has begun there; this sweep starts no "
     "more jobs and writes nothing more there"
 )
-_OWN_MASK, _MASK = "ROBUST_TRAIN_SWEEP_MASK", "CUDA_VISIBLE_DEVICES"
+_OWN_MASK = "ROBUST_TRAIN_SWEEP_MASK"
+_MASK = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass
@@ -121,7 +122,8 @@ class Sweep:
 
     def show_and_write(self) -> int:
         """Show the table and write the files; return the exit code that the jobs ask for."""
-        rows, folder = self.rows(), self.folder
+        rows = self.rows()
+        folder = self.folder
         if is_anothers(folder, self.table.sweep):
             log.error(LOST, folder)
             return exit_code_of(rows) or EXIT_FAILED
@@ -272,7 +274,8 @@ class HydraSession:
         os.environ[SWEEP_VARIABLE] = id_
         remember_mask(os.environ)
         notifier = Notifier(notifications(unchecked(config).notify, os.environ))
-        self.sweep, self.exit_code = Sweep(table, folder, lock, notifier), 0
+        self.sweep = Sweep(table, folder, lock, notifier)
+        self.exit_code = 0
         detach.has_begun(folder, detach.sweep_text(folder))
         # a project with a command of its own gets its table also when a job's error ends the sweep
         atexit.register(self.finish)
@@ -280,7 +283,8 @@ class HydraSession:
     def finish(self) -> int:
         """Finish the sweep, once; return the exit code that the jobs ask for.
         Safe to call again, and where there was no sweep."""
-        sweep, self.sweep = self.sweep, None
+        sweep = self.sweep
+        self.sweep = None
         if sweep is not None and sweep.pid == os.getpid():
             signals = SignalWatch()
             # one signal too many must not cost the table; nor, once they are blocked again as an

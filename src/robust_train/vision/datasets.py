@@ -145,7 +145,8 @@ def _open_image_folder(cfg: Any) -> Splits:
     tenth of the training images is for validation.
     """
     root = Path(cfg.root).expanduser()
-    folder, test_folder = root / cfg.train, root / cfg.test
+    folder = root / cfg.train
+    test_folder = root / cfg.test
     if not folder.is_dir():
         raise ConfigError(
             f"dataset.root={cfg.root}: there is no folder {folder}; expected are "

@@ -55,7 +55,8 @@ def build_model(cfg: Any, data: Shape) -> tuple[nn.Module, ImageSpec]:
         return module, ImageSpec(size, channels, half, half)
     module = build_backbone(cfg, 0 if cfg.name == "linear_probe" else data.num_classes)
     found = require("timm.data", f"model={cfg.name}").resolve_model_data_config(module)
-    mean, std = tuple(found["mean"]), tuple(found["std"])
+    mean = tuple(found["mean"])
+    std = tuple(found["std"])
     images = ImageSpec(cfg.image_size, 3, mean, std, crop=found["crop_pct"])
     if cfg.name == "linear_probe":
         module = LinearProbe(module, data.num_classes, cfg.dropout)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from robust_train.attempt.checkpoints import read_newest
+from robust_train.attempt.last_save import save_result
 from robust_train.attempt.run import Run, live_of
 from robust_train.failures import classify_failure
 from robust_train.folder.best import BEST_NAME, Best, record_best
@@ -154,7 +155,8 @@ class Training:
         self.best: Best | None = None  # of the epochs so far
 
     def _plan(self) -> BatchPlan:
-        run, training = self.run, self.cfg.training
+        run = self.run
+        training = self.cfg.training
         size = training.batch_size
         effective = size * training.gradient_accumulation_steps * run.world_size
         plan = BatchPlan(
@@ -222,12 +224,14 @@ class Training:
 
     def _skip_to(self, step: int) -> None:
         """Pass over the data of this epoch up to where ``step`` would be: training diverged."""
-        position, steps = self.position, max(step - self.position.step, 0)
+        position = self.position
+        steps = max(step - self.position.step, 0)
         for _ in range(min(steps, self.plan.steps_left(position.samples))):
             position.samples += self.plan.samples_in_step(position.samples)
 
     def _total_steps(self) -> int:
-        position, plan = self.position, self.plan
+        position = self.position
+        plan = self.plan
         epochs_left: int = self.cfg.training.epochs - position.epoch
         if epochs_left <= 0:
             return position.step
@@ -236,7 +240,8 @@ class Training:
 
     def fit(self) -> None:
         """Train the epochs that are left."""
-        position, epochs = self.position, self.cfg.training.epochs
+        position = self.position
+        epochs = self.cfg.training.epochs
         while position.epoch < epochs:
             self.reporter.epoch_begins()
             self._train_epoch()
@@ -268,7 +273,8 @@ class Training:
 
     def _train_epoch(self) -> None:
         """Train the epoch's steps from the current position on."""
-        run, position = self.run, self.position
+        run = self.run
+        position = self.position
         models.set_train_mode(self.net)
         steps = list(self.plan.steps(position.epoch, position.samples))
         # a rank without a sample of the step takes part in it with one that has no weight
@@ -352,7 +358,8 @@ class Training:
         Each of several ranks scores its share, and all get the score of the whole. The model is
         without a wrapper, or the ranks would wait for each other in it.
         """
-        run, size = self.run, self.plan.at_once
+        run = self.run
+        size = self.plan.at_once
         dataset = ImageDataset(source, self.images)
         samples = range(len(dataset))
         own = in_order(share_of(samples, run.rank, run.world_size), size)
@@ -457,7 +464,8 @@ class Training:
             raise ConfigError(
                 f"checkpoint {path}: has format {content['format']}, this version reads {FORMAT}"
             )
-        here, there = self._identity(), content["identity"]
+        here = self._identity()
+        there = content["identity"]
         differences = [
             f"{key} was {there.get(key, 'absent')}, now {here.get(key, 'absent')}"
             for key in sorted(there.keys() | here.keys())
@@ -490,7 +498,7 @@ class Training:
         content = self._weights(test_accuracy=test.accuracy)
         log.info("Test accuracy: %.2f %%", 100 * test.accuracy)
         if run.is_main:
-            write_atomically(content, path)
+            save_result(live_of(run), lambda: write_atomically(content, path))
         log.info("trained weights: %s", path)
         return {
             "objective": validation.accuracy,

@@ -1,5 +1,7 @@
 """The figures of a job that has ended: what they cost when they cannot be had."""
 
+import json
+
 from robust_train import launch
 from robust_train.features.report_page import launcher as page
 from robust_train.folder.identity import read_identity
@@ -16,3 +18,16 @@ def test_a_completed_job_stays_completed_without_figures(tmp_path, monkeypatch, 
     assert read_state(tmp_path).state == "completed"
     assert read_identity(tmp_path).completed is not None
     assert "goodput cannot be computed: MemoryError: no room" in caplog.text
+
+
+def test_a_page_that_fails_is_named_and_costs_nothing_else(tmp_path, monkeypatch, caplog):
+    """What the features before it have found is in the summary by then."""
+
+    def fails(sources):
+        written = json.loads((tmp_path / "summary.json").read_text())
+        assert written["environment"] is not None
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(page, "write_report", fails)
+    launch(lambda cfg: 0.5, {"isolation": "none"}, run_dir=tmp_path)
+    assert "the report page cannot be computed: MemoryError: no room" in caplog.text

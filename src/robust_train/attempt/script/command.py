@@ -107,7 +107,8 @@ def train(cfg: DictConfig, run: Run) -> Json:
         TrainingStopped: it was asked to stop, however it ended then.
     """
     config = read(RobustConfig, cfg, "")
-    cwd, trainer = check_command(config), config.trainer
+    cwd = check_command(config)
+    trainer = config.trainer
     # any may have workers, and read their number from its environment
     live_of(run).describe_trainer(
         lambda key: _asks_for(_PLACEHOLDERS.get(key, key), config),
@@ -332,7 +333,8 @@ def _watch(config: RobustConfig, cwd: Path, values: ScriptValues, run: Run) -> C
 
 def _checkpoint(watch: CheckpointWatch, run: Run) -> Stamped:
     """Return the newest of the one that was reported and those that the pattern finds."""
-    given, reported = NOTHING, run.resume_checkpoint
+    given = NOTHING
+    reported = run.resume_checkpoint
     if reported is not None and is_whole(reported):
         given = _stamped(reported)
     elif reported is not None:
@@ -422,7 +424,8 @@ def check_command(config: RobustConfig) -> Path:
 def _refuse_missing(cwd: Path, argv: Sequence[str]) -> None:
     """Refuse a program that is not there, or cannot be executed, and a script that an interpreter
     would not find."""
-    program, script = argv[0], argv[1] if argv[1:] else ""
+    program = argv[0]
+    script = argv[1] if argv[1:] else ""
     path = cwd / os.path.expanduser(program)
     command = f"{'python' if path.suffix == '.py' else 'bash'} {program}"
     if "/" in program:
@@ -493,7 +496,8 @@ class CheckpointWatch:
         files of the one before it; the first one, to be ``reported`` where these are given: a
         script that was killed may have left it without some."""
         seen = stamps(self._pattern)
-        last_seen, self._last_seen = self._last_seen, seen
+        last_seen = self._last_seen
+        self._last_seen = seen
         own = [
             (Path(path), stamp)
             for path, stamp in seen.items()

@@ -102,7 +102,8 @@ def parse(line: str) -> events.Event | Result:
         with contextlib.suppress(events.MalformedEventError):
             return events.parse({"event": name, **fields})
     if name == "user" and isinstance(fields.get("event_name"), str):
-        name, own = fields["event_name"], fields.get("fields")
+        name = fields["event_name"]
+        own = fields.get("fields")
         fields = own if isinstance(own, dict) else {}
     return events.UserEvent(name, fields)
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
+
 from robust_train.features.data_loader_workers.record import WorkersKnob
 from robust_train.model.failure import Clue, FailureKind
 from robust_train.model.spec import Retry
 from robust_train.policy.context import FailureContext
 
+# options of torch's DataLoader that it refuses without workers
+_NEEDS_WORKERS = re.compile(r"persistent_workers|prefetch_factor|num_workers|multiprocessing")
+
 
 def fewer_workers(context: FailureContext) -> Retry | None:
-    """Halve the data-loader workers where they hold the memory, each with less ahead.
+    """Halve the data-loader workers where they hold the memory or die, each with less ahead.
 
-    One is left: many programs cannot load in the training process. The built-in trainer can.
+    Where they hold the memory one is left, since many programs cannot load in the training process.
+    The built-in trainer can. If workers die, training without any is tried once.
     """
     evidence = context.evidence
     last = context.last.of(WorkersKnob)
@@ -23,16 +29,34 @@ def fewer_workers(context: FailureContext) -> Retry | None:
         return None
     if evidence.clue in (Clue.IMPORT, Clue.MODEL):
         return None
-    workers, prefetch = last.num_workers // 2, last.prefetch_factor
+    workers = last.num_workers // 2
+    prefetch = last.prefetch_factor
     if context.config.theirs is None:  # a project has no key for it
         prefetch = max(prefetch // 2, 1)
-    workers = workers if context.config.is_built_in else max(workers, 1)
+    has_tried_none = any(one.spec.of(WorkersKnob).num_workers == 0 for one in context.history)
+    may_have_none = context.config.is_built_in or not (is_host or has_tried_none)
+    workers = workers if may_have_none else max(workers, 1)
     if workers >= last.num_workers:
         return None
     how = f": {last.num_workers} → {workers} data-loader workers"
     if workers and prefetch != last.prefetch_factor:
         how += f", {last.prefetch_factor} → {prefetch} batches ahead"
     return context.retry("fewer_workers", how, WorkersKnob(workers, prefetch))
+
+
+def workers_after_all(context: FailureContext) -> Retry | None:
+    """Return to one worker if the trainer has refused to do without any."""
+    before = context.history[-2:-1]
+    had_some = any(
+        one.spec.of(WorkersKnob).num_workers and one.kind is FailureKind.WORKER_DEATH
+        for one in before
+    )
+    is_refused = _NEEDS_WORKERS.search(context.failure.message)
+    knob = context.last.of(WorkersKnob)
+    if knob.num_workers or not had_some or not is_refused:
+        return None
+    how = ": it cannot do without data-loader workers: 0 → 1"
+    return context.retry("fewer_workers", how, WorkersKnob(1, knob.prefetch_factor))
 
 
 def _workers_are_fixed(context: FailureContext) -> bool:

@@ -15,5 +15,6 @@ class Detach(InLauncher):
     def event(self, event: Event, attempt: Attempt | None) -> None:
         """End the foreground with what its user needs to know of the job."""
         if isinstance(event, WaitStatus | AttemptStarted):
-            state, folder = self.job.state, self.job.plan.run_dir
+            state = self.job.state
+            folder = self.job.plan.run_dir
             detach.has_begun(folder, detach.job_text(state.id, state.name, folder))

@@ -65,7 +65,8 @@ class Disk(InLauncher):
         if failure is None or failure.kind is not FailureKind.DISK_FULL:
             return
         next_line = 0.0
-        while problem := why_full(self.job.plan.run_dir, failure.message):
+        needed_bytes = failure.evidence.requested_bytes or 0
+        while problem := why_full(self.job.plan.run_dir, failure.message, needed_bytes):
             if time.monotonic() >= next_line:
                 next_line = time.monotonic() + _LINE_SECONDS
                 log.warning("%s: waiting for space, then training goes on", problem)

@@ -53,7 +53,8 @@ def other_gpu(context: FailureContext) -> Retry | None:
 
 def wait_for_other_gpu(context: FailureContext) -> Retry | None:
     """Wait for the first GPU that becomes free: others have those that would do."""
-    config, count = context.config, len(context.last.gpus)
+    config = context.config
+    count = len(context.last.gpus)
     others = [gpu for gpu in context.offers.held if gpu.uuid not in context.faulty]
     if len(others) < len(context.failed_gpus) or not count:
         return None
@@ -75,7 +76,8 @@ def busy_gpu_again(context: FailureContext) -> Retry | None:
 
 def wait_for_turn(context: FailureContext) -> Retry | None:
     """Retry on the next available GPU: another job was faster on this one."""
-    config, ours = context.config, uuids(context.last.gpus)
+    config = context.config
+    ours = uuids(context.last.gpus)
     is_taken = bool(ours) and not {*uuids(context.offers.gpus)}.issuperset(ours)
     if not is_taken or not config.wait_for_gpu or not context.has_retries:
         return None

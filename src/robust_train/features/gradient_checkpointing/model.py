@@ -14,7 +14,8 @@ def checkpoint_gradients(context: FailureContext) -> Retry | None:
 
     A loss that splitting changes keeps the micro-batch that it has.
     """
-    last, config = context.last, context.config
+    last = context.last
+    config = context.config
     is_possible = config.may_checkpoint_gradients and context.settings.can_checkpoint
     is_done = last.of(GradientsKnob).gradient_checkpointing
     if not is_possible or is_done or context.failed_before_training:

@@ -154,12 +154,15 @@ class Sampler:
                 self._file.flush()
                 return
             # waking up counts as well, which is why it is measured from one to the next
-            cost, spent = time.thread_time() - spent, time.thread_time()
+            cost = time.thread_time() - spent
+            spent = time.thread_time()
             is_last = self._ended.wait(max(self._interval_seconds, cost / self._cost_share))
 
     def _sample(self) -> Sample:
         resident, anonymous = self._resident(self._process)
-        device, cached, gpu = self._device, None, None
+        device = self._device
+        cached = None
+        gpu = None
         if self._index is not None:
             # by the UUID that CUDA knows it by, once that is known
             self._gpu_name = self._gpu_name or _uuid_of(self._index)

@@ -171,7 +171,8 @@ class MemoryUpkeep(InAttempt):
 
     def _watch_allocator(self, step: int) -> None:
         """Warn, once, if steps in a row had to empty the cache."""
-        before, total = self._alloc_retries, alloc_retries(self._index)
+        before = self._alloc_retries
+        total = alloc_retries(self._index)
         self._alloc_retries = total
         has_retried = total is not None and before is not None and total > before
         self._tight_steps = self._tight_steps + 1 if has_retried else 0
@@ -204,7 +205,8 @@ class MemoryUpkeep(InAttempt):
         seconds = round(time.perf_counter() - started, 6)
         after = self._in_use()[1]
         # another thread may have allocated meanwhile
-        returned, step = max(before - after, 0), self.live.reports.last_step
+        returned = max(before - after, 0)
+        step = self.live.reports.last_step
         self.live.reports.send(MemoryCleared(reason, of, before, after, returned, seconds, step))
         log.debug(
             "memory cleared (%s): %s of %s returned (%s)",

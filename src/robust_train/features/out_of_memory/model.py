@@ -115,7 +115,8 @@ def second_opinion(context: FailureContext) -> Retry | None:
 
 def _confirmed_by_another_gpu(context: FailureContext) -> bool:
     """Return whether memory ran out so on another GPU with no less, at this step and size."""
-    (had, _), here = _shortest(context), {*uuids(context.failed_gpus)}
+    had, _ = _shortest(context)
+    here = set(uuids(context.failed_gpus))
     for earlier in context.earlier_at_same_step:
         there = earlier.failed_gpus
         if not here or not there or here.intersection(uuids(there)):

@@ -43,7 +43,8 @@ class RecordsProvenance(InLauncher):
             self._record = Provenance(self.job.plan.run_dir, gpus, self._known)
 
     def _compare(self) -> None:
-        plan, beginning = self.job.plan, self.job.beginning
+        plan = self.job.plan
+        beginning = self.job.beginning
         trainer = plan.config.trainer
         variables = variables_named(
             [*command(), *(trainer.argv or ()), *trainer.resume_argv],

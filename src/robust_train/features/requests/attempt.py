@@ -108,7 +108,8 @@ class Requests(InAttempt):
     def _reply(self, waiting: _Pending) -> Reply | None:
         """Do what is requested. None: not at this boundary yet; empty: answered later. Raises
         RefusedError: this trainer cannot do it."""
-        request, verb = waiting.request, waiting.request.verb
+        request = waiting.request
+        verb = waiting.request.verb
         if verb == "figures":
             return {"answer": {"attempt_pid": os.getpid(), "memory": memory_in_use()}}
         if verb == "checkpoint":

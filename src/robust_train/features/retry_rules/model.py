@@ -104,7 +104,8 @@ def _why(context: FailureContext) -> str:
     """Return the failure, the rule that applies to it, and which try of the rule this is."""
     number = context.attempt.of(RuleNote).rule
     assert number is not None
-    rule, which = context.config.of(RetryKeys).rules[number], ""
+    rule = context.config.of(RetryKeys).rules[number]
+    which = ""
     if rule.then != "stop":
         which = f" ({_tries(context, number)} of {_most(context, rule)})"
     return f"{context.failure.message}; retry.rules[{number}]{which}"

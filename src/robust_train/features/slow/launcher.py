@@ -67,7 +67,9 @@ class SlowWatch:
         on_event: Callable[[Slow], None],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._gpus, self._on_event, self._now = gpus, on_event, now
+        self._gpus = gpus
+        self._on_event = on_event
+        self._now = now
         self._speed: dict[int, Speed] = {}
         self._best = 0.0
         self._measured_at = self._next_poll = now()

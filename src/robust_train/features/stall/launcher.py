@@ -41,6 +41,7 @@ from robust_train.host.signals import DUMP_STACKS
 from robust_train.launcher.hooks import End, InLauncher, Watch
 from robust_train.model.attempt import Attempt
 from robust_train.model.events import (
+    CheckpointFailed,
     CheckpointSaved,
     EpochEnded,
     Event,
@@ -55,14 +56,23 @@ from robust_train.readable import duration, shortened
 
 log = logging.getLogger("robust_train")
 
-_OF_THE_LOOP = (Progress, EpochEnded, CheckpointSaved, MicroBatchChanged, UserEvent)
+_OF_THE_LOOP = (
+    Progress,
+    EpochEnded,
+    CheckpointSaved,
+    CheckpointFailed,
+    MicroBatchChanged,
+    UserEvent,
+)
 """Once progress was reported, each of these is progress; others may come from a thread."""
 
-_SHORTEST_TICK_LIMIT, _LONGEST_TICK_LIMIT = 1.0, 5.0
+_SHORTEST_TICK_LIMIT = 1.0
+_LONGEST_TICK_LIMIT = 5.0
 """Seconds between two ticks, by the stall limit; if it was longer, the launcher was suspended or
 the machine slept."""
 _LOOKS = 20  # in the time of the limit
-_CPU_SHARE, _CPU_GRAIN_SECONDS = 0.02, 0.02
+_CPU_SHARE = 0.02
+_CPU_GRAIN_SECONDS = 0.02
 _BYTES_PER_SECOND = 200_000
 _GPU_PERCENT = 5
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
@@ -131,7 +141,8 @@ class StallWatch(Watch):
         elif isinstance(event, TrainingStarted) and not has_begun:
             pulse = replace(pulse, begun=pulse.now)
         self._pulse = replace(pulse, alive=pulse.now)
-        self._is_suspended, self._glance = False, None
+        self._is_suspended = False
+        self._glance = None
         if worth_keeping(pulse.longest, self._known):
             self._known = pulse.longest
             self._on_event(PauseLearned(round(pulse.longest, 1)))
@@ -173,7 +184,8 @@ class StallWatch(Watch):
         self._ticked = now
 
     def _look(self) -> None:
-        before, now = self._glance, self._take_glance()
+        before = self._glance
+        now = self._take_glance()
         was_suspended = self._is_suspended
         self._glance = now
         self._is_suspended = 0 < len(now.pids) == now.stopped
@@ -185,7 +197,10 @@ class StallWatch(Watch):
             self._pulse = replace(self._pulse, alive=self._pulse.now)
 
     def _take_glance(self) -> _Glance:
-        cpu_seconds, moved_bytes, stopped, pids = 0.0, 0, 0, set[int]()
+        cpu_seconds = 0.0
+        moved_bytes = 0
+        stopped = 0
+        pids = set[int]()
         for process in _trainers_processes(self._pids, self._request):
             with contextlib.suppress(psutil.Error), process.oneshot():
                 status = process.status()
@@ -250,8 +265,10 @@ def _trainers_processes(pids: Sequence[int], request: AttemptRequest) -> list[ps
 # --- what they do when they hang --------------------------------------------------------------
 
 _MOST_PROCESSES = 64
-_PY_SPY_SECONDS, _ALL_SECONDS = 3.0, 10.0
-_OWN_STACKS_SECONDS, _OF_A_RANK_SECONDS = 1.0, 0.3
+_PY_SPY_SECONDS = 3.0
+_ALL_SECONDS = 10.0
+_OWN_STACKS_SECONDS = 1.0
+_OF_A_RANK_SECONDS = 0.3
 _NCCL_DUMP_SECONDS = 5.0
 
 

@@ -1,0 +1,115 @@
+"""What is saved once training is over: a full disk is waited for, and nothing is trained again."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from robust_train.failures import classify_failure
+from robust_train.folder.checkpoints import CheckpointError, why_full
+from robust_train.model.errors import TrainingStopped
+from robust_train.model.events import CheckpointFailed
+from robust_train.model.failure import FailureKind
+from robust_train.readable import memory
+
+if TYPE_CHECKING:
+    from robust_train.attempt.live import LiveAttempt
+
+log = logging.getLogger("robust_train")
+
+T = TypeVar("T")
+
+_PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0)
+"""Between tries in seconds, as long as the disk says that it has room."""
+_LOOK_SECONDS = 1.0
+_LINE_SECONDS = 60.0
+_POLL_SECONDS = 0.2
+
+
+def write_when_there_is_room(live: LiveAttempt, write: Callable[[], T]) -> T:
+    """Return what ``write`` returns, which is called again as long as the disk is full.
+
+    Raises:
+        CheckpointError: the disk has room and fails all the same, or the reason is another one.
+        TrainingStopped: a stop was requested while the disk was full.
+    """
+    pauses = list(_PAUSES)
+    while True:
+        try:
+            return write()
+        except CheckpointError as error:
+            if not is_of_full_disk(error) or not pauses:
+                raise
+            failed = error
+        live.reports.send(CheckpointFailed(str(failed)))
+        _sleep(live, pauses.pop(0))
+        if _waited_for_room(live, failed):
+            pauses = list(_PAUSES)
+
+
+def is_of_full_disk(error: CheckpointError) -> bool:
+    """Return whether a checkpoint could not be saved because the disk is full or fails."""
+    return classify_failure(error).kind is FailureKind.DISK_FULL
+
+
+def save_result(live: LiveAttempt, write: Callable[[], T]) -> T:
+    """Return what ``write`` returns, which writes the weights that training has ended with.
+
+    They are the result, so no checkpoint is owed after that.
+    """
+    result = write_when_there_is_room(live, write)
+    if live.saving.owed is not None:
+        log.warning("the last checkpoint is not saved, but the trained weights are")
+        live.saving.settle()
+    return result
+
+
+def save_owed_checkpoint(live: LiveAttempt) -> None:
+    """Save the last checkpoint of training that is over, which the disk did not take. An attempt
+    that was asked to stop ends without it.
+
+    Raises:
+        CheckpointError: it is not saved, and the last steps are repeated from an earlier one.
+        TrainingStopped: as above.
+    """
+    unsaved = live.saving.owed
+    if unsaved is None or live.stops.has_stopped_trainer or not is_of_full_disk(unsaved):
+        return
+    try:
+        if write_when_there_is_room(live, live.saves.write_again):
+            return
+    except CheckpointError as error:
+        unsaved = error
+    if live.saves.has_checkpoint:
+        raise unsaved
+    log.warning(
+        "training is over, and no checkpoint of it could be saved (%s); it is not trained again",
+        unsaved,
+    )
+
+
+def _waited_for_room(live: LiveAttempt, failed: CheckpointError) -> bool:
+    """Wait until the disk has room for what could not be written; return whether it had none."""
+    has_waited = False
+    next_line = 0.0
+    while problem := why_full(live.run_dir, str(failed), failed.bytes):
+        has_waited = True
+        if time.monotonic() >= next_line:
+            next_line = time.monotonic() + _LINE_SECONDS
+            needed = f"{memory(failed.bytes)} are" if failed.bytes else "space is"
+            log.warning("training is over; %s: %s needed to save it", problem, needed)
+            # a report is a sign of life: this attempt does not hang
+            live.reports.send(CheckpointFailed(problem))
+        _sleep(live, _LOOK_SECONDS)
+    return has_waited
+
+
+def _sleep(live: LiveAttempt, seconds: float) -> None:
+    """Let time pass; raise TrainingStopped if a stop is requested."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if live.should_stop():
+            raise TrainingStopped("stopped while it waited for space on the disk")
+        time.sleep(_POLL_SECONDS)
