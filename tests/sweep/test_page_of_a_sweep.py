@@ -40,7 +40,10 @@ def test_gpu_hours_are_those_of_all_launches_and_what_pruning_saved_is_their_res
     SweepTable("id", "gpu_queue", "ended", 1, 9000.0, repeat=2).write(tmp_path)
     story = sweep_story_of(tmp_path)
     assert [job.row.job for job in story.jobs] == [0, 1, 2, 3]
-    assert story.sentence == "2 of 4 completed, 1 failed, 1 pruned in 2 h 30 min."
+    assert (
+        story.sentence
+        == "2 of 4 completed, 1 failed, 1 pruned in 2 h 30 min. The largest result is the best."
+    )
     page = sweep_page(story)
     text = "5.5 GPU-hours, 0.5 of them in pruned jobs; to prune them saved about 1.5."
     assert text in page

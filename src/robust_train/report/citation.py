@@ -94,12 +94,16 @@ def _splits(trained: Sequence[TimedAttempt]) -> str:
 
 
 def _learning_rate(trained: Sequence[TimedAttempt]) -> str:
-    changed = [attempt for attempt in trained if attempt.spec.noted("lr_factor", 1.0) != 1]
+    factors = [(attempt, attempt.spec.noted("lr_factor", 1.0)) for attempt in trained]
+    changed = [(attempt, factor) for attempt, factor in factors if factor != 1]
     if not changed:
         return ""
-    factors = _each(f"{attempt.spec.noted('lr_factor', 1.0):g}" for attempt in changed)
-    start = changed[0].start_step
-    return f"After divergence, the learning rate was multiplied by {factors} from step {start} on."
+    first, _ = changed[0]
+    lower = _each(f"{factor:g}" for _, factor in changed)
+    return (
+        f"After divergence, the learning rate was multiplied by {lower} from step "
+        f"{first.start_step} on."
+    )
 
 
 def _skipped(trained: Sequence[TimedAttempt]) -> str:
