@@ -16,12 +16,16 @@ class Accumulation(InAttempt):
 
     def __init__(self, live: LiveAttempt, config: RobustConfig) -> None:
         super().__init__(live, config)
-        asked = live.parts.asked
-        steps = config.training.gradient_accumulation_steps
+        self._is_due = False
+
+    def begin(self) -> None:
+        """See whether the attempt accumulates more batches than the job was asked for."""
+        asked = self.live.parts.asked
+        steps = self.config.training.gradient_accumulation_steps
         accumulates_more = asked is not None and steps > asked.gradient_accumulation_steps
         # A project names the key of its own, and a program has it in its command.
-        has_key = config.theirs is None and not config.traits.is_program
-        self._is_due = live.is_main and accumulates_more and has_key
+        has_key = self.config.theirs is None and not self.config.traits.is_program
+        self._is_due = self.live.is_main and accumulates_more and has_key
 
     def boundary(self, what: str) -> None:
         """Warn after the first step, by which a loop that accumulates has read the key."""
