@@ -109,7 +109,7 @@ def test_a_standby_that_has_started_cuda_ends(interpreters):
     """Its context takes memory of a GPU that nobody has reserved for it."""
     one = interpreters.start()
     one.prepare(preparation(["json", "starts_cuda", "csv"], is_standby=True))
-    wait_until(lambda: interpreters.poll() or not one.is_running, "it ends by itself")
+    wait_until(lambda: [interpreters.poll(), one.is_running] == [False, False], "it ends by itself")
     assert list(one.read()) == []
     assert (one.returncode, one.is_unfit, one.culprit) == (0, True, "starts_cuda")
 
