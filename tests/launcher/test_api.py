@@ -252,7 +252,7 @@ def test_a_signal_after_the_trainer_has_returned_changes_nothing(tmp_path, monke
     """To launcher and attempt before the result is reported, and to the launcher at the end."""
     stop = functools.partial(os.kill, os.getpid(), signal.SIGTERM)
     monkeypatch.setattr(launcher.Summary, "write", lambda summary: stop())
-    monkeypatch.setattr(Hooks, "end", lambda hooks, summary: stop() or summary)
+    monkeypatch.setattr(Hooks, "end", lambda hooks, summary, write: stop() or summary)
     trainer = trainers.is_stopped_when_it_has_returned
     summary = launch(trainer, {"isolation": isolation}, run_dir=tmp_path)
     assert (summary.status, summary.result) == ("completed", 0.5)

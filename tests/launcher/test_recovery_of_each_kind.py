@@ -53,8 +53,8 @@ def actions(ended):
     [
         # an illegal address costs a process, and twice at the same step the GPU
         (f"40 {ILLEGAL_ADDRESS}", "retry switch_gpu none", [A, A, B], [2, 2, 2]),
-        # a killed data-loader worker means fewer workers, then the same again
-        ("3 worker", "fewer_workers retry none", [A, A, A], [2, 1, 1]),
+        # a killed data-loader worker means fewer workers, then none
+        ("3 worker", "fewer_workers fewer_workers none", [A, A, A], [2, 1, 0]),
     ],
 )
 def test_the_next_attempt_uses_what_the_remedy_says(script, failure, expected, gpus, workers):
@@ -62,8 +62,9 @@ def test_the_next_attempt_uses_what_the_remedy_says(script, failure, expected, g
     assert " ".join(actions(ended)) == expected
     assert [given["gpu"] for given in script.given] == gpus
     assert {given["batch_size"] for given in script.given} == {64}
-    for name in ("num_workers", "prefetch_factor"):
-        assert [given[name] for given in script.given] == workers
+    assert [given["num_workers"] for given in script.given] == workers
+    # without workers nothing is loaded ahead, whatever the key says
+    assert [given["prefetch_factor"] for given in script.given] == [max(n, 1) for n in workers]
 
 
 @pytest.mark.usefixtures("two_gpus")

@@ -104,7 +104,7 @@ def test_what_cannot_be_read_is_an_error_after_a_while(number, kind):
 @pytest.fixture
 def full(tmp_path, monkeypatch):
     """An attempt on a disk with room for most of a checkpoint, until it waits for more."""
-    monkeypatch.setattr(last_save, "_PAUSES", (0.01,))
+    monkeypatch.setattr(last_save, "PAUSES", (0.01,))
     with small_disk(tmp_path / "disk", "size=4m"):
         begin_job(tmp_path / "disk", resume=True)
         filler = fill(tmp_path / "disk")

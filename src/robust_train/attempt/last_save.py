@@ -21,7 +21,7 @@ log = logging.getLogger("robust_train")
 
 T = TypeVar("T")
 
-_PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0)
+PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Between tries in seconds, as long as the disk says that it has room."""
 _LOOK_SECONDS = 1.0
 _LINE_SECONDS = 60.0
@@ -35,7 +35,7 @@ def write_when_there_is_room(live: LiveAttempt, write: Callable[[], T]) -> T:
         CheckpointError: the disk has room and fails all the same, or the reason is another one.
         TrainingStopped: a stop was requested while the disk was full.
     """
-    pauses = list(_PAUSES)
+    pauses = list(PAUSES)
     while True:
         try:
             return write()
@@ -46,7 +46,7 @@ def write_when_there_is_room(live: LiveAttempt, write: Callable[[], T]) -> T:
         live.reports.send(CheckpointFailed(str(failed)))
         _sleep(live, pauses.pop(0))
         if _waited_for_room(live, failed):
-            pauses = list(_PAUSES)
+            pauses = list(PAUSES)
 
 
 def is_of_full_disk(error: CheckpointError) -> bool:

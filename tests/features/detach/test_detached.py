@@ -57,8 +57,8 @@ def test_a_detached_job_outlives_its_terminal_and_is_followed_by_its_id(world, c
 
 def test_what_cannot_be_run_is_refused_in_the_foreground(tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["run", "--detach", "device=7", "--", "true"]) == 2
-    assert capfd.readouterr().err.startswith("device=7: must be")
+    assert main(["run", "--detach", "device=tpu", "--", "true"]) == 2
+    assert capfd.readouterr().err.startswith("device=tpu: must be")
     with pytest.raises(ConfigError, match="only a command goes on in the background"):
         launch(lambda cfg: None, {"detach": True, "device": "cpu"})
     assert find_runs() == []
