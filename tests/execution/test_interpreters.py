@@ -5,6 +5,7 @@ import os
 import resource
 import signal
 import socket
+import subprocess
 from pathlib import Path
 
 import psutil
@@ -102,10 +103,11 @@ def libraries(monkeypatch, cuda_machine_with):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.syspath_prepend(str(ROOT / "tests/support/libraries"))
+    # a fork of a prepared process has its libraries already, an interpreter finds these
+    monkeypatch.setattr("robust_train.children.interpreters.subprocess", subprocess)
 
 
-@pytest.mark.usefixtures("libraries")
-def test_a_standby_that_has_started_cuda_ends(interpreters):
+def test_a_standby_that_has_started_cuda_ends(libraries, interpreters):
     """Its context takes memory of a GPU that nobody has reserved for it."""
     one = interpreters.start()
     one.prepare(preparation(["json", "starts_cuda", "csv"], is_standby=True))
