@@ -38,6 +38,8 @@ PLACEHOLDERS = {
     # of the stacks of a stalled attempt the trainer's frames are kept
     r"([Tt]hread) 0x[0-9a-f]+": r"\1 <thread>",
     r'  File \\"(?!/tests/)[^"]*\\", line \d+ in [^\\]+\\n': "",
+    # our own lines move
+    r'(/project/src/robust_train/[^"]*\\", line )\d+': r"\1<line>",
     # torchrun's own messages
     r"(?m)^[EIW]\d{4} .*\n": "",
     r"(> )?\d+ % between steps": "<share> between steps",
