@@ -627,7 +627,8 @@ def logged_of_passes(trainer: Any) -> dict[str, dict[str, list[float]]]:
             return {}
         if not all(isinstance(one, list) for one in mode.values()):
             return {}
-    return found
+    lists: dict[str, dict[str, list[float]]] = found
+    return lists
 
 
 def steps_in_backward(parameter: Any) -> bool:

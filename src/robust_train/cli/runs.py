@@ -181,7 +181,9 @@ def logs(arguments: Namespace) -> int:
         raise NotDoneError(f"{run.id}: no log of attempt {attempt}; there are {there}")
     if not numbers and not is_followed:
         reason = None if run.state is None else run.state.reason
-        raise NotDoneError(f"{run.id} ({run.status}) has started no attempt: {reason or run.run_dir}")
+        raise NotDoneError(
+            f"{run.id} ({run.status}) has started no attempt: {reason or run.run_dir}"
+        )
     for data in output_of(run.run_dir, attempt or 0, follow=is_followed):
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()

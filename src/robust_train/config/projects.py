@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
@@ -329,10 +330,8 @@ def _paths(cfg: DictConfig, name: str) -> list[str]:
     content: Any = OmegaConf.to_container(without_ours(cfg), resolve=False)
     leaves = list(_leaves(content, ""))
     values = {leaf.path: leaf.value for leaf in leaves}
-    meant = set(chain.from_iterable(_NAMES[name]))
-    candidates = [
-        leaf for leaf in leaves if leaf.name in meant and not leaf.is_for(_OF_EVALUATION)
-    ]
+    names = set(chain.from_iterable(_NAMES[name]))
+    candidates = [leaf for leaf in leaves if leaf.name in names and not leaf.is_for(_OF_EVALUATION)]
     # A computed value counts only where there is no number.
     ranks: dict[str, tuple[bool, bool]] = {}
     named = _without_others(candidates, _NAMES[name])
