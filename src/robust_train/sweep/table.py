@@ -53,7 +53,8 @@ def point_table(points: Sequence[Sequence[SweepJob]]) -> list[str]:
     lines: list[Sequence[object]] = []
     shared = []
     for rows in points:
-        shared.append(common([row.overrides for row in rows]))
+        overrides = [row.overrides for row in rows]
+        shared.append(common(overrides))
     everywhere = common(shared)
     for rows, own in zip(points, shared, strict=True):
         values = values_of(rows)

@@ -189,7 +189,8 @@ def read_batches(
     never hold memory at the same time. ``pinned``: into memory from which a GPU copies at once."""
     batches = []
     for chunk in chunks:
-        batches.append([(epoch, index) for index in chunk])
+        batch = [(epoch, index) for index in chunk]
+        batches.append(batch)
     loader: DataLoader[Any] = DataLoader(
         dataset,
         batch_sampler=batches,
