@@ -150,7 +150,7 @@ def _of_bases(owner: ast.ClassDef, tree: ast.AST) -> set[str]:
     """Return what the bases of a class in the same module declare."""
     bases = {_name_of(base) for base in owner.bases}
     names = set()
-    for node in ast.walk(tree):
+    for node in getattr(tree, "body", ()):
         if isinstance(node, ast.ClassDef) and node.name in bases:
             names |= {item.target.id for item in node.body if isinstance(item, ast.AnnAssign)}
     return names

@@ -57,7 +57,7 @@ def ended(
         traceback = last_words(end.output, request.log_file.name)
     elif not traceback and crash is not None:
         traceback = str(crash)
-    resident = end.max_resident_bytes
+    resident: int | None = end.max_resident_bytes
     if not resident:
         resident = memory.get("max_resident")
     if traceback:
