@@ -16,7 +16,7 @@ _ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.P
 def idioms_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield the line and the name of each idiom in a module's syntax tree."""
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    for node in ast.walk(tree):
+    for node in parents:
         match node:
             case ast.Assign(targets=[ast.Tuple() as names], value=ast.Tuple() as values):
                 if {ast.dump(name) for name in names.elts} != _as_targets(values):
