@@ -622,11 +622,13 @@ def logged_of_passes(trainer: Any) -> dict[str, dict[str, list[float]]]:
     """Return what a trainer of TRL's has noted of each pass, by mode and name; empty for others."""
     found: Any = getattr(trainer, "_metrics", None)
     modes = list(found.values()) if isinstance(found, dict) else [None]
-    are_lists = all(
-        isinstance(mode, dict) and all(isinstance(one, list) for one in mode.values())
-        for mode in modes
-    )
-    return found if are_lists else {}
+    for mode in modes:
+        if not isinstance(mode, dict):
+            return {}
+        if not all(isinstance(one, list) for one in mode.values()):
+            return {}
+    lists: dict[str, dict[str, list[float]]] = found
+    return lists
 
 
 def steps_in_backward(parameter: Any) -> bool:

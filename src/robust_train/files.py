@@ -265,7 +265,7 @@ def plain(value: object, where: str = "", within: tuple[int, ...] = ()) -> Any:
     within += (id(value),)
 
     def inner(key: object, item: object) -> Any:
-        return plain(item, where and f"{where}[{key!r}]", within)
+        return plain(item, f"{where}[{key!r}]" if where else where, within)
 
     with contextlib.suppress(Exception):  # of methods that are not ours
         if kind.startswith("omegaconf."):

@@ -10,14 +10,13 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parents[2] / "src"
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-_CONDITIONS = (ast.BoolOp, ast.Compare, ast.UnaryOp)
 _ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow)
 
 
 def idioms_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield the line and the name of each idiom in a module's syntax tree."""
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    for node in ast.walk(tree):
+    for node in parents:
         match node:
             case ast.Assign(targets=[ast.Tuple() as names], value=ast.Tuple() as values):
                 if {ast.dump(name) for name in names.elts} != _as_targets(values):
@@ -32,18 +31,24 @@ def idioms_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
             case ast.NamedExpr() if not _is_of_a_branch(node, parents):
                 yield node.lineno, "a walrus outside of the condition of an if or a while"
             case ast.BinOp(op=operation) if isinstance(operation, _ARITHMETIC):
-                if isinstance(node.left, _CONDITIONS[:2]) or isinstance(
-                    node.right, _CONDITIONS[:2]
-                ):
+                if _is_counted(node.left) or _is_counted(node.right):
                     yield node.lineno, "arithmetic with a condition"
             case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
                 if any(isinstance(inner, _COMPREHENSIONS) for inner in _inside(node)):
                     yield node.lineno, "a comprehension within another"
             case ast.ClassDef():
-                yield from _born_late(node)
+                yield from _born_late(node, _of_bases(node, tree))
 
 
 _DEFAULTS = (ast.Constant, ast.Name, ast.Attribute, ast.List, ast.Tuple, ast.Dict)
+
+
+def _is_counted(node: ast.AST) -> bool:
+    """Return whether an operand of arithmetic is a condition, and not a value or its default."""
+    match node:
+        case ast.BoolOp(op=ast.Or(), values=[*_, default]):
+            return not isinstance(default, _DEFAULTS)
+    return isinstance(node, (ast.BoolOp, ast.Compare))
 
 
 def _as_targets(values: ast.Tuple) -> set[str]:
@@ -56,7 +61,8 @@ def _inside(node: ast.AST) -> Iterator[ast.AST]:
 
 def _is_condition(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
     """Return whether only the truth of an ``and`` or ``or`` is asked for, as far as can be seen."""
-    if all(_is_truth(value) for value in node.values):
+    if isinstance(node, ast.BoolOp) and _is_truth(node.values[-1]):
+        # The other values are conditions too: nobody mixes a bool with something else.
         return True
     parent = parents[node]
     match parent:
@@ -64,6 +70,8 @@ def _is_condition(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
             return parent.test is node
         case ast.comprehension():
             return node in parent.ifs
+        case ast.GeneratorExp(elt=element):
+            return element is node and _is_condition(parent, parents)
         case ast.match_case():
             return parent.guard is node
         case ast.UnaryOp(op=ast.Not()):
@@ -94,15 +102,17 @@ def _is_truth(node: ast.AST) -> bool:
         case ast.Compare() | ast.UnaryOp(op=ast.Not()) | ast.Constant(value=bool()):
             return True
         case ast.BoolOp():
-            return all(_is_truth(value) for value in node.values)
+            return _is_truth(node.values[-1])
         case ast.Call(func=function):
-            return _is_truth_by_name(function)
+            return _is_truth_by_name(function) or _name_of(function).startswith(_ASKING)
         case ast.Name() | ast.Attribute():
             return _is_truth_by_name(node)
     return False
 
 
 _TRUTHS = ("is", "has", "can", "are", "may", "was", "should", "needs", "does", "will", "must")
+# functions that answer yes or no by a verb in the third person
+_ASKING = ("adds_", "asks_", "ends_", "hides_", "names_", "suits")
 _BUILT_IN_TRUTHS = {
     *("isinstance", "issubclass", "callable", "hasattr", "any", "all", "bool"),
     *(
@@ -119,8 +129,13 @@ _BUILT_IN_TRUTHS = {
 
 
 def _is_truth_by_name(node: ast.AST) -> bool:
-    name = getattr(node, "id", None) or getattr(node, "attr", "")
-    return name in _BUILT_IN_TRUTHS or name.lstrip("_").split("_")[0] in _TRUTHS
+    name = _name_of(node)
+    return name in _BUILT_IN_TRUTHS or name.split("_")[0] in _TRUTHS
+
+
+def _name_of(node: ast.AST) -> str:
+    name: str = getattr(node, "id", None) or getattr(node, "attr", "")
+    return name.lstrip("_")
 
 
 def _is_of_a_branch(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
@@ -131,7 +146,17 @@ def _is_of_a_branch(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
     return False
 
 
-def _born_late(owner: ast.ClassDef) -> Iterator[tuple[int, str]]:
+def _of_bases(owner: ast.ClassDef, tree: ast.AST) -> set[str]:
+    """Return what the bases of a class in the same module declare."""
+    bases = {_name_of(base) for base in owner.bases}
+    names = set()
+    for node in getattr(tree, "body", ()):
+        if isinstance(node, ast.ClassDef) and node.name in bases:
+            names |= {item.target.id for item in node.body if isinstance(item, ast.AnnAssign)}
+    return names
+
+
+def _born_late(owner: ast.ClassDef, of_bases: set[str]) -> Iterator[tuple[int, str]]:
     """Yield the attributes of a class that another method than ``__init__`` gives it."""
     methods = [node for node in owner.body if isinstance(node, ast.FunctionDef)]
     starts = [method for method in methods if method.name in ("__init__", "__new__")]
@@ -141,12 +166,30 @@ def _born_late(owner: ast.ClassDef) -> Iterator[tuple[int, str]]:
     declared |= {
         name.id for node in owner.body if isinstance(node, ast.Assign) for name in node.targets
     }
-    born = declared | {name for start in starts for name, _ in _attributes_set(start)}
+    born = declared | of_bases | {name for start in starts for name, _ in _attributes_set(start)}
     setters = {method.name for method in methods}
     for method in methods:
         for name, line in _attributes_set(method):
-            if name not in born and name not in setters:
+            if name not in born and name not in setters and name not in _read_first(method):
                 yield line, f"self.{name} is born outside of __init__"
+
+
+def _read_first(method: ast.FunctionDef) -> set[str]:
+    """Return what a method changes to a value of what it was: a base in another module has it."""
+    names = set()
+    for node in ast.walk(method):
+        match node:
+            case ast.Assign(targets=[ast.Attribute(value=ast.Name(id="self"), attr=name)]):
+                read = {item.attr for item in ast.walk(node.value) if _is_of_self(item)}
+                names |= read & {name}
+    return names
+
+
+def _is_of_self(node: ast.AST) -> bool:
+    match node:
+        case ast.Attribute(value=ast.Name(id="self")):
+            return True
+    return False
 
 
 def _attributes_set(method: ast.FunctionDef) -> Iterator[tuple[str, int]]:

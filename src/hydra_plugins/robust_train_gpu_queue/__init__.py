@@ -31,6 +31,7 @@ class GpuQueueLauncher(Launcher):
 
     def __init__(self, n_jobs: int | None = None) -> None:
         self._n_jobs = n_jobs
+        self._arguments: tuple[HydraContext, TaskFunction, DictConfig]
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
@@ -59,6 +60,7 @@ class RobustSweeper(Sweeper):
 
     def __init__(self, **settings: Any) -> None:
         self._settings = settings
+        self._arguments: tuple[HydraContext, TaskFunction, DictConfig, dict[str, Any]]
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig

@@ -127,7 +127,7 @@ class SaveClock:
             # the first one also allocates the memory that the next ones use again
             is_first = not self._has_saved
             self._has_saved = True
-            known = self._cost or seconds / _FIRST_COSTS
+            known = self._cost if self._cost else seconds / _FIRST_COSTS
             self._cost = min(seconds, known) if is_first else seconds
         self._saving_since = None
 

@@ -557,7 +557,7 @@ def read_newest(
     ]
 
     def compare() -> None:
-        here = wait_until_readable(lambda: path.exists() and size_of(path))
+        here = wait_until_readable(lambda: size_of(path) if path.exists() else False)
         if len(set(gather(here))) > 1:
             why = "the ranks find different checkpoints; it has to be one folder that all nodes see"
             raise OSError(ESTALE, why, str(path.parent))
@@ -575,8 +575,8 @@ def read_newest(
             log.warning(
                 "checkpoint %s cannot be used (%s); trying the one before it", candidate, fault
             )
-            if isinstance(fault, _RefusedError):
-                refusal = refusal or f"{candidate} is whole, but {fault}"
+            if isinstance(fault, _RefusedError) and not refusal:
+                refusal = f"{candidate} is whole, but {fault}"
     if refusal:
         raise UserError(
             f"checkpoint {refusal}; go on with the state and the torch that have saved it, or "

@@ -116,7 +116,7 @@ class LiveAttempt:
         self.hooks = AttemptHooks()
         self.losses = LossWatch()
         self.reports = Reports(report, is_main=self.is_main)
-        self.stops = Stops(flags or OneRank(), rank)
+        self.stops = Stops(flags if flags else OneRank(), rank)
         self.speed = SpeedMeter(
             world_size, self._samples, lambda speed: self.reports.send(SpeedMeasured(speed, rank))
         )

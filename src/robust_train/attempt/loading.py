@@ -194,7 +194,7 @@ def _failed_import(ref: TrainerRef, error: Exception) -> ConfigError:
         where = f"{last.f_code.co_filename}, line {line}"
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     extra = f'; pip install "robust-train[{missing}]"' if missing in _EXTRAS else ""
-    problem = no_room or named_line(error)
+    problem = no_room if no_room else named_line(error)
     return ref.refused(f"cannot be imported: {problem} ({where}){extra}")
 
 

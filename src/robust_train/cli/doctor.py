@@ -89,7 +89,9 @@ def doctor(arguments: Namespace) -> Answer:
     probes = []
     for gpu, row in usable if arguments.probe else ():
         # what others use is left alone
-        others = row["why_no_room"] or others_on(gpu, find_holders([gpu]))
+        others = row["why_no_room"]
+        if not others:
+            others = others_on(gpu, find_holders([gpu]))
         if others:
             passed = True
             text = f"not probed: {others}"

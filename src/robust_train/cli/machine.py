@@ -70,8 +70,8 @@ def machine(inventory: Inventory, jobs: Sequence[QueuedJob]) -> dict[str, Json]:
         gpu["idle_seconds"] = idle.get(gpu["uuid"])
         for process in gpu["processes"] or ():
             holder = holders.get(process["pid"])
-            process["command"] = holder and holder.command
-            process["user"] = holder and holder.user
+            process["command"] = None if holder is None else holder.command
+            process["user"] = None if holder is None else holder.user
     return {
         "driver_version": inventory.driver_version,
         "problem": inventory.problem,

@@ -88,7 +88,9 @@ def _run(words: list[str]) -> int:
     if isinstance(answer, int):
         return answer
     answer.print(command.name, getattr(arguments, "json", False))
-    return answer.exit_code or (EXIT_FAILED if answer.error else 0)
+    if answer.exit_code:
+        return answer.exit_code
+    return EXIT_FAILED if answer.error else 0
 
 
 def find(words: Sequence[str]) -> tuple[Command, list[str]]:
@@ -146,7 +148,9 @@ def parser_of(command: Command) -> argparse.ArgumentParser:
     epilog = load(command.epilog) if command.epilog else ""
     if members := " | ".join(members_of(command.name)):
         epilog += f"\nsee also: robust-train {command.name} {members}\n"
-    about = command.about or f"{command.help[0].upper()}{command.help[1:]}."
+    about = command.about
+    if not about:
+        about = f"{command.help[0].upper()}{command.help[1:]}."
     parser = _Parser(
         prog=f"robust-train {command.name}",
         description=textwrap.fill(about, _COLUMNS),

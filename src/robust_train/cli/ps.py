@@ -60,7 +60,7 @@ def list_jobs(arguments: Namespace) -> Answer:
     lines = _grouped(trained)
     shown = lines if whole else lines[-USUALLY:]
     parts: list[str | Table] = [_table([_row(line) for line in shown], arguments.paths)]
-    parts += [hint for line in shown if (hint := _how_it_goes_on(line))]
+    parts += filter(None, map(_how_it_goes_on, shown))
     if mistakes := len(runs) - len(trained):
         parts.append(f"refused before training: {counted(mistakes, 'job')}; --all shows them")
     if older := len(lines) - len(shown):
@@ -94,7 +94,8 @@ def _jobs_of(arguments: Namespace, runs: Sequence[KnownRun]) -> Answer:
     rows = []
     for run, words in zip(own, overrides, strict=True):
         row = _row(Listed([run]))
-        row[4] = without(words, same) or row[4]
+        if own_words := without(words, same):
+            row[4] = own_words
         rows.append(row)
     return Answer({"runs": [about_run(run) for run in own[::-1]]}, [_table(rows, arguments.paths)])
 

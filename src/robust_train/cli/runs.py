@@ -80,22 +80,25 @@ def status(arguments: Namespace) -> Answer:
     if state == NO_ANSWER:
         # for how long is not known
         since = f"{state}: stopped by Ctrl-Z; fg or kill -CONT {run.pid} continues it"
-    attempt = run.state and run.state.attempt
+    attempt = None if run.state is None else run.state.attempt
+    why = waiting.get("reason")
+    if not why and state != "running":
+        why = about.get("reason")
     loss = about.get("loss")
     memory = (about.get("memory") or {}).items()
     facts = {
         "run": run.id,
         "job": about.get("name"),
         "state": since if run.alive or "last_state" in about else state,
-        "why": waiting.get("reason") or (state != "running" and about.get("reason")),
-        "batch": attempt and batch_in_words(attempt),
-        "time": "seconds" in about and duration(about["seconds"]),
+        "why": why,
+        "batch": None if attempt is None else batch_in_words(attempt),
+        "time": duration(about["seconds"]) if "seconds" in about else None,
         "step": of_all(about.get("step"), about.get("total_steps")),
         **{name.replace("_", " "): about.get(name) for name in _FACTS},
         "loss": loss if loss is None else number(loss),
-        "slow": run.alive and about.get("slow"),
+        "slow": about.get("slow") if run.alive else None,
         "memory": ", ".join(f"{name} {mib(taken)}" for name, taken in memory),
-        "to go on": run.is_unfinished and f"robust-train resume {run.id}",
+        "to go on": f"robust-train resume {run.id}" if run.is_unfinished else None,
     }
     rows = [(name, str(value)) for name, value in facts.items() if value not in (None, False, "")]
     return Answer({"run": run.id, **about}, [Table(("what", "value"), rows)])
@@ -104,7 +107,7 @@ def status(arguments: Namespace) -> Answer:
 def _sweep_status(folder: Path) -> Answer:
     """Show how a sweep is, and a row for each of its jobs that has begun."""
     _, table = _sweep_at(str(folder))
-    rows = table.jobs or tuple(read_rows(folder, table.sweep))
+    rows = table.jobs if table.jobs else tuple(read_rows(folder, table.sweep))
     state = DIED if has_died(folder, table) else table.status
     data: dict[str, Json] = {
         "sweep": str(folder),
@@ -170,16 +173,18 @@ def _stop_sweep(folder: Path) -> Answer:
 def logs(arguments: Namespace) -> int:
     """Print the output of a job's last attempt; with ``-f`` continue until the job ends."""
     run = choose_run(arguments.which, dead_too=True, command="logs")
-    follows = arguments.follow and run.alive
+    is_followed = arguments.follow and run.alive
     attempt = arguments.attempt
     numbers = _attempts_in(run.run_dir)
     if attempt is not None and attempt not in numbers:
         there = ", ".join(map(str, numbers)) or "none"
         raise NotDoneError(f"{run.id}: no log of attempt {attempt}; there are {there}")
-    if not numbers and not follows:
-        reason = (run.state and run.state.reason) or run.run_dir
-        raise NotDoneError(f"{run.id} ({run.status}) has started no attempt: {reason}")
-    for data in output_of(run.run_dir, attempt or 0, follow=follows):
+    if not numbers and not is_followed:
+        reason = None if run.state is None else run.state.reason
+        raise NotDoneError(
+            f"{run.id} ({run.status}) has started no attempt: {reason or run.run_dir}"
+        )
+    for data in output_of(run.run_dir, attempt or 0, follow=is_followed):
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
     return 0
@@ -232,7 +237,8 @@ def _wait_for(folder: Path) -> int:
         raise NotDoneError(f"{folder} is gone")
     state = run.state
     reason = "" if state is None else shortened(state.reason or "", 200)
-    print(f"{run.id} {run.status}{reason and f': {reason}'}; {folder}")
+    because = f": {reason}" if reason else ""
+    print(f"{run.id} {run.status}{because}; {folder}")
     code = state.exit_code if state is not None and state.is_final else None
     return EXIT_FAILED if code is None else code
 

@@ -89,7 +89,7 @@ def report(arguments: Namespace) -> Answer:
 
     which = arguments.which
     sweep = sweep_at(which)
-    folder = sweep or _run_folder(which)
+    folder = sweep if sweep is not None else _run_folder(which)
     story = sweep_story_of(folder) if sweep is not None else story_of(read_sources(folder))
     if isinstance(story, Story) and story.status == "empty":
         problem = (

@@ -277,7 +277,7 @@ def _exit_code_of(
         return exit_code_of(error)
     if problem := known_problem(error):
         print(problem[0], file=standard_error())
-        return session.exit_code or problem[1]
+        return session.exit_code if session.exit_code else problem[1]
     return None
 
 

@@ -50,7 +50,9 @@ def checked(cfg: DictConfig) -> RobustConfig:
     if missing := sorted(OmegaConf.missing_keys(own)):
         raise _missing(prefix + missing[0])
     config = _read_all(own, prefix)
-    objective = config.objective or cfg.get("optimized_metric")
+    objective = config.objective
+    if not objective:
+        objective = cfg.get("optimized_metric")
     with Words(theirs).of_errors():
         config = replace(_with_batch(config), objective=objective, theirs=theirs)
         for mistake in _mistakes(config):
@@ -107,7 +109,9 @@ def read(owner: type[T], cfg: DictConfig, prefix: str, *, is_lenient: bool = Fal
     values: dict[str, Any] = {}
     for item in fields(owner):  # type: ignore[arg-type]
         name = prefix + item.name
-        group = item.metadata.get("group") or item.metadata.get("open")
+        group = item.metadata.get("group")
+        if not group:
+            group = item.metadata.get("open")
         if not item.metadata:
             continue
         if OmegaConf.is_missing(cfg, item.name) and not is_lenient:

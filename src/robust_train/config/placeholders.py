@@ -115,7 +115,9 @@ class MicroBatchPlan:
     @property
     def samples(self) -> int | None:
         """Samples of one rank in an optimizer step, None if unknown."""
-        return self.batch_size and self.batch_size * self.gradient_accumulation_steps
+        if not self.batch_size:
+            return self.batch_size
+        return self.batch_size * self.gradient_accumulation_steps
 
     @classmethod
     def of(cls, config: RobustConfig) -> MicroBatchPlan:

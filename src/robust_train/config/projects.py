@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
@@ -139,7 +140,9 @@ def defaults_for_theirs(cfg: DictConfig) -> dict[str, Any]:
             training[name] = f"${{{found[0]}}}"
         elif name == "batch_size":
             _check_batch(cfg, value, found)
-    batch = training.get("batch_size") or given.get("batch_size")
+    batch = training.get("batch_size")
+    if not batch:
+        batch = given.get("batch_size")
     if batch is None:
         batch = training["batch_size"] = 1
     defaults: dict[str, Any] = {"training": training}
@@ -191,7 +194,11 @@ def their_keys(cfg: DictConfig) -> dict[str, str] | None:
     None in any other."""
     if not is_theirs(cfg):
         return None
-    found = {f"training.{name}": path for name in _NAMES if (path := _path(cfg, name)) is not None}
+    found = {}
+    for name in _NAMES:
+        path = _path(cfg, name)
+        if path is not None:
+            found[f"training.{name}"] = path
     if lightning_of(cfg):  # our fit accumulates
         found.setdefault(ACCUMULATION, f"{GROUP}.{ACCUMULATION}")
     return found
@@ -228,9 +235,10 @@ class Words:
         def name(found: re.Match[str]) -> str:
             key = found[0]
             is_set = text[found.end() :].startswith("=")
-            return theirs.get(key) or (
-                f"{GROUP}.{key}" if is_set else _IN_WORDS.get(key, f"{GROUP}.{key}")
-            )
+            if their_key := theirs.get(key):
+                return their_key
+            our_key = f"{GROUP}.{key}"
+            return our_key if is_set else _IN_WORDS.get(key, our_key)
 
         return _our_keys().sub(name, text)
 
@@ -322,11 +330,8 @@ def _paths(cfg: DictConfig, name: str) -> list[str]:
     content: Any = OmegaConf.to_container(without_ours(cfg), resolve=False)
     leaves = list(_leaves(content, ""))
     values = {leaf.path: leaf.value for leaf in leaves}
-    candidates = [
-        leaf
-        for leaf in leaves
-        if any(leaf.name in names for names in _NAMES[name]) and not leaf.is_for(_OF_EVALUATION)
-    ]
+    names = set(chain.from_iterable(_NAMES[name]))
+    candidates = [leaf for leaf in leaves if leaf.name in names and not leaf.is_for(_OF_EVALUATION)]
     # A computed value counts only where there is no number.
     ranks: dict[str, tuple[bool, bool]] = {}
     named = _without_others(candidates, _NAMES[name])

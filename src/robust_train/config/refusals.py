@@ -117,7 +117,11 @@ def explain(
         return f"{key}: must be a list, '{key}=[one, \"two words\"]'"
     if match := _UNKNOWN_KEY.search(chain):
         overrides = [word for word in arguments if not word.startswith("-")]
-        key = match[1] or (found and found[1]) or match[2]
+        key = match[1]
+        if not key and found:
+            key = found[1]
+        if not key:
+            key = match[2]
         return _unknown_key(key, overrides, config_path, config_name)
     return " ".join(line.strip() for line in lines[:3] if line.strip())
 
@@ -159,7 +163,9 @@ def _unknown_key(
     elif parent and beside:
         hint = meant(name, [k.rpartition(".")[2] for k in beside], f"{parent}.")
     else:
-        near = _nearest(name, everything, 0.75) or _nearest(key, everything, 0.75)
+        near = _nearest(name, everything, 0.75)
+        if not near:
+            near = _nearest(key, everything, 0.75)
         command = "robust-train train " if config_path == OURS else ""
         hint = f"did you mean {near}?" if near else f"{command}--cfg job lists all"
     if typed in overrides and not typed.startswith("~"):
@@ -206,7 +212,8 @@ def explain_option(
         return None
     name, _, value = unknown[0].lstrip("-").partition("=")
     after = arguments[arguments.index(unknown[0]) + 1 :][:1] if unknown[0] in arguments else ()
-    value = value or next((one for one in after if not re.search("^-[a-z-]|=", one)), "…")
+    if not value:
+        value = next((one for one in after if not re.search("^-[a-z-]|=", one)), "…")
     keys = all_keys((), config_path, config_name)
     key = _nearest(name.replace("-", "_"), keys)
     write = f"{key}={value}" if key else "KEY=VALUE"

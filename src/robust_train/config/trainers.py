@@ -276,9 +276,13 @@ def job_name(
     is_own = target is not None and not target.startswith("robust_train.vision.")
     # our defaults, which the config of a user's own trainer has as well
     both = () if is_own and (model, dataset) == ("cnn", "digits") else (model, dataset)
-    name = chosen or "_".join(str(one) for one in both if one not in (None, "", "none"))
+    name = chosen
+    if not name:
+        name = "_".join(str(one) for one in both if one not in (None, "", "none"))
     path = [part for part in (target or "").split(".") if part != "<locals>"]
-    return str(name or (name_of_program(argv) if argv else ".".join(path[-2:])))
+    if not name:
+        name = name_of_program(argv) if argv else ".".join(path[-2:])
+    return str(name)
 
 
 def name_of_program(program: Sequence[str]) -> str:

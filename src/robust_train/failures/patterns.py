@@ -189,9 +189,9 @@ def read_evidence(text: str, match: Match) -> Evidence:
         own_limit |= free is not None and free >= requested
         own_limit |= bool(allowed) and held + requested > allowed
     is_device = match.kind is FailureKind.DEVICE_OOM and match.library == "torch"
-    evidence = Evidence(
-        **found, own_limit=is_device and own_limit, clue=match.clue, library=match.library
-    )
+    if not is_device:
+        own_limit = False
+    evidence = Evidence(**found, own_limit=own_limit, clue=match.clue, library=match.library)
     return replace(evidence, fragmented=_is_fragmented(evidence))
 
 

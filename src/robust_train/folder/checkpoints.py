@@ -452,7 +452,7 @@ def whole_by_form(path: Path) -> bool | None:
     torn. A folder is whole if everything in it is. Raises OSError: it cannot be read.
     """
     if not path.is_dir():
-        return bool(path.stat().st_size) and _file_by_form(path)
+        return _file_by_form(path) if path.stat().st_size else False
     files = files_in(path)
     if not files or any(file.name.endswith(UNFINISHED) for file in files):
         return False

@@ -480,7 +480,9 @@ def folder_override(key: str, folder: Path) -> str:
 def _from(words: list[str], cwd: str = "", before: Sequence[str] = ()) -> str | None:
     # the interpreter by its path, for another PATH would find another one
     same = shlex.join(list(before) + [sys.executable] + words[1:])
-    same = f"cd {shlex.quote(cwd or os.getcwd())} && {same}"
+    if not cwd:
+        cwd = os.getcwd()
+    same = f"cd {shlex.quote(cwd)} && {same}"
     # whoever reads the files drops control characters: it would be another command
     return same if public_command(words) == words and same.isprintable() else None
 

@@ -86,7 +86,8 @@ def ask(call: Callable[[], _T], limit_seconds: float) -> _T:
             pending.answer.exception(seconds)
     if not pending.answer.done():
         _hanging = pending
-        log.warning("%s", silence := pending.silence())
+        silence = pending.silence()
+        log.warning("%s", silence)
         raise silence
     answer: _T = pending.answer.result()
     return answer

@@ -121,7 +121,10 @@ def forget_session() -> None:
 def _read_inventory(processes: bool) -> Inventory:
     for _ in range(2):
         try:
-            return (known_session() or _open_session()).read(processes)
+            session = known_session()
+            if not session:
+                session = _open_session()
+            return session.read(processes)
         except _NoGpusError as error:
             problem = str(error)
             forget_session()  # the driver may have been reloaded under it
@@ -333,7 +336,8 @@ class NvmlSession:
         # which is known depends on the binding's age
         for name in ("Throttle", "Event"):
             read = getattr(self.nvml, f"nvmlDeviceGetCurrentClocks{name}Reasons", None)
-            bits = bits or (read and self._optional(read, handle)) or 0
+            if read is not None and not bits:
+                bits = self._optional(read, handle) or 0
         return ", ".join(text for bit, text in _THROTTLES.items() if bits & bit) or None
 
     def _read_mode(self, handle: Any, compute_mode: str) -> dict[str, Any]:
@@ -360,7 +364,8 @@ class NvmlSession:
         memory = self._optional(nvml.nvmlDeviceGetMemoryInfo, handle, nvml.nvmlMemory_v2)
         problem = "NVML reports no memory for it (a total of 0)"
         try:
-            memory = memory or nvml.nvmlDeviceGetMemoryInfo(handle)
+            if not memory:
+                memory = nvml.nvmlDeviceGetMemoryInfo(handle)
             if memory.total > 0:
                 return memory.total, memory.free, memory.used, False
         except nvml.NVMLError_NotSupported:

@@ -233,7 +233,8 @@ def learned_context_bytes(gpu_name: str) -> int:
     """Return the largest context of this user's jobs on GPUs of this model, 0 if unknown; where
     NVML lists no processes, the smallest that it is at most."""
     known = _learned()
-    return known.get(gpu_name) or known.get(gpu_name + _AT_MOST, 0)
+    measured = known.get(gpu_name)
+    return measured if measured else known.get(gpu_name + _AT_MOST, 0)
 
 
 def learn_context_bytes(gpu_name: str, figures: Mapping[str, int]) -> None:

@@ -63,8 +63,12 @@ def could_ever_fit(gpu: GpuInfo, min_bytes: int) -> bool:
 
 def explain(gpus: Sequence[GpuInfo], min_bytes: int) -> str:
     """Return what is needed and why each GPU does not do, as one line."""
-    whys = (gpu.unusable or f"{mib(gpu.free_bytes)} of {mib(gpu.total_bytes)} free" for gpu in gpus)
-    parts = (f"{label(gpu)}: {why}" for gpu, why in zip(gpus, whys, strict=True))
+    parts = []
+    for gpu in gpus:
+        why = gpu.unusable
+        if not why:
+            why = f"{mib(gpu.free_bytes)} of {mib(gpu.total_bytes)} free"
+        parts.append(f"{label(gpu)}: {why}")
     return f"needs {mib(min_bytes)} free; {'; '.join(parts)}"
 
 

@@ -54,7 +54,7 @@ class Visible:
         """Return the CUDA ordinal in a process with the same environment, None if there is none.
         CUDA enumerates one slice at most, and no whole GPU beside a slice."""
         slices = [gpu.uuid for gpu in self.gpus if gpu.parent_uuid is not None]
-        shown = slices[:1] or [gpu.uuid for gpu in self.gpus]
+        shown = slices[:1] if slices else [gpu.uuid for gpu in self.gpus]
         return shown.index(uuid) if uuid in shown else None
 
 
@@ -147,7 +147,11 @@ def resolve_mask(mask: str | None, cuda_order: Sequence[GpuInfo]) -> Visible:
     keys: list[int | str] = []
     shown: list[GpuInfo] = []
     for entry in entries:
-        key = (entry if entry.startswith(kind) else None) if kind else _number(entry)
+        key: int | str | None = entry
+        if not kind:
+            key = _number(entry)
+        elif not entry.startswith(kind):
+            key = None
         if key is None:
             break
         if key in keys:
@@ -246,4 +250,6 @@ def _order_is_uncertain(inventory: Inventory, environ: Mapping[str, str]) -> boo
 def _in_cuda_order(listed: Sequence[GpuInfo], uuids: Sequence[str]) -> list[GpuInfo]:
     known = {gpu.uuid.partition("-")[2]: gpu for gpu in listed}
     reason = "NVML does not list it"
-    return [known.get(uuid) or _unreadable(f"GPU-{uuid}", -1, reason) for uuid in uuids]
+    return [
+        known[uuid] if uuid in known else _unreadable(f"GPU-{uuid}", -1, reason) for uuid in uuids
+    ]

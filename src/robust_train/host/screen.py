@@ -366,7 +366,8 @@ def never_blocking_output() -> Iterator[None]:
     """Have this process's own prints and log lines go to screens, within the block."""
     open_closed_streams()
     old = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = _unblocked(old[0]), _unblocked(old[1])
+    new = [_unblocked(stream) for stream in old]
+    sys.stdout, sys.stderr = new
     moved = []
     for handler in log_handlers():
         for was, now in zip(old, (sys.stdout, sys.stderr), strict=True):

@@ -62,6 +62,9 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         self._step = range(0)
         self.done = 0  # micro-batches of it that are done
         self._sigterm: Any = signal.SIG_DFL
+        # from `setup` on
+        self._trainer: Any
+        self._device: Any
 
     def own_loader(self, loader: Any, name: str) -> Any:
         """Give the training samples an order that a resumed run can continue."""

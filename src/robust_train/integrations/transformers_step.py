@@ -209,10 +209,9 @@ class LoggedOfPasses:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._lists = {
-            mode: {name: list(values) for name, values in lists.items()}
-            for mode, lists in logged_of_passes(trainer).items()
-        }
+        self._lists = {}
+        for mode, lists in logged_of_passes(trainer).items():
+            self._lists[mode] = {name: list(values) for name, values in lists.items()}
         self._tokens = getattr(trainer, TOKENS_SEEN, None)
 
     def restore(self) -> None:

@@ -57,7 +57,11 @@ def ended(
         traceback = last_words(end.output, request.log_file.name)
     elif not traceback and crash is not None:
         traceback = str(crash)
-    resident = end.max_resident_bytes or memory.get("max_resident")
+    resident: int | None = end.max_resident_bytes
+    if not resident:
+        resident = memory.get("max_resident")
+    if traceback:
+        traceback = _without_middle(traceback, _LONGEST_TRACEBACK)
     if failure is not None:
         message = _without_middle(failure.message, _LONGEST_MESSAGE)
         failure = replace(failure, message=message)
@@ -65,7 +69,7 @@ def ended(
         attempt,
         seconds=seconds,
         failure=failure,
-        traceback=traceback and _without_middle(traceback, _LONGEST_TRACEBACK),
+        traceback=traceback,
         peak_memory_bytes=memory.get("max_allocated", resident),
     )
 
@@ -132,10 +136,13 @@ def _with_workers(failure: Failure | None, end: Exit) -> Failure | None:
         return failure
     is_workers = failure.kind is FailureKind.WORKER_DEATH
     is_of_all = failure.evidence.library in ("kernel", "os", "ray")
+    workers = end.workers
+    if is_workers and not workers:
+        # one that died early was there between two looks
+        workers = None
     evidence = replace(
         failure.evidence,
-        # one that died early was there between two looks
-        workers=end.workers or (None if is_workers else end.workers),
+        workers=workers,
         workers_hold_most=end.workers_hold_most if is_of_all else False,
     )
     return replace(failure, evidence=evidence)
@@ -179,9 +186,11 @@ def _failure(attempt: Attempt, crash: NativeStack | None, stacks: Path) -> Failu
 
 def _stalled(end: Exit, stacks: Path) -> Failure:
     where = where_it_stands(end.stacks)
+    if where:
+        where = f"; {where}"
     return Failure(
         FailureKind.COMM,
-        f"stalled: {end.stalled} (stall_timeout_minutes){where and '; '}{where}",
+        f"stalled: {end.stalled} (stall_timeout_minutes){where}",
         Evidence(library="robust_train", clue=Clue.STALLED),
         (f"see what the threads were doing in {stacks}",) if end.stacks else (),
     )

@@ -196,7 +196,7 @@ class RankDriver(Driver):
             "job": beginning.job,
             "run_dir": str(self.plan.run_dir),
             "number": number,
-            "checkpoint": checkpoint and str(checkpoint),
+            "checkpoint": None if checkpoint is None else str(checkpoint),
             "spec": replace(first.spec, gpus=()).fields_as_json(),
             "is_fresh": is_fresh,  # earlier attempts do not count any more
         }
@@ -476,7 +476,8 @@ def _code() -> dict[str, float]:
     last."""
     main = getattr(sys.modules["__main__"], "__file__", None) or ""
     files = [main] + [path for _, path in own_modules()]
-    return {path: at for path in files if (at := _changed_at(path))}
+    times = {path: _changed_at(path) for path in files}
+    return {path: at for path, at in times.items() if at}
 
 
 def _changed_at(path: str) -> float:

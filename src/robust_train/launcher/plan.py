@@ -110,7 +110,8 @@ def plan_job(
     if guest:
         config = replace(config, isolation="none")
     refuse(config)
-    trainer = trainer or target_of(config)
+    if not trainer:
+        trainer = target_of(config)
     used = values_used(cfg, config)
     name = job_name_of(config, trainer)
     trainer_ref = TrainerRef.of(trainer, inline=config.runs_inline)

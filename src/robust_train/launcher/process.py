@@ -421,7 +421,7 @@ class RunningAttempt:
                 self._ends[rank] = replace(
                     end,
                     returncode=one.returncode,
-                    at=end.at or time.monotonic(),
+                    at=end.at if end.at else time.monotonic(),
                     was_killed=self._killed_at < math.inf,
                 )
         if self._votes is not None:

@@ -17,6 +17,7 @@ from robust_train.config.trainers import name_of
 from robust_train.folder import run_list
 from robust_train.folder.hydra_state import about_job, working_directory
 from robust_train.folder.identity import (
+    Beginning,
     begin_job,
     complete_job,
     count_launch,
@@ -106,6 +107,7 @@ class RunFolder:
         self._file = StateFile(run_dir, state, self._lock.check)
         self._journal = Journal(run_dir / "journal.jsonl")
         self._is_counted = self._was_asked_to_stop = False
+        self.beginning: Beginning  # of a run folder that is entered
         self.pruned = ""  # why a sweep has stopped the job
         self.wait_seconds = 0.0  # for GPUs, in this launch
         self._next_poll = 0.0

@@ -289,7 +289,9 @@ def _cleared(
 def _drop_unreachable() -> None:
     """Drop what only the interpreter itself holds."""
     gc.unfreeze()
-    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    error = getattr(sys, "last_exc", None)
+    if not error:
+        error = getattr(sys, "last_value", None)
     if isinstance(error, BaseException):
         clear_frames(error)
     # with DEBUG_SAVEALL its user wants to look into it

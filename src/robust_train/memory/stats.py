@@ -109,7 +109,8 @@ def get_gpu_memory_stats(device: Any = None) -> MemoryStats:
     ordinal = cuda.ordinal_of(device)
     if ordinal == cuda.HOST:
         return _of_host("")
-    return _of_nvml(ordinal or 0) or _of_host("no CUDA in this process")
+    stats = _of_nvml(ordinal or 0)
+    return stats if stats else _of_host("no CUDA in this process")
 
 
 get_cuda_memory_info = get_gpu_memory_stats

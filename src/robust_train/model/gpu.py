@@ -89,11 +89,14 @@ class Inventory:
         Args:
             torch_cuda: ``13.0``, ``none`` for a build without CUDA, None if unknown.
         """
-        drivers = self.cuda_version and f"the driver supports CUDA {self.cuda_version}"
-        torchs = torch_cuda and f"this torch was built for CUDA {torch_cuda}"
+        versions = []
+        if self.cuda_version:
+            versions.append(f"the driver supports CUDA {self.cuda_version}")
         if torch_cuda == "none":
-            torchs = "this torch was built without CUDA"
-        return ", ".join(filter(None, (drivers, torchs)))
+            versions.append("this torch was built without CUDA")
+        elif torch_cuda:
+            versions.append(f"this torch was built for CUDA {torch_cuda}")
+        return ", ".join(versions)
 
     def may_run(self, torch_cuda: str | None) -> bool:
         """Return whether the driver is likely to run a torch that was built for this CUDA.

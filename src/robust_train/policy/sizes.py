@@ -359,7 +359,9 @@ def _line(probes: Sequence[Probe], best: Probe, limits: Limits) -> Callable[[int
     above = [p for p in probes if p.batch_size > size]
     if above:
         nearest = min(above, key=lambda p: p.batch_size)
-        beyond = nearest.peak_bytes or limits.but_for(1 - _BEYOND)
+        beyond: float = nearest.peak_bytes or 0
+        if not beyond:
+            beyond = limits.but_for(1 - _BEYOND)
         return line((nearest.batch_size, beyond), (size, peak))
     before = _before(probes, best, limits)
     # all that one size has grown by, as if a sample's share were all of it: never too little

@@ -208,12 +208,13 @@ class QueueDir:
     def marked(self, gpus: Sequence[GpuInfo]) -> tuple[GpuInfo, ...]:
         """Return the GPUs, excluded ones as unusable."""
         excluded = {one.uuid: one.sentence() for one in self.exclusions()}
-        return tuple(
-            replace(gpu, unusable=gpu.unusable or excluded[gpu.uuid], owned=False)
-            if gpu.uuid in excluded
-            else gpu
-            for gpu in gpus
-        )
+        shown = []
+        for gpu in gpus:
+            if gpu.uuid in excluded:
+                why = gpu.unusable if gpu.unusable else excluded[gpu.uuid]
+                gpu = replace(gpu, unusable=why, owned=False)
+            shown.append(gpu)
+        return tuple(shown)
 
     def exclude(self, uuid: str, job: str, reason: str) -> bool:
         """Record that a GPU's hardware failed a job; return False if the directory takes no more

@@ -36,7 +36,8 @@ def sentences_of(story: Story, version: str) -> list[str]:
 
 def _length(trained: Sequence[TimedAttempt]) -> str:
     steps = trained[-1].end_step or 0
-    return f"for {steps:,} optimizer step{'s' * (steps != 1)}"
+    ending = "" if steps == 1 else "s"
+    return f"for {steps:,} optimizer step{ending}"
 
 
 def _devices(trained: Sequence[TimedAttempt]) -> str:

@@ -239,10 +239,10 @@ class Attributes:
             assert plain is not None
         self._modules = list(modules)
         self._plain = plain
-        self._held = {
-            place: {name: self._hold(homes[place][name]) for name in names}
-            for place, names in self._plan.names
-        }
+        held = {}
+        for place, names in self._plan.names:
+            held[place] = {name: self._hold(homes[place][name]) for name in names}
+        self._held = held
         self._copies.take(self._small)
         self._versions = versions_of(self._small)
         return self._inside

@@ -67,10 +67,12 @@ class MicroBatcher:
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: must be 1 or more")
         plan = MicroBatchPlan(batch_size, gradient_accumulation_steps, min_batch_size)
-        self._training, self._other = (MicroBatchSize(plan), MicroBatchSize(plan))
-        self._recorder = recorder or Recorder(
-            lambda: self._steps_begun, on_event, splits=SplitWatch(SplitRule(is_exact=exact))
-        )
+        self._training = MicroBatchSize(plan)
+        self._other = MicroBatchSize(plan)
+        if not recorder:
+            splits = SplitWatch(SplitRule(is_exact=exact))
+            recorder = Recorder(lambda: self._steps_begun, on_event, splits=splits)
+        self._recorder = recorder
         self._watch = Watch()
         self._search = search
         self._steps_begun = 0

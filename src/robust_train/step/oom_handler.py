@@ -93,9 +93,9 @@ class OOMHandler:
         self.batch_size = initial_batch_size
         self.gradient_accumulation_steps = gradient_accumulation_steps
         # samples to preserve in an optimizer step, 0 for none
-        self._effective = (
-            preserve_effective_batch_size and initial_batch_size * gradient_accumulation_steps
-        )
+        self._effective = 0
+        if preserve_effective_batch_size:
+            self._effective = initial_batch_size * gradient_accumulation_steps
         self._least = min_batch_size
         self._max_retries = math.inf if max_retries is None else max_retries
         self._batch_argument = batch_argument

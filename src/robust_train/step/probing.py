@@ -28,6 +28,7 @@ from robust_train.policy.sizes import (
     micro_batch_sizes,
     next_size,
 )
+from robust_train.readable import counted
 from robust_train.readable import memory as shown
 from robust_train.step import ranks
 from robust_train.step.reachable import Models, models_of
@@ -59,7 +60,7 @@ class FoundBatchSize:
     def __str__(self) -> str:
         limits = Limits(self.rest_bytes, self.limit_bytes)
         tried = ", ".join(f"{probe.batch_size}: {_outcome(probe, limits)}" for probe in self.probes)
-        probes = f"{len(self.probes)} probe{'s' * (len(self.probes) != 1)} ({tried})"
+        probes = f"{counted(len(self.probes), 'probe')} ({tried})"
         if self.batch_size is None or self.measured_bytes is None:
             return f"{probes}: none fits into {shown(self.limit_bytes)}"
         return (
@@ -223,7 +224,9 @@ def find_in_step(
     That is with several processes or devices, or too small a batch.
     """
     parameters = start.parameters()
-    devices = {tensor.device for tensor in parameters} or {device_of(())}
+    devices = {tensor.device for tensor in parameters}
+    if not devices:
+        devices = {device_of(())}
     sizes = search.sizes(samples)
     why = None if sizes else f"the first batch has {samples} samples only"
     if ranks.here() is not None:
@@ -269,8 +272,8 @@ def _states_per_parameter(settings: Mapping[str, Any]) -> int:
     """Return how many tensors of a parameter's size an optimizer keeps."""
     # SGD, RMSprop (with alpha)
     if "betas" not in settings and "momentum" in settings:
-        centered = bool(settings.get("centered"))
-        return bool(settings["momentum"]) + ("alpha" in settings) + centered
+        kept = [settings["momentum"], "alpha" in settings, settings.get("centered")]
+        return sum(map(bool, kept))
     return 2 + bool(settings.get("amsgrad"))  # Adam and its variants
 
 
@@ -284,8 +287,9 @@ def _copies_in_a_step(settings: Mapping[str, Any], device: torch.device) -> bool
     uses_foreach = settings.get("foreach")
     if uses_foreach is None:
         uses_foreach = device.type == "cuda" and not settings.get("fused")
-    copies = {"betas", "alpha"} & settings.keys() or settings.get("weight_decay")
-    return bool(uses_foreach and copies)
+    if not uses_foreach:
+        return False
+    return "betas" in settings or "alpha" in settings or bool(settings.get("weight_decay"))
 
 
 class Meter:

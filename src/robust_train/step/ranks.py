@@ -85,7 +85,8 @@ class Ranks:
 
     def __init__(self) -> None:
         self.world: Any = dist.group.WORLD
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
         # on the host: a message over the GPU would have to wait for all that is queued there. Of
         # its own: the default group counts the collectives of a user
         self._group: Any = dist.new_group(backend="gloo")
@@ -477,8 +478,11 @@ def replicas_in(model: nn.Module) -> list[Replica]:
 
 def replicas_of(model: nn.Module, function: Any) -> list[Replica]:
     """Find those in a model; else its wrappers among the modules that a function reaches."""
+    inside = replicas_in(model)
+    if inside:
+        return inside
     own = set(map(id, model.parameters()))
-    return replicas_in(model) or [
+    return [
         replica
         for other in modules_of(function)
         for replica in replicas_in(other)

@@ -718,7 +718,7 @@ def check_split(
         loss: Tensor = result[0] if isinstance(result, tuple) else result
         return loss
 
-    checker = Checker(
-        loss_of, parts, size or parts.samples // 2, models_of(model, function), function
-    )
+    if not size:
+        size = parts.samples // 2
+    checker = Checker(loss_of, parts, size, models_of(model, function), function)
     return checker.check()

@@ -37,7 +37,7 @@ class SplitWatch:
         on_found: OnFound = lambda step, check, ends_attempt: None,
         muted: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
-        self.rule = rule or SplitRule()
+        self.rule = rule if rule else SplitRule()
         self.on_found = on_found
         self.muted = muted
         self._known: set[object] = set()

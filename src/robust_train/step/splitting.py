@@ -48,7 +48,8 @@ def share_of(samples: Sequence[T], rank: int, ranks: int) -> Sequence[T]:
     """Return the slice of ``samples`` for ``rank``; the first ranks may have one more."""
     least, more = divmod(len(samples), ranks)
     start = rank * least + min(rank, more)
-    return samples[start : start + least + (rank < more)]
+    length = least + 1 if rank < more else least
+    return samples[start : start + length]
 
 
 def length_of(batch: Any, *, is_strict: bool = False) -> int:
@@ -175,7 +176,9 @@ def joined(parts: Sequence[Any], sizes: Sequence[int], *, any_length: bool = Fal
     if _is_array(first) or type(first) in (int, float):
         return _number_of(parts, sizes)
     if isinstance(first, Mapping):
-        found = {key: join([part[key] for part in parts]) for key in first}
+        found = {}
+        for key in first:
+            found[key] = join([part[key] for part in parts])
         return found if type(first) is dict else type(first)(found)  # type: ignore[call-arg]
     if isinstance(first, list) and is_by_sample:
         return list(itertools.chain.from_iterable(parts))
@@ -236,7 +239,8 @@ class Parts:
         cls, batch: Any, length: Length | None, split: Split | None, count: Count | None = None
     ) -> Parts:
         """Return a user's batch; without a length of theirs it is counted here."""
-        length = length or (len if split else length_of)
+        if not length:
+            length = len if split else length_of
         return cls(batch, length(batch), split or part_of, count)
 
     def __post_init__(self) -> None:

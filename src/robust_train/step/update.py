@@ -79,7 +79,9 @@ def update(
     norm = None
     if max_grad_norm or (skips and not scales):
         norm = _clip(optimizer, max_grad_norm)
-    is_bad = _is_bad([loss, None if scales else norm]) if skips else None
+    is_bad = None
+    if skips:
+        is_bad = _is_bad([loss] if scales else [loss, norm])
     moved = True
     waits = False
     if scales:

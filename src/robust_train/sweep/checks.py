@@ -152,7 +152,9 @@ def direction_of(config: DictConfig) -> str:
         return own
     if wanted != "auto":
         return wanted
-    objective = settings.objective or config.get("optimized_metric")
+    objective = settings.objective
+    if not objective:
+        objective = config.get("optimized_metric")
     if not (objective and SMALLEST_IS_BEST.search(str(objective).lower())):
         return MAXIMIZE
     log.info(

@@ -447,7 +447,9 @@ def jobs_at_once(
     the CPU uses several.
     """
     on_gpus = gpus * wanted.gpu_jobs_per_device // wanted.num_gpus
-    return max(1, min(n_jobs or (on_gpus if gpus else cpus // 2), jobs))
+    if not n_jobs:
+        n_jobs = on_gpus if gpus else cpus // 2
+    return max(1, min(n_jobs, jobs))
 
 
 def count_gpus(wanted: RobustConfig) -> int:

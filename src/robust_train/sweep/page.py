@@ -86,7 +86,9 @@ def write_sweep_report(folder: Path) -> None:
 
 def sweep_story_of(folder: Path) -> SweepStory:
     """Return the story of the sweep in a folder, as far as it can be read."""
-    table = read_table(folder) or SweepTable("", "")
+    table = read_table(folder)
+    if not table:
+        table = SweepTable("", "")
     # one that never started is in the table alone
     jobs = {row.job: JobStory(row) for row in table.jobs}
     for row in read_rows(folder, table.sweep):
@@ -188,7 +190,11 @@ def _over_parameters(sweep: SweepStory, last: Mapping[int, float]) -> list[Chart
             for override in job.row.overrides:
                 key, _, text = override.partition("=")
                 points[key].append((text, value, job.row.is_pruned))
-    varied = {k: own for k, own in points.items() if len({t for t, _, _ in own}) > 1}
+    varied = {}
+    for key, of_key in points.items():
+        texts = {text for text, _, _ in of_key}
+        if len(texts) > 1:
+            varied[key] = of_key
     shares: dict[str, float] = {}
     if varied and (Path(sweep.folder) / STUDY_FILE).exists():
         # without Optuna, or of too few trials

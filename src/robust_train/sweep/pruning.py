@@ -80,12 +80,14 @@ class Reports:
         if not patience:
             return False
         sign = -1 if self._mode == "min" else 1
-        best = {
-            number: list(accumulate((sign * value for value in each.values()), max))
-            for number, each in self.values.items()
-        }
+        best = {}
+        for number, each in self.values.items():
+            signed = [sign * value for value in each.values()]
+            best[number] = list(accumulate(signed, max))
         own = best.pop(job)
-        return len(own) >= patience and all(
-            any(len(other) > at and other[at] > own[at] for other in best.values())
-            for at in range(len(own) - patience, len(own))
-        )
+        if len(own) < patience:
+            return False
+        for at in range(len(own) - patience, len(own)):
+            if not any(len(other) > at and other[at] > own[at] for other in best.values()):
+                return False
+        return True

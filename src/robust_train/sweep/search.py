@@ -85,7 +85,7 @@ class Search(Jobs):
                 study_name=STUDY,
                 storage=storage_in(self._folder),
                 direction=StudyDirection[direction.upper()],
-                pruner=pruner or NopPruner(),
+                pruner=pruner if pruner else NopPruner(),
                 load_if_exists=True,
             )
         except Exception as error:  # of any kind: a file that is damaged

@@ -57,9 +57,10 @@ def sweep(
         if key not in swept
     ]
     seeds = _seeds(settings, config, by_key)
-    queue = GpuQueue(
-        context, task_function, config, settings.n_jobs or config.hydra.launcher.get("n_jobs")
-    )
+    n_jobs = settings.n_jobs
+    if not n_jobs:
+        n_jobs = config.hydra.launcher.get("n_jobs")
+    queue = GpuQueue(context, task_function, config, n_jobs)
     if settings.sampler is None:
         jobs = dict(enumerate(_combinations(swept, fixed, seeds)))
         queue.run(Jobs(jobs))

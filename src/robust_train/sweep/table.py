@@ -51,7 +51,10 @@ def best_first(table: SweepTable) -> list[list[SweepJob]]:
 def point_table(points: Sequence[Sequence[SweepJob]]) -> list[str]:
     """Return what each point has reached over its seeds; failed ones are named."""
     lines: list[Sequence[object]] = []
-    shared = [common([row.overrides for row in rows]) for rows in points]
+    shared = []
+    for rows in points:
+        overrides = [row.overrides for row in rows]
+        shared.append(common(overrides))
     everywhere = common(shared)
     for rows, own in zip(points, shared, strict=True):
         values = values_of(rows)
@@ -104,7 +107,8 @@ def common(overrides: Sequence[Sequence[str]]) -> list[str]:
     """Return the overrides that all jobs have; none of a single job."""
     if len(overrides) < 2:
         return []
-    return [one for one in overrides[0] if all(one in other for other in overrides)]
+    everywhere = set(overrides[0]).intersection(*overrides)
+    return [one for one in overrides[0] if one in everywhere]
 
 
 def without(overrides: Sequence[str], others: Sequence[str]) -> str:
@@ -136,10 +140,11 @@ def unranked(rows: Sequence[SweepJob]) -> list[str]:
     for row in rows:
         if row.has_completed and row.value is None:
             jobs.setdefault(str(row.why), []).append(str(row.job))
-    return [
-        f"without a rank: job{'s' * (len(numbers) > 1)} {', '.join(numbers)}: {why}"
-        for why, numbers in jobs.items()
-    ]
+    lines = []
+    for why, numbers in jobs.items():
+        noun = "job" if len(numbers) == 1 else "jobs"
+        lines.append(f"without a rank: {noun} {', '.join(numbers)}: {why}")
+    return lines
 
 
 def has_results(rows: Sequence[SweepJob]) -> bool:

@@ -187,9 +187,13 @@ def read_batches(
     """Yield a batch on the host for each of ``chunks``, in order, with the workers that the group
     ``training`` asks for. Workers end with the iterator, so those of training and of validation
     never hold memory at the same time. ``pinned``: into memory from which a GPU copies at once."""
+    batches = []
+    for chunk in chunks:
+        batch = [(epoch, index) for index in chunk]
+        batches.append(batch)
     loader: DataLoader[Any] = DataLoader(
         dataset,
-        batch_sampler=[[(epoch, index) for index in chunk] for chunk in chunks],
+        batch_sampler=batches,
         num_workers=training.num_workers,
         prefetch_factor=training.prefetch_factor if training.num_workers else None,
         pin_memory=pinned,

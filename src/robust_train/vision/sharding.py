@@ -119,7 +119,9 @@ def write_shards(group: dist.ProcessGroup, content: Content, path: Path) -> Path
         rank, (error, _) = next(iter(failure.failures.items()))
         if isinstance(error, OSError):
             # of one about a part
-            why = error.strerror or str(error).rpartition(": ")[2]
+            why = error.strerror
+            if not why:
+                why = str(error).rpartition(": ")[2]
             raise CheckpointError(f"cannot write {path}, rank {rank}: {why}") from None
         if rank != dist.get_rank(group):
             raise RankFailure(rank, classify_failure(error), is_elsewhere=True) from failure

@@ -492,7 +492,9 @@ class Training:
     def finish(self) -> dict[str, float | str]:
         """Test, save the trained weights and return the result."""
         run = self.run
-        validation = self.score or self._evaluate(self.splits.validation)
+        validation = self.score
+        if not validation:
+            validation = self._evaluate(self.splits.validation)
         test = self._evaluate(self.splits.test)
         path = run.checkpoint_dir / FINAL_NAME
         content = self._weights(test_accuracy=test.accuracy)

@@ -161,7 +161,9 @@ class LineReader:
 
 
 def _texts(lines: Iterable[bytes]) -> Iterator[str]:
-    return (text for line in lines if (text := line.decode(errors="replace").strip()))
+    for line in lines:
+        if text := line.decode(errors="replace").strip():
+            yield text
 
 
 class ScriptRun(Run):
@@ -170,9 +172,10 @@ class ScriptRun(Run):
     def __init__(
         self, environ: Mapping[str, str], report_line: ReportLine = lambda line: None
     ) -> None:
+        run_dir = value_from(environ, "run_dir")
         checkpoint = value_from(environ, "checkpoint")
         super().__init__(
-            run_dir=Path(value_from(environ, "run_dir") or Path.cwd()),
+            run_dir=Path(run_dir) if run_dir else Path.cwd(),
             attempt=int(value_from(environ, "attempt") or 1),
             resume_checkpoint=Path(checkpoint) if checkpoint else None,
             report=lambda event: report_line(event.as_json()),

@@ -161,7 +161,8 @@ class Guard(LossWatch):
             return
         self._source = source
         if hasattr(loss, "detach"):
-            self._late_losses = self._late_losses or _late_figures()
+            if not self._late_losses:
+                self._late_losses = _late_figures()
             earlier = self._late_losses.swap(step, loss)
             if earlier is not None:
                 self._look_at(*earlier)
@@ -191,7 +192,8 @@ class Guard(LossWatch):
         """End an optimizer step, without an update that would spoil the weights."""
         from robust_train.step.update import update
 
-        self._late_updates = self._late_updates or _late_figures()
+        if not self._late_updates:
+            self._late_updates = _late_figures()
         loss = self._loss
         self._loss = None
         done = update(optimizer, loss, scaler, max_grad_norm)

@@ -165,7 +165,8 @@ class Sampler:
         gpu = None
         if self._index is not None:
             # by the UUID that CUDA knows it by, once that is known
-            self._gpu_name = self._gpu_name or _uuid_of(self._index)
+            if not self._gpu_name:
+                self._gpu_name = _uuid_of(self._index)
             cached = cached_on(self._index)
             gpu = self._as_nvml_has_it() if self._gpu_name else None
             if gpu is not None:

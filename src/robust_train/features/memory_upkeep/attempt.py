@@ -221,7 +221,9 @@ class MemoryUpkeep(InAttempt):
         torch = started_torch()
         if self._index is not None and torch is not None:
             with contextlib.suppress(Exception):
-                return cached_on(busiest_gpu(torch)) or Cached()
+                cached = cached_on(busiest_gpu(torch))
+                if cached:
+                    return cached
         return Cached()
 
     def _in_use(self) -> tuple[str, int]:

@@ -163,14 +163,13 @@ def sizes_left(context: FailureContext) -> Retry | None:
     if not context.sizes_not_tried or context.failed_before_training:
         return None
     now = {gpu.uuid: gpu for gpu in context.offers.gpus if gpu.unusable is None}
-    tried = [
-        tuple(now[gpu.uuid] for gpu in one.spec.gpus)
-        for one in context.history
-        if one.spec.gpus
-        and one.spec.ranks == last.ranks
-        and context.faulty.isdisjoint(uuids(one.spec.gpus))
-        and now.keys() >= {*uuids(one.spec.gpus)}
-    ]
+    tried = []
+    for one in context.history:
+        names = uuids(one.spec.gpus)
+        if not names or one.spec.ranks != last.ranks:
+            continue
+        if context.faulty.isdisjoint(names) and now.keys() >= {*names}:
+            tried.append(tuple(now[name] for name in names))
     most = max(tried, key=lambda group: min(gpu.free_bytes for gpu in group), default=())
     if last.gpus and not most:
         return None

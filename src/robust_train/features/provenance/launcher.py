@@ -51,7 +51,8 @@ class RecordsProvenance(InLauncher):
             trainer.cwd or ".",
             os.environ,
         )
-        digests = config_digests(composed_files(), trainer.argv or sys.argv[1:])
+        arguments = trainer.argv if trainer.argv else sys.argv[1:]
+        digests = config_digests(composed_files(), arguments)
         before = read_environment(plan.run_dir)
         changed = changed_variables(before, beginning.job, variables)
         if changed:

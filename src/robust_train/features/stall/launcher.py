@@ -289,7 +289,10 @@ def dump_stacks(
     with contextlib.suppress(OSError), request.stacks_file.open("a", 1) as file:
         for one in silent[:_MOST_PROCESSES]:
             with contextlib.suppress(psutil.Error):
-                command = shortened(shlex.join(one.cmdline()) or one.name(), 100)
+                command = shlex.join(one.cmdline())
+                if not command:
+                    command = one.name()
+                command = shortened(command, 100)
                 print(f"process {one.pid} ({command}, {_status(one)})", file=file)
                 if time.monotonic() < until:
                     file.writelines(f"{line}\n" for line in _threads(one))
@@ -315,7 +318,9 @@ def _status(process: psutil.Process) -> str:
 def _threads(process: psutil.Process) -> Iterator[str]:
     """Yield a process's threads as faulthandler writes them; none if py-spy finds none."""
     beside = str(Path(sys.executable).parent)
-    spy = shutil.which("py-spy") or shutil.which("py-spy", path=beside)
+    spy = shutil.which("py-spy")
+    if spy is None:
+        spy = shutil.which("py-spy", path=beside)
     if spy is None:
         return
     command = [spy, "dump", "--json", "--pid", str(process.pid)]
@@ -355,7 +360,8 @@ def nccl_variables(environ: Mapping[str, str], run_dir: Path, attempt: int) -> d
     if _NEWER_SIZE in environ:
         own.pop("TORCH_NCCL_TRACE_BUFFER_SIZE", None)
     with contextlib.suppress(OSError):
-        os.mkfifo(probe := f"{stem}.pipe")
+        probe = f"{stem}.pipe"
+        os.mkfifo(probe)
         os.unlink(probe)
         if not any(name in environ for name in _FILES):
             return own | dict.fromkeys(_FILES, stem)

@@ -77,7 +77,8 @@ def standstill(limit_seconds: float | None, pulse: Pulse) -> Standstill | None:
     learned = max(SHORTEST_SECONDS, _LONGEST_PAUSES * pulse.longest)
     silent = pulse.now - pulse.alive
     if pulse.reported is None:
-        return Standstill(silent, limit_seconds or max(STARTUP_SECONDS, learned), True)
+        limit = limit_seconds if limit_seconds else max(STARTUP_SECONDS, learned)
+        return Standstill(silent, limit, True)
     quiet = pulse.now - pulse.reported
     if limit_seconds is not None:
         return Standstill(quiet, limit_seconds, False)
