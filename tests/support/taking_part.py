@@ -5,7 +5,6 @@ import contextlib
 from robust_train.attempt.run import live_of
 from robust_train.attempt.runner import beside_the_trainer
 from robust_train.config.schema import RobustConfig
-from robust_train.features.divergence.model import DivergenceKeys
 
 
 def hooked(run, feature, config=None):
@@ -19,6 +18,7 @@ def hooked(run, feature, config=None):
 def guarded(run, **divergence):
     """Let a guard watch the losses of a run; return it."""
     from robust_train.features.divergence.attempt import Guard
+    from robust_train.features.divergence.model import DivergenceKeys
 
     guard = Guard(live_of(run), DivergenceKeys(**divergence))
     live_of(run).watch(guard)

@@ -82,7 +82,7 @@ def test_a_value_that_cannot_be_used_is_refused_before_the_first_job_starts(swee
 def test_a_refused_job_says_so_once_and_the_exit_code_is_2(sweeps, launcher):
     both = ("training.batch_size=8,4", "min_batch_size=4,8")  # each is fine beside the first ones
     ended = sweeps.sweep("objective", *both, f"hydra/launcher={launcher}").with_code(2)
-    before, _, table = ended.stdout.rpartition("\nsweep:\n")
+    before, _, table = ended.stdout.rpartition("\nsweep, the largest result first:\n")
     said = (before + ended.stderr).count("must not be above")
     assert said == (launcher != "submitit_local"), "its jobs have logs of their own"
     assert table.count("must not be above") == 1
