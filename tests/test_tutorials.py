@@ -12,7 +12,7 @@ COMMANDS = re.compile(r"^```bash\n(.*?)^```$", re.M | re.S)
 
 SEEN = {
     "tutorial-script.md": [
-        r"1 +cpu +64 .*completed",
+        r"completed after .* micro-batch 64",
         r"3 +cpu +16 +64 .*completed",
         "going on after epoch 1",
         r"runs/long",

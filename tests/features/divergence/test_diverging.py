@@ -120,6 +120,8 @@ def test_a_script_is_started_again_with_a_lower_learning_rate(world):
 @pytest.mark.slow
 def test_the_built_in_trainer_leaves_updates_out_and_tries_a_lower_rate(world):
     overrides = ("training.lr=1e30", "training.max_grad_norm=0", "training.epochs=1")
+    # on a slow machine a checkpoint of the only good step would be due
+    overrides += ("training.checkpoint_every_minutes=60",)
     ended = world.run(*overrides, "device=cpu", "max_retries=1")
     assert outcomes(ended) == ["diverged", "diverged"], ended.output
     assert ended.attempts[0]["skipped_updates"] == 10
