@@ -72,7 +72,7 @@ CELLS = (
     "function-SIGKILL of process 1",
     OUT_OF_MEMORY_CELL,
     "script-SIGKILL of process 2",
-    "lightning-losses that are not finite",
+    "lightning-pruned",
     "vision-SIGKILL to all",
 )
 
