@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from robust_train.failures import classify_failure
 from robust_train.folder.checkpoints import CheckpointError, why_full
+from robust_train.host.linux import sleep_with_ticks
 from robust_train.model.errors import TrainingStopped
 from robust_train.model.events import CheckpointFailed
 from robust_train.model.failure import FailureKind
@@ -25,7 +26,6 @@ PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Between tries in seconds, as long as the disk says that it has room."""
 _LOOK_SECONDS = 1.0
 _LINE_SECONDS = 60.0
-_POLL_SECONDS = 0.2
 
 
 def write_when_there_is_room(live: LiveAttempt, write: Callable[[], T]) -> T:
@@ -108,8 +108,9 @@ def _waited_for_room(live: LiveAttempt, failed: CheckpointError) -> bool:
 
 def _sleep(live: LiveAttempt, seconds: float) -> None:
     """Let time pass; raise TrainingStopped if a stop is requested."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
+
+    def end_if_stopped() -> None:
         if live.should_stop():
             raise TrainingStopped("stopped while it waited for space on the disk")
-        time.sleep(_POLL_SECONDS)
+
+    sleep_with_ticks(seconds, end_if_stopped)
