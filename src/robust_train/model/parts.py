@@ -9,7 +9,7 @@ among the record's own.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -43,6 +43,15 @@ def _parts() -> tuple[type[Part], ...]:
     reader of a file needs it, and only ``assembly.py`` may name a feature."""
     features: tuple[Feature, ...] = load_named("robust_train.assembly:FEATURES")
     return tuple(load_named(name) for feature in features for name in feature.parts)
+
+
+@functools.cache
+def _parts_behind() -> Mapping[str, Sequence[type[Part]]]:
+    """Return the parts that stand behind each field of their record in files."""
+    behind: dict[str, list[type[Part]]] = {}
+    for part in _parts():
+        behind.setdefault(part.behind, []).append(part)
+    return behind
 
 
 @dataclass(frozen=True)
@@ -86,12 +95,13 @@ class Record(Generic[P]):
     def fields_as_json(self, leave_out: Collection[str] = ()) -> dict[str, Json]:
         """Return the fields in JSON's types, those of all parts among them."""
         flat: dict[str, Json] = {}
-        kinds = parts_like(self.kind_of_part)
+        left_out = {*leave_out, "parts"}
+        behind = _parts_behind()
         for own in fields(self):
-            if own.name not in (*leave_out, "parts"):
+            if own.name not in left_out:
                 flat[own.name] = as_json(getattr(self, own.name))
-            for kind in kinds:
-                if kind.behind == own.name:
+            for kind in behind.get(own.name, ()):
+                if issubclass(kind, self.kind_of_part):
                     flat |= fields_as_json(self.of(kind))
         return flat
 
