@@ -162,7 +162,7 @@ class OutputPump:
             stream.settle()
 
     def move(self) -> bool:
-        """Pass on everything that has arrived; return whether there was anything."""
+        """Pass on everything that has arrived, and return whether there was anything."""
         moved = False
         for number, stream in enumerate(self.streams):
             stream.fit()

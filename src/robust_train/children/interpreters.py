@@ -209,7 +209,7 @@ class Interpreters:
 
     def poll(self) -> bool:
         """See which interpreters have ended, which sets ``returncode``, and pass on what they have
-        printed; return whether there was anything."""
+        printed, and return whether there was anything."""
         for one in self._uncollected:
             one.collect()
         self._uncollected = [one for one in self._uncollected if one.is_running]

@@ -155,7 +155,7 @@ class Notifier:
             self._notify(name, state, f"{state.name} on {state.host}{text}")
 
     def _news(self, state: RunState) -> str:
-        """Return the event that a job's state amounts to; empty if no one is notified."""
+        """Return the event that a job's state amounts to, empty if no one is notified."""
         hoped = self._hopes_for_gpu
         is_waiting = state.state == "waiting"
         if is_waiting or state.device is not None:

@@ -137,7 +137,7 @@ class Answer:
         shown: for people, from top to bottom.
         warnings: for people, on stderr.
         asides: the same without the word, for a command whose output is pasted.
-        error: why the command did not do what it was asked to; empty if it did.
+        error: why the command did not do what it was asked to, empty if it did.
         exit_code: of the command; with an error and 0 it is 1.
     """
 

@@ -218,7 +218,7 @@ def _text(name: str, value: Json) -> str:
 
 
 def probe(gpu: GpuInfo) -> tuple[bool, str]:
-    """Probe a GPU that no one uses; return whether it passed, and one line about it."""
+    """Probe a GPU that no one uses, and return whether it passed, and one line about it."""
     try:
         done = run_command(
             [sys.executable, "-m", __name__], _PROBE_SECONDS, {**os.environ, VARIABLE: gpu.uuid}

@@ -34,7 +34,7 @@ from robust_train.sweep.session import session
 
 
 def robust_job(cfg: DictConfig) -> Any:
-    """Run one job under the launcher; return the objective, NaN for a failed job of a sweep."""
+    """Run one job under the launcher, and return the objective, NaN for a failed job of a sweep."""
     return _job(cfg, remedies=True)
 
 

@@ -29,7 +29,7 @@ OVERRIDE = re.compile(r"(?![A-Z_\d]+=)[+~]{0,2}[\w./@]+=")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit code."""
+    """Run the command line, and return the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     open_closed_streams()
     if (lack := why_unusable()) is not None:

@@ -186,7 +186,7 @@ def choose(
 
     Args:
         listed: what NVML lists, and by number why a process is not among them.
-        named: process ids to end; empty for all of the caller's own.
+        named: process ids to end, empty for all of the caller's own.
         uid: the caller's user; only 0 may name processes of others.
         ancestors: the caller itself and all its parents.
     """

@@ -167,7 +167,7 @@ def has_died(folder: Path, table: SweepTable) -> bool:
 
 
 def _how_it_goes_on(line: Listed) -> str:
-    """Return the command that goes on with what died; empty if it did not."""
+    """Return the command that goes on with what died, empty if it did not."""
     if line.sweep is not None:
         died = _state_of_sweep(line.sweep) == DIED
         return f"{line.sweep} died; to go on: robust-train resume {line.sweep}" if died else ""

@@ -67,7 +67,7 @@ def _counted(found: list[dict[str, Json]]) -> str:
 
 
 def _remove(folder: Path, kept: list[str]) -> bool:
-    """Remove a run folder; return whether it is gone, and add to ``kept`` why it is not."""
+    """Remove a run folder, and return whether it is gone, and add to ``kept`` why it is not."""
     run = read_run(folder)  # as it is since the question was asked
     if run is not None and run.alive:
         kept.append(f"{folder} stays: a job runs in it")

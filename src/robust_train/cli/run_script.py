@@ -44,7 +44,7 @@ _OPTIONS = {one.key: one.names[0] for one in COMMANDS["run"].options if one.key}
 
 
 def run(arguments: Namespace) -> int:
-    """Run the script to its end; return the exit code of the job."""
+    """Run the script to its end, and return the exit code of the job."""
     if not arguments.program:
         raise UsageError(
             "no program to run; write it after the options: robust-train run --batch-size 128 "

@@ -215,7 +215,8 @@ def attach(arguments: Namespace) -> int:
 
 
 def wait(arguments: Namespace) -> int:
-    """Wait for each job or sweep; return the code of the first that did not complete, else 0."""
+    """Wait for each job or sweep, and return the code of the first that did not complete, else
+    0."""
     folders = [
         sweep_at(which) or choose_run(which, dead_too=True, command="wait").run_dir
         for which in arguments.which or [None]
@@ -244,7 +245,7 @@ def _wait_for(folder: Path) -> int:
 
 
 def _exit_code_in(sweep_folder: Path) -> int | None:
-    """Return the exit code of a sweep; None if it has recorded none."""
+    """Return the exit code of a sweep, or None if it has recorded none."""
     table = read_table(sweep_folder)
     return None if table is None else table.exit_code
 

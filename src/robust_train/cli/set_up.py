@@ -215,7 +215,7 @@ def completion(arguments: Namespace) -> int:
 
 
 def _case(name: str) -> str:
-    """Return the line for the words that may follow a command; empty if there are none."""
+    """Return the line for the words that may follow a command, empty if there are none."""
     words = list(members_of(name))
     options = COMMANDS[name].options if name in COMMANDS else ()
     for each in options:

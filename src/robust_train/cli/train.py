@@ -167,14 +167,14 @@ def _open(
     version_base: str | None = "1.3",
     name: str = "",
 ) -> int:
-    """Compose the config and run the job or sweep; return the exit code.
+    """Compose the config and run the job or sweep, and return the exit code.
 
     Args:
         task: the function for one job.
         config_name: the primary config.
         config_path: the folder of the configs.
         version_base: Hydra's.
-        name: the name of our own script; empty for a project's.
+        name: the name of our own script, empty for a project's.
     """
     key = "device" if name else "robust.device"
     sys.argv[1:] = _with_list_of_gpus(sys.argv[1:], key)
@@ -261,7 +261,7 @@ def _answer(name: str) -> None:
 def _exit_code_of(
     error: Exception, task: Callable[[Any], Any], explained: Callable[[BaseException], str]
 ) -> int | None:
-    """Print a user's mistake in one line and return its exit code; None if it is none."""
+    """Print a user's mistake in one line and return its exit code, or None if it is none."""
     from robust_train.cli import jobs
     from robust_train.config.refusals import REFUSALS, exit_code_of
     from robust_train.sweep.checks import known_problem

@@ -63,7 +63,8 @@ def started_driver() -> ctypes.CDLL | None:
 
 
 def order_in_this_process() -> tuple[str, ...] | None:
-    """Return UUIDs (without ``GPU-`` or ``MIG-``) by CUDA ordinal; None if CUDA has not started."""
+    """Return UUIDs (without ``GPU-`` or ``MIG-``) by CUDA ordinal, or None if CUDA has not
+    started."""
     driver = started_driver()
     try:
         return None if driver is None else _enumerate(driver)

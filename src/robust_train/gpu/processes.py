@@ -114,7 +114,7 @@ def sees_host_pids() -> bool:
 
 
 def own_pid_namespace() -> str:
-    """Return in which namespace this process numbers processes; empty if unknown."""
+    """Return in which namespace this process numbers processes, empty if unknown."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -122,7 +122,7 @@ def own_pid_namespace() -> str:
 
 
 def started_at(pid: int) -> float:
-    """Return when a process started, in seconds since boot whatever the clock; 0 if none has."""
+    """Return when a process started, in seconds since boot whatever the clock, or 0 if none has."""
     try:
         # first: psutil adds the one that it read last
         booted = psutil.boot_time()
@@ -256,7 +256,7 @@ def learn_context_bytes(gpu_name: str, figures: Mapping[str, int]) -> None:
 
 
 def _contexts_file() -> Path | None:
-    """Return where contexts are remembered; None without a home."""
+    """Return where contexts are remembered, or None without a home."""
     chosen, home = (os.environ.get(name, "") for name in ("XDG_CACHE_HOME", "HOME"))
     # the XDG Base Directory Specification ignores relative paths
     cache = chosen if os.path.isabs(chosen) else os.path.join(home, ".cache")

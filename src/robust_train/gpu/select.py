@@ -87,7 +87,7 @@ def describe_process(process: GpuProcess, holders: Mapping[int, GpuUser]) -> str
 
 
 def others_on(gpu: GpuInfo, holders: Mapping[int, GpuUser], ours: Collection[int] = ()) -> str:
-    """Return who computes on a GPU that was read with its processes; empty if no one does but
+    """Return who computes on a GPU that was read with its processes, empty if no one does but
     ``ours``. Where none is listed (in a container, under WSL), memory and time in use show them."""
     listed = gpu.processes or ()
     computing = [one for one in listed if one.computes and one.pid not in ours]

@@ -217,7 +217,7 @@ def _hides_all(mask: str) -> bool:
 
 
 def _number(entry: str) -> int | None:
-    """Read a number as strtoul does: what follows the digits is ignored; None if negative."""
+    """Read a number as strtoul does: what follows the digits is ignored, or None if negative."""
     digits = _INTEGER.match(entry)
     return None if digits is None or int(digits[1]) < 0 else int(digits[1])
 

@@ -86,7 +86,7 @@ def children(*, recursive: bool = False) -> list[psutil.Process]:
 
 
 def collect(pid: int) -> bool:
-    """Collect the child ``pid`` if it has ended; return whether it runs."""
+    """Collect the child ``pid`` if it has ended, and return whether it runs."""
     try:
         return os.waitpid(pid, os.WNOHANG)[0] == 0
     except ChildProcessError:
@@ -120,7 +120,8 @@ def kill_descendants(
 
 
 def _is_killed(process: psutil.Process, is_ours: Callable[[psutil.Process], bool]) -> bool:
-    """Kill a process that is ours and collect it if it is a child; return whether it is left."""
+    """Kill a process that is ours and collect it if it is a child, and return whether it is
+    left."""
     try:
         if not is_ours(process):
             return False

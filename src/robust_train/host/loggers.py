@@ -96,7 +96,7 @@ class PackageLogger(logging.Logger):
             _write(standard_error() if _lines.is_job else sys.stderr, record)
 
     def _give_to_handlers(self, record: logging.LogRecord) -> bool:
-        """Do what ``callHandlers`` does; return whether that has shown the line."""
+        """Do what ``callHandlers`` does, and return whether that has shown the line."""
         is_shown = False
         logger: logging.Logger | None = self
         while logger is not None:
@@ -239,7 +239,7 @@ def speak_as_rank(rank: int) -> None:
 
 
 def _mark_rank(rank: int, record: logging.LogRecord) -> bool:
-    """Put the rank in front of a line; return whether a rank other than the first shows it."""
+    """Put the rank in front of a line, and return whether a rank other than the first shows it."""
     if record.levelno < logging.WARNING:
         return False
     if not getattr(record, "is_marked", False):

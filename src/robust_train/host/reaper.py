@@ -80,7 +80,7 @@ def end_marked(
 
 
 def mark_of(pid: int | str) -> int | None:
-    """Return the mark of a process, also of a zombie; None if it is of no job."""
+    """Return the mark of a process, also of a zombie, or None if it is of no job."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         limits = Path(f"/proc/{pid}/limits").read_bytes()
         return int(limits.partition(b"Max file locks")[2].split(None, 1)[0])

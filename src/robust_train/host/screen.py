@@ -328,7 +328,7 @@ class LiveArea:
 
 @contextlib.contextmanager
 def live_area() -> Iterator[LiveArea | None]:
-    """Yield an area on the terminal that this process prints and logs to; None without one."""
+    """Yield an area on the terminal that this process prints and logs to, or None without one."""
     # none: a terminal of an IDE's own making
     descriptor = descriptor_of(sys.stdout)
     is_dumb = os.environ.get("TERM", "dumb") in ("dumb", "unknown")

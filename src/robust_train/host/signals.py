@@ -51,8 +51,8 @@ def stop_signal(environ: Mapping[str, str]) -> signal.Signals:
 
 
 def keep_ends_of_children() -> bool:
-    """Have the kernel keep how children end; return whether it did not. A process may inherit from
-    its parent that SIGCHLD is ignored: then each child seems to have ended well."""
+    """Have the kernel keep how children end, and return whether it did not. A process may inherit
+    from its parent that SIGCHLD is ignored: then each child seems to have ended well."""
     is_ignored = signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
     if is_ignored:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

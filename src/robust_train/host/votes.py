@@ -80,7 +80,8 @@ class Votes:
         self._thread_lock = threading.Lock()
 
     def look(self, flag: str, rank: int) -> int:
-        """Count a look of ``rank``; return the number of the look at which the flag is due, or 0.
+        """Count a look of ``rank``, and return the number of the look at which the flag is due, or
+        0.
 
         It stays due until it is raised again.
         """
@@ -159,8 +160,8 @@ class StoreVotes:
         self._thread.join(2.0)
 
     def look(self, flag: str, rank: int) -> int:
-        """Count a look; return the number of the look at which the flag is due, or 0. It stays due
-        until it is raised again."""
+        """Count a look, and return the number of the look at which the flag is due, or 0. It stays
+        due until it is raised again."""
         since = time.monotonic()
         while True:
             with self._lock:

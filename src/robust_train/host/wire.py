@@ -66,7 +66,7 @@ class EventSender:
             poll.poll(500)
 
     def _send_waiting(self) -> bool:
-        """Send what can be sent; return whether nothing is left."""
+        """Send what can be sent, and return whether nothing is left."""
         while self._waiting:
             data = self._waiting[0]
             try:

@@ -323,7 +323,7 @@ def _prepare(data: Any, callback: RobustCallback) -> None:
 
 
 def _give(owner: Any, name: str, value: int) -> bool:
-    """Set an attribute or hyperparameter; return whether there is one."""
+    """Set an attribute or hyperparameter, and return whether there is one."""
     is_attribute = hasattr(owner, name)
     is_hyperparameter = name in getattr(owner, "hparams", {})
     if is_attribute:

@@ -117,7 +117,7 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
 
     @torch.enable_grad()
     def _run(self, whole: Callable[[], Any], kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
-        """Run the closure for each part of the batch; return the batch's result."""
+        """Run the closure for each part of the batch, and return the batch's result."""
         trainer = self.trainer
         batch = kwargs["batch"]
         zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
@@ -432,7 +432,7 @@ _States = dict[str, Any]
 
 
 def _states_of(metric: Any) -> _States:
-    """Return a metric's states, to know later what was added; empty if they are large, or not
+    """Return a metric's states, to know later what was added, empty if they are large, or not
     known, as of an old torchmetrics."""
     states: _States = getattr(metric, "metric_state", {})
     found = [one for one in states.values() if isinstance(one, Tensor)]
@@ -444,7 +444,7 @@ def _states_of(metric: Any) -> _States:
 
 
 def _value_since(metric: Any, before: _States) -> Any:
-    """Return a metric's value of what was added to its states; None if that is not possible."""
+    """Return a metric's value of what was added to its states, or None if that is not possible."""
     added = copy(metric)
     try:
         for name, start in before.items():

@@ -251,7 +251,7 @@ class InStep:
         on_rewind: Callable[[], None] = lambda: None,
         keeps_gradients: bool = True,
     ) -> OpenStep | None:
-        """Begin an optimizer step; None if the framework has to run it by itself."""
+        """Begin an optimizer step, or None if the framework has to run it by itself."""
         if self.is_on and not self._has_begun:
             # the framework has made its optimizer by now
             self._has_begun = True

@@ -102,7 +102,7 @@ class StartingMemory:
         self._storages = frozenset(tensors.storages(alive))
 
     def describe_rest(self) -> str | None:
-        """Describe what a failed try has left behind; None if it is at most one percent."""
+        """Describe what a failed try has left behind, or None if it is at most one percent."""
         sizes = {}
         for device, now in tensors.bytes_on(tensors.live_tensors()).items():
             before = self._bytes_on.get(device, 0)

@@ -114,7 +114,7 @@ class Cached:
 
 
 def cached_on(index: int | None) -> Cached | None:
-    """Return the figures of a GPU as this process counts; None if CUDA has not started."""
+    """Return the figures of a GPU as this process counts, or None if CUDA has not started."""
     torch = started_torch()
     with contextlib.suppress(KeyError, RuntimeError):
         if index is not None and torch is not None:
@@ -127,7 +127,7 @@ def cached_on(index: int | None) -> Cached | None:
 
 
 def alloc_retries(index: int | None) -> int | None:
-    """Return how often the allocator has emptied its cache to find room on a GPU; None without
+    """Return how often the allocator has emptied its cache to find room on a GPU, or None without
     CUDA. Called in each step, so it builds the figures of that GPU alone."""
     torch = started_torch()
     if torch is None or index is None:
@@ -139,7 +139,7 @@ def alloc_retries(index: int | None) -> int | None:
 
 
 def memory_segments(torch: Any) -> list[Any] | None:
-    """Return the allocator's segments as torch lists them; None if it has none, as
+    """Return the allocator's segments as torch lists them, or None if it has none, as
     ``backend:cudaMallocAsync``."""
     with contextlib.suppress(RuntimeError):
         try:
@@ -151,8 +151,8 @@ def memory_segments(torch: Any) -> list[Any] | None:
 
 
 def holds_graphs() -> bool | None:
-    """Return whether a CUDA graph was captured, whose memory comes back to no one; None if that is
-    not known, as without CUDA."""
+    """Return whether a CUDA graph was captured, whose memory comes back to no one, or None if that
+    is not known, as without CUDA."""
     torch = started_torch()
     segments = None if torch is None else memory_segments(torch)
     return None if segments is None else any(map(_is_private, segments))

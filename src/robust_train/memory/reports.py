@@ -111,7 +111,7 @@ def write_out_of_memory(
 
 
 def _dump_snapshot(path: Path) -> str | None:
-    """Write torch's snapshot; return the file's name, None without CUDA or if it fails."""
+    """Write torch's snapshot, and return the file's name, None without CUDA or if it fails."""
     torch = started_torch()
     if torch is None:
         return None

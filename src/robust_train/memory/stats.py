@@ -96,7 +96,7 @@ def get_gpu_memory_stats(device: Any = None) -> MemoryStats:
     hundreds of MiB.
 
     Args:
-        device: number, ``cuda:1``, ``cpu`` or a torch.device; None for the GPU on which this
+        device: number, ``cuda:1``, ``cpu`` or a torch.device, or None for the GPU on which this
             process holds most, the current one if it holds nothing.
 
     Raises:
@@ -137,7 +137,7 @@ def log_gpu_memory_stats(prefix: str = "", device: Any = None) -> MemoryStats:
 
 
 def reset_peak_memory_stats(device: Any = None) -> MemoryStats:
-    """Reset the peaks to what is in use now; return the figures after that.
+    """Reset the peaks to what is in use now, and return the figures after that.
 
     Without CUDA it is the peak of this process's resident memory, if the kernel allows that. Blocks
     that a :class:`GPUMemoryContext` watches at the moment keep their peaks.

@@ -37,7 +37,7 @@ def live_tensors() -> list[Any]:
 
 
 def storage_of(tensor: Any) -> StorageKey | None:
-    """Return the storage; None if it has no memory of its own: meta, fake, sparse tensors."""
+    """Return the storage, or None if it has no memory of its own: meta, fake, sparse tensors."""
     try:
         address = tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError, TypeError):

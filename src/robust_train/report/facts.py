@@ -138,7 +138,7 @@ class Story:
 
     @property
     def peak_memory_bytes(self) -> int | None:
-        """Of all attempts on the device that was used last; None if not known."""
+        """Of all attempts on the device that was used last, or None if not known."""
         own = (a for a in self.attempts if a.device == self.attempts[-1].device)
         return max((a.peak_memory_bytes or 0 for a in own), default=0) or None
 
@@ -217,7 +217,7 @@ def speed_of(attempt: Attempt) -> tuple[Speed, ...]:
 
 
 def share_of(parts: Mapping[str, float]) -> float | None:
-    """Return the useful share, which is called goodput; None if no time passed."""
+    """Return the useful share, which is called goodput, or None if no time passed."""
     wall = sum(parts.values())
     return parts["useful"] / wall if wall > 0 else None
 
@@ -276,7 +276,7 @@ def _of_attempt(attempt: TimedAttempt, kept: float) -> Iterator[Span]:
 
 
 def _kept_until(attempt: TimedAttempt, kept: float) -> float | None:
-    """Return when the last kept step was done; None if no step was kept."""
+    """Return when the last kept step was done, or None if no step was kept."""
     if kept <= attempt.start_step:
         return None
     saved = [time for step, time in attempt.checkpoints if step <= kept]

@@ -157,7 +157,7 @@ def ending_of(attempt: Attempt) -> str:
 
 
 def gpu_memory_summary(attempt: Attempt) -> str:
-    """Return the memory figures of an attempt; empty if it did not use CUDA."""
+    """Return the memory figures of an attempt, empty if it did not use CUDA."""
     if "max_allocated" not in attempt.memory:
         return ""
     lines = [f"GPU Memory Summary ({attempt.spec.device}):"]
@@ -215,7 +215,7 @@ def conclude(summary: Summary, how_to_go_on: str) -> None:
 
 
 def _what_is_lost(attempt: Attempt) -> str:
-    """Return which steps a second signal has cost; empty if there was none."""
+    """Return which steps a second signal has cost, empty if there was none."""
     if not attempt.exit.was_hurried or attempt.ending is not None:
         return ""
     lost = attempt.end_step

@@ -72,8 +72,8 @@ def story_of(sources: Sources) -> Story:
 
 
 def goodput_from(sources: Sources) -> dict[str, float] | None:
-    """Return the parts of a job's time, in seconds, and ``share``, the useful one's; None without
-    a record of it."""
+    """Return the parts of a job's time, in seconds, and ``share``, the useful one's, or None
+    without a record of it."""
     story = story_of(sources)
     if not story.launches:
         return None

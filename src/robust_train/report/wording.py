@@ -85,7 +85,7 @@ def sentence_of(story: Story) -> str:
 
 
 def _inside_steps(story: Story) -> str:
-    """Return how often memory ran out inside a step; empty for never."""
+    """Return how often memory ran out inside a step, empty for never."""
     # each attempt that it has ended has one mark
     count = sum(mark.kind == "oom" for mark in story.marks)
     count -= sum(attempt.outcome in OOM for attempt in story.attempts)
@@ -313,7 +313,7 @@ def _slow_ranks(speed: Sequence[Speed]) -> Iterator[str]:
 
 
 def seconds_per_step(speed: Sequence[Speed]) -> float:
-    """Return what a step has lately taken on the slowest rank; 0 if unknown."""
+    """Return what a step has lately taken on the slowest rank, or 0 if unknown."""
     known = (one.seconds_per_step_now or one.seconds_per_step for one in speed)
     return max(known, default=0.0)
 

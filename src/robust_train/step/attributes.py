@@ -165,7 +165,8 @@ class _Plan:
     def read(
         self, modules: Sequence[nn.Module], homes: Sequence[dict[str, Any]]
     ) -> list[tuple[Any, ...]] | None:
-        """Return the plain values of modules as they are now; None if it does not hold for them."""
+        """Return the plain values of modules as they are now, or None if it does not hold for
+        them."""
         if not self._is_of(modules, homes):
             return None
         try:

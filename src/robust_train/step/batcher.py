@@ -308,7 +308,7 @@ def _parts_without_loss(results: Results[Any]) -> dict[tuple[int, int], float]:
 
 
 def _weight_beside(part: Part, without_loss: dict[tuple[int, int], float]) -> float:
-    """Return a part's weight among those that have a loss; 0 if it has none itself."""
+    """Return a part's weight among those that have a loss, or 0 if it has none itself."""
     if (part.start, part.stop) in without_loss:
         return 0.0
     return part.weight / (1.0 - sum(without_loss.values()))

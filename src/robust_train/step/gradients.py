@@ -99,7 +99,7 @@ class _Before:
 
     @torch.no_grad()
     def restore(self) -> bool:
-        """Give the parameter its gradient back; return whether that is possible."""
+        """Give the parameter its gradient back, and return whether that is possible."""
         parameter = self.parameter()
         if parameter is None:
             return True
@@ -176,7 +176,7 @@ class GradientsBefore:
         return any(one.was_written for one in self._before.values())
 
     def restore(self, made: Iterable[Tensor] = ()) -> bool:
-        """Go back to the start of the call; return whether that is possible.
+        """Go back to the start of the call, and return whether that is possible.
 
         ``made`` are leaves that the failed call trained.
         """

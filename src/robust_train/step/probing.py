@@ -42,7 +42,7 @@ class FoundBatchSize:
     """What a search has found. Memory in bytes.
 
     Attributes:
-        batch_size: the largest micro-batch that fits; None if not even the smallest does.
+        batch_size: the largest micro-batch that fits, or None if not even the smallest does.
         probes: what was tried, in order.
         rest_bytes: what was in use before a pass.
         limit_bytes: what there was to use, without what the optimizer is going to take.
@@ -219,7 +219,7 @@ def find_batch_size(
 def find_in_step(
     search: BatchSearch, samples: int, run: Callable[[int], object], start: StepStart
 ) -> FoundBatchSize | None:
-    """Find the size in a step's first batch; None if it cannot be found there.
+    """Find the size in a step's first batch, or None if it cannot be found there.
 
     That is with several processes or devices, or too small a batch.
     """

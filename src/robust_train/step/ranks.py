@@ -146,7 +146,7 @@ _here: Ranks | None = None
 
 
 def here() -> Ranks | None:
-    """Return this process's ranks; None if it trains alone."""
+    """Return this process's ranks, or None if it trains alone."""
     global _here
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
@@ -319,7 +319,7 @@ class SharedStep:
                     wrapper.require_forward_param_sync = True
 
     def agree(self, report: RankReport) -> RankReport | None:
-        """Exchange with the other ranks how the parts went; None if there are none."""
+        """Exchange with the other ranks how the parts went, or None if there are none."""
         if self._group is None:
             return None
         # without a line of Python for each parameter: there may be ten thousand
@@ -331,7 +331,7 @@ class SharedStep:
     def sum_gradients(
         self, agreed: RankReport | None, loss: Tensor | None, items: float
     ) -> Tensor | None:
-        """Sum the ranks' gradients, each by its share in the items of all; return the mean loss
+        """Sum the ranks' gradients, each by its share in the items of all, and return the mean loss
         over all ranks' items. A parameter without a gradient on any rank keeps none, so that
         optimizers pass it over."""
         if self.is_sharded:  # the gradients are summed already
@@ -496,7 +496,7 @@ def _refuse(model: nn.Module) -> None:
 
 
 def _why_not(module: nn.Module) -> str | None:
-    """Return why this module's pass cannot be left half-way on one rank; None if it can."""
+    """Return why this module's pass cannot be left half-way on one rank, or None if it can."""
     waiting = "from the other ranks, where one that runs out of memory would leave them waiting"
     names = {cls.__name__ for cls in type(module).__mro__}
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:

@@ -63,8 +63,8 @@ def taking_part(models: Iterable[nn.Module], function: Any) -> tuple[list[nn.Mod
 
 
 def with_modules_inside(attributes: Attributes, modules: list[nn.Module]) -> list[nn.Module]:
-    """Keep the attributes of ``modules``; return these and what lists and dictionaries of theirs
-    hold, as metrics, or a teacher that is hidden from ``parameters()``."""
+    """Keep the attributes of ``modules``, and return these and what lists and dictionaries of
+    theirs hold, as metrics, or a teacher that is hidden from ``parameters()``."""
     inside = attributes.keep(modules)
     while inside and not set(map(id, inside)).issubset(map(id, modules)):
         modules = modules_below([*modules, *inside])

@@ -150,7 +150,7 @@ class StepStart:
 
     def move_aside_to_host(self) -> bool:
         """Have the gradients that are laid aside spend the step on the host, if it has room for
-        them; return whether that has freed any memory."""
+        them, and return whether that has freed any memory."""
         leaving = [one for one in self._aside if one.may_leave]
         size = sum(one.gradient.nbytes for one in leaving)
         if not leaving or size > _MOST_OF_HOST * room_left():
@@ -160,7 +160,7 @@ class StepStart:
         return True
 
     def make_room(self) -> bool:
-        """Do so in this step and, if that frees memory, in all that follow; return whether."""
+        """Do so in this step and, if that frees memory, in all that follow, and return whether."""
         has_freed = self.move_aside_to_host()
         self._watch.keeps_aside_on_host |= has_freed
         return has_freed

@@ -37,7 +37,7 @@ class LateFigures:
         self._waiting: tuple[int, Tensor, Any] | None = None
 
     def swap(self, step: int, figure: Tensor) -> tuple[int, float] | None:
-        """Take a figure of ``step``; return the one that was taken before, with its step."""
+        """Take a figure of ``step``, and return the one that was taken before, with its step."""
         figure = figure.detach()
         event = None
         copy = torch.empty_like(figure, device="cpu", pin_memory=figure.is_cuda)
@@ -100,7 +100,7 @@ def update(
 
 
 def _step_scaled(optimizer: torch.optim.Optimizer, scaler: Any) -> bool:
-    """Step and adapt the scale; return whether the weights have changed, as far as is known."""
+    """Step and adapt the scale, and return whether the weights have changed, as far as is known."""
     if skips_on_device(optimizer):
         scaler.step(optimizer)
         scaler.update()

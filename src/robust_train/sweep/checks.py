@@ -188,8 +188,8 @@ def launcher_of(config: DictConfig) -> str:
 
 
 def misplaced_launcher(config: DictConfig, running: str) -> str:
-    """Return one line for a launcher in a job's config that Hydra silently ignores; empty if it
-    counts. ``running``: the one that runs the sweep; empty if unknown."""
+    """Return one line for a launcher in a job's config that Hydra silently ignores, empty if it
+    counts. ``running``: the one that runs the sweep, empty if unknown."""
     chosen = launcher_of(config)
     if config.hydra.mode != RunMode.MULTIRUN:
         if chosen == "basic" or f"hydra/launcher={chosen}" not in config.hydra.overrides.hydra:

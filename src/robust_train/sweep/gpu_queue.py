@@ -143,8 +143,8 @@ class GpuQueue:
         self._next_show = 0.0
 
     def launch(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
-        """Run a sweeper's batch of jobs; return their results in order, NaN for one that did not
-        complete. Raises as :meth:`run`."""
+        """Run a sweeper's batch of jobs, and return their results in order, NaN for one that did
+        not complete. Raises as :meth:`run`."""
         listed = dict(enumerate(job_overrides, first))
         self.run(Jobs(listed))
         returned = []
@@ -222,7 +222,7 @@ class GpuQueue:
         )
 
     def _fill(self, slots: int) -> bool:
-        """Start jobs while there is room; return whether the sweep goes on."""
+        """Start jobs while there is room, and return whether the sweep goes on."""
         while not (is_over := self._is_stopping or bool(self._received)):
             # robust-train sweep limit
             most = requested_sweep_limit(self.folder)
@@ -453,7 +453,7 @@ def jobs_at_once(
 
 
 def count_gpus(wanted: RobustConfig) -> int:
-    """Return the number of GPUs that a sweep's job may take; 0 if the driver hangs.
+    """Return the number of GPUs that a sweep's job may take, or 0 if the driver hangs.
 
     Counted in a fork: the jobs, which are forks too, must not inherit NVML's state.
     """

@@ -72,7 +72,7 @@ class Status:
 
 @dataclass(frozen=True)
 class SweepJob:
-    """One job of a sweep, as ``sweep.json`` has it; None if unknown or not yet."""
+    """One job of a sweep, as ``sweep.json`` has it, or None if unknown or not yet."""
 
     job: int  # its number
     overrides: tuple[str, ...]
@@ -121,7 +121,7 @@ class SweepJob:
 
     @property
     def value(self) -> float | None:
-        """The result of a job that completed as a search takes it; None if it is no number."""
+        """The result of a job that completed as a search takes it, or None if it is no number."""
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             value = float(self.result)
             if self.has_completed and math.isfinite(value):
@@ -171,7 +171,7 @@ class SweepJob:
 
     @classmethod
     def parse(cls, content: Any) -> SweepJob:
-        """Return the job of a file's content; raise MalformedEventError if it is none."""
+        """Return the job of a file's content. Raises MalformedEventError if it is none."""
         return from_json(cls, with_lacked_by_json(content))
 
 
@@ -192,14 +192,14 @@ def begun(own: SweepJob, earlier: SweepJob | None, *, resume: bool) -> tuple[Swe
 
 
 def read_record(folder: Path) -> SweepJob | None:
-    """Return the record in a run folder; None if there is none that can be read."""
+    """Return the record in a run folder, or None if there is none that can be read."""
     with contextlib.suppress(MalformedEventError):
         return SweepJob.parse(read_object(folder / JOB_FILE))
     return None
 
 
 def read_row(folder: Path) -> SweepJob | None:
-    """Return the job in ``folder`` as it is now; None if there is none that can be read."""
+    """Return the job in ``folder`` as it is now, or None if there is none that can be read."""
     record = read_record(folder)
     return None if record is None else row_of(record, folder)
 
@@ -344,7 +344,7 @@ class SweepTable:
 
 
 def read_table(folder: Path) -> SweepTable | None:
-    """Return the table in a sweep folder; None if there is none that can be read."""
+    """Return the table in a sweep folder, or None if there is none that can be read."""
     with contextlib.suppress(MalformedEventError):
         return from_json(SweepTable, read_object(folder / SWEEP_FILE))
     return None

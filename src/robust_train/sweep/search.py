@@ -142,8 +142,8 @@ class Search(Jobs):
         return super().next()
 
     def _next_trial(self) -> Trial | None:
-        """Return a trial that an earlier launch has left, or a new one, with a value of each key;
-        None if there were as many as wanted."""
+        """Return a trial that an earlier launch has left, or a new one, with a value of each key,
+        or None if there were as many as wanted."""
         trials = self._trials()
         left = [
             one for one in trials if not one.state.is_finished() and one.number not in self._had

@@ -121,7 +121,7 @@ class Sweep:
         return [rows[number] for number in sorted(rows)]
 
     def show_and_write(self) -> int:
-        """Show the table and write the files; return the exit code that the jobs ask for."""
+        """Show the table and write the files, and return the exit code that the jobs ask for."""
         rows = self.rows()
         folder = self.folder
         if is_anothers(folder, self.table.sweep):
@@ -281,8 +281,8 @@ class HydraSession:
         atexit.register(self.finish)
 
     def finish(self) -> int:
-        """Finish the sweep, once; return the exit code that the jobs ask for.
-        Safe to call again, and where there was no sweep."""
+        """Finish the sweep, once, and return the exit code that the jobs ask for. Safe to call
+        again, and where there was no sweep."""
         sweep = self.sweep
         self.sweep = None
         if sweep is not None and sweep.pid == os.getpid():

@@ -182,7 +182,7 @@ def set_train_mode(module: nn.Module) -> None:
 
 
 def enable_gradient_checkpointing(module: nn.Module) -> bool:
-    """Recompute activations in the backward pass; return whether the model supports it."""
+    """Recompute activations in the backward pass, and return whether the model supports it."""
     target: Any = module
     if not hasattr(target, "set_grad_checkpointing") and hasattr(target, "get_base_model"):
         target = target.get_base_model()  # peft's

@@ -133,7 +133,8 @@ class Reporter:
 
 
 def _open_board(cfg: DictConfig, run: Run, step: int) -> SummaryWriter | None:
-    """Return the writer of a run that resumes from ``step``; None if nothing draws its curves."""
+    """Return the writer of a run that resumes from ``step``, or None if nothing draws its
+    curves."""
     if logger_of(cfg) == "none":
         return None
     try:
