@@ -1,8 +1,8 @@
-"""Plain attributes of modules, which a pass that is repeated must not leave changed.
+"""Plain attributes of modules, which are restored before a pass is repeated.
 
-Numbers, text, None, tensors that are no buffers, and lists, deques, dictionaries, sets and small
-arrays of these: counters, hidden states, queues and their pointers, the states of torchmetrics
-objects. Other objects are not looked at.
+These are numbers, text, None, tensors that are not buffers, and lists, deques, dictionaries, sets
+and small arrays of these: counters, hidden states, queues and their pointers, the states of
+torchmetrics objects. Other objects are ignored.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ class _HeldArray:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What of modules has to be looked at in each step. Modules are known by their places in the
-    list, since none is kept alive."""
+    """The attributes of modules to read in each step. Modules are identified by their places in the
+    list, so that none is kept alive."""
 
     # which modules they are, and how much they have
     seen: tuple[list[int], list[int]] = ([], [])
@@ -193,10 +193,10 @@ def _seen(
 
 @functools.cache
 def _reader_of(names: tuple[str, ...]) -> _Read:
-    """Return a function that reads attributes from a module's dictionary: a copy of all that is in
-    it, as of hooks, takes twice the time.
+    """Return a function that reads attributes from a module's dictionary. A copy of the whole
+    dictionary, which includes hooks, takes twice the time.
 
-    The first one is read twice, since of a single name there would be no tuple.
+    The first name is read twice, since a single name would not give a tuple.
     """
     return itemgetter(names[0], *names)
 
@@ -257,7 +257,7 @@ class Attributes:
         self._small = []
 
     def restore(self) -> None:
-        """Put the values back; name what cannot be, once."""
+        """Restore the values, and name those that cannot be restored, once."""
         now = versions_of(self._small)
         both = zip(self._small, self._versions, now, strict=True)
         self._copies.restore({id(t) for t, at, now_at in both if at != now_at})
@@ -343,7 +343,7 @@ class Attributes:
 
 
 def _put_back(module: nn.Module, before: dict[str, Any]) -> Iterator[str]:
-    """Put attributes back; yield the names of those where it is not possible."""
+    """Restore attributes, and yield the names of those that cannot be restored."""
     home = vars(module)
     kind = type(module)
     for name in home.keys() - before.keys():
@@ -369,7 +369,7 @@ def _put_back(module: nn.Module, before: dict[str, Any]) -> Iterator[str]:
 
 
 def _value_of(held: Any, now: Any = None) -> tuple[Any, bool]:
-    """Return what was held, and whether all of it is as it was; ``now`` is in its place."""
+    """Return the held value, and whether all of it is unchanged. ``now`` has its place."""
     if isinstance(held, _HeldTensor):
         tensor = held.original()
         if tensor is None:
@@ -476,8 +476,8 @@ def _is_torchs(kind: Any) -> bool:
 
 @functools.cache
 def _is_left_alone(kind: Any) -> bool:
-    """Return whether a module's attributes are a framework's, which knows better; a lazy module has
-    others after its first pass, as its weights, which stay."""
+    """Return whether a module's attributes belong to a framework, which restores them itself. A
+    lazy module changes at its first pass, and its new attributes stay, as its weights do."""
     return issubclass(kind, LazyModuleMixin) or any(
         one.__module__.startswith(_WRAPPERS) for one in kind.__mro__
     )

@@ -15,7 +15,8 @@ from robust_train.step.reachable import modules_of
 
 
 class LaidAside:
-    """The gradient of earlier batches, while a step computes another one for its parameter."""
+    """The gradient of earlier batches, kept aside while a step computes a new gradient for its
+    parameter."""
 
     def __init__(self, parameter: Tensor, gradient: Tensor) -> None:
         self.parameter = parameter
@@ -37,7 +38,7 @@ class LaidAside:
         )
 
     def leave(self) -> None:
-        """Move the values to the host; nobody may read the gradient until they are back."""
+        """Move the values to the host. The gradient must not be read until they are back."""
         # zero_grad(set_to_none=False) leaves zeros, which need no copy
         if self.gradient.any():
             self._on_host = self.gradient.detach().to("cpu", copy=True)
@@ -133,8 +134,8 @@ class _Before:
 class GradientsBefore:
     """The gradients at the start of a call that is repeated if memory runs out.
 
-    A function that drops the gradients it finds needs none of them back. Of any other, values are
-    copied to the host before each call; which kind it is shows after the first complete call.
+    A function that drops existing gradients does not need them back. For any other function, values
+    are copied to the host before each call. The first complete call shows which kind it is.
     """
 
     def __init__(self) -> None:
@@ -158,7 +159,7 @@ class GradientsBefore:
             )
 
     def end(self) -> None:
-        """Learn from a complete call whether the next ones need copies."""
+        """Learn from a complete call whether the next calls need copies."""
         had = [one for one in self._before.values() if one.gradient is not _none]
         if had:
             drops = all(one.was_dropped for one in had)

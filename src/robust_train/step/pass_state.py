@@ -40,7 +40,7 @@ class PassState:
         self,
         models: Iterable[nn.Module],
         function: Any = None,
-        named: set[str] | None = None,  # of which a line says already that they change
+        named: set[str] | None = None,  # a line already said that these change
     ) -> None:
         modules, self.generators = taking_part(models, function)
         self._attributes = Attributes(named)
@@ -102,9 +102,9 @@ class _Originals:
 
 
 class _Variables:
-    """Variables that a function names, as counters, lists of losses, meters and centers are, to go
-    back to: those that it closes over, global ones, and its owner's attributes. Containers and
-    objects are kept one level deep."""
+    """The values of variables that a function names (counters, lists of losses, meters, centers),
+    for restoring them. They are variables that it closes over, global variables, and attributes of
+    its owner. Containers and objects are kept one level deep."""
 
     def __init__(self, function: Any) -> None:
         self._places: list[tuple[Callable[[Any], None], Any]] = []
@@ -182,4 +182,4 @@ _CONTAINERS = (list, dict, set, deque)
 
 
 def _ignore(value: Any) -> None:
-    """Put nothing back: no one can rebind a default."""
+    """Restore nothing: a default cannot be rebound."""

@@ -1,4 +1,4 @@
-"""What a function can reach: the modules that learn in a step, and those that take part in it."""
+"""The modules that a function can reach: those that learn in a step, and others that take part."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PLAIN = (str, bytes, int, float, type(sys), type)
 
 
 def models_of(model: Models, function: Any) -> list[nn.Module]:
-    """Return the modules that are named; if none are, those that a function reaches."""
+    """Return the named modules, or without names, those that a function reaches."""
     if model is None:
         return modules_of(function)
     return [model] if isinstance(model, nn.Module) else list(model)
@@ -47,8 +47,9 @@ def modules_of(function: Any) -> list[nn.Module]:
 def taking_part(models: Iterable[nn.Module], function: Any) -> tuple[list[nn.Module], list[Any]]:
     """Return the modules whose state a step may change, and the user's generators.
 
-    Beside ``models`` these are those among the variables of the function or attributes of its
-    owner, as a criterion with buffers or the other half of a GAN; with all that is in them.
+    In addition to ``models``, these are modules among the variables of the function or attributes
+    of its owner, such as a criterion with buffers or the other half of a GAN, with their
+    submodules.
     """
     held = list(_reached(function, most_steps=_STEPS_TO_OTHERS))
     others = (one for one in held if isinstance(one, nn.Module))
@@ -73,7 +74,7 @@ def with_modules_inside(attributes: Attributes, modules: list[nn.Module]) -> lis
 
 
 def parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Return the parameters of modules that are there: the first pass makes those of lazy ones."""
+    """Return the existing parameters of modules. The first pass creates those of lazy modules."""
     homes = [own for own, _ in map(tensors_of, modules) if own]
     found = [one for own in homes for one in own.values() if one is not None]
     # Asking each of a thousand in each step takes longer than asking their types.
