@@ -1,4 +1,4 @@
-"""What every command needs of its process, asked before psutil is imported, which needs it too."""
+"""Requirements of every command, checked before psutil is imported, which has them too."""
 
 from __future__ import annotations
 

@@ -554,8 +554,8 @@ class Checker:
         """Return every rank's figures, in order.
 
         Raises:
-            PassFailedError: a rank has met an error before.
-            PassRanOutError: memory has run out on one.
+            PassFailedError: a rank met an error before.
+            PassRanOutError: memory ran out on a rank.
         """
         rows = self._figures([self._trouble, *mine])
         self._trouble = _Trouble.NONE
@@ -663,7 +663,7 @@ _ADDING = frozenset(("add", "sub", "rsub", "subtract", "mean", "__add__", "__rad
 
 @functools.cache
 def _epsilon_of(dtype: torch.dtype, is_cuda: bool) -> float:
-    """Return the machine epsilon of a format; formats of eight bits hold no losses."""
+    """Return the machine epsilon of a number format. Formats of eight bits do not hold losses."""
     if dtype.itemsize < 2:
         return 0.0
     epsilon = torch.finfo(dtype).eps
@@ -683,33 +683,33 @@ def check_split(
     length: Length | None = None,
     size: int | None = None,
 ) -> SplitCheck:
-    """Check whether the losses of parts of a batch, weighted, are the loss of the batch::
+    """Check whether the weighted losses of a batch's parts add up to the loss of the batch::
 
         check = check_split(loss_of, next(iter(loader)), model)
         if not check.is_kept:
             print(check.message)
 
-    Gradient accumulation takes for granted that they are. A contrastive loss, a Dice score over the
-    batch, class weights, or a mean over tokens without ``count`` do not add up. A part is computed
-    as a whole and in two pieces, without a backward pass. Gradients, weights, buffers, random
-    generators, and the variables of ``function`` are as before afterwards.
+    Gradient accumulation relies on it. A contrastive loss, a Dice score over the batch, class
+    weights, or a mean over tokens without ``count`` do not add up. A part is computed as a whole
+    and in two pieces, without a backward pass. Gradients, weights, buffers, random generators, and
+    the variables of ``function`` are restored.
 
     Args:
-        function: returns the mean loss of its part, or a tuple of that and anything else.
+        function: returns the mean loss of its part (a tensor with one element), or a tuple of that
+            and any other value.
         batch: tensors, arrays or lists in any nesting of tuples, mappings and dataclasses, all with
             one sample per index of their first dimension.
-        model: what learns: a module or several. None: the modules that ``function`` closes over.
-        count: returns the number of items whose mean the loss is, if these are not the samples:
-            tokens, or labels that are not -100. For a sum ``lambda data: 1``.
+        model: the module that learns, or several. None: the modules that ``function`` closes over.
+        count: returns the number of items that the loss averages over, if these are not the
+            samples: tokens, or labels that are not -100. For a sum, use ``lambda data: 1``.
         split: ``split(batch, start, stop)``, if the batch cannot be sliced.
         length: returns the number of samples of such a batch, if that is not its ``len``.
-        size: samples in the part that is checked; None: half of the batch, and at least 4.
+        size: the number of samples in the checked part. None: half of the batch, at least 4.
 
-    Returns:
-        What was seen. ``is_kept`` is the answer, ``message`` says it in one line with the figures.
+    Returns: The result. ``is_kept`` is the answer, and ``message`` explains it in one line with the
+        figures.
 
-    Raises:
-        TypeError, ValueError: the number of samples cannot be seen, or ``size`` is below 2.
+    Raises: TypeError, ValueError: the number of samples is unknown, or ``size`` is below 2.
     """
     if size is not None and size < 2:
         raise ValueError(f"size={size}: must be 2 or more")

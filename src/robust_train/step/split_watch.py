@@ -1,4 +1,4 @@
-"""Which splits have been checked, and what follows if one changes its loss."""
+"""The splits that have been checked, and the reaction if a split changes its loss."""
 
 from __future__ import annotations
 
