@@ -67,8 +67,9 @@ def _counted(found: list[dict[str, Json]]) -> str:
 
 
 def _remove(folder: Path, kept: list[str]) -> bool:
-    """Remove a run folder, and return whether it is gone, and add to ``kept`` why it is not."""
-    run = read_run(folder)  # as it is since the question was asked
+    """Remove a run folder. Returns whether it was removed, and adds the reason to ``kept`` if
+    not."""
+    run = read_run(folder)  # The run may have changed since the question.
     if run is not None and run.alive:
         kept.append(f"{folder} stays: a job runs in it")
         return False

@@ -26,7 +26,7 @@ _NOTIFY_SECONDS = 30.0
 
 
 def init(arguments: Namespace) -> Answer:
-    """Write a new project; overwrite nothing."""
+    """Write a new project without overwriting files."""
     folder = Path(arguments.dir)
     names = sorted(
         str(path.relative_to(_TEMPLATE))
@@ -133,7 +133,7 @@ def _citation(story: Story | SweepStory) -> Answer:
 
 
 def _run_folder(which: str | None) -> Path:
-    """Return the folder of the run that is meant, or one that holds its journal alone."""
+    """Return the folder of the run that the user means, or a folder that holds only its journal."""
     from robust_train.folder.run_list import NoLiveRunError, choose_run
 
     try:
@@ -228,5 +228,5 @@ def _case(name: str) -> str:
 
 
 def _words(words: Iterable[str]) -> str:
-    """Return words as one quoted value, a line each."""
+    """Return words as a single quoted value, a line each."""
     return shlex.quote("\n".join(words))

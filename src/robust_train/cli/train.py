@@ -56,7 +56,7 @@ def open_robust() -> NoReturn:
 
 
 def open_plain() -> NoReturn:
-    """Run ``python train.py``: one attempt in this process, without remedies."""
+    """Run ``python train.py``: an attempt in this process, without remedies."""
     _prepare_process()
     from robust_train.host.linux import shared_machine_environment
     from robust_train.host.screen import never_blocking_output
@@ -76,19 +76,19 @@ def hydra_main(
     config_name: str | None = None,
     version_base: str | None = HYDRAS_OWN,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a project's ``main(cfg)``, in place of ``hydra.main``, whose defaults it has.
+    """Decorate a project's ``main(cfg)``, like ``hydra.main`` and with its defaults.
 
-    Where the config builds on ``robust``, ``main`` calls ``launch`` itself. Otherwise ``main`` is
-    what the launcher runs, and the config's group ``robust`` has the launcher's keys. Mistakes are
-    one line, with our exit codes.
+    If the config builds on ``robust``, ``main`` calls ``launch`` itself. Otherwise the launcher
+    runs ``main`` as the trainer, and the config's group ``robust`` has the launcher's keys. A
+    mistake in the config ends the program with one line and our exit codes.
 
     Args:
-        config_path: folder of the configs, relative to the file that defines ``main``; None: they
+        config_path: folder of the configs, relative to the file that defines ``main``. None: they
             are in Hydra's ConfigStore.
-        config_name: the primary config; None: there is none, keys are added on the command line.
-        version_base: the version of Hydra to be like. Without it Hydra 1.3 warns and is like 1.1:
-            ``main`` runs in the run folder, and without ``config_path`` the configs are beside
-            the file that defines it.
+        config_name: the primary config. None: no config, keys are added on the command line.
+        version_base: the version of Hydra whose behaviour to follow. By default, Hydra 1.3 warns
+            and follows 1.1: ``main`` runs in the run folder, and without ``config_path`` the
+            configs are next to the file that defines it.
     """
 
     def decorate(task: Callable[..., Any]) -> Callable[..., Any]:
@@ -167,7 +167,7 @@ def _open(
     version_base: str | None = "1.3",
     name: str = "",
 ) -> int:
-    """Compose the config and run the job or sweep, and return the exit code.
+    """Compose the config, run the job or sweep, and return the exit code.
 
     Args:
         task: the function for one job.
@@ -261,7 +261,7 @@ def _answer(name: str) -> None:
 def _exit_code_of(
     error: Exception, task: Callable[[Any], Any], explained: Callable[[BaseException], str]
 ) -> int | None:
-    """Print a user's mistake in one line and return its exit code, or None if it is none."""
+    """Print a user's mistake in one line, and return its exit code. None for other errors."""
     from robust_train.cli import jobs
     from robust_train.config.refusals import REFUSALS, exit_code_of
     from robust_train.sweep.checks import known_problem
@@ -282,7 +282,8 @@ def _exit_code_of(
 
 
 def _with_list_of_gpus(arguments: list[str], key: str) -> list[str]:
-    """Return a command line where ``device=2,3`` of a single job is a list: it can mean no more."""
+    """Return a command line in which ``device=2,3`` of a single job is a list, its only possible
+    meaning."""
     if {"-m", "--multirun"} & set(arguments):
         return arguments
     several = re.compile(rf"(\+*{re.escape(key)})=(\d+(?:,\d+)+)")
@@ -297,7 +298,8 @@ def may_set_mode(arguments: list[str]) -> bool:
 
 
 def _for_guest(arguments: list[str], name: str) -> list[str]:
-    """Return overrides for a rank of torchrun, srun, … Raises ConfigError: it cannot be one."""
+    """Return overrides for a rank of torchrun, srun, … Raises ConfigError if it cannot be a
+    rank."""
     guest = guest_rank(os.environ)
     if guest is None or name == "train":
         return []

@@ -1,6 +1,6 @@
 """The charts of a report, as data that the page's template and script draw. Pure.
 
-``templates/report.js`` hands a chart's lines to uPlot; legends, marks and the timeline are HTML.
+``templates/report.js`` passes a chart's lines to uPlot. Legends, marks and the timeline are HTML.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Band:
 
 @dataclass(frozen=True)
 class Plot:
-    """What the script draws: lines over an x axis from ``low`` to ``high``. Over time they are
-    bytes, else numbers; over a figure they are dots."""
+    """The data that the script draws: lines over an x axis from ``low`` to ``high``. Over time they
+    are bytes, else numbers. Over a figure they are dots."""
 
     x: Literal["time", "step", "figure"]
     high: float
@@ -83,8 +83,8 @@ class Plot:
 
 @dataclass(frozen=True)
 class Chart:
-    """A plot with its caption, its legend, and by lane its marks: where they are, in percent of the
-    x axis, and their texts."""
+    """A plot with its caption, its legend, and its marks by lane: their positions, in percent of
+    the x axis, and their texts."""
 
     caption: str
     plot: Plot
@@ -113,7 +113,7 @@ class Clock:
 
 
 def memory_charts(story: Story) -> list[Chart]:
-    """Draw memory over time for each device that has more than one sample."""
+    """Draw memory over time for each device with at least two samples."""
     clock = Clock(story)
     return [
         _memory_chart(story, device, clock) for device in story.memory if len(device.samples) > 1
@@ -155,7 +155,7 @@ def _memory_chart(story: Story, device: DeviceMemory, clock: Clock) -> Chart:
 def _over_time(
     samples: Sequence[Sample], name: str, clock: Clock
 ) -> tuple[list[float], list[float | None]]:
-    """Return x and y of one figure's line, which is interrupted between attempts."""
+    """Return x and y of a figure's line, which is interrupted between attempts."""
     x: list[float] = []
     y: list[float | None] = []
     for _, own in itertools.groupby(samples, key=lambda sample: sample.attempt):
@@ -169,7 +169,7 @@ def _over_time(
 
 
 def _lanes(marks: Iterable[Mark], clock: Clock) -> Lanes:
-    """Return the marks by lane; marks that would overlap become one."""
+    """Return the marks by lane, merging marks that would overlap."""
     lanes: dict[str, dict[float, list[str]]] = {kind: {} for kind in LANES}
     for mark in marks:
         at = clock(mark.time)
@@ -187,7 +187,7 @@ def _lanes(marks: Iterable[Mark], clock: Clock) -> Lanes:
 
 
 def curve_charts(story: Story) -> list[Chart]:
-    """Draw the losses in one chart and every other metric in its own."""
+    """Draw the losses in a shared chart, and every other metric in its own chart."""
     groups: dict[str, list[Curve]] = {}
     for curve in story.curves:
         group = "loss" if "loss" in curve.name else curve.name
@@ -238,9 +238,9 @@ def curves_of_jobs(
     *,
     may_be_log: bool = False,
 ) -> list[Chart]:
-    """Draw a figure of each job of a sweep in one chart, if a job has it.
+    """Draw a figure of all jobs of a sweep in a chart, if a job has it.
 
-    ``jobs`` are (label, curves, whether the job was pruned); those of pruned ones are pale.
+    ``jobs`` are (label, curves, whether the job was pruned). Curves of pruned jobs are pale.
     """
     lines = []
     legend = []
@@ -259,7 +259,7 @@ def curves_of_jobs(
 def value_over(caption: str, points: Sequence[tuple[str, float, bool]], note: str = "") -> Chart:
     """Draw the value of each job over a parameter: (its text, value, whether it was pruned).
 
-    What is no number has a place of its own for each text, and so have all if one is without end.
+    Each text that is not a number has its own place. If a value is infinite, all have.
     """
     places = [math.inf]
     with contextlib.suppress(ValueError):

@@ -72,7 +72,7 @@ def story_of(sources: Sources) -> Story:
 
 
 def goodput_from(sources: Sources) -> dict[str, float] | None:
-    """Return the parts of a job's time, in seconds, and ``share``, the useful one's, or None
+    """Return the parts of a job's time, in seconds, and ``share``, the useful part of it. None
     without a record of it."""
     story = story_of(sources)
     if not story.launches:
@@ -82,7 +82,8 @@ def goodput_from(sources: Sources) -> dict[str, float] | None:
 
 
 def _with_samples(attempt: TimedAttempt, samples: Sequence[Sample]) -> TimedAttempt:
-    """Raise an attempt's peak to its samples'; if it has no end, let it last to the last one."""
+    """Raise an attempt's peak to that of its samples. If it has no end, let it last to the last
+    sample."""
     own = [sample for sample in samples if sample.attempt == attempt.number]
     figures = [s.resident if s.device == "cpu" else s.allocated for s in own]
     peak = max([attempt.peak_memory_bytes or 0, *(one or 0 for one in figures)])

@@ -117,8 +117,8 @@ def _ending(story: Story) -> str:
 
 
 def batch_in_words(attempt: Attempt) -> str:
-    """Return ``micro-batch 64 → 16 × accumulation 4 × 2 processes``; the arrow leads to what its
-    trainer has changed it to."""
+    """Return ``micro-batch 64 → 16 × accumulation 4 × 2 processes``; the arrow leads to the size to
+    which its trainer changed it."""
     spec = attempt.spec
     if not spec.has_batch:
         return "an unknown micro-batch"
@@ -173,8 +173,8 @@ def _sentence(text: str) -> str:
 
 
 def advice_of(story: Story, keys: Mapping[str, str] | None) -> Iterator[Advice]:
-    """Yield findings and advice, most promising first; none if nothing was tight. ``keys`` are a
-    project's that stand for ours."""
+    """Yield findings and advice, most promising first, or none if nothing was tight. ``keys`` are a
+    project's keys that stand for ours."""
     words = Words(keys)
     for one in _advice_of(story, keys):
         steps = tuple(map(words.text, one.steps))
