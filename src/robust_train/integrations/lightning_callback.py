@@ -33,7 +33,7 @@ _plugins = lightning(".plugins.io")
 
 
 class Stopped(Exception):  # noqa: N818 - an event
-    """Leaves ``trainer.fit`` at once; Lightning would turn a KeyboardInterrupt into an exit."""
+    """Leaves ``trainer.fit`` at once. Lightning would turn a KeyboardInterrupt into an exit."""
 
 
 class RobustCallback(_Checkpoint):  # type: ignore[misc]
@@ -62,7 +62,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         self._step = range(0)
         self.done = 0  # micro-batches of it that are done
         self._sigterm: Any = signal.SIG_DFL
-        # from `setup` on
+        # Set by `setup`.
         self._trainer: Any
         self._device: Any
 
@@ -202,7 +202,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
                 trainer.lightning_module.lr_scheduler_step(one.scheduler, figure)
 
     def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
-        """Begin an epoch; not called if one is resumed in the middle."""
+        """Start an epoch. Not called if an epoch is resumed in the middle."""
         live_of(self.run).speed.begin()
         live_of(self.run).speed.wait_begins()
         self.position = replace(self.position, epoch=trainer.current_epoch, samples=0)
@@ -253,7 +253,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
             loss = outputs["loss"] * trainer.accumulate_grad_batches
         self._steps.done(trainer.global_step, total, loss)
         self._stop_if_requested(trainer)
-        # at the end of an epoch once validation has logged its figures
+        # At the end of an epoch, save only once validation has logged its figures.
         is_within = self.position.samples < self.position.epoch_samples
         if is_within and self.run.should_save():
             self.save(trainer)
@@ -263,7 +263,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         live_of(self.run).speed.pause()
 
     def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
-        """Stop during validation if requested; what it has computed is not kept."""
+        """Stop during validation if requested. Its results are not kept."""
         if not trainer.sanity_checking and trainer.state.fn == "fit":
             self._is_validated = False
             self._stop_if_requested(trainer)

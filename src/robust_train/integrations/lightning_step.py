@@ -38,7 +38,7 @@ _AutomaticOptimization: Any = _automatic._AutomaticOptimization
 
 
 def recover_in_steps(trainer: Any, model: Any, run: Run, callback: Any) -> None:
-    """Repeat steps and evaluations of ``trainer`` in smaller parts where memory runs out."""
+    """Repeat steps and evaluations of ``trainer`` in smaller parts if memory runs out."""
     in_step = InStep(run, "Lightning")
     logs = _Logs(trainer)
     reason = why_not(trainer, model)
@@ -58,8 +58,8 @@ def recover_in_steps(trainer: Any, model: Any, run: Run, callback: Any) -> None:
 
 
 def _keep_evaluation_batches(trainer: Any, run: Run, callback: Any, *, can_split: bool) -> None:
-    """Let loaders of validation and test have the batches that they had in the job's first attempt;
-    their figures may depend on that, and so does what ``limit_val_batches`` leaves out."""
+    """Give loaders of validation and test the batches that they had in the job's first attempt,
+    because figures and the effect of ``limit_val_batches`` depend on them."""
     own: int = callback.shares.micro_batch
     spec = live_of(run).parts.asked
     asked = own if spec is None else spec.batch_size
@@ -223,11 +223,11 @@ _MEANS = ("mean", "avg")
 
 @dataclass
 class _OfPart:
-    """What ``self.log`` was given for a part, and the part's loss."""
+    """The values that ``self.log`` got for a part, and the part's loss."""
 
     samples: int
     loss: Tensor | None = None
-    # by hook, name, and how often it was logged before: what to log, its figure, and how
+    # The value to log, its figure and options, by hook, name, and number of earlier calls.
     values: dict[_Key, tuple[Any, Any, dict[str, Any]]] = field(default_factory=dict)
 
     def take(self, hook: str, name: str, value: Any, **options: Any) -> None:
@@ -252,17 +252,17 @@ _Found = Sequence[tuple[tuple[Any, _OfPart], Part]]
 
 
 class _Logs:
-    """Has what is logged of a batch's parts logged once, for the whole batch, when it is done.
+    """Collects the values logged by a batch's parts, and logs them once for the whole batch.
 
-    So there is nothing to undo where a part is repeated.
+    So nothing has to be undone if a part is repeated.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._has_warned: set[str] = set()
         self._checked: set[str] = set()  # names of objects that aggregate
-        self._are_losses: dict[str, bool] = {}  # of values that are no means
-        # of metrics by their ids, at the start of the batch that is in parts
+        self._are_losses: dict[str, bool] = {}  # for values that are not means
+        # States of metrics by their ids, at the start of the split batch.
         self._states: dict[int, _States] = {}
 
     @contextlib.contextmanager

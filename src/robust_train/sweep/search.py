@@ -1,7 +1,7 @@
-"""A search: Optuna says what to try next, each time a job can start.
+"""A search: Optuna chooses the next trial, each time a job can start.
 
-The study is one file in the sweep's folder, and only that: a later launch that goes on with it
-reads there which trials there are.
+The study is a single file in the sweep's folder. A later launch that continues it reads its trials
+there.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _SEEDS_APART = 1_000_003
 
 
 class Search(Jobs):
-    """Trials of what is ``swept``; each has a job for each of ``seeds``."""
+    """Trials of the ``swept`` keys. Each has a job for each of ``seeds``."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Search(Jobs):
                 pruner=pruner if pruner else NopPruner(),
                 load_if_exists=True,
             )
-        except Exception as error:  # of any kind: a file that is damaged
+        except Exception as error:  # A damaged file raises any kind of error.
             raise ConfigError(
                 f"{self._folder / STUDY_FILE}: {named_line(error)}; choose another "
                 "hydra.sweep.dir, or move the file away to begin the search again"
@@ -128,7 +128,7 @@ class Search(Jobs):
         return self._is_over and not self._waiting
 
     def next(self) -> tuple[int, Sequence[str]] | None:
-        """Return the next job of a trial that was left, or of a new one."""
+        """Return the next job of an unfinished trial, or of a new trial."""
         if not self._waiting:
             trial = self._next_trial()
             if trial is None:
@@ -142,8 +142,8 @@ class Search(Jobs):
         return super().next()
 
     def _next_trial(self) -> Trial | None:
-        """Return a trial that an earlier launch has left, or a new one, with a value of each key,
-        or None if there were as many as wanted."""
+        """Return a trial that an earlier launch left, or a new trial, with a value of each key.
+        None if there are enough trials."""
         trials = self._trials()
         left = [
             one for one in trials if not one.state.is_finished() and one.number not in self._had
@@ -175,7 +175,7 @@ class Search(Jobs):
         return _made(wanted)
 
     def reported(self, job: int, values: Sequence[ValueReported]) -> str:
-        """Report a job's values to its trial; return why the pruner stops it, if it does."""
+        """Report a job's values to its trial, and return why the pruner stops it, if it does."""
         if not self.prunes:
             return ""
         trial = self._had[job]
@@ -224,7 +224,8 @@ def drop_torn_line(path: Path) -> None:
 
 
 def _made(wanted: Any) -> Any:
-    """Return what the ``_target_`` of a sampler or pruner makes; its arguments may have one too."""
+    """Return the sampler or pruner that its ``_target_`` creates. Its arguments may have a
+    ``_target_`` too."""
     # not by Hydra's `instantiate`, which asks from 1.4 on for a list of what may be made
     if isinstance(wanted, list):
         return [_made(each) for each in wanted]
@@ -249,8 +250,8 @@ def _is_final(row: SweepJob) -> bool:
 
 
 def distribution(override: Override) -> BaseDistribution:
-    """Return what a key may be, as Hydra's grammar has it; ``tag(log, …)`` by magnitude. Raises
-    ConfigError: Optuna has nothing like it."""
+    """Return the distribution of a key, from Hydra's grammar. ``tag(log, …)`` means by magnitude.
+    Raises ConfigError if Optuna lacks such a distribution."""
     value: Any = override.value()
     is_log = "log" in getattr(value, "tags", ())
     try:

@@ -94,7 +94,7 @@ def _combinations(
 def _seeds(
     settings: SweeperSettings, config: DictConfig, by_key: Mapping[str, Override]
 ) -> list[list[str]]:
-    """Return the overrides of each repetition of a point; none without ``repeat``."""
+    """Return the overrides of each repetition of a point, or none without ``repeat``."""
     if settings.repeat == 1:
         return [[]]
     key = settings.seed_key
