@@ -168,7 +168,7 @@ class Interpreters:
     @property
     def waiting(self) -> list[Interpreter]:
         """Those without an attempt."""
-        return [one for one in self.running.values() if not one.is_begun]
+        return [interpreter for interpreter in self.running.values() if not interpreter.is_begun]
 
     def start(self) -> Interpreter:
         """Start an interpreter.
@@ -213,15 +213,21 @@ class Interpreters:
         printed, and return whether there was anything."""
         for one in self._uncollected:
             one.collect()
-        self._uncollected = [one for one in self._uncollected if one.is_running]
+        self._uncollected = [
+            interpreter for interpreter in self._uncollected if interpreter.is_running
+        ]
         return self.pump.move()
 
     def await_prepared(
         self, wanted: Sequence[Interpreter], tick: Callable[[], None] = lambda: None
     ) -> None:
         """Wait until interpreters have answered or ended, calling ``tick`` twice a second."""
-        while pending := [one for one in wanted if one.is_running and one.answers_due]:
-            channels = [one.channel.fileno() for one in pending]
+        while pending := [
+            interpreter
+            for interpreter in wanted
+            if interpreter.is_running and interpreter.answers_due
+        ]:
+            channels = [interpreter.channel.fileno() for interpreter in pending]
             readable(self.pump.descriptors + channels, TICK_SECONDS)
             self.poll()
             for one in pending:
@@ -230,7 +236,7 @@ class Interpreters:
 
     def collect_orphans(self) -> None:
         """Collect what interpreters have left behind and has ended: this process adopts it."""
-        own = [one.pid for one in self._uncollected]
+        own = [interpreter.pid for interpreter in self._uncollected]
         for child in children():
             with contextlib.suppress(psutil.Error):
                 has_ended = child.status() == psutil.STATUS_ZOMBIE

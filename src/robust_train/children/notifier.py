@@ -231,11 +231,11 @@ class Notifier:
 
     def _collect(self) -> None:
         """End deliveries that take too long, and log failures."""
-        for one in tuple(self._deliveries):
-            if one.process.poll() is not None or time.monotonic() >= one.until:
-                self._deliveries.remove(one)
-                if problem := one.ended():
-                    self._log_failure(one.name, problem)
+        for delivery in tuple(self._deliveries):
+            if delivery.process.poll() is not None or time.monotonic() >= delivery.until:
+                self._deliveries.remove(delivery)
+                if problem := delivery.ended():
+                    self._log_failure(delivery.name, problem)
 
     def _log_failure(self, name: str, problem: str) -> None:
         self.has_failed = True

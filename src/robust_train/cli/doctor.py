@@ -109,7 +109,7 @@ def doctor(arguments: Namespace) -> Answer:
     return Answer(
         data,
         _shown(data),
-        exit_code=0 if is_fine and all(one["passed"] for one in probes) else EXIT_FAILED,
+        exit_code=0 if is_fine and all(probe["passed"] for probe in probes) else EXIT_FAILED,
     )
 
 

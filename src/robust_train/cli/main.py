@@ -135,7 +135,7 @@ class _Parser(argparse.ArgumentParser):
 
             word = unknown.split()[0].partition("=")[0]
             options = list(self._option_string_actions)
-            takes_keys = any(one.dest == "overrides" for one in self._actions)
+            takes_keys = any(action.dest == "overrides" for action in self._actions)
             keys = {f"--{name.replace('_', '-')}": name for name in schema().root.members}
             if takes_keys and word in keys:
                 message += f"; write {keys[word]}=…"
@@ -200,11 +200,11 @@ def split(command: Command, words: Sequence[str]) -> tuple[list[str], list[str]]
 
 def _listing(groups: Mapping[str, Collection[Command]]) -> str:
     """Return usage and help of commands, a line each."""
-    width = max(len(one.name) for commands in groups.values() for one in commands)
+    width = max(len(command.name) for commands in groups.values() for command in commands)
     parts = ["usage: robust-train COMMAND [OPTIONS]"]
     for title, commands in groups.items():
         parts.append(f"\n{title}:")
-        parts += [f"  {one.name.ljust(width)}  {one.help}" for one in commands]
+        parts += [f"  {command.name.ljust(width)}  {command.help}" for command in commands]
     parts.append("\nrobust-train COMMAND --help shows the options of a command;")
     parts.append("robust-train --version shows the version.")
     return "\n".join(parts)

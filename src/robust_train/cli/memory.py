@@ -230,7 +230,7 @@ def end_all(processes: Iterable[CudaProcess], seconds: float = _SECONDS) -> dict
         deadline = time.monotonic() + seconds
         while left and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
-            left = [one for one in left if is_there(one.pid, one.started)]
+            left = [process for process in left if is_there(process.pid, process.started)]
     return how | dict.fromkeys(left, "still there")
 
 

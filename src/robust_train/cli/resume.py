@@ -75,7 +75,7 @@ def _with_overrides(command: str, folder: Path, overrides: list[str]) -> str:
     if not begin:
         return with_overrides(command, folder, overrides)
     run = COMMANDS["run"]
-    keys = {key_of(one) for one in overrides}
+    keys = {key_of(override) for override in overrides}
     same = {name for option in run.options if key_of(option.key) in keys for name in option.names}
     own, program = split(run, words[begin:])
     kept = [word for word in own if word.partition("=")[0] not in same and key_of(word) not in keys]

@@ -37,7 +37,7 @@ exit codes: 0 completed, 1 the script failed, 2 wrong usage or configuration,
 """
 
 
-_OPTIONS = {one.key: one.names[0] for one in COMMANDS["run"].options if one.key} | {
+_OPTIONS = {option.key: option.names[0] for option in COMMANDS["run"].options if option.key} | {
     "trainer.argv": "PROGRAM"
 }
 """The options by the keys that they give."""

@@ -104,7 +104,7 @@ def report(arguments: Namespace) -> Answer:
         pages = {folder: job_page(story)}
     else:
         of_jobs = [job.story for job in story.jobs if job.story is not None]
-        pages = {Path(one.folder): job_page(one) for one in of_jobs}
+        pages = {Path(story.folder): job_page(story) for story in of_jobs}
         pages[folder] = sweep_page(story)
     problems = []
     for where, page in pages.items():
@@ -199,7 +199,7 @@ def completion(arguments: Namespace) -> int:
 
     words = [f"{group}={name}" for group, names in groups().items() for name in names]
     found = all_keys(())
-    groups_of_keys = {one.rpartition(".")[0] for one in found}
+    groups_of_keys = {key.rpartition(".")[0] for key in found}
     words += [f"{key}=" for key in found if key not in groups_of_keys]
     words += _OF_HYDRA
     first_words = dict.fromkeys(name.partition(" ")[0] for name in COMMANDS)

@@ -200,7 +200,7 @@ def _open(
         os.environ.setdefault("HYDRA_MAIN_MODULE", name)
     else:
         # a project's config may lack the keys of its group
-        own = ["++" * one.startswith("robust.") + one for one in arguments]
+        own = ["++" * argument.startswith("robust.") + argument for argument in arguments]
         sys.argv[1:] = own
         more.append(_RECORD_SWEEPS)
     sys.argv[1:] = compat.with_overrides(sys.argv[1:], more)
@@ -287,7 +287,10 @@ def _with_list_of_gpus(arguments: list[str], key: str) -> list[str]:
     if {"-m", "--multirun"} & set(arguments):
         return arguments
     several = re.compile(rf"(\+*{re.escape(key)})=(\d+(?:,\d+)+)")
-    return [several.sub(r"\1=[\2]", one) if several.fullmatch(one) else one for one in arguments]
+    return [
+        several.sub(r"\1=[\2]", argument) if several.fullmatch(argument) else argument
+        for argument in arguments
+    ]
 
 
 def may_set_mode(arguments: list[str]) -> bool:
@@ -307,7 +310,7 @@ def _for_guest(arguments: list[str], name: str) -> list[str]:
         if word in arguments:
             raise ConfigError(f"{word}: not as a rank of {guest.engine}; leave it out")
     found = []
-    if name and not any(one.startswith("hydra.run.dir=") for one in arguments):
+    if name and not any(argument.startswith("hydra.run.dir=") for argument in arguments):
         found.append(f"hydra.run.dir={guest.folder}")
     if guest.rank:  # rank 0 alone writes the config and the log file
         found += ["hydra.output_subdir=null", "hydra/job_logging=stdout"]
@@ -319,7 +322,7 @@ def _start_early(arguments: list[str]) -> None:
     with contextlib.suppress(ConfigError):  # the job reports it
         if guest_rank(os.environ) is not None:
             return  # a rank of another engine starts no process
-    given = dict(one.lstrip("+~").partition("=")[::2] for one in arguments)
+    given = dict(argument.lstrip("+~").partition("=")[::2] for argument in arguments)
     # the jobs of other launchers start their own
     launcher = given.get("hydra/launcher", "basic")
     if given.get("isolation") != "none" and launcher == "basic":
@@ -382,7 +385,7 @@ def groups() -> dict[str, list[str]]:
     package = OF_COMMANDS.removeprefix("pkg://")
     found: dict[str, list[str]] = {}
     for group in ("model", "dataset", "trainer"):
-        files = [one.name for one in resources.files(f"{package}.{group}").iterdir()]
+        files = [file.name for file in resources.files(f"{package}.{group}").iterdir()]
         names = [name.removesuffix(".yaml") for name in files if name.endswith(".yaml")]
         found[group] = sorted(names)
     return found

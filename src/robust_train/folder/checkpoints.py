@@ -106,7 +106,7 @@ def record_checkpoint(folder: Path, new: Manifest) -> None:
     path = new.path.absolute()
     sync_all(path)
     # the clock may have been set back
-    latest = max((one.time for one in of_job(folder, new.job)), default=0.0)
+    latest = max((manifest.time for manifest in of_job(folder, new.job)), default=0.0)
     manifest = replace(
         new,
         path=path,
@@ -202,9 +202,13 @@ def pass_over_damaged(folder: Path, job: str, path: Path, *, lacks_file: bool = 
         if not lacks_file and is_readable(path):
             return False
         own = of_job(folder, job)
-        before = (one for one in own if one.path != path and one.loss not in USELESS)
-        if any(state_of(one) == "whole" for one in before):
-            mark(folder, job, lambda one: "damaged" if one.path == path else one.loss)
+        before = (
+            manifest for manifest in own if manifest.path != path and manifest.loss not in USELESS
+        )
+        if any(state_of(manifest) == "whole" for manifest in before):
+            mark(
+                folder, job, lambda manifest: "damaged" if manifest.path == path else manifest.loss
+            )
             return True
     return False
 
@@ -277,7 +281,7 @@ def _unlisted(folder: Path, known: Manifest) -> Manifest | None:
 
 def _shape(name: str) -> tuple[str, list[int]]:
     """Return a name without its numbers, and these."""
-    return re.sub(r"[0-9]+", "#", name), [int(one) for one in re.findall("[0-9]+", name)]
+    return re.sub(r"[0-9]+", "#", name), [int(number) for number in re.findall("[0-9]+", name)]
 
 
 def is_read_only(path: Path) -> bool:
@@ -305,7 +309,7 @@ def why_full(run_dir: Path, message: str, needed_bytes: int = 0) -> str:
                 return f"no space is left in {path.parent}"
     try:
         folder = run_dir / "checkpoints"
-        size = max((one.bytes for one in read_manifests(folder)), default=0)
+        size = max((manifest.bytes for manifest in read_manifests(folder)), default=0)
         size = max(needed_bytes or size, _LEAST_BYTES)
         place = folder if folder.is_dir() else run_dir
         disk = os.statvfs(place)
@@ -333,11 +337,15 @@ def rotate(folder: Path, job: str, keep: int) -> None:
             for manifest in of_job(folder, job)
             if manifest.path.parent == folder.absolute() and manifest.path.name.startswith("step-")
         ]
-        whole = [one for one in own if one.loss not in USELESS and state_of(one) == "whole"]
-        good = [one for one in whole if one.loss == "proven"][-1:]
+        whole = [
+            manifest
+            for manifest in own
+            if manifest.loss not in USELESS and state_of(manifest) == "whole"
+        ]
+        good = [manifest for manifest in whole if manifest.loss == "proven"][-1:]
         if not good:
-            good = [one for one in whole if one.loss == "finite"][:1]
-        kept = good + whole[-keep:] + sorted(own, key=lambda one: one.time)[-1:]
+            good = [manifest for manifest in whole if manifest.loss == "finite"][:1]
+        kept = good + whole[-keep:] + sorted(own, key=lambda manifest: manifest.time)[-1:]
         for manifest in own:
             is_older = whole and manifest.order < whole[-1].order
             is_of_no_use = is_older or manifest.loss in USELESS

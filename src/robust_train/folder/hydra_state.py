@@ -160,7 +160,7 @@ def about_job(config: RobustConfig, name: str) -> dict[str, str]:
     about = {"name": name}
     for group, chosen in (("model", config.model), ("dataset", config.dataset)):
         # a user's own trainer need not use our defaults
-        if config.is_built_in or any(one.startswith(group) for one in overrides):
+        if config.is_built_in or any(override.startswith(group) for override in overrides):
             about[group] = chosen.name or ""
     # With `python -c`, the command is a whole program.
     about["overrides"] = shlex.join(public_command(overrides))

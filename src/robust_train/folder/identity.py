@@ -146,13 +146,15 @@ def _check_progress(
     run_dir: Path, job: Identity, known: Sequence[Manifest], max_launches: int
 ) -> None:
     """Restart the count of launches after a new checkpoint, or if their number is not limited."""
-    own = [one for one in known if one.job == job.id and one.loss not in USELESS]
-    newest = max(own, key=lambda one: one.order, default=None)
+    own = [
+        manifest for manifest in known if manifest.job == job.id and manifest.loss not in USELESS
+    ]
+    newest = max(own, key=lambda manifest: manifest.order, default=None)
     reached = None
     if newest is not None:
         reached = newest.time if newest.step is None else float(newest.step)
     if reached != job.reached or (job.launches and not max_launches):
-        _change(run_dir, job.id, lambda one: replace(one, launches=0, reached=reached))
+        _change(run_dir, job.id, lambda identity: replace(identity, launches=0, reached=reached))
     elif 0 < max_launches <= job.launches:
         changed = changed_sources(run_dir)
         if changed:
@@ -160,7 +162,7 @@ def _check_progress(
                 "launches without a new checkpoint are counted anew, for files have changed: %s",
                 shortened(", ".join(changed), _LONGEST_NAMES),
             )
-            _change(run_dir, job.id, lambda one: replace(one, launches=0))
+            _change(run_dir, job.id, lambda identity: replace(identity, launches=0))
             return
         last = read_summary(run_dir)
         why = ""
@@ -213,12 +215,14 @@ def is_of_job(run_dir: Path, job: str) -> bool:
 
 def complete_job(run_dir: Path, job: str) -> None:
     """Record that ``job`` has completed: the next launch in its folder starts a new job."""
-    _change(run_dir, job, lambda one: replace(one, completed=time.time()))
+    _change(run_dir, job, lambda identity: replace(identity, completed=time.time()))
 
 
 def count_launch(run_dir: Path, job: str, by: int) -> None:
     """Count a launch of ``job`` that starts its first attempt, or uncount it with -1."""
-    _change(run_dir, job, lambda one: replace(one, launches=max(one.launches + by, 0)))
+    _change(
+        run_dir, job, lambda identity: replace(identity, launches=max(identity.launches + by, 0))
+    )
 
 
 def _change(run_dir: Path, job: str, change: Callable[[Identity], Identity]) -> None:

@@ -136,7 +136,7 @@ def _forms() -> re.Pattern[str]:
     """Return the pattern that finds a token by its form. Few commands need it, so it is read on
     demand."""
     lines = (Path(__file__).parent / "secrets.txt").read_text().splitlines()
-    forms = [one for one in lines if one and not one.startswith("#")]
+    forms = [line for line in lines if line and not line.startswith("#")]
     return re.compile(rf"(?<![A-Za-z0-9])(?:{'|'.join(forms)})")
 
 
@@ -220,7 +220,7 @@ def in_words(content: Mapping[str, Json]) -> dict[str, str]:
     """Return the short form of ``environment.json`` for people."""
     gpus = content.get("gpus")
     listed = gpus if isinstance(gpus, list) else []
-    names = [str(one.get("name")) for one in listed if isinstance(one, dict)]
+    names = [str(package.get("name")) for package in listed if isinstance(package, dict)]
     words = {"gpu": ", ".join(names)} | {name: content.get(name) for name in _SHORT}
     return {name.replace("_", " "): str(value) for name, value in words.items() if value}
 
@@ -354,9 +354,9 @@ def _git(folder: str, arguments: str) -> str | None:
 
 def _packages() -> dict[str, str]:
     found: dict[str, str] = {}
-    for one in importlib.metadata.distributions():
+    for distribution in importlib.metadata.distributions():
         with contextlib.suppress(Exception):  # a broken one
-            found.setdefault(one.metadata["Name"], one.version)
+            found.setdefault(distribution.metadata["Name"], distribution.version)
     return dict(sorted(found.items(), key=lambda pair: str(pair[0]).lower()))
 
 
@@ -376,7 +376,7 @@ def with_overrides(command: str, run_dir: Path, overrides: Sequence[str]) -> str
     A program that calls ``launch`` may read its arguments itself: it gets them by a variable.
     """
     _, folder, _, *words = shlex.split(command)  # cd FOLDER && …
-    keys = tuple(f"{key_of(one)}=" for one in overrides)
+    keys = tuple(f"{key_of(override)}=" for override in overrides)
     is_of_hydra = any(word.startswith(("hydra.run.dir=", "hydra.sweep.dir=")) for word in words)
     if is_of_hydra:
         kept = [w for w in words if not w.lstrip("+~").startswith(keys)]
@@ -400,7 +400,7 @@ def resumed_overrides(run_dir: Path) -> list[str]:
         content = json.loads(given or "")
         if Path(content["run_dir"]).resolve() == run_dir.resolve():
             del os.environ[OVERRIDES_VARIABLE]
-            return [str(one) for one in content["overrides"]]
+            return [str(override) for override in content["overrides"]]
     return []
 
 

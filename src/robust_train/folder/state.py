@@ -327,7 +327,7 @@ def read_summary(folder: Path) -> Summary | None:
     except (OSError, ValueError, RecursionError):
         return None
     try:
-        return replace(summary, attempts=tuple(Attempt.parse(one) for one in attempts))
+        return replace(summary, attempts=tuple(Attempt.parse(attempt) for attempt in attempts))
     except (ValueError, TypeError, AttributeError):
         return summary
 

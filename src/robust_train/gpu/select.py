@@ -92,7 +92,7 @@ def others_on(gpu: GpuInfo, holders: Mapping[int, GpuUser], ours: Collection[int
     compute there. If processes are not listed (in a container, under WSL), memory and utilisation
     show them."""
     listed = gpu.processes or ()
-    computing = [one for one in listed if one.computes and one.pid not in ours]
+    computing = [process for process in listed if process.computes and process.pid not in ours]
     if computing:
         return ", ".join(describe_process(process, holders) for process in computing)
     used = gpu.used_bytes

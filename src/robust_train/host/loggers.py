@@ -134,12 +134,12 @@ def is_screen(stream: Any) -> bool:
     # a stream that stood there before, or /dev/stderr
     with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
         descriptor = stream.fileno()
-        if any(os.path.sameopenfile(descriptor, one) for one in (1, 2)):
+        if any(os.path.sameopenfile(descriptor, number) for number in (1, 2)):
             return True
         if isinstance(stream, io.TextIOWrapper):
             return False
     screens = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
-    return _may_pass_on(stream) and any(stream is one for one in screens)
+    return _may_pass_on(stream) and any(stream is screen for screen in screens)
 
 
 def _may_pass_on(stream: Any) -> bool:

@@ -240,14 +240,14 @@ def find_workers(pids: Sequence[int]) -> Workers:
         with contextlib.suppress(psutil.Error):
             root = psutil.Process(pid)
             tree[pid] = root
-            tree |= {one.pid: one for one in root.children(recursive=True)}
+            tree |= {child.pid: child for child in root.children(recursive=True)}
     for pid, process in tree.items():
         with contextlib.suppress(psutil.Error):
             known[pid] = process.as_dict(["ppid", "name", "cmdline"], ad_value="")
-    started = {pid: one for pid, one in known.items() if _is_started(one, known)}
-    workers = {pid for pid, one in started.items() if one["name"] == _OF_TORCH}
+    started = {pid: process for pid, process in known.items() if _is_started(process, known)}
+    workers = {pid for pid, process in started.items() if process["name"] == _OF_TORCH}
     if not workers:
-        parents = {one["ppid"] for one in started.values()}
+        parents = {process["ppid"] for process in started.values()}
         workers = started.keys() - parents
     if not workers:
         return Workers()

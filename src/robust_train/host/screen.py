@@ -392,7 +392,7 @@ def never_blocking_output() -> Iterator[None]:
 def log_handlers() -> list[logging.StreamHandler[TextIO]]:
     """Return what writes the launcher's log lines to streams."""
     handlers = logging.getLogger().handlers + logging.getLogger("robust_train").handlers
-    return [one for one in handlers if isinstance(one, logging.StreamHandler)]
+    return [handler for handler in handlers if isinstance(handler, logging.StreamHandler)]
 
 
 def flush_output() -> None:

@@ -244,7 +244,7 @@ def _sets_batch(cfg: DictConfig, asked: AttemptSpec) -> bool:
     ):
         return True
     overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
-    return any(one.lstrip("+").startswith("training.batch_size=") for one in overrides)
+    return any(override.lstrip("+").startswith("training.batch_size=") for override in overrides)
 
 
 def _check_ranks(trainer: Any, run: Run) -> None:

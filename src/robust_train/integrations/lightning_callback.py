@@ -101,12 +101,12 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
                 f"checkpoint {trainer.ckpt_path}: was not written under robust_train; start in "
                 "another run folder, or load its weights in the model"
             )
-        for one in trainer.callbacks:
+        for callback in trainer.callbacks:
             # a ModelCheckpoint forgets its best ones where its folder has another name, as the one
             # that a logger makes for each attempt
-            state = checkpoint["callbacks"].get(one.state_key, {})
+            state = checkpoint["callbacks"].get(callback.state_key, {})
             if "dirpath" in state:
-                state["dirpath"] = one.dirpath
+                state["dirpath"] = callback.dirpath
         self._restored = restored
         self.position = LightningPosition(**restored["position"])
         checkpoint["loops"]["fit_loop"] = loops_at(
@@ -150,7 +150,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
 
     def leave(self, trainer: Any) -> None:
         """Take no part in what the trainer does after this fit."""
-        trainer.callbacks = [one for one in trainer.callbacks if one is not self]
+        trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self]
         vars(trainer.strategy.checkpoint_io).pop("save_checkpoint", None)
 
     def on_sanity_check_start(self, *_: Any) -> None:
@@ -177,7 +177,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
             if is_whole and self._restored["is_validated"]:
                 self._lower_rates(trainer)
             elif not self.position.is_between_epochs and any(
-                isinstance(one, _WeightAveraging) for one in trainer.callbacks
+                isinstance(callback, _WeightAveraging) for callback in trainer.callbacks
             ):
                 log.warning(
                     "StochasticWeightAveraging: Lightning restores it when the next epoch begins; "
@@ -188,18 +188,20 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         self.run.started(trainer.global_step)
         live_of(self.run).reports.record_memory("fit begins")
         # of a ModelCheckpoint or EarlyStopping
-        for one in trainer.callbacks:
-            if getattr(one, "monitor", None) is not None:
-                live_of(self.run).reports.monitor(one.monitor, getattr(one, "mode", "min"))
+        for callback in trainer.callbacks:
+            if getattr(callback, "monitor", None) is not None:
+                live_of(self.run).reports.monitor(
+                    callback.monitor, getattr(callback, "mode", "min")
+                )
 
     def _lower_rates(self, trainer: Any) -> None:
         """Make the epoch's step of ReduceLROnPlateau, which comes after the last checkpoint."""
-        for one in trainer.lr_scheduler_configs:
-            figure = trainer.callback_metrics.get(one.monitor)
-            is_due = (self.position.epoch + 1) % one.frequency == 0
-            is_of_epochs = one.reduce_on_plateau and one.interval == "epoch"
+        for config in trainer.lr_scheduler_configs:
+            figure = trainer.callback_metrics.get(config.monitor)
+            is_due = (self.position.epoch + 1) % config.frequency == 0
+            is_of_epochs = config.reduce_on_plateau and config.interval == "epoch"
             if is_of_epochs and is_due and figure is not None:
-                trainer.lightning_module.lr_scheduler_step(one.scheduler, figure)
+                trainer.lightning_module.lr_scheduler_step(config.scheduler, figure)
 
     def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
         """Start an epoch. Not called if an epoch is resumed in the middle."""

@@ -271,7 +271,7 @@ class _Logs:
         results = logged_by(self._trainer)
         logged = _OfPart(len(part))
         if not part.start and not part.is_whole:
-            self._states = {id(one): _states_of(one) for one in self._metrics}
+            self._states = {id(metric): _states_of(metric) for metric in self._metrics}
         if results is not None:
             results.log = logged.take
         try:
@@ -297,18 +297,18 @@ class _Logs:
         """Log the values of a batch's parts, each once."""
         results = logged_by(self._trainer)
         parts = [one for (_, one), _ in found]
-        for key in dict.fromkeys(key for one in parts for key in one.values):
-            own = [one for one in parts if key in one.values]
+        for key in dict.fromkeys(key for part in parts for key in part.values):
+            own = [part for part in parts if key in part.values]
             value, figure, options = own[0].values[key]
             reduce_fx = options["reduce_fx"]
             kind = str(getattr(reduce_fx, "__name__", reduce_fx)).lower()
             if isinstance(value, Tensor) and kind not in _MEANS:
                 self._compare(key, own)
             if len(parts) > 1:
-                sizes = [one.values[key][2]["batch_size"] for one in own]
+                sizes = [part.values[key][2]["batch_size"] for part in own]
                 if None not in sizes:
                     options["batch_size"] = sum(sizes)
-                figures = [one.values[key][1] for one in own]
+                figures = [part.values[key][1] for part in own]
                 if isinstance(value, Tensor):
                     value = self._joined(key[1], own, figures, kind)
                 elif isinstance(figure, Tensor):
@@ -356,7 +356,9 @@ class _Logs:
     def _metrics(self) -> list[Any]:
         modules = self._trainer.lightning_module.modules()
         return [
-            one for one in modules if isinstance(one, _Metric) and not isinstance(one, _Aggregator)
+            module
+            for module in modules
+            if isinstance(module, _Metric) and not isinstance(module, _Aggregator)
         ]
 
     def _check_aggregations(self) -> None:
@@ -399,7 +401,7 @@ class _Logs:
         """Learn once whether a value is the loss: of a single sample an extreme is it too."""
         if key[1] in self._are_losses:
             return
-        several = (one for one in parts if one.samples > 1)
+        several = (part for part in parts if part.samples > 1)
         if (one := next(several, None)) is not None:
             self._are_losses[key[1]] = one.is_loss(one.values[key][1])
 
@@ -411,7 +413,7 @@ class _Logs:
         if is_mean or self._are_losses.get(name, True):
             return _mean(parts, figures)
         values = torch.stack(list(figures))
-        if values.tolist() == [one.samples for one in parts]:
+        if values.tolist() == [part.samples for part in parts]:
             return values.sum()
         is_count = kind == "sum" and bool((values % 1 == 0).all())
         if not is_count:
@@ -435,11 +437,12 @@ def _states_of(metric: Any) -> _States:
     """Return a metric's states, to know later what was added, empty if they are large, or not
     known, as of an old torchmetrics."""
     states: _States = getattr(metric, "metric_state", {})
-    found = [one for one in states.values() if isinstance(one, Tensor)]
+    found = [state for state in states.values() if isinstance(state, Tensor)]
     if not all(map(is_small, found)):
         return {}
     return {
-        name: one.clone() if isinstance(one, Tensor) else len(one) for name, one in states.items()
+        name: state.clone() if isinstance(state, Tensor) else len(state)
+        for name, state in states.items()
     }
 
 
@@ -462,7 +465,7 @@ def _mean(parts: Sequence[_OfPart], figures: Sequence[Tensor]) -> Tensor:
     if len(figures) == 1:
         return figures[0]
     values = torch.stack(list(figures))
-    sizes = values.new_tensor([one.samples for one in parts])
+    sizes = values.new_tensor([part.samples for part in parts])
     return (values * sizes).sum() / sizes.sum()
 
 

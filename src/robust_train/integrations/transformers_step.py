@@ -328,7 +328,7 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
         if losses[0] is not None:
             items = [float(self._loss.items(model, part.data)) for _, part in found]
             pairs = zip(losses, items, strict=True)
-            loss = sum(_share(one, n / max(sum(items), 1)) for one, n in pairs)
+            loss = sum(_share(result, n / max(sum(items), 1)) for result, n in pairs)
         return loss, _concatenated(logits), _concatenated(labels)
 
 

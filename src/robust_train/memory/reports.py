@@ -99,7 +99,7 @@ def write_out_of_memory(
             event = replace(event, tensors=None)
         largest_bytes = tensors[0].bytes if tensors else 0
         least = _WORTH_NAMING * max(asked or 0, largest_bytes)
-        named = [str(one) for one in tensors[:_LOGGED] if one.bytes >= least]
+        named = [str(tensor) for tensor in tensors[:_LOGGED] if tensor.bytes >= least]
         if named:
             where = f"; all in {event.tensors}" if event.tensors else ""
             largest = "; ".join(named)

@@ -279,7 +279,7 @@ def beside_cache(torch: Any, index: int) -> dict[str, int]:
         return {}
     computing = [process for process in gpu.processes or () if process.computes]
     # In a container this process may have another number. Then it is known only if it is alone.
-    own = [one for one in computing if one.pid == os.getpid()] or computing
+    own = [process for process in computing if process.pid == os.getpid()] or computing
     name = "context_at_most_bytes"
     used = gpu.used_bytes
     if len(own) == 1 and own[0].used_bytes is not None:

@@ -104,7 +104,7 @@ class Clock:
 
     def __call__(self, time: float) -> float:
         """Return the seconds of the job until a moment."""
-        away = sum(max(min(one.end, time) - one.start, 0.0) for one in self._stops)
+        away = sum(max(min(stop.end, time) - stop.start, 0.0) for stop in self._stops)
         return time - self._start - away
 
     def percent(self, seconds: float) -> float:
@@ -143,7 +143,10 @@ def _memory_chart(story: Story, device: DeviceMemory, clock: Clock) -> Chart:
     total = device.most("gpu_total")
     if is_near := highest > total / 2 > 0:
         legend.append(("level", f"{memory(total)} in all"))
-    bands = [Band(clock(one.started), clock(one.ended), str(one.number)) for one in story.attempts]
+    bands = [
+        Band(clock(attempt.started), clock(attempt.ended), str(attempt.number))
+        for attempt in story.attempts
+    ]
     return Chart(
         caption=f"Memory on {'the CPU' if is_cpu else device.device}",
         plot=Plot("time", clock.seconds, lines, bands, total if is_near else None),
@@ -250,7 +253,7 @@ def curves_of_jobs(
             style = next(styles)
             text = f"job {label}{', pruned' if is_pruned else ''}"
             legend.append((style, text))
-            lines += [_line(text, style, one, is_lost=is_pruned) for one in curves]
+            lines += [_line(text, style, curve, is_lost=is_pruned) for curve in curves]
     if not lines:
         return []
     return [_over_steps(name, lines, legend, may_be_log=may_be_log)]
@@ -289,7 +292,7 @@ def value_over(caption: str, points: Sequence[tuple[str, float, bool]], note: st
     room = 0.05 * (high - low) or 0.5
     low, high = (low / 1.2, high * 1.2) if is_log else (low - room, high + room)
     plot = Plot("figure", high, lines, low=low, is_log_x=is_log)
-    return Chart(caption, plot, [(one.style, one.name) for one in lines], note=note)
+    return Chart(caption, plot, [(line.style, line.name) for line in lines], note=note)
 
 
 def _over_steps(

@@ -19,7 +19,9 @@ BIBTEX = """\
 
 def sentences_of(story: Story, version: str) -> list[str]:
     """Return sentences about a job that has trained, or none if no attempt reached a step."""
-    trained = [one for one in story.attempts if (one.end_step or 0) > one.start_step]
+    trained = [
+        attempt for attempt in story.attempts if (attempt.end_step or 0) > attempt.start_step
+    ]
     if not trained:
         return []
     sentences = [

@@ -195,14 +195,14 @@ def goodput_of(spans: Sequence[Span], attempts: Sequence[TimedAttempt]) -> dict[
         "saving": 0.0,
         "stalled": 0.0,
     }
-    for one in attempts:
-        useful = seconds_of(spans, "useful", one.number)
-        saving = min(one.noted("saving_seconds", 0.0), useful)
-        speed = speed_of(one)
+    for attempt in attempts:
+        useful = seconds_of(spans, "useful", attempt.number)
+        saving = min(attempt.noted("saving_seconds", 0.0), useful)
+        speed = speed_of(attempt)
         a_step = speed[0].seconds_per_step if speed else 0.0
-        updates = one.noted("skipped_updates", 0)
+        updates = attempt.noted("skipped_updates", 0)
         skipped = min(updates * a_step, useful - saving)
-        stalled = min(one.stalled_seconds, seconds_of(spans, "lost", one.number))
+        stalled = min(attempt.stalled_seconds, seconds_of(spans, "lost", attempt.number))
         parts["saving"] += saving
         parts["skipped"] += skipped
         parts["useful"] -= saving + skipped
@@ -228,7 +228,7 @@ def kept_steps(status: str, attempts: Sequence[TimedAttempt]) -> dict[int, float
     kept: dict[int, float] = {}
     bound = math.inf
     if status != "completed":
-        saved = (step for one in attempts for step, _ in one.checkpoints)
+        saved = (step for attempt in attempts for step, _ in attempt.checkpoints)
         bound = max(saved, default=0)
     for attempt in reversed(attempts):
         kept[attempt.number] = math.inf if attempt.outcome == "completed" else bound
@@ -339,7 +339,7 @@ def marks_of(entries: Sequence[Entry], attempts: Sequence[TimedAttempt]) -> tupl
             found.append(("oom", one.ended, text, one))
     return tuple(
         Mark(kind, time, text, attempt.number, attempt.device)
-        for kind, time, text, attempt in sorted(found, key=lambda one: one[1])
+        for kind, time, text, attempt in sorted(found, key=lambda change: change[1])
     )
 
 

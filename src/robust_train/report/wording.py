@@ -210,13 +210,15 @@ def _what_worked(story: Story) -> Iterator[Advice]:
         return
     last = story.attempts[-1]
     failed = [
-        one
-        for one in story.attempts
-        if one.outcome in OOM and one.device == last.device and one.batch_size != last.batch_size
+        attempt
+        for attempt in story.attempts
+        if attempt.outcome in OOM
+        and attempt.device == last.device
+        and attempt.batch_size != last.batch_size
     ]
     if failed and last.batch_size is not None:
-        lost = sum(seconds_of(story.spans, "lost", one.number) for one in failed)
-        sizes = ", ".join(dict.fromkeys(str(one.batch_size) for one in failed))
+        lost = sum(seconds_of(story.spans, "lost", attempt.number) for attempt in failed)
+        sizes = ", ".join(dict.fromkeys(str(attempt.batch_size) for attempt in failed))
         yield Advice(
             f"On {last.spec.where} micro-batch {last.batch_size} fitted and {sizes} did not. "
             f"Finding this out cost {duration(lost)}.",
@@ -287,7 +289,7 @@ def speed_advice(
 def _data(attempt: Attempt) -> Iterator[str]:
     speed = speed_of(attempt)
     num_workers = attempt.spec.noted("num_workers", 0)
-    worst = max(speed, key=lambda one: one.data_share or 0)
+    worst = max(speed, key=lambda rank: rank.data_share or 0)
     share = worst.data_share or 0
     seconds = share * worst.steps * worst.seconds_per_step
     if share > _MUCH_WAITING_FOR_DATA and seconds >= _LEAST_SECONDS:
@@ -304,7 +306,7 @@ def _slow_ranks(speed: Sequence[Speed]) -> Iterator[str]:
     if (slowest := slowest_rank(speed)) is None:
         return
     rank, most, usual = slowest
-    lost = (most - usual) * min(one.steps for one in speed)
+    lost = (most - usual) * min(rank.steps for rank in speed)
     if most > _MUCH_SLOWER * usual and lost >= _LEAST_SECONDS:
         yield (
             f"rank {rank} is slow: {number(most)} s a step until the ranks meet, the others "
@@ -314,7 +316,7 @@ def _slow_ranks(speed: Sequence[Speed]) -> Iterator[str]:
 
 def seconds_per_step(speed: Sequence[Speed]) -> float:
     """Return what a step has lately taken on the slowest rank, or 0 if unknown."""
-    known = (one.seconds_per_step_now or one.seconds_per_step for one in speed)
+    known = (rank.seconds_per_step_now or rank.seconds_per_step for rank in speed)
     return max(known, default=0.0)
 
 
@@ -331,9 +333,9 @@ def speed_text(speed: Sequence[Speed], ranks: int) -> str:
     """Return the figures of all ranks in short, empty without any."""
     if not speed:
         return ""
-    slowest = max(speed, key=lambda one: one.seconds_per_step)
-    shares = [one.data_share for one in speed if one.data_share is not None]
-    between = [one.between_share for one in speed if one.between_share is not None]
+    slowest = max(speed, key=lambda rank: rank.seconds_per_step)
+    shares = [rank.data_share for rank in speed if rank.data_share is not None]
+    between = [rank.between_share for rank in speed if rank.between_share is not None]
     rate = samples_per_second(speed, ranks)
     parts = [] if rate is None else [f"{number(rate)} samples/s while training"]
     parts.append(

@@ -335,8 +335,10 @@ class Attributes:
 
     def _hold_all(self, values: Collection[Any], level: int) -> list[Any]:
         most_copied = len(values) <= _MOST_COPIED
-        held = (self._hold(one, most_copied, level + 1) for one in values)
-        return [one if kept is _UNSEEN else kept for one, kept in zip(values, held, strict=True)]
+        held = (self._hold(value, most_copied, level + 1) for value in values)
+        return [
+            value if kept is _UNSEEN else kept for value, kept in zip(values, held, strict=True)
+        ]
 
 
 # --- going back ---
@@ -469,7 +471,7 @@ def _is_looked_at(kind: Any, name: str) -> bool:
 @functools.cache
 def _is_torchs(kind: Any) -> bool:
     # fully_shard gives a user's module a class of its own
-    names = (one.__module__ for one in kind.__mro__)
+    names = (base.__module__ for base in kind.__mro__)
     name = next(n for n in names if not n.startswith("torch.distributed."))
     return bool(name.partition(".")[0] == "torch")
 
@@ -479,7 +481,7 @@ def _is_left_alone(kind: Any) -> bool:
     """Return whether a module's attributes belong to a framework, which restores them itself. A
     lazy module changes at its first pass, and its new attributes stay, as its weights do."""
     return issubclass(kind, LazyModuleMixin) or any(
-        one.__module__.startswith(_WRAPPERS) for one in kind.__mro__
+        base.__module__.startswith(_WRAPPERS) for base in kind.__mro__
     )
 
 

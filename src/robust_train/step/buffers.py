@@ -26,7 +26,7 @@ class Buffers:
         """Take what modules have now as the values to go back to."""
         homes = [home for _, home in map(tensors_of, modules) if home]
         self._homes = [(home, dict(home)) for home in homes]
-        now = [one for _, found in self._homes for one in found.values()]
+        now = [buffer for _, found in self._homes for buffer in found.values()]
         self._copies.take(now)
 
     @property

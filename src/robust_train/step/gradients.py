@@ -75,8 +75,10 @@ def are_zeros(gradients: Sequence[Tensor]) -> bool:
     Of other gradients the first one shows it. A GPU is not asked: the host would wait for it.
     """
     return bool(gradients) and all(
-        type(one) is Tensor and not (one.is_sparse or is_on_gpu(one)) and not one.any()
-        for one in gradients
+        type(gradient) is Tensor
+        and not (gradient.is_sparse or is_on_gpu(gradient))
+        and not gradient.any()
+        for gradient in gradients
     )
 
 
@@ -160,9 +162,9 @@ class GradientsBefore:
 
     def end(self) -> None:
         """Learn from a complete call whether the next calls need copies."""
-        had = [one for one in self._before.values() if one.gradient is not _none]
+        had = [gradient for gradient in self._before.values() if gradient.gradient is not _none]
         if had:
-            drops = all(one.was_dropped for one in had)
+            drops = all(gradient.was_dropped for gradient in had)
             self._drops = drops and self._drops is not False
 
     @property
@@ -174,7 +176,7 @@ class GradientsBefore:
     @property
     def weights_were_written(self) -> bool:
         """Whether the call has changed weights, for example by an optimizer's step."""
-        return any(one.was_written for one in self._before.values())
+        return any(gradient.was_written for gradient in self._before.values())
 
     def restore(self, made: Iterable[Tensor] = ()) -> bool:
         """Go back to the start of the call, and return whether that is possible.

@@ -65,11 +65,15 @@ def _weights_in(modules: Iterable[nn.Module]) -> list[Tensor]:
     """Return the weights that a pass may change: a moving average is updated in passes, and few
     freeze it. More weights than a usual network has are a base model, which stays as it is."""
     weights = parameters_of(modules)
-    frozen = [one for one in weights if not one.requires_grad]
+    frozen = [weight for weight in weights if not weight.requires_grad]
     # A trained one that is sharded is not copied to the host.
-    plain = [one for one in weights if one.requires_grad and type(one) in (Tensor, nn.Parameter)]
+    plain = [
+        weight
+        for weight in weights
+        if weight.requires_grad and type(weight) in (Tensor, nn.Parameter)
+    ]
     for found in ([*frozen, *plain], frozen):
-        if sum(one.nbytes for one in found) <= _MOST_COPIED:
+        if sum(weight.nbytes for weight in found) <= _MOST_COPIED:
             return found
     return []
 
@@ -82,8 +86,10 @@ class _Originals:
         self._tensors = tensors
         # Memory is short on the device: that of what is trained is needed for activations.
         self._copies = [
-            one.detach().to("cpu", copy=True) if one.requires_grad else one.detach().clone()
-            for one in tensors
+            tensor.detach().to("cpu", copy=True)
+            if tensor.requires_grad
+            else tensor.detach().clone()
+            for tensor in tensors
         ]
         self._versions = versions_of(tensors)
 

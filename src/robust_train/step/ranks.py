@@ -70,15 +70,15 @@ def agree(reports: Sequence[RankReport]) -> RankReport:
     """Return the combined report of all ranks. Its shortage is the first among them, exhausted
     ranks first. Its size is the smallest, its flags are set if any rank's is, and its items are the
     sum."""
-    failed = [one.ran_out for one in reports if one.ran_out is not None]
-    sizes = [one.size for one in reports if one.size is not None]
-    present = zip(*(one.has_gradient for one in reports), strict=True)
+    failed = [report.ran_out for report in reports if report.ran_out is not None]
+    sizes = [report.size for report in reports if report.size is not None]
+    present = zip(*(report.has_gradient for report in reports), strict=True)
     return RankReport(
         max(failed, key=attrgetter("is_exhausted"), default=None),
         min(sizes, default=None),
-        sum(one.items for one in reports),
+        sum(report.items for report in reports),
         tuple(map(any, present)),
-        any(one.returns_more for one in reports),
+        any(report.returns_more for report in reports),
     )
 
 
@@ -312,7 +312,7 @@ class SharedStep:
     def without_collectives(self) -> Iterator[None]:
         """Let the models' passes send nothing within this block."""
         ddp = DistributedDataParallel
-        wrappers = [one for one in self._replicas if isinstance(one, ddp)]
+        wrappers = [replica for replica in self._replicas if isinstance(replica, ddp)]
         with contextlib.ExitStack() as stack:
             for wrapper in wrappers:
                 settle_buckets(wrapper)
@@ -450,7 +450,7 @@ def _spread(flat: Tensor, bucket: Sequence[Tensor]) -> None:
     if flat.data_ptr() != bucket[0].data_ptr():
         parts = torch.split(flat, [tensor.numel() for tensor in bucket])
         pairs = zip(bucket, parts, strict=True)
-        copy_at_once(torch, bucket, [part.view_as(one) for one, part in pairs])
+        copy_at_once(torch, bucket, [part.view_as(tensor) for tensor, part in pairs])
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

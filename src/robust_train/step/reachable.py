@@ -52,11 +52,11 @@ def taking_part(models: Iterable[nn.Module], function: Any) -> tuple[list[nn.Mod
     submodules.
     """
     held = list(_reached(function, most_steps=_STEPS_TO_OTHERS))
-    others = (one for one in held if isinstance(one, nn.Module))
+    others = (module for module in held if isinstance(module, nn.Module))
     modules = modules_below([*models, *others])
     kinds = set(map(type, modules))
     # torch's own hold none
-    own = {one for one in kinds if not one.__module__.startswith("torch.nn.")}
+    own = {kind for kind in kinds if not kind.__module__.startswith("torch.nn.")}
     for module in modules:
         if type(module) in own:
             held += vars(module).values()
@@ -76,11 +76,11 @@ def with_modules_inside(attributes: Attributes, modules: list[nn.Module]) -> lis
 def parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
     """Return the existing parameters of modules. The first pass creates those of lazy modules."""
     homes = [own for own, _ in map(tensors_of, modules) if own]
-    found = [one for own in homes for one in own.values() if one is not None]
+    found = [parameter for own in homes for parameter in own.values() if parameter is not None]
     # Asking each of a thousand in each step takes longer than asking their types.
     if set(map(type, found)) == {nn.Parameter}:
         return found
-    return [one for one in found if not is_lazy(one)]
+    return [parameter for parameter in found if not is_lazy(parameter)]
 
 
 def _reached(function: Any, most_steps: int = _MOST_STEPS) -> Iterator[Any]:

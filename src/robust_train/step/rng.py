@@ -107,8 +107,8 @@ def generators_in(values: Sequence[Any]) -> list[Any]:
     kinds: tuple[type, ...] = (torch.Generator, random.Random)
     if (numpy := sys.modules.get("numpy")) is not None:
         kinds += (numpy.random.Generator, numpy.random.RandomState)
-    found = {one for one in set(map(type, values)) if issubclass(one, kinds)}
+    found = {kind for kind in set(map(type, values)) if issubclass(kind, kinds)}
     found.discard(random.SystemRandom)  # the system's has no state
     if not found:
         return []
-    return list({one for one in values if type(one) in found})
+    return list({value for value in values if type(value) in found})

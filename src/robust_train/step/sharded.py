@@ -202,7 +202,7 @@ def mean_loss(roots: Sequence[Any], loss: Tensor | None) -> Tensor:
 def roots_in_one_process(models: Iterable[nn.Module]) -> tuple[Any, ...]:
     """Return the outermost sharded modules in a single process, whose collectives reach no other
     rank. Raises UserError if they cannot be reset after an abandoned part."""
-    roots = _outermost([one for model in models for one in _sharded_in(model)])
+    roots = _outermost([module for model in models for module in _sharded_in(model)])
     for root in roots:
         refuse("", root, _why_not_reset(root))
     return roots

@@ -173,18 +173,18 @@ def differ_beyond_noise(draws: Sequence[Losses]) -> bool:
     Both begin with the same random numbers in a draw, so the differences of the draws are compared
     with zero, as in a paired t-test.
     """
-    differences = [one.whole - one.sum for one in draws]
+    differences = [draw.whole - draw.sum for draw in draws]
     if not all(map(math.isfinite, differences)):
-        return any(math.isfinite(one.whole) for one in draws)
+        return any(math.isfinite(draw.whole) for draw in draws)
     noise = statistics.stdev(differences) / math.sqrt(len(draws))
-    tolerance = max(one.tolerance for one in draws)
+    tolerance = max(draw.tolerance for draw in draws)
     return abs(statistics.fmean(differences)) > max(_STANDARD_ERRORS * noise, tolerance)
 
 
 def mean_of(draws: Sequence[Losses]) -> Losses:
     """Return the means of several draws."""
-    halves = tuple(map(statistics.fmean, zip(*(one.halves for one in draws), strict=True)))
-    return replace(draws[0], whole=statistics.fmean(one.whole for one in draws), halves=halves)
+    halves = tuple(map(statistics.fmean, zip(*(draw.halves for draw in draws), strict=True)))
+    return replace(draws[0], whole=statistics.fmean(draw.whole for draw in draws), halves=halves)
 
 
 def mean_of_ranks(losses: Sequence[float], items: Sequence[float]) -> float:

@@ -251,7 +251,7 @@ class Parts:
     @property
     def has_changed(self) -> bool:
         """Whether a tensor of the batch was changed in place since then."""
-        return any(version_of(one) != at for one, at in self._tensors)
+        return any(version_of(tensor) != at for tensor, at in self._tensors)
 
     @functools.cached_property
     def items(self) -> float:

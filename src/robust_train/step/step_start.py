@@ -84,7 +84,7 @@ class PartStart:
             self._attributes = watch.attributes_with(models, _OF_A_PART)
         modules = with_modules_inside(self._attributes, modules)
         self._buffers = Buffers()
-        self._buffers.keep(one for one in modules if one.training)
+        self._buffers.keep(module for module in modules if module.training)
 
     def restore(self) -> None:
         """Go back to it."""
@@ -152,8 +152,8 @@ class StepStart:
     def move_aside_to_host(self) -> bool:
         """Move the gradients that are kept aside to the host for this step, if it has room for
         them, and return whether that freed memory."""
-        leaving = [one for one in self._aside if one.may_leave]
-        size = sum(one.gradient.nbytes for one in leaving)
+        leaving = [gradient for gradient in self._aside if gradient.may_leave]
+        size = sum(gradient.gradient.nbytes for gradient in leaving)
         if not leaving or size > _MOST_OF_HOST * room_left():
             return False
         for one in leaving:
@@ -168,7 +168,7 @@ class StepStart:
 
     def notice(self, loss: Tensor) -> None:
         """Take the parameters of ``loss``, whose gradients it is going to change, as the step's."""
-        new = [one for one in leaves_of(loss) if id(one) not in self._known]
+        new = [parameter for parameter in leaves_of(loss) if id(parameter) not in self._known]
         self._known.update(zip(map(id, new), new, strict=True))
         self._versions += versions_of(new)
         self._lay_aside(new)
@@ -180,7 +180,7 @@ class StepStart:
 
     def parameters(self) -> list[Tensor]:
         """Return what the step trains, each once."""
-        found = (one for model in self.models for one in model.parameters())
+        found = (parameter for model in self.models for parameter in model.parameters())
         return list(dict.fromkeys(found))
 
     def make_gradients(self) -> None:

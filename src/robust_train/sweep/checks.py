@@ -99,7 +99,7 @@ def _overrides(config: DictConfig) -> Iterator[list[str]]:
             elif override.is_sweep_override():
                 values = override.sweep_string_iterator()
             key = override.get_key_element()
-            own = [f"{key}={one}" for one in itertools.islice(values, _MOST_JOBS)]
+            own = [f"{key}={value}" for value in itertools.islice(values, _MOST_JOBS)]
             yield own or [line]
 
 

@@ -52,7 +52,7 @@ class Reports:
                 if isinstance(event, ValueReported) and self._counts(event, job):
                     found.append(event)
         # a step that is done again after a resume is the same report
-        self.values[job].update((one.step, one.value) for one in found)
+        self.values[job].update((report.step, report.value) for report in found)
         return found
 
     def _counts(self, event: ValueReported, job: int) -> bool:

@@ -52,7 +52,7 @@ _OF_THE_SWEEP = re.compile(
 
 def of_jobs(overrides: Iterable[str]) -> list[str]:
     """Return the overrides that say what jobs compute, and not only how they are run."""
-    return [one for one in overrides if not _OF_THE_SWEEP.match(one)]
+    return [override for override in overrides if not _OF_THE_SWEEP.match(override)]
 
 
 class Status:
@@ -242,7 +242,7 @@ def row_of(job: SweepJob, folder: Path, returncode: int | None = None) -> SweepJ
     return replace(
         job,
         attempts=last.number,
-        devices=tuple(dict.fromkeys(one.spec.device for one in attempts)),
+        devices=tuple(dict.fromkeys(attempt.spec.device for attempt in attempts)),
         batch_size=last.spec.batch_size if last.spec.has_batch else None,
         step=last.step,
         total_steps=last.total_steps,

@@ -104,16 +104,18 @@ class Search(Jobs):
         for name, value in begun.items():
             self._study.set_user_attr(name, value)
         # the jobs of trials that ended in an earlier launch are a part of this one
-        over = {one.number for one in self._trials() if one.state.is_finished()}
+        over = {trial.number for trial in self._trials() if trial.state.is_finished()}
         sweep = queue.sweep.table.sweep
-        drawn = (*self._space, *(one.partition("=")[0] for one in seeds[0]))
+        drawn = (*self._space, *(seed.partition("=")[0] for seed in seeds[0]))
         changed = set[str]()
         for folder in job_folders(self._folder):
             row = read_row(folder)
             if row and row.trial in over and row.sweep != sweep:
                 replace(row, sweep=sweep, reused=True).write(folder)
                 changed |= {*fixed} ^ {
-                    one for one in row.overrides if one.partition("=")[0] not in drawn
+                    override
+                    for override in row.overrides
+                    if override.partition("=")[0] not in drawn
                 }
         if others := public_command(of_jobs(sorted(changed))):
             log.warning(
@@ -146,7 +148,9 @@ class Search(Jobs):
         None if there are enough trials."""
         trials = self._trials()
         left = [
-            one for one in trials if not one.state.is_finished() and one.number not in self._had
+            trial
+            for trial in trials
+            if not trial.state.is_finished() and trial.number not in self._had
         ]
         if left:
             self._study.sampler = self._sampler(left[0].number)

@@ -108,12 +108,12 @@ def common(overrides: Sequence[Sequence[str]]) -> list[str]:
     if len(overrides) < 2:
         return []
     everywhere = set(overrides[0]).intersection(*overrides)
-    return [one for one in overrides[0] if one in everywhere]
+    return [override for override in overrides[0] if override in everywhere]
 
 
 def without(overrides: Sequence[str], others: Sequence[str]) -> str:
     """Return the overrides that are not among the others, without secrets, as a text."""
-    return " ".join(public_command([one for one in overrides if one not in others]))
+    return " ".join(public_command([override for override in overrides if override not in others]))
 
 
 def title(table: SweepTable) -> str:

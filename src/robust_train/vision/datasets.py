@@ -168,7 +168,7 @@ def _open_image_folder(cfg: Any) -> Splits:
 
 
 def _classes_in(folder: Path) -> list[str]:
-    return sorted(one.name for one in folder.iterdir() if one.is_dir() and one.name[0] != ".")
+    return sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")
 
 
 def _read_classes(folder: Path, classes: Sequence[str]) -> Images:
@@ -308,7 +308,7 @@ def _fetched(
     folders = (root / name, root)
 
     def is_there(folder: Path) -> bool:
-        return all((folder / one).exists() for one in expected)
+        return all((folder / name).exists() for name in expected)
 
     if not any(map(is_there, folders)):
         way_out = f"use dataset.root=<folder that has {name}/ with {', '.join(expected)}>"
