@@ -68,7 +68,7 @@ START = Position()
 
 
 USELESS = frozenset({"diverged", "damaged"})
-"""Values of :attr:`Manifest.loss` of a checkpoint that no attempt resumes from."""
+"""Values of `loss` of a checkpoint that no attempt resumes from."""
 
 
 @dataclass(frozen=True)

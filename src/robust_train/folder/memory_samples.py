@@ -80,7 +80,7 @@ class Stability:
 
 
 def attempt_stability(run_dir: Path, attempt: int) -> Stability | None:
-    """Return and log :func:`stability` of one attempt of a run folder, or None without samples."""
+    """Return and log `stability` of one attempt of a run folder, or None without samples."""
     samples = [s for s in read_samples(run_dir / FILE_NAME) if s.attempt == attempt]
     if not samples:
         return None

@@ -92,7 +92,7 @@ def resident_bytes(process: psutil.Process) -> tuple[int, int]:
 
 
 def resident_bytes_of_tree(process: psutil.Process) -> tuple[int, int]:
-    """Return :func:`resident_bytes` of a process and its descendants. Pages of files count once, as
+    """Return `resident_bytes` of a process and its descendants. Pages of files count once, as
     those of the process that has most. Pages that a fork still shares with its parent count for
     both: only a walk through all of them could separate them."""
     own = 0

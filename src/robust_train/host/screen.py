@@ -2,7 +2,7 @@
 
 A terminal under Ctrl-S, a dead ssh, ``| less``: what cannot be shown is kept for a while, then
 dropped, which a line reports once the reader is back. Nothing is lost from an attempt's log.
-On a terminal a :class:`LiveArea` shows a status below all output.
+On a terminal a `LiveArea` shows a status below all output.
 """
 
 from __future__ import annotations

@@ -202,12 +202,12 @@ class SignalWatch:
             previous(self.received, None)
 
     def check(self) -> None:
-        """Raise :class:`JobInterrupted` if a signal has come that no handler takes."""
+        """Raise `JobInterrupted` if a signal has come that no handler takes."""
         if self._handler is None:
             self.raise_if_received()
 
     def raise_if_received(self) -> None:
-        """Raise :class:`JobInterrupted` if a signal has come."""
+        """Raise `JobInterrupted` if a signal has come."""
         if self.received:
             raise JobInterrupted(self.received)
 

@@ -1,4 +1,4 @@
-"""Lightning under the launcher: :func:`fit` instead of ``trainer.fit``.
+"""Lightning under the launcher: `fit` instead of ``trainer.fit``.
 
 ::
 

@@ -191,7 +191,7 @@ def order_of_epochs(loader: Any, seed: int) -> SampleOrder | None:
 
 
 def take_over(loader: Any, *, name: str, shares: StepShares, seed: int) -> SampleOrder:
-    """Replace the sampler of ``loader``, which makes micro-batches, by a :class:`SampleOrder`.
+    """Replace the sampler of ``loader``, which makes micro-batches, by a `SampleOrder`.
 
     With ``drop_last`` an epoch has only whole optimizer steps, which do not depend on the
     micro-batch.

@@ -1,4 +1,4 @@
-"""transformers' ``Trainer`` under the launcher: :func:`training_arguments` and :func:`fit`.
+"""transformers' ``Trainer`` under the launcher: `training_arguments` and `fit`.
 
 ::
 

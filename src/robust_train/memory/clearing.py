@@ -127,7 +127,7 @@ def release_and_check(
     # variables of a closure.
     keep_traceback: bool = True,
 ) -> str | None:
-    """Drop the gradients of a failed try, do :func:`release_memory`, and describe what is left."""
+    """Drop the gradients of a failed try, do `release_memory`, and describe what is left."""
     for leaf in tensors.leaves_in(error):
         leaf.grad = None
     release_memory(error)
@@ -229,10 +229,13 @@ def clear_gpu_memory(force: bool = False) -> Cleared:
     not call this in every step.
 
     Args:
-        force: also drop what an ordinary collection leaves alone: objects that ``gc.freeze`` has
+        force: also drop objects that an ordinary collection keeps: those that ``gc.freeze`` has
             frozen, the collector's own list of garbage, and the frames of the last uncaught
             exception. Then name the largest tensors that are left. That takes some seconds if large
             libraries are loaded.
+
+    Returns:
+        The figures before and after, in bytes, and the tensors that are left with ``force``.
     """
     before = get_gpu_memory_stats()
     if force:
@@ -246,7 +249,7 @@ clear_cuda_memory = clear_gpu_memory
 
 
 def cleanup_model_memory(model: nn.Module, *, keep_weights: bool = True) -> Cleared:
-    """Free what training ``model`` has taken: gradients, optimizers' states, weights.
+    """Free the memory that training ``model`` took: gradients, optimizer states, weights.
 
     Optimizers are found by the parameters that they hold. Weights (parameters and buffers) go to
     the host.
@@ -254,7 +257,10 @@ def cleanup_model_memory(model: nn.Module, *, keep_weights: bool = True) -> Clea
     Args:
         model: any module.
         keep_weights: False replaces the weights by empty tensors, for all other holders too: the
-            model cannot be used any more.
+            model can no longer be used.
+
+    Returns:
+        The figures before and after, in bytes.
     """
     torch = sys.modules["torch"]
     before = get_gpu_memory_stats()

@@ -54,7 +54,7 @@ def device_index(device: str) -> int | None:
 
 
 def ordinal_of(device: Any) -> int | None:
-    """Return CUDA's number of ``device``, :data:`HOST` for the CPU, None if it has no number.
+    """Return CUDA's number of ``device``, `HOST` for the CPU, None if it has no number.
     Raises ValueError: it names no device."""
     if isinstance(device, int) and device >= 0:
         return device
@@ -282,7 +282,7 @@ def set_memory_fraction(fraction: float = 0.8, device: Any = None) -> MemoryLimi
 
     Args:
         fraction: over 0, up to 1.
-        device: as in :func:`robust_train.memory.get_gpu_memory_stats`.
+        device: as in `get_gpu_memory_stats`.
 
     Raises:
         ValueError: the fraction or device is invalid, or the process already uses more host memory

@@ -139,8 +139,9 @@ _OPTIONS = {
 def perform(verb: str, options: Mapping[str, object], run_dir: Path) -> dict[str, object]:
     """Carry out a request in this process.
 
-    Returns: ``before`` and ``after`` (the fields of :class:`robust_train.memory.MemoryStats`),
-        ``sentence`` for people, and further results of the verb, all in JSON's types.
+    Returns:
+        ``before`` and ``after`` (the fields of `MemoryStats`), ``sentence`` for people, and
+        further results of the verb, all in JSON's types.
 
     Raises:
         ValueError: an unknown verb or option, or an invalid value. The message is one line for the

@@ -115,7 +115,7 @@ def largest_tensors(
 def largest_alive(
     top: int, devices: Collection[str] | None = None, known: Collection[StorageKey] = ()
 ) -> list[LiveTensor]:
-    """Return :func:`largest_tensors` as values, without those in ``known`` storages."""
+    """Return `largest_tensors` as values, without those in ``known`` storages."""
     wanted = training_devices() if devices is None else devices
     alive = live_tensors()
     by_storage = {storage_of(tensor): tensor for tensor in alive}
@@ -211,6 +211,12 @@ def safe_tensor_to_cpu(value: _T) -> _T:
     are passed on unchanged. A tensor that occurs twice is a single tensor in the result. Nothing is
     allocated on the GPU: torch's own ``cpu()`` first makes a contiguous copy there of a tensor with
     gaps. A tensor that is on the host already shares its memory with the result.
+
+    Args:
+        value: tensors in any nesting of containers, or any other value.
+
+    Returns:
+        The same structure, with detached tensors on the host.
     """
     torch = sys.modules.get("torch")
     if torch is None:
@@ -224,7 +230,7 @@ def safe_tensor_to_cpu(value: _T) -> _T:
 
 
 WALKED = object()
-"""What a change returns for a value that :func:`rebuilt` is to walk into."""
+"""What a change returns for a value that `rebuilt` is to walk into."""
 
 
 def rebuilt(

@@ -1,4 +1,4 @@
-"""The live status of a job on a terminal. Pure, but for :class:`LiveStatus`, which shows it."""
+"""The live status of a job on a terminal. Pure, but for `LiveStatus`, which shows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps and validations in parts that fit into memory: :meth:`MicroBatcher.backward`, `forward`."""
+"""Steps and validations in parts that fit into memory: `backward`, `forward`."""
 
 from __future__ import annotations
 
@@ -134,12 +134,14 @@ class MicroBatcher:
             training: False for validation, which computes the loss without a backward pass. Then
                 only a part that fails is repeated.
 
-        Returns: The mean loss, of shape ``()``, in training over the samples of all ranks. If
+        Returns:
+            The mean loss, of shape ``()``, in training over the samples of all ranks. If
             ``loss_of`` returned tuples, a tuple of that and the list of the parts' other values.
 
-        Raises: TypeError, ValueError: the number of samples is unknown or 0. UserError: the step of
-            this model cannot be split. The message has the reason. RankFailure: a rank cannot
-            continue.
+        Raises:
+            TypeError, ValueError: the number of samples is unknown or 0.
+            UserError: the step of this model cannot be split. The message has the reason.
+            RankFailure: a rank cannot continue.
         """
         parts = Parts.of(batch, length, split, count)
         if not parts.samples and ranks.here() is None:
@@ -197,7 +199,8 @@ class MicroBatcher:
         If memory runs out, the failed part is repeated in smaller parts. Call it under
         ``torch.no_grad()``. The arguments are those of `backward`.
 
-        Returns: The results of ``function`` for the parts, in order. Each sample occurs once.
+        Returns:
+            The results of ``function`` for the parts, in order. Each sample occurs once.
         """
         parts = Parts.of(batch, length, split)
         step = self._begin("forward", function, parts, model, training=False)
@@ -239,7 +242,7 @@ class MicroBatcher:
         return {"training": self._training.state(), "other": self._other.state()}
 
     def restore(self, state: dict[str, SizeState]) -> None:
-        """Take over :meth:`state`'s result, unless another batch size was requested since."""
+        """Take over `state`'s result, unless another batch size was requested since."""
         self._training.restore(state["training"])
         self._other.restore(state["other"])
 

@@ -1,6 +1,6 @@
 """The largest micro-batch that fits, found by trying some and measuring what they need.
 
-What to try is decided in :mod:`robust_train.policy.sizes`.
+What to try is decided in `sizes`.
 """
 
 from __future__ import annotations

@@ -446,7 +446,7 @@ def broadcast(tensors: Sequence[Tensor], source: int, group: Any) -> None:
 
 
 def _spread(flat: Tensor, bucket: Sequence[Tensor]) -> None:
-    """Invert :func:`_flattened`."""
+    """Invert `_flattened`."""
     if flat.data_ptr() != bucket[0].data_ptr():
         parts = torch.split(flat, [tensor.numel() for tensor in bucket])
         pairs = zip(bucket, parts, strict=True)

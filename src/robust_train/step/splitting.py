@@ -147,7 +147,7 @@ def _concatenated(first: Any, last: Any) -> Any:
 
 
 def joined(parts: Sequence[Any], sizes: Sequence[int], *, any_length: bool = False) -> Any:
-    """Invert :func:`part_of` for what was made of the parts.
+    """Invert `part_of` for what was made of the parts.
 
     Entries for samples are put together. A number with a fraction is a mean, any other a count. Of
     the rest the first part's counts.
@@ -318,7 +318,7 @@ def _is_structure(items: Iterable[Any]) -> bool:
 # --- how large ---
 
 SizeState = dict[str, Any]
-"""What a checkpoint keeps of :class:`MicroBatchSize`."""
+"""What a checkpoint keeps of `MicroBatchSize`."""
 
 
 class MicroBatchSize:
@@ -399,7 +399,7 @@ class MicroBatchSize:
         }
 
     def restore(self, state: SizeState) -> None:
-        """Take over :meth:`state`'s result, unless another size was requested since."""
+        """Take over `state`'s result, unless another size was requested since."""
         requested = self._plan.batch_size
         before = state["requested"]
         # what probes had found is requested by its number afterwards

@@ -82,7 +82,7 @@ class Jobs:
     one."""
 
     prunes = False
-    """Whether :meth:`reported` may stop a job."""
+    """Whether `reported` may stop a job."""
 
     def __init__(self, listed: Mapping[int, Sequence[str]]) -> None:
         self.listed = listed

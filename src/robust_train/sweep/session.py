@@ -469,7 +469,7 @@ def _end(error: ConfigError) -> NoReturn:
 
 
 def remember_mask(environ: MutableMapping[str, str]) -> None:
-    """Keep the user's CUDA_VISIBLE_DEVICES for :func:`restore_mask` in the jobs."""
+    """Keep the user's CUDA_VISIBLE_DEVICES for `restore_mask` in the jobs."""
     environ[_OWN_MASK] = json.dumps(environ.get(_MASK))
 
 

@@ -210,7 +210,7 @@ def trained_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def load_trained_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load what :func:`trained_state` returned."""
+    """Load what `trained_state` returned."""
     expected = trained_state(module)
     if state.keys() != expected.keys():
         odd = sorted(state.keys() ^ expected.keys())[0]

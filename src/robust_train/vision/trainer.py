@@ -422,7 +422,7 @@ class Training:
         }
 
     def _restore(self, content: Mapping[str, Any], path: Path) -> None:
-        """Restore what :meth:`_content` returned."""
+        """Restore what `_content` returned."""
         self._check_identity(content, path)
         try:
             models.load_trained_state(self.net, content["model"])
