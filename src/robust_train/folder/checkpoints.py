@@ -142,7 +142,7 @@ def mark(folder: Path, job: str, loss_of: Callable[[Manifest], str]) -> None:
 def spoil(folder: Path, job: str, good_step: int, since: float = math.inf) -> None:
     """Exclude checkpoints of diverged training from resumption. These are checkpoints after
     ``good_step`` or, if their step is unknown, written at ``since`` or later. Proven checkpoints
-    stay proven, and finite checkpoints up to that step become proven."""
+    stay proven, and finite checkpoints before that step become proven."""
 
     def loss_of(one: Manifest) -> str:
         is_after = one.time >= since if one.step is None else one.step > good_step
