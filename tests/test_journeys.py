@@ -10,7 +10,7 @@ import re
 import pytest
 from omegaconf import OmegaConf
 
-from attempts import decided, failed, gpu, policy
+from attempts import built, decided, failed, gpu, policy
 from robust_train.model.failure import Clue, Evidence, FailureKind
 from robust_train.model.spec import GiveUp, RetryRule
 from robust_train.policy.decide import first_attempt
@@ -487,7 +487,7 @@ def attempt_of(spec, text):
             record.setdefault("saves", 1)
         else:
             record[STEPS.get(name, name)] = int(value)
-    return failed(spec, KINDS[kind], Evidence(**evidence), **record)
+    return failed(spec, KINDS[kind], built(Evidence, **evidence), **record)
 
 
 def in_words(decision):

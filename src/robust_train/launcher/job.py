@@ -212,12 +212,7 @@ class Job:
 
     def _conclude(self, attempt: Attempt) -> None:
         """Decide what comes after an attempt that has ended, and record both."""
-        attempt = self.hooks.evidence(attempt, self.attempts)
-        evidence = attempt.evidence
-        if evidence.bad_step is not None or evidence.has_checkpoint:
-            self.checkpoint = self.folder.newest_checkpoint()
-            attempt = attempt.with_checkpoint(is_there=self.checkpoint is not None)
-        attempt = advised(attempt, self.plan)
+        attempt = advised(self.hooks.evidence(attempt, self.attempts), self.plan)
         self.decision = self._decide((*self.attempts, attempt))
         attempt = concluded(attempt, self.decision)
         if isinstance(self.decision, Retry):
@@ -238,6 +233,11 @@ class Job:
         if decision is None:
             decision = self.driver.decide(self.policy, history)
         return self.plan.words.decision(decision, quoted=failure.message)
+
+    def look_for_checkpoint(self) -> Path | None:
+        """Return the checkpoint that the disk has, which the next attempt resumes from."""
+        self.checkpoint = self.folder.newest_checkpoint()
+        return self.checkpoint
 
     def was_stopped(self, attempt: Attempt) -> bool:
         """Return whether a signal or a pause has ended an attempt, and no failure of its own."""
