@@ -20,6 +20,7 @@ from journals import Journal
 from robust_train import assembly
 from robust_train.config.schema import RobustConfig
 from robust_train.features.time_slices.model import TimeSliceKeys
+from robust_train.folder import provenance
 from robust_train.folder.checkpoints import Manifest, record_checkpoint
 from robust_train.folder.identity import resume_from
 from robust_train.folder.state import Summary
@@ -90,6 +91,21 @@ class Devices:
 
     def leave(self, count):
         return Room((), 0, counts=(count,))
+
+
+class RunsWhenJoined:
+    """A thread that runs when somebody waits for it, so never too early or too late."""
+
+    ident = 1
+
+    def __init__(self, target, **options):
+        self._target = target
+
+    def start(self):
+        pass
+
+    def join(self, timeout=None):
+        self._target()
 
 
 class Launch:
@@ -173,6 +189,7 @@ def test_pairs_that_do_not_commute_are_named_with_reasons(tmp_path, monkeypatch,
         return SimpleNamespace(f_flag=os.ST_RDONLY, f_blocks=real(path).f_blocks)
 
     monkeypatch.setattr(os, "statvfs", read_only)
+    monkeypatch.setattr(provenance, "threading", SimpleNamespace(Thread=RunsWhenJoined))
 
     def evidence(halves):
         outcomes = []

@@ -15,7 +15,6 @@ from pathlib import Path
 import tenacity
 
 from robust_train.config.attempt import AttemptRequest
-from robust_train.folder.best import best_in
 from robust_train.folder.identity import Beginning
 from robust_train.folder.state import RunState, Summary
 from robust_train.host.signals import SignalWatch
@@ -304,7 +303,7 @@ class Job:
             wait_seconds=self.folder.wait_seconds,
             attempts=tuple(self.attempts),
             checkpoint=self.checkpoint,
-            best=best_in(self.plan.run_dir / "checkpoints"),
+            best=self.folder.find_best(),
             error=None if last is None else error_of(last),
         )
         self.folder.record(JobEnded(status, reason))
