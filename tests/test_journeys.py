@@ -448,7 +448,7 @@ def attempt_of(spec, text):
         if name in CLUES:
             evidence["clue"] = name
         elif name == "fragmented":
-            evidence |= {"fragmented": True, "requested_bytes": GIB, "free_bytes": 0}
+            evidence |= {"requested_bytes": GIB, "free_bytes": 0}
             evidence["reserved_unallocated_bytes"] = 3 * GIB
         elif name == "workers":
             evidence["workers"] = int(value)

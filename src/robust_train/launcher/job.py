@@ -247,7 +247,7 @@ class Job:
     def _on_event(self, event: Event) -> None:
         """Record an event of the attempt that runs."""
         self.policy = self.policy.after(event)
-        if isinstance(event, CheckpointSaved) and event.loss != "diverged":
+        if isinstance(event, CheckpointSaved) and event.is_useful:
             self.checkpoint = Path(event.path)
         self.driver.devices.on_event(event)
         self.record(event)

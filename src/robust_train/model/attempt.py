@@ -180,7 +180,7 @@ class Attempt(Record[Note]):
                     loss=loss,
                 )
                 return after._started_before(event.step) if self.step is None else after
-            case CheckpointSaved(loss="diverged"):
+            case CheckpointSaved(is_useful=False):
                 return self
             case CheckpointSaved():
                 return replace(

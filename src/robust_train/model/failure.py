@@ -87,8 +87,6 @@ class Evidence(Record[Finding]):
     total_bytes: int | None = None  # size of the device
     # what `memory.fraction` lets this process have of it
     allowed_bytes: int | None = None
-    # the allocator held at least as much unused memory as was asked for
-    fragmented: bool = False
     # the process reached its own limit while the device had enough free memory
     own_limit: bool = False
     # what message or stack show beyond the kind, one of Clue
@@ -113,9 +111,19 @@ class Evidence(Record[Finding]):
         """Whether the GPU is at fault, not the program: most faults end with the process."""
         return self.clue == Clue.HARDWARE
 
+    @property
+    def fragmented(self) -> bool:
+        """Whether the allocator held at least as much unused memory as was requested."""
+        requested = self.requested_bytes
+        unused = self.reserved_unallocated_bytes
+        return bool(requested and unused and unused >= requested)
+
     def as_json(self) -> dict[str, Json]:
         """Return the evidence in JSON's types."""
-        return self.fields_as_json()
+        items = list(self.fields_as_json().items())
+        place = [name for name, _ in items].index("own_limit")
+        items.insert(place, ("fragmented", self.fragmented))
+        return dict(items)
 
     @classmethod
     def parse(cls, data: Mapping[str, Json]) -> Evidence:

@@ -64,7 +64,7 @@ class DivergenceNote(Note):
     def after(self, event: Event, attempt: Attempt) -> DivergenceNote:
         """Return the note after a checkpoint, or an update that was left out."""
         match event:
-            case CheckpointSaved(loss="diverged"):
+            case CheckpointSaved(is_useful=False):
                 return self
             case CheckpointSaved():
                 return replace(self, is_guarded=event.is_guarded)
