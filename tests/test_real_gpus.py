@@ -18,7 +18,7 @@ from world import ROOT
 
 HERE = "tests/test_real_gpus.py"
 A_JOB = "tests/launcher/test_attempts.py::test_what_a_trainer_prints_is_shown_and_kept"
-IN_THIS_PROCESS = "tests/launcher/test_api.py::test_a_missing_key_is_one_line_that_names_its_reader"
+IN_THIS_PROCESS = "tests/launcher/test_api.py::test_a_missing_key_names_its_reader"
 SIMULATED = "tests/gpu/test_gpu_inventory.py::test_a_driver_that_was_reloaded_is_opened_again"
 
 

@@ -164,7 +164,7 @@ def test_a_missing_key_names_its_reader(tmp_path, caplog):
 
 @pytest.mark.parametrize("trainer", [trainers.Scaled(3).train, trainers.decorated, trainers.scaled])
 def test_an_unreachable_trainer_is_sent_by_value(trainer):
-    """Its name does not lead to it: a method would lose its object, a decorated copy its decorator."""
+    """Its name leads elsewhere: a method would lose its object, a decorated copy its decorator."""
     assert load(TrainerRef.of(trainer))(None) == trainer(None)
 
 
