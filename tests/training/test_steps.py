@@ -542,7 +542,7 @@ def slope_of(loss, weight, thread):
 @pytest.mark.parametrize("thread", [None, "this", "another"])
 @pytest.mark.parametrize("names_model", [False, True])
 def test_a_failed_pass_is_freed_immediately(names_model, thread):
-    """The garbage collector is off: the frames that held it are empty, and nothing else holds it."""
+    """The garbage collector is off: the frames that held it are empty; nothing else holds it."""
     activations: list[weakref.ref[torch.Tensor]] = []
     alive: list[bool] = []
 
