@@ -73,7 +73,8 @@ def test_the_mask_shows_the_idlest_gpu():
 @pytest.mark.parametrize(
     "selected", ["gpu", "gpu and not slow", "not slow and not gpu", "slow", "gpu or slow", ""]
 )
-def test_only_a_run_of_gpu_tests_alone_sees_the_driver(selected):
+def test_only_pure_gpu_runs_see_the_driver(selected):
+    """A run of GPU tests alone."""
     config = types.SimpleNamespace(option=types.SimpleNamespace(markexpr=selected))
     assert real_gpus.are_wanted(config) is (selected in ("gpu", "gpu and not slow"))
 
@@ -84,7 +85,8 @@ def gpu(index, free_gib, **figures):
     return GpuInfo(f"GPU-{index}", "A100", index, f"0{index}", total, free, total - free, **named)
 
 
-def test_the_idlest_gpu_is_the_freest_on_which_no_one_computes():
+def test_the_idlest_gpu_is_the_freest_unused():
+    """No one computes on it."""
     draws = GpuProcess(7, 3 * GIB, computes=False)
     gpus = [
         gpu(0, 79, processes=(GpuProcess(812),)),

@@ -155,7 +155,7 @@ def named_pairs():
     return set(re.findall(r"^- features\.(\w+) before features\.(\w+): \w", text, re.M))
 
 
-def test_pairs_that_do_not_commute_are_named_with_reasons(tmp_path, monkeypatch, prepared):
+def test_noncommuting_pairs_are_named_with_reasons(tmp_path, monkeypatch, prepared):
     """And no others; each pair is in the order of the tuple."""
     run_dir = tmp_path / "run"
     real = os.statvfs

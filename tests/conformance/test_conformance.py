@@ -177,9 +177,10 @@ def undisturbed(tmp_path_factory):
         if event.to(kind)
     ],
 )
-def test_a_job_ends_or_goes_on_leaves_nothing_and_is_completed_by_the_same_command(
+def test_the_same_command_completes_a_troubled_job(
     world, kind, event, cuda_machine_with, undisturbed
 ):
+    """The job ends or resumes as the table says, and leaves nothing behind."""
     if kind.needs:
         pytest.importorskip(kind.needs, reason=f"the extra [{kind.needs}] is not installed")
     gpus = [Gpu(uuid=uuid, total_mib=24000, free_mib=20000) for uuid in (A, B)]
