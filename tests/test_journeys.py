@@ -137,7 +137,8 @@ class Step:
         """Assert that a decision is as expected, and name the line of this step otherwise."""
         facts = facts_of(decision)
         actual = {name: facts.get(name) for name in self.expected}
-        here = f"{Path(__file__).name}:{self.line}: after {self.failure}: {decision}"
+        outcome = f"{decision.action}, {decision.reason}"
+        here = f"{Path(__file__).name}:{self.line}: after {self.failure}: {outcome}"
         assert actual == self.expected, here
         assert self.reason in facts["reason"], here
 
