@@ -42,7 +42,7 @@ CASES = {
         {f"{ROOTLESS}/{EVENTS}": (2, 2), f"user.slice/{EVENTS}": (7, 8), VMSTAT: (0, 1)},
         False,
     ),
-    "a cgroup without a memory controller is counted with the one above": (
+    "a cgroup without a controller counts as its parent": (
         *V2,
         {f"{ROOTLESS}/cgroup.procs": (1, 1), f"{SLICE}/{EVENTS}": (0, 1)},
         True,
