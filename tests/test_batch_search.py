@@ -59,7 +59,7 @@ def machines(draw):
 @same_machines
 @given(machines(), st.integers(1, 4096), st.integers(1, 64))
 def test_affine_memory_leads_to_the_largest_size(machine, effective, least):
-    """But for the margin."""
+    """Only the margin is left unused."""
     rest, _, _, limit = machine
     sizes, needs = micro_batch_sizes(effective, least), affine(machine)
     answer, _ = search(sizes, needs, rest, limit)
@@ -110,7 +110,7 @@ def test_a_failed_size_is_never_the_answer(machine, effective, least, noise, gra
 @same_machines
 @given(machines(), st.integers(2, 2048))
 def test_a_stepwise_allocator_costs_another_margin(machine, effective):
-    """And no more."""
+    """It costs no more than that."""
     rest, workspace, per_sample, limit = machine
     sizes = micro_batch_sizes(effective, 1)
 

@@ -112,7 +112,7 @@ def test_torchs_private_names_exist_when_used():
 
 
 def test_layers_may_depend_on_batch_or_chance():
-    """Or on passes."""
+    """They may depend on passes as well."""
     assert compat.depends_on_batch(torch, torch.nn.LazyBatchNorm1d())
     assert not compat.depends_on_batch(torch, torch.nn.GroupNorm(1, 1))
     normed = torch.nn.utils.spectral_norm(torch.nn.Linear(1, 1))
@@ -330,8 +330,8 @@ def test_momentum_that_begins_is_decided_on_the_host():
     assert compat.skips_on_device(optimizer)
 
 
-def test_an_unfused_state_is_decided_on_hosts():
-    """Loading it leaves the optimizer's promise, and takes away the kernel that keeps it."""
+def test_an_unfused_optimizer_is_decided_on_the_host():
+    """Loading its state leaves the optimizer's promise, and takes away the kernel that keeps it."""
     weight = torch.nn.Parameter(torch.ones(3))
     fused = torch.optim.AdamW([weight], lr=0.1, fused=True)
     fused.load_state_dict(torch.optim.AdamW([weight], lr=0.1).state_dict())
@@ -428,7 +428,8 @@ def test_more_overrides_stand_where_the_others_are(given, whole):
     assert compat.with_overrides(given, ["c=3"]) == whole
 
 
-def test_the_allocators_history_is_called_torchs_way():
+def test_the_history_of_the_allocator_fits_this_torch():
+    """It is called with the arguments that this torch has."""
     seen = []
     fake = mock.Mock(**{"_C._cuda_isHistoryEnabled.return_value": True})
     for name in ("_record_memory_history", "_dump_snapshot"):

@@ -53,7 +53,7 @@ def test_a_function_names_jobs_and_run_folders(tmp_path, monkeypatch):
 
 
 def test_a_refused_command_removes_only_its_folder(tmp_path):
-    """And not a run folder that a config names."""
+    """A run folder that a config names stays."""
     mine = "defaults: [robust, _self_]\nhydra: {run: {dir: logs}}\n"
     (tmp_path / "mine.yaml").write_text(mine)
     (tmp_path / "logs").mkdir()

@@ -156,7 +156,7 @@ def named_pairs():
 
 
 def test_noncommuting_pairs_are_named_with_reasons(tmp_path, monkeypatch, prepared):
-    """And no others; each pair is in the order of the tuple."""
+    """No other pairs are named; each is in the order of the tuple."""
     run_dir = tmp_path / "run"
     real = os.statvfs
 

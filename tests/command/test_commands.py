@@ -142,8 +142,8 @@ def test_a_mistake_is_one_line_and_leaves_nothing(line, code, words, here, capsy
 
 @needs_root
 @pytest.mark.parametrize("command", ["status", "stop", "logs", "report", "queue --dir"])
-def test_another_users_private_folder_is_refused_tersely(command, tmp_path, capsys):
-    """In one line."""
+def test_another_users_private_folder_is_refused(command, tmp_path, capsys):
+    """The refusal is one line."""
     private = tmp_path / "private"
     private.mkdir(mode=0o700)
     for folder in (tmp_path, *tmp_path.parents[:2]):

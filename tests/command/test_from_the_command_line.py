@@ -59,7 +59,7 @@ def test_each_attempt_rereads_standard_input(scripts):
     assert "skipped" not in ended.stdout
 
 
-def test_a_script_with_its_own_batch_stays(scripts):
+def test_a_script_with_its_own_batch_keeps_it(scripts):
     """The batch is left to the script, which is not started again with less."""
     ended = scripts.run("--", "sh", "-c", "echo MemoryError: no more; exit 1").with_code(1)
     assert [a["outcome"] for a in ended.attempts] == ["host_oom"]

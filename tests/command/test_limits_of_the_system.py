@@ -42,8 +42,8 @@ def test_each_limit_is_named_and_may_pass(number, words):
 
 
 @needs_root
-def test_missing_threads_cost_no_job(tmp_path):
-    """No record needs one so much, and the limit is named."""
+def test_a_lack_of_threads_costs_no_job(tmp_path):
+    """No record is worth a job, and the limit is named."""
 
     def fill():
         resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))

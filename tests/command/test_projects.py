@@ -136,8 +136,8 @@ def test_your_own_hydra_project_builds_on_robust(world, own_project):
     assert "_iris_small_" in folder.name
 
 
-def test_a_projects_mistakes_are_one_line(world, own_project):
-    """Exit code 2."""
+def test_mistakes_in_a_project_take_one_line(world, own_project):
+    """The exit code is 2."""
     config = own_project / "conf"
     (config / "net").mkdir()
     for name, text in (("tab", "a:\n\tb: 1\n"), ("twice", "a: 1\na: 2\n"), ("open", "a: {b\n")):
@@ -230,7 +230,7 @@ def test_a_hydra_project_needs_one_edit(world, foreign):
 
 
 def test_important_lines_survive_a_projects_logging(world, foreign):
-    """It disables every logger that exists, which is Python's default."""
+    """The project's logging disables every logger that exists, which is Python's default."""
     (foreign / "configs/trainer/bare.yaml").write_text("{devices: 1}")
     muted = "hydra.job_logging.disable_existing_loggers=true"
     ended = _run(world, foreign, "fits=20", "trainer=bare", muted)
@@ -289,14 +289,14 @@ def test_mistakes_in_the_group_robust_are_one_line(world, foreign):
     assert ended.stderr.startswith("robust.detach=true: not as a rank of the engine that")
 
 
-def test_a_projects_main_names_users_mistakes(world, foreign):
-    """In its line."""
+def test_a_user_error_in_main_is_one_line(world, foreign):
+    """The main function of a project raises it."""
     ended = _run(world, foreign, "fits=0", code=1)
     assert ended.stderr == "failed: fits=0: nothing does\n"
 
 
-def test_jobs_of_projects_write_their_keys(world, foreign):
-    """As its user writes them."""
+def test_messages_use_the_projects_own_keys(world, foreign):
+    """As the user writes them."""
     ended = _run(world, foreign, "robust.device=cuda", code=2)
     assert ended.stderr.startswith("robust.device=cuda: no such GPU here: ")
     words = (
@@ -384,8 +384,8 @@ if __name__ == "__main__":
 """
 
 
-def test_a_launcher_only_resolver_is_one_line(world):
-    """Its value is not text, so it is asked again in the attempt."""
+def test_a_resolver_missing_in_attempts_is_one_line(world):
+    """Only the launcher has it. Its value is not text, so it is resolved again in the attempt."""
     (world.folder / "main.py").write_text(OF_THE_LAUNCHER)
     ended = _run(world, world.folder, "robust.num_gpus=1", code=1)
     (line,) = ended.stderr.splitlines()
@@ -502,7 +502,7 @@ def test_a_job_needs_no_file(world, names, words, keys, folders):
 
 
 @pytest.mark.slow
-def test_script_types_survive_launchers_of_hydra(world):
+def test_types_of_a_script_survive_hydras_launchers(world):
     """joblib, submitit and Ray carry them by value to a process that has no such module."""
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="the extra [sweep]")
     (world.folder / "main.py").write_text(OF_DATACLASSES)
@@ -542,8 +542,8 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     "decorator", [pytest.param("robust_train.hydra_main", marks=pytest.mark.slow), "hydra.main"]
 )
-def test_a_project_on_robust_has_own_groups(world, decorator):
-    """In a sweep over all of them, which trains each of them once."""
+def test_a_project_on_robust_keeps_its_groups(world, decorator):
+    """A sweep over all of them trains each once."""
     module, _, name = decorator.partition(".")
     script = ON_ROBUST.replace("import DECORATOR", f"from {module} import {name}")
     files = {

@@ -19,7 +19,7 @@ def ckpt(scripts):
 
 
 def test_attempts_resume_from_the_newest_whole_checkpoint(scripts, ckpt):
-    """And not from a file that lay there before the job; once completed, it begins again."""
+    """They ignore a file that existed before the job; once completed, it starts over."""
     scripts.folder /= "run [1]"  # no pattern by itself
     (scripts.folder / "ckpt").mkdir(parents=True)
     with zipfile.ZipFile(scripts.folder / "ckpt" / "step-8.pt", "w") as old:

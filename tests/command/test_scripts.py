@@ -66,7 +66,7 @@ LINEAR = ("--scale-learning-rate", "linear")
     ],
     ids=["not scaled", "not given", "linear"],
 )
-def test_unaccumulated_scripts_report_their_true_batch(scripts, options, rate, warning):
+def test_scripts_without_accumulation_report_their_true_batch(scripts, options, rate, warning):
     """The effective batch of a script that cannot accumulate."""
     own = ("--batch-size", "32", "--learning-rate", "0.4", *SAVES_NOTHING, *options)
     ended = run_program(scripts, NO_ACCUMULATION, *own, words=("{batch_size}", "{learning_rate}"))

@@ -10,9 +10,9 @@ from command_world import all_gone, argv, script
 from world import wait_until
 
 
-def test_saving_and_ending_on_request_is_interrupted(scripts):
-    """The script ends as interrupted. One that stands still by SIGSTOP is continued so that it
-    receives the signal.
+def test_a_script_that_stops_on_request_is_interrupted(scripts):
+    """It saves and ends. A script that SIGSTOP has stopped is continued so that it receives the
+    signal.
     """
     ready, saved = scripts.folder / "ready", scripts.folder / "saved"
     process = scripts.start("--checkpoint", "save?", "--", *script("polite.py", ready, saved))

@@ -262,8 +262,10 @@ def test_sigterm_under_submitit_stops_only_scripts(kind, shown):
 
 
 @pytest.mark.parametrize(("is_ignored", "signum"), [(False, signal.SIGINT), (True, signal.SIGUSR2)])
-def test_submitits_stop_signal_is_never_an_ignored_one(is_ignored, signum):
-    """``command &`` in a shell's script ignores SIGINT."""
+def test_submitits_stop_signal_is_never_ignored(is_ignored, signum):
+    """It is another one for an attempt that ignores SIGINT, as after ``command &`` in a shell's
+    script.
+    """
     before = signal.signal(signal.SIGINT, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
     try:
         assert stop_signal({"SUBMITIT_EXECUTOR": "local"}) == signum
@@ -272,7 +274,8 @@ def test_submitits_stop_signal_is_never_an_ignored_one(is_ignored, signum):
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_checkpoint_without_step_takes_the_last_reported():
+def test_a_checkpoint_without_a_step_has_the_latest():
+    """The last step that was reported."""
     attempt = Attempt(1, AttemptSpec((), 8, 1))
     assert attempt.after(CheckpointSaved("a")).saved_step is None
     assert attempt.after(Progress(5)).after(CheckpointSaved("a")).saved_step == 5

@@ -246,8 +246,8 @@ if "trainers" not in sys.modules:
 """
 
 
-def test_a_module_that_exits_is_left_to_attempts(world):
-    """It would end the interpreter before its attempt."""
+def test_a_module_that_exits_is_the_attempts_matter(world):
+    """Its import would end the interpreter before the attempt."""
     (world.folder / "fragile.py").write_text(DIES_EARLY)
     world.environ["PYTHONPATH"] = f"{world.folder}:{world.environ['PYTHONPATH']}"
     trainer = ("trainer._target_=trainers.what_it_was_given", "max_retries=0")

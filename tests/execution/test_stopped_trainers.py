@@ -37,7 +37,7 @@ def ending_of(trainer, folder):
 
 @pytest.mark.parametrize("goes_on", ["should_save", "backward"])
 def test_a_trainer_that_only_saves_is_stopped_afterwards(tmp_path, goes_on):
-    """It asks only whether to save, so its last checkpoint is followed by the stop."""
+    """It asks only whether to save, so it is stopped after its last checkpoint."""
     saved = []
 
     def train(run, stop):
@@ -56,8 +56,8 @@ def test_a_trainer_that_only_saves_is_stopped_afterwards(tmp_path, goes_on):
     assert (saved, end.step) == ([3], 4 if goes_on == "should_save" else 3)
 
 
-def test_a_trainer_that_reads_both_ends_by_itself(tmp_path):
-    """It saves once."""
+def test_a_trainer_reading_both_flags_ends_by_itself(tmp_path):
+    """It reads whether to save and whether to stop, and saves once."""
 
     def train(run, stop):
         live_of(run).saving.follow(SavePlan(1e9))

@@ -230,7 +230,7 @@ CROWDED = (
     ],
 )
 def test_advice_starts_with_what_costs_least(message, order, never):
-    """And fits the evidence."""
+    """All of it fits the evidence."""
     failure = classify_failure(RuntimeError(message))
     advice = advice_for(failure.kind, failure.evidence)
     places = [next(n for n, one in enumerate(advice) if words in one) for words in order]

@@ -213,8 +213,8 @@ def test_only_network_code_has_network_timeouts():
     assert classify_failure(of_a_library).kind is FailureKind.COMM
 
 
-def test_errors_in_loader_code_concern_the_workers():
-    """The code of data loaders."""
+def test_errors_in_data_loaders_are_blamed_on_workers():
+    """If the code of a data loader raises them."""
     descriptors = OSError(24, "Too many open files")
     loader = raised_in("/lib/python3.11/multiprocessing/reduction.py", descriptors)
     assert classify_failure(loader).kind is FailureKind.WORKER_DEATH

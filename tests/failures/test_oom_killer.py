@@ -103,6 +103,6 @@ def test_our_cgroups_counts_reveal_a_kill(tmp_path, cgroups, mounts, files, kill
 
 
 def test_unreadable_counts_mean_unknown(tmp_path):
-    """And here no process was killed."""
+    """On this machine no process was killed."""
     assert OomKillWatch(tmp_path).killed() is None
     assert OomKillWatch().killed() in (False, None)

@@ -83,8 +83,8 @@ def kind_of(message):
         "could not execute sdpa backward primitive on cpu",
     ],
 )
-def test_the_same_message_depends_on_free_memory(message):
-    """It is a lack of host memory with little room and a bug with much."""
+def test_free_memory_decides_what_the_message_means(message):
+    """It is a lack of host memory with little room, and a bug with much."""
     assert kind_of(message) == "bug"
     with room_of(8 * MIB):
         assert kind_of(message) == "host_oom"

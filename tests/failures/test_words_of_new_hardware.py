@@ -15,8 +15,8 @@ OUTSIDE = (
 
 
 @pytest.mark.parametrize("message", OUTSIDE)
-def test_a_lower_limit_makes_room_beside_the_cache(message):
-    """torch's cache."""
+def test_a_lower_limit_makes_room_outside_the_cache(message):
+    """The cache of torch's allocator."""
     failure = classify_failure(RuntimeError(message))
     assert (failure.kind, failure.evidence.clue) == (FailureKind.DEVICE_OOM, Clue.OUTSIDE)
     assert advice_for(failure.kind, failure.evidence)[0].startswith("set a smaller memory.fraction")

@@ -168,7 +168,7 @@ def test_who_gets_what(jobs, gpus, gets):
     assert granted(jobs, gpus) == gets
 
 
-def test_a_running_job_may_move_without_predecessors():
+def test_a_running_job_moves_if_none_waits_before():
     """If no job waits before it."""
     gpus, me = [gpu(A), gpu(B)], job(5)
     assert [one.uuid for one in open_to(me, [job(9, 30000)], gpus, NOW)] == [A, B]
@@ -241,7 +241,7 @@ def test_users_with_fewer_gpus_come_first():
 
 
 def test_urgency_counts_among_a_users_own_jobs():
-    """And not before anyone else's."""
+    """An urgent job does not go before the jobs of others."""
     sweep = [job(n, urgency=0) for n in (1, 2, 4)]
     assert tickets([*sweep, job(6)]) == [6, 1, 2, 4]
     assert tickets([*sweep, job(6), job(7, urgency=2)]) == [7, 6, 1, 2, 4]

@@ -211,7 +211,7 @@ def test_replacing_the_directory_spares_running_jobs(base, caplog):
 
 @needs_root
 def test_a_full_disk_means_no_reservation(base, caplog):
-    """And a warning."""
+    """A warning says so."""
     with small_disk(base, "size=16k,mode=1777"):
         fill(base)
         job = running_in(base)
@@ -373,7 +373,7 @@ def test_planted_files_are_no_jobs(registry):
     assert Path("/etc/passwd").exists()
 
 
-def test_a_living_jobs_damaged_record_harms_nobody(registry):
+def test_a_living_jobs_damaged_record_harms_no_one(registry):
     mine = enter(registry)
     (path,) = registry.path.glob("record.*")
     assert [job.id for job in registry.jobs()] == [mine.job.id]
@@ -497,7 +497,7 @@ def test_another_users_lock_blocks_nothing(base, registry, take):
 
 
 def test_a_lockless_file_system_means_no_reservation(base, monkeypatch, caplog):
-    """And a warning."""
+    """A warning says so."""
     no_locks = mock.Mock(side_effect=OSError(37, "No locks available"))
     monkeypatch.setattr(fcntl, "fcntl", no_locks)
     running_in(base).release()

@@ -143,8 +143,8 @@ class _OwnLoss(transformers.Trainer):
 
 @pytest.mark.parametrize("trainer", [transformers.Trainer, _OwnLoss])
 @pytest.mark.parametrize("asked", [8, 4])
-def test_a_halved_batch_keeps_count_free_weights(tmp_path, trainer, asked, caplog):
-    """The weight of a loss that ignores the count of items."""
+def test_a_loss_without_counts_keeps_its_weight(tmp_path, trainer, asked, caplog):
+    """The batch was halved, and the loss ignores the count of items."""
     caplog.set_level("INFO", "robust_train")
     job = {"trainer": trainer, "count": 24, "collator": _with_a_class, "optim": "sgd"}
     whole = Fitted(tmp_path, Classifier(Fuse(), sums=True), asked, **job)
@@ -262,8 +262,8 @@ class _Layerwise(transformers.Trainer):
         return super().create_optimizer()
 
 
-def test_optimizers_within_the_backward_never_repeat(tmp_path, caplog):
-    """An optimizer that steps in the backward pass."""
+def test_an_optimizer_within_backward_is_never_repeated(tmp_path, caplog):
+    """Its steps are made in the backward pass."""
     model = Tagger(Fuse("backward", 3, fits=2), sums=False)
     with pytest.raises((RuntimeError, MemoryError), match=RUN_OUT):
         Fitted(tmp_path, model, trainer=_Layerwise)

@@ -158,7 +158,8 @@ def test_an_engine_does_not_rerun_a_bug(agents):
 
 @pytest.mark.slow
 @pytest.mark.proves("functions (`run.backward`)", "under torchrun", "new attempt")
-def test_ranks_end_with_agents_and_resume_later(agents):
+def test_ranks_end_with_their_agent_and_resume(agents):
+    """At the next start."""
     port = free_port()
     options = ("--nnodes=2", "--nproc-per-node=1", f"--rdzv-endpoint=127.0.0.1:{port}")
     options += ("--rdzv-backend=c10d", f"--rdzv-id=job{port}", "--local-addr=127.0.0.1")
@@ -323,7 +324,7 @@ OOM, COMM, STOP = FailureKind.DEVICE_OOM, FailureKind.COMM, FailureKind.INTERRUP
         ([left(0, STOP, 1.0), left(1, STOP, 2.0), left(2, STOP, 3.0)], "interrupted of 0", 0),
     ],
 )
-def test_the_first_failure_is_the_named_cause(failures, message, rank):
+def test_the_failure_that_others_followed_is_the_cause(failures, message, rank):
     """The others followed from it."""
     known = {one.rank: one for one in failures}
     cause = cause_of([known.get(rank, RankEnd(rank)) for rank in range(3)])

@@ -120,8 +120,8 @@ def test_early_imported_libraries_know_their_rank():
     assert of_forks(2, rank_of_lightning) == [0, 1]
 
 
-def test_ranks_divide_the_cores_and_have_gpus(monkeypatch):
-    """Each has its own."""
+def test_each_rank_has_its_gpu_and_cores(monkeypatch):
+    """The ranks divide the cores among them."""
 
     def set_up(count):
         os.environ.pop("OMP_NUM_THREADS", None)

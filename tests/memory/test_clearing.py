@@ -86,7 +86,7 @@ print("dropped", cleared.freed)
 
 
 def test_force_empties_the_collectors_own_list():
-    """But not a debugger's."""
+    """The list of a debugger stays."""
     gc.garbage.append(torch.ones(9))
     gone = weakref.ref(gc.garbage[0])
     gc.set_debug(gc.DEBUG_SAVEALL)

@@ -78,8 +78,8 @@ def run(machine, *arguments):
 @pytest.mark.parametrize(
     ("answer", "exit_code"), [("y\n", 0), ("n\n", 1), ("yess\n", 1), ("\x04", 1), ("\x03", 130)]
 )
-def test_own_cuda_processes_end_after_a_yes(machine, listed, answer, exit_code):
-    """They are shown first."""
+def test_own_cuda_processes_end_after_confirmation(machine, listed, answer, exit_code):
+    """They are shown before the user says yes."""
     machine.update(1, compute=[(listed.pid, 100)])
     ask = "end this process? [y/N]"
     code, shown = run_at_a_terminal(COMMAND, machine.environment(), ask=ask, answer=answer)
@@ -127,8 +127,8 @@ def test_kill_spares_what_started_it(machine):
     assert "what it was started from" in done.stderr
 
 
-def test_a_wrong_process_id_ends_nobody(machine, start, listed):
-    """What is not a CUDA process is refused."""
+def test_a_wrong_process_id_ends_no_process(machine, start, listed):
+    """What is not a CUDA process is refused, and then none of the others is ended."""
     unlisted, drawing = start(), start()
     machine.update(0, graphics=[(drawing.pid, 1)])
     named = [word for p in (unlisted, drawing, listed) for word in ("--pid", str(p.pid))]

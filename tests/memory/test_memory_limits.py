@@ -56,7 +56,7 @@ def test_a_share_of_host_memory_is_enforced():
 
 @pytest.mark.parametrize("fraction", [1e-9, 0, -1, 1.5, float("nan"), "0.5", True, None])
 def test_impossible_shares_are_refused_in_one_line(fraction):
-    """Or if memory is in use."""
+    """So is a limit while memory is in use."""
     refusal = r"fraction=1e-09: .* 0 MiB .* already|accepted is a number over 0, up to 1"
     with pytest.raises(ValueError, match=refusal):
         set_memory_fraction(fraction)

@@ -82,7 +82,7 @@ def test_a_forced_clear_drops_frozen_cycles(tmp_path):
     assert kept.numel() == 64 * MIB
 
 
-def test_a_fraction_limits_and_one_lifts():
+def test_a_fraction_limits_until_it_is_one():
     total = torch.cuda.mem_get_info()[1]
     limit = memory.set_memory_fraction((GIB + torch.cuda.memory_reserved()) / total)
     assert limit.device == "cuda:0"
@@ -237,8 +237,8 @@ def test_a_spikes_memory_returns_after_some_steps(own_trainers):
     assert ended.attempts[0]["memory_returned"]["of"] == "reserved"
 
 
-def test_an_oom_beyond_fractions_leaves_a_snapshot(own_trainers):
-    """It opens."""
+def test_memory_beyond_the_fraction_leaves_a_snapshot(own_trainers):
+    """The fraction is enforced, and the snapshot of the failure opens."""
     ended = own_trainers.run(
         "takes_half_of_the_gpu",
         "memory.fraction=0.25",

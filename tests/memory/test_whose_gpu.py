@@ -47,8 +47,8 @@ def test_an_exported_limit_is_never_raised(use, monkeypatch, name):
         assert cuda.fractions == {0: limit, 1: limit}
 
 
-def test_shared_memory_leaves_the_host_some(use, monkeypatch, caplog):
-    """The memory of the GPU is the host's."""
+def test_a_gpu_sharing_host_memory_leaves_some(use, monkeypatch, caplog):
+    """The GPU has no memory of its own, and the host keeps a part."""
     caplog.set_level("INFO", "robust_train")
     available = SimpleNamespace(available=48 * GIB)
     monkeypatch.setattr("robust_train.memory.cuda.read_host_memory", lambda: available)

@@ -63,7 +63,7 @@ def test_the_command_prints_sentences_and_an_entry(says):
     assert "@software{robust_train,\n" in out
 
 
-def test_untrained_jobs_and_sweeps_are_refused_tersely(two_attempts, says):
-    """In one line."""
+def test_untrained_jobs_and_sweeps_are_refused(two_attempts, says):
+    """The refusal is one line."""
     assert sentences_of(replace(two_attempts, attempts=()), "1.0") == []
     assert "--cite is about one job" in says("report", GOLDEN / "sweep", "--cite", code=2).err

@@ -154,8 +154,10 @@ def test_trainer_events_are_marked_by_their_names(begun):
     }
 
 
-def test_an_attempt_from_further_back_undoes_others(journal):
-    """The checkpoint of step 5 turns out to be damaged: the third attempt begins at step 2."""
+def test_a_later_attempt_can_undo_an_earlier_one(journal):
+    """It starts further back: the checkpoint of step 5 turns out to be damaged, and the third
+    attempt starts at step 2.
+    """
     recovered = write_recovered(journal)
     text = (recovered.folder / "journal.jsonl").read_text()
     lines = [line for line in text.splitlines() if "ended" not in line]

@@ -41,8 +41,8 @@ def test_the_old_job_spares_the_new_folder(tmp_path):
         assert not (tmp_path / "run" / "journal.jsonl").exists()
 
 
-def test_a_job_without_its_folder_ends_tersely(tmp_path):
-    """Its folder was begun anew; it ends with one line."""
+def test_a_job_without_its_folder_ends_plainly(tmp_path):
+    """It ends with one line after its folder was begun anew."""
 
     def train(cfg, run):
         new.append(stack.enter_context(begun_anew(tmp_path / "run")))

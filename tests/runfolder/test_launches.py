@@ -37,8 +37,8 @@ def launches(run_dir):
     return json.loads((run_dir / "job.json").read_text())["launches"]
 
 
-def test_three_launches_without_progress_refuse_the_next(tmp_path):
-    """In a row, and without a new checkpoint."""
+def test_the_launch_after_three_without_progress_is_refused(tmp_path):
+    """Three in a row without a new checkpoint."""
     launch(tmp_path, saves=5)
     for saves in (None, 5, None):  # the same step again is no progress
         launch(tmp_path, saves=saves)

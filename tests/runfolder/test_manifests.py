@@ -91,7 +91,7 @@ def test_the_jobs_newest_whole_checkpoint_counts(folder, happens, step):
     assert newest(folder) == folder / f"step-{step:08d}.txt"
 
 
-def test_a_clock_set_back_misleads_nobody(folder, monkeypatch):
+def test_a_clock_set_back_misleads_no_one(folder, monkeypatch):
     """An older checkpoint does not become the newest."""
     folder.mkdir()
     for name, now in (("b", 5000.0), ("a", 4000.0), ("c", 4001.0)):

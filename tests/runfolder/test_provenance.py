@@ -212,7 +212,7 @@ def test_an_unsafe_run_folder_is_warned_of(tmp_path, caplog, owner, mode, who):
 @pytest.mark.parametrize(
     "folder", ["/a/2026-01-31_x.y", "/a b/c", "/a[1]/{x},=y%20 $z", "/ü/(1)", "/it's", '/"a"']
 )
-def test_a_command_resumes_in_any_folder_name(folder, monkeypatch):
+def test_a_command_resumes_whatever_its_folders_name(folder, monkeypatch):
     monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", "lr=1", "hydra.sweep.dir=/other"])
     *words, last = shlex.split(sweep_resume_command(Path(folder), "/my work"))
     assert words == ["cd", "/my work", "&&", sys.executable, "train.py", "lr=1"]

@@ -42,7 +42,7 @@ def inbox(tmp_path):
 
 
 def test_the_oldest_request_is_taken_first(inbox):
-    """And once."""
+    """It is taken once."""
     for name in ("2", "1"):
         (inbox / f"{name}.json").write_text('{"verb": "checkpoint"}')
     first, second = find_requests(inbox.parent)
@@ -157,7 +157,7 @@ def test_a_taken_request_is_answered_by_the_end(tmp_path):
 
 
 def test_an_untaken_request_waits_for_another_attempt(tmp_path):
-    """Or for the end of the job."""
+    """If there is none, it is answered at the end of the job."""
     with open_folder(tmp_path) as folder:
         folder.attempt_starts(Attempt(1, SPEC))
         with pytest.raises(StillQueuedError, match=r"no step has ended within 0\.1 s"):

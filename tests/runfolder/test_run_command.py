@@ -226,7 +226,7 @@ def test_a_job_listens_nowhere(host):
 
 
 def test_an_internal_error_leaves_a_summary(tmp_path, monkeypatch):
-    """And the last lines, after an error inside the launcher."""
+    """The launcher fails, and still prints the last lines."""
 
     def break_down(*_):
         raise ZeroDivisionError("a bug of ours")

@@ -111,7 +111,7 @@ def test_a_sweeps_name_is_always_its_folder(tmp_path, says):
 
 
 def test_an_unresumable_sweep_is_named_once(tmp_path, says):
-    """And not for each of its jobs."""
+    """Its jobs are not named in addition to it."""
     for number in ("0", "1"):
         died(tmp_path / "sweep" / number)
     SweepTable("id", "gpu_queue").write(tmp_path / "sweep")

@@ -215,8 +215,8 @@ def test_the_first_failed_job_gives_the_code(ends, code):
         (None, "died", 1, "without a summary"),
     ],
 )
-def test_a_job_known_by_process_has_ends(tmp_path, returncode, status, exit_code, reason):
-    """Nothing but its process is known."""
+def test_a_job_known_only_by_its_process_ends(tmp_path, returncode, status, exit_code, reason):
+    """Its end is known although nothing but its process is."""
     found = row_of(RECORD, tmp_path, returncode)
     assert (found.status, found.exit_code) == (status, exit_code)
     assert reason is None or reason in found.reason
@@ -284,7 +284,7 @@ def test_a_result_of_nan_has_no_rank():
     ],
 )
 def test_a_rankless_result_keeps_its_value(tmp_path, result, cell, why):
-    """And says why. Read again, in strict JSON, in the CSV, and below the table."""
+    """The reason is given again in strict JSON, in the CSV and below the table."""
     why = why and f"its result is {why}"
     summary = Summary("completed", tmp_path / "0", result=result, attempts=())
     RECORD.write(summary.run_dir)
@@ -337,8 +337,8 @@ def test_jobs_without_results_have_no_rank_message(tmp_path):
     assert repr(read_summary(tmp_path).result) == repr(result)
 
 
-def test_binary_results_and_empty_sweeps_spare_tables(tmp_path, capsys):
-    """What is not text costs no table, and a sweep that starts nothing leaves the last one."""
+def test_unprintable_results_and_empty_sweeps_spare_the_table(tmp_path, capsys):
+    """What is not text costs no table, and a sweep that starts nothing keeps the last table."""
 
     def ends(*rows, launch="second"):
         table = SweepTable(launch, "basic")
@@ -424,7 +424,7 @@ def test_two_directions_are_refused():
 
 
 def test_the_best_job_follows_the_direction(tmp_path, capsys):
-    """And says it."""
+    """The line names the direction."""
     rows = tuple(
         replace(DONE, job=number, overrides=(f"lr={number}",), result=result)
         for number, result in enumerate((0.179, 0.0483))

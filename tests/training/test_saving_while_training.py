@@ -151,7 +151,7 @@ def test_smaller_batches_resume_after_the_seen_samples(run):
 
 
 def test_each_rank_resumes_with_its_own_data(tmp_path):
-    """And not with those of rank 0."""
+    """It does not resume with the data of rank 0."""
     first = Run(run_dir=tmp_path, world_size=2)
     next(first.batches(Loader("of the first")))
     newest = saved_at(first, 1).resume_checkpoint
@@ -223,8 +223,7 @@ def test_a_checkpoint_written_while_training_diverges_is_marked(run):
     )
 
 
-def test_no_checkpoint_is_due_with_infinite_losses(run):
-    """Nor with losses that are NaN."""
+def test_no_checkpoint_is_due_without_finite_losses(run):
     guarded(run, patience=9)
     live_of(run).saving.follow(SavePlan(0.0))
     due = []

@@ -449,8 +449,7 @@ def test_the_smallest_size_raises_and_leaves_nothing():
         assert "every micro-batch tried (12, 6, 4)" in caught.value.__notes__[0]
 
 
-def test_a_wished_size_outlives_a_checkpoint():
-    """Somebody asked for it."""
+def test_a_requested_size_outlives_a_checkpoint():
     model, events = Network(), []
     batcher = MicroBatcher(12, on_event=events.append)
     assert batcher.shrink("wished") == (12, 6)

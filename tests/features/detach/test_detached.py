@@ -27,7 +27,7 @@ while not os.path.exists("go"):
 
 
 def test_a_detached_job_outlives_its_terminal(world, capfdbinary):
-    """Its id is enough to follow it afterwards."""
+    """Afterwards its id is enough to follow it."""
     (world.folder / "train.py").write_text(_SCRIPT)
     run = [sys.executable, "-m", "robust_train.cli.main", "run", "--detach", "device=cpu"]
     command = [*run, "--", sys.executable, "train.py"]
@@ -81,8 +81,8 @@ def test_an_interrupted_start_ends_the_job_too(tmp_path, monkeypatch, signum):
     assert not psutil.pid_exists(int(file.read_text()))
 
 
-def test_a_detached_job_survives_a_logout_that_kills(tmp_path, monkeypatch):
-    """The job gets a systemd scope, or its user a line that says what to do."""
+def test_a_detached_job_survives_the_users_logout(tmp_path, monkeypatch):
+    """If a logout kills, the job gets a systemd scope, or its user a line that says what to do."""
     monkeypatch.setenv("PATH", str(tmp_path))
     assert detach.past_logout() == ([], ""), "no systemd"
     for answer in ("b false", "b true"):

@@ -83,7 +83,7 @@ def test_a_diverged_job_resumes_from_before_the_fault(
 
 @pytest.mark.slow
 def test_a_learning_rate_too_high_is_lowered(world, tmp_path):
-    """Only for a trainer that reads the rate."""
+    """This needs a trainer that reads the rate."""
     ended = trained(world, "lr", "plain", "training.lr=2")
     assert outcomes(ended) == ["diverged", "completed"], ended.output
     assert "from the beginning with 0.5 times the learning rate" in ended.output
@@ -141,7 +141,7 @@ def after(losses, plan):
     return seen
 
 
-def test_only_a_lastingly_bad_loss_counts_as_diverged():
+def test_only_a_loss_that_stays_bad_has_diverged():
     plan, nan = DivergenceKeys(patience=3), float("nan")
     assert after([1.0, nan, nan, 1.0, nan, nan], plan).diverged(plan) == ""
     diverged = after([1.0, 0.5, nan, float("inf"), nan], plan).diverged(plan)

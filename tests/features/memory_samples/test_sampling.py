@@ -133,7 +133,7 @@ def test_nvml_stays_open_for_a_minute_only(machine_with):
     assert open_and_asked[0] < open_and_asked[1]
 
 
-def test_workers_can_fork_beside_a_busy_sampler(own_trainers, cuda_machine_with):
+def test_workers_can_fork_despite_a_busy_sampler(own_trainers, cuda_machine_with):
     world = own_trainers.with_environ(cuda_machine_with(Gpu(uuid=A), Gpu(uuid=B)).environ)
     ended = world.run("forks_workers_that_ask_nvml", code=0)
     assert ended.summary["result"] == 8 * 8 * 2

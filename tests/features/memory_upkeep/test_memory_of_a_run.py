@@ -37,7 +37,7 @@ def written_down(ended):
 
 @IN_ANY_PROCESS
 def test_memory_at_milestones_is_in_log_and_journal(own_trainers, isolation):
-    """Epochs, milestones and the final clean-up."""
+    """Milestones are epochs and the final clean-up, among others."""
     ended = own_trainers.run(
         "ends_epochs",
         f"isolation={isolation}",
@@ -61,7 +61,7 @@ def test_memory_at_milestones_is_in_log_and_journal(own_trainers, isolation):
 
 @IN_ANY_PROCESS
 def test_what_fills_the_memory_is_recorded_in_time(own_trainers, isolation):
-    """It is written down while the failed functions still hold it."""
+    """The failed functions still hold it then."""
     ended = own_trainers.run(
         "runs_out_in_a_function",
         f"isolation={isolation}",
@@ -149,7 +149,7 @@ def test_bugs_and_disabled_records_write_no_memory_record(tmp_path, error, memor
 
 
 def test_running_out_in_steps_is_recorded_once(tmp_path):
-    """Once an attempt."""
+    """There is one record for each attempt."""
     run, reported = looked_after(tmp_path)
     model = nn.Linear(1, 1)
 

@@ -114,7 +114,7 @@ def test_each_requested_event_is_notified_once(told):
 
 
 def test_a_failing_disk_is_notified_of_once(told):
-    """Once until it takes a checkpoint again."""
+    """The next notification needs a checkpoint in between."""
     command, read = told
     notifier = Notifier(NotifyConfig(command))
     failed = CheckpointFailed("No space left on device")
@@ -234,7 +234,7 @@ def with_the_secret(folder):
 
 
 def test_urls_are_removed_from_all_recorded_configs():
-    """From the config and from Hydra's part of it."""
+    """Hydra's part of the config is among them."""
     GlobalHydra.instance().clear()
     with initialize_config_module("robust_train.configs", version_base="1.3"):
         overrides = [f"notify.urls=['{URL}']", "seed=1"]

@@ -196,7 +196,7 @@ def test_no_request_is_carried_out_by_two_threads(asking):
 
 
 def test_requests_for_others_are_left_alone(attempt):
-    """One for the launcher and one for another rank."""
+    """One is for the launcher and one for another rank."""
     asking = attempt(rank=1, world_size=2)
     path = asking.path / "1.json"
     path.write_text('{"verb": "figures"}')

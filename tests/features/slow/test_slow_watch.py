@@ -55,7 +55,7 @@ class Watched:
 
 
 def test_a_long_wait_for_data_is_named():
-    """After ten minutes of measured waits, and until they are over."""
+    """It is measured for ten minutes, and named until it is over."""
     job = Watched()
     waiting = replace(STEADY, data_share=0.4)
     assert job.trains(9.5, waiting) == []
@@ -72,7 +72,7 @@ def test_the_rank_that_others_wait_for_is_named():
     assert (slow.what, slow.share) == ("rank 1", 0.333)
 
 
-def test_nothing_is_explained_by_what_nobody_measured():
+def test_nothing_is_explained_without_a_measurement():
     """Neither silence nor slow steps."""
     job = Watched()
     job.trains(5, replace(STEADY, data_share=0.5))
@@ -84,13 +84,13 @@ def test_nothing_is_explained_by_what_nobody_measured():
     assert job.trains(30, slower) == []
 
 
-def test_heat_or_power_that_slows_is_named(machine_with):
+def test_slowing_by_heat_or_power_is_named(machine_with):
     machine = machine_with(Gpu(throttle=0x20 | 0x80), Gpu(throttle=0x1), Gpu())
     assert machine.python(OF_A_GPU) == {"GPU 0": "GPU 0 is throttled (too hot, power brake)"}
 
 
 def test_a_neighbour_on_the_gpu_is_named(machine_with):
-    """Only if the job's own processes are known."""
+    """This needs the numbers of the job's own processes."""
     machine = machine_with(Gpu(), Gpu())
     imports = OF_A_GPU[: OF_A_GPU.index("print")]
     process = machine.start(imports + OF_A_NEIGHBOUR)

@@ -250,8 +250,8 @@ def test_a_file_rewritten_now_and_then_proves_nothing(watched, monkeypatch):
 @pytest.mark.parametrize(
     ("percent", "others", "hangs"), [(0, 0, True), (90, 0, False), (90, 5, True)]
 )
-def test_its_busy_gpu_is_a_sign_of_life(machine_with, percent, others, hangs):
-    """It is not if others compute there as well; the numbers of these are beyond any process's."""
+def test_a_busy_gpu_is_a_sign_of_life(machine_with, percent, others, hangs):
+    """It is not if others compute there as well; their process numbers are beyond any process's."""
     compute = [(2**30 + number, 100) for number in range(others)]
     machine = machine_with(Gpu(utilization=percent, compute=compute), Gpu(utilization=90))
     assert hangs is machine.python(

@@ -41,7 +41,7 @@ def mlflow(monkeypatch):
 
 
 def test_wandb_gets_the_jobs_id(tmp_path, monkeypatch):
-    """Only if wandb may be installed and the user has not set an id."""
+    """It gets none if the user has set an id, or if wandb cannot be installed here."""
     for name in ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_SWEEP_ID"):
         assert given(tmp_path, {name: ""}) == {}, "also an empty one"
     for is_there, expected in ((None, {}), (object(), WANDB)):
