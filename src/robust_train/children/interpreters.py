@@ -236,11 +236,11 @@ class Interpreters:
 
     def collect_orphans(self) -> None:
         """Collect what interpreters have left behind and has ended: this process adopts it."""
-        own = [interpreter.pid for interpreter in self._uncollected]
+        pids = [interpreter.pid for interpreter in self._uncollected]
         for child in children():
             with contextlib.suppress(psutil.Error):
                 has_ended = child.status() == psutil.STATUS_ZOMBIE
-                if has_ended and child.pid not in own and self._is_ours(child):
+                if has_ended and child.pid not in pids and self._is_ours(child):
                     collect(child.pid)
 
     def kill_leftovers(self) -> list[int]:

@@ -85,8 +85,8 @@ def sentence(event: str, state: RunState, result: Json, now: float) -> str:
     reason = shortened(state.reason or "", 300)
     match event:
         case "completed":
-            found = reason if result is None else shortened(str(result), 200)
-            result_or_reason = f": {found}" if found else ""
+            outcome = reason if result is None else shortened(str(result), 200)
+            result_or_reason = f": {outcome}" if outcome else ""
             return f"{job} completed in {spent}{result_or_reason}"
         case "cpu":
             return f"{job} trains on the CPU now, which may take far longer"

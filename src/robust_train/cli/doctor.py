@@ -213,7 +213,7 @@ def _text(name: str, value: Json) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, dict):
-        return ", ".join(f"{key} {known or '-'}" for key, known in value.items())
+        return ", ".join(f"{key} {text or '-'}" for key, text in value.items())
     return mib(value) if name.endswith("_bytes") else str(value)
 
 

@@ -170,8 +170,8 @@ def parser_of(command: Command) -> argparse.ArgumentParser:
 
 def parse(command: Command, words: Sequence[str]) -> argparse.Namespace:
     """Return the parsed arguments of a command. Raises CommandFailed for a mistake."""
-    own, program = split(command, words)
-    arguments = parser_of(command).parse_args(own)
+    options, program = split(command, words)
+    arguments = parser_of(command).parse_args(options)
     arguments.program = program
     return arguments
 
@@ -184,7 +184,7 @@ def split(command: Command, words: Sequence[str]) -> tuple[list[str], list[str]]
     """
     if not command.takes_program:
         return list(words), []
-    own: list[str] = []
+    options: list[str] = []
     rest = list(words)
     while rest and (rest[0].startswith("-") or OVERRIDE.match(rest[0])):
         word = rest.pop(0)
@@ -192,10 +192,10 @@ def split(command: Command, words: Sequence[str]) -> tuple[list[str], list[str]]
             break
         if word in command.options_with_value and rest:
             word += f"={rest.pop(0)}"  # a value may begin with a dash
-        own.append(word)
+        options.append(word)
     # argparse takes overrides in one row only
-    own.sort(key=lambda word: not word.startswith("-"))
-    return own, rest
+    options.sort(key=lambda word: not word.startswith("-"))
+    return options, rest
 
 
 def _listing(groups: Mapping[str, Collection[Command]]) -> str:

@@ -200,8 +200,8 @@ def _open(
         os.environ.setdefault("HYDRA_MAIN_MODULE", name)
     else:
         # a project's config may lack the keys of its group
-        own = ["++" * argument.startswith("robust.") + argument for argument in arguments]
-        sys.argv[1:] = own
+        overrides = ["++" * argument.startswith("robust.") + argument for argument in arguments]
+        sys.argv[1:] = overrides
         more.append(_RECORD_SWEEPS)
     sys.argv[1:] = compat.with_overrides(sys.argv[1:], more)
     session.sets_exit_code = True
@@ -372,7 +372,7 @@ more: --cfg job (every key with its value), --hydra-help (Hydra's options), --ve
 
 def help_text(name: str) -> str:
     """Return the help of ``train_robust.py`` or ``train.py``, by the command that was run."""
-    choices = [f"  {group:<8} {', '.join(found)}" for group, found in groups().items()]
+    choices = [f"  {group:<8} {', '.join(names)}" for group, names in groups().items()]
     command = sys.argv[0]
     return _HELP.format(
         command=command if command.startswith("robust-train ") else f"python {name}.py",
@@ -383,9 +383,9 @@ def help_text(name: str) -> str:
 def groups() -> dict[str, list[str]]:
     """Return the choices of each config group that people choose from."""
     package = OF_COMMANDS.removeprefix("pkg://")
-    found: dict[str, list[str]] = {}
+    files_of: dict[str, list[str]] = {}
     for group in ("model", "dataset", "trainer"):
         files = [file.name for file in resources.files(f"{package}.{group}").iterdir()]
         names = [name.removesuffix(".yaml") for name in files if name.endswith(".yaml")]
-        found[group] = sorted(names)
-    return found
+        files_of[group] = sorted(names)
+    return files_of

@@ -185,13 +185,13 @@ def _bad_part(file: Path) -> str:
 def content_of(path: Path) -> int:
     """Return a checksum of all files that have none of their own, such as those of safetensors.
     Raises OSError."""
-    found = 0
+    checksum = 0
     for file in _files_of(path):
         if not _is_zip(file):
             with file.open("rb") as opened:
                 while block := opened.read(_BLOCK_BYTES):
-                    found = zlib.crc32(block, found)
-    return found
+                    checksum = zlib.crc32(block, checksum)
+    return checksum
 
 
 def pass_over_damaged(folder: Path, job: str, path: Path, *, lacks_file: bool = False) -> bool:
@@ -236,8 +236,8 @@ def newest_checkpoint(folder: Path, job: str) -> Manifest | None:
                 return newer
             # now all of it is read; without a checksum to compare with, nothing is read for one
             damage = damage_in(path, reads=True)
-            known = manifest.content
-            is_same = damage or known is None or known == content_of(path)
+            content = manifest.content
+            is_same = damage or content is None or content == content_of(path)
             state = "whole" if is_same else "changed"
         if damage:
             log.warning("checkpoint %s is damaged (%s) and is skipped", path, damage)
@@ -266,12 +266,12 @@ def _unlisted(folder: Path, known: Manifest) -> Manifest | None:
         return None  # it may be spoiled as well
     own = {manifest.path for manifest in listed}
     shape, numbers = _shape(known.path.name)
-    found = []
+    unlisted = []
     for path in folder.absolute().iterdir() if folder.is_dir() else ():
         its_shape, its_numbers = _shape(path.name)
         if its_shape == shape and its_numbers > numbers and path not in own:
-            found.append((its_numbers, path))
-    for its_numbers, path in sorted(found, reverse=True):
+            unlisted.append((its_numbers, path))
+    for its_numbers, path in sorted(unlisted, reverse=True):
         if is_readable(path):
             log.warning("checkpoint %s has no manifest, but is whole: using it", path)
             step = None if known.step is None else max(its_numbers[-1], known.step + 1)
@@ -332,21 +332,21 @@ def rotate(folder: Path, job: str, keep: int) -> None:
     checkpoint that is proven to be good stays too; until one is proven, the oldest that may be good
     stays."""
     try:
-        own = [
+        manifests = [
             manifest
             for manifest in of_job(folder, job)
             if manifest.path.parent == folder.absolute() and manifest.path.name.startswith("step-")
         ]
         whole = [
             manifest
-            for manifest in own
+            for manifest in manifests
             if manifest.loss not in USELESS and state_of(manifest) == "whole"
         ]
         good = [manifest for manifest in whole if manifest.loss == "proven"][-1:]
         if not good:
             good = [manifest for manifest in whole if manifest.loss == "finite"][:1]
-        kept = good + whole[-keep:] + sorted(own, key=lambda manifest: manifest.time)[-1:]
-        for manifest in own:
+        kept = good + whole[-keep:] + sorted(manifests, key=lambda manifest: manifest.time)[-1:]
+        for manifest in manifests:
             is_older = whole and manifest.order < whole[-1].order
             is_of_no_use = is_older or manifest.loss in USELESS
             if is_of_no_use and manifest not in kept:
@@ -361,8 +361,8 @@ def rotate(folder: Path, job: str, keep: int) -> None:
 
 def of_job(folder: Path, job: str) -> list[Manifest]:
     """Return the manifests of ``job``, the newest checkpoint last. Raises OSError as below."""
-    own = (manifest for manifest in read_manifests(folder) if manifest.job == job)
-    return sorted(own, key=lambda manifest: manifest.order)
+    manifests = (manifest for manifest in read_manifests(folder) if manifest.job == job)
+    return sorted(manifests, key=lambda manifest: manifest.order)
 
 
 def read_manifests(folder: Path) -> list[Manifest]:
@@ -425,12 +425,12 @@ def size_of(path: Path) -> int:
 def checksum_of(path: Path) -> int:
     """Return a checksum of the end of each file. A file of ``torch.save`` has the checksums of all
     its parts there, so the cost does not grow with the size. Raises OSError."""
-    found = 0
+    checksum = 0
     for file in _files_of(path):
         with file.open("rb") as opened:
             opened.seek(max(os.fstat(opened.fileno()).st_size - _END_BYTES, 0))
-            found = zlib.crc32(opened.read(), found)
-    return found
+            checksum = zlib.crc32(opened.read(), checksum)
+    return checksum
 
 
 def _file_of(folder: Path, path: Path) -> Path:

@@ -146,10 +146,10 @@ def _check_progress(
     run_dir: Path, job: Identity, known: Sequence[Manifest], max_launches: int
 ) -> None:
     """Restart the count of launches after a new checkpoint, or if their number is not limited."""
-    own = [
+    manifests = [
         manifest for manifest in known if manifest.job == job.id and manifest.loss not in USELESS
     ]
-    newest = max(own, key=lambda manifest: manifest.order, default=None)
+    newest = max(manifests, key=lambda manifest: manifest.order, default=None)
     reached = None
     if newest is not None:
         reached = newest.time if newest.step is None else float(newest.step)
@@ -189,10 +189,10 @@ def resume_from(
     folder = run_dir / "checkpoints"
 
     def read() -> Path | None:
-        known = {manifest.path for manifest in read_manifests(folder)}
+        listed = {manifest.path for manifest in read_manifests(folder)}
         if (
             reported is not None
-            and reported.absolute() not in known
+            and reported.absolute() not in listed
             and reported.exists()
             and not damage_in(reported, reads=True)
         ):

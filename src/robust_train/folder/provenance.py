@@ -165,13 +165,13 @@ def variables_named(
                     texts.append(file.read(_MOST_OF_A_PROGRAM))
     names: set[str] = set()
     for text in texts:
-        own = {
+        assigned = {
             found[1]
             for found in _ASSIGNED.finditer(text)
             if not re.search(rf"\$\{{?{found[1]}\b", found[2])
         }
         used = {name for found in _READ.findall(text) for name in found if name}
-        names |= used - own
+        names |= used - assigned
     return {
         name: environ.get(name)
         for name in sorted(names)
@@ -191,13 +191,13 @@ def changed_variables(before: Mapping[str, Json], job: str, now: Mapping[str, Js
         job: the identity of the job. The launch of another job is not compared.
         now: the result of `variables_named`.
     """
-    known = before.get("command_variables")
-    if before.get("job") != job or not isinstance(known, dict):
+    earlier = before.get("command_variables")
+    if before.get("job") != job or not isinstance(earlier, dict):
         return ""
     changed = [
-        f"{name} was {_value_in_words(known[name])} and is {_value_in_words(now[name])}"
+        f"{name} was {_value_in_words(earlier[name])} and is {_value_in_words(now[name])}"
         for name in now
-        if name in known and known[name] != now[name]
+        if name in earlier and earlier[name] != now[name]
     ]
     return "; ".join(changed)
 
@@ -242,13 +242,13 @@ def config_digests(composed: Sequence[Path], command: Sequence[str] = ()) -> dic
 def changed_files(before: Mapping[str, Json], digests: Mapping[str, Json]) -> list[str]:
     """Return the config files that were others in ``before``, the content of ``environment.json``
     of an earlier launch."""
-    known = before.get("config_files")
-    if not isinstance(known, dict):
+    earlier = before.get("config_files")
+    if not isinstance(earlier, dict):
         return []
     return [
         os.path.relpath(path)
         for path, digest in digests.items()
-        if known.get(path, digest) != digest
+        if earlier.get(path, digest) != digest
     ]
 
 
@@ -348,16 +348,16 @@ def _git(folder: str, arguments: str) -> str | None:
     run."""
     command = ["git", "-c", "core.fsmonitor=false", "-C", folder]
     variables = {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
-    found = printed_by(command + arguments.split(), GIT_SECONDS, variables)
-    return None if found is None else found.decode(errors="replace")
+    printed = printed_by(command + arguments.split(), GIT_SECONDS, variables)
+    return None if printed is None else printed.decode(errors="replace")
 
 
 def _packages() -> dict[str, str]:
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
         with contextlib.suppress(Exception):  # a broken one
-            found.setdefault(distribution.metadata["Name"], distribution.version)
-    return dict(sorted(found.items(), key=lambda pair: str(pair[0]).lower()))
+            versions.setdefault(distribution.metadata["Name"], distribution.version)
+    return dict(sorted(versions.items(), key=lambda pair: str(pair[0]).lower()))
 
 
 def _driver() -> str | None:

@@ -93,10 +93,10 @@ class RunState:
     def read(cls, data: bytes | str) -> RunState | None:
         """Return the state in the content of a file, or None if it has another schema."""
         try:
-            found = from_json(cls, parse_json(data))
+            state = from_json(cls, parse_json(data))
         except ValueError:  # MalformedEventError among them
             return None
-        return found if found.schema == SCHEMA else None
+        return state if state.schema == SCHEMA else None
 
     def after(self, event: Event) -> RunState:
         """Return the state after an event of the job or its attempt."""
@@ -115,12 +115,12 @@ class RunState:
 
     def about(self) -> dict[str, Json]:
         """Return the state and its attempt in a single object, for commands and notifications."""
-        known: dict[str, Json] = as_json(replace(self, attempt=None))
+        content: dict[str, Json] = as_json(replace(self, attempt=None))
         if self.attempt is None:
-            return known
+            return content
         record = self.attempt.as_json()
-        own = {"attempt": self.attempt.number, "attempt_pid": self.attempt.pid}
-        return {**record, **known, **own, "step": self.attempt.step}
+        attempt = {"attempt": self.attempt.number, "attempt_pid": self.attempt.pid}
+        return {**record, **content, **attempt, "step": self.attempt.step}
 
     @property
     def device(self) -> str | None:
@@ -354,16 +354,16 @@ _Place = tuple[str | int, ...]
 def lacked_by_json(result: Any) -> dict[str, Json]:
     """Return the entries of a file that keep what JSON lacks in a result, NaN and infinities: its
     objective, and the place and value of each in a dictionary or list."""
-    found: dict[str, Json] = {}
+    lacked: dict[str, Json] = {}
     objective = objective_of(result)
     if isinstance(objective, float) and not math.isfinite(objective):
-        found[_LACKED] = str(float(objective))
+        lacked[_LACKED] = str(float(objective))
     within = [
         {"at": list(place), "value": value} for place, value in _not_finite(result, ()) if place
     ]
     if within:
-        found[_LACKED_WITHIN] = within
-    return found
+        lacked[_LACKED_WITHIN] = within
+    return lacked
 
 
 def _not_finite(value: Any, place: _Place) -> Iterator[tuple[_Place, str]]:

@@ -143,8 +143,8 @@ def _addressable_gpus() -> tuple[dict[GpuInfo, int], str]:
         # what the environment contains now no longer counts
         inventory = read_inventory(processes=False)
         here = {gpu.uuid.partition("-")[2]: gpu for gpu in inventory.gpus}
-        found = {here[uuid]: n for n, uuid in enumerate(started) if uuid in here}
-        return found, inventory.problem or "CUDA sees no GPU in this process"
+        numbers = {here[uuid]: n for n, uuid in enumerate(started) if uuid in here}
+        return numbers, inventory.problem or "CUDA sees no GPU in this process"
     if VARIABLE not in os.environ:
         # a mask of numbers would mean other GPUs under another order, so not beside a mask
         os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
@@ -152,5 +152,5 @@ def _addressable_gpus() -> tuple[dict[GpuInfo, int], str]:
     if visible.warning:
         log.warning("%s", visible.warning)
     known = {gpu: visible.ordinal(gpu.uuid) for gpu in visible.gpus}
-    found = {gpu: ordinal for gpu, ordinal in known.items() if ordinal is not None}
-    return found, visible.why_none
+    numbers = {gpu: ordinal for gpu, ordinal in known.items() if ordinal is not None}
+    return numbers, visible.why_none

@@ -49,15 +49,15 @@ def allocator_settings(environ: Mapping[str, str], *, expandable_segments: bool)
 
 def exported_expandable_segments(environ: Mapping[str, str]) -> bool | None:
     """Return the setting in the user's own environment, None if there is none."""
-    found = re.search(r"expandable_segments\s*:\s*(\w+)", _exported(environ))
-    return None if found is None else found.group(1).lower() == "true"
+    match = re.search(r"expandable_segments\s*:\s*(\w+)", _exported(environ))
+    return None if match is None else match.group(1).lower() == "true"
 
 
 def exported_fraction(environ: Mapping[str, str]) -> float:
     """Return the share of a GPU that the user's own environment leaves the allocator (torch 2.9 and
     later), 1 if that sets none: how people share a GPU."""
-    found = re.search(r"per_process_memory_fraction\s*:\s*([\d.]+)", _exported(environ))
-    return 1.0 if found is None else float(found[1])
+    match = re.search(r"per_process_memory_fraction\s*:\s*([\d.]+)", _exported(environ))
+    return 1.0 if match is None else float(match[1])
 
 
 def _exported(environ: Mapping[str, str]) -> str:

@@ -60,10 +60,10 @@ def recover_in_steps(trainer: Any, model: Any, run: Run, callback: Any) -> None:
 def _keep_evaluation_batches(trainer: Any, run: Run, callback: Any, *, can_split: bool) -> None:
     """Give loaders of validation and test the batches that they had in the job's first attempt,
     because figures and the effect of ``limit_val_batches`` depend on them."""
-    own: int = callback.shares.micro_batch
+    micro_batch: int = callback.shares.micro_batch
     spec = live_of(run).parts.asked
-    asked = own if spec is None else spec.batch_size
-    if asked == own:
+    batch_size = micro_batch if spec is None else spec.batch_size
+    if batch_size == micro_batch:
         return
     process = trainer.strategy.process_dataloader
 
@@ -72,8 +72,8 @@ def _keep_evaluation_batches(trainer: Any, run: Run, callback: Any, *, can_split
         log.warning(
             "Lightning: evaluates in batches of %d, no longer %d: limit_val_batches=2 and the like "
             "are less data, and figures of batches may differ from those of earlier attempts",
-            own,
-            asked,
+            micro_batch,
+            batch_size,
         )
 
     def process_dataloader(loader: Any) -> Any:
@@ -81,9 +81,9 @@ def _keep_evaluation_batches(trainer: Any, run: Run, callback: Any, *, can_split
         is_of_evaluation = type(batches) is BatchSampler and not isinstance(
             batches.sampler, SampleOrder
         )
-        if is_of_evaluation and batches.batch_size == own:
+        if is_of_evaluation and batches.batch_size == micro_batch:
             if can_split:
-                batches.batch_size = asked
+                batches.batch_size = batch_size
             else:
                 warn()
         return process(loader)
@@ -165,18 +165,18 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
             return loss
 
         is_last = not accumulates_now(trainer)
-        found = self._step.run_batch(
+        results = self._step.run_batch(
             batch,
             body,
             is_last=is_last,
             loss_of=loss_of,
             function=trainer.lightning_module.training_step,
         )
-        self._logs.log(found)
+        self._logs.log(results)
         if is_last:
             self._step = None
-        (result, _), _ = found[0]
-        return result if len(found) == 1 else self._merged(found)
+        (result, _), _ = results[0]
+        return result if len(results) == 1 else self._merged(results)
 
     def _merged(self, found: _Found) -> Any:
         merged = _automatic.ClosureResult(None)
@@ -298,21 +298,21 @@ class _Logs:
         results = logged_by(self._trainer)
         parts = [one for (_, one), _ in found]
         for key in dict.fromkeys(key for part in parts for key in part.values):
-            own = [part for part in parts if key in part.values]
-            value, figure, options = own[0].values[key]
+            logging_parts = [part for part in parts if key in part.values]
+            value, figure, options = logging_parts[0].values[key]
             reduce_fx = options["reduce_fx"]
             kind = str(getattr(reduce_fx, "__name__", reduce_fx)).lower()
             if isinstance(value, Tensor) and kind not in _MEANS:
-                self._compare(key, own)
+                self._compare(key, logging_parts)
             if len(parts) > 1:
-                sizes = [part.values[key][2]["batch_size"] for part in own]
+                sizes = [part.values[key][2]["batch_size"] for part in logging_parts]
                 if None not in sizes:
                     options["batch_size"] = sum(sizes)
-                figures = [part.values[key][1] for part in own]
+                figures = [part.values[key][1] for part in logging_parts]
                 if isinstance(value, Tensor):
-                    value = self._joined(key[1], own, figures, kind)
+                    value = self._joined(key[1], logging_parts, figures, kind)
                 elif isinstance(figure, Tensor):
-                    latest = self._latest(key[1], value, own, figures, options)
+                    latest = self._latest(key[1], value, logging_parts, figures, options)
                     setattr(value, LATEST, latest)
             hook, name, _ = key
             results.log(hook, name, value, **options)
@@ -437,8 +437,8 @@ def _states_of(metric: Any) -> _States:
     """Return a metric's states, to know later what was added, empty if they are large, or not
     known, as of an old torchmetrics."""
     states: _States = getattr(metric, "metric_state", {})
-    found = [state for state in states.values() if isinstance(state, Tensor)]
-    if not all(map(is_small, found)):
+    tensors = [state for state in states.values() if isinstance(state, Tensor)]
+    if not all(map(is_small, tensors)):
         return {}
     return {
         name: state.clone() if isinstance(state, Tensor) else len(state)

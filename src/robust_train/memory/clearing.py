@@ -265,13 +265,13 @@ def cleanup_model_memory(model: nn.Module, *, keep_weights: bool = True) -> Clea
     torch = sys.modules["torch"]
     before = get_gpu_memory_stats()
     gc.collect()
-    own = set(model.parameters())
+    parameters = set(model.parameters())
     optimizers = 0
     for optimizer in tensors.live_objects(torch.optim.Optimizer):
-        if any(own.intersection(group["params"]) for group in optimizer.param_groups):
+        if any(parameters.intersection(group["params"]) for group in optimizer.param_groups):
             optimizer.state.clear()
             optimizers += 1
-    own.clear()
+    parameters.clear()
     model.zero_grad(set_to_none=True)
     if keep_weights:
         model.cpu()

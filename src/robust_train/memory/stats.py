@@ -297,12 +297,12 @@ def beside_cache(torch: Any, index: int) -> dict[str, int]:
         return {}
     computing = [process for process in gpu.processes or () if process.computes]
     # In a container this process may have another number. Then it is known only if it is alone.
-    own = [process for process in computing if process.pid == os.getpid()] or computing
+    candidates = [process for process in computing if process.pid == os.getpid()] or computing
     name = "context_at_most_bytes"
     used = gpu.used_bytes
-    if len(own) == 1 and own[0].used_bytes is not None:
+    if len(candidates) == 1 and candidates[0].used_bytes is not None:
         name = "context_bytes"
-        used = own[0].used_bytes
+        used = candidates[0].used_bytes
     beside = used - torch.cuda.memory_reserved(index)
     return {name: beside} if beside > 0 else {}
 
@@ -385,8 +385,8 @@ def _now_and_peak(device: Any) -> tuple[str, int, int]:
     """Return the device, and its bytes in use now and at the peak."""
     gpu = cuda.started_gpu(device)
     if gpu is None:
-        own = host.own_memory()
-        return "cpu", own.get("VmRSS", 0), own.get("VmHWM", 0)
+        memory = host.own_memory()
+        return "cpu", memory.get("VmRSS", 0), memory.get("VmHWM", 0)
     torch, index = gpu
     now = torch.cuda.memory_allocated(index)
     return f"cuda:{index}", now, torch.cuda.max_memory_allocated(index)

@@ -30,10 +30,10 @@ def live_objects(base: Any) -> list[Any]:
 def live_tensors() -> list[Any]:
     """Return every tensor that Python knows, including gradients. Empty if torch is not loaded."""
     torch = sys.modules.get("torch")
-    found = {} if torch is None else {id(t): t for t in live_objects(torch.Tensor)}
-    gradients = [t.grad for t in found.values() if t.is_leaf and t.requires_grad]
-    found |= {id(gradient): gradient for gradient in gradients if gradient is not None}
-    return list(found.values())
+    live = {} if torch is None else {id(t): t for t in live_objects(torch.Tensor)}
+    gradients = [t.grad for t in live.values() if t.is_leaf and t.requires_grad]
+    live |= {id(gradient): gradient for gradient in gradients if gradient is not None}
+    return list(live.values())
 
 
 def storage_of(tensor: Any) -> StorageKey | None:
@@ -47,9 +47,11 @@ def storage_of(tensor: Any) -> StorageKey | None:
 
 def storages(tensors: Iterable[Any]) -> dict[StorageKey, int]:
     """Return the bytes of each storage that the tensors share."""
-    found = {storage_of(tensor): tensor for tensor in tensors}
+    storage_of_tensor = {storage_of(tensor): tensor for tensor in tensors}
     return {
-        key: tensor.untyped_storage().nbytes() for key, tensor in found.items() if key is not None
+        key: tensor.untyped_storage().nbytes()
+        for key, tensor in storage_of_tensor.items()
+        if key is not None
     }
 
 
@@ -186,7 +188,7 @@ def leaves_in(error: BaseException) -> list[Any]:
         return []
     # a function that runs may hold models of which the failed one knew nothing
     running = {frame for frame, _ in traceback.walk_stack(inspect.currentframe())}
-    found: dict[int, Any] = {}
+    leaves_by_id: dict[int, Any] = {}
     for frame in frames_of(error):
         for value in () if frame in running else frame.f_locals.values():
             leaves: Iterable[Any] = ()
@@ -194,8 +196,8 @@ def leaves_in(error: BaseException) -> list[Any]:
                 leaves = value.parameters()
             elif isinstance(value, torch.Tensor) and value.requires_grad:
                 leaves = [value] if value.is_leaf else leaves_of(value)
-            found |= {id(leaf): leaf for leaf in leaves if leaf.requires_grad}
-    return list(found.values())
+            leaves_by_id |= {id(leaf): leaf for leaf in leaves if leaf.requires_grad}
+    return list(leaves_by_id.values())
 
 
 # --- to the host ---

@@ -161,11 +161,11 @@ def _over_time(
     """Return x and y of a figure's line, which is interrupted between attempts."""
     x: list[float] = []
     y: list[float | None] = []
-    for _, own in itertools.groupby(samples, key=lambda sample: sample.attempt):
+    for _, group in itertools.groupby(samples, key=lambda sample: sample.attempt):
         if x:
             x.append(x[-1] + 1e-4)
             y.append(None)
-        known = [sample for sample in own if getattr(sample, name) is not None]
+        known = [sample for sample in group if getattr(sample, name) is not None]
         x += [round(clock(sample.time), 4) for sample in known]
         y += [getattr(sample, name) for sample in known]
     return x, y
@@ -231,8 +231,8 @@ def _styles() -> Iterator[str]:
 
 
 def _line(name: str, style: str, points: Iterable[Point], *, is_lost: bool) -> Line:
-    own = list(points)
-    return Line(name, style, [x for x, _ in own], [y for _, y in own], is_lost=is_lost)
+    pairs = list(points)
+    return Line(name, style, [x for x, _ in pairs], [y for _, y in pairs], is_lost=is_lost)
 
 
 def curves_of_jobs(

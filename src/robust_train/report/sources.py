@@ -173,14 +173,14 @@ def launches_of(entries: Sequence[Entry]) -> tuple[Launch, ...]:
 
 def attempts_of(entries: Sequence[Entry]) -> tuple[TimedAttempt, ...]:
     """Return the attempts in a journal whose start or end is recorded, oldest first."""
-    own: dict[int, list[Entry]] = {}
+    groups: dict[int, list[Entry]] = {}
     saved = {}
     for entry in entries:
         if entry.attempt:
-            own.setdefault(entry.attempt, []).append(entry)
+            groups.setdefault(entry.attempt, []).append(entry)
         if isinstance(entry.event, CheckpointSaved):
             saved[entry.event.path] = entry.event.step or 0
-    found = [_attempt(number, group, saved) for number, group in own.items()]
+    found = [_attempt(number, group, saved) for number, group in groups.items()]
     return tuple(attempt for attempt in found if attempt is not None)
 
 

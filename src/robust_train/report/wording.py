@@ -162,16 +162,16 @@ def _troubles(attempts: Sequence[TimedAttempt]) -> Iterator[str]:
     for (outcome, where), group in itertools.groupby(
         failed, key=lambda a: (a.outcome, a.spec.where)
     ):
-        own = list(group)
-        sizes = dict.fromkeys(str(a.batch_size) for a in own if a.batch_size)
+        members = list(group)
+        sizes = dict.fromkeys(str(a.batch_size) for a in members if a.batch_size)
         times = ""
         size = ""
         if outcome in OOM and sizes:
             size = f" at micro-batch {', '.join(sizes)}"
-        elif len(own) > 1:
-            times = f" {len(own)} times"
+        elif len(members) > 1:
+            times = f" {len(members)} times"
         # a process without a launcher's GPU chose its device itself
-        place = f" on {where}" if own[0].spec.gpus else ""
+        place = f" on {where}" if members[0].spec.gpus else ""
         yield f"{outcome_in_words(outcome)}{times}{place}{size}"
 
 
@@ -254,10 +254,10 @@ def _finding(attempt: TimedAttempt, failure: Failure) -> str:
         "reserved but unused": evidence.reserved_unallocated_bytes,
     }
     figures = [f"{memory(n)} {what}" for what, n in sizes.items() if n is not None]
-    known = f" ({', '.join(figures)})" if figures else ""
+    in_brackets = f" ({', '.join(figures)})" if figures else ""
     what = "GPU memory" if failure.kind is FailureKind.DEVICE_OOM else "Host memory"
     size = "" if attempt.batch_size is None else f" at micro-batch {attempt.batch_size}"
-    return f"{what} ran out in attempt {attempt.number} on {attempt.spec.where}{size}{known}."
+    return f"{what} ran out in attempt {attempt.number} on {attempt.spec.where}{size}{in_brackets}."
 
 
 def _tightness(device: DeviceMemory) -> Iterator[Advice]:
@@ -323,8 +323,8 @@ def _slow_ranks(speed: Sequence[Speed]) -> Iterator[str]:
 
 def seconds_per_step(speed: Sequence[Speed]) -> float:
     """Return what a step has lately taken on the slowest rank, or 0 if unknown."""
-    known = (rank.seconds_per_step_now or rank.seconds_per_step for rank in speed)
-    return max(known, default=0.0)
+    seconds = (rank.seconds_per_step_now or rank.seconds_per_step for rank in speed)
+    return max(seconds, default=0.0)
 
 
 def samples_per_second(speed: Sequence[Speed], ranks: int) -> float | None:

@@ -170,8 +170,8 @@ class GradientsBefore:
     @property
     def weights_have_changed(self) -> bool:
         """Whether a backward pass of the call may have updated what was there before it."""
-        known = (one.parameter() for one in self._before.values())
-        return any(map(steps_in_backward, known))
+        parameters = (one.parameter() for one in self._before.values())
+        return any(map(steps_in_backward, parameters))
 
     @property
     def weights_were_written(self) -> bool:
@@ -184,8 +184,8 @@ class GradientsBefore:
         ``made`` are leaves that the failed call trained.
         """
         for tensor in made:
-            known = self._before.get(id(tensor))
-            if known is None or known.parameter() is not tensor:
+            earlier = self._before.get(id(tensor))
+            if earlier is None or earlier.parameter() is not tensor:
                 tensor.grad = None
         restored = [one.restore() for one in self._before.values()]
         return all(restored)

@@ -421,7 +421,7 @@ class ReplicaFinder:
         Raises:
             UserError: a model communicates in its passes in a way that cannot be deferred.
         """
-        found: list[Replica] = []
+        replicas_found: list[Replica] = []
         for model in models:
             replicas: list[Any] = [ref() for ref in self._known.get(model, ())]
             # one without any may be wrapped by now
@@ -432,8 +432,8 @@ class ReplicaFinder:
                     for replica in replicas:
                         _refuse(replica)
                 self._known[model] = list(map(weakref.ref, replicas))
-            found += replicas
-        return list(dict.fromkeys(found))
+            replicas_found += replicas
+        return list(dict.fromkeys(replicas_found))
 
 
 @torch.no_grad()

@@ -280,16 +280,16 @@ class Parts:
 
 
 def _versions_in(batch: Any) -> list[tuple[Any, int]]:
-    found: list[tuple[Any, int]] = []
+    versions: list[tuple[Any, int]] = []
 
     def note(item: Any, name: str) -> Any:
         if not _has_samples(item):
             return WALKED
-        found.append((item, version_of(item)))
+        versions.append((item, version_of(item)))
         return item
 
     rebuilt(batch, note)
-    return found
+    return versions
 
 
 def _is_array(item: Any) -> bool:

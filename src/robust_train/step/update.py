@@ -144,9 +144,9 @@ def _clip(optimizer: torch.optim.Optimizer, most: float | None) -> Tensor:
 
 
 def _is_bad(figures: Iterable[Tensor | None]) -> Tensor | None:
-    known = [figure.detach() for figure in figures if figure is not None]
-    if not known:
+    figures_known = [figure.detach() for figure in figures if figure is not None]
+    if not figures_known:
         return None
     # With a model on several GPUs, the loss and the norm may be on different devices.
-    finite = [torch.isfinite(figure).all().to(known[-1].device) for figure in known]
+    finite = [torch.isfinite(figure).all().to(figures_known[-1].device) for figure in figures_known]
     return ~torch.stack(finite).all()

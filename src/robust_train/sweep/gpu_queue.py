@@ -172,11 +172,11 @@ class GpuQueue:
         for number, overrides in jobs.listed.items():
             self.rows[number] = self._not_started(number, overrides)
         for folder in job_folders(self.folder) if prunes else ():
-            if (found := read_record(folder)) is not None:
-                own = self.rows.get(found.job)
+            if (record := read_record(folder)) is not None:
+                row = self.rows.get(record.job)
                 # the folder may hold jobs of other sweeps
-                if found.sweep == table.sweep or (own and own.varies_as(found)):
-                    self._reports.begin(found.job, folder)
+                if record.sweep == table.sweep or (row and row.varies_as(record)):
+                    self._reports.begin(record.job, folder)
         slots = jobs_at_once(
             self._settings,
             self._n_jobs,
@@ -229,9 +229,9 @@ class GpuQueue:
             most = requested_sweep_limit(self.folder)
             if len(self._running) >= (slots if most is None else most):
                 break
-            if (found := self._jobs.next()) is None:
+            if (next_job := self._jobs.next()) is None:
                 break
-            number, overrides = found
+            number, overrides = next_job
             self._start(number, overrides)
         return bool(self._running) or not (is_over or self._jobs.is_over)
 
@@ -263,8 +263,8 @@ class GpuQueue:
             partial(self._work, config), folder / LOG_FILE, self._signals.__exit__
         )
         self.rows[number] = replace(job, status="starting")
-        own = without(of_jobs(job.overrides), self.sweep.table.overrides)
-        log.info("job %d starts: %s", number, own)
+        differing = without(of_jobs(job.overrides), self.sweep.table.overrides)
+        log.info("job %d starts: %s", number, differing)
 
     def _work(self, config: DictConfig) -> int:
         """Run a job, in its own process."""
@@ -463,8 +463,8 @@ def count_gpus(wanted: RobustConfig) -> int:
     read_end, write_end = os.pipe()
     if not (child := os.fork()):
         with contextlib.suppress(BaseException):
-            found = visible_gpus(read_inventory(processes=False), os.environ)
-            answer = str(len(found.gpus)) if found.inventory.answered else "?"
+            visible = visible_gpus(read_inventory(processes=False), os.environ)
+            answer = str(len(visible.gpus)) if visible.inventory.answered else "?"
             os.write(write_end, answer.encode())
         os._exit(0)
     os.close(write_end)

@@ -123,8 +123,8 @@ def sweep_page(sweep: SweepStory) -> str:
     for job in sweep.jobs:
         reports.begin(job.row.job, job.row.path)
         label = str(job.row.job)
-        own = reports.values.get(job.row.job)
-        curves = [tuple(own.items())] if own else []
+        reports_of_job = reports.values.get(job.row.job)
+        curves = [tuple(reports_of_job.items())] if reports_of_job else []
         values.append((label, curves, job.row.is_pruned))
         losses.append((label, _losses(job.story), job.row.is_pruned))
     same = common([job.row.overrides for job in sweep.jobs])
@@ -153,8 +153,8 @@ def sweep_page(sweep: SweepStory) -> str:
 def _losses(story: Story | None) -> list[Sequence[Point]]:
     """Return the curves of the loss of training that were not lost."""
     curves = () if story is None else story.curves
-    own = [c for c in curves if c.name in ("loss", "train_loss") and not c.lost]
-    return [curve.points for curve in own if curve.name == own[0].name]
+    losses = [c for c in curves if c.name in ("loss", "train_loss") and not c.lost]
+    return [curve.points for curve in losses if curve.name == losses[0].name]
 
 
 def _hours(jobs: Sequence[JobStory]) -> str:

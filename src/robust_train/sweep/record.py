@@ -144,8 +144,8 @@ class SweepJob:
     def varies_as(self, other: SweepJob) -> bool:
         """Return whether the overrides are those of the other, whatever their order, and how they
         are resumed."""
-        own, others = map(of_jobs, (self.overrides, other.overrides))
-        return sorted(own) == sorted(others)
+        ours, others = map(of_jobs, (self.overrides, other.overrides))
+        return sorted(ours) == sorted(others)
 
     def refused(self, reason: str) -> SweepJob:
         """Return the job marked as refused."""

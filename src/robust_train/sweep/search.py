@@ -94,11 +94,11 @@ class Search(Jobs):
                 "hydra.sweep.dir, or move the file away to begin the search again"
             ) from error
         begun = {"repeat": settings.repeat, "direction": direction}
-        known = self._study.user_attrs or begun
-        if known != begun:
+        attributes = self._study.user_attrs or begun
+        if attributes != begun:
             raise ConfigError(
                 f"the search in {self._folder} was begun with hydra.sweeper.repeat="
-                f"{known['repeat']} and direction={known['direction']}; choose another "
+                f"{attributes['repeat']} and direction={attributes['direction']}; choose another "
                 "hydra.sweep.dir"
             )
         for name, value in begun.items():
