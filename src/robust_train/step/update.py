@@ -37,7 +37,7 @@ class LateFigures:
         self._waiting: tuple[int, Tensor, Any] | None = None
 
     def swap(self, step: int, figure: Tensor) -> tuple[int, float] | None:
-        """Take a figure of ``step``; return the one that was taken before, with its step."""
+        """Store the figure of ``step``, and return the previous figure with its step."""
         figure = figure.detach()
         event = None
         copy = torch.empty_like(figure, device="cpu", pin_memory=figure.is_cuda)
@@ -58,16 +58,17 @@ class LateFigures:
 
 def update(
     optimizer: torch.optim.Optimizer,
-    loss: Tensor | None,  # of the step, None if not known
+    loss: Tensor | None,  # the step's loss, None if unknown
     scaler: Any = None,
     max_grad_norm: float | None = None,
     *,
     skips: bool = True,
 ) -> Update:
-    """Clip, step, and drop the gradients; with ``skips`` not if loss or norm is not finite.
+    """Clip, step, and drop the gradients. With ``skips``, skip the step if loss or norm is not
+    finite.
 
-    A scaler leaves out overflows by itself, which are no divergence: then the loss alone counts.
-    Nothing here waits for the optimizer's kernels: what is read after them is read a step later.
+    A scaler skips overflows itself, and they do not mean divergence, so only the loss counts then.
+    This never waits for the optimizer's kernels: figures that depend on them are read a step later.
 
     Raises:
         UserError: the optimizer computes the loss itself.
@@ -100,7 +101,7 @@ def update(
 
 
 def _step_scaled(optimizer: torch.optim.Optimizer, scaler: Any) -> bool:
-    """Step and adapt the scale; return whether the weights have changed, as far as is known."""
+    """Step and adapt the scale, and return whether the weights have changed, as far as is known."""
     if skips_on_device(optimizer):
         scaler.step(optimizer)
         scaler.update()
@@ -116,7 +117,7 @@ def _step_scaled(optimizer: torch.optim.Optimizer, scaler: Any) -> bool:
 
 
 def _refuse_closures(optimizer: torch.optim.Optimizer) -> None:
-    # of the class, so that the cache keeps no optimizer alive
+    # Use the class, so that the cache does not keep an optimizer alive.
     step = getattr(type(optimizer), "step", optimizer.step)
     if _needs_closure(getattr(step, "__func__", step)):
         name = type(optimizer).__name__
@@ -133,7 +134,8 @@ def _needs_closure(step: Callable[..., Any]) -> bool:
 
 
 def _clip(optimizer: torch.optim.Optimizer, most: float | None) -> Tensor:
-    """Return the norm of all gradients, the same on every rank; clip it to ``most``, if given."""
+    """Return the norm of all gradients, the same on every rank, after clipping it to ``most`` if
+    given."""
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     clip = nn.utils.clip_grad_norm_
     norm: Any = clip(trained, most) if most else total_norm(torch, trained)
@@ -145,6 +147,6 @@ def _is_bad(figures: Iterable[Tensor | None]) -> Tensor | None:
     known = [figure.detach() for figure in figures if figure is not None]
     if not known:
         return None
-    # of a model on several GPUs the loss is elsewhere than the norm
+    # With a model on several GPUs, the loss and the norm may be on different devices.
     finite = [torch.isfinite(figure).all().to(known[-1].device) for figure in known]
     return ~torch.stack(finite).all()
