@@ -577,6 +577,12 @@ def collectives_begun(group: Any) -> int:
         return 0
 
 
+def groups_of_process(dist: Any) -> list[Any]:
+    """Return the process groups that this process is in; none where torch keeps them elsewhere."""
+    world = getattr(dist.distributed_c10d, "_world", None)
+    return list(getattr(world, "pg_map", ()))
+
+
 def sharding_has_begun(module: Any) -> bool:
     """Return whether a module sharded by FSDP2 has begun a pass: before, nothing can be reset."""
     return module._get_fsdp_state()._is_root is not None
