@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from robust_train.step.update import LateAnswers
+    from robust_train.step.update import LateAnswers, Update
 
 # whose figure a loss is; a later one of these counts in place of those before it
 COMPUTED, REPORTED, GIVEN = range(3)
@@ -39,11 +39,17 @@ class LossWatch:
     ) -> bool:
         """End an optimizer step; see :meth:`.run.Run.step` for what it returns."""
         # torch comes with it, and the launcher does without
-        from robust_train.step.update import LateAnswers, update
+        from robust_train.step.update import update
+
+        done = update(optimizer, None, scaler, max_grad_norm, skips=False)
+        return self.has_moved(number, done)
+
+    def has_moved(self, number: int, done: Update) -> bool:
+        """Return what :meth:`step` returns for an update."""
+        from robust_train.step.update import LateAnswers
 
         if self._answers is None:
             self._answers = LateAnswers()
-        done = update(optimizer, None, scaler, max_grad_norm, skips=False)
         return self._answers.moved(number, done)
 
     def allows_checkpoint(self) -> bool:

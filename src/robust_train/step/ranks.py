@@ -85,7 +85,7 @@ class OtherGroups:
     """Messages over other groups than the default one, in the first two parts of training.
 
     Later parts are not looked at: a thread that saves a checkpoint has such a group, too, and who
-    has begun a message cannot be told. No checkpoint is saved before the first parts are done.
+    has begun a message is not known. No checkpoint is saved before the first parts are done.
     """
 
     _PARTS = 2

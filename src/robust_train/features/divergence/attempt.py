@@ -191,16 +191,14 @@ class Guard(LossWatch):
         self, number: int, optimizer: Optimizer, scaler: Any, max_grad_norm: float | None
     ) -> bool:
         """End an optimizer step, without an update that would spoil the weights."""
-        from robust_train.step.update import LateAnswers, update
+        from robust_train.step.update import update
 
         if not self._late_updates:
             self._late_updates = _late_figures()
-        if self._answers is None:
-            self._answers = LateAnswers()
         loss = self._loss
         self._loss = None
         done = update(optimizer, loss, scaler, max_grad_norm)
-        moved = self._answers.moved(number, done)
+        moved = self.has_moved(number, done)
         if done.is_bad is None:
             return moved
         if not done.waits:
