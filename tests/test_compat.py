@@ -190,6 +190,12 @@ def one_rank():
     dist.destroy_process_group()
 
 
+def test_groups_of_a_process_are_listed(one_rank):
+    own = dist.new_group()
+    assert compat.groups_of_process(dist) == [dist.group.WORLD, own]
+    assert compat.groups_of_process(SimpleNamespace(distributed_c10d=None)) == []
+
+
 def test_collectives_are_counted(one_rank):
     before = compat.collectives_begun(dist.group.WORLD)
     dist.all_reduce(torch.ones(1))
@@ -316,9 +322,11 @@ def test_an_overflow_is_found_in_the_scaler():
         weight.grad = torch.full((2,), gradient)
         scaler.unscale_(optimizer)
         assert compat.found_overflow(scaler, optimizer) is overflows
+        assert [*map(bool, compat.overflow_figures(scaler, optimizer))] == [overflows]
         scaler.step(optimizer)
         scaler.update()
     assert compat.found_overflow(SimpleNamespace(), optimizer) is None
+    assert compat.overflow_figures(SimpleNamespace(), optimizer) is None
 
 
 def test_momentum_that_begins_is_decided_on_the_host():
