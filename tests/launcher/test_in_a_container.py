@@ -56,13 +56,12 @@ def test_the_manifests_are_valid_and_patient(tmp_path):
     assert pod["terminationGracePeriodSeconds"] > cfg["stop_grace_seconds"] + 10
 
 
-def test_readme_names_the_failures_that_are_final():
-    """What is not repeated is what README says cannot be fixed."""
+def test_exit_codes_that_no_restart_helps():
     rules = JOB["podFailurePolicy"]["rules"]
     (fatal,) = (rule["onExitCodes"] for rule in rules if rule["action"] == "FailJob")
     assert fatal["values"] == [1, 2, 76]
-    readme = (ROOT / "README.md").read_text()
-    codes = dict(re.findall(r"^\| (\d+) \| (.+) \|$", readme, re.MULTILINE))
+    page = (ROOT / "docs" / "walk-away.md").read_text()
+    codes = dict(re.findall(r"^\| (\d+) \| (.+) \|$", page, re.MULTILINE))
     words = {"1": "trainer failed", "2": "configuration", "76": "do not requeue", "75": "later"}
     assert all(what in codes[code] for code, what in words.items())
     service = (ROOT / "examples/systemd/robust-train.service").read_text()

@@ -260,7 +260,7 @@ class _Reporter:
         of = self._request.config.trainer
         folder = os.path.abspath(of.cwd or "")
         self._code.note([os.path.join(folder, word.rpartition("=")[2]) for word in of.argv or ()])
-        names = _installed_modules()
+        names = _modules_to_share()
         modules = tuple(name for name in names if name not in _AT_THE_START)
         if len(modules) > self._reported:
             self._reported = len(modules)
@@ -280,14 +280,16 @@ def _set_start_method(request: AttemptRequest) -> None:
         multiprocessing.set_start_method(wanted, force=True)
 
 
-def _installed_modules() -> tuple[str, ...]:
-    """Return the imported modules that lie in site-packages; not those of the user or of ours."""
+def _modules_to_share() -> tuple[str, ...]:
+    """Return the imported modules that lie in site-packages, or are ours: an editable installation
+    has ours elsewhere. The user's may change between two attempts."""
     folders = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
     return tuple(
         name
         for name, module in list(sys.modules.items())
-        if str(getattr(module, "__file__", None) or "").startswith(folders)
-        and getattr(getattr(module, "__spec__", None), "name", None) == name
+        if name.startswith("robust_train.")
+        or str(getattr(module, "__file__", None) or "").startswith(folders)
+        if getattr(getattr(module, "__spec__", None), "name", None) == name
     )
 
 
