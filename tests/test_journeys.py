@@ -35,7 +35,7 @@ from typing import Any
 
 import pytest
 
-from attempts import decided, failed, gpu, policy
+from attempts import built, decided, failed, gpu, policy
 from robust_train.model.failure import Clue, Evidence, FailureKind
 from robust_train.model.gpu import GpuInfo
 from robust_train.model.spec import GiveUp, RetryRule
@@ -1094,7 +1094,7 @@ def attempt_of(spec, failure):
         elif sign in OF_EVIDENCE:
             evidence[sign] = True
         elif sign == "fragmented":
-            evidence |= {"fragmented": True, "requested_bytes": GIB, "free_bytes": 0}
+            evidence |= {"requested_bytes": GIB, "free_bytes": 0}
             evidence["reserved_unallocated_bytes"] = 3 * GIB
         elif sign == "began":
             record["began_training"] = True
@@ -1125,7 +1125,7 @@ def attempt_of(spec, failure):
             record[FIELDS[name]] = value
     if "saved" in failure.figures:
         record.setdefault("saves", 1)
-    return failed(spec, failure.kind, Evidence(**evidence), **record)
+    return failed(spec, failure.kind, built(Evidence, **evidence), **record)
 
 
 def facts_of(decision):

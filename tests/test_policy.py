@@ -25,7 +25,6 @@ evidence_strategy = st.builds(
     requested_bytes=st.none() | figures,
     reserved_unallocated_bytes=st.none() | figures,
     free_bytes=st.none() | figures,
-    fragmented=st.booleans(),
     own_limit=st.booleans(),
     clue=st.none() | st.sampled_from(clues),
 )

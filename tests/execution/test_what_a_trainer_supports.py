@@ -64,13 +64,6 @@ def failure_of(trainer, folder, **more):
     return ending.failure
 
 
-@pytest.mark.parametrize(
-    ("trainer", "has_workers"), [(Declares("num_workers"), True), (Declares(), False)]
-)
-def test_workers_that_are_not_declared_are_no_remedy(trainer, has_workers, tmp_path):
-    assert failure_of(trainer, tmp_path).evidence.no_workers is not has_workers
-
-
 def test_an_unknown_feature_is_refused_in_one_line(tmp_path):
     line = "supports='gradient_checkpoint': no such feature; did you mean gradient_checkpointing?"
     assert failure_of(Declares("gradient_checkpoint"), tmp_path).message == line

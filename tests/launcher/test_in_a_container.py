@@ -56,7 +56,8 @@ def test_the_manifests_are_valid_and_patient(tmp_path):
     assert pod["terminationGracePeriodSeconds"] > cfg["stop_grace_seconds"] + 10
 
 
-def test_exit_codes_that_no_restart_helps():
+def test_pods_do_not_restart_after_final_failures():
+    """Repeated are the failures that a restart may overcome."""
     rules = JOB["podFailurePolicy"]["rules"]
     (fatal,) = (rule["onExitCodes"] for rule in rules if rule["action"] == "FailJob")
     assert fatal["values"] == [1, 2, 76]
