@@ -32,7 +32,7 @@ if __name__ == "__main__":
 
 
 def test_attempts_keep_interpreter_options_and_logging(world):
-    """They say what they lack."""
+    """Attempts say which of them they lack."""
     script = world.folder / "train.py"
     script.write_text(PROGRAM)
     command = ["-O", "-W", "error::RuntimeWarning", script]

@@ -47,7 +47,7 @@ def test_the_memory_functions_are_names_of_both():
 
 
 def test_without_cuda_host_figures_are_shown():
-    """They say so."""
+    """They are marked as those of the host."""
     before = memory.get_gpu_memory_stats()
     held = torch.ones(16 * MIB)
     after = memory.get_gpu_memory_stats()
@@ -73,7 +73,7 @@ def test_the_figures_are_printed_and_logged(capsys, caplog):
 
 
 def test_nvml_answers_before_cuda_starts(machine_with):
-    """Of the GPU that would be used."""
+    """It describes the GPU that would be used."""
     machine = machine_with(Gpu(total_mib=1000, free_mib=900), Gpu(total_mib=2000, free_mib=300))
     code = """
     import json
@@ -102,7 +102,7 @@ def segment(device, *sizes, pool=(0, 0)):
 
 @given(st.lists(st.integers(1, 2**40), max_size=20))
 def test_only_unused_common_blocks_count(sizes):
-    """Those of the device's common pool."""
+    """These are the unused blocks of the device's common pool."""
     segments = [segment(0, 3, 9), segment(0, 100, pool=(0, 1)), segment(0), segment(1, *sizes)]
     assert unused_blocks(segments, 0) == (9, 0.25)
     largest, share = unused_blocks(segments, 1)

@@ -117,7 +117,7 @@ def test_a_damaged_end_counts_without_alternatives(folder, suffix):
 
 @pytest.mark.parametrize("name", ["8.zip", "8.bin", "8/values.zip"])
 def test_a_flipped_byte_is_noticed_before_resuming(folder, name, caplog):
-    """In the middle of the file."""
+    """It is in the middle of the file."""
     path, file = save(folder, 7), folder / name
     file.parent.mkdir(exist_ok=True)
     file.write_bytes(bytes(500_000))
@@ -200,7 +200,7 @@ def test_manifests_without_checkpoints_do_not_accumulate(folder):
 
 
 def test_a_job_keeps_its_identity_until_completed(tmp_path):
-    """Also in a folder that was moved."""
+    """Moving its folder does not change that."""
     (tmp_path / "here").mkdir()
     first = begin_job(tmp_path / "here", resume=True)
     name = save(tmp_path / "here" / "checkpoints", 5, job=first.job, attempt=4).name

@@ -147,7 +147,7 @@ def test_a_host_optimizer_knows_overflows_at_once(kind):
 
 
 def test_the_optimizer_is_fused_only_on_gpus():
-    """The built-in one."""
+    """This is the optimizer of the built-in trainer."""
     model = torch.nn.Linear(2, 2)
     on_gpu = make_optimizer(model.parameters(), lr=0.1, weight_decay=0.0, fused=True)
     on_host = make_optimizer(model.parameters(), lr=0.1, weight_decay=0.0)
