@@ -13,7 +13,13 @@ import pytest
 from another_user import as_another_user, needs_root
 from robust_train.attempt.run import Run, live_of
 from robust_train.folder.checkpoints import newest_checkpoint, read_manifests, rotate
-from robust_train.folder.identity import begin_job, complete_job, read_identity, resume_from
+from robust_train.folder.identity import (
+    begin_job,
+    complete_job,
+    read_identity,
+    resume_from,
+    shown_id,
+)
 
 
 def save(folder, step, *, job="ours", attempt=1):
@@ -210,6 +216,18 @@ def test_a_job_keeps_its_identity_until_it_has_completed_also_in_a_moved_folder(
     assert second.checkpoint is third.checkpoint is None
     assert (there / "checkpoints" / "earlier-1" / name).exists()
     assert (there / "checkpoints" / "earlier-2" / path.name).exists()
+
+
+def test_a_new_job_in_a_used_folder_says_so(tmp_path, caplog):
+    """The same command again trains anew once its job has completed."""
+    caplog.set_level("INFO", "robust_train")
+    first = begin_job(tmp_path, resume=True).job
+    begin_job(tmp_path, resume=True)
+    assert "a new one" not in caplog.text
+    complete_job(tmp_path, first)
+    begin_job(tmp_path, resume=True)
+    told = f"job {shown_id(first)} of this run folder has completed: this is a new one"
+    assert told in caplog.text
 
 
 def test_a_launch_that_dies_while_it_sets_aside_leaves_that_to_the_next(tmp_path):
