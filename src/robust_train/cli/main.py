@@ -16,7 +16,7 @@ from importlib.metadata import version
 from typing import NoReturn
 
 from robust_train.cli.command import Answer, Command, UsageError, load
-from robust_train.cli.commands import COMMANDS, GROUPS, members_of
+from robust_train.cli.commands import COMMANDS, GROUPS, OTHER_NAMES, members_of
 from robust_train.host.needs import why_unusable
 from robust_train.host.screen import open_closed_streams
 from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED, NotDoneError, limit_reached
@@ -117,6 +117,8 @@ def find(words: Sequence[str]) -> tuple[Command, list[str]]:
 def _meant(word: str) -> str:
     """Return the command that a word probably means, or else all first words."""
     by_last_word = {name.split()[-1]: name for name in reversed(COMMANDS)}
+    if word in OTHER_NAMES:
+        return f"did you mean {OTHER_NAMES[word]}?"
     if near := difflib.get_close_matches(word, by_last_word, n=1):
         return f"did you mean {by_last_word[near[0]]}?"
     return f"there are {', '.join(dict.fromkeys(name.split()[0] for name in COMMANDS))}"

@@ -126,6 +126,8 @@ def begin_job(
     journal = run_dir / "journal.jsonl"
     attempts = wait_until_readable(lambda: attempts_in(journal), sleep=sleep)
     job = wait_until_readable(lambda: read_identity(run_dir), sleep=sleep)
+    if job is not None and job.completed is not None and resume:
+        log.info("job %s of this run folder has completed: this is a new one", shown_id(job.id))
     if job is None or job.completed is not None or not resume:
         job = Identity(uuid.uuid4().hex, time.time(), cleared=False)
         _write(run_dir, job)

@@ -108,7 +108,7 @@ class Job:
             self.folder.acquired(gpus)
             driver.executor.prepare(self._tick)
             first = driver.first(self.beginning, self.policy, gpus)
-            self._attempt_until_done(self.plan.words.retry(first))
+            self._attempt_until_done(first)
         finally:
             driver.executor.close()
             driver.devices.queue.release()
@@ -168,6 +168,7 @@ class Job:
         """Record another decision about the last attempt, whose first one cannot be followed."""
         assert decision is not None, "the last attempt has failed"
         self.decision = decision
+        problem = self.plan.words.text(problem)
         self.attempts[-1] = last = concluded(self.attempts[-1], decision)
         again = DecidedAgain(why, problem, last.action, decision.reason)
         self.folder.record(again, last.number)

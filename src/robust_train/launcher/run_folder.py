@@ -216,6 +216,8 @@ class RunFolder:
 
     def waits(self, status: WaitStatus) -> None:
         """Record that the job waits for a GPU."""
+        obstacles = self._plan.words.text(status.obstacles)
+        status = replace(status, obstacles=obstacles)
         waiting = {
             "position": status.position,
             "reason": status.sentence(),

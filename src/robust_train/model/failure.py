@@ -67,7 +67,7 @@ MEMORY_FAILURES = frozenset({FailureKind.DEVICE_OOM, FailureKind.HOST_OOM})
 
 @dataclass(frozen=True)
 class Finding(Part):
-    """What a feature knows about a failure."""
+    """Facts that a feature adds to the evidence of a failure."""
 
 
 @dataclass(frozen=True)

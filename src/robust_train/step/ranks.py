@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter, is_not
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from robust_train.compat import (
     collectives_begun,
     copy_at_once,
+    groups_of_process,
     hook_and_delay,
     preserve_version_counter,
     settle_buckets,
@@ -82,6 +83,35 @@ def agree(reports: Sequence[RankReport]) -> RankReport:
     )
 
 
+class OtherGroups:
+    """Messages over other groups than the default one, in the first two parts of training.
+
+    Later parts are not looked at: a thread that saves a checkpoint has such a group, too, and who
+    has begun a message is not known. No checkpoint is saved before the first parts are done.
+    """
+
+    _PARTS = 2
+
+    def __init__(self) -> None:
+        self._parts = 0
+        self._begun: dict[Any, int] = {}
+
+    def begin_part(self, groups: Iterable[Any]) -> None:
+        """Note what the groups of this process have begun."""
+        if self._parts < self._PARTS:
+            self._begun = {one: collectives_begun(one) for one in groups}
+
+    def end_part(self, groups: Iterable[Any], ours: Container[Any]) -> bool:
+        """Return whether each of the first parts, of which this is the last, has sent a message
+        over a group that is not among ``ours``."""
+        if self._parts >= self._PARTS:
+            return False
+        others = [one for one in groups if one not in ours]
+        talks = any(collectives_begun(one) > self._begun.get(one, 0) for one in others)
+        self._parts = self._parts + 1 if talks else self._PARTS
+        return talks and self._parts == self._PARTS
+
+
 class Ranks:
     """This process among those of torch's default process group."""
 
@@ -95,6 +125,7 @@ class Ranks:
         start_nccl()
         self.replicas = ReplicaFinder()
         self.ledger = sharded.Ledger(lambda ran_out: bool(self.figures([ran_out]).any()))
+        self.other_groups = OtherGroups()
         self._reported: RankReport | None = None  # without the items
         self._agreed: RankReport | None = None
 
@@ -104,6 +135,11 @@ class Ranks:
         Counts the default group, because another group may belong to a thread that saves
         checkpoints. It falls if the group counts none, or only those of its default backend."""
         return collectives_begun(self.world) - self.ledger.sent
+
+    def talks_in_other_groups(self) -> bool:
+        """Return whether the parts send over groups that neither this class nor FSDP2 knows of."""
+        ours = {self.world, self._group, *self.ledger.groups}
+        return self.other_groups.end_part(groups_of_process(dist), ours)
 
     def figures(self, mine: Sequence[float]) -> Tensor:
         """Return every rank's figures, a row each, by a small message. All ranks have to call
@@ -274,7 +310,7 @@ class SharedStep:
             self.end_part(ran_out=True)
             raise
         else:
-            self.end_part(ran_out=False)
+            self.end_part(ran_out=False, is_extra=True)
         finally:
             self.reset()
 
@@ -282,24 +318,31 @@ class SharedStep:
         """Begin a part, in which sharded models alone may communicate."""
         if self._group is not None:
             self._foreign = self._group.foreign()
+            self._group.other_groups.begin_part(groups_of_process(dist))
             if self._roots:
                 self._group.ledger.begin_part(self._roots, training=training, has_weight=has_weight)
 
-    def end_part(self, *, ran_out: bool) -> None:
+    def end_part(self, *, ran_out: bool, is_extra: bool = False) -> None:
         """Reach its end, with a sharded model together with the other ranks.
 
         Raises:
-            UserError: a collective of the user's was in it, or sharded passes differ.
+            UserError: a message of the user's was in it, or sharded passes differ.
         """
         if self._group is None:
             return
         if not ran_out and self._group.foreign() > self._foreign:
             raise UserError(
-                "run.backward: a collective of your own (in torch.distributed's default group), or "
-                "of a model in DistributedDataParallel that is not named, runs inside the "
+                "run.backward: a collective of your own, send or recv, or a collective of a model "
+                "in DistributedDataParallel that is not named, runs inside the "
                 "function, where a rank that runs out of memory would leave the others waiting; "
                 "call it after "
                 f"run.backward, name the model as in [model, other], {WITHOUT}"
+            )
+        if not ran_out and not is_extra and self._group.talks_in_other_groups():
+            raise UserError(
+                "run.backward: messages over a process group of your own (a collective, send or "
+                "recv) run inside the function, where a rank that runs out of memory would leave "
+                f"the others waiting; send them after run.backward, {WITHOUT}"
             )
         if self._roots:
             self._group.ledger.end_part(ran_out=ran_out)

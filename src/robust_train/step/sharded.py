@@ -76,6 +76,7 @@ class Ledger:
         # of a collective, on this rank
         self._failed: BaseException | None = None
         self.sent = 0  # by sharded models over the default group
+        self.groups: set[Any] = set()  # over which sharded models send
 
     def roots_in(self, models: Iterable[nn.Module]) -> tuple[Any, ...]:
         """Return the outermost sharded modules in ``models``, whose collectives are noted from now.
@@ -166,6 +167,7 @@ class Ledger:
         if not (self._has_weight or is_gathered):
             given.zero_()  # the mean of a part without items is NaN
         self.sent += group is dist.group.WORLD
+        self.groups.add(group)
         begun = collectives_begun(group)
         try:
             yield

@@ -284,6 +284,7 @@ class Training:
                 self.train_set, list(itertools.chain.from_iterable(reads)), position.epoch
             )
         )
+        decides_late = all(group.get("fused") for group in self.optimizer.param_groups)
         if run.should_stop():
             self._save_and_stop()
         for share, read in zip(steps, reads, strict=True):
@@ -300,7 +301,8 @@ class Training:
             position.samples += samples
             if is_step:
                 position.step += 1
-                # a fused optimizer's update may have been left out
+            # a fused optimizer's answer is that of the step before
+            if is_step or decides_late:
                 leaves_out = live_of(run).losses.leaves_out
                 self.epoch_loss.add(loss, samples, finite=leaves_out)
                 self.reporter.step(position, loss, samples, lr, finite=leaves_out)

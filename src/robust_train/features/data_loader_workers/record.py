@@ -65,7 +65,7 @@ class WorkersNote(Note):
 
 @dataclass(frozen=True)
 class WorkersFinding(Finding):
-    """What data-loader workers have to do with a lack of host memory, or their death."""
+    """The share of data-loader workers in a lack of host memory, or in their own death."""
 
     behind = "library"
 

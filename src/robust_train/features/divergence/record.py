@@ -42,7 +42,7 @@ class DivergedFinding(Finding):
 
 @dataclass(frozen=True)
 class RepeatFinding(Finding):
-    """What the trainer of an attempt that diverged can do in another way."""
+    """Whether the trainer can train in another way than it did when it diverged."""
 
     behind = "has_checkpoint"
 
