@@ -180,8 +180,8 @@ def named_pairs():
     return set(re.findall(r"^- features\.(\w+) before features\.(\w+): \w", text, re.M))
 
 
-def test_pairs_that_do_not_commute_are_named_with_reasons(tmp_path, monkeypatch, prepared):
-    """And no others; each pair is in the order of the tuple."""
+def test_noncommuting_pairs_are_named_with_reasons(tmp_path, monkeypatch, prepared):
+    """No other pairs are named; each is in the order of the tuple."""
     run_dir = tmp_path / "run"
     real = os.statvfs
 

@@ -67,7 +67,7 @@ def test_what_features_choose_survives_a_file():
     assert AttemptSpec.parse(json.loads(json.dumps(spec.as_json()))) == spec
 
 
-def test_what_features_know_of_a_failure_survives_a_file():
+def test_findings_of_features_survive_a_file():
     known = {"bad_step": 7, "reads_lr": True, "workers": 2, "has_checkpoint": True}
     evidence = built(Evidence, clue="killed", **known)
     failure = Failure(FailureKind.DIVERGED, "m", evidence)

@@ -74,7 +74,7 @@ def test_workers_are_seen_while_an_attempt_runs(program, count):
     assert [event.hold_most for event in events] == [bool(count)]
 
 
-def test_an_attempt_that_ends_at_once_leaves_them_unknown():
+def test_an_attempt_that_ends_at_once_knows_none():
     events = []
     WorkersWatch(None, [], events.append).close()
     assert events == []
@@ -96,7 +96,7 @@ KERNEL = Evidence(library="kernel")
         (FailureKind.COMM, KERNEL, (2, True), (None, None)),
     ],
 )
-def test_a_lack_of_host_memory_comes_with_the_workers(kind, evidence, seen, known):
+def test_out_of_host_memory_comes_with_the_workers(kind, evidence, seen, known):
     count, hold_most = seen
     attempt = failed(SPEC, kind, evidence, workers_seen=count, they_held_most=hold_most)
     finding = DataLoaderWorkers(None).evidence(attempt, ()).evidence.of(WorkersFinding)
