@@ -74,7 +74,7 @@ def test_affine_memory_leads_to_the_largest_size(machine, effective, least):
 @same_machines
 @given(machines(), st.integers(1, 20_000))
 def test_at_most_two_margins_are_left_unused(machine, at_most):
-    """Among all numbers of samples."""
+    """This holds for all numbers of samples."""
     rest, _, _, limit = machine
     needs = affine(machine)
     answer, _ = search(range(1, at_most + 1), needs, rest, limit)
@@ -92,7 +92,7 @@ def test_at_most_two_margins_are_left_unused(machine, at_most):
     st.integers(1, 64),
 )
 def test_a_failed_size_is_never_the_answer(machine, effective, least, noise, granule_mib):
-    """Whatever memory does."""
+    """It does not matter how memory grows."""
     rest, workspace, per_sample, limit = machine
     wobbling = iter(noise)
     granule = granule_mib * MIB

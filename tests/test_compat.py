@@ -190,6 +190,12 @@ def one_rank():
     dist.destroy_process_group()
 
 
+def test_groups_of_a_process_are_listed(one_rank):
+    own = dist.new_group()
+    assert compat.groups_of_process(dist) == [dist.group.WORLD, own]
+    assert compat.groups_of_process(SimpleNamespace(distributed_c10d=None)) == []
+
+
 def test_collectives_are_counted(one_rank):
     before = compat.collectives_begun(dist.group.WORLD)
     dist.all_reduce(torch.ones(1))
@@ -307,7 +313,7 @@ def test_only_torchs_fused_optimizers_get_a_figure():
 
 
 def test_an_overflow_is_found_in_the_scaler():
-    """It has noted it."""
+    """The scaler has recorded it."""
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
@@ -316,9 +322,11 @@ def test_an_overflow_is_found_in_the_scaler():
         weight.grad = torch.full((2,), gradient)
         scaler.unscale_(optimizer)
         assert compat.found_overflow(scaler, optimizer) is overflows
+        assert [*map(bool, compat.overflow_figures(scaler, optimizer))] == [overflows]
         scaler.step(optimizer)
         scaler.update()
     assert compat.found_overflow(SimpleNamespace(), optimizer) is None
+    assert compat.overflow_figures(SimpleNamespace(), optimizer) is None
 
 
 def test_momentum_that_begins_is_decided_on_the_host():
@@ -545,7 +553,7 @@ def test_hydra_gets_a_version_without_warning(monkeypatch):
 
 @pytest.mark.parametrize("version_base", [compat.HYDRAS_OWN, None, "1.1", "1.2", "1.3"])
 def test_configs_default_to_where_hydra_looks(monkeypatch, version_base):
-    """Without a config path."""
+    """No config path is given."""
     import hydra
 
     paths = []
@@ -607,7 +615,6 @@ def test_all_but_config_reading_resolvers_are_replaced():
 
 
 def test_no_process_starts_during_another_scripts_import():
-    """No spawned process."""
     assert not compat.is_importing_main()
     with compat.importing_main():
         assert compat.is_importing_main()
@@ -645,7 +652,7 @@ def test_a_users_own_gradient_hooks_are_seen():
 
 
 def test_trl_logs_passes_by_mode_and_name():
-    """As lists."""
+    """It keeps them in lists."""
     notes = {"train": {"entropy": [1.0]}, "eval": {}}
     assert compat.logged_of_passes(SimpleNamespace(_metrics=notes)) is notes
     others = (None, {}, {"a": [1.0]}, {"train": {"a": 1.0}})

@@ -76,7 +76,7 @@ def test_documented_types_are_those_of_the_code():
 
 
 def test_a_refused_value_is_first_the_default():
-    """Before the checks that refuse it."""
+    """The checks that refuse the value run later."""
     cfg = OmegaConf.create({"num_gpus": 0, "detach": True, "device": "${no.such.key}", "retry": 3})
     assert unchecked(cfg) == RobustConfig().having(DetachKeys(detach=True))
 

@@ -230,7 +230,7 @@ def test_every_command_parses(page):
 
 
 def test_the_recovery_table_says_what_tests_prove():
-    """What is recovered where."""
+    """It is the table of what is recovered where."""
     text = proved.PAGE.read_text()
     assert proved.page(proved.proofs(), text) == text, "run: just proved"
 

@@ -50,7 +50,7 @@ def test_a_missing_gpu_is_reported_in_one_line(monkeypatch, capsys):
 
 
 def test_marked_differences_decide_the_exit_code(h200, monkeypatch, capsys, tmp_path):
-    """What differs, or was not seen."""
+    """Marked is what differs, and what was not seen."""
     checks = {
         "nvml": [gpu_check.equal("problem", None, None), gpu_check.figure("name", "H200")],
         "step": [gpu_check.below("gradients differ by", 1e-5, 0.5)],
@@ -111,7 +111,7 @@ def test_a_probe_that_takes_too_long_is_ended():
 
 
 def test_unknown_probes_and_missing_nvml_are_explained(monkeypatch, capsys):
-    """The probe is refused."""
+    """An unknown probe is refused."""
     with pytest.raises(SystemExit, match="2"):
         run(monkeypatch, "nothing")
     assert "no probe 'nothing'" in capsys.readouterr().err
@@ -150,7 +150,7 @@ def h200(monkeypatch):
     ],
 )
 def test_a_probe_passes_on_a_stand_in(h200, probe):
-    """For the GPU."""
+    """The stand-in replaces the GPU."""
     checks = list(gpu_check.PROBES[probe][0]())
     assert checks
     assert [check for check in checks if not check.passed] == []
@@ -163,7 +163,7 @@ OTHER_STEPS = gpu_check.STEPS[1:]
     "kind", ["plain", *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHER_STEPS)]
 )
 def test_every_kind_of_step_repeats_on_stand_ins(h200, kind):
-    """For the GPU."""
+    """They replace the GPU."""
     gpu_check.limit_to(4 * MIB)
     checks = list(gpu_check.step_of(kind))
     assert [check.seen for check in checks[:1]] == ["2"]
@@ -226,7 +226,7 @@ LISTED = GpuInfo("GPU-0000", "H200", 0, "00", GIB, GIB, 0, processes=(GpuProcess
     ],
 )
 def test_a_probe_marks_differences_and_gaps(h200, place, stand_in, probe, seen):
-    """What was not seen."""
+    """A gap is what was not seen."""
     with mock.patch.object(*place, stand_in):
         marks = [check.mark for check in gpu_check.PROBES[probe][0]()]
     expected = [marks[n] if one is ... else one for n, one in enumerate(seen[: len(marks)])]
@@ -289,8 +289,8 @@ def test_an_opaque_container_learns_a_contexts_size(h200, monkeypatch, others):
     assert [check.passed for check in gpu_check.probe_context()] == [True, False]
 
 
-def test_doctor_stays_below_two_gib(h200, capsys):
-    """On a GPU, and leaves nothing there."""
+def test_doctor_stays_below_two_gib_of_gpu_memory(h200, capsys):
+    """It leaves nothing on the GPU."""
     probe_here()
     assert capsys.readouterr().out == "1\n", "half of what was asked for"
     assert 0 < h200.reserved <= GIB
@@ -299,7 +299,7 @@ def test_doctor_stays_below_two_gib(h200, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("probe", ["step", "buffers", "sampler", "history", "clear"])
 def test_a_measuring_probe_ends_on_a_stand_in(h200, probe):
-    """For the GPU."""
+    """The stand-in replaces the GPU."""
     assert list(gpu_check.PROBES[probe][0]())
 
 
@@ -322,7 +322,7 @@ RANK = gpu_check.run_rank
 
 @pytest.mark.slow
 def test_two_ranks_have_one_steps_gradients(monkeypatch):
-    """On a stand-in for the GPU."""
+    """They run on a stand-in for the GPU."""
     monkeypatch.setattr(gpu_check, "run_rank", rank_on_a_stand_in)
     checks = list(gpu_check.probe_ranks())
     assert len(checks) == 12, checks
@@ -352,7 +352,7 @@ def test_a_killed_process_s_memory_is_waited_for(h200, monkeypatch):
 
 
 def test_another_process_holds_memory_until_the_end(monkeypatch, tmp_path):
-    """Of the block."""
+    """It holds the memory until the end of the block."""
     stand_in = tmp_path / "torch.py"
     stand_in.write_text(
         "uint8 = 0\ndef empty(*sizes, dtype, device): ...\n"
@@ -396,8 +396,7 @@ def test_a_job_crowded_out_waits_for_room(h200, monkeypatch, cuda_machine_with):
     ("robust", "marks"),
     [(0.1, ["figure", "ok", "figure"]), (0.2, ["figure", "DIFFERS", "figure"]), (0, ["DIFFERS"])],
 )
-def test_a_step_is_timed_with_and_without(monkeypatch, robust, marks):
-    """The launcher."""
+def test_a_step_is_timed_with_and_without_launcher(monkeypatch, robust, marks):
     monkeypatch.setattr(gpu_check, "TIMED", ("resnet50",))
 
     def start_job(folder, trainer, device, *, script):
@@ -413,7 +412,7 @@ def test_a_step_is_timed_with_and_without(monkeypatch, robust, marks):
 
 
 def test_the_checks_trainers_run_on_stand_ins(h200, monkeypatch, tmp_path):
-    """For the GPU."""
+    """They replace the GPU."""
     trainers = gpu_check.gpu_check_trainers
     for name in ("ready", "go", "timed"):
         monkeypatch.setenv(f"{name.upper()}_FILE", str(tmp_path / name))

@@ -68,11 +68,12 @@ class Failed:
     figures: dict[str, Any]
 
     def __str__(self):
-        words = [
-            *map(repr, self.signs),
-            *(f"{key}={value!r}" for key, value in self.figures.items()),
-        ]
-        return f"{self.kind.value}({', '.join(words)})"
+        words = ", ".join(filter(None, (*map(repr, self.signs), words_of(self.figures))))
+        return f"{self.kind.value}({words})"
+
+
+def words_of(figures):
+    return ", ".join(f"{name}={value!r}" for name, value in figures.items())
 
 
 def failures_of(kind):
@@ -1000,7 +1001,7 @@ JOURNEYS = [
     ),
     *(
         journey(
-            f"a later checkpoint renews all tries: {name}, {further}",
+            f"a later checkpoint renews all tries: {name}, {words_of(further)}",
             [free(0, 9)],
             *tries_renewed(*described, **further),
             **NO_CPU,
@@ -1038,7 +1039,7 @@ JOURNEYS = [
     ),
     *(
         journey(
-            f"a rule fits by all it names: {fits}",
+            f"a rule fits by all it names: {words_of(fits)}",
             [free(0, 20)],
             after(oom(step=3, **other)).expect("halve_batch"),
             after(oom(step=3, **fits)).expect("give_up", reason="retry.rules[0]: stop"),

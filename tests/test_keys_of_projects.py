@@ -96,7 +96,7 @@ def test_an_attempt_has_its_batch_in_a_list(name):
 
 @pytest.mark.parametrize(("first", "refers"), [(False, True), (True, True), (False, False)])
 def test_a_referring_key_enables_gradient_checkpointing(first, refers):
-    """Our key refers to it."""
+    """The key refers to ours."""
     cfg = project(f"model: {{checkpointing: {first}}}, bs: 8")
     if refers:
         cfg.robust.training = {"gradient_checkpointing": "${model.checkpointing}"}

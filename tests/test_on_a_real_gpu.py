@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_nvml_and_torch_describe_the_same_gpu():
-    """The one that was chosen."""
+    """It is the GPU that was chosen."""
     device = find_best_device(min_memory_mb=1000)
     assert device.type == "cuda"
     properties = torch.cuda.get_device_properties(device)
@@ -32,7 +32,7 @@ def test_the_attempt_sees_only_the_chosen_gpu(world):
 
 
 def test_jobs_that_share_imports_use_the_gpu(world):
-    """Of a sweep that imports torch once."""
+    """Their sweep imports torch once."""
     sweep = world.folder / "sweep"
     at_once = ("hydra/launcher=gpu_queue", "hydra.launcher.n_jobs=2", "gpu_jobs_per_device=2")
     jobs = ("-m", "seed=1,2", f"hydra.sweep.dir={sweep}")
@@ -52,7 +52,7 @@ def test_a_full_gpu_halves_the_batch(world):
 
 
 def test_the_built_in_trainer_learns_on_the_gpu(world):
-    """The digits."""
+    """It learns the digits."""
     ended = world.run("dataset=digits", code=0)
     assert ended.attempts[0]["gpu_uuid"].startswith("GPU-")
     assert ended.summary["result"]["test_accuracy"] >= 0.97

@@ -52,7 +52,7 @@ def test_no_link_of_the_package_page_is_relative(wheel):
 
 
 def test_the_package_page_links_to_its_version(monkeypatch):
-    """To the files of it."""
+    """The linked files are those of this version."""
     pytest.importorskip("hatchling", reason="the extra [test]")
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     from package_page import absolute

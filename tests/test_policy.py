@@ -107,7 +107,7 @@ def test_any_series_of_failures_ends(data):
 
 @given(st.data())
 def test_a_projects_messages_use_its_users_keys(data):
-    """As its user writes them."""
+    """Keys are written as its user writes them."""
     kinds, theirs = st.sampled_from(sorted(FailureKind)), sorted(KEYS_OF_A_PROJECT)
     settings, gpus = data.draw(jobs()), data.draw(machines)
     config = replace(
@@ -142,7 +142,7 @@ def test_a_projects_messages_use_its_users_keys(data):
 
 
 def test_a_project_learns_to_name_its_batch():
-    """If that is not known."""
+    """No one knows which key is the batch."""
     config = replace(policy(8, allow_cpu_fallback=True).config, theirs={})
     settings = type(policy()).of(config)
     attempt = failed(first_attempt(settings, ()), FailureKind.HOST_OOM)
@@ -166,7 +166,7 @@ def test_no_size_beyond_memory_is_tried_twice(settings, gpus, kinds):
 
 @given(jobs())
 def test_the_effective_batch_is_exact_with_divisors(settings):
-    """If one lies in range."""
+    """There is a divisor within the range."""
     effective, least = settings.asked.effective_batch_size, settings.min_batch_size
     for batch in list(sizes(settings)):
         if batch == least:
@@ -182,7 +182,7 @@ def test_the_effective_batch_is_exact_with_divisors(settings):
 
 
 def test_a_gpuless_device_fault_is_retried_once():
-    """From a checkpoint."""
+    """It is retried from a checkpoint."""
     settings = policy(64)
     spec = first_attempt(settings, ())
     unsaved = failed(spec, FailureKind.DEVICE_FAULT)
@@ -234,7 +234,7 @@ def test_a_reduced_group_waits_for_its_size():
 
 
 def test_a_disks_retry_names_the_disk():
-    """If the error does not."""
+    """The error does not name it."""
     settings = policy(8)
     spec = first_attempt(settings, ())
     cut_off = failed(spec, FailureKind.DISK_FULL, message="unexpected pos 3392 vs 3344")
@@ -260,7 +260,7 @@ def test_a_script_that_starts_over_is_stopped(name):
 
 
 def test_the_host_excludes_by_the_same_evidence():
-    """After a fault."""
+    """It excludes GPUs after a fault."""
     one, two = gpu(0, 1), gpu(1, 1)
     hardware = Evidence(clue=Clue.HARDWARE)
     ecc = Failure(FailureKind.DEVICE_FAULT, "uncorrectable ECC error", hardware)
@@ -284,7 +284,7 @@ def reason_with(output, *messages):
 
 
 def test_an_exponential_pattern_is_skipped(monkeypatch, caplog):
-    """With a line."""
+    """One line says so."""
     monkeypatch.setattr(search, "LIMIT_SECONDS", 2.0)
     for _ in range(2):
         reason = reason_with("a" * 60 + "b\nx\ud800 nan", "(a+)+$", "x.*nan")

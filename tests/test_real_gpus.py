@@ -74,7 +74,7 @@ def test_the_mask_shows_the_idlest_gpu():
     "selected", ["gpu", "gpu and not slow", "not slow and not gpu", "slow", "gpu or slow", ""]
 )
 def test_only_pure_gpu_runs_see_the_driver(selected):
-    """A run of GPU tests alone."""
+    """A pure run has GPU tests alone."""
     config = types.SimpleNamespace(option=types.SimpleNamespace(markexpr=selected))
     assert real_gpus.are_wanted(config) is (selected in ("gpu", "gpu and not slow"))
 

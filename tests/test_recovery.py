@@ -65,7 +65,7 @@ def test_what_is_not_memory_is_raised_at_once():
 
 
 def test_retry_on_oom_changes_the_named_argument():
-    """Of functions and methods of any kind."""
+    """Functions and methods of any kind have one."""
     sizes = []
 
     class Experiment:
@@ -137,7 +137,7 @@ def passes():
 
 
 def test_a_failed_pass_is_freed_before_retrying(passes):
-    """Its tensors."""
+    """No tensor of it is left."""
 
     def train(batch_size):
         try:
@@ -194,7 +194,7 @@ HISTORY = []
 @pytest.mark.usefixtures("whole_heap")
 @pytest.mark.parametrize("keeps", [True, False])
 def test_memory_is_described_while_still_held(caplog, keeps):
-    """By the failed try."""
+    """The failed try holds it."""
 
     def train(batch_size):
         outputs = torch.zeros(batch_size, 2**14)
@@ -223,7 +223,7 @@ class OutOfMemoryWhileMakingState(torch.optim.Adam):
 
 
 def test_half_made_optimizer_state_is_removed():
-    """Of its first step."""
+    """The first step of the optimizer was making it."""
     model = torch.nn.Linear(4, 4)
     optimizer = OutOfMemoryWhileMakingState(model.parameters())
 
@@ -369,7 +369,7 @@ class CalledGenerator:
     ],
 )
 def test_what_does_not_run_is_refused_immediately(function, kind):
-    """When it is called."""
+    """A generator, for example, does not run when it is called."""
     with pytest.raises(TypeError, match=f"{kind}; it must be a plain function"):
         retry_on_oom()(function)
     with pytest.raises(TypeError, match=kind):
@@ -399,7 +399,7 @@ def test_a_failed_trys_gradients_never_count():
 
 @pytest.mark.parametrize("is_by_hand", [False, True])
 def test_a_handler_returns_to_its_own_gradients(is_by_hand):
-    """Those of its own try."""
+    """They are the gradients at the start of its own try."""
     model, x, handler = torch.nn.Linear(3, 1), torch.randn(16, 3), OOMHandler(8, 1)
     for _ in range(2):
         if is_by_hand:
@@ -496,7 +496,7 @@ INLINE = {"isolation": "none", "auto_device": False, "device": "cpu"}
 
 @pytest.mark.usefixtures("whole_heap")
 def test_leftover_memory_of_inline_attempts_is_reported(tmp_path, caplog):
-    """How much there is."""
+    """The line says how much there is."""
 
     def train(cfg):
         outputs = torch.zeros(cfg.training.batch_size, 2**14)

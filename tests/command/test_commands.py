@@ -11,7 +11,7 @@ import robust_train
 from another_user import ANOTHER_USER, needs_root
 from plans import folder_in
 from robust_train.cli.command import load
-from robust_train.cli.commands import COMMANDS
+from robust_train.cli.commands import COMMANDS, OTHER_NAMES
 from robust_train.cli.main import find, main, parser_of
 from robust_train.folder.state import Summary
 from robust_train.host.signals import SignalWatch
@@ -58,11 +58,22 @@ def test_help_and_the_package_import_no_framework():
     assert done.stdout.endswith("\nset()\n")
 
 
+def test_other_names_lead_to_real_commands():
+    for name, meant in OTHER_NAMES.items():
+        assert name not in COMMANDS
+        command, rest = find(meant.split())
+        known = {word for option in command.options for word in option.names}
+        assert known.issuperset(rest), meant
+
+
 # --- mistakes -------------------------------------------------------------------------------------
 
 MISTAKES = [
     ("stauts", 2, ["stauts: no such command", "did you mean status?"]),
     ("xyz", 2, ["xyz: no such command", "there are train, run, resume, init, ps, status, "]),
+    ("tail", 2, ["tail: no such command; did you mean logs -f?"]),
+    ("result", 2, ["result: no such command; did you mean status?"]),
+    ("cite here", 2, ["cite: no such command; did you mean report --cite?"]),
     ("gpus extra", 2, ["gpus: unrecognized arguments: extra"]),
     ("ps --al", 2, ["ps: unrecognized arguments: --al"]),
     # the program of `run`

@@ -25,7 +25,7 @@ EVERYTHING = [
 
 
 def test_command_line_words_arrive_unchanged(scripts):
-    """Options, keys and arguments."""
+    """Options, keys and arguments reach the program as they were typed."""
     options = ("--batch-size=8", "--min-batch-size=2", "--name=my job")
     keys = ("device=cpu", "training.num_workers=3")
     code = "import json, os, sys; print(json.dumps([os.environ[sys.argv[1]], *sys.argv[2:]]))"
@@ -47,7 +47,7 @@ def test_closed_streams_are_nobodys_trouble(scripts):
 
 
 def test_each_attempt_rereads_standard_input(scripts):
-    """A file, from where it began."""
+    """A file on standard input is read from where it began."""
     (scripts.folder / "in").write_text("skipped\nhello\n")
     words = ("sh", "-c", "cat; [ {batch_size} = 4 ] || { echo MemoryError: no; exit 1; }")
     with (scripts.folder / "in").open("rb", buffering=0) as file:

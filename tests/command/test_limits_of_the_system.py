@@ -14,8 +14,8 @@ from robust_train.gpu.bounded import ask
 from robust_train.model.errors import EXIT_TRY_LATER, limit_reached
 
 
-def test_too_few_files_names_the_limit(tmp_path):
-    """In one line."""
+def test_too_few_open_files_name_the_limit(tmp_path):
+    """The message is one line."""
     argv = f"{sys.executable} -m robust_train.cli.main run --run-dir {tmp_path} -- true"
     ended = subprocess.run(
         ["sh", "-c", f"ulimit -n 12; exec {argv}"], capture_output=True, text=True

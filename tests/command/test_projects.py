@@ -296,7 +296,7 @@ def test_a_user_error_in_main_is_one_line(world, foreign):
 
 
 def test_messages_use_the_projects_own_keys(world, foreign):
-    """As the user writes them."""
+    """Keys are written as the user of the project writes them."""
     ended = _run(world, foreign, "robust.device=cuda", code=2)
     assert ended.stderr.startswith("robust.device=cuda: no such GPU here: ")
     words = (

@@ -31,8 +31,8 @@ def run_program(scripts, code, *options, words=(), exit_code=0):
 
 
 @pytest.mark.proves("scripts", "one GPU", "new attempt")
-def test_a_real_lack_of_memory_halves_repeatedly(scripts):
-    """Until the batch fits."""
+def test_a_real_memory_shortage_halves_until_it_fits(scripts):
+    """What is halved is the batch."""
     given = ("${training.batch_size}", "--accumulate", "${training.gradient_accumulation_steps}")
     words = script("hungry.py", "--batch_size", *given)
     ended = scripts.train(words, "training.batch_size=32").with_code(0)
@@ -119,7 +119,7 @@ if int(sys.argv[1]) > 8:
 
 
 def test_transformers_summed_gradients_are_mentioned_once(scripts):
-    """Before the first smaller attempt."""
+    """The line comes before the first smaller attempt."""
     words = ("{batch_size}", "{gradient_accumulation_steps}")
     ended = run_program(scripts, ADDS_UP_MEANS, "--batch-size", "32", words=words)
     first, _, rest = ended.stdout.partition("attempt 2 on the CPU")
@@ -141,7 +141,7 @@ raise pickle.UnpicklingError(
 
 
 def test_a_refused_checkpoint_is_named_with_help(scripts):
-    """torch refuses it."""
+    """It is torch that refuses the checkpoint."""
     ended = run_program(scripts, REFUSED, *RESUMES, "{checkpoint}", exit_code=1)
     file = scripts.folder / "1.pt"
     assert f"ended with exit code 1: torch.load takes weights only, and {file}" in ended.stdout
@@ -197,7 +197,7 @@ READS_ANOTHER = ["retry", "earlier_checkpoint", "none"]
     ids=["damaged", "a file missing in a folder", "the only one"],
 )
 def test_an_unreadable_checkpoint_gives_way_to_older_ones(scripts, code, actions, words):
-    """A script cannot read it."""
+    """The script cannot read it."""
     code, own = TELLS + code, ("--resume-argv", "{checkpoint}")
     ended = run_program(scripts, code, *own, exit_code=int(actions[-1] == "give_up"))
     assert [one["action"] for one in ended.attempts] == actions
@@ -251,7 +251,7 @@ print("result", train(composed(sys.argv[1:]), run))
 
 
 def test_a_completed_script_keeps_its_result(scripts):
-    """It had completed when a stop arrived."""
+    """The stop arrived after it had completed."""
     (scripts.folder / "run").mkdir()
     tells = (
         """[sh, -c, 'echo "{\\"event\\": \\"result\\", \\"value\\": 7}" >> $ROBUST_TRAIN_EVENTS']"""
@@ -286,7 +286,7 @@ def test_a_checkpoint_being_written_is_not_damaged(scripts):
 
 
 def test_the_learning_rate_follows_only_on_request():
-    """It follows the batch."""
+    """It follows the batch size."""
     rates = {}
     for how in ("null", "linear", "sqrt"):
         keys = ("training.lr=0.4", "training.batch_size=64", f"trainer.scale_learning_rate={how}")
@@ -296,7 +296,7 @@ def test_the_learning_rate_follows_only_on_request():
 
 
 def test_scripts_preserving_their_batch_are_not_retried(scripts):
-    """If they cannot accumulate."""
+    """They cannot accumulate, and the batch is to be preserved."""
     own = ("--batch-size", "64", "--keep-effective-batch")
     words = ("{batch_size}", "1")
     ended = run_program(scripts, NO_ACCUMULATION, *own, words=words, exit_code=1)
@@ -339,7 +339,7 @@ if size > 16:
 
 
 def test_a_script_using_run_gets_smaller_batches(scripts):
-    """It reads its batch from our ``run``."""
+    """The script reads its batch size from our ``run``."""
     ended = run_program(scripts, READS_ITS_BATCH, "--batch-size", "32")
     sizes = [(a["batch_size"], a["gradient_accumulation_steps"]) for a in ended.attempts]
     assert sizes == [(32, 1), (16, 2)]
@@ -416,7 +416,7 @@ while step < 9:
 
 
 def test_unnamed_failures_are_retried_per_checkpoint(scripts):
-    """Once more from each later checkpoint."""
+    """Each later checkpoint is worth one more try."""
     own = ("--checkpoint", "ckpt/*.pt", "--resume-argv", "{checkpoint}")
     ended = run_program(scripts, UNKNOWN, *own, exit_code=1)
     resumed = [Path(a["resumed_from"]).name for a in ended.attempts if a["resumed_from"]]
@@ -452,7 +452,7 @@ def test_what_a_shell_hides_is_said(scripts):
 
 
 def test_steps_of_resumed_attempts_start_where_saved():
-    """Where the attempt before had saved."""
+    """The attempt before has saved that step."""
     first = Attempt(1, AttemptSpec((), 1, 1)).after(Progress(5, 20))
     assert (first.start_step, first.end_step) == (0, 5)
     known = Attempt(2, first.spec, resumed_from="five.pt", start_step=5)
@@ -484,7 +484,7 @@ sys.exit("never seen")
 
 @pytest.mark.slow
 def test_its_memory_includes_everything_it_started(scripts):
-    """Over time."""
+    """Memory over time is that of a script and its children."""
     program = scripts.folder / "waits.py"
     program.write_text(WAITS_TO_BE_SEEN)
     scripts.train([sys.executable, str(program), "{run_dir}"]).with_code(0)
@@ -568,7 +568,7 @@ def gpus(scripts, cuda_machine_with):
     ],
 )
 def test_torchs_memory_message_halves_the_batch(scripts, gpus, seen, asks, told, num_gpus):
-    """On the GPUs that are reserved."""
+    """The GPUs stay the reserved ones."""
     attempts = scripts.folder / "attempts"
     budgets = {"BATCH_BUDGETS": json.dumps({seen: 8}), "ATTEMPTS_FILE": str(attempts)}
     scripts.world.environ |= budgets

@@ -43,7 +43,7 @@ def behind_a_fork_of_a_shell(scripts, words):
 
 @pytest.mark.parametrize("start", [behind_a_shell, behind_a_fork_of_a_shell, under_train_py])
 def test_wrapped_programs_are_asked_to_stop(scripts, start):
-    """Another program stands before it."""
+    """Another program, such as a shell, runs them."""
     ready, saved = scripts.folder / "ready", scripts.folder / "saved"
     process = start(scripts, script("polite.py", str(ready), str(saved)))
     pid = scripts.started_script(ready)

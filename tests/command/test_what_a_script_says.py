@@ -94,7 +94,7 @@ def test_any_line_is_read_or_refused(line):
 
 @pytest.mark.parametrize("name", ["attempt_started", "finished", "self"])
 def test_custom_events_may_have_any_name(name):
-    """Events of the script's own."""
+    """These are the script's own events."""
     assert parse(json.dumps({"event": name, "a": 1, "time": 2})) == UserEvent(name, {"a": 1})
 
 
@@ -137,7 +137,7 @@ def test_a_number_is_written_as_people_write_it(number, text):
     ],
 )
 def test_torchrun_chooses_a_free_port_by_default(command, environ, is_set):
-    """Unless it was given an address."""
+    """A given address is used instead."""
     found = rendezvous_environment(command.split(), environ, 1)
     assert found == ({"PET_STANDALONE": "1"} if is_set else {})
     found = rendezvous_environment(["bash", "train.sh"], environ, 2)
@@ -202,7 +202,7 @@ def test_bursts_and_endless_lines_cost_no_memory(tmp_path):
 
 
 def test_read_reports_take_no_disk_space(tmp_path):
-    """Nothing is lost."""
+    """No report is lost."""
     path = tmp_path / "events"
     reader, lines = LineReader(path, block_bytes=64 * 1024), []
     with path.open("ab", buffering=0) as file:
@@ -337,7 +337,7 @@ def test_without_a_word_the_exit_status_tells_why(returncode, tail, oom_killed, 
 
 
 def test_last_words_are_the_last_visible_traceback():
-    """As a terminal shows it."""
+    """They are what a terminal would show of it."""
     tail = "10%\r50%\r100%\nTraceback (most recent call last):\n  a\n\x1b[31mValueError\x1b[0m: b\n"
     text = last_words(tail, "attempt-1.log")
     assert text.splitlines()[1:] == ["Traceback (most recent call last):", "  a", "ValueError: b"]

@@ -32,7 +32,7 @@ def trained(folder, kind, batch_size, resume=None, **options):
     ],
 )
 def test_any_step_resumes_with_equal_samples_and_weights(tmp_path, monkeypatch, kind, options):
-    """With the samples that follow the step."""
+    """The samples are those that follow the step."""
     pytest.importorskip(kind, reason=f"the extra [{kind}] is not installed")
     for name in ("READY_FILE", "WEIGHTS_FILE"):
         monkeypatch.setenv(name, str(tmp_path / name))

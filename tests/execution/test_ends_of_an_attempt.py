@@ -1,5 +1,6 @@
 """How the end of an attempt's process, in any form, becomes an outcome. Real processes."""
 
+import signal
 import subprocess
 import time
 
@@ -9,7 +10,12 @@ from robust_train import ConfigError, launch
 from robust_train.children import interpreters
 from robust_train.gpu.visible import NAMES_VARIABLE, numbers_gpus
 from robust_train.launcher import process
+from robust_train.launcher.hooks import End, Watch
+from robust_train.model.events import Progress
 from robust_train.model.failure import FailureKind
+from robust_train.model.gpu import GpuInfo
+from robust_train.model.spec import AttemptSpec
+from robust_train.readable import GIB
 
 
 def test_the_second_parameter_is_the_run(attempts):
@@ -22,6 +28,28 @@ def test_the_second_parameter_is_the_run(attempts):
 
 def test_a_callable_object_is_a_trainer(attempts):
     assert attempts.run("trainers.instance").result == 8
+
+
+class HasHung(Watch):
+    """Takes an attempt for one that hangs once it has reported a step."""
+
+    def __init__(self, request, pids, send):
+        self.has_begun = False
+
+    def event(self, event):
+        self.has_begun |= isinstance(event, Progress)
+
+    def poll(self, processes):
+        return End("a step", 1.0, kill_in_seconds=0.0) if self.has_begun else None
+
+
+@pytest.mark.parametrize(("mps", "returncode"), [(False, -signal.SIGKILL), (True, 0)])
+def test_a_hang_under_mps_is_asked_first(attempts, mps, returncode):
+    """SIGKILL in the middle of a kernel may break the server for its other clients."""
+    gpu = GpuInfo("GPU-0", "A100", 0, "00", GIB, GIB, 0, mps=mps)
+    more = {"spec": AttemptSpec((gpu,), 8, 1), "watches": (f"{__name__}:HasHung",)}
+    outcome = attempts.run("trainers.reports_until_told", more=more)
+    assert outcome.exit.returncode == returncode
 
 
 SCRIPT = "robust_train.attempt.script.command.train"

@@ -60,7 +60,7 @@ def screen():
 
 
 def test_what_json_cannot_hold_is_named_by_place(caplog):
-    """Its place in the trainer's result."""
+    """The message names the place in the trainer's result."""
     result = {"loss": float("nan"), "best": {"model": object(), "scores": [1.5, float("inf")]}}
     saved = plain(result, "it")
     assert (saved["best"]["scores"][0], type(saved["best"]["model"])) == (1.5, str)
@@ -169,7 +169,7 @@ def test_an_event_of_any_size_arrives_whole(channel, size):
 
 
 def test_an_attempts_end_reaches_a_stopped_launcher(channel, monkeypatch):
-    """However much is waiting to be read."""
+    """It arrives however much is waiting to be read."""
     monkeypatch.setattr(wire, "MOST_WAITING_BYTES", 100_000)
     ours, theirs = channel
     send = EventSender(theirs)
@@ -275,7 +275,7 @@ def test_submitits_stop_signal_is_never_ignored(is_ignored, signum):
 
 
 def test_a_checkpoint_without_a_step_has_the_latest():
-    """The last step that was reported."""
+    """It has the step that was reported last."""
     attempt = Attempt(1, AttemptSpec((), 8, 1))
     assert attempt.after(CheckpointSaved("a")).saved_step is None
     assert attempt.after(Progress(5)).after(CheckpointSaved("a")).saved_step == 5

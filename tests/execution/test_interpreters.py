@@ -82,7 +82,7 @@ def test_an_interpreters_end_and_peak_memory_are_known(interpreters):
 
 
 def test_a_useless_interpreter_ends_in_silence(interpreters):
-    """Although its answer was not read."""
+    """No one has read its answer."""
     one = interpreters.start()
     one.prepare(preparation(()))
     assert readable([one.channel.fileno()], 60.0)

@@ -91,7 +91,7 @@ def test_a_stop_after_the_last_step_keeps_results(tmp_path, total_steps):
 
 
 def test_ranks_stopped_after_the_last_step_change_nothing():
-    """The last step of the first rank."""
+    """The first rank has completed its last step."""
     stopped = Failed(Failure(FailureKind.INTERRUPTED, "it was asked to stop, and did"))
     ends = [RankEnd(0, 7, Finished(0.5)), RankEnd(1, 8, stopped, 1.0, 1)]
     assert event_of(ends).result == 0.5

@@ -70,6 +70,6 @@ def test_an_unknown_feature_is_refused_in_one_line(tmp_path):
 
 
 def test_a_signal_before_an_attempt_ends_it_properly(tmp_path):
-    """It waited for the attempt to begin."""
+    """The signal has waited for the attempt to begin."""
     failure = failure_of(reads_nothing, tmp_path, begins=lambda stop: stop())
     assert failure.kind is FailureKind.INTERRUPTED

@@ -165,7 +165,7 @@ def test_lines_are_shown_unless_the_program_logs(tmp_path):
 
 
 def test_later_ranks_show_only_their_marked_warnings(tmp_path):
-    """Every rank but the first."""
+    """The first rank shows all of its lines."""
     begin = "from robust_train.host.loggers import speak_as_rank\nspeak_as_rank(1)\n"
     for setup in ("logging.config.dictConfig(CONSOLE)", "logging.basicConfig(level='INFO')"):
         ended = run(tmp_path, begin + setup + LINES)

@@ -42,7 +42,7 @@ LOGGED = {
 @pytest.mark.parametrize("line", LOGGED.values(), ids=LOGGED)
 @pytest.mark.parametrize("below", ["", "done\n", TABLE, TABLE + CONFIG], ids=len)
 def test_a_shortage_is_found_in_any_line(line, below):
-    """Whatever was printed below it."""
+    """It does not matter what was printed below it."""
     assert classify_exit(1, STEPS[:1000] + line + below).kind is FailureKind.DEVICE_OOM
 
 
@@ -125,7 +125,7 @@ def test_another_errors_box_loses_its_frame(frame):
 
 
 def test_a_message_wrapped_by_rich_is_whole():
-    """Below a traceback."""
+    """It stands below a traceback."""
     frames = boxed("train.py:3 in <module>", 50, "Traceback (most recent call last)")
     words = "OSError: the shard that holds the labels has another length than its index"
     output = frames + textwrap.fill(words, 50) + "\n"

@@ -124,7 +124,7 @@ def test_reads_the_figures_of_a_message(message, figures):
     ],
 )
 def test_every_librarys_requested_size_is_read(message, requested):
-    """In the words of each."""
+    """Each library says it in its own words."""
     assert evidence_of(message).requested_bytes == requested
 
 
@@ -179,7 +179,7 @@ def test_more_free_than_requested_is_our_own_limit(message, is_ours):
     ],
 )
 def test_messages_yield_all_other_figures_too(message, clue):
-    """What else there is to know."""
+    """The table has what else each message tells."""
     assert evidence_of(message).clue == clue
 
 

@@ -50,7 +50,7 @@ def test_says_what_really_failed(kind, name, real):
 
 
 def test_torchs_and_numpys_requested_size_is_read(real):
-    """The size that they could not have."""
+    """It is the size that they could not have."""
     for library in ("torch", "numpy"):
         told = real[f"{library}_allocation"]
         assert (told["requested_bytes"], told["library"]) == (1024**3, library)

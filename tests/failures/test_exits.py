@@ -77,7 +77,7 @@ def test_of_torchruns_failures_the_root_cause_is_shown():
 
 
 def test_a_crash_shows_its_threads_stack():
-    """Without the launcher's frames."""
+    """Frames of the launcher are left out."""
     stack = native_stack_in(
         "epoch 1: loss 0.1\nFatal Python error: Segmentation fault\n\n"
         "Thread 0x1 (most recent call first):\n"

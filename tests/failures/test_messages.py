@@ -122,7 +122,7 @@ def test_other_sizes_and_gpu_numbers_change_nothing():
 
 @pytest.mark.slow
 def test_the_first_errors_kind_counts():
-    """If an error was raised for another."""
+    """The later error was raised because of it."""
     links = itertools.cycle(["__cause__", "__context__"])
 
     def wrapped(case):
@@ -147,14 +147,14 @@ def quotable():
 
 
 @pytest.mark.slow
-def test_a_workers_traceback_equals_the_error_itself():
-    """It tells as much."""
+def test_a_workers_traceback_tells_as_much_as_errors():
+    """It arrives as text."""
     told = f"Caught it in DataLoader worker process 0.\nOriginal {TRACEBACK}"
     assert wrong_outcomes([(case, RuntimeError(told + end)) for case, end in quotable()], 500) == []
 
 
-def test_a_logged_traceback_equals_the_error_itself():
-    """At the end of a log it tells as much."""
+def test_a_logged_traceback_tells_as_much_as_errors():
+    """It is at the end of a log."""
     wrong = []
     prefixes = itertools.cycle(["", "[rank1]: ", "(TrainWorker pid=77) "])
     for (case, end), prefix in zip(quotable(), prefixes, strict=False):
@@ -166,7 +166,7 @@ def test_a_logged_traceback_equals_the_error_itself():
 
 
 def test_cuda_boilerplate_is_no_device_side_assert():
-    """What torch appends to each CUDA error."""
+    """torch appends these words to each CUDA error."""
     appended = [
         (case, raised(case.raised_by, case.message + APPENDIX))
         for case in RAISED

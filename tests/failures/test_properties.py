@@ -58,15 +58,15 @@ def test_never_raises_on_what_a_process_left(code, log, killed):
 @anything
 @given(texts, st.sampled_from(MISTAKES))
 def test_a_programs_mistake_is_always_a_bug(text, kind):
-    """Whatever its message."""
+    """Its message does not matter."""
     assume("Traceback" not in text)  # a message that quotes another error's is that error's
     assert classify_failure(kind(text)).kind is FailureKind.BUG
 
 
 @anything
 @given(texts, texts, st.sampled_from(MISTAKES))
-def test_a_traceback_ending_in_mistakes_is_a_bug(logged, message, kind):
-    """Whatever was logged."""
+def test_a_traceback_ending_in_a_mistake_means_bug(logged, message, kind):
+    """It does not matter what was logged before."""
     assume("Traceback" not in logged + message and not KERNEL_OOM.words.search(logged + message))
     end = f"{kind.__name__}: {' '.join(message.split())}"
 

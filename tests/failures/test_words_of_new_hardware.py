@@ -31,6 +31,6 @@ def test_a_lower_limit_makes_room_outside_the_cache(message):
     ],
 )
 def test_incomplete_toolchains_or_segments_are_no_bug(message, kind, clue):
-    """What they lack."""
+    """The message says what they lack."""
     failure = classify_failure(RuntimeError(message))
     assert (failure.kind.value, failure.evidence.clue) == (kind, clue)

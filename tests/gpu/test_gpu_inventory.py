@@ -176,7 +176,7 @@ def test_impossible_figures_cost_no_gpu(machine_with):
 
 
 def test_an_integrated_gpu_has_its_hosts_memory(machine_with):
-    """No other GPU has."""
+    """No other kind of GPU has it."""
     integrated = ("NVIDIA GB10", "NVIDIA Thor", "Orin (nvgpu)")
     cards = ("NVIDIA GB100", "NVIDIA GH200 480GB", "Tesla T4")
     names = integrated * 2 + cards
@@ -330,7 +330,7 @@ def test_cuda_indices_require_two_agreeing_lists(machine_with):
 
 
 def test_each_recovery_of_the_driver_has_words(machine_with):
-    """Those that it asks for."""
+    """The driver asks for a reset or the like, and a line says so."""
     words = (
         *("to be reset", "rebooted", "drained of peer", "drained and reset", "restart nvidia-imex"),
         *("does not suffice", "NVLink switches", "needs recovery action 8"),
@@ -352,7 +352,7 @@ def run(machine, *arguments, **environ):
 
 
 def test_a_pipe_gets_aligned_columns(machine_with):
-    """With processes by user and command."""
+    """They include processes by user and command."""
     compute = [(2**30, 9), (os.getpid(), 700)]
     machine = machine_with(
         Gpu(total_mib=40960, free_mib=2200, reserved_mib=560, utilization=63, compute=compute),
@@ -375,7 +375,7 @@ def test_a_pipe_gets_aligned_columns(machine_with):
 
 
 def test_skipped_and_hidden_gpus_have_a_reason(machine_with):
-    """They are listed."""
+    """The list of GPUs has them too."""
     machine = machine_with(Gpu(), Gpu(compute_mode=2, compute=[(2**30, 9)]), Gpu())
     machine.fail("nvmlDeviceGetHandleByIndex", GPU_IS_LOST, 2)
     done = run(machine, CUDA_VISIBLE_DEVICES=f"{machine.uuid(0)},GPU-x")

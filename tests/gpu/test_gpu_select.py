@@ -47,7 +47,7 @@ def test_the_least_busy_of_equals_comes_first():
 
 
 def test_the_explanation_names_needs_and_figures():
-    """The figures of each GPU."""
+    """It has the figures of each GPU."""
     full = gpu(0, 2200 * MIB, total_bytes=40960 * MIB)
     barred = gpu(1, 5, unusable="compute mode is prohibited")
     assert explain([full, barred], 4000 * MIB) == (
@@ -80,7 +80,7 @@ def find(machine, *cases, before=""):
 
 
 def test_an_index_means_visible_pci_order(cuda_machine_with):
-    """Of the freest GPU, within the mask."""
+    """``cuda:N`` of the freest GPU counts GPUs within the mask."""
     machine = cuda_machine_with(Gpu("T4", free_mib=6000), Gpu("T4"), Gpu("H100", free_mib=9000))
     machine.cuda_order = [machine.uuid(2), machine.uuid(0), machine.uuid(1)]
     machine.update(1, free_mib=5000)

@@ -163,7 +163,7 @@ print(json.dumps([[gpu.uuid for gpu in visible.gpus], visible.warning]))
 
 
 def test_mixed_machines_use_cudas_own_order(cuda_machine_with):
-    """For the numbers of GPUs."""
+    """GPUs are numbered by it."""
     machine = cuda_machine_with(Gpu("T4"), Gpu("T4"), Gpu("H100"))
     machine.cuda_order = [machine.uuid(2), machine.uuid(0), machine.uuid(1)]
     machine.update(0)
@@ -175,7 +175,7 @@ def test_mixed_machines_use_cudas_own_order(cuda_machine_with):
 
 
 def test_an_unhealthy_gpu_keeps_its_number(cuda_machine_with):
-    """Unless CUDA does not count it."""
+    """It loses it only if CUDA does not count that GPU."""
     machine = cuda_machine_with(Gpu(), Gpu(), Gpu())
     machine.cuda_order = [machine.uuid(1), machine.uuid(2)]
     for function in ("nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetMemoryInfo"):

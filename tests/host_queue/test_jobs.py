@@ -55,7 +55,7 @@ def shared(tmp_path, cuda_machine_with):
 
 
 def test_a_second_job_starts_after_the_first(shared):
-    """It waits until then."""
+    """It waits for the end of that job."""
     host = shared(Gpu(uuid=A, total_mib=24000))
     first, second = host.world("first"), host.world("second")
     first.environ["BATCH_BUDGETS"] = "{}"
@@ -127,7 +127,7 @@ def test_a_key_moves_or_removes_the_queue(world, shared):
 
 @pytest.mark.slow
 def test_an_inline_job_reserves_its_gpu(shared):
-    """In the launcher's own process."""
+    """It runs in the launcher's own process."""
     host = shared(Gpu(uuid=A, total_mib=24000))
     world = host.world("first")
     process = world.start("trainer._target_=trainers.never_looks_whether_to_stop", "isolation=none")

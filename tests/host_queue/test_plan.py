@@ -121,7 +121,7 @@ def test_a_gpu_is_given_only_with_room(running, asks, device, gets):
 
 
 def test_the_soonest_suitable_gpu_is_reserved():
-    """For the first job."""
+    """It is reserved for the first job of the queue."""
     # the first needs a whole GPU; A lacks less than B, whose memory a stranger holds
     gpus = [gpu(A, 15000), gpu(B, 20000)]
     running = held(A, claim=25000, taken=25000, jobs_per_device=4)
@@ -133,7 +133,7 @@ def test_the_soonest_suitable_gpu_is_reserved():
 
 @pytest.mark.parametrize(("count", "kept"), [(1, [1, 2, 4, 8]), (2, [2, 4, 8, 8])])
 def test_longer_waits_reserve_more_gpus(count, kept):
-    """For the first job."""
+    """They are reserved for the first job of the queue."""
     gpus = [gpu(uuid, 3000) for uuid in UUIDS]
     waiting = [job(1, 30000, count=count)]
     seconds = (299, 301, 601, 901)
@@ -169,7 +169,7 @@ def test_who_gets_what(jobs, gpus, gets):
 
 
 def test_a_running_job_moves_if_none_waits_before():
-    """If no job waits before it."""
+    """A job that waits in front of it goes first."""
     gpus, me = [gpu(A), gpu(B)], job(5)
     assert [one.uuid for one in open_to(me, [job(9, 30000)], gpus, NOW)] == [A, B]
     assert len(open_to(me, [job(1, 30000)], gpus, NOW)) == 1
@@ -228,7 +228,7 @@ def tickets(jobs):
 
 
 def test_users_with_fewer_gpus_come_first():
-    """Before the rest of a sweep."""
+    """They come before the rest of a sweep."""
     waiting = [*(job(n) for n in range(1, 6)), job(8, user=BOB), job(9, user=BOB)]
     assert tickets([held(A, B, C), *waiting]) == [8, 9, 1, 2, 3, 4, 5]
     # jobs ahead count: if neither holds any they alternate
@@ -267,7 +267,7 @@ def test_urgency_counts_among_a_users_own_jobs():
     ],
 )
 def test_an_expired_time_slice_frees_reserved_gpus(waiting, leaves):
-    """For a user with fewer."""
+    """They are reserved for a user with fewer GPUs."""
     jobs = [
         held(A, since=1.0),
         held(B, since=2.0),
@@ -304,7 +304,7 @@ def test_no_user_exceeds_the_limit_of_gpus():
 
 
 def test_each_gpu_lists_its_jobs_and_shares():
-    """Who has how much of it."""
+    """The line says who has how much of it."""
     running = held(A, claim=10000, taken=10000, id="7-ab", name="lora", draining=True)
     first, second = describe([running], [gpu(A, 22000), gpu(B, 35000)])
     assert first == (
@@ -338,7 +338,7 @@ LOST = gpu(B, unusable="the driver reports that it has to be reset (nvidia-smi -
     ],
 )
 def test_the_nearest_obstacle_explains_the_wait(me, running, gpus, why):
-    """First, in one short line."""
+    """The reason is one short line."""
     decided = Plan([*running, me], gpus, NOW)
     text = why_waiting(me, running, gpus, decided, {812: GpuUser("python", "ada")})
     assert text.startswith(why)
@@ -430,7 +430,7 @@ def test_the_next_user_holds_the_fewest_gpus(drawn, before, rotation):
 
 @given(wanted, machines)
 def test_later_jobs_never_change_earlier_grants(drawn, machine):
-    """The later jobs of the same user."""
+    """This concerns jobs of the same user."""
     waiting = [job(n, **(about | {"user": ADA})) for n, about in enumerate(drawn)]
     gpus = build(machine)
     all_of_them = Plan(waiting, gpus, NOW).groups

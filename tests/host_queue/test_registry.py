@@ -100,7 +100,7 @@ def test_any_folder_name_can_exclude_a_gpu(registry, letter):
 
 @pytest.mark.parametrize(("seconds", "stays"), [(-60, True), (60, True), (1900, False)])
 def test_clock_changes_do_not_end_exclusions(registry, monkeypatch, seconds, stays):
-    """By a minute."""
+    """The clock is set by a minute."""
     assert registry.exclude(A.uuid, "/runs/1", "ECC")
     now = time.time()
     monkeypatch.setattr(queue_dir.time, "time", lambda: now + seconds)
@@ -355,7 +355,7 @@ def test_no_field_value_stops_a_reader(field, value):
 
 
 def test_planted_files_are_no_jobs(registry):
-    """Under the name of a record."""
+    """They have the name of a record."""
     plants = (
         lambda path: path.symlink_to("/etc/passwd"),
         lambda path: path.mkdir(),
@@ -396,7 +396,7 @@ def test_a_removed_record_returns_with_its_ticket(registry):
 
 
 def test_a_returning_job_is_seen_by_its_successor(base, registry):
-    """Who took its last record for dead."""
+    """The successor took the last record for that of a dead job."""
     job = queue_of(base, token="abcdef")
     job.join(REQUEST)
     job.requeue(REQUEST, (A.uuid,))
@@ -410,7 +410,7 @@ def test_a_returning_job_is_seen_by_its_successor(base, registry):
 
 
 def test_out_of_files_no_gpu_counts_as_free(registry):
-    """Who can open no file says so."""
+    """A process that can open no file says so."""
     enter(registry)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.dup(registry.fd)
@@ -427,7 +427,7 @@ def test_out_of_files_no_gpu_counts_as_free(registry):
 
 
 def test_sixty_thousand_files_delay_no_one(registry):
-    """All of one user."""
+    """One user made all of them."""
     folder = registry.path
     for number in range(MOST_FILES_PER_USER + 500):
         (folder / f"record.{number:010}.abcdef").touch()

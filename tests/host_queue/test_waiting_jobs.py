@@ -148,7 +148,7 @@ def test_a_slow_driver_lets_no_one_pass(host, later, capsys, monkeypatch):
 
 
 def test_slow_reading_still_polls_often_enough(host, later):
-    """Not to be passed."""
+    """Otherwise the job would be passed."""
     running, slow = (host.with_gpus(1).job() for _ in range(2))
     running.wait()
     others = slow.queue.others

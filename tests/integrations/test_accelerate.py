@@ -156,7 +156,7 @@ def test_a_killed_attempts_partial_checkpoint_is_harmless(tmp_path, caplog):
     ],
 )
 def test_accelerates_own_accumulation_and_files_are_refused(tmp_path, monkeypatch, options, said):
-    """Its accumulation, and files of each node."""
+    """This includes checkpoints with files of each node."""
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     with pytest.raises(UserError, match=said):
         _train(tmp_path, framework_config(8), **options)

@@ -62,8 +62,7 @@ def _fit(folder, cfg, loader=None, trainer=None, resume=None, model=None, run=No
     return model, result, run
 
 
-def test_max_steps_ends_an_interrupted_run_equally(tmp_path):
-    """Where an uninterrupted run ends."""
+def test_max_steps_ends_interrupted_and_uninterrupted_runs_alike(tmp_path):
 
     def trained(cfg, resume=None):
         trainer = _trainer(tmp_path, max_epochs=-1, max_steps=8)
@@ -169,7 +168,7 @@ class _Data(lightning.LightningDataModule):
     ],
 )
 def test_changes_of_the_effective_batch_are_refused(tmp_path, options, given, accumulation, said):
-    """In one line."""
+    """The message is one line."""
     given = None if given is None else given()
     kind = "loader" if isinstance(given, _Data) else "model"
     trainer = _trainer(tmp_path, **options)
@@ -378,7 +377,7 @@ def test_validation_keeps_the_first_attempts_batches(tmp_path):
 
 
 def test_a_sweep_reads_the_monitored_figure(tmp_path):
-    """Unless ``objective`` names another."""
+    """``objective`` can name another."""
     for objective, figure, mode in ((None, "value", "max"), ("samples", "samples", None)):
         run = WatchedRun(tmp_path / str(mode))
         live_of(run).configure(RobustConfig(objective=objective))
@@ -421,7 +420,7 @@ def test_modules_among_hyperparameters_can_be_resumed(tmp_path, caplog, monkeypa
 
 
 def test_manual_optimization_resumes_from_any_checkpoint(tmp_path):
-    """With two optimizers."""
+    """There are two optimizers."""
     whole, _, run = _fit(tmp_path / "whole", framework_config(8, epochs=2), model=_Manual())
     saved = run.saved_at
     assert list(saved) == [2, 4, 6, 8, 10, 12], "two steps in each of three batches"

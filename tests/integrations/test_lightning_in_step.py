@@ -205,7 +205,7 @@ class _Measured(Net):
 
 
 def test_metrics_are_those_of_whole_batches(tmp_path, caplog):
-    """Metric objects and extremes."""
+    """Some are metric objects, others extremes."""
     whole = Fitted(tmp_path, _Measured(Fuse()), epochs=2)
     assert whole.result["train_samples_epoch"] == 23
     assert whole.result["train_max_size"] == 4
@@ -277,7 +277,7 @@ class _LargelyMeasured(Net):
 
 
 def test_metrics_given_extra_tensors_count_samples_once(tmp_path):
-    """They get more than is kept."""
+    """They get more tensors than they keep."""
     whole, split = (
         Fitted(tmp_path, _LargelyMeasured(fuse)) for fuse in (Fuse(), Fuse("forward", 3, fits=2))
     )

@@ -137,7 +137,7 @@ def test_every_sample_of_a_step_counts_the_same(length, micro_batch, accumulatio
 def test_a_changed_effective_batch_ends_like_frameworks(
     length, micro_batch, accumulation, ranks, start
 ):
-    """Steps end where the framework ends them."""
+    """The last step is where the framework ends."""
     shares = StepShares(micro_batch, accumulation, 0, ranks)
     start = min(start, length)
     steps = list(shares.steps(length, start))

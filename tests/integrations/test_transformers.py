@@ -184,7 +184,7 @@ def test_an_ended_job_reloads_its_best_weights(tmp_path, ends):
     ],
 )
 def test_changes_of_the_training_are_refused(tmp_path, monkeypatch, option, said):
-    """In one line."""
+    """The message is one line."""
     if "save_on_each_node" in option:
         monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     with pytest.raises(UserError, match=said) as refused:

@@ -17,7 +17,7 @@ import warm
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", ["lightning", "transformers"])
 def test_one_rank_repeats_its_share(tmp_path, framework):
-    """Of the step of two ranks."""
+    """Two ranks share the step."""
     folder = Path(__file__).parent
     program = (folder / "group_of_two.py").read_text()
     ended = warm.preloaded(program, framework, str(tmp_path), cwd=folder)

@@ -150,7 +150,7 @@ def test_an_uncaught_failure_ends_like_the_command(run_script):
 
 
 def test_a_missing_key_names_its_reader(tmp_path, caplog):
-    """In one line."""
+    """The message is one line."""
 
     def train(cfg):
         return cfg.training.momentum

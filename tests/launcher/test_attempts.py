@@ -12,7 +12,7 @@ from world import is_running, wait_until
 
 
 def test_a_functions_result_is_the_jobs_result(world):
-    """A function of ``cfg`` is enough."""
+    """The function takes ``cfg`` alone."""
     ended = world.train("what_it_was_given", "training.batch_size=12", "training.lr=0.5", code=0)
     expected = {"device": "cpu", "batch_size": 12, "gradient_accumulation_steps": 1, "lr": 0.5}
     expected |= {"cwd": str(world.folder), "visible": "", "cuda_started": False}

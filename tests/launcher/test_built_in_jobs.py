@@ -14,7 +14,7 @@ from world import World
 
 @pytest.mark.slow  # 20 epochs; the next one trains for one
 def test_the_default_job_reads_real_digits(world):
-    """At least 97 percent of them."""
+    """It reads at least 97 percent of them."""
     ended = world.run()
     shows_and_leaves_what_it_should(world, ended)
     assert ended.summary["result"]["test_accuracy"] >= 0.97

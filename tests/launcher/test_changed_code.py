@@ -86,7 +86,7 @@ def test_changed_files_of_a_scripts_command_are_named(project):
 
 
 def test_a_resuming_launch_names_changed_source_files(tmp_path, caplog):
-    """A changed config is the launcher's subject."""
+    """It leaves changes of the config to the launcher."""
     files = [tmp_path / "train.py", tmp_path / "rates.yaml"]
     program = [str(path) for path in files]
     for text, resumed in (("1", None), ("2", None), ("3", tmp_path / "last.pt")):

@@ -142,7 +142,7 @@ def test_all_ranks_repeat_a_step_together(agents):
 
 @pytest.mark.slow
 def test_an_engine_does_not_rerun_a_bug(agents):
-    """Its user does."""
+    """The user runs the job again."""
 
     def fails(trouble):
         return agents.end(agents.tasks(trouble=trouble), fails=True)
@@ -159,7 +159,7 @@ def test_an_engine_does_not_rerun_a_bug(agents):
 @pytest.mark.slow
 @pytest.mark.proves("functions (`run.backward`)", "under torchrun", "new attempt")
 def test_ranks_end_with_their_agent_and_resume(agents):
-    """At the next start."""
+    """They resume at the next start."""
     port = free_port()
     options = ("--nnodes=2", "--nproc-per-node=1", f"--rdzv-endpoint=127.0.0.1:{port}")
     options += ("--rdzv-backend=c10d", f"--rdzv-id=job{port}", "--local-addr=127.0.0.1")
@@ -325,7 +325,6 @@ OOM, COMM, STOP = FailureKind.DEVICE_OOM, FailureKind.COMM, FailureKind.INTERRUP
     ],
 )
 def test_the_failure_that_others_followed_is_the_cause(failures, message, rank):
-    """The others followed from it."""
     known = {one.rank: one for one in failures}
     cause = cause_of([known.get(rank, RankEnd(rank)) for rank in range(3)])
     assert (cause.message, cause.rank) == (message, rank)
@@ -336,7 +335,7 @@ def test_the_failure_that_others_followed_is_the_cause(failures, message, rank):
 
 
 def test_all_ranks_see_a_flag_together():
-    """However far each of them is."""
+    """It does not matter how far each of them is."""
     store, seen = dist.HashStore(), {}
 
     def loop(rank, pause):

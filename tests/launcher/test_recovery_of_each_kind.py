@@ -87,7 +87,7 @@ def test_fragmentation_gets_expandable_segments(script, failure, starts_with, ac
 
 
 def test_memory_taken_by_others_is_waited_for(world, script, cuda_machine_with):
-    """At the same batch."""
+    """The batch stays the same."""
     machine = cuda_machine_with(Gpu(uuid=A, total_mib=24000, free_mib=20000))
     world.with_environ(machine.environ)
     script.failures.write_text(f"3 {PLAIN_OOM}")

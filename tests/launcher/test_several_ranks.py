@@ -88,7 +88,7 @@ def test_a_bug_on_one_rank_ends_all(world):
 def test_a_group_continues_with_fewer_gpus(
     world, cuda_machine_with, others, batch_size, waits, ranks, sizes
 ):
-    """At the same effective batch."""
+    """The effective batch stays the same."""
     world.with_environ(cuda_machine_with(Gpu(), Gpu(), Gpu(), Gpu(), *others).environ)
     keys = ("num_gpus=4", f"training.batch_size={batch_size}", "training.num_workers=0")
     patience = ("min_batch_size=4", "min_num_gpus=2", "gpu_wait_timeout_minutes=0.05")

@@ -152,7 +152,7 @@ def train(cfg): print("rate", cfg.options.rate)
 
 
 def test_a_config_keeps_the_scripts_types(tmp_path):
-    """Whichever module trains."""
+    """It does so whichever module trains."""
     assert "rate 0.5" in run(HAS_TYPES, ["train.py"], tmp_path)
 
 

@@ -147,7 +147,7 @@ def test_help_starts_nothing(world):
 
 
 def test_a_limit_too_low_for_torch_is_explained(world):
-    """In one line."""
+    """The message is one line."""
     limit = (400 << 20, 400 << 20)
     ended = world.run(preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, limit))
     ended.was_refused(["400 MiB (ulimit -d)", "no room to import torch"])

@@ -37,7 +37,7 @@ def unreachable_cycle():
 
 
 def test_clearing_returns_memory_to_the_system(no_collector, caplog):
-    """Garbage goes."""
+    """It collects garbage first."""
     gone = unreachable_cycle()
     with caplog.at_level("INFO", "robust_train"):
         cleared = clear_gpu_memory()
@@ -61,7 +61,7 @@ def test_force_collects_what_gc_freeze_has_put_aside(no_collector):
 
 @pytest.mark.slow
 def test_force_frees_the_last_exceptions_variables():
-    """The last that was not caught."""
+    """That exception was not caught."""
     # as an interactive interpreter and a notebook keep it, so in one
     code = """
 import gc, torch
@@ -209,7 +209,7 @@ def test_shared_tensors_and_cyclic_containers_are_cleared():
     st.booleans(),
 )
 def test_tensors_of_any_layout_are_recognised(shape, steps, offset, dtype, is_conjugated):
-    """They are picked out of their stretch."""
+    """Each is copied out of the stretch of memory that it shares."""
     strides = steps[: len(shape)]
     span = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     memory = torch.arange(offset + span).to(dtype)

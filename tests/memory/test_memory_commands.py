@@ -76,7 +76,7 @@ def test_info_shows_gpus_and_host_memory(machine_with):
     ],
 )
 def test_a_shell_can_evaluate_enable(exported, value):
-    """Programs get JSON."""
+    """Programs get the setting as JSON."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTORCH_")}
     environ |= {VARIABLE: exported} if exported else {}
     line = f'eval "$({" ".join(COMMAND)} memory enable)"; echo "${VARIABLE}"'
@@ -110,7 +110,7 @@ def live(own_trainers):
 
 
 def test_a_live_run_clears_memory_on_request(live):
-    """It tells before and after."""
+    """It reports the figures before and after."""
     told = asked(live.environ, "memory", "info")
     assert told["live_run"]["after"]["allocated"] > 192 * MIB
     # what the trainer has put out of the collector's reach stays, until force

@@ -169,7 +169,7 @@ def test_root_ends_only_named_foreign_processes(machine):
 
 
 def test_kill_explains_a_machine_without_gpus(cuda_machine_with):
-    """In a sentence."""
+    """The explanation is a sentence."""
     done = run(cuda_machine_with(), "--yes", "--json")
     assert done.returncode == 1
     assert "no NVIDIA GPU" in json.loads(done.stdout)["error"]

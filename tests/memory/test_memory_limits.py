@@ -26,7 +26,7 @@ def python(code, **environ):
 
 
 def test_a_share_of_host_memory_is_enforced():
-    """Without CUDA; beyond it memory runs out."""
+    """There is no CUDA, and beyond the share memory runs out."""
     description, ended, kind, limit, lifted, total = python(
         """
         import json, resource
@@ -79,7 +79,7 @@ def test_impossible_shares_are_refused_in_one_line(fraction):
     ],
 )
 def test_enable_sets_segments_for_child_programs(exported, value, sentence):
-    """Next to what is exported."""
+    """Exported settings are kept."""
     code = f"""
         import json, os, torch
         from robust_train import enable_memory_efficient_settings
@@ -120,7 +120,7 @@ def test_a_limit_is_told_in_mib():
     ],
 )
 def test_expandable_segments_are_avoided_if_unsafe(expected, setting, where, monkeypatch):
-    """They may fail."""
+    """There are machines on which they may fail."""
     where = {"kernel": "6.8.0-45-generic", **where}
     kernel = SimpleNamespace(release=where.pop("kernel"))
     monkeypatch.setattr(os, "uname", lambda: kernel)

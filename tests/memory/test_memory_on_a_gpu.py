@@ -62,7 +62,7 @@ def test_the_cache_goes_back_to_the_driver():
 
 
 def test_a_forced_clear_drops_frozen_cycles(tmp_path):
-    """The collector was kept from them."""
+    """The collector was kept from collecting them."""
     gc.disable()
     try:
         cycle = [gpu_tensor(256 * MIB)]
@@ -95,7 +95,7 @@ def test_a_fraction_limits_until_it_is_one():
 
 
 def test_a_second_snapshot_has_the_history(tmp_path):
-    """Each can be opened."""
+    """Each snapshot can be opened."""
     from torch.cuda import _memory_viz
 
     held = gpu_tensor(32 * MIB)
@@ -156,7 +156,6 @@ def test_a_block_s_peak_nested():
 
 
 def test_a_checkpoint_is_not_duplicated_on_gpus(tmp_path):
-    """It takes no second copy."""
     model = nn.Linear(4096, 4096, device="cuda")
     with memory.GPUMemoryContext() as block:
         save_checkpoint({"model": model}, tmp_path / "last.pt")
@@ -223,7 +222,7 @@ def test_kill_ends_a_process_that_holds_the_gpu():
 
 
 def test_a_spikes_memory_returns_after_some_steps(own_trainers):
-    """To the driver."""
+    """It returns to the driver."""
     ended = own_trainers.run("has_a_spike_on_the_gpu", "memory.empty_cache_frequency=5", code=0)
     (reserved, free), (reserved_at_end, free_at_end) = ended.summary["result"]
     assert reserved >= 1024 * MIB

@@ -22,7 +22,7 @@ def gpu(index, **fields):
 
 
 def test_the_gpu_of_the_model_counts(use):
-    """Although another is the current one."""
+    """Another GPU is the current device."""
     cuda = use()
     assert busiest_gpu(SimpleNamespace(cuda=cuda)) == 1
     figures = {"allocated": 2 * GIB, "reserved": 3 * GIB, "max_allocated": 2 * GIB}
@@ -74,7 +74,7 @@ def test_wsl_limits_the_free_memory(use, monkeypatch, caplog):
 
 @pytest.mark.parametrize("gib", [4, 8, 64, 128])
 def test_small_or_busy_machines_keep_some_memory(gib):
-    """Of one memory: a quarter, or some."""
+    """CPU and GPU share one memory, of which a quarter or some is kept."""
     total = gib * GIB
     assert share_of_unified_memory(0.95, total, total) <= 1 - min(8, gib / 4) / gib
     assert share_of_unified_memory(0.95, total, 0) == 1 / 16

@@ -33,7 +33,7 @@ def test_a_recorded_run_is_told_as_expected(folder):
 
 
 def test_a_recorded_sweeps_page_shows_each_loss():
-    """The loss of each job."""
+    """Each job has its own."""
     sweep = sweep_story_of(GOLDEN / "sweep")
     assert sweep.sentence.startswith("2 of 2 completed in ")
     page = sweep_page(sweep)

@@ -141,7 +141,7 @@ def test_a_drag_zooms_in(shown):
 
 
 def test_pages_are_readable_without_scripts(shown):
-    """Words, tables and marks."""
+    """Words, tables and marks are all there."""
     page = shown("recovered", script=False)
     text = page.evaluate("document.body.innerText")
     for words in ("Completed in", "half the micro-batch", "Timeline", "Loss over", "JavaScript"):

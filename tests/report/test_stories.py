@@ -56,7 +56,7 @@ def write_samples(journal, samples, torn=""):
 
 
 def test_a_killed_attempts_speed_is_shown_too(begun):
-    """The speed of each rank."""
+    """The page has the speed of each rank."""
     fast = Speed(400, 0.1, 0.2, 640.0, data_share=0.05)
     for rank, share in ((0, 0.01), (1, 0.3), (0, 0.05)):
         begun(1, SpeedMeasured(replace(fast, rank=rank, data_share=share), rank), 1)
@@ -70,7 +70,7 @@ def test_a_killed_attempts_speed_is_shown_too(begun):
 
 
 def test_a_report_is_titled_by_the_job(journal):
-    """It says what was run."""
+    """It also says which command was run."""
     named = {"name": "lora_flowers102", "model": "lora", "command": "python train_robust.py"}
     for model in ("cnn", "lora"):  # the last launch counts
         journal(0, replace(STARTED, about=named | {"model": model}))
@@ -283,7 +283,7 @@ hostile_events = st.lists(
     others=[],
 )
 def test_every_run_folder_has_a_report(tmp_path, events, others):
-    """Whatever it holds."""
+    """The contents of the folder do not matter."""
     lines = "".join(json.dumps(event) + "\n" for event in [*events, *others])
     (tmp_path / "journal.jsonl").write_text(lines)
     samples = [{**event, "device": "cpu", "resident": 5} for event in events]

@@ -23,7 +23,7 @@ costs = st.floats(0, 1e4)
 
 @given(costs, costs, st.integers(1, 10_000), st.floats(0, 1e8))
 def test_the_interval_follows_the_square_root_rule(cost, other, n, seconds):
-    """Within its bounds."""
+    """It stays within its bounds."""
     longest = seconds_between_saves(cost, 0, seconds)
     # at first it is more often than each ten seconds: it may fail after as long as it has run
     assert max(min(math.sqrt(2 * cost * seconds), 10), 1) <= longest <= 300
@@ -129,7 +129,7 @@ def test_the_writing_of_a_copy_costs_nothing(time):
 @pytest.mark.parametrize("first", [1, 41])
 @pytest.mark.parametrize("counts", [True, False], ids=["steps", "calls of a trainer without steps"])
 def test_a_number_of_steps_counts_from_the_start(first, counts):
-    """From where the attempt began."""
+    """It counts from where the attempt began."""
     saves = SaveClock(SavePlan(1e9, 3), now=Clock())
 
     def due(*steps):
@@ -141,14 +141,14 @@ def test_a_number_of_steps_counts_from_the_start(first, counts):
 
 
 def test_a_failed_checkpoint_is_due_each_minute(time):
-    """Until it is written."""
+    """It is due until it is written."""
     saves = SaveClock(SavePlan(1e9, 3), now=time)
     due = saves_of(saves, time, cost=0, seconds=199, writes=lambda step: step >= 100)
     assert due[:5] == [3, 63, 123, 126, 129]
 
 
 def test_all_ranks_save_at_the_same_step(tmp_path):
-    """Whichever rank is ahead."""
+    """It does not matter which rank is ahead."""
     votes = Votes(2)
     due = {0: [], 1: []}
 

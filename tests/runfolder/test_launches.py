@@ -97,7 +97,7 @@ def test_a_bug_of_the_trainer_does_not_count(tmp_path, kind, clue, counts):
 
 
 def test_progress_restarts_the_count_of_launches(tmp_path):
-    """A new checkpoint, or a completed job."""
+    """Progress is a new checkpoint or a completed job."""
     first = launch(tmp_path)
     launch(tmp_path)
     launch(tmp_path, saves=5)
@@ -111,7 +111,7 @@ def test_progress_restarts_the_count_of_launches(tmp_path):
 
 
 def test_a_refusal_without_checkpoints_explains_reporting(tmp_path):
-    """A job without any checkpoint."""
+    """The job has never reported a checkpoint."""
     (tmp_path / "job.json").write_text('{"id": "of an earlier version", "started": 1.0}')
     assert launch(tmp_path, most=1) == "of an earlier version", "it has had no launch"
     with pytest.raises(

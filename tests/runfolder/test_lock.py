@@ -60,7 +60,7 @@ def test_a_second_launcher_is_refused(tmp_path, held):
 
 
 def test_a_dead_launchers_last_checkpoint_is_waited_for(tmp_path, caplog):
-    """The last checkpoint of its attempt."""
+    """Its attempt may still be writing it."""
     (descriptor,) = RunLock(tmp_path, "0-aaaaaa").hold
     attempt = subprocess.Popen(["sleep", "600"], pass_fds=[descriptor])
     os.close(descriptor)  # as if this process had been killed

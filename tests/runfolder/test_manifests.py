@@ -13,7 +13,13 @@ import pytest
 from another_user import as_another_user, needs_root
 from robust_train.attempt.run import Run, live_of
 from robust_train.folder.checkpoints import newest_checkpoint, read_manifests, rotate
-from robust_train.folder.identity import begin_job, complete_job, read_identity, resume_from
+from robust_train.folder.identity import (
+    begin_job,
+    complete_job,
+    read_identity,
+    resume_from,
+    shown_id,
+)
 
 
 def save(folder, step, *, job="ours", attempt=1):
@@ -117,7 +123,7 @@ def test_a_damaged_end_counts_without_alternatives(folder, suffix):
 
 @pytest.mark.parametrize("name", ["8.zip", "8.bin", "8/values.zip"])
 def test_a_flipped_byte_is_noticed_before_resuming(folder, name, caplog):
-    """In the middle of the file."""
+    """It is in the middle of the file."""
     path, file = save(folder, 7), folder / name
     file.parent.mkdir(exist_ok=True)
     file.write_bytes(bytes(500_000))
@@ -200,7 +206,7 @@ def test_manifests_without_checkpoints_do_not_accumulate(folder):
 
 
 def test_a_job_keeps_its_identity_until_completed(tmp_path):
-    """Also in a folder that was moved."""
+    """Moving its folder does not change that."""
     (tmp_path / "here").mkdir()
     first = begin_job(tmp_path / "here", resume=True)
     name = save(tmp_path / "here" / "checkpoints", 5, job=first.job, attempt=4).name
@@ -216,6 +222,18 @@ def test_a_job_keeps_its_identity_until_completed(tmp_path):
     assert second.checkpoint is third.checkpoint is None
     assert (there / "checkpoints" / "earlier-1" / name).exists()
     assert (there / "checkpoints" / "earlier-2" / path.name).exists()
+
+
+def test_a_used_folder_says_a_job_is_new(tmp_path, caplog):
+    """The same command again trains anew once its job has completed."""
+    caplog.set_level("INFO", "robust_train")
+    first = begin_job(tmp_path, resume=True).job
+    begin_job(tmp_path, resume=True)
+    assert "a new one" not in caplog.text
+    complete_job(tmp_path, first)
+    begin_job(tmp_path, resume=True)
+    told = f"job {shown_id(first)} of this run folder has completed: this is a new one"
+    assert told in caplog.text
 
 
 def test_an_interrupted_move_is_completed_later(tmp_path):

@@ -50,7 +50,7 @@ SECRET = "aB3" + "x" * 40
 
 
 def test_recorded_variables_of_a_command_exclude_secrets(tmp_path):
-    """The variables that a command reads."""
+    """The recorded variables are those that the command reads."""
     program = "O=${O:-out}\nTMP=1\nexport LATER=2\npython t.py $O $TMP ${LATER} $1 $API_TOKEN\n"
     program += "echo $PWD $SLURM_NODELIST $RANK"
     (tmp_path / "cmd.sh").write_text(program)

@@ -78,7 +78,7 @@ def test_garbage_is_called_so_and_removed(inbox, garbage, caplog):
 
 
 def test_odd_request_files_neither_hang_nor_crash(inbox, tmp_path, caplog):
-    """What is not a small file."""
+    """A request is a small regular file."""
     precious = tmp_path / "precious"
     precious.write_text('{"verb": "stop"}')
     os.mkfifo(inbox / "1.json")
@@ -94,7 +94,7 @@ def test_odd_request_files_neither_hang_nor_crash(inbox, tmp_path, caplog):
 
 @needs_root
 def test_another_users_request_is_refused(tmp_path, caplog):
-    """With a line."""
+    """The refusal is one line."""
     folders = [tmp_path / name for name in ("of us", "of another")]
     for folder in folders:
         folder.mkdir()
@@ -143,7 +143,7 @@ def test_a_stopped_launcher_answers_no_request(tmp_path, says):
 
 
 def test_a_taken_request_is_answered_by_the_end(tmp_path):
-    """When the attempt that took it ends."""
+    """It is answered when the attempt that took it ends."""
     with open_folder(tmp_path) as folder:
         folder.attempt_starts(Attempt(1, SPEC))
         run = choose_run(None)
@@ -170,7 +170,7 @@ def test_an_untaken_request_waits_for_another_attempt(tmp_path):
 
 
 def test_a_removed_folder_is_an_ended_run(tmp_path):
-    """It is removed while a command waits."""
+    """The folder is removed while a command waits."""
     with open_folder(tmp_path / "run") as folder:
         folder.attempt_starts(Attempt(1, SPEC))
         run = choose_run(None)

@@ -57,7 +57,7 @@ def end(process, signum):
 
 
 def test_one_word_resumes_a_script_everywhere(here, tmp_path, says):
-    """Wherever a message names the command."""
+    """Each message that names the command has this word."""
     end(start(here, "mine"), signal.SIGINT)
     (here / "go").touch()
     if os.geteuid() == 0:

@@ -142,7 +142,7 @@ def test_halving_takes_effect_at_the_next_step(host, isolation):
 
 
 def test_a_hanging_run_queues_the_request(host):
-    """It answers and says so."""
+    """The answer says that the request is queued."""
     host.begin("hangs_after_a_step")
     with pytest.raises(StillQueuedError, match=r"within 0.2 s; the request stays queued"):
         ask(choose_run(None), "checkpoint", wait_seconds=0.2)

@@ -104,7 +104,7 @@ def foreign(tmp_path):
 
 
 def test_another_versions_unfinished_job_is_refused(foreign):
-    """Nothing is changed."""
+    """Nothing in its folder changes."""
     before = {path: path.read_bytes() for path in foreign.rglob("*") if path.is_file()}
     with pytest.raises(ConfigError) as refused:
         refuse_other_version(foreign, resume=True)

@@ -77,7 +77,7 @@ def test_the_default_is_the_last_of_this_directory(tmp_path, started_in, monkeyp
 
 
 def test_this_directorys_only_live_run_is_chosen(started_in):
-    """Out of several."""
+    """Others are alive elsewhere."""
     with started_in("a"), started_in("b") as here:
         assert choose_run(None).id == here.state.id
         with started_in("b"), pytest.raises(NoLiveRunError, match="2 runs of yours are alive"):
@@ -149,7 +149,7 @@ def test_another_hosts_job_is_seen_and_answers(tmp_path):
 
 
 def test_a_killed_launcher_has_status_died(tmp_path, says):
-    """With its last state."""
+    """Its last state is shown too."""
     with another_launcher(tmp_path) as process:
         run = read_run(tmp_path)
         assert (run.pid, run.status) == (process.pid, "starting")

@@ -55,7 +55,7 @@ def test_a_job_starting_during_clean_keeps_its_folder(tmp_path, says, monkeypatc
 
 
 def test_the_newest_run_is_listed_last(tmp_path, says):
-    """With the command that resumes it."""
+    """The command that resumes it is in its row."""
     first = ended(tmp_path / "a", "lora", "completed", {"objective": 0.875, "more": [1]})
     second = ended(tmp_path / "b", "probe", "failed", reason="it broke")
     third = died(tmp_path / "c", with_the_host=True)
@@ -91,7 +91,7 @@ def test_all_commands_choose_the_same_unnamed_run(tmp_path, says):
 
 
 def test_a_sweeps_name_is_always_its_folder(tmp_path, says):
-    """For all commands."""
+    """All commands accept it."""
     sweep = tmp_path / "sweep"
     jobs = [died(sweep / number) for number in ("0", "1")]
     for number in (0, 1):
@@ -147,7 +147,7 @@ def test_logs_shows_the_last_or_named_attempt(tmp_path, says):
 
 
 def test_logs_follows_whole_lines_to_the_end(tmp_path):
-    """Through the attempts, until the job ends."""
+    """It follows them through all attempts until the job ends."""
     with open_folder(tmp_path) as folder:
         shown = runs.output_of(tmp_path, follow=True)
         assert next(shown) == b"", "no attempt yet"
@@ -169,7 +169,7 @@ def test_logs_follows_whole_lines_to_the_end(tmp_path):
 
 
 def test_attach_follows_the_log_until_the_end(tmp_path, says, monkeypatch):
-    """Until the job ends."""
+    """It returns when the job ends."""
     monkeypatch.setattr(runs, "POLL_SECONDS", 0.0)
     assert "no run of yours is alive" in says("attach", code=1).err
     with open_folder(tmp_path, "lora") as folder:
@@ -190,7 +190,7 @@ def test_attach_follows_the_log_until_the_end(tmp_path, says, monkeypatch):
 
 
 def test_wait_returns_the_first_failures_exit_code(tmp_path, says):
-    """The first that did not complete."""
+    """It is the code of the first job that did not complete."""
     ended(tmp_path / "a", "lora", "completed")
     ended(tmp_path / "b", "probe", "interrupted", reason="interrupted by SIGTERM", code=143)
     died(tmp_path / "c")
@@ -207,7 +207,7 @@ def test_wait_returns_the_first_failures_exit_code(tmp_path, says):
 
 
 def test_wait_works_on_disks_without_locks(tmp_path, says, monkeypatch):
-    """With a sweep."""
+    """It waits for a sweep."""
 
     def no_locks(fd, *arguments):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))

@@ -114,7 +114,7 @@ def test_a_pruned_job_raises_nothing():
 
 
 def test_a_state_with_any_message_is_readable(tmp_path):
-    """However long the message is."""
+    """The length of the message does not matter."""
 
     def quotes_a_whole_file(cfg):
         raise ValueError("x" * 2_000_000)

@@ -44,7 +44,7 @@ def test_a_full_disk_keeps_no_job_from_resuming(disk):
 
 @pytest.mark.parametrize("is_script", [True, False])
 def test_a_full_disk_exits_with_a_repeatable_code(world, disk, is_script):
-    """A code that supervisors repeat."""
+    """Supervisors start a command with this code again."""
     fill(disk)
     world.run_dir = disk / "run"
     ended = CommandWorld(world).run("--", "true") if is_script else world.run("device=cpu")
@@ -90,7 +90,7 @@ def test_whether_a_disk_has_room_again(disk, tmp_path, monkeypatch):
     ("number", "kind"), [(errno.ESTALE, RunFolderUnavailableError), (errno.EACCES, ConfigError)]
 )
 def test_what_stays_unreadable_becomes_an_error(number, kind):
-    """After a while."""
+    """This takes a while."""
 
     def read():
         raise OSError(number, os.strerror(number), "/runs/a")

@@ -174,7 +174,7 @@ def test_an_idle_gpu_means_waiting_for_data(clock, gpu, wait, compute, share):
 
 
 def test_a_rank_is_alone_before_others_meet(clock, gpu):
-    """Until its GPU meets the others."""
+    """It is alone until its GPU meets the others."""
     meter = SpeedMeter(2)
     for step in range(1, 31):
         clock.queue(0.8)
@@ -265,6 +265,6 @@ def called(folder, look, data):
     ],
 )
 def test_worker_numbers_may_have_any_shape(tmp_path, data, look, reads):
-    """As a trainer keeps them."""
+    """A trainer keeps them as it likes."""
     run = called(tmp_path, lambda cfg: look(cfg.data), data)
     assert live_of(run).has_read("workers") is reads

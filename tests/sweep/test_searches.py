@@ -121,7 +121,7 @@ def test_sweep_patience_stops_jobs_that_are_behind(sweeps):
     ],
 )
 def test_a_failed_trial_does_not_end_the_search(sweeps, trainer, code, why):
-    """It says why."""
+    """It says why it failed."""
     drawn = ("seed=range(1,3)", "hydra.sweeper.sampler.seed=3")
     sweeps.world.run(*_arguments(sweeps, trainer, 4, *drawn, n_jobs=2), code=code)
     trials = _study(sweeps)
@@ -257,7 +257,7 @@ def test_a_pruned_trial_leaves_a_checkpoint(sweeps):
 
 
 def test_a_search_reports_changed_and_unreadable_files(tmp_path, caplog):
-    """In its folder."""
+    """The files are in the folder of the search."""
     from robust_train.sweep.search import Search
 
     def begin(sweep, *fixed):

@@ -7,7 +7,7 @@ from world import wait_until
 
 
 def test_a_running_sweep_can_change_its_parallelism(sweeps):
-    """The number of jobs at once."""
+    """This is the number of jobs at once."""
     process = sweeps.start("meets_the_other", "seed=1,2", n_jobs=1)
     wait_until(lambda: (sweeps.place / "here-1").exists(), "the first waits for the second")
     assert not (sweeps.place / "here-2").exists(), "n_jobs caps how many run at once"
@@ -20,7 +20,7 @@ def test_a_running_sweep_can_change_its_parallelism(sweeps):
 
 
 def test_the_sweeper_gets_results_in_order(sweeps):
-    """Whichever job ends first."""
+    """It does not matter which job ends first."""
     sweeps.world.environ["SWEEP_JOBS"] = "3"
     seeds = "seed=1,2,3"
     sweeps.sweep("ends_in_reverse_order", seeds, RECORDING, n_jobs=3, code=0)

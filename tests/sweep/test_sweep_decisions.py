@@ -98,7 +98,7 @@ def test_a_jobs_folder_decides_what_happens_next(earlier, overrides, sweep, resu
     ],
 )
 def test_room_decides_how_many_jobs_run(n_jobs, jobs, gpus, per_gpu, per_job, cpus, at_once):
-    """At once."""
+    """This is the number of jobs at once."""
     config = RobustConfig(gpu_jobs_per_device=per_gpu, num_gpus=per_job)
     assert jobs_at_once(config, n_jobs, jobs, gpus=gpus, cpus=cpus) == at_once
 
@@ -133,7 +133,7 @@ def watched():
 
 @pytest.mark.parametrize("first_forwarded", [False, True])
 def test_a_forwarded_signal_counts_once(watched, first_forwarded):
-    """Although the job received it as well."""
+    """The job has received it from elsewhere as well."""
     _, received = watched
     for signum in sorted((signal.SIGTERM, forwarded(signal.SIGTERM)), reverse=first_forwarded):
         os.kill(os.getpid(), signum)
@@ -144,7 +144,7 @@ def test_a_forwarded_signal_counts_once(watched, first_forwarded):
 
 @pytest.mark.parametrize("ends_it", [None, signal.SIGTERM, forwarded(signal.SIGTERM)])
 def test_a_paused_job_resumes_unless_stopped(watched, ends_it):
-    """By a signal in the meantime."""
+    """A signal may arrive during the pause."""
     signals, received = watched
     signals.pause()
     if ends_it is not None:
@@ -251,7 +251,7 @@ def test_the_live_table_has_the_jobs_that_run():
 
 
 def test_terminals_never_obey_errors_or_overrides():
-    """What they hold is shown."""
+    """Escape sequences in them are shown."""
     hostile = "\x1b]8;;http://x\x07[/bold]\x1b[2J\r\n\x9b1m\u202e"
     row = replace(DONE, overrides=(hostile,), devices=(hostile,), result=hostile, status=hostile)
     record = logging.makeLogRecord({"name": "robust_train", "msg": f"{hostile}\nsecond line"})
@@ -306,7 +306,7 @@ def test_a_rankless_result_keeps_its_value(tmp_path, result, cell, why):
 
 
 def test_a_job_elsewhere_is_found_by_a_link(tmp_path, caplog):
-    """Outside of the folder of its sweep."""
+    """Its folder is outside of the folder of its sweep."""
     sweep = tmp_path / "sweep"
     places = [sweep / "0", tmp_path / "elsewhere/1", sweep / "../2"]
     for number, place in enumerate(places):
@@ -366,7 +366,7 @@ def test_unprintable_results_and_empty_sweeps_spare_the_table(tmp_path, capsys):
 
 
 def test_only_our_launcher_gets_the_parallelism(tmp_path, capsys):
-    """How many jobs run at once."""
+    """Other launchers are not told how many jobs run."""
     for launcher, code in (("joblib", 1), ("gpu_queue", 0)):
         SweepTable("first", launcher).write(tmp_path)
         lock = RunLock(tmp_path, "first")

@@ -73,7 +73,7 @@ class Stateful(nn.Module):
 
 
 def test_plain_attributes_are_restored_as_the_same_objects():
-    """All kinds of them."""
+    """There are attributes of all kinds."""
     model = Stateful()
     before, objects = model.state(), (model.losses, model.queue, model.figure)
     start = StepStart(Watch(), [model])
@@ -105,7 +105,7 @@ class Counting(nn.Module):
 
 
 def test_a_failed_pass_counts_in_no_statistics():
-    """Neither in training nor in validation."""
+    """It counts neither in training nor in validation."""
     model = Counting(most=4)
     MicroBatcher().backward(model, torch.ones(8, 1), model)
     assert (model.samples, model.passes) == (8, 2)

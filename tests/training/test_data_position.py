@@ -340,7 +340,7 @@ def test_a_complete_pass_is_followed_by_another(tmp_path, sizes, drops):
 
 
 def test_a_custom_loaders_pass_is_followed_by_another(tmp_path, caplog):
-    """After a whole pass over it."""
+    """The loader was used up."""
     _, rest = resumed(tmp_path, UNCERTAIN["a list"], sizes=(8, 4), taken=6)
     assert rest == list(range(SAMPLES))
     assert not caplog.messages
@@ -368,7 +368,7 @@ def test_a_third_attempt_resumes_in_an_accumulation(tmp_path):
     is_list=st.booleans(),
 )
 def test_any_sizes_see_each_sample_once(sizes, taken, is_list):
-    """In any attempts."""
+    """The number of attempts does not matter."""
     seen, batches = [], Batches()
     for size, count in zip(sizes, (*taken, None), strict=True):
         loader = list(torch.arange(SAMPLES).split(size)) if is_list else _loader(size)

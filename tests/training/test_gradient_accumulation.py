@@ -149,7 +149,7 @@ def test_gradients_that_are_not_clipped_are_not_multiplied():
 
 
 def test_optimizers_that_compute_the_loss_are_refused():
-    """Before anything changes."""
+    """The refusal comes before anything changes."""
     weight = torch.nn.Parameter(torch.ones(1))
     weight.grad = torch.full((1,), 9.0)
     with pytest.raises(UserError, match=r"call optimizer.step\(closure\)"):

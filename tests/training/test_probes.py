@@ -57,7 +57,7 @@ print(json.dumps([len(found.probes), *map(fits, sizes)]))
 
 
 def test_four_probes_find_the_largest_size():
-    """Under a real limit of memory."""
+    """The limit of memory is real."""
     ended = warm.preloaded(WITHIN_A_LIMIT, cwd=ROOT / "tests")
     assert ended.returncode == 0, ended.stderr
     probes, it_fits, more_fits = json.loads(ended.stdout)
@@ -109,7 +109,7 @@ def three_steps(run):
 
 
 def test_probes_leave_no_trace(tmp_path):
-    """In model, optimizer, scaler and generators."""
+    """Model, optimizer, scaler and generators are as before."""
     run = searching(tmp_path, 16)
     actual, probed = three_steps(run)
     expected, plain = three_steps(WatchedRun(tmp_path))
@@ -155,7 +155,7 @@ def test_a_small_first_batch_is_not_probed(tmp_path):
 
 
 def test_if_nothing_fits_the_step_still_fails(tmp_path):
-    """As it would have without probes."""
+    """It fails as it would without probes."""
     model, run = nn.Linear(5, 3), searching(tmp_path, 16, 4)
 
     def loss_of(part):
@@ -229,7 +229,7 @@ def test_the_optimizers_predicted_memory_is_what_it_takes(kind, options, states,
 
 
 def test_nothing_fits_without_room_for_the_copy():
-    """The step's own copy."""
+    """Each step needs a copy of its own."""
 
     class Full(Meter):
         def begin(self):

@@ -12,7 +12,14 @@ import warm
 from robust_train.config.placeholders import MicroBatchPlan
 from robust_train.model.failure import Failure, FailureKind
 from robust_train.step import ranks
-from robust_train.step.ranks import RankReport, RanOut, ReplicaFinder, Replicated, agree
+from robust_train.step.ranks import (
+    OtherGroups,
+    RankReport,
+    RanOut,
+    ReplicaFinder,
+    Replicated,
+    agree,
+)
 from robust_train.step.splitting import MicroBatchSize
 
 PROGRAM = Path(__file__).with_name("group_of_ranks.py").read_text()
@@ -103,6 +110,45 @@ def test_agreed_sizes_do_not_depend_on_ranks():
     there.shrink()
     here.agree(there.current)
     assert here.state() == there.state()
+
+
+class Group:
+    """A process group that counts what it has begun."""
+
+    def __init__(self):
+        self.begun = 3
+
+    def _get_sequence_number_for_group(self):
+        return self.begun
+
+
+@pytest.mark.parametrize(
+    ("messages", "seen"),
+    [
+        ((1, 1, 0), [False, True, False]),
+        ((1, 0, 1), [False, False, False]),
+        ((0, 1, 1), [False, False, False]),
+    ],
+)
+def test_messages_over_other_groups_are_seen(messages, seen):
+    """A thread that sends now and then is not taken for the function."""
+    own, other, silent = Group(), Group(), Group()
+    groups = OtherGroups()
+    answers = []
+    for more in messages:
+        groups.begin_part([own, other, silent])
+        own.begun += 1
+        other.begun += more
+        answers.append(groups.end_part([own, other, silent], {own}))
+    assert answers == seen
+
+
+def test_a_group_made_in_a_part_is_seen():
+    groups = OtherGroups()
+    for _ in range(2):
+        groups.begin_part([])
+        is_seen = groups.end_part([Group()], set())
+    assert is_seen
 
 
 @pytest.mark.parametrize(("backend", "sent"), [("nccl", ["cuda"]), ("gloo", [])])

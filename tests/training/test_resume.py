@@ -65,7 +65,7 @@ def test_a_stopped_validation_is_resumed(tmp_path, job, whole):
 
 
 def test_a_changed_effective_batch_visits_every_sample(tmp_path, job):
-    """It cannot be kept."""
+    """The former effective batch cannot be kept."""
     run = stopped(job(ONE_EPOCH), tmp_path, stop_at_step=11)
     _, result = resumed(job(ONE_EPOCH, "training.batch_size=3"), run)
     assert result["steps"] == 11 + -(-(184 - 11 * 8) // 3)
@@ -147,7 +147,7 @@ def memory_for(monkeypatch):
 
 
 def test_a_resumed_run_keeps_the_fitting_size(tmp_path, job, memory_for):
-    """The micro-batch that fitted before."""
+    """It is the micro-batch that fitted before."""
     memory_for(training=5)
     limited = run_to_end(job(ONE_EPOCH), tmp_path / "whole")
     run = stopped(job(ONE_EPOCH), tmp_path / "run", stop_at_step=11)
@@ -173,7 +173,7 @@ def test_an_unsplittable_step_saves_the_step_before(tmp_path, job, memory_for):
 
 
 def test_memory_errors_in_validation_change_nothing(tmp_path, job, whole, memory_for):
-    """Neither the score nor the training."""
+    """Neither score nor training differs."""
     sizes = memory_for(validation=5)
     run = WatchedRun(tmp_path)
     result = train(job(), run)

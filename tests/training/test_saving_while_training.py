@@ -169,7 +169,7 @@ def test_after_a_whole_stream_the_next_is_whole(run):
 
 
 def test_without_intact_checkpoints_a_loop_starts_over(run, caplog):
-    """It says so."""
+    """A line says so."""
     later = saved_at(run, 4, some=1)
     later.resume_checkpoint.write_bytes(b"damaged")
     assert later.load({"some": 0}) == 0

@@ -350,7 +350,7 @@ def test_time_as_first_dimension_is_noticed():
 
 
 def test_a_loss_without_two_samples_proves_nothing():
-    """Of zero samples or of one."""
+    """It has no sample, or one."""
     loss_of, model = case_of(lambda logits, y: torch.relu(cross_entropy(logits, y) - 100))
     assert check_split(loss_of, data(), model).kept is Kept.UNKNOWN
     loss_of, model = case_of(cross_entropy)
@@ -597,15 +597,14 @@ def job(tmp_path):
     return start
 
 
-def test_a_job_splits_in_its_last_attempt(job, caplog):
-    """It splits the loss."""
+def test_a_job_splits_losses_in_its_last_attempt(job, caplog):
     summary = job("auto")
     assert [one.action for one in summary.attempts] == ["split_loss", "none"]
     assert len(warned(caplog)) >= 1
 
 
 def test_preserving_the_batch_means_giving_up(job):
-    """With the figures."""
+    """The message has the figures."""
     with pytest.raises(
         AttemptsExhaustedError, match=r"splitting changes this loss: a part of 8 has"
     ):

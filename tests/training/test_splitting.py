@@ -83,7 +83,7 @@ def test_an_encoding_of_transformers_keeps_its_type():
 
 
 def test_a_batch_with_uncountable_samples_is_refused():
-    """With the way out."""
+    """The message has the way out."""
     with pytest.raises(TypeError, match="length=… and split=…"):
         length_of(object())
     with pytest.raises(TypeError, match=r"a PackedSequence: give length=… and split=…"):
@@ -112,7 +112,7 @@ def test_results_of_the_parts_are_joined(first, second, whole):
 
 
 def test_custom_functions_divide_unusual_batches():
-    """What has no first dimension."""
+    """Such a batch has no first dimension."""
     split = {"split": lambda text, start, stop: text[start:stop]}
     assert MicroBatcher(3).forward(str, "abcdefg", **split) == ["ab", "cd", "efg"]
     shorter = MicroBatcher(3).forward(str, "abcdefg", length=lambda text: 4, **split)

@@ -220,7 +220,7 @@ class Codebook(Network):
 
 @pytest.mark.parametrize(("where", "fails_in_step"), [("forward", 3), ("backward", 1)])
 def test_buffers_count_each_sample_once(fails_in_step, where):
-    """Batch statistics and others."""
+    """Batch statistics are among them."""
 
     def train(fails):
         model, batcher = Codebook(), MicroBatcher(12)
@@ -286,7 +286,7 @@ def test_everything_the_function_uses_is_restored(holder, where):
 
 
 def test_a_buffer_is_restored_in_its_present_format():
-    """Its number format now."""
+    """Its number format has changed."""
     model, batcher = Network(), MicroBatcher(12)
     model.register_buffer("scale", torch.ones(1))
     step(batcher, model)
@@ -368,7 +368,7 @@ def test_statistics_of_a_validation_count_samples_once():
 
 
 def test_layers_added_later_are_restored_as_well():
-    """To the start of the step."""
+    """They are restored to the start of the step."""
 
     def train(fails):
         model, batcher = Network(), MicroBatcher(12)
@@ -388,7 +388,7 @@ def test_layers_added_later_are_restored_as_well():
 @pytest.mark.parametrize("step", ["backward", "forward"])
 @pytest.mark.parametrize("what", ["the batch", "weights", "a copy of the weights", None])
 def test_changes_in_place_are_warned_of(step, what, caplog):
-    """In one line, if they are repeated."""
+    """One line warns of changes that are repeated."""
     model, teacher = Network(most=6), Network()
 
     @torch.no_grad()

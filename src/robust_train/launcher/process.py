@@ -54,8 +54,9 @@ AFTER_FAILURE_SECONDS = 10.0
 
 _MOST_EVENTS = 1000
 _LAST_REPORT_SECONDS = 1.0
-_MPS_GRACE_SECONDS = 30.0
 """Time of the other ranks after a failure: to report something that explains more."""
+_MPS_GRACE_SECONDS = 30.0
+"""Time between SIGTERM and SIGKILL of an attempt that hangs on a GPU of MPS."""
 _AFTER_KILL_SECONDS = 8.0
 _SIGNAL_SECONDS = 0.5
 _LONGEST_SEARCHED_BYTES = 1 << 20

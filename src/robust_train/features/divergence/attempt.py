@@ -121,6 +121,7 @@ class Guard(LossWatch):
     leaves_out = True
 
     def __init__(self, live: LiveAttempt, divergence: DivergenceKeys) -> None:
+        super().__init__()
         self.divergence = divergence
         self.losses = Losses()
         self._live = live
@@ -198,15 +199,16 @@ class Guard(LossWatch):
         loss = self._loss
         self._loss = None
         done = update(optimizer, loss, scaler, max_grad_norm)
+        moved = self.has_moved(number, done)
         if done.is_bad is None:
-            return done.moved
+            return moved
         if not done.waits:
             self._count_update(number, bool(done.is_bad))
-            return done.moved
+            return moved
         earlier = self._late_updates.swap(number, done.is_bad)
         if earlier is not None:
             self._count_update(earlier[0], bool(earlier[1]))
-        return done.moved
+        return moved
 
     def _count_update(self, step: int, was_left_out: bool) -> None:
         """Count a step whose update was left out; raise after too many in a row."""
