@@ -8,6 +8,7 @@ from attempts import built
 from robust_train.config.attempt import for_attempt, trainer_config
 from robust_train.config.checks import checked
 from robust_train.config.composition import complete
+from robust_train.config.keys import Group, schema
 from robust_train.features.retry_rules.model import RetryKeys
 from robust_train.model.errors import ConfigError
 from robust_train.model.spec import AttemptSpec, RetryRule
@@ -107,6 +108,29 @@ def test_what_cannot_be_meant_is_refused_in_a_line_with_key_and_remedy(words, li
         checked(config_of(words))
     assert line in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+CLOSED_GROUPS = [
+    name
+    for name, member in schema().root.members.items()
+    if isinstance(member, Group) and not member.is_open
+]
+
+
+@pytest.mark.parametrize("read", [complete, lambda given: checked(OmegaConf.create(given))])
+@pytest.mark.parametrize("given", [3, None, [1], "https://user:password@host"])
+@pytest.mark.parametrize("group", CLOSED_GROUPS)
+def test_a_value_for_a_group_is_refused_naming_keys(group, given, read):
+    with pytest.raises(ConfigError) as refused:
+        read({group: given})
+    line = str(refused.value)
+    assert line.startswith(group)
+    assert "is a group of keys, not a value; it has" in line
+    for name in schema().root.members[group].members:
+        assert f"{group}.{name}" in line
+    assert "Keys" not in line
+    assert "\n" not in line
+    assert group != "notify" or "password" not in line
 
 
 def test_a_script_has_rules_for_its_exit_codes():
