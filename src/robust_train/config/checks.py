@@ -285,8 +285,6 @@ def _mistakes(config: RobustConfig) -> Iterator[str]:
     if config.min_batch_size > size:
         least = config.min_batch_size
         yield f"min_batch_size={least}: must not be above training.batch_size={size}"
-    if (config.min_num_gpus or 1) > gpus:
-        yield f"min_num_gpus={config.min_num_gpus}: must not be above num_gpus={gpus}"
     if config.runs_inline and gpus > 1:
         yield (
             f"num_gpus={gpus}: every GPU needs a process of its own; leave isolation=none out, or "
