@@ -62,7 +62,7 @@ CLOSED_GROUPS = [
 @pytest.mark.parametrize("read", [complete, lambda given: checked(OmegaConf.create(given))])
 @pytest.mark.parametrize("given", [3, None, [1], "https://user:password@host"])
 @pytest.mark.parametrize("group", CLOSED_GROUPS)
-def test_a_value_for_a_group_is_refused_naming_keys(group, given, read):
+def test_a_value_for_a_group_names_keys(group, given, read):
     with pytest.raises(ConfigError) as refused:
         read({group: given})
     line = str(refused.value)

@@ -659,7 +659,7 @@ def test_a_refused_command_leaves_no_folder(words, scripts):
 
 
 @pytest.mark.parametrize("by_the_user", [False, True])
-def test_a_program_finds_variables_of_hydra_as_without_us(world, by_the_user):
+def test_a_program_gets_no_variables_for_our_hydra(world, by_the_user):
     """With ours, its own Hydra would raise its errors and look for its configs in our package."""
     names = "HYDRA_FULL_ERROR", "HYDRA_MAIN_MODULE"
     for name in names:
