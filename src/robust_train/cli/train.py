@@ -22,10 +22,12 @@ from typing import Any, NoReturn
 
 from robust_train.compat import HYDRAS_OWN
 from robust_train.config.search_path import OF_COMMANDS, OURS, asking_for
+from robust_train.config.values import SET_FOR_HYDRA_VARIABLE
 from robust_train.host.engine import guest_rank
 from robust_train.host.loggers import standard_error
 from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED, ConfigError
 
+_MAIN_MODULE = "HYDRA_MAIN_MODULE"
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 # a project's own config need not name our callback
 _RECORD_SWEEPS = "++hydra.callbacks.robust_sweep._target_=robust_train.sweep.session.SweepCallback"
@@ -195,9 +197,12 @@ def _open(
     except ConfigError as error:
         print(error, file=standard_error())
         return EXIT_BAD_CONFIG
+    set_for_hydra = []
     if name:
         # names the log file; Hydra would name it after the module that defines the task
-        os.environ.setdefault("HYDRA_MAIN_MODULE", name)
+        if _MAIN_MODULE not in os.environ:
+            os.environ[_MAIN_MODULE] = name
+            set_for_hydra.append(_MAIN_MODULE)
     else:
         # a project's config may lack the keys of its group
         overrides = ["++" * argument.startswith("robust.") + argument for argument in arguments]
@@ -208,8 +213,11 @@ def _open(
     session.arguments = arguments
     session.check = jobs.check if name else None
     wants_traceback = os.environ.get(_FULL_ERROR) == "1"
-    # otherwise Hydra prints errors its own way and exits with 1
-    os.environ[_FULL_ERROR] = "1"
+    if not wants_traceback:
+        # otherwise Hydra prints errors its own way and exits with 1
+        os.environ[_FULL_ERROR] = "1"
+        set_for_hydra.append(_FULL_ERROR)
+    os.environ[SET_FOR_HYDRA_VARIABLE] = " ".join(set_for_hydra)
     composes_once = bool(name) and not may_set_mode(arguments)
     code = 0
     try:
@@ -236,6 +244,7 @@ def _open(
         discard_early()
         if not wants_traceback:
             del os.environ[_FULL_ERROR]
+        del os.environ[SET_FOR_HYDRA_VARIABLE]
     try:
         # jobs in processes of their own leave their exit codes in their run folders
         of_the_jobs = session.finish()
