@@ -155,6 +155,15 @@ def test_a_probe_passes_on_a_stand_in_for_the_gpu(h200, probe):
     assert [check for check in checks if not check.passed] == []
 
 
+@pytest.mark.slow
+def test_a_step_of_a_large_model_is_repeated_on_a_stand_in_for_the_gpu(h200):
+    """The time that it loses is another one there, and segments are not known."""
+    checks = {check.what: check for check in gpu_check.probe_large()}
+    checks.pop("… time lost")
+    checks.pop("segments are expandable")
+    assert [check for check in checks.values() if not check.passed] == []
+
+
 OTHER_STEPS = gpu_check.STEPS[1:]
 
 
@@ -424,3 +433,18 @@ def test_trainers_of_the_check_run_on_a_stand_in_for_the_gpu(h200, monkeypatch, 
     assert (seen["fraction"], seen["expandable"], seen["count"]) == (0.95, True, 1)
     with pytest.raises(RuntimeError, match="illegal"):
         trainers.faults_once(cfg, run)
+
+
+@pytest.mark.slow
+def test_a_job_whose_time_slice_is_over_leaves_the_gpu(h200, monkeypatch, cuda_machine_with):
+    """Its memory is back when the simulated NVML says so."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can show it another user's job")
+    total = 139 * 1024
+    machine = cuda_machine_with(Gpu(uuid="GPU-0000", total_mib=total, free_mib=total))
+    for name, value in machine.environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(gpu_check, "GIB", 0)
+    checks = list(gpu_check.probe_slices())
+    assert [(one.what, one.seen) for one in checks if not one.passed] == []
+    assert len(checks) == 4
