@@ -102,7 +102,8 @@ def rule(text, more=""):
         ("gpu_queue=null", "gpu_queue=None: must be true, false or a path"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_in_a_line_with_key_and_remedy(words, line):
+def test_meaningless_batches_are_refused_with_the_key(words, line):
+    """In a line that also has the remedy."""
     with pytest.raises(ConfigError) as refused:
         checked(config_of(words))
     assert line in str(refused.value)
@@ -117,7 +118,7 @@ def test_a_script_has_rules_for_its_exit_codes():
 
 
 @pytest.mark.parametrize(("factor", "expected"), [(1.0, 0.25), (0.5, 0.125)])
-def test_a_trainer_reads_the_learning_rate_of_its_attempt(factor, expected):
+def test_a_trainer_reads_its_attempts_learning_rate(factor, expected):
     cfg = config_of(of_training(batch_size=8, lr=0.25))
     config = for_attempt(checked(cfg), built(AttemptSpec, (), 8, 1, lr_factor=factor), "cpu")
     assert trainer_config(cfg, config).training.lr == expected

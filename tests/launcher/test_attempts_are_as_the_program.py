@@ -31,7 +31,8 @@ if __name__ == "__main__":
 """
 
 
-def test_attempts_keep_options_logging_and_say_what_they_lack(world):
+def test_attempts_keep_interpreter_options_and_logging(world):
+    """They say what they lack."""
     script = world.folder / "train.py"
     script.write_text(PROGRAM)
     command = ["-O", "-W", "error::RuntimeWarning", script]

@@ -54,9 +54,10 @@ def test_of_a_rank_that_is_alone(group):
 
 @pytest.mark.proves("built-in trainer", "several GPUs", "in the step")
 @pytest.mark.proves("built-in trainer", "several GPUs", "new attempt")
-def test_the_built_in_trainer_gives_the_same_on_any_number_of_ranks_also_resumed(group):
-    """Two ranks stop after a step in which one ran out of memory, and four go on; against one that
-    was left alone."""
+def test_results_do_not_depend_on_the_ranks(group):
+    """Of the built-in trainer, also resumed: two ranks stop after a step in which one ran out of
+    memory, and four resume; against one rank without interruption.
+    """
     one, first, rest = group["one"][0], group["first"], group["rest"]
     assert [rank["changed"] for rank in first] == [[], [6]]
     assert [bool(rank["saved"]) for rank in first] == [True, False], "by the first alone"
@@ -79,7 +80,7 @@ def test_ranks_that_would_resume_different_checkpoints_say_so(group):
         assert "one folder that all nodes see" in line
 
 
-def test_a_wrapper_that_is_replaced_is_looked_for_again(monkeypatch):
+def test_a_replaced_wrapper_is_looked_up_again(monkeypatch):
     """Its successor's gradients would be summed over no ranks, without a word."""
     monkeypatch.setattr("robust_train.step.ranks.broadcast", lambda *given: None)
     net, finder = nn.Linear(2, 1), ReplicaFinder()
@@ -98,7 +99,8 @@ def test_a_rank_that_is_exhausted_decides_for_all():
     assert agreed.ran_out is ran_out[1]
 
 
-def test_sizes_agreed_upon_are_the_same_wherever_memory_ran_out():
+def test_agreed_sizes_do_not_depend_on_ranks():
+    """The sizes are the same wherever memory ran out."""
     plan = MicroBatchPlan(16)
     here, there = MicroBatchSize(plan), MicroBatchSize(plan)
     here.failed_at(16)

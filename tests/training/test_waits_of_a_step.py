@@ -114,8 +114,8 @@ READS = {
 
 @pytest.mark.parametrize("has_scaler", [False, True], ids=["plain", "scaler"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_reads_as_little_as_its_optimizer_allows(kind, has_scaler):
-    """A second read right behind the first one waits for nothing."""
+def test_a_step_reads_as_little_as_possible(kind, has_scaler):
+    """As its optimizer allows. A second read right behind the first one waits for nothing."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
     optimizer = KINDS[kind]([*model.parameters()])
@@ -133,7 +133,7 @@ def test_a_step_reads_as_little_as_its_optimizer_allows(kind, has_scaler):
 
 
 @pytest.mark.parametrize("kind", ["foreach", "wrapped"])
-def test_an_overflow_is_known_at_once_where_the_host_decides(kind):
+def test_a_host_optimizer_knows_overflows_at_once(kind):
     weights = [torch.nn.Parameter(torch.ones(4))]
     optimizer = KINDS[kind](weights)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=1)
@@ -146,7 +146,8 @@ def test_an_overflow_is_known_at_once_where_the_host_decides(kind):
     assert torch.isfinite(weights[0]).all()
 
 
-def test_the_built_in_optimizer_is_fused_on_a_gpu_alone():
+def test_the_optimizer_is_fused_only_on_gpus():
+    """The built-in one."""
     model = torch.nn.Linear(2, 2)
     on_gpu = make_optimizer(model.parameters(), lr=0.1, weight_decay=0.0, fused=True)
     on_host = make_optimizer(model.parameters(), lr=0.1, weight_decay=0.0)
@@ -156,7 +157,7 @@ def test_the_built_in_optimizer_is_fused_on_a_gpu_alone():
     assert fused == [{True}, {None}]
 
 
-def test_a_mean_loss_ignores_steps_that_were_left_out():
+def test_a_mean_loss_ignores_skipped_steps():
     mean = LossAverage()
     assert mean.value() == 0
     mean.add(torch.tensor(float("nan")), 8, finite=True)

@@ -26,6 +26,8 @@ from robust_train.folder.checkpoints import CheckpointError, Content, Position
 from robust_train.host.votes import Flags, OneRank
 from robust_train.model.errors import TrainingStopped
 from robust_train.model.events import CheckpointFailed, CheckpointSaved, SpeedMeasured
+from robust_train.model.failure import Finding
+from robust_train.model.parts import parts_like
 from robust_train.policy.sizes import BatchSearch
 
 if TYPE_CHECKING:
@@ -138,6 +140,8 @@ class LiveAttempt:
     def prepare(self, request: AttemptRequest) -> None:
         """Let the features take part that a request names, and split batches as it has it."""
         self.hooks = load_hooks(request.features, self, request.config)
+        # they report a failure, and when memory has run out there is none to import them
+        parts_like(Finding)
         self.parts.set_asked(request.asked)
         self.parts.check_by(SplitRule.of(request.config, request.spec))
         if request.spec.searches:

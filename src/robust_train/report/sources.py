@@ -213,7 +213,7 @@ def _attempt(
             case Progress():
                 progress.append((event.step, time))
                 began = began or time
-            case CheckpointSaved(step=int(step)) if event.loss != "diverged":
+            case CheckpointSaved(step=int(step)) if event.is_useful:
                 checkpoints.append((step, time))
             case TrainingStarted():
                 began = time

@@ -140,7 +140,7 @@ def _saved(attempts: Sequence[TimedAttempt]) -> str:
         (step, attempt.noted("is_guarded", False))
         for attempt in attempts
         for step, _ in attempt.checkpoints
-        if attempt.evidence.bad_step is None or step <= (attempt.evidence.good_step or 0)
+        if _is_good(attempt, step)
     ]
     if steps:
         step, is_guarded = steps[-1]
@@ -148,6 +148,13 @@ def _saved(attempts: Sequence[TimedAttempt]) -> str:
         bad = " It is not guarded: a loss that is not finite may spoil those that are kept."
         return text if is_guarded else text + bad
     return " No checkpoint was saved." if attempts else ""
+
+
+def _is_good(attempt: TimedAttempt, step: int) -> bool:
+    """Return whether training had not diverged by this step."""
+    diverged_at: int | None = attempt.evidence.noted("bad_step", None)
+    good_step: int | None = attempt.evidence.noted("good_step", None)
+    return diverged_at is None or step <= (good_step or 0)
 
 
 def _troubles(attempts: Sequence[TimedAttempt]) -> Iterator[str]:

@@ -16,6 +16,7 @@ from robust_train.attempt.hooks import InAttempt
 from robust_train.attempt.live import LiveAttempt
 from robust_train.attempt.losses import COMPUTED, GIVEN, LossWatch
 from robust_train.features.divergence.model import DivergenceKeys
+from robust_train.features.divergence.record import DivergedFinding, RepeatFinding
 from robust_train.files import plain
 from robust_train.model.errors import TrainingDiverged
 from robust_train.model.events import UpdateSkipped
@@ -248,12 +249,9 @@ class Guard(LossWatch):
             # from there its data was passed over already
             if saves.passes_over and before.step == begun:
                 bad += max(saves.skips_to - begun, 0)
-        evidence = Evidence(
-            good_step=good,
-            bad_step=bad,
-            has_checkpoint=before is not None,
-            passes_over=saves.passes_over,
-            reads_lr=self._live.has_read("lr"),
+        evidence = Evidence(has_checkpoint=before is not None).having(
+            DivergedFinding(good, bad),
+            RepeatFinding(saves.passes_over, reads_lr=self._live.has_read("lr")),
         )
         return TrainingDiverged(Failure(FailureKind.DIVERGED, f"{message}; {last}", evidence))
 
