@@ -157,7 +157,7 @@ def test_a_probe_passes_on_a_stand_in(h200, probe):
 
 
 @pytest.mark.slow
-def test_a_step_of_a_large_model_is_repeated_on_a_stand_in_for_the_gpu(h200):
+def test_a_large_model_s_step_is_repeated(h200):
     """The time that it loses is another one there, and segments are not known."""
     checks = {check.what: check for check in gpu_check.probe_large()}
     checks.pop("… time lost")
@@ -448,7 +448,7 @@ def test_the_checks_trainers_run_on_stand_ins(h200, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_job_whose_time_slice_is_over_leaves_the_gpu(h200, monkeypatch, cuda_machine_with):
+def test_a_job_leaves_after_its_time_slice(h200, monkeypatch, cuda_machine_with):
     """Its memory is back when the simulated NVML says so."""
     if os.geteuid() != 0:
         pytest.skip("only root can show it another user's job")

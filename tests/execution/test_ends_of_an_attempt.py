@@ -44,7 +44,7 @@ class HasHung(Watch):
 
 
 @pytest.mark.parametrize(("mps", "returncode"), [(False, -signal.SIGKILL), (True, 0)])
-def test_an_attempt_that_hangs_under_mps_is_asked_first(attempts, mps, returncode):
+def test_a_hang_under_mps_is_asked_first(attempts, mps, returncode):
     """SIGKILL in the middle of a kernel may break the server for its other clients."""
     gpu = GpuInfo("GPU-0", "A100", 0, "00", GIB, GIB, 0, mps=mps)
     more = {"spec": AttemptSpec((gpu,), 8, 1), "watches": (f"{__name__}:HasHung",)}

@@ -69,7 +69,7 @@ def reporting(sent):
     return Reports(note, is_main=True)
 
 
-def test_a_loss_on_a_gpu_is_read_when_the_next_step_is_reported(sent):
+def test_a_loss_waits_for_the_next_report(sent):
     report = reporting(sent)
     assert report.progress(1, None, {"loss": OnGpu(0.5), "lr": 0.1})
     assert sent == []
@@ -79,13 +79,13 @@ def test_a_loss_on_a_gpu_is_read_when_the_next_step_is_reported(sent):
     assert sent[1:] == [(2, {"loss": 0.25, "lr": 0.1})]
 
 
-def test_a_loss_that_has_arrived_is_sent_at_once(sent, monkeypatch):
+def test_an_arrived_loss_is_sent_at_once(sent, monkeypatch):
     monkeypatch.setattr(Late, "has_caught_up", True)
     reporting(sent).progress(1, None, {"loss": OnGpu(0.5)})
     assert sent == [(1, {"loss": 0.5})]
 
 
-def test_a_step_that_is_not_reported_sends_what_has_arrived(sent, monkeypatch):
+def test_an_unreported_step_sends_what_has_arrived(sent, monkeypatch):
     report = reporting(sent)
     report.progress(1, None, {"loss": OnGpu(0.5)})
     reports.time.stands = True
@@ -102,7 +102,7 @@ def test_a_step_that_is_not_reported_sends_what_has_arrived(sent, monkeypatch):
 
 
 @pytest.mark.parametrize("stands", [False, True], ids=["held", "not due"])
-def test_figures_that_a_fault_has_taken_are_left_out(sent, stands):
+def test_figures_lost_to_a_fault_are_omitted(sent, stands):
     report = reporting(sent)
     reports.time.stands = stands
     fault = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
@@ -137,7 +137,7 @@ LATE = [True, *AT_ONCE[:-1]]
 
 @pytest.mark.parametrize("has_scaler", [False, True], ids=["plain", "scaler"])
 @pytest.mark.parametrize(("fused", "expected"), [(False, AT_ONCE), (True, LATE)])
-def test_a_fused_update_is_answered_for_in_the_next_step(has_scaler, fused, expected):
+def test_a_fused_update_is_answered_late(has_scaler, fused, expected):
     """An overflow too, which fused optimizers once took for an update."""
     weight = torch.nn.Parameter(torch.zeros(4))
     optimizer = torch.optim.AdamW([weight], lr=0.1, fused=fused)
@@ -146,7 +146,7 @@ def test_a_fused_update_is_answered_for_in_the_next_step(has_scaler, fused, expe
     assert weight.isfinite().all()
 
 
-def test_overflows_are_answered_for_where_no_one_watches_losses():
+def test_unwatched_overflows_are_answered_late_too():
     weight = torch.nn.Parameter(torch.zeros(4))
     optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
