@@ -49,6 +49,7 @@ from robust_train.attempt.reports import Reports  # noqa: E402
 from robust_train.children.interpreters import Interpreters, preparation  # noqa: E402
 from robust_train.failures import classify_failure  # noqa: E402
 from robust_train.features.memory_samples.sampler import Sampler  # noqa: E402
+from robust_train.folder.checkpoints import write_atomically  # noqa: E402
 from robust_train.gpu.cuda_order import started_driver  # noqa: E402
 from robust_train.gpu.inventory import close_session, read_inventory  # noqa: E402
 from robust_train.gpu.processes import find_holders  # noqa: E402
@@ -780,6 +781,14 @@ def probe_saves() -> Checks:
         is_whole = all(bool((one == number).all()) for one in copied["model"].values())
         yield equal(f"{which} copy is of the moment of the save", True, is_whole)
         yield figure(f"training stands still for the {which} one", f"{stall:.2f} s")
+    # a part of it, which a disk takes in seconds
+    few = {name: copied["model"][name] for name in list(state)[:4]}
+    written = write_atomically({"model": few}, Path(tempfile.mkdtemp()) / "copy.pt")
+    on_disk = torch.load(written, weights_only=True)["model"]
+    is_same = all(bool((one == number).all()) for one in on_disk.values())
+    yield equal("on disk it is of that moment, too", True, is_same)
+    del few, on_disk
+    written.unlink()
     counted = sum(arena.taken for arena in copies.arenas.values())
     if (taken := pinned_bytes()) is None or before is None:
         yield not_checked("pinned memory", "this torch does not tell (host_memory_stats)")

@@ -188,7 +188,7 @@ def test_saves_are_whole_and_their_memory_visible(h200, monkeypatch):
         ("second", "ok"),
         ("training", "figure"),
     ]
-    assert marks[4:] == [("pinned", "DIFFERS"), ("pinned", "ok")]
+    assert marks[4:] == [("on", "ok"), ("pinned", "DIFFERS"), ("pinned", "ok")]
     monkeypatch.setattr(gpu_check, "pinned_bytes", lambda: None)
     assert [check.mark for check in gpu_check.probe_saves()][-1] == "not checked"
 
