@@ -32,7 +32,8 @@ def here(tmp_path, monkeypatch):
 # --- the table ------------------------------------------------------------------------------------
 
 
-def test_every_command_has_a_function_and_a_line_of_help_within_80_columns(capsys):
+def test_every_command_has_a_short_help_line(capsys):
+    """It has a function, too; the line fits into 80 columns."""
     assert main(["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
@@ -152,7 +153,8 @@ def test_a_mistake_is_one_line_and_leaves_nothing(line, code, words, here, capsy
 
 @needs_root
 @pytest.mark.parametrize("command", ["status", "stop", "logs", "report", "queue --dir"])
-def test_another_users_private_folder_is_refused_in_one_line(command, tmp_path, capsys):
+def test_another_users_private_folder_is_refused(command, tmp_path, capsys):
+    """The refusal is one line."""
     private = tmp_path / "private"
     private.mkdir(mode=0o700)
     for folder in (tmp_path, *tmp_path.parents[:2]):
@@ -196,7 +198,7 @@ KEYS = {
 }
 
 
-def test_the_output_of_each_command_that_has_json_is_checked():
+def test_every_json_output_is_checked():
     with_json = {
         name
         for name, command in COMMANDS.items()
@@ -242,7 +244,7 @@ def test_output_that_cannot_be_shown_gets_no_traceback(stdout, code, error):
 
 
 @pytest.mark.parametrize("words", ["--help", "run --help", "doctor", "gpus", "completion"])
-def test_a_reader_that_has_seen_enough_gets_no_traceback(words):
+def test_readers_that_leave_early_see_no_traceback(words):
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as stdout:

@@ -42,6 +42,13 @@ def takes_short_steps(cfg, run):
         run.progress(step, total_steps=9, loss=1 / step)
 
 
+def reports_until_told(cfg, run):
+    assert not run.should_stop()
+    run.progress(1)
+    while not run.should_stop():
+        time.sleep(0.01)
+
+
 def fails_after_short_steps(cfg, run):
     takes_short_steps(cfg, run)
     return 1 / 0

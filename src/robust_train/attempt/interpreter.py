@@ -53,6 +53,8 @@ from robust_train.model.events import (
     Progress,
     SpeedMeasured,
 )
+from robust_train.model.failure import Finding
+from robust_train.model.parts import parts_like
 
 _AT_THE_START = frozenset(sys.modules)
 """What every interpreter has; what a standby imports beyond it, the next standby needs as well."""
@@ -78,6 +80,8 @@ def main() -> NoReturn:
     os.set_inheritable(descriptor, False)
     channel = socket.socket(fileno=descriptor)
     send = EventSender(channel)
+    # A failure is reported with these: when memory has run out, there is none to import them.
+    parts_like(Finding)
     prepared = Prepared()
     while True:
         readable([channel.fileno()], FOREVER_SECONDS)
