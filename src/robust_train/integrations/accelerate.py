@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from omegaconf import DictConfig
 
+from robust_train.attempt.last_save import save_last_again
 from robust_train.attempt.run import Run, live_of
 from robust_train.compat import prepared_schedulers
 from robust_train.integrations.sample_order import StepShares, take_over
@@ -109,6 +110,7 @@ class RobustLoop:
             if self.epoch < count and self._saved_step is None:
                 self.save()
         live_of(self.run).saves.finish()
+        save_last_again(live_of(self.run), self.save)
 
     def batches(self) -> Iterator[Any]:
         """Yield the remaining batches of the current epoch. Taking the next batch ends the step.

@@ -158,7 +158,11 @@ def _is_good(attempt: TimedAttempt, step: int) -> bool:
 
 
 def _troubles(attempts: Sequence[TimedAttempt]) -> Iterator[str]:
-    failed = [a for a in attempts if a.outcome not in ("completed", UNFINISHED)]
+    failed = [
+        attempt
+        for attempt in attempts
+        if attempt.outcome not in ("completed", UNFINISHED) and attempt.action != "stopped"
+    ]
     for (outcome, where), group in itertools.groupby(
         failed, key=lambda a: (a.outcome, a.spec.where)
     ):
