@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
@@ -79,19 +78,15 @@ class Batch(Generic[T]):
     function: Any = None  # the user's, by whose code steps of one kind are recognised
 
 
-class Ended(Enum):
-    """How the pass over a part ended."""
-
-    DONE = "it went through"
-    RAN_OUT = "memory ran out, and the step is repeated"
-    RAN_OUT_ELSEWHERE = "memory ran out on another rank, which computes with this one"
-
-
 @dataclass(frozen=True)
 class PartEnd:
-    """How the pass over a part ended; with the failure if memory ran out."""
+    """How the pass over a part ended.
 
-    how: Ended
+    It has not gone through if memory ran out, on this rank, or on one that computes with it.
+    """
+
+    went_through: bool
+    # If memory ran out on this rank: what it was, and how the step is repeated.
     failure: Failure | None = None
     answer: AfterShortage | None = None
 
@@ -392,7 +387,7 @@ class Step(Generic[T]):
         """Run one part; return False if memory ran out, when all that the pass held is free."""
         end = self._run_part(part, body, used, results)
         # Nothing refers to the exception any longer, so that what its frames held can be freed.
-        is_done = end.how is Ended.DONE
+        is_done = end.went_through
         if not is_done and self.start is not None:
             results.clear()
         if end.failure is not None and end.answer is not None:
@@ -420,10 +415,10 @@ class Step(Generic[T]):
             # An empty part serves the other ranks only.
             if len(part) or not self.is_sharded:
                 results.append((result, part))
-            return PartEnd(Ended.DONE)
+            return PartEnd(went_through=True)
         except RanOutElsewhereError as error:
             clear_frames(error)
-            return PartEnd(Ended.RAN_OUT_ELSEWHERE)
+            return PartEnd(went_through=False)
         except CannotSplitError:
             raise
         except Exception as error:
@@ -440,7 +435,7 @@ class Step(Generic[T]):
             self._recorder.on_oom(error, failure)
             clear_frames(error)
             self._shortage = without_context(error)
-            return PartEnd(Ended.RAN_OUT, failure, answer)
+            return PartEnd(False, failure, answer)
 
     def _decide_after(self, failure: Failure, used: int) -> AfterShortage:
         """Return what follows after memory ran out in a part of this size."""
