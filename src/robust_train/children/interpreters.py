@@ -279,7 +279,8 @@ class Interpreters:
                 one.signal(signal.SIGKILL)
             self.forget(one)
         if is_owner:
-            if left := self.kill_leftovers():
+            left = self.kill_leftovers()
+            if left:
                 log.warning("processes %s of the attempt cannot be ended", left)
             self.poll()
             self._reaper.kill()

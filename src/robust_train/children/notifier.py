@@ -234,7 +234,8 @@ class Notifier:
         for delivery in tuple(self._deliveries):
             if delivery.process.poll() is not None or time.monotonic() >= delivery.until:
                 self._deliveries.remove(delivery)
-                if problem := delivery.ended():
+                problem = delivery.ended()
+                if problem:
                     self._log_failure(delivery.name, problem)
 
     def _log_failure(self, name: str, problem: str) -> None:

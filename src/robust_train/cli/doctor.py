@@ -195,7 +195,8 @@ def _shown(data: dict[str, Json]) -> list[str | Table]:
     else:
         where = f"{directory} on {queue['file_system']}"
         lines.append(f"queue: {where}, {counted(queue['jobs'], 'job')}")
-    if line := queue.get("tmpfiles_line"):
+    line = queue.get("tmpfiles_line")
+    if line:
         lines.append(
             f"queue: {directory} belongs to {queue['owner']}, who could remove reservations of "
             "others. This line in /etc/tmpfiles.d/robust-train.conf makes root its owner at the "

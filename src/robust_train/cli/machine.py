@@ -202,7 +202,8 @@ def _about_launcher(job: QueuedJob) -> list[str]:
     if is_hidden(job.pid) or is_there(job.pid, job.started):
         return []
     ended = f"its launcher (pid {job.pid}) has ended"
-    if left := processes_of(job.id, job.owner):
+    left = processes_of(job.id, job.owner)
+    if left:
         stop = f"robust-train stop {job.shown_id}"
         return [f"{ended} and left {named(left)}: {stop}"]
     return [f"{ended}, and what is left of it is not visible here"]

@@ -61,9 +61,11 @@ def list_jobs(arguments: Namespace) -> Answer:
     shown = lines if whole else lines[-USUALLY:]
     parts: list[str | Table] = [_table([_row(line) for line in shown], arguments.paths)]
     parts += filter(None, map(_how_it_goes_on, shown))
-    if mistakes := len(runs) - len(trained):
+    mistakes = len(runs) - len(trained)
+    if mistakes:
         parts.append(f"refused before training: {counted(mistakes, 'job')}; --all shows them")
-    if older := len(lines) - len(shown):
+    older = len(lines) - len(shown)
+    if older:
         parts.append(f"older: {older}; --all shows them")
     if any(line.sweep is not None for line in shown):
         parts.append("the jobs of a sweep: robust-train ps FOLDER")
@@ -94,7 +96,8 @@ def _jobs_of(arguments: Namespace, runs: Sequence[KnownRun]) -> Answer:
     rows = []
     for run, words in zip(own, overrides, strict=True):
         row = _row(Listed([run]))
-        if own_words := without(words, same):
+        own_words = without(words, same)
+        if own_words:
             row[4] = own_words
         rows.append(row)
     return Answer({"runs": [about_run(run) for run in own[::-1]]}, [_table(rows, arguments.paths)])

@@ -146,7 +146,8 @@ def _prepare_process() -> None:
     from robust_train.host.screen import open_closed_streams
 
     open_closed_streams()
-    if (lack := why_unusable()) is not None:
+    lack = why_unusable()
+    if lack is not None:
         print(lack, file=standard_error())
         sys.exit(lack.exit_code)
 
@@ -189,7 +190,8 @@ def _open(
     from robust_train.config.refusals import explain, explain_option
     from robust_train.sweep.session import session
 
-    if (mistake := explain_option(arguments, config_name, config_path)) is not None:
+    mistake = explain_option(arguments, config_name, config_path)
+    if mistake is not None:
         print(mistake, file=standard_error())
         return EXIT_BAD_CONFIG
     try:
@@ -284,7 +286,8 @@ def _exit_code_of(
     if isinstance(error, REFUSALS):
         print(explained(error), file=standard_error())
         return exit_code_of(error)
-    if problem := known_problem(error):
+    problem = known_problem(error)
+    if problem:
         print(problem[0], file=standard_error())
         return session.exit_code if session.exit_code else problem[1]
     return None

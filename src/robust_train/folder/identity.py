@@ -82,7 +82,8 @@ def wait_until_readable(read: Callable[[], T], *, sleep: Callable[[float], None]
         try:
             return read()
         except OSError as error:
-            if (limit := limit_reached(error)) is not None:
+            limit = limit_reached(error)
+            if limit is not None:
                 raise limit from error
             what = error.filename or "the run folder"
             problem = f"{what}: cannot be read now ({error.strerror or error})"

@@ -365,7 +365,8 @@ def _driver() -> str | None:
     lasts as long as the job, which blocks a reset of the GPUs."""
     with contextlib.suppress(OSError):
         text = Path("/proc/driver/nvidia/version").read_text()
-        if (found := re.search(r"Kernel Module\D*?([\d.]+)", text)) is not None:
+        found = re.search(r"Kernel Module\D*?([\d.]+)", text)
+        if found is not None:
             return found[1]
     return None
 
@@ -422,7 +423,8 @@ def resume_command(run_dir: Path, *, is_named: bool = False) -> str | None:
             return None
         return _with_folder("hydra.run.dir", run_dir, str(hydra.runtime.cwd))
     words = command()
-    if arguments := arguments_of_run(words):
+    arguments = arguments_of_run(words)
+    if arguments:
         if not any(word.startswith("--run-dir") for word in words):
             words[arguments:arguments] = ["--run-dir", str(run_dir)]
         return _from(words)

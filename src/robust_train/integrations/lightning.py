@@ -282,7 +282,8 @@ def _check(trainer: Any, cfg: DictConfig, run: Run) -> None:
             "Trainer: has an accumulation of its own; leave accumulate_grad_batches out and set "
             "training.gradient_accumulation_steps"
         )
-    if (reason := _counts_micro_batches(trainer)) is not None:
+    reason = _counts_micro_batches(trainer)
+    if reason is not None:
         raise UserError(f"{reason}; shorten the data set instead (torch.utils.data.Subset)")
     if isinstance(trainer.val_check_interval, int):
         log.warning(

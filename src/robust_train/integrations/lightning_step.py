@@ -402,7 +402,8 @@ class _Logs:
         if key[1] in self._are_losses:
             return
         several = (part for part in parts if part.samples > 1)
-        if (one := next(several, None)) is not None:
+        one = next(several, None)
+        if one is not None:
             self._are_losses[key[1]] = one.is_loss(one.values[key][1])
 
     def _joined(

@@ -255,7 +255,8 @@ class InStep:
         if self.is_on and not self._has_begun:
             # the framework has made its optimizer by now
             self._has_begun = True
-            if (reason := why_not_again(model)) is not None:
+            reason = why_not_again(model)
+            if reason is not None:
                 self.keep_batch(reason)
         shared = self._shared(model) if self.is_on else None
         if shared is None:

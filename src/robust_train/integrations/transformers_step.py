@@ -50,7 +50,8 @@ def recover_in_steps(trainer: Any, run: Run) -> None:
     if args.optim in ("lomo", "adalomo"):
         in_step.keep_batch(f"optim={args.optim.value} {STEPS_IN_BACKWARD}")
         return
-    if (reason := _why_not(trainer)) is not None:
+    reason = _why_not(trainer)
+    if reason is not None:
         in_step.say(reason, on_all_ranks=True)
         _evaluate_in_own_batches(trainer, run)
     else:

@@ -141,7 +141,8 @@ def _memory_chart(story: Story, device: DeviceMemory, clock: Clock) -> Chart:
         x, y = _over_time(device.samples, name, clock)
         lines.append(Line(label, style, x, y, is_area=name != "reserved"))
     total = device.most("gpu_total")
-    if is_near := highest > total / 2 > 0:
+    is_near = highest > total / 2 > 0
+    if is_near:
         legend.append(("level", f"{memory(total)} in all"))
     bands = [
         Band(clock(attempt.started), clock(attempt.ended), str(attempt.number))
@@ -199,7 +200,8 @@ def curve_charts(story: Story) -> list[Chart]:
     order = sorted(groups, key=lambda name: (name != "loss", name == "lr"))
     has_several = len(story.attempts) > 1
     charts = [_curve_chart(name, groups[name], has_several) for name in order[:_MOST_CHARTS]]
-    if more := ", ".join(order[_MOST_CHARTS:]):
+    more = ", ".join(order[_MOST_CHARTS:])
+    if more:
         charts[-1] = replace(charts[-1], note=f"Not drawn: {more}.")
     return charts
 

@@ -69,11 +69,13 @@ def sentence_of(story: Story) -> str:
     parts = [_ending(story)]
     has_ended = story.status in ("completed", "failed", "interrupted", "pruned")
     troubles = list(_troubles(attempts[:-1] if has_ended else attempts))
-    if more := len(troubles[_MOST_TROUBLES:]):
+    more = len(troubles[_MOST_TROUBLES:])
+    if more:
         troubles[_MOST_TROUBLES:] = [counted(more, "more failed attempt")]
     if troubles:
         parts.append(_sentence(", then ".join(troubles)))
-    if inside := _inside_steps(story):
+    inside = _inside_steps(story)
+    if inside:
         parts.append(f"Memory ran out {inside} inside a step, which was repeated in smaller parts.")
     if is_completed and len(attempts) > 1 and wall > 0:
         useful = percent(story.seconds["useful"] / wall)
@@ -196,7 +198,8 @@ def advice_of(story: Story, keys: Mapping[str, str] | None) -> Iterator[Advice]:
 def _advice_of(story: Story, keys: Mapping[str, str] | None) -> Iterator[Advice]:
     yield from _what_worked(story)
     yield from _failures(story.attempts)
-    if inside := _inside_steps(story):
+    inside = _inside_steps(story)
+    if inside:
         yield Advice(
             f"Memory ran out {inside} inside a step.",
             ("set training.batch_size to a size that fits: then no step is repeated",),
@@ -314,7 +317,8 @@ def _data(attempt: Attempt) -> Iterator[str]:
 
 
 def _slow_ranks(speed: Sequence[Speed]) -> Iterator[str]:
-    if (slowest := slowest_rank(speed)) is None:
+    slowest = slowest_rank(speed)
+    if slowest is None:
         return
     rank, most, usual = slowest
     lost = (most - usual) * min(rank.steps for rank in speed)

@@ -15,7 +15,8 @@ from torch import Tensor
 def seed_everything(seed: int) -> None:
     """Seed Python, NumPy if it is imported, and torch on every device."""
     random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
         numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
@@ -35,7 +36,8 @@ def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "python": [version, list(internal), gauss],
     }
-    if (numpy := sys.modules.get("numpy")) is not None:
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
         state["numpy"] = list(numpy.random.get_state())
         state["numpy"][1] = state["numpy"][1].tolist()
     if device is not None and device.type == "cuda":
@@ -66,7 +68,8 @@ class GeneratorStates:
             (torch.get_rng_state(), torch.set_rng_state),
             (random.getstate(), random.setstate),
         ]
-        if (numpy := sys.modules.get("numpy")) is not None:
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
             state = numpy.random.get_state()
             self._states.append((state, numpy.random.set_state))
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -98,14 +101,16 @@ def _state_and_setter(generator: Any) -> tuple[Any, Callable[[Any], object]]:
     if isinstance(generator, random.Random):
         return generator.getstate(), generator.setstate
     # what a generator of NumPy's draws from
-    if (bits := getattr(generator, "bit_generator", None)) is not None:
+    bits = getattr(generator, "bit_generator", None)
+    if bits is not None:
         return bits.state, partial(setattr, bits, "state")
     return generator.get_state(), generator.set_state
 
 
 def generators_in(values: Sequence[Any]) -> list[Any]:
     kinds: tuple[type, ...] = (torch.Generator, random.Random)
-    if (numpy := sys.modules.get("numpy")) is not None:
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
         kinds += (numpy.random.Generator, numpy.random.RandomState)
     found = {kind for kind in set(map(type, values)) if issubclass(kind, kinds)}
     found.discard(random.SystemRandom)  # the system's has no state

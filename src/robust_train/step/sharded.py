@@ -120,7 +120,8 @@ class Ledger:
             BaseException: the error of a collective that failed under way. The progress of the
                 others is unknown, so the step cannot be repeated and the attempt ends.
         """
-        if (failed := self._failed) is not None:
+        failed = self._failed
+        if failed is not None:
             self._failed = None
             raise failed
         now = self._now

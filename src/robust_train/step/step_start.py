@@ -46,7 +46,8 @@ class Watch:
         """Raise UserError if no step of ``model`` can start over. This is checked once."""
         if model in self._checked:
             return
-        if (reason := why_not_again(model)) is not None:
+        reason = why_not_again(model)
+        if reason is not None:
             raise UserError(
                 f"run.backward: {reason}, so a step cannot start over where memory runs out; "
                 "step after run.backward, or call loss.backward() yourself"

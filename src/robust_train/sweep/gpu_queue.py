@@ -172,7 +172,8 @@ class GpuQueue:
         for number, overrides in jobs.listed.items():
             self.rows[number] = self._not_started(number, overrides)
         for folder in job_folders(self.folder) if prunes else ():
-            if (record := read_record(folder)) is not None:
+            record = read_record(folder)
+            if record is not None:
                 row = self.rows.get(record.job)
                 # the folder may hold jobs of other sweeps
                 if record.sweep == table.sweep or (row and row.varies_as(record)):
@@ -229,7 +230,8 @@ class GpuQueue:
             most = requested_sweep_limit(self.folder)
             if len(self._running) >= (slots if most is None else most):
                 break
-            if (next_job := self._jobs.next()) is None:
+            next_job = self._jobs.next()
+            if next_job is None:
                 break
             number, overrides = next_job
             self._start(number, overrides)
@@ -461,7 +463,8 @@ def count_gpus(wanted: RobustConfig) -> int:
     if wanted.device == "cpu" and not wanted.picks_gpu:
         return 0
     read_end, write_end = os.pipe()
-    if not (child := os.fork()):
+    child = os.fork()
+    if not child:
         with contextlib.suppress(BaseException):
             visible = visible_gpus(read_inventory(processes=False), os.environ)
             answer = str(len(visible.gpus)) if visible.inventory.answered else "?"

@@ -117,7 +117,8 @@ class Search(Jobs):
                     for override in row.overrides
                     if override.partition("=")[0] not in drawn
                 }
-        if others := public_command(of_jobs(sorted(changed))):
+        others = public_command(of_jobs(sorted(changed)))
+        if others:
             log.warning(
                 "the trials that are over count, though not all had the same overrides (%s); "
                 "another hydra.sweep.dir begins a new search",
@@ -236,7 +237,8 @@ def _made(wanted: Any) -> Any:
     if not isinstance(wanted, dict):
         return wanted
     arguments = {key: _made(value) for key, value in wanted.items()}
-    if (target := arguments.pop("_target_", None)) is None:
+    target = arguments.pop("_target_", None)
+    if target is None:
         return arguments
     try:
         with warnings.catch_warnings():

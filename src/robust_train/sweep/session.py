@@ -325,7 +325,8 @@ def prepare(config: DictConfig, folder: Path) -> SweepJob:
     )
     if is_anothers(sweep_folder_of(config), own.sweep):
         return own.refused(LOST % sweep_folder_of(config))
-    if (problem := refusal(folder)) is not None:
+    problem = refusal(folder)
+    if problem is not None:
         return own.refused(problem)  # what a live job has there stays
     job, stays = begun(own, read_row(folder), resume=unchecked(config).resume)
     if not job.is_running:
@@ -425,7 +426,8 @@ class SweepCallback(Callback):
                 cfg = OmegaConf.load(file)
                 OmegaConf.update(cfg, "notify.urls", None)
                 OmegaConf.save(cfg, file)
-        if problem := misplaced_launcher(config, self._launcher):
+        problem = misplaced_launcher(config, self._launcher)
+        if problem:
             session.job = SweepJob(0, ()).refused(problem)
         elif config.hydra.mode == RunMode.MULTIRUN:
             with contextlib.suppress(OSError):  # it was removed
@@ -477,5 +479,6 @@ def restore_mask(environ: MutableMapping[str, str]) -> None:
     """Restore the user's CUDA_VISIBLE_DEVICES, which submitit's local executor overwrites."""
     if environ.get("SUBMITIT_EXECUTOR") == "local" and _OWN_MASK in environ:
         environ.pop(_MASK, None)
-        if (mask := json.loads(environ[_OWN_MASK])) is not None:
+        mask = json.loads(environ[_OWN_MASK])
+        if mask is not None:
             environ[_MASK] = mask

@@ -38,7 +38,8 @@ def sweep(
             "is started on; leave the launcher out"
         )
     content: Any = OmegaConf.to_container(OmegaConf.create(dict(given)))
-    if unknown := sorted(content.keys() - vars(SweeperSettings()).keys()):
+    unknown = sorted(content.keys() - vars(SweeperSettings()).keys())
+    if unknown:
         raise ConfigError(f"hydra.sweeper.{unknown[0]}: no such key")
     try:
         settings = from_json(SweeperSettings, content)

@@ -176,7 +176,8 @@ def _classes_in(folder: Path) -> list[str]:
 def _read_classes(folder: Path, classes: Sequence[str]) -> Images:
     torchvision = require("torchvision.datasets.folder", "dataset=image_folder")
     own = _classes_in(folder)
-    if unknown := sorted(set(own) - set(classes)):
+    unknown = sorted(set(own) - set(classes))
+    if unknown:
         raise ConfigError(
             f"dataset=image_folder: {folder / unknown[0]} is of a class that has no training images"
         )
