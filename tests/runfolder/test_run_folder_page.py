@@ -38,13 +38,14 @@ def state_table():
     comments = re.findall(
         r"((?:^    # .*\n)*)^    (\w+): [^#\n]*(?:# (.*))?$", inspect.getsource(RunState), re.M
     )
-    told = {
+    comment_of = {
         name: (above.replace("    # ", "") + beside).strip() for above, name, beside in comments
     }
     rows = []
     for item in dataclasses.fields(RunState):
-        meaning = " ".join(told[item.name].split())
-        meaning += "." * bool(meaning)
+        meaning = " ".join(comment_of[item.name].split())
+        if meaning:
+            meaning = meaning.rstrip(".") + "."
         rows.append(f"| `{item.name}` | {_plain(meaning)} |")
     return "\n".join(rows)
 

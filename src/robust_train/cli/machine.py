@@ -121,7 +121,7 @@ def queue(arguments: Namespace) -> Answer:
     if not is_made(path):
         data: dict[str, Json] = {"directory": str(path), "jobs": [], "excluded": []}
         return Answer(data, [nothing])
-    now = time.monotonic()  # of the records: to read the GPUs may take long
+    now = time.monotonic()  # when the records are read: reading the GPUs may take long
     with contextlib.closing(Registry(path)) as registry:
         jobs_now = registry.jobs()
         excluded = registry.exclusions()
@@ -191,7 +191,7 @@ def _job_as_json(
 
 def _about_launcher(job: QueuedJob) -> list[str]:
     """Return what does not fit the launcher that a job's record names."""
-    # by number alone: the time of its start and the namespace can be made up as well
+    # The number alone identifies the process: its start time and namespace can be made up too.
     with contextlib.suppress(psutil.Error, ValueError, OverflowError):
         user = psutil.Process(job.pid).uids().real
         if user != job.owner:

@@ -1,4 +1,4 @@
-"""The job that a run folder belongs to, and the checkpoint where that job resumes: the disk
+"""The job that a run folder belongs to, and the checkpoint from which that job resumes: the disk
 decides.
 
 ``job.json`` holds the identity of the job. It stays the same through all launches until the job has

@@ -413,7 +413,7 @@ _PLAIN = re.compile(r"[\w/. @%+-]*", re.ASCII)
 
 def resume_command(run_dir: Path, *, is_named: bool = False) -> str | None:
     """Return the shell command that resumes this process's job from any working directory, or None
-    if it holds what is not kept, for a part of a sweep, or where no command started the job.
+    if it holds what is not kept, for a part of a sweep, or if no command started the job.
 
     ``is_named`` means that the program that calls ``launch`` names the run folder itself.
     """
@@ -440,7 +440,7 @@ def resume_command(run_dir: Path, *, is_named: bool = False) -> str | None:
 
 
 def sweep_resume_command(folder: Path, cwd: str) -> str | None:
-    """Return the shell command that resumes this process's sweep; None as above."""
+    """Return the shell command that resumes this process's sweep, or None as `resume_command`."""
     return _with_folder("hydra.sweep.dir", folder, cwd)
 
 

@@ -49,7 +49,7 @@ class RunState:
     # `job_name`, or the name of model and dataset, function or script
     name: str
     run_dir: str  # where the folder was when the job started
-    pid: int  # of the launcher, on `host`
+    pid: int  # the launcher's process on `host`
     host: str
     user: str
     started: float  # when this launch began
@@ -61,23 +61,23 @@ class RunState:
     schema: int = SCHEMA
     # ids of the jobs that this folder has had before
     earlier_ids: tuple[str, ...] = ()
-    working_directory: str = ""  # where the command was typed
+    working_directory: str = ""  # where the command was run
     ended: float | None = None  # when the job ended; None: it has not
     job: str | None = None  # identity of the job through all its launches
     earlier_seconds: float = 0.0  # duration of the job's launches before
-    # for a GPU: `position`, `reason`, `seconds_left` (null after a time slice: no limit)
+    # The wait for a GPU: `position`, `reason`, `seconds_left` (null after a time slice: no limit).
     waiting: Mapping[str, Json] | None = None
     attempt: Attempt | None = None  # the last one, as in `summary.json`
     checkpoint: str | None = None  # the last one that was reported
     checkpoint_step: int | None = None
-    # between two reports of progress, seconds
+    # The longest time between two reports of progress, in seconds.
     longest_pause: float | None = None
     reason: str | None = None  # why the last attempt, or the job, ended
-    exit_code: int | None = None  # of the job that ended
-    # of `robust-train resume`; None: started without a command of ours, by an engine such as
-    # torchrun, or with a secret
+    exit_code: int | None = None  # None until the job has ended
+    # The command of `robust-train resume`. None: started without a command of ours, by an engine
+    # such as torchrun, or with a secret.
     resume_command: str | None = None
-    was_asked_to_end: bool = False  # by a person, as far as is known
+    was_asked_to_end: bool = False  # a person asked, as far as is known
 
     def seconds(self, now: float) -> float:
         """Return the duration of all launches of the job until its end, or ``now``."""
@@ -214,9 +214,9 @@ class Summary:
     # one sentence; of `completed` only if that is in doubt
     reason: str | None = None
     result: Any = None  # what the trainer returned, in JSON's types
-    # from the launcher's start of the job to its end
+    # The time from the launcher's start of the job to its end.
     wall_seconds: float | None = None
-    wait_seconds: float | None = None  # of those, waiting for a GPU
+    wait_seconds: float | None = None  # the part of them spent waiting for a GPU
     # parts of the time of all launches, in seconds, and `share`, the useful one's
     goodput: Mapping[str, float] | None = None
     checkpoint: Path | None = None  # the last one that a trainer reported
@@ -226,7 +226,7 @@ class Summary:
     environment: Mapping[str, Json] | None = None
     # what would make the job faster, a sentence each
     advice: tuple[str, ...] = ()
-    attempts: tuple[Attempt, ...] = ()  # of this launch, first to last
+    attempts: tuple[Attempt, ...] = ()  # attempts of this launch, in order
     # --- of the job that has just ended, not in the file ---
     earlier_seconds: float = 0.0  # duration of the job's launches before
     error: BaseException | None = None  # the trainer's own exception

@@ -36,7 +36,11 @@ class GuestRank:
 
     @property
     def folder(self) -> Path:
-        """A run folder named by the engine's job; ConfigError if the job has no name of its own."""
+        """A run folder named by the engine's job.
+
+        Raises:
+            ConfigError: the job has no name of its own.
+        """
         if not self.job:
             raise ConfigError(
                 "the run folder has to be the same for all ranks and restarts: give "
@@ -46,7 +50,7 @@ class GuestRank:
 
 
 def guest_rank(environ: Mapping[str, str]) -> GuestRank | None:
-    """Return which rank of an engine's job this process is; None if it is an ordinary launcher.
+    """Return this process's rank in an engine's job, or None if it is an ordinary launcher.
 
     Raises:
         ConfigError: the engine's variables contradict each other.

@@ -37,7 +37,7 @@ class HostMemory:
     peak: int
     data: int  # writable private memory, which RLIMIT_DATA limits
     available: int  # what a new program could get, here and within the cgroup
-    total: int  # of the machine, or of the cgroup if that has less
+    total: int  # memory of the machine, or of the cgroup if that has less
 
 
 def read_host_memory() -> HostMemory:

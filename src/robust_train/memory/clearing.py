@@ -121,7 +121,7 @@ class StartingMemory:
 
 def release_and_check(
     error: BaseException,  # what ended the try
-    start: StartingMemory,  # from before the first try
+    start: StartingMemory,  # as it was before the first try
     *,
     # False if it is not shown again. An emptied frame still keeps its function, and so the
     # variables of a closure.

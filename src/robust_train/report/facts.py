@@ -109,8 +109,8 @@ class Story:
     # what was run: `trainer`, `model`, `dataset`, `overrides`, `command`, and with what:
     # `git commit`, `torch`, `cuda`, `driver`, `gpu` …
     about: Mapping[str, str]
-    # as in `summary.json`; `unfinished` if no end is recorded, because the job still runs or its
-    # process died; `empty` if nothing at all is
+    # The status in `summary.json`. `unfinished` if no end is recorded, because the job still runs
+    # or its process died. `empty` if nothing is recorded.
     status: str
     result: Any
     # how long it took until its end, or its last record

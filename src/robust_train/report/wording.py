@@ -119,7 +119,7 @@ def _ending(story: Story) -> str:
 
 
 def batch_in_words(attempt: Attempt) -> str:
-    """Return ``micro-batch 64 → 16 × accumulation 4 × 2 processes``; the arrow leads to the size to
+    """Return ``micro-batch 64 → 16 × accumulation 4 × 2 processes``. The arrow leads to the size to
     which its trainer changed it."""
     spec = attempt.spec
     if not spec.has_batch:

@@ -214,7 +214,7 @@ class Attributes:
         self._age = 0
         self._modules: list[nn.Module] = []
         self._plain: list[tuple[Any, ...]] = []
-        self._held: dict[int, dict[str, Any]] = {}  # by the module's place
+        self._held: dict[int, dict[str, Any]] = {}  # keys are positions of modules
         self._copies = Copies()
         self._small: list[Tensor | None] = []
         self._versions: list[tuple[int, int]] = []

@@ -72,7 +72,7 @@ class LaidAside:
 def are_zeros(gradients: Sequence[Tensor]) -> bool:
     """Return whether gradients are all zeros, as ``zero_grad(set_to_none=False)`` leaves them.
 
-    Of other gradients the first one shows it. A GPU is not asked: the host would wait for it.
+    If gradients are not zeros, the first shows it. A GPU is not asked: the host would wait for it.
     """
     return bool(gradients) and all(
         type(gradient) is Tensor
@@ -97,7 +97,7 @@ class _Before:
     parameter: weakref.ref[Tensor]
     gradient: Callable[[], Tensor | None]
     version: int
-    values: Tensor | None = None  # on the host
+    values: Tensor | None = None  # a copy on the host
     version_of_weights: int = -1
 
     @torch.no_grad()

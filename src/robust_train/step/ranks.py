@@ -86,8 +86,8 @@ def agree(reports: Sequence[RankReport]) -> RankReport:
 class OtherGroups:
     """Messages over other groups than the default one, in the first two parts of training.
 
-    Later parts are not looked at: a thread that saves a checkpoint has such a group, too, and who
-    has begun a message is not known. No checkpoint is saved before the first parts are done.
+    Later parts are not examined: a thread that saves a checkpoint has such a group too, and the
+    sender of a message is not known. No checkpoint is saved before the first parts are done.
     """
 
     _PARTS = 2
@@ -119,8 +119,8 @@ class Ranks:
         self.world: Any = dist.group.WORLD
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
-        # on the host: a message over the GPU would have to wait for all that is queued there. Of
-        # its own: the default group counts the collectives of a user
+        # This group is on the host, because a message over the GPU would wait for everything that
+        # is queued there. It is apart from the default group, which counts a user's collectives.
         self._group: Any = dist.new_group(backend="gloo")
         start_nccl()
         self.replicas = ReplicaFinder()

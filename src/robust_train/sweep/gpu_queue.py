@@ -78,8 +78,7 @@ _REFRESH_SECONDS = 0.5
 
 
 class Jobs:
-    """The jobs of a sweep: ``listed`` has their overrides by number. A search adds its jobs one by
-    one."""
+    """The jobs of a sweep. ``listed`` has their overrides by number. A search adds single jobs."""
 
     prunes = False
     """Whether `reported` may stop a job."""

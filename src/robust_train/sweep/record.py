@@ -87,7 +87,7 @@ class SweepJob:
     total_steps: int | None = None
     result: Any = None  # the objective
     wall_seconds: float | None = None
-    wait_seconds: float | None = None  # of those, waiting for a GPU
+    wait_seconds: float | None = None  # the part of them spent waiting for a GPU
     reused: bool = False  # completed in an earlier launch of the sweep
     # one sentence for any end but `completed`; of that only if it is in doubt
     reason: str | None = None
