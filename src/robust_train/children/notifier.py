@@ -173,9 +173,9 @@ class Notifier:
         now = time.time()
         summary = read_summary(Path(state.run_dir)) if event == "completed" else None
         result = None if summary is None else summary.objective
-        known = state.about()
+        facts = state.about()
         about = {
-            **{name: known.get(name) for name in _FIELDS},
+            **{name: facts.get(name) for name in _FIELDS},
             "job": state.name,
             "result": result,
             "seconds": round(state.seconds(now), 1),

@@ -147,7 +147,7 @@ def queue(arguments: Namespace) -> Answer:
 
 
 def _job_as_json(
-    job: QueuedJob, found: Sequence[QueuedJob], gpus: Sequence[GpuInfo], plan: Plan, now: float
+    job: QueuedJob, jobs: Sequence[QueuedJob], gpus: Sequence[GpuInfo], plan: Plan, now: float
 ) -> dict[str, Json]:
     indexes = {gpu.uuid: gpu.index for gpu in gpus}
     idle = job.idle()
@@ -162,7 +162,7 @@ def _job_as_json(
         reasons.append("a GPU is free for it")
     else:
         reasons.append(who_goes_first(job, plan.order))
-        reasons.append(why_waiting(job, found, gpus, plan, {}))
+        reasons.append(why_waiting(job, jobs, gpus, plan, {}))
     return {
         "id": job.shown_id,
         "state": job.state,

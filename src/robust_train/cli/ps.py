@@ -87,20 +87,20 @@ def _jobs_of(arguments: Namespace, runs: Sequence[KnownRun]) -> Answer:
     sweep = sweep_at(arguments.which)
     if sweep is None:
         raise UsageError(f"{arguments.which}: not a sweep folder")
-    own = [run for run in runs if sweep in run.run_dir.parents]
-    if not own:
+    jobs = [run for run in runs if sweep in run.run_dir.parents]
+    if not jobs:
         raise UsageError(f"{sweep}: no job of this sweep is on your list")
-    records = [read_record(run.run_dir) for run in own]
+    records = [read_record(run.run_dir) for run in jobs]
     overrides = [() if record is None else record.overrides for record in records]
     same = common(overrides)
     rows = []
-    for run, words in zip(own, overrides, strict=True):
+    for run, words in zip(jobs, overrides, strict=True):
         row = _row(Listed([run]))
         own_words = without(words, same)
         if own_words:
             row[4] = own_words
         rows.append(row)
-    return Answer({"runs": [about_run(run) for run in own[::-1]]}, [_table(rows, arguments.paths)])
+    return Answer({"runs": [about_run(run) for run in jobs[::-1]]}, [_table(rows, arguments.paths)])
 
 
 def _never_trained(run: KnownRun) -> bool:

@@ -321,12 +321,12 @@ def _for_guest(arguments: list[str], name: str) -> list[str]:
     for word in ("-m", "--multirun"):
         if word in arguments:
             raise ConfigError(f"{word}: not as a rank of {guest.engine}; leave it out")
-    found = []
+    overrides = []
     if name and not any(argument.startswith("hydra.run.dir=") for argument in arguments):
-        found.append(f"hydra.run.dir={guest.folder}")
+        overrides.append(f"hydra.run.dir={guest.folder}")
     if guest.rank:  # rank 0 alone writes the config and the log file
-        found += ["hydra.output_subdir=null", "hydra/job_logging=stdout"]
-    return found
+        overrides += ["hydra.output_subdir=null", "hydra/job_logging=stdout"]
+    return overrides
 
 
 def _start_early(arguments: list[str]) -> None:

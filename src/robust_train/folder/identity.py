@@ -139,9 +139,9 @@ def begin_job(
         _set_aside(folder)
         job = replace(job, cleared=True)
         _write(run_dir, job)
-    known = wait_until_readable(lambda: read_manifests(folder), sleep=sleep)
-    _check_progress(run_dir, job, known, max_launches)
-    most = max([attempts] + [manifest.attempt for manifest in known])
+    manifests = wait_until_readable(lambda: read_manifests(folder), sleep=sleep)
+    _check_progress(run_dir, job, manifests, max_launches)
+    most = max([attempts] + [manifest.attempt for manifest in manifests])
     return Beginning(job.id, most, resume_from(run_dir, job.id, sleep=sleep))
 
 

@@ -143,9 +143,9 @@ def _forms() -> re.Pattern[str]:
 def public_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that matter to training, without secrets."""
     names = [
-        one
-        for one in environ
-        if _MATTERS.fullmatch(one) and not _SECRET.search(one) and not _forms().search(environ[one])
+        name
+        for name in filter(_MATTERS.fullmatch, environ)
+        if not _SECRET.search(name) and not _forms().search(environ[name])
     ]
     return {name: _public_text(environ[name]) for name in sorted(names)}
 
@@ -166,9 +166,9 @@ def variables_named(
     names: set[str] = set()
     for text in texts:
         assigned = {
-            found[1]
-            for found in _ASSIGNED.finditer(text)
-            if not re.search(rf"\$\{{?{found[1]}\b", found[2])
+            match[1]
+            for match in _ASSIGNED.finditer(text)
+            if not re.search(rf"\$\{{?{match[1]}\b", match[2])
         }
         used = {name for found in _READ.findall(text) for name in found if name}
         names |= used - assigned

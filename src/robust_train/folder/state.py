@@ -274,17 +274,17 @@ class Summary:
 
     def as_json(self) -> dict[str, Json]:
         """Return the content of ``summary.json``."""
-        known = {
+        fields = {
             name: as_json(value) for name, value in vars(self).items() if name not in _NOT_IN_FILE
         }
         for name in ("wall_seconds", "wait_seconds"):
-            if known[name] is not None:
-                known[name] = round(known[name], 3)
-        known["checkpoint"] = None if self.checkpoint is None else str(self.checkpoint)
-        known |= lacked_by_json(self.result)
+            if fields[name] is not None:
+                fields[name] = round(fields[name], 3)
+        fields["checkpoint"] = None if self.checkpoint is None else str(self.checkpoint)
+        fields |= lacked_by_json(self.result)
         if self.best is None:
-            del known["best"]
-        content: dict[str, Json] = strict_json({"schema": SCHEMA, **known})
+            del fields["best"]
+        content: dict[str, Json] = strict_json({"schema": SCHEMA, **fields})
         return content
 
     def write(self) -> None:

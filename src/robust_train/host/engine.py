@@ -137,8 +137,8 @@ def first_host(hosts: str) -> str:
 def _tasks_here(environ: Mapping[str, str], node: int, tasks: int) -> int:
     """Return how many tasks of the step this node has: ``SLURM_STEP_TASKS_PER_NODE=2(x3),1``."""
     counts: list[int] = []
-    for one in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", one)
+    for entry in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry)
         if match:
             counts += [int(match[1])] * int(match[2] or 1)
     return counts[node] if node < len(counts) else tasks

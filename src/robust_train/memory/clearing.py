@@ -114,8 +114,8 @@ class StartingMemory:
                 )
         if not sizes:
             return None
-        found = tensors.largest_alive(_TOP_OF_A_TRY, sizes, self._storages)
-        largest = "; ".join(map(str, found)) or "in no tensor that Python knows"
+        alive = tensors.largest_alive(_TOP_OF_A_TRY, sizes, self._storages)
+        largest = "; ".join(map(str, alive)) or "in no tensor that Python knows"
         return f"the failed try has left {', '.join(sizes.values())}; the largest: {largest}"
 
 

@@ -81,8 +81,8 @@ def _earlier(run_dir: Path) -> Sequence[Entry]:
     ]
     if not starts:
         return ()
-    last, own = starts[-1]
-    first = next(number for number, job in starts if job == own)
+    last, job = starts[-1]
+    first = next(number for number, started in starts if started == job)
     return entries[first:last]
 
 

@@ -189,10 +189,10 @@ def advice_of(story: Story, keys: Mapping[str, str] | None) -> Iterator[Advice]:
     """Yield findings and advice, most promising first, or none if nothing was tight. ``keys`` are a
     project's keys that stand for ours."""
     words = Words(keys)
-    for one in _advice_of(story, keys):
-        steps = tuple(map(words.text, one.steps))
-        overrides = words.text(one.overrides or "") or None
-        yield replace(one, steps=steps, overrides=overrides)
+    for advice in _advice_of(story, keys):
+        steps = tuple(map(words.text, advice.steps))
+        overrides = words.text(advice.overrides or "") or None
+        yield replace(advice, steps=steps, overrides=overrides)
 
 
 def _advice_of(story: Story, keys: Mapping[str, str] | None) -> Iterator[Advice]:
@@ -214,8 +214,8 @@ def _advice_of(story: Story, keys: Mapping[str, str] | None) -> Iterator[Advice]
                 "keeps the whole graph that it was computed by",
             ),
         )
-    for one in speed_advice(story.attempts, keys):
-        yield Advice(_sentence(one))
+    for finding in speed_advice(story.attempts, keys):
+        yield Advice(_sentence(finding))
 
 
 def _what_worked(story: Story) -> Iterator[Advice]:
@@ -296,8 +296,8 @@ def speed_advice(
     """Yield what would make the job faster, by the last attempt whose speed is known."""
     measured = [attempt for attempt in attempts if speed_of(attempt)]
     for last in measured[-1:]:
-        for one in itertools.chain(_data(last), _slow_ranks(speed_of(last))):
-            yield Words(keys).text(one)
+        for finding in itertools.chain(_data(last), _slow_ranks(speed_of(last))):
+            yield Words(keys).text(finding)
 
 
 def _data(attempt: Attempt) -> Iterator[str]:

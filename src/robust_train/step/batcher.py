@@ -281,19 +281,19 @@ class MicroBatcher:
         if search is None or step.start is None:
             return
         with step.undone_after_an_error():
-            found = find_in_step(
+            search_result = find_in_step(
                 search, parts.samples, lambda size: body(parts.part(0, size)), step.start
             )
-        if found is None:
+        if search_result is None:
             return
-        size = found.batch_size
+        size = search_result.batch_size
         effective = search.effective_batch_size
         for sizes in (self._training, self._other):
             sizes.begin_at(size)
-        log.info("training.batch_size=auto: %s", found)
+        log.info("training.batch_size=auto: %s", search_result)
         accumulation = None if size is None else -(-effective // size)
-        result = found.as_json()
-        self._recorder.on_event(BatchSizeFound(size, accumulation, effective, result))
+        as_json = search_result.as_json()
+        self._recorder.on_event(BatchSizeFound(size, accumulation, effective, as_json))
 
 
 def _parts_without_loss(results: Results[Any]) -> dict[tuple[int, int], float]:

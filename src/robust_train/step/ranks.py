@@ -99,15 +99,15 @@ class OtherGroups:
     def begin_part(self, groups: Iterable[Any]) -> None:
         """Note what the groups of this process have begun."""
         if self._parts < self._PARTS:
-            self._begun = {one: collectives_begun(one) for one in groups}
+            self._begun = {group: collectives_begun(group) for group in groups}
 
     def end_part(self, groups: Iterable[Any], ours: Container[Any]) -> bool:
         """Return whether each of the first parts, of which this is the last, has sent a message
         over a group that is not among ``ours``."""
         if self._parts >= self._PARTS:
             return False
-        others = [one for one in groups if one not in ours]
-        talks = any(collectives_begun(one) > self._begun.get(one, 0) for one in others)
+        others = [group for group in groups if group not in ours]
+        talks = any(collectives_begun(group) > self._begun.get(group, 0) for group in others)
         self._parts = self._parts + 1 if talks else self._PARTS
         return talks and self._parts == self._PARTS
 
@@ -532,12 +532,12 @@ def replicas_of(model: nn.Module, function: Any) -> list[Replica]:
     inside = replicas_in(model)
     if inside:
         return inside
-    own = set(map(id, model.parameters()))
+    ids = set(map(id, model.parameters()))
     return [
         replica
         for other in modules_of(function)
         for replica in replicas_in(other)
-        if own & set(map(id, replica.parameters()))
+        if ids & set(map(id, replica.parameters()))
     ]
 
 

@@ -347,11 +347,11 @@ class GpuQueue:
     def _settle(self, number: int, returncode: int) -> None:
         """Handle the end of a job, and record it if the job could not."""
         folder = self.rows[number].path
-        own = replace(self.rows[number], status=Status.STARTED)
+        started = replace(self.rows[number], status=Status.STARTED)
         if self._has_lost_folder():
-            row = row_of(own, Path(), returncode)
+            row = row_of(started, Path(), returncode)
         else:
-            row = row_of(read_record(folder) or own, folder, returncode)
+            row = row_of(read_record(folder) or started, folder, returncode)
             row.write(folder)
         line = f"job {row.job} {row.status}"
         if row.has_completed and row.wall_seconds is not None:

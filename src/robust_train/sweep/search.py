@@ -184,10 +184,10 @@ class Search(Jobs):
         if not self.prunes:
             return ""
         trial = self._had[job]
-        known = self._trials()[job].intermediate_values
+        reported = self._trials()[job].intermediate_values
         for event in values:
             # reported before it was resumed; and Optuna counts from 0
-            if event.step in known or event.step < 0:
+            if event.step in reported or event.step < 0:
                 continue
             trial.report(event.value, event.step)
             if trial.should_prune():

@@ -87,8 +87,8 @@ def _combinations(
                 f"{override.input_line}: a grid needs values, as by range(1,10) or choice(1,2); "
                 "hydra/sweeper=robust_optuna searches an interval"
             )
-        own = [f"{key}={value}" for value in override.sweep_string_iterator()]
-        jobs = [[*job, override] for job in jobs for override in own]
+        overrides = [f"{key}={value}" for value in override.sweep_string_iterator()]
+        jobs = [[*job, override] for job in jobs for override in overrides]
     return [job + seed for job in jobs for seed in seeds]
 
 
