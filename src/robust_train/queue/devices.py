@@ -160,7 +160,8 @@ class Devices:
     def take(self, group: Group) -> bool:
         """Reserve the next attempt's GPUs in place of the last one's. Returns False if another job
         has one by now, and a new choice has to be made."""
-        return self.queue.take([gpu.uuid for gpu in group], self._need_bytes)
+        offered = min((gpu.free_bytes for gpu in group), default=0)
+        return self.queue.take([gpu.uuid for gpu in group], self._need_bytes, offered)
 
     def who_waits(self) -> QueuedJob | None:
         """Return the job of another user with fewer GPUs that waits for those of this one."""
@@ -272,6 +273,9 @@ class Devices:
             name = group[0].name if group else ""
             learn_context_bytes(name, shown)
             needed = footprint(peak, name)
+            # the estimate may be more than there was, and no GPU would ever do
+            had = max((self._free_before.get(gpu.uuid, gpu.free_bytes) for gpu in group), default=0)
+            needed = min(needed, max(had, peak))
             self._need_bytes = max(self._config.min_gpu_memory_bytes, needed)
 
     def _settle(self, group: Group, before: Mapping[str, int]) -> Mapping[str, int]:
