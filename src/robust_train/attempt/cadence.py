@@ -118,6 +118,8 @@ class SaveClock:
         """Record that saving begins now."""
         self._mark(step)
         self._saving_since = self._saved_at
+        # this save is the retry, however long it takes to be written
+        self._retries_at = 0.0
 
     def copied(self) -> None:
         """Record that training goes on while a copy of what is saved is written."""

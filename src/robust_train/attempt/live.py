@@ -293,6 +293,7 @@ class LiveAttempt:
     def save_content(self, content: Content, step: int, *, keep: int, suffix: str = ".pt") -> None:
         """Save a dictionary of values and tensors, as a framework has gathered it, as above."""
         self.speed.pause()
+        self.stops.begin_save()
         self.saves.save(content, step, keep=keep, suffix=suffix)
 
     def checkpoint_saved(

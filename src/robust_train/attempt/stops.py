@@ -30,6 +30,8 @@ class Stops:
         self._saves_last = False
         self._checkpoint_flag_seen = 0
         self._checkpoint_answers: list[Answer] = []
+        # for which a save has begun
+        self._answers_of_save: list[Answer] = []
 
     def request_stop(self) -> None:
         """Ask the trainer to stop at its next step boundary."""
@@ -87,9 +89,15 @@ class Stops:
         if answer in self._checkpoint_answers:
             self._checkpoint_answers.remove(answer)
 
+    def begin_save(self) -> None:
+        """Record that a save begins: what was requested until now needs no other one."""
+        self._answers_of_save += self._checkpoint_answers
+        self._checkpoint_answers = []
+
     def answer_checkpoint(self, reply: dict[str, Json]) -> None:
         """Answer all requests for a checkpoint."""
-        answers = self._checkpoint_answers
-        self._checkpoint_answers = []
+        self.begin_save()
+        answers = self._answers_of_save
+        self._answers_of_save = []
         for answer in answers:
             answer(reply)
