@@ -98,7 +98,7 @@ class JobView(Protocol):
 
     @property
     def beginning(self) -> Beginning:
-        """Where this launch began. There is none before the run folder is locked."""
+        """Where this launch began. There is none before the run folder is read."""
 
     @property
     def state(self) -> RunState:
@@ -141,7 +141,7 @@ class InLauncher:
         self.job = job
 
     def begin(self) -> None:
-        """Begin with the job, before its run folder is locked; the last hook is :meth:`close`."""
+        """Begin with the job, before its run folder is read; the last hook is :meth:`close`."""
 
     def close(self) -> None:
         """End with the job, however it has ended: its end is recorded, its folder is free."""

@@ -71,7 +71,7 @@ def on_gpus(
         # the largest that divides its share and is no larger than the one before; if none does,
         # one that divides it, since memory that runs out costs less than another effective batch
         size = fewer.next_smaller(2 * spec.batch_size)
-        if fewer.share % size:
+        if fewer.accumulates and fewer.share % size:
             size = fewer.asked.batch_size
         spec = fewer.resized(spec, size)
         spec = replace(spec, ranks=len(gpus))
