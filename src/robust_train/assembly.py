@@ -28,6 +28,7 @@ FEATURES = _load(
     "features.gpus",
     "features.divergence",
     "features.memory_samples",
+    "features.measured_memory",
     "features.time_slices",
     "features.stall",
     "features.trackers",

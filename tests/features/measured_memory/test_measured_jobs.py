@@ -1,0 +1,86 @@
+"""A job's reservation follows what NVML says of its processes, and the next job begins with it."""
+
+import json
+from pathlib import Path
+
+import warm
+from robust_train.readable import MIB
+from simulated_nvml import Gpu
+from world import World, wait_until
+
+A = "GPU-aaaaaaaa-0000-0000-0000-000000000000"
+AUTO = "min_gpu_memory_mb=auto"
+TRAINER = "trainer._target_=measured_trainers.holds_memory"
+
+
+class Host:
+    """A machine with one GPU, on which one job at a time holds what the test says."""
+
+    def __init__(self, tmp_path, machine):
+        self.machine = machine
+        files = {"READY_FILE": str(tmp_path / "ready"), "GO_FILE": str(tmp_path / "go")}
+        self.world = World(tmp_path).with_environ({**machine.environ, **files})
+        self.tmp_path = tmp_path
+
+    def start(self, *arguments):
+        """Start a job; return its process and the number of the one that trains."""
+        for name in ("ready", "go", "go2"):
+            (self.tmp_path / name).unlink(missing_ok=True)
+        job = self.world.start(TRAINER, *arguments)
+        ready = self.tmp_path / "ready"
+        pid = wait_until(lambda: ready.exists() and ready.read_text(), "it trains")
+        return job, int(pid)
+
+    def hold(self, pid, mib):
+        self.machine.update(0, compute=[(pid, mib)], free_mib=40960 - mib)
+
+    def go(self, name="go"):
+        (self.tmp_path / name).touch()
+
+    def reserved(self):
+        done = warm.robust_train("queue", "--json", environ=self.machine.environment())
+        (job,) = json.loads(done.stdout)["jobs"]
+        return job["claim_bytes"] // MIB, (job["gpus"][0]["taken_bytes"] or 0) // MIB
+
+    def need(self, *words):
+        environ = {**self.machine.environment(), **self.world.environ}
+        return warm.robust_train("need", *words, environ=environ)
+
+
+def test_reservation_follows_and_next_job_begins_with_it(tmp_path, cuda_machine_with):
+    host = Host(tmp_path, cuda_machine_with(Gpu(uuid=A)))
+    job, pid = host.start(AUTO, "gpu_jobs_per_device=2")
+    host.hold(pid, 1000)
+    wait_until(lambda: host.reserved() == (4000, 1000), "it holds less than the default")
+    host.go()
+    wait_until(lambda: host.reserved() == (1100, 1000), "the reservation shrinks once measured")
+    host.hold(pid, 6000)
+    wait_until(lambda: host.reserved() == (6600, 6000), "and grows with the peak")
+    host.hold(pid, 3000)
+    wait_until(lambda: host.reserved() == (6600, 3000), "but not back: it was needed once")
+    host.go("go2")
+    first = host.world.end(job, code=0)
+    assert "not measured yet" in first.output
+    (attempt,) = first.attempts
+    assert attempt["gpu_peak_bytes"] == 6000 * MIB
+    host.hold(pid, 0)
+    job, pid = host.start(AUTO, "seed=7", "job_name=second")
+    assert host.reserved()[0] == 6600
+    host.go()
+    host.go("go2")
+    second = host.world.end(job, code=0)
+    assert "6600 MiB, because earlier runs of this job held 6000 MiB" in second.output
+    done = host.need("--json", str(Path(first.run_dir)))
+    assert json.loads(done.stdout)["need_bytes"] == 6600 * MIB, done.stderr
+
+
+def test_declared_memory_stays_the_least(tmp_path, cuda_machine_with):
+    host = Host(tmp_path, cuda_machine_with(Gpu(uuid=A)))
+    job, pid = host.start("min_gpu_memory_mb=5000")
+    host.hold(pid, 1000)
+    host.go()
+    wait_until(lambda: host.reserved() == (5000, 1000), "it is measured")
+    host.hold(pid, 8000)
+    wait_until(lambda: host.reserved() == (8800, 8000), "it outgrows what was declared")
+    host.go("go2")
+    host.world.end(job, code=0)
