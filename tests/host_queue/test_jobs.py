@@ -65,7 +65,7 @@ def test_a_second_job_waits_for_the_first_and_starts_when_it_ends(shared):
     table = host.command("queue").stdout
     header, one, two, why = table.splitlines()
     assert header.split() == ["id", "#", "state", "job", "user", "MiB", "held", "GPU", "for"]
-    assert re.search(r"- +running .* 4000 +GPU 0 ", one), one
+    assert re.search(r"- +running .* 4000 +- +GPU 0 ", one), one
     assert " 1  waiting" in two
     assert max(map(len, table.splitlines())) <= 80
     assert "\x1b" not in table

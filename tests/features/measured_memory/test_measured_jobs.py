@@ -62,7 +62,9 @@ def test_reservation_follows_and_next_job_begins_with_it(tmp_path, cuda_machine_
     first = host.world.end(job, code=0)
     assert "not measured yet" in first.output
     (attempt,) = first.attempts
-    assert attempt["gpu_peak_bytes"] == 6000 * MIB
+    assert attempt["memory"]["gpu_peak"] == 6000 * MIB
+    done = host.need("--json", str(Path(first.run_dir)))
+    assert json.loads(done.stdout)["need_bytes"] == 6600 * MIB, done.stderr
     host.hold(pid, 0)
     job, pid = host.start(AUTO, "seed=7", "job_name=second")
     assert host.reserved()[0] == 6600
@@ -70,8 +72,6 @@ def test_reservation_follows_and_next_job_begins_with_it(tmp_path, cuda_machine_
     host.go("go2")
     second = host.world.end(job, code=0)
     assert "6600 MiB, because earlier runs of this job held 6000 MiB" in second.output
-    done = host.need("--json", str(Path(first.run_dir)))
-    assert json.loads(done.stdout)["need_bytes"] == 6600 * MIB, done.stderr
 
 
 def test_declared_memory_stays_the_least(tmp_path, cuda_machine_with):

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from robust_train.config.schema import RobustConfig
-from robust_train.features.measured_memory.model import largest_fitting, with_margin
+from robust_train.features.measured_memory.model import PEAK, largest_fitting, with_margin
 from robust_train.features.measured_memory.recall import fingerprint_of_program
-from robust_train.features.measured_memory.record import MeasuredMemoryNote
 from robust_train.features.measured_memory.store import Need, read_needs
 from robust_train.folder.run_list import KnownRun, choose_run
 from robust_train.folder.state import read_summary
@@ -64,14 +63,14 @@ def _need_of_run(run: KnownRun, gpus: Sequence[GpuInfo]) -> Said:
     """Return what the attempts of a run have held."""
     summary = read_summary(run.run_dir)
     attempts = () if summary is None else summary.attempts
-    measured = [one for one in attempts if one.of(MeasuredMemoryNote).gpu_peak_bytes]
+    measured = [one for one in attempts if PEAK in one.memory]
     if not measured:
         what = "has not ended yet: robust-train queue shows what it holds"
         if not run.alive:
             what = "was not measured: it ran on the CPU, or NVML said nothing of its processes"
         raise NotDoneError(f"run {run.id} {what}")
     last = measured[-1]
-    peak = last.of(MeasuredMemoryNote).gpu_peak_bytes or 0
+    peak = last.memory[PEAK]
     made_of = _made_of(last, peak)
     size = last.spec.batch_size
     data: dict[str, Json] = {
@@ -88,7 +87,7 @@ def _need_of_run(run: KnownRun, gpus: Sequence[GpuInfo]) -> Said:
     ]
     peaks: dict[int, int] = {}
     for one in measured:
-        held = one.of(MeasuredMemoryNote).gpu_peak_bytes or 0
+        held = one.memory[PEAK]
         peaks[one.spec.batch_size] = max(held, peaks.get(one.spec.batch_size, 0))
     return _with_gpus(data, lines, peak, peaks, gpus)
 
@@ -98,7 +97,7 @@ def _made_of(attempt: Attempt, peak: int) -> Mapping[str, int]:
     tensors = attempt.memory.get("max_allocated", 0)
     cache = max(attempt.memory.get("reserved", 0), tensors)
     if not 0 < cache <= peak:
-        return {"not told apart": peak}
+        return {"unknown parts": peak}
     return {
         "tensors": tensors,
         "allocator cache": cache - tensors,

@@ -5,14 +5,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from robust_train.config.attempt import AttemptRequest
-from robust_train.features.measured_memory.model import is_measured, took_all_at_once, with_margin
+from robust_train.features.measured_memory.model import (
+    PEAK,
+    is_measured,
+    took_all_at_once,
+    with_margin,
+)
 from robust_train.features.measured_memory.recall import fingerprint_of
-from robust_train.features.measured_memory.record import MeasuredMemoryNote
 from robust_train.features.measured_memory.store import remember
 from robust_train.gpu.inventory import close_session, read_inventory
+from robust_train.gpu.processes import sees_host_pids
 from robust_train.host.linux import job_mark
 from robust_train.host.reaper import mark_of
 from robust_train.launcher.hooks import History, InLauncher, JobView
@@ -125,7 +130,7 @@ class MeasuredMemory(InLauncher):
             self._follow(current, held, attempt, [gpus[uuid] for uuid in current.uuids])
 
     def _held_on(self, gpu: GpuInfo, current: _Attempt) -> int | None:
-        """Return what the job's processes hold on a GPU; None if nothing can tell that."""
+        """Return what the job's processes hold on a GPU; None if unknown."""
         listed = gpu.processes
         mark = job_mark(self.job.driver.devices.queue.job_id)
         own = [one for one in listed or () if mark_of(one.pid) == mark]
@@ -133,10 +138,12 @@ class MeasuredMemory(InLauncher):
         known = [size for size in sizes if size is not None]
         if own and len(known) == len(sizes):
             return sum(known)
-        before = current.used_before.get(gpu.uuid)
-        if listed is not None and not own and not listed and gpu.used_bytes <= (before or 0):
+        if listed is not None and not own and sees_host_pids():
             return None  # it has not begun
-        if self.job.plan.config.gpu_jobs_per_device > 1 or before is None:
+        before = current.used_before.get(gpu.uuid, gpu.used_bytes)
+        if gpu.used_bytes <= before:
+            return None
+        if self.job.plan.config.gpu_jobs_per_device > 1:
             self._warn(
                 "NVML does not say what each process holds here, and others may share the GPU: "
                 "the reservation stays at min_gpu_memory_mb"
@@ -146,7 +153,7 @@ class MeasuredMemory(InLauncher):
             "NVML does not say what each process holds here: what the GPU holds more than before "
             "counts as the job's"
         )
-        return max(gpu.used_bytes - before, 0) or None
+        return gpu.used_bytes - before
 
     def _follow(
         self,
@@ -197,7 +204,7 @@ class MeasuredMemory(InLauncher):
             return attempt
         if not current.takes_all and (current.is_settled or attempt.failure is None):
             self._remember(current, attempt)
-        return attempt.having(MeasuredMemoryNote(current.peak))
+        return replace(attempt, memory={**attempt.memory, PEAK: current.peak})
 
     def _remember(self, current: _Attempt, attempt: Attempt) -> None:
         """Keep the peak for later runs of the same job at the same micro-batch."""

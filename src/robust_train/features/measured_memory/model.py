@@ -13,6 +13,9 @@ from typing import Any
 FIRST_STEPS = 10
 """Optimizer steps that an attempt takes before its peak counts as measured."""
 
+PEAK = "gpu_peak"
+"""The name of the measured peak among an attempt's figures of memory."""
+
 QUIET_SECONDS = 60.0
 """A program that reports no steps is measured when its peak has not grown for so long."""
 
@@ -28,7 +31,7 @@ _NAMES = (
     r"(?:out|output|log|logging|save|run|checkpoint|ckpt)[_-]?(?:dir|path|folder)?"
 )
 _CHANGES_NO_MEMORY = re.compile(_NAMES, re.IGNORECASE)
-"""Keys that tell jobs apart and say nothing about their memory."""
+"""Keys that distinguish jobs and say nothing about their memory."""
 
 _WITH_A_MEANING = frozenset({"model", "dataset", "data", "trainer"})
 """Groups in which a name chooses what is trained."""

@@ -68,7 +68,9 @@ def fingerprint_of(plan: Plan) -> str:
 
 def fingerprint_of_program(config: RobustConfig) -> str:
     """Return the same for a job that runs a program."""
-    folder = config.trainer.cwd or os.getcwd()
+    folder = config.trainer.cwd
+    if folder is None:
+        folder = os.getcwd()
     argv = program_of(words_that_matter(config.trainer.argv or ()), folder)
     return fingerprint(" ".join(argv), _keys_of(config, {}), versions())
 

@@ -83,14 +83,15 @@ def read_needs(path: Path | None = None) -> dict[str, Need]:
 def _decode(content: Any) -> dict[str, Need]:
     if not isinstance(content, dict) or content.get("version") != _VERSION:
         raise ValueError("it is not a file of this version")
-    needs = {}
-    for digest, one in content["jobs"].items():
-        peaks = {
-            str(gpu): {int(size): _bytes(peak) for size, peak in sizes.items()}
-            for gpu, sizes in one["peaks"].items()
-        }
-        needs[str(digest)] = Need(float(one["seen"]), peaks)
-    return needs
+    return {str(digest): _need_of(one) for digest, one in content["jobs"].items()}
+
+
+def _need_of(one: Any) -> Need:
+    return Need(float(one["seen"]), {str(gpu): _sizes(on) for gpu, on in one["peaks"].items()})
+
+
+def _sizes(on: Any) -> dict[int, int]:
+    return {int(size): _bytes(peak) for size, peak in on.items()}
 
 
 def _bytes(peak: Any) -> int:
@@ -111,16 +112,8 @@ def remember(
         one: need for one, need in needs.items() if abs(now - need.seen) < MOST_DAYS * 24 * 3600
     }
     newest = sorted(young, key=lambda one: young[one].seen)[-MOST_JOBS:]
-    jobs = {
-        one: {
-            "seen": round(young[one].seen, 1),
-            "peaks": {
-                model: {str(size): peak for size, peak in sizes.items()}
-                for model, sizes in young[one].peaks.items()
-            },
-        }
-        for one in newest
-    }
+    # sizes become text, as JSON has no other keys
+    jobs = {one: {"seen": young[one].seen, "peaks": young[one].peaks} for one in newest}
     with contextlib.suppress(OSError):
         path.parent.mkdir(0o700, parents=True, exist_ok=True)
         write_json(path, {"version": _VERSION, "jobs": jobs})
