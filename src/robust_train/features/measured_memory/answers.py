@@ -27,6 +27,10 @@ def need(arguments: Namespace) -> Said:
     """Return what a run, or a program that has run before, needs: data and lines."""
     gpus = read_inventory(processes=False).gpus
     words = arguments.program
+    # options of a program are its own, but a run has none
+    if words[1:] == ["--json"] and not os.path.isfile(words[0]):
+        arguments.json = True
+        words = words[:1]
     is_run = len(words) < 2 and not any(os.path.isfile(word) for word in words)
     if not is_run:
         return _need_of_program(words, gpus)
