@@ -58,9 +58,8 @@ def machines(draw):
 
 @same_machines
 @given(machines(), st.integers(1, 4096), st.integers(1, 64))
-def test_where_memory_is_affine_the_answer_is_the_largest_but_for_the_margin(
-    machine, effective, least
-):
+def test_affine_memory_leads_to_the_largest_size(machine, effective, least):
+    """Only the margin is left unused."""
     rest, _, _, limit = machine
     sizes, needs = micro_batch_sizes(effective, least), affine(machine)
     answer, _ = search(sizes, needs, rest, limit)
@@ -74,7 +73,8 @@ def test_where_memory_is_affine_the_answer_is_the_largest_but_for_the_margin(
 
 @same_machines
 @given(machines(), st.integers(1, 20_000))
-def test_among_all_numbers_of_samples_no_more_than_two_margins_are_left_unused(machine, at_most):
+def test_at_most_two_margins_are_left_unused(machine, at_most):
+    """This holds for all numbers of samples."""
     rest, _, _, limit = machine
     needs = affine(machine)
     answer, _ = search(range(1, at_most + 1), needs, rest, limit)
@@ -91,9 +91,8 @@ def test_among_all_numbers_of_samples_no_more_than_two_margins_are_left_unused(m
     st.lists(st.floats(-0.3, 0.6), min_size=MOST_PROBES, max_size=MOST_PROBES),
     st.integers(1, 64),
 )
-def test_whatever_memory_does_a_failed_size_is_never_the_answer(
-    machine, effective, least, noise, granule_mib
-):
+def test_a_failed_size_is_never_the_answer(machine, effective, least, noise, granule_mib):
+    """It does not matter how memory grows."""
     rest, workspace, per_sample, limit = machine
     wobbling = iter(noise)
     granule = granule_mib * MIB
@@ -110,7 +109,8 @@ def test_whatever_memory_does_a_failed_size_is_never_the_answer(
 
 @same_machines
 @given(machines(), st.integers(2, 2048))
-def test_an_allocator_that_grows_in_steps_costs_no_more_than_another_margin(machine, effective):
+def test_a_stepwise_allocator_costs_another_margin(machine, effective):
+    """It costs no more than that."""
     rest, workspace, per_sample, limit = machine
     sizes = micro_batch_sizes(effective, 1)
 

@@ -92,7 +92,7 @@ def test_the_options_of_an_interpreter_are_given_again():
     assert {"-O", "-Werror::RuntimeWarning"} <= {*ast.literal_eval(printed)}
 
 
-def test_private_names_of_torch_are_found_when_they_are_used():
+def test_torchs_private_names_exist_when_used():
     assert len(compat.tree_leaves({"a": [1, torch.ones(1)]})) == 2
     places = compat.tree_map_with_path(lambda path, leaf: len(path), {"a": [1, 0.5]})
     assert places == {"a": [2, 2]}
@@ -111,7 +111,8 @@ def test_private_names_of_torch_are_found_when_they_are_used():
     assert counts.calls
 
 
-def test_layers_that_depend_on_the_batch_on_chance_or_on_passes():
+def test_layers_may_depend_on_batch_or_chance():
+    """They may depend on passes as well."""
     assert compat.depends_on_batch(torch, torch.nn.LazyBatchNorm1d())
     assert not compat.depends_on_batch(torch, torch.nn.GroupNorm(1, 1))
     normed = torch.nn.utils.spectral_norm(torch.nn.Linear(1, 1))
@@ -124,7 +125,7 @@ def test_layers_that_depend_on_the_batch_on_chance_or_on_passes():
     assert not compat.has_made(torch.nn.BatchNorm1d(1), "momentum")
 
 
-def test_results_of_a_block_are_not_seen_by_a_function_mode():
+def test_function_modes_do_not_see_block_results():
     seen = []
 
     class Sees(torch.overrides.TorchFunctionMode):
@@ -189,6 +190,12 @@ def one_rank():
     dist.destroy_process_group()
 
 
+def test_groups_of_a_process_are_listed(one_rank):
+    own = dist.new_group()
+    assert compat.groups_of_process(dist) == [dist.group.WORLD, own]
+    assert compat.groups_of_process(SimpleNamespace(distributed_c10d=None)) == []
+
+
 def test_collectives_are_counted(one_rank):
     before = compat.collectives_begun(dist.group.WORLD)
     dist.all_reduce(torch.ones(1))
@@ -208,8 +215,8 @@ def test_collectives_are_counted(one_rank):
     assert compat.hook_and_delay(wrapper) == (True, False)
 
 
-def test_every_call_of_torch_cuda_is_one_that_this_torch_takes():
-    """Most of them no machine without a GPU runs."""
+def test_this_torch_accepts_every_cuda_call():
+    """No machine without a GPU runs most of the calls of ``torch.cuda``."""
     paths = [*(ROOT / "src").glob("**/*.py"), *(ROOT / "benchmarks").glob("*.py")]
     nodes = (node for path in paths for node in ast.walk(ast.parse(path.read_text())))
     calls = [node for node in nodes if isinstance(node, ast.Call)]
@@ -228,7 +235,7 @@ def test_every_call_of_torch_cuda_is_one_that_this_torch_takes():
     assert [line for line in refused if "include_traces" not in line] == []
 
 
-def test_without_a_private_function_a_feature_is_lost_and_nothing_else():
+def test_a_missing_private_function_costs_one_feature():
     if torch.version.cuda is not None:
         for name in ("clearCublasWorkspaces", "hasPrimaryContext", "isHistoryEnabled"):
             assert hasattr(torch._C, f"_cuda_{name}")
@@ -261,7 +268,7 @@ def test_optimizer_steps_are_watched_until_told_otherwise():
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
-def test_a_fused_optimizer_leaves_an_update_out_by_a_figure(kind):
+def test_a_figure_makes_fused_optimizers_skip_updates(kind):
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = kind([weight], lr=0.1, fused=True)
     assert compat.skips_on_device(optimizer)
@@ -289,7 +296,7 @@ class Own(torch.optim.AdamW):
         return super().step(closure)
 
 
-def test_only_torchs_own_fused_optimizers_are_given_a_figure():
+def test_only_torchs_fused_optimizers_get_a_figure():
     weight = torch.nn.Parameter(torch.ones(3))
     fused = torch.optim.AdamW([weight], lr=0.1, fused=True)
     torch.optim.lr_scheduler.StepLR(fused, 1)
@@ -305,7 +312,8 @@ def test_only_torchs_own_fused_optimizers_are_given_a_figure():
     assert getattr(others[0], name)
 
 
-def test_an_overflow_is_found_where_a_scaler_has_noted_it():
+def test_an_overflow_is_found_in_the_scaler():
+    """The scaler has recorded it."""
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
@@ -314,9 +322,11 @@ def test_an_overflow_is_found_where_a_scaler_has_noted_it():
         weight.grad = torch.full((2,), gradient)
         scaler.unscale_(optimizer)
         assert compat.found_overflow(scaler, optimizer) is overflows
+        assert [*map(bool, compat.overflow_figures(scaler, optimizer))] == [overflows]
         scaler.step(optimizer)
         scaler.update()
     assert compat.found_overflow(SimpleNamespace(), optimizer) is None
+    assert compat.overflow_figures(SimpleNamespace(), optimizer) is None
 
 
 def test_momentum_that_begins_is_decided_on_the_host():
@@ -328,8 +338,8 @@ def test_momentum_that_begins_is_decided_on_the_host():
     assert compat.skips_on_device(optimizer)
 
 
-def test_a_state_of_an_unfused_optimizer_is_decided_on_the_host():
-    """Loading it leaves the optimizer's promise, and takes away the kernel that keeps it."""
+def test_an_unfused_optimizer_is_decided_on_the_host():
+    """Loading its state leaves the optimizer's promise, and takes away the kernel that keeps it."""
     weight = torch.nn.Parameter(torch.ones(3))
     fused = torch.optim.AdamW([weight], lr=0.1, fused=True)
     fused.load_state_dict(torch.optim.AdamW([weight], lr=0.1).state_dict())
@@ -337,7 +347,7 @@ def test_a_state_of_an_unfused_optimizer_is_decided_on_the_host():
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_the_norm_of_all_gradients_leaves_them_as_they_are(monkeypatch, is_known):
+def test_the_norm_leaves_all_gradients_unchanged(monkeypatch, is_known):
     if not is_known:  # before torch 2.6
         monkeypatch.delattr("torch.nn.utils.get_total_norm")
     weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(3)]
@@ -377,7 +387,7 @@ def test_exit_handlers_run_as_at_an_interpreters_end():
     assert subprocess.check_output(program, text=True, timeout=60).split() == ["thread", "handler"]
 
 
-def test_what_is_known_of_torch_and_of_a_handler():
+def test_known_facts_of_torch_and_handlers_hold():
     calls = []
     compat.when_cuda_starts(torch, lambda: calls.append(1))
     assert calls == ([1] if torch.cuda.is_initialized() else [])
@@ -390,14 +400,16 @@ def test_what_is_known_of_torch_and_of_a_handler():
     assert compat.format_of(handler) == "%(message)s!"
 
 
-def test_hydra_composes_once_where_the_command_line_alone_says_whether_to_sweep():
+def test_hydra_composes_once_for_command_line_sweeps():
+    """If the command line alone says whether to sweep."""
     own = Hydra.get_mode
     with compat.mode_of_command_line():
         assert Hydra.get_mode(None, "robust", []) is None
     assert Hydra.get_mode is own
 
 
-def test_a_config_of_ones_own_may_say_whether_to_sweep_and_none_of_ours_does():
+def test_only_a_custom_config_may_demand_sweeps():
+    """None of ours does."""
     own = ["hydra.mode=MULTIRUN", "hydra.searchpath=[/etc]", "--config-dir=/etc", "-cn=other"]
     given = [*own, "training.lr=1e-3", "--multirun"]
     assert [one for one in given if may_set_mode([one])] == own
@@ -424,7 +436,8 @@ def test_more_overrides_stand_where_the_others_are(given, whole):
     assert compat.with_overrides(given, ["c=3"]) == whole
 
 
-def test_the_allocators_history_is_called_as_torch_has_it():
+def test_the_history_of_the_allocator_fits_this_torch():
+    """It is called with the arguments that this torch has."""
     seen = []
     fake = mock.Mock(**{"_C._cuda_isHistoryEnabled.return_value": True})
     for name in ("_record_memory_history", "_dump_snapshot"):
@@ -496,7 +509,8 @@ def shards(one_rank, tmp_path):
     return write_shards(dist.group.WORLD, content, tmp_path / "saved"), whole
 
 
-def test_what_torch_has_written_fills_tensors_and_no_flipped_byte_is_believed(shards):
+def test_only_undamaged_torch_files_fill_tensors(shards):
+    """No flipped byte is believed."""
     folder, whole = shards
 
     def is_loaded():
@@ -520,13 +534,14 @@ def test_what_torch_has_written_fills_tensors_and_no_flipped_byte_is_believed(sh
         assert refused > len(places) / 2, file
 
 
-def test_what_a_job_of_hydras_raised_is_read_without_raising_it():
+def test_a_hydra_jobs_error_is_read_unraised():
     job, error = JobReturn(status=JobStatus.FAILED), KeyError("x")
     job.return_value = error
     assert compat.returned_or_raised(job) is error
 
 
-def test_hydra_is_told_which_version_it_is_to_be_like_unless_it_warns_of_that(monkeypatch):
+def test_hydra_gets_a_version_without_warning(monkeypatch):
+    """The version that it is to behave like, unless it warns of that."""
     import hydra
 
     for version, given in (("1.3.4", {"version_base": "1.3"}), ("1.4.0rc1", {})):
@@ -537,7 +552,8 @@ def test_hydra_is_told_which_version_it_is_to_be_like_unless_it_warns_of_that(mo
 
 
 @pytest.mark.parametrize("version_base", [compat.HYDRAS_OWN, None, "1.1", "1.2", "1.3"])
-def test_without_a_config_path_configs_are_where_hydra_looks(monkeypatch, version_base):
+def test_configs_default_to_where_hydra_looks(monkeypatch, version_base):
+    """No config path is given."""
     import hydra
 
     paths = []
@@ -567,7 +583,7 @@ def test_a_signature_needs_no_values_of_annotations():
     assert str(compat.signature_as_written(names["step"])) == "(x: 'NoSuchName')"
 
 
-def test_resolvers_are_replaced_but_those_that_look_at_the_config():
+def test_all_but_config_reading_resolvers_are_replaced():
     calls = []
 
     def evaluate(key, name, arguments, resolve):
@@ -598,7 +614,7 @@ def test_resolvers_are_replaced_but_those_that_look_at_the_config():
     setup_globals()
 
 
-def test_no_process_is_spawned_while_the_script_of_another_one_is_imported():
+def test_no_process_starts_during_another_scripts_import():
     assert not compat.is_importing_main()
     with compat.importing_main():
         assert compat.is_importing_main()
@@ -607,7 +623,7 @@ def test_no_process_is_spawned_while_the_script_of_another_one_is_imported():
     assert not compat.is_importing_main()
 
 
-def test_nodes_keep_their_types_and_a_replaced_one_takes_any_value():
+def test_nodes_keep_types_and_accept_any_replacement():
     with pytest.raises(ValidationError, match="could not be converted to Float"):
         OmegaConf.create(compat.typed_nodes(OmegaConf.structured(TrainingConfig))).lr = "much"
     config = OmegaConf.structured(TrainingConfig)
@@ -622,7 +638,7 @@ def test_nodes_keep_their_types_and_a_replaced_one_takes_any_value():
         config.epochs = "often"
 
 
-def test_hooks_of_a_user_s_own_at_a_gradient_are_seen():
+def test_a_users_own_gradient_hooks_are_seen():
     layer = torch.nn.Linear(1, 1)
     assert not compat.steps_in_backward(layer.weight)
     layer.weight.register_post_accumulate_grad_hook(torch.nn.utils.clip_grad_norm_)  # torch's own
@@ -635,7 +651,8 @@ def test_hooks_of_a_user_s_own_at_a_gradient_are_seen():
     assert compat.steps_in_backward(layer.bias)
 
 
-def test_what_trl_logs_of_passes_is_lists_by_mode_and_name():
+def test_trl_logs_passes_by_mode_and_name():
+    """It keeps them in lists."""
     notes = {"train": {"entropy": [1.0]}, "eval": {}}
     assert compat.logged_of_passes(SimpleNamespace(_metrics=notes)) is notes
     others = (None, {}, {"a": [1.0]}, {"train": {"a": 1.0}})
@@ -738,7 +755,7 @@ def test_accelerate_makes_a_scheduler_its_own():
     assert compat.prepared_schedulers(accelerator) == [prepared[1]]
 
 
-def test_a_trial_of_optuna_that_runs_can_be_gone_on_with():
+def test_a_running_optuna_trial_can_be_resumed():
     optuna = pytest.importorskip("optuna", reason="the extra [sweep]")
     study = optuna.create_study()
     study.ask()

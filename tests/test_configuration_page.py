@@ -26,7 +26,8 @@ def test_a_file_has_what_the_schema_declares(path, text):
     assert (ROOT / path).read_text() == text
 
 
-def test_a_job_without_overrides_is_handed_the_declared_defaults():
+def test_a_default_job_gets_the_declared_values():
+    """It has no overrides."""
     with initialize_config_module("robust_train.configs", version_base="1.3"):
         composed = checked(compose("robust", ["model=none", "dataset=none"]))
     assert composed.target == "robust_train.vision.trainer.train"
@@ -37,7 +38,7 @@ def test_a_job_without_overrides_is_handed_the_declared_defaults():
     assert composed == RobustConfig() == checked(complete({}))
 
 
-def test_keys_of_the_built_in_trainer_are_its_alone():
+def test_only_the_built_in_trainer_has_its_keys():
     with initialize_config_module("robust_train.configs", version_base="1.3"):
         cfg = compose("robust", ["training.weight_decay=0.5", "training.epochs=3"])
         others = compose("robust", ["trainer=none", "+training.weight_decay=0.1"])
@@ -53,7 +54,7 @@ def test_keys_of_the_built_in_trainer_are_its_alone():
     assert complete(others).training.weight_decay == 0.1, "what a trainer adds itself"
 
 
-def test_a_key_has_the_documented_type_in_the_code():
+def test_documented_types_are_those_of_the_code():
     """``auto`` is None, several types are one, and nothing can be changed."""
     given = {
         "training": {"batch_size": "32", "checkpoint_every_minutes": "auto"},
@@ -74,7 +75,8 @@ def test_a_key_has_the_documented_type_in_the_code():
         config.training.batch_size = 64  # type: ignore[misc]
 
 
-def test_before_the_checks_a_value_that_they_refuse_is_the_default():
+def test_a_refused_value_is_first_the_default():
+    """The checks that refuse the value run later."""
     cfg = OmegaConf.create({"num_gpus": 0, "detach": True, "device": "${no.such.key}", "retry": 3})
     assert unchecked(cfg) == RobustConfig().having(DetachKeys(detach=True))
 
@@ -94,7 +96,7 @@ def test_every_key_of_a_feature_has_one_place():
 
 
 @pytest.mark.parametrize("section", GROUPS)
-def test_the_options_of_a_group_refuse_keys_that_they_do_not_declare(section):
+def test_groups_refuse_keys_they_do_not_declare(section):
     group, options = GROUPS[section]
     for option, cls in options.items():
         if option:
@@ -105,7 +107,7 @@ def test_the_options_of_a_group_refuse_keys_that_they_do_not_declare(section):
                 node.no_such_key = 1
 
 
-def test_only_the_config_s_own_rooms_and_trainers_read_its_keys():
+def test_only_config_rooms_and_trainers_read_keys():
     own = {"config", "project_template"}
     trainers = {"vision", "integrations", "attempt/script/command.py"}  # they are given it
     found = []

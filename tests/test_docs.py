@@ -229,13 +229,14 @@ def test_every_command_parses(page):
                 assert recipe in _recipes()
 
 
-def test_the_table_of_what_is_recovered_where_says_what_tests_prove():
+def test_the_recovery_table_says_what_tests_prove():
+    """It is the table of what is recovered where."""
     text = proved.PAGE.read_text()
     assert proved.page(proved.proofs(), text) == text, "run: just proved"
 
 
 @pytest.mark.parametrize("wrong", ['"lightning", "one GPU", "refused", "x"', '"Lightning"'])
-def test_a_mark_of_what_is_proved_with_an_unknown_word_is_refused(tmp_path, wrong):
+def test_unknown_words_of_proof_are_refused(tmp_path, wrong):
     (tmp_path / "test_a.py").write_text(f"@pytest.mark.proves({wrong})\ndef test_a(): ...")
     with pytest.raises(ValueError, match=r"test_a\.py:1: "):
         proved.proofs(tmp_path)
@@ -266,13 +267,13 @@ def test_a_page_begins_with_whom_it_is_for(page):
     assert re.match(r"# .+\n\nFor ", page.read_text())
 
 
-def test_the_page_of_the_api_has_every_public_name():
+def test_the_api_page_has_every_public_name():
     page = (ROOT / "docs" / "api.md").read_text()
     named = re.findall(r"^::: robust_train\.(\w+)$", page, re.M)
     assert sorted(named) == sorted(robust_train.__all__)
 
 
-def test_what_a_public_function_returns_or_raises_is_public():
+def test_public_functions_return_and_raise_public_names():
     hidden = []
     for name in robust_train.__all__:
         value = getattr(robust_train, name)

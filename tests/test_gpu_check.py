@@ -44,14 +44,13 @@ def run(monkeypatch, *arguments):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without CUDA does")
-def test_without_a_gpu_it_says_so_in_a_line(monkeypatch, capsys):
+def test_a_missing_gpu_is_reported_in_one_line(monkeypatch, capsys):
     assert run(monkeypatch) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_what_differs_or_was_not_seen_is_marked_and_decides_about_the_exit_code(
-    h200, monkeypatch, capsys, tmp_path
-):
+def test_marked_differences_decide_the_exit_code(h200, monkeypatch, capsys, tmp_path):
+    """Marked is what differs, and what was not seen."""
     checks = {
         "nvml": [gpu_check.equal("problem", None, None), gpu_check.figure("name", "H200")],
         "step": [gpu_check.below("gradients differ by", 1e-5, 0.5)],
@@ -96,7 +95,7 @@ def test_gpus_on_which_others_compute_are_left_alone(monkeypatch, capsys):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without CUDA does")
-def test_a_probe_that_fails_keeps_what_it_had_seen(monkeypatch):
+def test_a_failed_probe_keeps_its_observations(monkeypatch):
     checks = gpu_check.run_probe("guard", 60)
     seen = [check.what for check in checks[:2]]
     assert seen == ["CUDA started by importing torch", "… by device_count()"]
@@ -111,7 +110,8 @@ def test_a_probe_that_takes_too_long_is_ended():
     assert not check.passed
 
 
-def test_an_unknown_probe_is_refused_and_without_nvml_one_says_why(monkeypatch, capsys):
+def test_unknown_probes_and_missing_nvml_are_explained(monkeypatch, capsys):
+    """An unknown probe is refused."""
     with pytest.raises(SystemExit, match="2"):
         run(monkeypatch, "nothing")
     assert "no probe 'nothing'" in capsys.readouterr().err
@@ -121,7 +121,7 @@ def test_an_unknown_probe_is_refused_and_without_nvml_one_says_why(monkeypatch, 
         gpu_check.gpu()
 
 
-def test_the_gpu_that_is_measured_is_the_one_that_the_mask_shows(monkeypatch):
+def test_the_masks_gpu_is_the_one_measured(monkeypatch):
     shows(monkeypatch, gpu_of(0), gpu_of(1))
     for mask, index in (("1", 1), ("GPU-0", 0), ("GPU-1", 1)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
@@ -149,7 +149,8 @@ def h200(monkeypatch):
         *("graph", "update"),
     ],
 )
-def test_a_probe_passes_on_a_stand_in_for_the_gpu(h200, probe):
+def test_a_probe_passes_on_a_stand_in(h200, probe):
+    """The stand-in replaces the GPU."""
     checks = list(gpu_check.PROBES[probe][0]())
     assert checks
     assert [check for check in checks if not check.passed] == []
@@ -161,14 +162,15 @@ OTHER_STEPS = gpu_check.STEPS[1:]
 @pytest.mark.parametrize(
     "kind", ["plain", *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHER_STEPS)]
 )
-def test_a_step_of_each_kind_is_repeated_on_a_stand_in_for_the_gpu(h200, kind):
+def test_every_kind_of_step_repeats_on_stand_ins(h200, kind):
+    """They replace the GPU."""
     gpu_check.limit_to(4 * MIB)
     checks = list(gpu_check.step_of(kind))
     assert [check.seen for check in checks[:1]] == ["2"]
     assert [check for check in checks if not check.passed] == []
 
 
-def test_saves_are_whole_and_their_pinned_memory_is_seen(h200, monkeypatch):
+def test_saves_are_whole_and_their_memory_visible(h200, monkeypatch):
     """Nothing is pinned without a GPU, so nothing of it is counted."""
     stats = {"allocated_bytes.current": 0}
     monkeypatch.setattr(torch.cuda, "host_memory_stats", lambda: stats)
@@ -223,14 +225,15 @@ LISTED = GpuInfo("GPU-0000", "H200", 0, "00", GIB, GIB, 0, processes=(GpuProcess
         (RUN, ends_with(2, "...\n1 error in 3 s\n"), "pytest", ["DIFFERS"]),
     ],
 )
-def test_a_probe_marks_what_differs_and_what_was_not_seen(h200, place, stand_in, probe, seen):
+def test_a_probe_marks_differences_and_gaps(h200, place, stand_in, probe, seen):
+    """A gap is what was not seen."""
     with mock.patch.object(*place, stand_in):
         marks = [check.mark for check in gpu_check.PROBES[probe][0]()]
     expected = [marks[n] if one is ... else one for n, one in enumerate(seen[: len(marks)])]
     assert marks[: len(expected)] == expected
 
 
-def test_a_step_that_was_not_compiled_was_not_checked(h200):
+def test_an_uncompiled_step_was_not_checked(h200):
     with mock.patch.object(torch, "compile", return_value=lambda x: 1 / 0):
         assert [check.mark for check in gpu_check.step_of("compile")] == ["not checked"]
 
@@ -243,7 +246,7 @@ def test_doctor_finds_libraries_that_the_image_lacks(h200, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_job_that_is_checked_is_one_of_the_launchers(h200, monkeypatch):
+def test_a_checked_job_has_our_launcher(h200, monkeypatch):
     for name in ("CUDA_VISIBLE_DEVICES", "PYTHONPATH"):
         monkeypatch.delenv(name, raising=False)
     on_cpu = gpu_check.job
@@ -256,7 +259,7 @@ def test_a_job_that_is_checked_is_one_of_the_launchers(h200, monkeypatch):
     assert [check.mark for check in lost] == ["ok"] * 3
 
 
-def test_an_attempt_after_a_fault_has_to_be_on_the_same_gpu(h200, monkeypatch):
+def test_an_attempt_after_faults_keeps_its_gpu(h200, monkeypatch):
     fault = {"outcome": "device_fault", "action": "retry", "gpu_uuid": "GPU-0000", "started": 0.0}
     fault |= {"message": "illegal address", "seconds": 15.0, "failure": None}
     for uuid, passed in (("GPU-0000", True), ("GPU-1", False)):
@@ -267,7 +270,9 @@ def test_an_attempt_after_a_fault_has_to_be_on_the_same_gpu(h200, monkeypatch):
 
 
 @pytest.mark.parametrize("others", [0, 5 * GIB])
-def test_a_container_that_shows_no_processes_learns_what_a_context_takes(h200, monkeypatch, others):
+def test_an_opaque_container_learns_a_contexts_size(h200, monkeypatch, others):
+    """It shows no processes."""
+
     def read(processes):
         held = h200.allocated()
         used = others + (held and held + 480 * MIB)
@@ -284,7 +289,8 @@ def test_a_container_that_shows_no_processes_learns_what_a_context_takes(h200, m
     assert [check.passed for check in gpu_check.probe_context()] == [True, False]
 
 
-def test_what_doctor_runs_on_a_gpu_keeps_below_two_gib_and_leaves_nothing(h200, capsys):
+def test_doctor_stays_below_two_gib_of_gpu_memory(h200, capsys):
+    """It leaves nothing on the GPU."""
     probe_here()
     assert capsys.readouterr().out == "1\n", "half of what was asked for"
     assert 0 < h200.reserved <= GIB
@@ -292,12 +298,13 @@ def test_what_doctor_runs_on_a_gpu_keeps_below_two_gib_and_leaves_nothing(h200, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("probe", ["step", "buffers", "sampler", "history", "clear"])
-def test_a_probe_that_measures_ends_on_a_stand_in_for_the_gpu(h200, probe):
+def test_a_measuring_probe_ends_on_a_stand_in(h200, probe):
+    """The stand-in replaces the GPU."""
     assert list(gpu_check.PROBES[probe][0]())
 
 
-def test_every_probe_is_run_by_a_test_or_needs_the_driver():
-    """A typo in one would waste somebody's first GPU."""
+def test_tests_or_the_driver_run_every_probe():
+    """A typo in a probe would waste somebody's first GPU."""
     text = Path(__file__).read_text()
     for name in gpu_check.PROBES:
         assert re.search(rf'"{name}"|probe_{name}\b', text), name
@@ -314,7 +321,8 @@ RANK = gpu_check.run_rank
 
 
 @pytest.mark.slow
-def test_two_ranks_have_the_gradients_of_one_step_on_a_stand_in_for_the_gpu(monkeypatch):
+def test_two_ranks_have_one_steps_gradients(monkeypatch):
+    """They run on a stand-in for the GPU."""
     monkeypatch.setattr(gpu_check, "run_rank", rank_on_a_stand_in)
     checks = list(gpu_check.probe_ranks())
     assert len(checks) == 12, checks
@@ -322,7 +330,8 @@ def test_two_ranks_have_the_gradients_of_one_step_on_a_stand_in_for_the_gpu(monk
 
 
 @pytest.mark.slow
-def test_a_tensor_in_another_process_is_shared_or_refused_for_its_segments(h200, monkeypatch):
+def test_a_shared_tensor_works_or_is_refused(h200, monkeypatch):
+    """In another process; its segments are the reason for refusing."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     assert [check.seen for check in gpu_check.probe_shared()] == ["is shared"]
     refusal = RuntimeError("pidfd_getfd: Operation not permitted")
@@ -342,7 +351,8 @@ def test_a_killed_process_s_memory_is_waited_for(h200, monkeypatch):
     assert [check.passed for check in gpu_check.probe_teardown()] == [True] * 4
 
 
-def test_what_another_process_holds_is_held_until_the_end_of_the_block(monkeypatch, tmp_path):
+def test_another_process_holds_memory_until_the_end(monkeypatch, tmp_path):
+    """It holds the memory until the end of the block."""
     stand_in = tmp_path / "torch.py"
     stand_in.write_text(
         "uint8 = 0\ndef empty(*sizes, dtype, device): ...\n"
@@ -353,7 +363,7 @@ def test_what_another_process_holds_is_held_until_the_end_of_the_block(monkeypat
 
 
 @pytest.mark.slow
-def test_a_job_that_others_crowd_out_waits_for_room(h200, monkeypatch, cuda_machine_with):
+def test_a_job_crowded_out_waits_for_room(h200, monkeypatch, cuda_machine_with):
     total = 139 * 1024
     machine = cuda_machine_with(Gpu(uuid="GPU-0000", total_mib=total, free_mib=total))
     for name, value in machine.environ.items():
@@ -386,7 +396,7 @@ def test_a_job_that_others_crowd_out_waits_for_room(h200, monkeypatch, cuda_mach
     ("robust", "marks"),
     [(0.1, ["figure", "ok", "figure"]), (0.2, ["figure", "DIFFERS", "figure"]), (0, ["DIFFERS"])],
 )
-def test_a_step_is_timed_with_the_launcher_and_without(monkeypatch, robust, marks):
+def test_a_step_is_timed_with_and_without_launcher(monkeypatch, robust, marks):
     monkeypatch.setattr(gpu_check, "TIMED", ("resnet50",))
 
     def start_job(folder, trainer, device, *, script):
@@ -401,7 +411,8 @@ def test_a_step_is_timed_with_the_launcher_and_without(monkeypatch, robust, mark
     assert [check.mark for check in gpu_check.probe_speed()] == marks
 
 
-def test_trainers_of_the_check_run_on_a_stand_in_for_the_gpu(h200, monkeypatch, tmp_path):
+def test_the_checks_trainers_run_on_stand_ins(h200, monkeypatch, tmp_path):
+    """They replace the GPU."""
     trainers = gpu_check.gpu_check_trainers
     for name in ("ready", "go", "timed"):
         monkeypatch.setenv(f"{name.upper()}_FILE", str(tmp_path / name))

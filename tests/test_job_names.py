@@ -36,13 +36,13 @@ def test_the_run_folder_is_named_by_what_trains(overrides, name):
     assert re.fullmatch(rf"\d\d-\d\d-\d\d_{re.escape(name)}_\d+", folder), folder
 
 
-def test_a_function_within_another_and_a_long_name_make_names_of_folders():
+def test_nested_functions_and_long_names_name_folders():
     assert folder_name(None, None, None, "fit.main.<locals>.train") == "main.train"
     assert len(f"12-00-00_{folder_name('ä' * 300)}_12345".encode()) <= 255
     assert folder_name("a/b c") == "a_b_c"
 
 
-def test_a_function_gives_its_name_to_each_of_its_jobs_and_their_run_folders(tmp_path, monkeypatch):
+def test_a_function_names_jobs_and_run_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     at, clock = time.gmtime(0), time.strftime
     monkeypatch.setattr(time, "strftime", lambda form, *_: clock(form, at))  # in one second
@@ -52,7 +52,8 @@ def test_a_function_gives_its_name_to_each_of_its_jobs_and_their_run_folders(tmp
     assert read_state(second).name == "trainers.plain"
 
 
-def test_a_refused_command_removes_its_own_run_folder_and_none_that_a_config_names(tmp_path):
+def test_a_refused_command_removes_only_its_folder(tmp_path):
+    """A run folder that a config names stays."""
     mine = "defaults: [robust, _self_]\nhydra: {run: {dir: logs}}\n"
     (tmp_path / "mine.yaml").write_text(mine)
     (tmp_path / "logs").mkdir()

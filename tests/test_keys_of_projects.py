@@ -95,7 +95,8 @@ def test_an_attempt_has_its_batch_in_a_list(name):
 
 
 @pytest.mark.parametrize(("first", "refers"), [(False, True), (True, True), (False, False)])
-def test_a_key_that_ours_refers_to_turns_gradient_checkpointing_on(first, refers):
+def test_a_referring_key_enables_gradient_checkpointing(first, refers):
+    """The key refers to ours."""
     cfg = project(f"model: {{checkpointing: {first}}}, bs: 8")
     if refers:
         cfg.robust.training = {"gradient_checkpointing": "${model.checkpointing}"}

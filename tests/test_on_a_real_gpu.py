@@ -13,7 +13,8 @@ from world import wait_until
 pytestmark = pytest.mark.gpu
 
 
-def test_nvml_and_torch_tell_the_same_of_the_gpu_that_was_chosen():
+def test_nvml_and_torch_describe_the_same_gpu():
+    """It is the GPU that was chosen."""
     device = find_best_device(min_memory_mb=1000)
     assert device.type == "cuda"
     properties = torch.cuda.get_device_properties(device)
@@ -25,12 +26,13 @@ def test_nvml_and_torch_tell_the_same_of_the_gpu_that_was_chosen():
     assert abs(gpu.free_bytes - free) < 0.05 * total
 
 
-def test_the_attempt_sees_the_chosen_gpu_and_no_other(world):
+def test_the_attempt_sees_only_the_chosen_gpu(world):
     ended = world.train("sees_through_torch", code=0)
     assert ended.summary["result"] == {"uuid": ended.attempts[0]["gpu_uuid"], "count": 1}
 
 
-def test_jobs_of_a_sweep_that_imports_torch_once_use_the_gpu(world):
+def test_jobs_that_share_imports_use_the_gpu(world):
+    """Their sweep imports torch once."""
     sweep = world.folder / "sweep"
     at_once = ("hydra/launcher=gpu_queue", "hydra.launcher.n_jobs=2", "gpu_jobs_per_device=2")
     jobs = ("-m", "seed=1,2", f"hydra.sweep.dir={sweep}")
@@ -39,7 +41,7 @@ def test_jobs_of_a_sweep_that_imports_torch_once_use_the_gpu(world):
     assert [job["result"]["count"] for job in jobs] == [1, 1]
 
 
-def test_memory_that_runs_out_on_the_gpu_halves_the_batch(world):
+def test_a_full_gpu_halves_the_batch(world):
     keys = ("training.batch_size=64", "max_retries=5")
     ended = world.train("fills_two_gib_of_the_gpu", *keys, code=0)
     assert [a["outcome"] for a in ended.attempts] == ["device_oom", "device_oom", "completed"]
@@ -49,13 +51,14 @@ def test_memory_that_runs_out_on_the_gpu_halves_the_batch(world):
     assert "GPU Memory Summary (cuda:" in ended.output
 
 
-def test_the_built_in_trainer_learns_the_digits_on_the_gpu(world):
+def test_the_built_in_trainer_learns_on_the_gpu(world):
+    """It learns the digits."""
     ended = world.run("dataset=digits", code=0)
     assert ended.attempts[0]["gpu_uuid"].startswith("GPU-")
     assert ended.summary["result"]["test_accuracy"] >= 0.97
 
 
-def test_nothing_is_left_on_the_gpu_when_a_job_ended(world):
+def test_an_ended_job_leaves_an_empty_gpu(world):
     def free():
         return {gpu.uuid: gpu.free_bytes for gpu in read_inventory(processes=False).gpus}
 

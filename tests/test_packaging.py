@@ -51,7 +51,8 @@ def test_no_link_of_the_package_page_is_relative(wheel):
     assert not RELATIVE_LINK.search(page)
 
 
-def test_the_package_page_links_to_the_files_of_its_version(monkeypatch):
+def test_the_package_page_links_to_its_version(monkeypatch):
+    """The linked files are those of this version."""
     pytest.importorskip("hatchling", reason="the extra [test]")
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     from package_page import absolute
@@ -86,8 +87,10 @@ def test_another_hydra_project_builds_on_robust(wheel, world):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_what_is_published_passes_its_check_and_trains_in_an_empty_folder(tmp_path, world):
-    """The wheel is made of the sdist, and installed beside this environment's dependencies."""
+def test_the_published_package_trains_after_installation(tmp_path, world):
+    """In an empty folder, and passes its check. The wheel is made of the sdist, and installed
+    beside this environment's dependencies.
+    """
     for tool in ("build", "twine"):
         pytest.importorskip(tool, reason="the extra [test]")
     world.environ.pop("PYTHONPATH")

@@ -25,7 +25,6 @@ evidence_strategy = st.builds(
     requested_bytes=st.none() | figures,
     reserved_unallocated_bytes=st.none() | figures,
     free_bytes=st.none() | figures,
-    fragmented=st.booleans(),
     own_limit=st.booleans(),
     clue=st.none() | st.sampled_from(clues),
 )
@@ -52,7 +51,8 @@ def jobs(draw):
 
 
 @given(st.data())
-def test_any_series_of_failures_ends_keeps_the_effective_batch_and_takes_the_cpu_last(data):
+def test_any_series_of_failures_ends(data):
+    """It keeps the effective batch and takes the CPU last."""
     settings, gpus = data.draw(jobs()), data.draw(machines)
     held = tuple(gpu(index + 10, 9) for index in range(data.draw(st.integers(0, 2))))
     spec = first_attempt(settings, gpus[:1])
@@ -106,7 +106,8 @@ def test_any_series_of_failures_ends_keeps_the_effective_batch_and_takes_the_cpu
 
 
 @given(st.data())
-def test_in_a_project_every_message_names_keys_as_its_user_writes_them(data):
+def test_a_projects_messages_use_its_users_keys(data):
+    """Keys are written as its user writes them."""
     kinds, theirs = st.sampled_from(sorted(FailureKind)), sorted(KEYS_OF_A_PROJECT)
     settings, gpus = data.draw(jobs()), data.draw(machines)
     config = replace(
@@ -140,7 +141,8 @@ def test_in_a_project_every_message_names_keys_as_its_user_writes_them(data):
         assert [found for text in texts for found in keys_at_the_root(text.replace(said, ""))] == []
 
 
-def test_a_project_whose_batch_is_not_known_is_shown_how_to_name_it():
+def test_a_project_learns_to_name_its_batch():
+    """No one knows which key is the batch."""
     config = replace(policy(8, allow_cpu_fallback=True).config, theirs={})
     settings = type(policy()).of(config)
     attempt = failed(first_attempt(settings, ()), FailureKind.HOST_OOM)
@@ -150,7 +152,7 @@ def test_a_project_whose_batch_is_not_known_is_shown_how_to_name_it():
 
 
 @given(jobs(), machines, st.lists(st.sampled_from(sorted(MEMORY_FAILURES)), min_size=1, max_size=6))
-def test_what_memory_did_not_suffice_for_is_never_tried_twice(settings, gpus, kinds):
+def test_no_size_beyond_memory_is_tried_twice(settings, gpus, kinds):
     tried = [first_attempt(settings, gpus[:1])]
     history = ()
     while True:
@@ -163,7 +165,8 @@ def test_what_memory_did_not_suffice_for_is_never_tried_twice(settings, gpus, ki
 
 
 @given(jobs())
-def test_effective_batch_is_exact_wherever_a_divisor_lies_in_range(settings):
+def test_the_effective_batch_is_exact_with_divisors(settings):
+    """There is a divisor within the range."""
     effective, least = settings.asked.effective_batch_size, settings.min_batch_size
     for batch in list(sizes(settings)):
         if batch == least:
@@ -178,7 +181,8 @@ def test_effective_batch_is_exact_wherever_a_divisor_lies_in_range(settings):
             assert smaller * (accumulation - 1) < effective <= smaller * accumulation
 
 
-def test_a_device_fault_without_a_gpu_is_tried_once_more_from_a_checkpoint():
+def test_a_gpuless_device_fault_is_retried_once():
+    """It is retried from a checkpoint."""
     settings = policy(64)
     spec = first_attempt(settings, ())
     unsaved = failed(spec, FailureKind.DEVICE_FAULT)
@@ -196,9 +200,8 @@ def test_a_device_fault_without_a_gpu_is_tried_once_more_from_a_checkpoint():
     st.integers(1, 64), st.integers(1, 4), st.integers(1, 8), st.integers(1, 8), st.integers(1, 8)
 )
 @example(8, 1, 6, 1, 5)
-def test_fewer_gpus_keep_the_effective_batch_and_no_larger_micro_batch(
-    batch_size, accumulation, ranks, fewest, least
-):
+def test_fewer_gpus_keep_the_effective_batch(batch_size, accumulation, ranks, fewest, least):
+    """The micro-batch does not grow."""
     keys = {"min_num_gpus": min(fewest, ranks), "min_batch_size": min(least, batch_size)}
     settings = policy(batch_size, accumulation, num_gpus=ranks, **keys)
     spec = first_attempt(settings, tuple(gpu(index, 40) for index in range(ranks)))
@@ -220,7 +223,8 @@ def test_fewer_gpus_keep_the_effective_batch_and_no_larger_micro_batch(
     assert replace(settings, config=config, asked=asked).fewer_ranks(ranks) == ()
 
 
-def test_a_group_that_has_lost_one_before_waits_for_as_many_as_it_has():
+def test_a_reduced_group_waits_for_its_size():
+    """It has lost a GPU before and waits for as many as it has."""
     settings = policy(24, num_gpus=4, min_num_gpus=2)
     group = tuple(gpu(index, 40) for index in range(4))
     three = on_gpus(settings, (), Retry(first_attempt(settings, group), "wait", ""), group[:3]).spec
@@ -229,7 +233,8 @@ def test_a_group_that_has_lost_one_before_waits_for_as_many_as_it_has():
     assert decided(settings, (again,), group[:3]).room.counts == (2,)
 
 
-def test_a_retry_because_of_the_disk_names_it_where_the_error_does_not():
+def test_a_disks_retry_names_the_disk():
+    """The error does not name it."""
     settings = policy(8)
     spec = first_attempt(settings, ())
     cut_off = failed(spec, FailureKind.DISK_FULL, message="unexpected pos 3392 vs 3344")
@@ -238,8 +243,8 @@ def test_a_retry_because_of_the_disk_names_it_where_the_error_does_not():
 
 
 @pytest.mark.parametrize("name", ["last.pt", "version_{}/last.pt"])
-def test_a_script_that_starts_over_each_time_is_not_repeated_for_ever(name):
-    """It saves as much as one that goes on, and a script need not report steps."""
+def test_a_script_that_starts_over_is_stopped(name):
+    """It saves as much as a script that resumes, and need not report steps."""
     settings = policy(64, min_batch_size=64, allow_cpu_fallback=False)
     spec = first_attempt(settings, (gpu(0, 20),))
     history = ()
@@ -254,7 +259,8 @@ def test_a_script_that_starts_over_each_time_is_not_repeated_for_ever(name):
     assert decided(settings, (*history, further)).spec == spec
 
 
-def test_what_the_host_avoids_after_a_fault_follows_from_the_same_evidence():
+def test_the_host_excludes_by_the_same_evidence():
+    """It excludes GPUs after a fault."""
     one, two = gpu(0, 1), gpu(1, 1)
     hardware = Evidence(clue=Clue.HARDWARE)
     ecc = Failure(FailureKind.DEVICE_FAULT, "uncorrectable ECC error", hardware)
@@ -277,7 +283,8 @@ def reason_with(output, *messages):
     return decided(settings, (failed(spec, FailureKind.BUG, output=output),)).reason
 
 
-def test_a_pattern_that_takes_exponential_time_is_passed_over_in_a_line(monkeypatch, caplog):
+def test_an_exponential_pattern_is_skipped(monkeypatch, caplog):
+    """One line says so."""
     monkeypatch.setattr(search, "LIMIT_SECONDS", 2.0)
     for _ in range(2):
         reason = reason_with("a" * 60 + "b\nx\ud800 nan", "(a+)+$", "x.*nan")
@@ -286,7 +293,8 @@ def test_a_pattern_that_takes_exponential_time_is_passed_over_in_a_line(monkeypa
     assert line.startswith("retry.rules: message (a+)+$ is skipped: it takes more than 2 s")
 
 
-def test_a_search_whose_process_fails_is_passed_over_in_a_line(monkeypatch, caplog):
+def test_a_failing_search_is_skipped(monkeypatch, caplog):
+    """Its process fails; a line says so."""
     monkeypatch.setattr(search, "SEARCH", "raise SystemExit(3)")
     reason_with("out of nowhere", "nowhere")
     (line,) = [record.getMessage() for record in caplog.records]

@@ -18,7 +18,7 @@ from world import ROOT
 
 HERE = "tests/test_real_gpus.py"
 A_JOB = "tests/launcher/test_attempts.py::test_what_a_trainer_prints_is_shown_and_kept"
-IN_THIS_PROCESS = "tests/launcher/test_api.py::test_a_missing_key_is_one_line_that_names_its_reader"
+IN_THIS_PROCESS = "tests/launcher/test_api.py::test_a_missing_key_names_its_reader"
 SIMULATED = "tests/gpu/test_gpu_inventory.py::test_a_driver_that_was_reloaded_is_opened_again"
 
 
@@ -73,7 +73,8 @@ def test_the_mask_shows_the_idlest_gpu():
 @pytest.mark.parametrize(
     "selected", ["gpu", "gpu and not slow", "not slow and not gpu", "slow", "gpu or slow", ""]
 )
-def test_only_a_run_of_gpu_tests_alone_sees_the_driver(selected):
+def test_only_pure_gpu_runs_see_the_driver(selected):
+    """A pure run has GPU tests alone."""
     config = types.SimpleNamespace(option=types.SimpleNamespace(markexpr=selected))
     assert real_gpus.are_wanted(config) is (selected in ("gpu", "gpu and not slow"))
 
@@ -84,7 +85,8 @@ def gpu(index, free_gib, **figures):
     return GpuInfo(f"GPU-{index}", "A100", index, f"0{index}", total, free, total - free, **named)
 
 
-def test_the_idlest_gpu_is_the_freest_on_which_no_one_computes():
+def test_the_idlest_gpu_is_the_freest_unused():
+    """No one computes on it."""
     draws = GpuProcess(7, 3 * GIB, computes=False)
     gpus = [
         gpu(0, 79, processes=(GpuProcess(812),)),

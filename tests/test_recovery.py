@@ -42,7 +42,8 @@ def by_hand(handler, step):
             assert handler.handle(error)  # noqa: PT017
 
 
-def test_adaptive_batch_training_halves_until_it_fits_and_keeps_the_effective_batch():
+def test_adaptive_batch_training_halves_until_it_fits():
+    """The effective batch stays."""
     tried = []
 
     def train(batch_size, gradient_accumulation_steps):
@@ -63,7 +64,8 @@ def test_what_is_not_memory_is_raised_at_once():
     assert calls == [128]
 
 
-def test_retry_on_oom_changes_the_named_argument_of_functions_and_methods_of_any_kind():
+def test_retry_on_oom_changes_the_named_argument():
+    """Functions and methods of any kind have one."""
     sizes = []
 
     class Experiment:
@@ -134,7 +136,9 @@ def passes():
     gc.enable()
 
 
-def test_tensors_of_the_failed_pass_are_gone_before_the_next_try(passes):
+def test_a_failed_pass_is_freed_before_retrying(passes):
+    """No tensor of it is left."""
+
     def train(batch_size):
         try:
             passes.run(batch_size)
@@ -145,8 +149,10 @@ def test_tensors_of_the_failed_pass_are_gone_before_the_next_try(passes):
     assert passes.alive == [False, False, False]
 
 
-def test_a_retry_state_that_keeps_the_exception_keeps_none_of_its_memory(passes):
-    """tenacity holds the failed try's exception until the next one has ended."""
+def test_a_kept_exception_keeps_no_memory(passes):
+    """A retry state has it: tenacity holds the failed try's exception until the next one has
+    ended.
+    """
     handler, states = OOMHandler(initial_batch_size=16), []
 
     def recover(state):
@@ -187,7 +193,9 @@ HISTORY = []
 
 @pytest.mark.usefixtures("whole_heap")
 @pytest.mark.parametrize("keeps", [True, False])
-def test_memory_of_the_failed_try_is_described_where_it_is_still_held(caplog, keeps):
+def test_memory_is_described_while_still_held(caplog, keeps):
+    """The failed try holds it."""
+
     def train(batch_size):
         outputs = torch.zeros(batch_size, 2**14)
         if keeps and batch_size > 32:
@@ -214,7 +222,8 @@ class OutOfMemoryWhileMakingState(torch.optim.Adam):
         return out_of_memory()
 
 
-def test_state_that_the_optimizer_s_first_step_has_half_made_is_removed():
+def test_half_made_optimizer_state_is_removed():
+    """The first step of the optimizer was making it."""
     model = torch.nn.Linear(4, 4)
     optimizer = OutOfMemoryWhileMakingState(model.parameters())
 
@@ -263,7 +272,8 @@ def optimizer_with_momentum(model):
 
 @pytest.mark.parametrize("fails_at", [1, 3])
 @pytest.mark.parametrize("kind", [optimizer_by_halves, optimizer_with_momentum])
-def test_an_update_that_memory_cuts_short_is_not_made_twice(kind, fails_at):
+def test_an_interrupted_update_is_not_made_twice(kind, fails_at):
+    """Memory cuts it short."""
     model = torch.nn.Linear(3, 1)
     optimizer, calls = kind(model), []
 
@@ -285,7 +295,7 @@ def test_an_update_that_memory_cuts_short_is_not_made_twice(kind, fails_at):
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.LBFGS])
-def test_a_closure_that_runs_out_is_repeated_as_long_as_no_weights_have_changed(kind):
+def test_a_closure_repeats_while_weights_are_unchanged(kind):
     model, sizes = torch.nn.Linear(3, 1), []
     optimizer = kind(model.parameters(), lr=0.1)
 
@@ -310,7 +320,8 @@ def test_a_closure_that_runs_out_is_repeated_as_long_as_no_weights_have_changed(
     assert sizes[:2] == [8, 4]
 
 
-def test_a_call_that_has_changed_weights_before_it_ran_out_says_so(caplog):
+def test_changed_weights_before_a_memory_error_are_reported(caplog):
+    """The call has changed them."""
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -357,7 +368,8 @@ class CalledGenerator:
         (CalledGenerator(), "is a generator"),
     ],
 )
-def test_what_does_not_run_when_it_is_called_is_refused_at_once(function, kind):
+def test_what_does_not_run_is_refused_immediately(function, kind):
+    """A generator, for example, does not run when it is called."""
     with pytest.raises(TypeError, match=f"{kind}; it must be a plain function"):
         retry_on_oom()(function)
     with pytest.raises(TypeError, match=kind):
@@ -372,7 +384,7 @@ def step_over(model, x, batch_size):
         model(x[start : start + batch_size]).sum().backward()
 
 
-def test_a_failed_try_s_gradients_do_not_count_in_any_call():
+def test_a_failed_trys_gradients_never_count():
     """Gradients add up over three calls, as in accumulation, and each first try fails half-way."""
     model, x = torch.nn.Linear(3, 1), torch.randn(16, 3)
     accumulate = retry_on_oom()(lambda batch_size: step_over(model, x, batch_size))
@@ -386,7 +398,8 @@ def test_a_failed_try_s_gradients_do_not_count_in_any_call():
 
 
 @pytest.mark.parametrize("is_by_hand", [False, True])
-def test_a_handler_goes_back_to_the_gradients_of_its_own_try(is_by_hand):
+def test_a_handler_returns_to_its_own_gradients(is_by_hand):
+    """They are the gradients at the start of its own try."""
     model, x, handler = torch.nn.Linear(3, 1), torch.randn(16, 3), OOMHandler(8, 1)
     for _ in range(2):
         if is_by_hand:
@@ -397,7 +410,8 @@ def test_a_handler_goes_back_to_the_gradients_of_its_own_try(is_by_hand):
     torch.testing.assert_close(model.weight.grad, 2 * x.sum(dim=0, keepdim=True))
 
 
-def test_a_loop_of_ones_own_drops_the_gradients_of_the_failed_try_and_of_no_other_model():
+def test_a_custom_loop_drops_only_failed_gradients():
+    """Those of the failed try, and of no other model."""
     model, other, x = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1), torch.randn(16, 3)
     other(x).sum().backward()
     before = other.weight.grad.clone()
@@ -408,8 +422,8 @@ def test_a_loop_of_ones_own_drops_the_gradients_of_the_failed_try_and_of_no_othe
     assert (handler.batch_size, handler.gradient_accumulation_steps) == (4, 2)
 
 
-def test_a_function_that_drops_the_gradients_it_finds_holds_none_but_its_own():
-    """The first call that finds some shows which kind of function it is."""
+def test_a_dropping_function_keeps_only_own_gradients():
+    """It drops what it finds. The first call that finds some shows which kind of function it is."""
     model, alike = torch.nn.Linear(7, 1), []
 
     @retry_on_oom
@@ -424,7 +438,7 @@ def test_a_function_that_drops_the_gradients_it_finds_holds_none_but_its_own():
     assert alike == [1, 2, 1, 1]
 
 
-def test_gradients_that_no_copy_was_kept_of_are_not_trained_on_in_silence():
+def test_uncopied_gradients_are_not_trained_on_silently():
     """Calls that dropped what they found, then one that adds to it and fails."""
     model, x = torch.nn.Linear(3, 1), torch.randn(16, 3)
 
@@ -440,7 +454,8 @@ def test_gradients_that_no_copy_was_kept_of_are_not_trained_on_in_silence():
         train(8, True)
 
 
-def test_a_call_whose_optimizer_steps_in_the_backward_pass_is_not_repeated():
+def test_an_update_within_backward_is_not_repeated():
+    """The optimizer of the call steps there."""
     layer, calls = torch.nn.Linear(1, 1), []
     layer.weight.register_post_accumulate_grad_hook(lambda parameter: None)
 
@@ -454,7 +469,7 @@ def test_a_call_whose_optimizer_steps_in_the_backward_pass_is_not_repeated():
     assert calls == [8]
 
 
-def test_a_try_that_zeroes_its_gradients_begins_each_time_with_those_of_the_call():
+def test_a_zeroing_try_restarts_from_the_calls_gradients():
     model, x, seen = torch.nn.Linear(3, 1), torch.randn(16, 3), []
     step_over(model, x, 4)
 
@@ -468,7 +483,7 @@ def test_a_try_that_zeroes_its_gradients_begins_each_time_with_those_of_the_call
     assert torch.equal(*seen)
 
 
-def test_a_message_names_the_gpu_whose_memory_ran_out(caplog):
+def test_a_message_names_the_full_gpu(caplog):
     """No launcher has chosen it, and it is not the CPU."""
     adaptive_batch_training(lambda batch_size: fits(batch_size, 4), 8, 1)
     assert "out of memory on the GPU: micro-batch 8 → 4" in caplog.text
@@ -480,7 +495,9 @@ INLINE = {"isolation": "none", "auto_device": False, "device": "cpu"}
 
 
 @pytest.mark.usefixtures("whole_heap")
-def test_an_inline_attempt_that_left_memory_behind_says_how_much(tmp_path, caplog):
+def test_leftover_memory_of_inline_attempts_is_reported(tmp_path, caplog):
+    """The line says how much there is."""
+
     def train(cfg):
         outputs = torch.zeros(cfg.training.batch_size, 2**14)
         if cfg.training.batch_size > 32:
@@ -498,7 +515,8 @@ def test_an_inline_attempt_that_left_memory_behind_says_how_much(tmp_path, caplo
     assert "4.0 MiB more on cpu than before the first try" in held["description"]
 
 
-def test_a_fault_is_reported_where_the_device_answers_nothing_after_it(tmp_path, monkeypatch):
+def test_a_fault_on_a_silent_device_is_reported(tmp_path, monkeypatch):
+    """It answers nothing after the fault."""
     message = "CUDA error: an illegal memory access was encountered"
 
     def fails(*arguments):

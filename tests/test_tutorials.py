@@ -45,7 +45,7 @@ def run(world, commands, folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("example", GALLERY)
-def test_the_first_command_of_a_page_of_the_gallery_works(example, world):
+def test_a_gallery_pages_first_command_works(example, world):
     if example.startswith(("transformers", "lightning")):
         pytest.importorskip(example.partition("_")[0], reason="an extra")
     shutil.copytree(ROOT / "examples", world.folder / "examples")

@@ -22,11 +22,12 @@ def _load(*names: str) -> tuple[Feature, ...]:
 
 
 FEATURES = _load(
+    "features.data_loader_workers",
     "features.out_of_memory",
     "features.disk",
+    "features.divergence",
     "features.retry_rules",
     "features.gpus",
-    "features.divergence",
     "features.memory_samples",
     "features.measured_memory",
     "features.time_slices",
@@ -43,7 +44,6 @@ FEATURES = _load(
     "features.detach",
     "features.live_screen",
     "features.notifications",
-    "features.data_loader_workers",
     "features.expandable_segments",
     "features.gradient_checkpointing",
     "features.fewer_gpus",
@@ -52,10 +52,13 @@ FEATURES = _load(
 )
 """The order is the order of evidence. Some features need what others have found:
 
+- features.data_loader_workers before features.out_of_memory: it knows the library of the message.
+- features.data_loader_workers before features.retry_rules: a rule may find that a GPU failed.
 - features.out_of_memory before features.disk: a read-only disk is the cause if it is one of two.
 - features.out_of_memory before features.retry_rules: rules look at the failure as it is in the end.
 - features.disk before features.retry_rules: likewise.
 - features.disk before features.gpus: a failure of the disk excludes no GPU.
+- features.divergence before features.retry_rules: rules count tries without progress.
 - features.retry_rules before features.gpus: a rule may find that a GPU failed, and exclude it.
 - features.provenance before features.report_page: the page shows the provenance.
 

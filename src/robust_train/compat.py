@@ -131,9 +131,15 @@ def found_overflow(scaler: Any, optimizer: Any) -> bool | None:
     """Return whether a GradScaler has met an overflow in the gradients that it has unscaled; None
     if it is another kind of scaler. It reads the same figures before it steps an optimizer that
     does not decide on the device, and waits for the same kernels."""
+    figures = overflow_figures(scaler, optimizer)
+    return None if figures is None else any(map(bool, figures))
+
+
+def overflow_figures(scaler: Any, optimizer: Any) -> list[Any] | None:
+    """Return a GradScaler's figures, one a device and not zero after an overflow, of the gradients
+    that it has unscaled; None if it is another kind of scaler."""
     try:
-        figures = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        return any(bool(figure) for figure in figures.values())
+        return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
     except (AttributeError, KeyError, TypeError):
         return None
 
@@ -569,6 +575,12 @@ def collectives_begun(group: Any) -> int:
     # a wrapper around several backends may refuse
     except (AttributeError, RuntimeError):
         return 0
+
+
+def groups_of_process(dist: Any) -> list[Any]:
+    """Return the process groups that this process is in; none where torch keeps them elsewhere."""
+    world = getattr(dist.distributed_c10d, "_world", None)
+    return list(getattr(world, "pg_map", ()))
 
 
 def sharding_has_begun(module: Any) -> bool:

@@ -15,12 +15,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from attempts import failed, gpu, policy
+from attempts import built, failed, gpu, policy
 from journals import Journal
 from robust_train import assembly
 from robust_train.config.schema import RobustConfig
 from robust_train.features.time_slices.model import TimeSliceKeys
+from robust_train.folder import provenance
 from robust_train.folder.checkpoints import Manifest, record_checkpoint
+from robust_train.folder.identity import resume_from
 from robust_train.folder.state import Summary
 from robust_train.launcher.hooks import Hooks, InLauncher
 from robust_train.model.attempt import Attempt
@@ -37,14 +39,16 @@ FAULT = FailureKind.DEVICE_FAULT
 LIMIT = RetryRule("retry", message="ran out of host memory")
 OUR_CLUSTER = RetryRule("exclude_gpu", message="node 7")
 
-EARLIER = failed(SPEC, FailureKind.HOST_OOM)
+AGAIN = RetryRule("retry", message="a diverged message", times=1)
+
+EARLIER = failed(SPEC, FailureKind.HOST_OOM, rule=2, saved_step=8)
 
 
 def made_up_attempts(folder):
     """Attempts that ended in each way of which a feature knows more, and in two at once."""
     checkpoint = str(folder / "checkpoints" / "step-10.pt")
     damaged = {"evidence": Evidence(clue=Clue.DAMAGED), "exit_code": 1, "resumed_from": checkpoint}
-    diverged = Evidence(good_step=7, bad_step=12, has_checkpoint=True)
+    diverged = built(Evidence, good_step=7, bad_step=12, has_checkpoint=True)
     return {
         "completed": Attempt(2, SPEC, seconds=1.0),
         "unclear": failed(SPEC, FailureKind.BUG, message=UNCLEAR),
@@ -61,7 +65,10 @@ def made_up_attempts(folder):
         ),
         "a fault of a GPU": failed(SPEC, FAULT, message="CUDA error: uncorrectable ECC error"),
         "a fault of a GPU, with a read-only disk": failed(SPEC, FAULT, message=READ_ONLY),
-        "diverged": failed(SPEC, FailureKind.DIVERGED, diverged),
+        "diverged": failed(SPEC, FailureKind.DIVERGED, diverged, saved_step=10),
+        "out of memory, as the user knows it": failed(
+            SPEC, FailureKind.HOST_OOM, message="Killed on node 7", workers_seen=2
+        ),
     }
 
 
@@ -86,6 +93,21 @@ class Devices:
         return Room((), 0, counts=(count,))
 
 
+class RunsWhenJoined:
+    """A thread that runs when somebody waits for it, so never too early or too late."""
+
+    ident = 1
+
+    def __init__(self, target, **options):
+        self._target = target
+
+    def start(self):
+        pass
+
+    def join(self, timeout=None):
+        self._target()
+
+
 class Launch:
     """A job with two checkpoints whose attempt has ended, as its features see it."""
 
@@ -95,12 +117,15 @@ class Launch:
         config = RobustConfig(theirs={}).having(TimeSliceKeys(0.0))
         self.signals = SimpleNamespace(received=None)
         self.plan = SimpleNamespace(run_dir=run_dir, config=config)
-        self.policy = policy(8, rules=(LIMIT, OUR_CLUSTER))
+        self.policy = policy(8, rules=(LIMIT, OUR_CLUSTER, AGAIN))
         self.beginning = SimpleNamespace(job=JOB, checkpoint=None)
         self.driver = SimpleNamespace(has_remedies=True, devices=Devices())
 
     def was_stopped(self, attempt):
         return False
+
+    def look_for_checkpoint(self):
+        return resume_from(self.plan.run_dir, JOB)
 
     def files(self):
         return {
@@ -155,8 +180,8 @@ def named_pairs():
     return set(re.findall(r"^- features\.(\w+) before features\.(\w+): \w", text, re.M))
 
 
-def test_pairs_that_do_not_commute_are_named_with_reasons(tmp_path, monkeypatch, prepared):
-    """And no others; each pair is in the order of the tuple."""
+def test_noncommuting_pairs_are_named_with_reasons(tmp_path, monkeypatch, prepared):
+    """No other pairs are named; each is in the order of the tuple."""
     run_dir = tmp_path / "run"
     real = os.statvfs
 
@@ -164,6 +189,7 @@ def test_pairs_that_do_not_commute_are_named_with_reasons(tmp_path, monkeypatch,
         return SimpleNamespace(f_flag=os.ST_RDONLY, f_blocks=real(path).f_blocks)
 
     monkeypatch.setattr(os, "statvfs", read_only)
+    monkeypatch.setattr(provenance, "threading", SimpleNamespace(Thread=RunsWhenJoined))
 
     def evidence(halves):
         outcomes = []

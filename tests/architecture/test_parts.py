@@ -2,6 +2,7 @@
 
 import ast
 import json
+import pickle
 import re
 from dataclasses import dataclass, fields
 
@@ -10,7 +11,8 @@ from without_feature import PACKAGE, ROOT
 
 from attempts import built
 from robust_train.model.attempt import Attempt, Note
-from robust_train.model.failure import Failure, FailureKind
+from robust_train.model.events import Failed, parse
+from robust_train.model.failure import Evidence, Failure, FailureKind
 from robust_train.model.parts import Part, parts_like
 from robust_train.model.spec import AttemptSpec
 
@@ -33,7 +35,11 @@ def test_a_record_in_files_stays_the_same():
 
 @pytest.mark.parametrize("part", parts_like(Part))
 def test_a_part_stands_behind_a_field(part):
-    records = [record for record in (Attempt, AttemptSpec) if issubclass(part, record.kind_of_part)]
+    records = [
+        record
+        for record in (Attempt, AttemptSpec, Evidence)
+        if issubclass(part, record.kind_of_part)
+    ]
     names = {field.name for record in records for field in fields(record)}
     assert part.behind in {"", *names}
 
@@ -59,6 +65,22 @@ def test_what_features_choose_survives_a_file():
     chosen = {"num_workers": 3, "expandable_segments": False, "gradient_checkpointing": True}
     spec = built(AttemptSpec, (), 8, 1, **chosen, splits_loss=True, lr_factor=0.5, skips_to=7)
     assert AttemptSpec.parse(json.loads(json.dumps(spec.as_json()))) == spec
+
+
+def test_findings_of_features_survive_a_file():
+    known = {"bad_step": 7, "reads_lr": True, "workers": 2, "has_checkpoint": True}
+    evidence = built(Evidence, clue="killed", **known)
+    failure = Failure(FailureKind.DIVERGED, "m", evidence)
+    parsed = parse(json.loads(json.dumps(Failed(failure).as_json())))
+    assert parsed.failure == failure
+    assert pickle.loads(pickle.dumps(failure)) == failure
+
+
+def test_a_program_reads_what_features_know_like_fields():
+    evidence = built(Evidence, bad_step=7)
+    assert (evidence.bad_step, evidence.good_step, evidence.no_workers) == (7, None, False)
+    with pytest.raises(AttributeError, match="Evidence has no 'bad_stop'"):
+        _ = evidence.bad_stop
 
 
 @pytest.mark.parametrize("asked", [False, True])

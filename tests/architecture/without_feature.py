@@ -65,7 +65,7 @@ GIVES_UP = """
         raise AssertionError(summary)
 """
 
-TEST = "test_a_job_ends_or_goes_on_leaves_nothing_and_is_completed_by_the_same_command"
+TEST = "test_the_same_command_completes_a_troubled_job"
 OUT_OF_MEMORY_CELL = "ranks-out of memory"
 CELLS = (
     "function-SIGTERM then a new job",

@@ -11,7 +11,7 @@ import robust_train
 from another_user import ANOTHER_USER, needs_root
 from plans import folder_in
 from robust_train.cli.command import load
-from robust_train.cli.commands import COMMANDS
+from robust_train.cli.commands import COMMANDS, OTHER_NAMES
 from robust_train.cli.main import find, main, parser_of
 from robust_train.folder.state import Summary
 from robust_train.host.signals import SignalWatch
@@ -32,7 +32,8 @@ def here(tmp_path, monkeypatch):
 # --- the table ------------------------------------------------------------------------------------
 
 
-def test_every_command_has_a_function_and_a_line_of_help_within_80_columns(capsys):
+def test_every_command_has_a_short_help_line(capsys):
+    """It has a function, too; the line fits into 80 columns."""
     assert main(["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
@@ -57,11 +58,22 @@ def test_help_and_the_package_import_no_framework():
     assert done.stdout.endswith("\nset()\n")
 
 
+def test_other_names_lead_to_real_commands():
+    for name, meant in OTHER_NAMES.items():
+        assert name not in COMMANDS
+        command, rest = find(meant.split())
+        known = {word for option in command.options for word in option.names}
+        assert known.issuperset(rest), meant
+
+
 # --- mistakes -------------------------------------------------------------------------------------
 
 MISTAKES = [
     ("stauts", 2, ["stauts: no such command", "did you mean status?"]),
     ("xyz", 2, ["xyz: no such command", "there are train, run, resume, init, ps, status, "]),
+    ("tail", 2, ["tail: no such command; did you mean logs -f?"]),
+    ("result", 2, ["result: no such command; did you mean status?"]),
+    ("cite here", 2, ["cite: no such command; did you mean report --cite?"]),
     ("gpus extra", 2, ["gpus: unrecognized arguments: extra"]),
     ("ps --al", 2, ["ps: unrecognized arguments: --al"]),
     # the program of `run`
@@ -141,7 +153,8 @@ def test_a_mistake_is_one_line_and_leaves_nothing(line, code, words, here, capsy
 
 @needs_root
 @pytest.mark.parametrize("command", ["status", "stop", "logs", "report", "queue --dir"])
-def test_another_users_private_folder_is_refused_in_one_line(command, tmp_path, capsys):
+def test_another_users_private_folder_is_refused(command, tmp_path, capsys):
+    """The refusal is one line."""
     private = tmp_path / "private"
     private.mkdir(mode=0o700)
     for folder in (tmp_path, *tmp_path.parents[:2]):
@@ -186,7 +199,7 @@ KEYS = {
 }
 
 
-def test_the_output_of_each_command_that_has_json_is_checked():
+def test_every_json_output_is_checked():
     with_json = {
         name
         for name, command in COMMANDS.items()
@@ -232,7 +245,7 @@ def test_output_that_cannot_be_shown_gets_no_traceback(stdout, code, error):
 
 
 @pytest.mark.parametrize("words", ["--help", "run --help", "doctor", "gpus", "completion"])
-def test_a_reader_that_has_seen_enough_gets_no_traceback(words):
+def test_readers_that_leave_early_see_no_traceback(words):
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as stdout:

@@ -24,7 +24,8 @@ EVERYTHING = [
 ]
 
 
-def test_options_keys_and_arguments_arrive_as_they_were_typed(scripts):
+def test_command_line_words_arrive_unchanged(scripts):
+    """Options, keys and arguments reach the program as they were typed."""
     options = ("--batch-size=8", "--min-batch-size=2", "--name=my job")
     keys = ("device=cpu", "training.num_workers=3")
     code = "import json, os, sys; print(json.dumps([os.environ[sys.argv[1]], *sys.argv[2:]]))"
@@ -45,7 +46,8 @@ def test_closed_streams_are_nobodys_trouble(scripts):
     assert (scripts.run_dir / "attempt-1.log").read_text() == "printed\n"
 
 
-def test_each_attempt_reads_a_file_on_standard_input_from_where_it_began(scripts):
+def test_each_attempt_rereads_standard_input(scripts):
+    """A file on standard input is read from where it began."""
     (scripts.folder / "in").write_text("skipped\nhello\n")
     words = ("sh", "-c", "cat; [ {batch_size} = 4 ] || { echo MemoryError: no; exit 1; }")
     with (scripts.folder / "in").open("rb", buffering=0) as file:
@@ -57,7 +59,8 @@ def test_each_attempt_reads_a_file_on_standard_input_from_where_it_began(scripts
     assert "skipped" not in ended.stdout
 
 
-def test_with_the_batch_left_to_the_script_it_is_not_started_again_with_less(scripts):
+def test_a_script_with_its_own_batch_keeps_it(scripts):
+    """The batch is left to the script, which is not started again with less."""
     ended = scripts.run("--", "sh", "-c", "echo MemoryError: no more; exit 1").with_code(1)
     assert [a["outcome"] for a in ended.attempts] == ["host_oom"]
 

@@ -14,7 +14,8 @@ from robust_train.gpu.bounded import ask
 from robust_train.model.errors import EXIT_TRY_LATER, limit_reached
 
 
-def test_too_few_files_are_one_line_that_names_the_limit(tmp_path):
+def test_too_few_open_files_name_the_limit(tmp_path):
+    """The message is one line."""
     argv = f"{sys.executable} -m robust_train.cli.main run --run-dir {tmp_path} -- true"
     ended = subprocess.run(
         ["sh", "-c", f"ulimit -n 12; exec {argv}"], capture_output=True, text=True
@@ -41,7 +42,9 @@ def test_each_limit_is_named_and_may_pass(number, words):
 
 
 @needs_root
-def test_without_room_for_a_thread_no_record_costs_a_job_and_the_limit_is_named(tmp_path):
+def test_a_lack_of_threads_costs_no_job(tmp_path):
+    """No record is worth a job, and the limit is named."""
+
     def fill():
         resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
         assert Provenance(tmp_path, (), {}).short() is None

@@ -43,7 +43,8 @@ def project(world):
     return world.folder / "deep" / "mine"
 
 
-def test_a_new_project_that_resumes_draws_what_it_would_have_drawn(tmp_path):
+def test_a_resuming_new_project_draws_the_same(tmp_path):
+    """What it would have drawn without the interruption."""
     path = ROOT / "src" / "robust_train" / "project_template" / "training.py"
     code = runpy.run_path(str(path))
     spirals = {"samples": 40, "width": 4}
@@ -70,9 +71,8 @@ def test_a_new_project_that_resumes_draws_what_it_would_have_drawn(tmp_path):
     assert first + rest == whole
 
 
-def test_a_new_project_trains_at_once_and_its_recipe_goes_on_from_its_checkpoint(
-    world, project, just
-):
+def test_a_new_project_trains_and_resumes(world, project, just):
+    """At once; its recipe resumes from its checkpoint."""
     _run(world, project)
     (folder,) = project.glob("outputs/*/*")
     assert "_spirals_" in folder.name
@@ -125,7 +125,7 @@ def own_project(tmp_path):
     return shutil.copytree(example, tmp_path / "elsewhere", ignore=left_out)
 
 
-def test_a_hydra_project_of_your_own_builds_on_robust(world, own_project):
+def test_your_own_hydra_project_builds_on_robust(world, own_project):
     ranks = ("num_gpus=2", "auto_device=false", "device=cpu")
     _run(world, own_project, "training.batch_size=30", *ranks)
     (summary,) = _summaries(own_project)
@@ -136,7 +136,8 @@ def test_a_hydra_project_of_your_own_builds_on_robust(world, own_project):
     assert "_iris_small_" in folder.name
 
 
-def test_mistakes_in_a_project_are_one_line_and_exit_code_2(world, own_project):
+def test_mistakes_in_a_project_take_one_line(world, own_project):
+    """The exit code is 2."""
     config = own_project / "conf"
     (config / "net").mkdir()
     for name, text in (("tab", "a:\n\tb: 1\n"), ("twice", "a: 1\na: 2\n"), ("open", "a: {b\n")):
@@ -228,8 +229,8 @@ def test_a_hydra_project_needs_one_edit(world, foreign):
     assert "attempt 1" in log
 
 
-def test_a_projects_own_logging_does_not_mute_what_matters(world, foreign):
-    """It disables every logger that exists, which is Python's default."""
+def test_important_lines_survive_a_projects_logging(world, foreign):
+    """The project's logging disables every logger that exists, which is Python's default."""
     (foreign / "configs/trainer/bare.yaml").write_text("{devices: 1}")
     muted = "hydra.job_logging.disable_existing_loggers=true"
     ended = _run(world, foreign, "fits=20", "trainer=bare", muted)
@@ -288,12 +289,14 @@ def test_mistakes_in_the_group_robust_are_one_line(world, foreign):
     assert ended.stderr.startswith("robust.detach=true: not as a rank of the engine that")
 
 
-def test_a_mistake_of_the_users_that_a_projects_main_names_is_its_line(world, foreign):
+def test_a_user_error_in_main_is_one_line(world, foreign):
+    """The main function of a project raises it."""
     ended = _run(world, foreign, "fits=0", code=1)
     assert ended.stderr == "failed: fits=0: nothing does\n"
 
 
-def test_what_a_projects_job_says_names_keys_as_its_user_writes_them(world, foreign):
+def test_messages_use_the_projects_own_keys(world, foreign):
+    """Keys are written as the user of the project writes them."""
     ended = _run(world, foreign, "robust.device=cuda", code=2)
     assert ended.stderr.startswith("robust.device=cuda: no such GPU here: ")
     words = (
@@ -355,7 +358,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_projects_config_may_be_dataclasses_of_its_script(world):
+def test_configs_may_be_the_scripts_dataclasses(world):
     """The attempt imports the script under another name than the one by which they are pickled."""
     (world.folder / "main.py").write_text(OF_DATACLASSES)
     _run(world, world.folder, "optimizer.lr=0.5", "robust.num_gpus=1")
@@ -381,8 +384,8 @@ if __name__ == "__main__":
 """
 
 
-def test_a_resolver_that_only_the_launcher_has_is_one_line(world):
-    """Its value is no text, so it is asked again in the attempt."""
+def test_a_resolver_missing_in_attempts_is_one_line(world):
+    """Only the launcher has it. Its value is not text, so it is resolved again in the attempt."""
     (world.folder / "main.py").write_text(OF_THE_LAUNCHER)
     ended = _run(world, world.folder, "robust.num_gpus=1", code=1)
     (line,) = ended.stderr.splitlines()
@@ -412,8 +415,10 @@ if __name__ == "__main__":
 """
 
 
-def test_jobs_in_one_process_stay_in_their_sweep_and_say_what_has_changed(world):
-    """A job that leaves the working directory does not take the next ones with it."""
+def test_inline_jobs_stay_in_their_sweep(world):
+    """They say what has changed. A job that leaves the working directory does not take the next
+    ones with it.
+    """
     (world.folder / "conf").mkdir()
     for name, text in (("config", "{defaults: [_self_, mine], x: 1}"), ("mine", "lr: 1")):
         (world.folder / f"conf/{name}.yaml").write_text(text)
@@ -432,7 +437,7 @@ def test_jobs_in_one_process_stay_in_their_sweep_and_say_what_has_changed(world)
 
 
 @pytest.mark.slow
-def test_a_sweep_of_a_hydra_project_has_its_table_and_objectives(world, foreign):
+def test_hydra_project_sweeps_have_tables_and_objectives(world, foreign):
     more = ("robust.sweep_patience=3",)
     first = _run(world, foreign, "-m", "data.batch_size=16,8", "fits=20", *more)
     line = "robust.sweep_patience=3: hydra/launcher=basic runs each job to its end"
@@ -497,7 +502,7 @@ def test_a_job_needs_no_file(world, names, words, keys, folders):
 
 
 @pytest.mark.slow
-def test_types_of_a_script_reach_the_attempts_of_a_launcher_of_hydras(world):
+def test_types_of_a_script_survive_hydras_launchers(world):
     """joblib, submitit and Ray carry them by value to a process that has no such module."""
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="the extra [sweep]")
     (world.folder / "main.py").write_text(OF_DATACLASSES)
@@ -507,7 +512,7 @@ def test_types_of_a_script_reach_the_attempts_of_a_launcher_of_hydras(world):
     assert sorted(job["result"] for job in sweep["jobs"]) == [8, 16]
 
 
-def test_a_config_may_have_types_that_no_module_has(tmp_path):
+def test_a_config_may_have_types_without_modules(tmp_path):
     @dataclass
     class Local:
         width: int = 3
@@ -537,8 +542,8 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     "decorator", [pytest.param("robust_train.hydra_main", marks=pytest.mark.slow), "hydra.main"]
 )
-def test_groups_of_a_project_on_robust_are_its_own(world, decorator):
-    """In a sweep over all of them, which trains each of them once."""
+def test_a_project_on_robust_keeps_its_groups(world, decorator):
+    """A sweep over all of them trains each once."""
     module, _, name = decorator.partition(".")
     script = ON_ROBUST.replace("import DECORATOR", f"from {module} import {name}")
     files = {
@@ -567,7 +572,7 @@ def test_options_of_hydras_may_follow_a_projects_overrides(world, own_project):
     assert shown.stdout.strip() == "1.0"
 
 
-def test_a_group_that_robust_does_not_bring_is_named(world, own_project):
+def test_a_group_that_robust_lacks_is_named(world, own_project):
     config = own_project / "conf" / "config.yaml"
     config.write_text("defaults: [robust, override /dataset: none, _self_]\n")
     ended = _run(world, own_project, code=2)
@@ -575,8 +580,10 @@ def test_a_group_that_robust_does_not_bring_is_named(world, own_project):
     assert line.startswith("config: 'override /dataset: …' finds no group dataset before it")
 
 
-def test_no_hydra_config_of_ours_has_the_name_of_another_plugins():
-    """All programs of the environment have it: that of another plugin would be merged with it."""
+def test_our_hydra_configs_have_unique_names():
+    """All programs of the environment have them: that of another plugin would be merged with
+    ours.
+    """
 
     def stored(group):
         for node in group.values():

@@ -18,8 +18,8 @@ def ckpt(scripts):
     return ["--batch-size", "64", *RESUME, "--", *program]
 
 
-def test_the_next_attempt_goes_on_from_the_newest_whole_checkpoint(scripts, ckpt):
-    """And not from one that lay there before the job; once completed, it begins again."""
+def test_attempts_resume_from_the_newest_whole_checkpoint(scripts, ckpt):
+    """They ignore a file that existed before the job; once completed, it starts over."""
     scripts.folder /= "run [1]"  # no pattern by itself
     (scripts.folder / "ckpt").mkdir(parents=True)
     with zipfile.ZipFile(scripts.folder / "ckpt" / "step-8.pt", "w") as old:
@@ -46,7 +46,8 @@ raise MemoryError
 """
 
 
-def test_files_that_belong_together_are_handed_over_together_and_the_report_knows_the_name(scripts):
+def test_files_that_belong_together_stay_together(scripts):
+    """They are handed over together, and the report knows the name."""
     (scripts.folder / "main.py").write_text(GAN)
     both = '${1:+--netD "$1" --netG "$(echo "$1" | sed s/netD/netG/)"}'
     shell = f"exec {sys.executable} main.py {{batch_size}} {{effective_batch_size}} {both}"
@@ -62,7 +63,7 @@ def test_files_that_belong_together_are_handed_over_together_and_the_report_know
     assert report.stdout.strip() == str(scripts.run_dir / "report.html")
 
 
-def test_an_older_checkpoint_is_no_news_while_the_newest_is_written_over(scripts):
+def test_an_overwritten_newest_checkpoint_hides_older_ones(scripts):
     """It would count as progress in each attempt, and the job would never end."""
     (scripts.folder / "ckpt").mkdir()
     code = (
@@ -93,7 +94,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_program_that_calls_launch_goes_on_by_its_own_command(scripts):
+def test_a_launching_program_resumes_by_its_command(scripts):
     (scripts.folder / "loop.py").write_text(LOOP)
     ended = scripts.world.program(sys.executable, "loop.py", code=1)
     assert "after fixing it: robust-train resume " in ended.stdout

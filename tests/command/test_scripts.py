@@ -31,7 +31,8 @@ def run_program(scripts, code, *options, words=(), exit_code=0):
 
 
 @pytest.mark.proves("scripts", "one GPU", "new attempt")
-def test_a_real_lack_of_memory_halves_the_batch_until_it_fits(scripts):
+def test_a_real_memory_shortage_halves_until_it_fits(scripts):
+    """What is halved is the batch."""
     given = ("${training.batch_size}", "--accumulate", "${training.gradient_accumulation_steps}")
     words = script("hungry.py", "--batch_size", *given)
     ended = scripts.train(words, "training.batch_size=32").with_code(0)
@@ -65,9 +66,8 @@ LINEAR = ("--scale-learning-rate", "linear")
     ],
     ids=["not scaled", "not given", "linear"],
 )
-def test_the_effective_batch_is_the_true_one_where_a_script_cannot_accumulate(
-    scripts, options, rate, warning
-):
+def test_scripts_without_accumulation_report_their_true_batch(scripts, options, rate, warning):
+    """The effective batch of a script that cannot accumulate."""
     own = ("--batch-size", "32", "--learning-rate", "0.4", *SAVES_NOTHING, *options)
     ended = run_program(scripts, NO_ACCUMULATION, *own, words=("{batch_size}", "{learning_rate}"))
     keys = ("batch_size", "gradient_accumulation_steps", "effective_batch_size")
@@ -101,9 +101,8 @@ RESUMES = ("--checkpoint", "*.pt", "--resume-argv")
     ],
     ids=["transformers", "goes on", "another library"],
 )
-def test_a_script_that_begins_again_beside_its_checkpoint_is_seen_by_what_it_writes(
-    scripts, names, is_seen, advice
-):
+def test_ignored_checkpoints_show_by_new_writes(scripts, names, is_seen, advice):
+    """A script that begins again next to its checkpoint is noticed by what it writes."""
     own = (*RESUMES, "--resume_from_checkpoint {checkpoint}")
     ended = run_program(scripts, BEGINS_AGAIN, *own, words=(names,))
     seen = "was given model-2.pt, and has written model-1.pt"
@@ -119,9 +118,8 @@ if int(sys.argv[1]) > 8:
 """
 
 
-def test_gradients_that_transformers_may_add_up_are_said_once_before_the_first_smaller_attempt(
-    scripts,
-):
+def test_transformers_summed_gradients_are_mentioned_once(scripts):
+    """The line comes before the first smaller attempt."""
     words = ("{batch_size}", "{gradient_accumulation_steps}")
     ended = run_program(scripts, ADDS_UP_MEANS, "--batch-size", "32", words=words)
     first, _, rest = ended.stdout.partition("attempt 2 on the CPU")
@@ -142,7 +140,8 @@ raise pickle.UnpicklingError(
 """
 
 
-def test_a_checkpoint_that_torch_refuses_is_named_with_what_helps(scripts):
+def test_a_refused_checkpoint_is_named_with_help(scripts):
+    """It is torch that refuses the checkpoint."""
     ended = run_program(scripts, REFUSED, *RESUMES, "{checkpoint}", exit_code=1)
     file = scripts.folder / "1.pt"
     assert f"ended with exit code 1: torch.load takes weights only, and {file}" in ended.stdout
@@ -197,9 +196,8 @@ READS_ANOTHER = ["retry", "earlier_checkpoint", "none"]
     ],
     ids=["damaged", "a file missing in a folder", "the only one"],
 )
-def test_after_a_checkpoint_that_a_script_cannot_read_comes_the_one_before(
-    scripts, code, actions, words
-):
+def test_an_unreadable_checkpoint_gives_way_to_older_ones(scripts, code, actions, words):
+    """The script cannot read it."""
     code, own = TELLS + code, ("--resume-argv", "{checkpoint}")
     ended = run_program(scripts, code, *own, exit_code=int(actions[-1] == "give_up"))
     assert [one["action"] for one in ended.attempts] == actions
@@ -220,8 +218,8 @@ train(composed(sys.argv[1:]), Run(run_dir=Path("run"), attempt=2, resume_checkpo
 
 
 @pytest.mark.parametrize("left", [None, b"PK\x03\x04"], ids=["removed", "torn"])
-def test_a_checkpoint_that_is_lost_while_the_job_waits_leads_to_the_one_before(scripts, left):
-    """After the launcher has read it, and before the script starts."""
+def test_a_lost_checkpoint_gives_way_to_older_ones(scripts, left):
+    """It is lost after the launcher has read it, and before the script starts."""
     (scripts.folder / "run").mkdir()
     (scripts.folder / "run" / "checkpoints_before.json").write_text("{}")
     (scripts.folder / "1.pt").write_text("weights")
@@ -252,7 +250,8 @@ print("result", train(composed(sys.argv[1:]), run))
 """
 
 
-def test_a_script_that_had_completed_when_a_stop_arrived_keeps_its_result(scripts):
+def test_a_completed_script_keeps_its_result(scripts):
+    """The stop arrived after it had completed."""
     (scripts.folder / "run").mkdir()
     tells = (
         """[sh, -c, 'echo "{\\"event\\": \\"result\\", \\"value\\": 7}" >> $ROBUST_TRAIN_EVENTS']"""
@@ -280,13 +279,14 @@ time.sleep(1.2)
 """
 
 
-def test_a_checkpoint_that_is_being_written_over_is_not_called_damaged(scripts):
+def test_a_checkpoint_being_written_is_not_damaged(scripts):
     ended = run_program(scripts, TELLS + WRITTEN_OVER, "--checkpoint", "*.pt")
     assert "it is not used" not in ended.stdout
     assert "checkpoint" in [event["event"] for event in ended.journal]
 
 
-def test_a_learning_rate_follows_the_batch_only_where_that_was_asked_for():
+def test_the_learning_rate_follows_only_on_request():
+    """It follows the batch size."""
     rates = {}
     for how in ("null", "linear", "sqrt"):
         keys = ("training.lr=0.4", "training.batch_size=64", f"trainer.scale_learning_rate={how}")
@@ -295,7 +295,8 @@ def test_a_learning_rate_follows_the_batch_only_where_that_was_asked_for():
     assert rates == {"null": 0.4, "linear": 0.1, "sqrt": 0.2}
 
 
-def test_a_script_that_cannot_accumulate_is_not_tried_again_where_the_batch_is_to_be_kept(scripts):
+def test_scripts_preserving_their_batch_are_not_retried(scripts):
+    """They cannot accumulate, and the batch is to be preserved."""
     own = ("--batch-size", "64", "--keep-effective-batch")
     words = ("{batch_size}", "1")
     ended = run_program(scripts, NO_ACCUMULATION, *own, words=words, exit_code=1)
@@ -303,7 +304,8 @@ def test_a_script_that_cannot_accumulate_is_not_tried_again_where_the_batch_is_t
     assert "would change the effective batch size" in ended.summary["reason"]
 
 
-def test_a_batch_size_that_does_not_reach_the_script_is_said_and_nothing_is_repeated(scripts):
+def test_an_ignored_batch_size_ends_the_retries(scripts):
+    """It does not reach the script, and a line says so."""
     own = ("--batch-size", "64")
     ended = run_program(scripts, NO_ACCUMULATION, *own, words=("64", "1"), exit_code=1)
     assert "--batch-size 64 is not in the script's command" in ended.stdout
@@ -320,7 +322,8 @@ if os.environ["ROBUST_TRAIN_ATTEMPT"] == "1":
 
 
 @pytest.mark.parametrize("words", [(), ("{checkpoint}",)])
-def test_a_checkpoint_that_does_not_reach_the_script_is_said(scripts, words):
+def test_an_ignored_checkpoint_is_reported(scripts, words):
+    """It does not reach the script."""
     ended = run_program(scripts, KILLED_ONCE, "--checkpoint", "*.pt", words=words)
     assert ("--checkpoint alone gives the script nothing" in ended.stdout) == (not words)
     assert "no checkpoint is known\n" in ended.stdout, "nor does it advise what was given"
@@ -335,7 +338,8 @@ if size > 16:
 """
 
 
-def test_a_script_that_reads_its_batch_of_our_run_is_given_a_smaller_one(scripts):
+def test_a_script_using_run_gets_smaller_batches(scripts):
+    """The script reads its batch size from our ``run``."""
     ended = run_program(scripts, READS_ITS_BATCH, "--batch-size", "32")
     sizes = [(a["batch_size"], a["gradient_accumulation_steps"]) for a in ended.attempts]
     assert sizes == [(32, 1), (16, 2)]
@@ -358,7 +362,7 @@ run.result(state["seen"])
 """
 
 
-def test_a_script_has_of_our_run_what_a_function_has(scripts):
+def test_scripts_share_all_functions_of_run(scripts):
     """The very next batch, as many checkpoints as are asked for, and its objective on the way."""
     own = ("retry_pause_seconds=0.1", "training.keep_checkpoints=3", "objective=accuracy")
     ended = run_program(scripts, COUNTS_BATCHES, *own)
@@ -411,7 +415,8 @@ while step < 9:
 """
 
 
-def test_what_nobody_can_name_is_tried_once_more_from_each_later_checkpoint(scripts):
+def test_unnamed_failures_are_retried_per_checkpoint(scripts):
+    """Each later checkpoint is worth one more try."""
     own = ("--checkpoint", "ckpt/*.pt", "--resume-argv", "{checkpoint}")
     ended = run_program(scripts, UNKNOWN, *own, exit_code=1)
     resumed = [Path(a["resumed_from"]).name for a in ended.attempts if a["resumed_from"]]
@@ -430,7 +435,7 @@ subprocess.run([sys.executable, "-c", sys.argv[1]])
 
 
 @pytest.mark.parametrize("failure", ["MemoryError: no more", "KeyError: 'lr'"])
-def test_a_script_that_ends_with_0_over_its_dead_children_is_doubted(scripts, failure):
+def test_exit_0_over_dead_children_is_doubted(scripts, failure):
     name, _, message = failure.partition(": ")
     code = f"raise {name}({message.strip(chr(39))!r})"
     ended = run_program(scripts, OVER_ITS_DEAD, words=(code,))
@@ -446,7 +451,8 @@ def test_what_a_shell_hides_is_said(scripts):
     assert "exit code is that of tee" in ended.stdout
 
 
-def test_steps_of_an_attempt_that_resumed_begin_where_the_one_before_had_saved():
+def test_steps_of_resumed_attempts_start_where_saved():
+    """The attempt before has saved that step."""
     first = Attempt(1, AttemptSpec((), 1, 1)).after(Progress(5, 20))
     assert (first.start_step, first.end_step) == (0, 5)
     known = Attempt(2, first.spec, resumed_from="five.pt", start_step=5)
@@ -477,13 +483,15 @@ sys.exit("never seen")
 
 
 @pytest.mark.slow
-def test_its_memory_over_time_is_that_of_all_that_it_starts(scripts):
+def test_its_memory_includes_everything_it_started(scripts):
+    """Memory over time is that of a script and its children."""
     program = scripts.folder / "waits.py"
     program.write_text(WAITS_TO_BE_SEEN)
     scripts.train([sys.executable, str(program), "{run_dir}"]).with_code(0)
 
 
-def test_a_shell_script_knows_and_tells_as_much_as_any_trainer(scripts):
+def test_a_shell_script_is_a_full_trainer(scripts):
+    """It gets and reports as much as any other."""
     ended = scripts.train(script("shell.sh"), "training.batch_size=12").with_code(0)
     assert "batch 12 on cpu, attempt 1" in ended.stdout
     assert f"sees <> checkpoint <> in {scripts.run_dir}" in ended.stdout
@@ -499,7 +507,7 @@ def test_a_shell_script_knows_and_tells_as_much_as_any_trainer(scripts):
     assert ended.output.count("not JSON") == 1
 
 
-def test_a_python_script_may_use_our_run_and_needs_no_torch_for_it(scripts):
+def test_a_python_script_uses_run_without_torch(scripts):
     words = script("with_our_help.py", "{batch_size}")
     ended = scripts.train(words, "training.batch_size=12").with_code(0)
     result = {"objective": 0.5, "batch": 12, "device": "cpu", "torch": False}
@@ -511,7 +519,8 @@ def test_a_python_script_may_use_our_run_and_needs_no_torch_for_it(scripts):
     assert 0.97 * slow <= speed["samples_per_second"] <= 1.03 * fast, "the mean of two steps"
 
 
-def test_progress_bars_and_colours_reach_the_terminal_and_do_not_hide_the_error(scripts):
+def test_bars_and_colours_reach_the_terminal(scripts):
+    """They do not hide the error."""
     words = argv(*script("bars.py", "fails", "{batch_size}"))
     shown = scripts.world.run_in_terminal("trainer=command", words)
     assert "\x1b[32mterminal\x1b[0m" in shown
@@ -558,9 +567,8 @@ def gpus(scripts, cuda_machine_with):
         pytest.param("0,1", "{num_gpus}", "2", 2, marks=pytest.mark.slow),
     ],
 )
-def test_torchs_words_in_the_output_halve_the_batch_on_the_gpus_that_are_reserved(
-    scripts, gpus, seen, asks, told, num_gpus
-):
+def test_torchs_memory_message_halves_the_batch(scripts, gpus, seen, asks, told, num_gpus):
+    """The GPUs stay the reserved ones."""
     attempts = scripts.folder / "attempts"
     budgets = {"BATCH_BUDGETS": json.dumps({seen: 8}), "ATTEMPTS_FILE": str(attempts)}
     scripts.world.environ |= budgets
@@ -604,7 +612,7 @@ def test_train_py_runs_a_script_once(scripts):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_what_cannot_be_run_is_refused_in_one_line(overrides, words):
+def test_unrunnable_commands_are_refused_in_one_line(overrides, words):
     with pytest.raises(REFUSALS) as refused:
         check_command(checked(composed(["trainer=command", *overrides])))
     line = explain(refused.value, "robust", overrides)
@@ -612,7 +620,7 @@ def test_what_cannot_be_run_is_refused_in_one_line(overrides, words):
     assert all(word in line for word in words)
 
 
-def test_a_script_whose_interpreter_is_not_there_is_refused(scripts):
+def test_a_script_without_interpreter_is_refused(scripts):
     program = scripts.folder / "mine"
     program.write_text("#!/no/such/python\n")
     program.chmod(0o700)
@@ -620,10 +628,8 @@ def test_a_script_whose_interpreter_is_not_there_is_refused(scripts):
 
 
 @pytest.mark.parametrize("activated", [False, True], ids=["uvx", "activated"])
-def test_python_is_the_users_where_the_command_is_a_tool_in_an_environment_of_its_own(
-    world, activated
-):
-    """``uvx robust-train`` puts the tool's environment in front of PATH."""
+def test_a_scripts_python_is_the_users(world, activated):
+    """``uvx robust-train`` has its own environment and puts it in front of PATH."""
     tool, users = world.folder / "cache" / "archive" / "tool", world.folder / "users"
     for folder in (tool, users):
         venv.create(folder, symlinks=True)

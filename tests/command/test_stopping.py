@@ -10,8 +10,10 @@ from command_world import all_gone, argv, script
 from world import wait_until
 
 
-def test_a_script_that_saves_and_ends_when_asked_to_counts_as_interrupted(scripts):
-    """One that stands still by SIGSTOP is continued to hear it."""
+def test_a_script_that_stops_on_request_is_interrupted(scripts):
+    """It saves and ends. A script that SIGSTOP has stopped is continued so that it receives the
+    signal.
+    """
     ready, saved = scripts.folder / "ready", scripts.folder / "saved"
     process = scripts.start("--checkpoint", "save?", "--", *script("polite.py", ready, saved))
     pid = scripts.started_script(ready)
@@ -40,7 +42,8 @@ def behind_a_fork_of_a_shell(scripts, words):
 
 
 @pytest.mark.parametrize("start", [behind_a_shell, behind_a_fork_of_a_shell, under_train_py])
-def test_a_program_with_another_before_it_is_asked_to_stop_as_well(scripts, start):
+def test_wrapped_programs_are_asked_to_stop(scripts, start):
+    """Another program, such as a shell, runs them."""
     ready, saved = scripts.folder / "ready", scripts.folder / "saved"
     process = start(scripts, script("polite.py", str(ready), str(saved)))
     pid = scripts.started_script(ready)
@@ -51,7 +54,7 @@ def test_a_program_with_another_before_it_is_asked_to_stop_as_well(scripts, star
     all_gone([pid])
 
 
-def test_forks_of_a_script_end_without_its_stop_signal(scripts):
+def test_forks_end_without_their_scripts_stop_signal(scripts):
     ready, saved = scripts.folder / "ready", scripts.folder / "saved"
     words = script("forks.py", ready, saved)
     process = scripts.start("--stop-signal", "USR1", "--", *words)
@@ -63,8 +66,8 @@ def test_forks_of_a_script_end_without_its_stop_signal(scripts):
     all_gone([pid, fork])
 
 
-def test_forks_of_a_script_end_without_its_stop_signal_whoever_was_killed(scripts):
-    """Their program is killed with the attempt, whose launcher is not there to end them."""
+def test_forks_end_even_after_a_kill(scripts):
+    """Their program is killed with the attempt, whose launcher does not exist to end them."""
     ready, saved = scripts.folder / "ready", scripts.folder / "saved"
     process = scripts.start("--", *script("forks.py", ready, saved))
     pid = scripts.started_script(ready)
@@ -88,9 +91,8 @@ def test_our_run_tells_a_python_script_to_stop(scripts):
 
 
 @pytest.mark.parametrize(("grace", "is_asked_twice"), [(0.5, False), (1000, True)])
-def test_who_ignores_sigterm_is_killed_after_the_grace_time_or_by_a_second_signal(
-    scripts, grace, is_asked_twice
-):
+def test_programs_that_ignore_sigterm_are_killed(scripts, grace, is_asked_twice):
+    """After the grace time or by a second signal."""
     pids = scripts.folder / "pids"
     words = ("--", *script("stubborn.py", str(pids)))
     process = scripts.start(f"stop_grace_seconds={grace}", *words)
@@ -106,7 +108,7 @@ def test_who_ignores_sigterm_is_killed_after_the_grace_time_or_by_a_second_signa
     all_gone(started)
 
 
-def test_what_a_script_leaves_running_when_it_completes_is_ended(scripts):
+def test_leftovers_of_a_completed_script_are_ended(scripts):
     pids = scripts.folder / "pids"
     code = f"setsid sleep 1000 & echo $! >> {pids}; sleep 1000 & echo $! >> {pids}"
     scripts.run("--", "sh", "-c", code).with_code(0)

@@ -74,7 +74,8 @@ LINES = st.builds(lambda event, fields: json.dumps({"event": event, **fields}), 
 @given(st.one_of(st.text(), JSON.map(json.dumps), LINES))
 @settings(max_examples=200)
 @example("[" * 20_000)
-def test_any_line_is_refused_or_has_what_the_launcher_reads(line):
+def test_any_line_is_read_or_refused(line):
+    """What is read is what the launcher understands."""
     try:
         message = parse(line)
     except NotUnderstoodError:
@@ -92,7 +93,8 @@ def test_any_line_is_refused_or_has_what_the_launcher_reads(line):
 
 
 @pytest.mark.parametrize("name", ["attempt_started", "finished", "self"])
-def test_an_event_of_the_scripts_own_may_have_any_name(name):
+def test_custom_events_may_have_any_name(name):
+    """These are the script's own events."""
     assert parse(json.dumps({"event": name, "a": 1, "time": 2})) == UserEvent(name, {"a": 1})
 
 
@@ -134,14 +136,16 @@ def test_a_number_is_written_as_people_write_it(number, text):
         ("bash train.sh", {}, False),
     ],
 )
-def test_torchrun_chooses_a_free_port_unless_it_was_given_an_address(command, environ, is_set):
+def test_torchrun_chooses_a_free_port_by_default(command, environ, is_set):
+    """A given address is used instead."""
     found = rendezvous_environment(command.split(), environ, 1)
     assert found == ({"PET_STANDALONE": "1"} if is_set else {})
     found = rendezvous_environment(["bash", "train.sh"], environ, 2)
     assert bool(found) == (environ.keys() <= {"MASTER", "PET_NPROC_PER_NODE"})
 
 
-def test_what_a_sweep_optimises_is_reported_also_by_the_figures_that_objective_names(tmp_path):
+def test_objectives_are_reported_by_named_figures_too(tmp_path):
+    """What a sweep optimises, also by the figures that ``objective`` names."""
     assert parse('{"event": "report", "value": 0.5, "step": 3}') == ValueReported(0.5, 3)
     with pytest.raises(NotUnderstoodError, match="report: ValueReported needs value"):
         parse('{"event": "report", "step": 3}')
@@ -181,7 +185,7 @@ def test_lines_come_whole_however_they_are_written(cuts):
     assert lines == ['{"a": 1}', '{"b": 2}', '{"c": 3}']
 
 
-def test_neither_a_burst_nor_a_line_without_end_costs_memory(tmp_path):
+def test_bursts_and_endless_lines_cost_no_memory(tmp_path):
     path = tmp_path / "events"
     path.write_bytes(b"x" * 20_000_000 + b"\n" + b'{"event": "mine"}\n' * 200_000)
     tracemalloc.start()
@@ -197,7 +201,8 @@ def test_neither_a_burst_nor_a_line_without_end_costs_memory(tmp_path):
     assert peak < 10_000_000
 
 
-def test_what_was_read_takes_no_room_on_the_disk_and_nothing_is_lost(tmp_path):
+def test_read_reports_take_no_disk_space(tmp_path):
+    """No report is lost."""
     path = tmp_path / "events"
     reader, lines = LineReader(path, block_bytes=64 * 1024), []
     with path.open("ab", buffering=0) as file:
@@ -216,7 +221,8 @@ def test_what_was_read_takes_no_room_on_the_disk_and_nothing_is_lost(tmp_path):
     assert path.stat().st_blocks * 512 < 400_000 < path.stat().st_size
 
 
-def test_a_report_after_one_that_a_full_disk_cut_short_is_a_line_of_its_own(tmp_path):
+def test_a_torn_report_does_not_spoil_another(tmp_path):
+    """A full disk cut it short; the next is a line of its own."""
     path = tmp_path / "events"
     report = appending_to(path)
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -253,7 +259,7 @@ def test_the_environment_has_every_placeholder():
 
 
 @given(st.binary(min_size=1, max_size=200), st.data())
-def test_a_zip_that_was_cut_short_is_not_whole(content, data):
+def test_a_truncated_zip_is_not_whole(content, data):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "a.pt"
         with zipfile.ZipFile(path, "w") as file:
@@ -264,7 +270,8 @@ def test_a_zip_that_was_cut_short_is_not_whole(content, data):
         assert not is_whole(path) or path.stat().st_size < 4
 
 
-def test_safetensors_tell_their_length_and_a_folder_is_whole_if_all_in_it_is(tmp_path):
+def test_a_whole_safetensors_file_has_its_length(tmp_path):
+    """A folder is whole if all files in it are."""
     header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
     path = tmp_path / "model.safetensors"
     path.write_bytes(struct.pack("<Q", len(header)) + header + b"12345678")
@@ -282,7 +289,7 @@ def test_safetensors_tell_their_length_and_a_folder_is_whole_if_all_in_it_is(tmp
     assert not is_whole(inner.parent)
 
 
-def test_only_what_is_new_and_at_rest_is_found(tmp_path):
+def test_only_new_files_at_rest_are_found(tmp_path):
     pattern = str(tmp_path / "*.ckpt*")
     old, new = tmp_path / "1.ckpt", tmp_path / "2.ckpt"
     old.write_text("old")
@@ -329,7 +336,8 @@ def test_without_a_word_the_exit_status_tells_why(returncode, tail, oom_killed, 
     assert message in failure.message
 
 
-def test_last_words_are_the_last_traceback_as_a_terminal_shows_it():
+def test_last_words_are_the_last_visible_traceback():
+    """They are what a terminal would show of it."""
     tail = "10%\r50%\r100%\nTraceback (most recent call last):\n  a\n\x1b[31mValueError\x1b[0m: b\n"
     text = last_words(tail, "attempt-1.log")
     assert text.splitlines()[1:] == ["Traceback (most recent call last):", "  a", "ValueError: b"]
@@ -351,7 +359,7 @@ def test_the_last_of_many_quick_reports_is_kept():
     ("cut", "said"),
     [(0, "is empty and is not used"), (60, "is cut off and is not used"), (None, "")],
 )
-def test_a_checkpoint_that_matches_and_is_not_whole_is_called_that(tmp_path, cut, said):
+def test_a_matching_incomplete_checkpoint_is_called_incomplete(tmp_path, cut, said):
     path = tmp_path / "last.pt"
     watch = CheckpointWatch(str(path), {})
     assert watch.unused(NOTHING) is None
@@ -367,7 +375,7 @@ def test_a_checkpoint_that_matches_and_is_not_whole_is_called_that(tmp_path, cut
     assert cut is None or unused.path == str(path)
 
 
-def test_a_bracket_in_the_name_of_a_checkpoint_is_pointed_out(tmp_path):
+def test_brackets_in_checkpoint_names_are_pointed_out(tmp_path):
     (tmp_path / "[exp]").mkdir()
     (tmp_path / "[exp]" / "1.pt").write_text("weights")
     pattern = f"{glob.escape(str(tmp_path))}/[exp]/*.pt"

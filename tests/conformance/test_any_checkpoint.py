@@ -31,9 +31,8 @@ def trained(folder, kind, batch_size, resume=None, **options):
         ("transformers", {}),
     ],
 )
-def test_from_any_step_the_samples_that_follow_and_the_weights_are_the_same(
-    tmp_path, monkeypatch, kind, options
-):
+def test_any_step_resumes_with_equal_samples_and_weights(tmp_path, monkeypatch, kind, options):
+    """The samples are those that follow the step."""
     pytest.importorskip(kind, reason=f"the extra [{kind}] is not installed")
     for name in ("READY_FILE", "WEIGHTS_FILE"):
         monkeypatch.setenv(name, str(tmp_path / name))

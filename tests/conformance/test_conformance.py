@@ -1,14 +1,54 @@
-"""Whatever happens to a job of whatever kind: it ends or goes on, leaves nothing behind, and the
-same command completes it with the weights of a job that nothing happened to.
+"""Every kind of job ends or resumes whatever happens to it, and leaves nothing behind.
 
-One table: kinds of jobs × events. Every test starts the real command. The default suite runs
-:data:`DIAGONAL`, ``just test-all`` all of it.
+The same command then completes it, with the weights of a job to which nothing happened. A cell of
+the matrix is a kind of job and an event, ``script-SIGKILL of process 2``. Every test starts the
+real command. The default suite runs :data:`DIAGONAL`; ``just test-all`` runs the whole matrix.
+
+Kinds of jobs (``jobs_of_each_kind.py``):
+    function: a function with ``run.backward``, on a simulated GPU.
+    ranks: the same function in two ranks, each on its simulated GPU.
+    sweep: the same function as the only job of a sweep that uses the GPU queue.
+    script: a program that the launcher starts, with ``{batch_size}`` in its arguments.
+    vision: the built-in trainer, on the CPU.
+    lightning, transformers, accelerate: a trainer of that framework, on the CPU.
+    … in ranks: the same job in two ranks on the CPU.
+    … in shards: the same in two ranks that shard model and optimizer by FSDP2.
+
+Events (``what_happens.py``); "to" says who receives a signal, and otherwise the command does:
+    SIGTERM: it saves and ends; the command is then repeated as it was.
+    SIGTERM then half the batch: repeated with half the micro-batch, accumulated twice.
+    SIGTERM then one rank: repeated with one rank in place of two.
+    SIGTERM then a new job: repeated with ``resume=false``.
+    SIGTERM to all, SIGKILL to all: to every process of the job at once.
+    SIGKILL of process N, SIGSTOP of process N: to one process, the latter for a second. Process 0
+        is the innermost (the script, or the process of the trainer), the last is the command.
+    full disk, no inodes, read-only disk, failing disk: the folder of the job takes no files until
+        someone is notified of it.
+    slow disk: each synchronisation takes a second while the job is stopped.
+    unreadable folder: after a kill, the records of its checkpoints are unreadable for a while.
+    blocked stdout: no one reads its output, which is more than a pipe holds.
+    second launcher: the same command is started again while the job runs.
+    neighbour: another user holds the locks that can be held, and plants files in the queue.
+    pruned: a sweep ends the job early.
+    another user waits: a user without GPUs queues, and the time slice of the job is over.
+    requested checkpoint, requested half batch: asked for by ``robust-train`` from outside.
+    out of memory in a step: the step is repeated in parts.
+    out of memory: between two steps, so that the next attempt has half the batch.
+    hang: a rank no longer trains.
+    losses that are not finite: from the first checkpoint on.
+    bug: the trainer raises an error of its own.
+
+An event is *held* if the job trains, has saved and is stopped there until the event lets it
+continue; otherwise the trainer meets it by itself. It is *exact* if the weights are the same to the
+bit afterwards; otherwise they differ by rounding. A kind *splits* if it repeats a step in parts and
+saves on request. A kind is *like* another if it learns the same weights.
 """
 
 import contextlib
 import json
 import math
 import os
+import re
 
 import psutil
 import pytest
@@ -154,6 +194,12 @@ def undisturbed(tmp_path_factory):
     return weights
 
 
+def test_the_legend_explains_every_word():
+    for name in {kind.name for kind in KINDS} | EVENTS.keys():
+        word = re.sub(r"\d+$", "N", re.sub(r".+ in (ranks|shards)$", r"… in \1", name))
+        assert re.search(rf"(?m)(^    |, ){re.escape(word)}[:,]", __doc__), word
+
+
 @pytest.mark.proves(
     "built-in trainer", ("one GPU", "several GPUs", "FSDP2"), ("in the step", "new attempt")
 )
@@ -177,9 +223,10 @@ def undisturbed(tmp_path_factory):
         if event.to(kind)
     ],
 )
-def test_a_job_ends_or_goes_on_leaves_nothing_and_is_completed_by_the_same_command(
+def test_the_same_command_completes_a_troubled_job(
     world, kind, event, cuda_machine_with, undisturbed
 ):
+    """The job ends or resumes as the table says, and leaves nothing behind."""
     if kind.needs:
         pytest.importorskip(kind.needs, reason=f"the extra [{kind.needs}] is not installed")
     gpus = [Gpu(uuid=uuid, total_mib=24000, free_mib=20000) for uuid in (A, B)]

@@ -26,12 +26,13 @@ class Attempts:
         self.run_dir.mkdir()
         self.events = []
 
-    def run(self, path, /, *, on_event=lambda event: None, **keys):
-        """Run the trainer at ``path`` once, with these keys of the config."""
+    def run(self, path, /, *, on_event=lambda event: None, more=None, **keys):
+        """Run the trainer at ``path`` once, with these keys of the config and ``more`` of what an
+        attempt is given."""
 
         given = {"device": "cpu", "training": {"batch_size": 8}, "trainer": {}, **keys}
         environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-        own = {"environ": environ, "cwd": str(self.run_dir.parent)}
+        own = {"environ": environ, "cwd": str(self.run_dir.parent), **(more or {})}
         request = attempt_request(self.run_dir, path, given, **own)
         attempt = Attempt(1, request.spec)
         self.events = []

@@ -59,7 +59,8 @@ def screen():
     os.close(write_end)
 
 
-def test_what_of_a_result_is_no_json_is_named_by_its_place(caplog):
+def test_what_json_cannot_hold_is_named_by_place(caplog):
+    """The message names the place in the trainer's result."""
     result = {"loss": float("nan"), "best": {"model": object(), "scores": [1.5, float("inf")]}}
     saved = plain(result, "it")
     assert (saved["best"]["scores"][0], type(saved["best"]["model"])) == (1.5, str)
@@ -107,8 +108,10 @@ def test_no_value_costs_the_result_or_an_event(value, tmp_path, channel):
 
 
 @pytest.mark.parametrize("number", [float, numpy.int64, torch.tensor])
-def test_steps_and_metrics_may_be_numbers_of_any_library(number, tmp_path, channel):
-    """Else the attempt's end, which names the step, would be no event, and the result lost."""
+def test_steps_and_metrics_may_be_any_librarys_numbers(number, tmp_path, channel):
+    """Otherwise the event of the attempt's end, which names the step, and with it the result would
+    be lost.
+    """
     ours, theirs = channel
     run = Run(run_dir=tmp_path, report=(send := EventSender(theirs)))
     run.started(number(0))
@@ -155,7 +158,8 @@ def test_only_progress_is_dropped_where_nobody_reads(channel):
 
 
 @pytest.mark.parametrize("size", [10, 100_000, 20_000_000])
-def test_an_event_of_any_size_arrives_whole_and_no_packet_that_is_none(channel, size):
+def test_an_event_of_any_size_arrives_whole(channel, size):
+    """What is not an event never arrives as one."""
     ours, theirs = channel
     for packet in (b"not json", b'{"event": "finished", "step": "one"}', b'{"event": "?"}', b"\0"):
         theirs.send(packet)
@@ -164,7 +168,8 @@ def test_an_event_of_any_size_arrives_whole_and_no_packet_that_is_none(channel, 
     assert list(read_events(ours)) == [event]
 
 
-def test_the_attempts_end_arrives_however_much_waits_for_a_stopped_launcher(channel, monkeypatch):
+def test_an_attempts_end_reaches_a_stopped_launcher(channel, monkeypatch):
+    """It arrives however much is waiting to be read."""
     monkeypatch.setattr(wire, "MOST_WAITING_BYTES", 100_000)
     ours, theirs = channel
     send = EventSender(theirs)
@@ -212,10 +217,8 @@ print(worker.exitcode)
         ("ignores_sigint", signal.SIGTERM, -signal.SIGTERM, {"SUBMITIT_EXECUTOR": "slurm"}),
     ],
 )
-def test_a_worker_puts_off_a_signal_of_somebody_else_and_is_ended_by_its_parent(
-    work, signum, ending, environ
-):
-    """Also where it ignores that signal, or has a handler of its own and waits."""
+def test_a_worker_postpones_a_signal_from_elsewhere(work, signum, ending, environ):
+    """Its parent ends it, even if it ignores that signal or waits in its own handler."""
     program = subprocess.Popen(
         [sys.executable, "-c", _A_WORKER, work],
         env={**os.environ, **environ},
@@ -249,18 +252,20 @@ with stop_on_signals(lambda: stops.append(1), is_script=sys.argv[1] == "script")
 
 
 @pytest.mark.parametrize(("kind", "shown"), [("function", "0 -15"), ("script", "1 -15")])
-def test_sigterm_under_submitit_stops_scripts_alone_and_ends_what_a_trainer_terminates(kind, shown):
-    """A script has received it from the scheduler as well, and may end as if it had completed."""
+def test_sigterm_under_submitit_stops_only_scripts(kind, shown):
+    """A script received it from the scheduler as well and may end as if it had completed; what a
+    trainer terminates ends.
+    """
     environ = {**os.environ, "SUBMITIT_EXECUTOR": "slurm"}
     program = [sys.executable, "-c", _UNDER_SUBMITIT, kind]
     assert subprocess.check_output(program, env=environ, text=True).strip() == shown
 
 
 @pytest.mark.parametrize(("is_ignored", "signum"), [(False, signal.SIGINT), (True, signal.SIGUSR2)])
-def test_an_attempt_under_submitit_is_stopped_by_a_signal_that_it_does_not_ignore(
-    is_ignored, signum
-):
-    """``command &`` in a shell's script ignores SIGINT."""
+def test_submitits_stop_signal_is_never_ignored(is_ignored, signum):
+    """It is another one for an attempt that ignores SIGINT, as after ``command &`` in a shell's
+    script.
+    """
     before = signal.signal(signal.SIGINT, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
     try:
         assert stop_signal({"SUBMITIT_EXECUTOR": "local"}) == signum
@@ -269,18 +274,19 @@ def test_an_attempt_under_submitit_is_stopped_by_a_signal_that_it_does_not_ignor
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_checkpoint_without_a_step_is_that_of_the_last_one_reported():
+def test_a_checkpoint_without_a_step_has_the_latest():
+    """It has the step that was reported last."""
     attempt = Attempt(1, AttemptSpec((), 8, 1))
     assert attempt.after(CheckpointSaved("a")).saved_step is None
     assert attempt.after(Progress(5)).after(CheckpointSaved("a")).saved_step == 5
 
 
-def test_a_script_may_report_any_of_the_memory_figures_alone():
+def test_a_script_may_report_any_single_memory_figure():
     attempt = Attempt(1, AttemptSpec((), 8, 1)).after(MemoryReported("mine", max_allocated=2**30))
     assert "Max Allocated: 1.00 GB" in gpu_memory_summary(attempt)
 
 
-def test_what_cannot_be_shown_is_dropped_and_said_later(screen):
+def test_dropped_output_is_reported_later(screen):
     screen, read_end = screen
     for _ in range(300):
         screen.write(b"x" * 10_000)
@@ -293,7 +299,7 @@ def test_what_cannot_be_shown_is_dropped_and_said_later(screen):
     assert b"Output truncated: no one was reading" in shown
 
 
-def test_a_reader_that_does_not_come_is_waited_for_once(screen, monkeypatch):
+def test_a_reader_that_stays_away_delays_output_once(screen, monkeypatch):
     screen, read_end = screen
     screen.write(b"x" * 200_000)
     screen.finish(0.01)
@@ -306,7 +312,7 @@ def test_a_reader_that_does_not_come_is_waited_for_once(screen, monkeypatch):
     assert slept, "it may be reading again"
 
 
-def test_log_lines_of_a_program_wait_for_no_reader_either(monkeypatch):
+def test_a_programs_log_lines_wait_for_no_reader(monkeypatch):
     read_end, write_end = os.pipe()
     logger = logging.getLogger("robust_train")
     with os.fdopen(write_end, "w", encoding="latin-1") as stream:
@@ -321,7 +327,8 @@ def test_log_lines_of_a_program_wait_for_no_reader_either(monkeypatch):
     os.close(read_end)
 
 
-def test_a_bar_without_line_ends_costs_the_same_for_weeks(tmp_path):
+def test_an_endless_bar_costs_the_same_for_weeks(tmp_path):
+    """A progress bar that never ends its line."""
     log = AttemptLog(FileIO(tmp_path / "log", "ab"))
     log.write(b"first line\n")
     tracemalloc.start()
@@ -333,7 +340,8 @@ def test_a_bar_without_line_ends_costs_the_same_for_weeks(tmp_path):
     assert (tmp_path / "log").read_text() == "first line\nstep 49999"
 
 
-def test_the_lock_of_a_groups_flags_outlives_its_holder_and_waits_for_the_slow():
+def test_the_groups_lock_outlives_its_holder():
+    """It waits for slow ranks."""
     votes = Votes(2)
     pid = os.fork()
     if pid == 0:
@@ -373,7 +381,7 @@ def test_a_log_loses_nothing_but_what_was_rewritten(tmp_path, printed, kept):
     assert (tmp_path / "log").read_bytes() == kept
 
 
-def test_a_log_file_on_a_full_disk_loses_its_lines_without_a_traceback_each(capsys):
+def test_a_full_disk_loses_log_lines_without_tracebacks(capsys):
     handler, root = logging.FileHandler("/dev/full"), logging.getLogger()
     root.addHandler(handler)
     lose_lines_quietly()
@@ -406,8 +414,8 @@ def test_streams_into_one_file_keep_their_order(tmp_path, monkeypatch, are_one):
     )
 
 
-def test_the_last_step_is_reported_before_what_ends_it(tmp_path):
-    """Steps in quick succession are thinned out; what comes after them shows the last."""
+def test_the_last_step_is_reported_before_the_end(tmp_path):
+    """Steps in quick succession are thinned out; the event after them shows the last."""
     heard = []
     run = Run(run_dir=tmp_path, report=heard.append)
     for step in (1, 2):

@@ -51,7 +51,7 @@ def test_the_reason_is_what_the_others_follow_from(ends, rank):
 
 
 @given(st.lists(st.one_of(st.integers(0, 2), st.sampled_from(["stop", "checkpoint"])), max_size=80))
-def test_a_flag_is_seen_at_the_same_look_by_all_ranks(happenings):
+def test_all_ranks_see_a_flag_at_one_look(happenings):
     """Ranks look in any order, and flags are raised at any moment."""
 
     def look(run):

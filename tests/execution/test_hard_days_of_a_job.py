@@ -31,7 +31,7 @@ def start(world, trainer):
         *(pytest.param(one, marks=pytest.mark.slow) for one in (signal.SIGUSR1, signal.SIGUSR2)),
     ],
 )
-def test_a_signal_to_every_process_of_a_job_does_not_break_off_its_last_checkpoint(world, signum):
+def test_signals_to_all_processes_spare_the_last_checkpoint(world, signum):
     """SIGTERM, and other kinds of trainers: see tests/conformance."""
     process = start(world, "trainers.saves_when_stopped")
     ready(world)
@@ -44,7 +44,7 @@ def test_a_signal_to_every_process_of_a_job_does_not_break_off_its_last_checkpoi
     assert Path(ended.summary["checkpoint"]).stat().st_size == 20_000
 
 
-def test_signals_that_come_again_do_not_break_off_a_checkpoint(world):
+def test_repeated_signals_do_not_interrupt_a_checkpoint(world):
     process = start(world, "trainers.saves_when_stopped")
     attempt = ready(world)
     process.send_signal(signal.SIGTERM)
@@ -79,7 +79,7 @@ def test_output_that_nobody_reads_holds_nothing_up(world):
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_signal_at_the_very_start_prints_no_traceback(world):
+def test_a_signal_at_startup_prints_no_traceback(world):
     process = world.start("trainer._target_=trainers.returns_its_pid")
     wait_until(lambda: _has_handler(process.pid), "signals are handled")
     process.send_signal(signal.SIGINT)
@@ -102,7 +102,7 @@ def _has_handler(pid):
         ),
     ],
 )
-def test_how_an_attempt_ended_is_known_where_children_are_not_waited_for(world, job, words):
+def test_the_end_is_known_without_waiting_for_children(world, job, words):
     """Whoever started the launcher ignores SIGCHLD, which a process inherits."""
     ended = world.run(
         *job, code=1, preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -110,7 +110,7 @@ def test_how_an_attempt_ended_is_known_where_children_are_not_waited_for(world, 
     assert words in ended.attempts[0]["message"]
 
 
-def test_a_request_to_stop_is_seen_while_libraries_are_imported(world):
+def test_a_stop_request_is_seen_during_imports(world):
     process = start(world.with_libraries(), "takes_long_to_import.train")
     server = ready(world)
     wait_until((world.run_dir / "state.json").exists, "the run can be found")

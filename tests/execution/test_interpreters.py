@@ -44,9 +44,10 @@ def prepared(interpreters, *modules):
     ],
     ids=["fails", "ends the process"],
 )
-def test_an_import_that_goes_wrong_adds_no_words_of_its_own_and_is_left_to_the_attempt(
+def test_a_failed_import_is_left_to_the_attempt(
     interpreters, tmp_path, monkeypatch, code, returncode
 ):
+    """The interpreter adds no words of its own."""
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "falls_over.py").write_text(code)
     one = prepared(interpreters, "no_such_module", "falls_over", "json")
@@ -55,7 +56,8 @@ def test_an_import_that_goes_wrong_adds_no_words_of_its_own_and_is_left_to_the_a
     assert interpreters.pump.tail == ""
 
 
-def test_a_limit_that_leaves_a_job_without_marks_is_told_once(interpreters, caplog):
+def test_a_limit_without_marks_is_reported_once(interpreters, caplog):
+    """A limit that leaves the job without marks."""
     pids = [interpreters.start().pid for _ in range(2)]
     for pid in pids:
         resource.prlimit(pid, 10, (5, 5))
@@ -63,7 +65,7 @@ def test_a_limit_that_leaves_a_job_without_marks_is_told_once(interpreters, capl
     assert [one.message[:17] for one in caplog.records] == ["ulimit -Hx is 5: "]
 
 
-def test_an_interpreter_is_of_no_use_once_the_environment_has_changed(interpreters, monkeypatch):
+def test_a_changed_environment_makes_an_interpreter_useless(interpreters, monkeypatch):
     one = prepared(interpreters)
     monkeypatch.setenv("ROBUST_TRAIN_RUN_DIR", "/x")
     assert one.is_usable
@@ -71,7 +73,7 @@ def test_an_interpreter_is_of_no_use_once_the_environment_has_changed(interprete
     assert not one.is_usable
 
 
-def test_how_an_interpreter_ends_is_known_with_its_peak_of_memory(interpreters):
+def test_an_interpreters_end_and_peak_memory_are_known(interpreters):
     one = prepared(interpreters)
     one.signal(signal.SIGKILL)
     wait_until(lambda: interpreters.poll() or not one.is_running, "its end is reported")
@@ -79,7 +81,8 @@ def test_how_an_interpreter_ends_is_known_with_its_peak_of_memory(interpreters):
     assert one.max_resident_bytes > 1 << 20
 
 
-def test_an_interpreter_of_no_use_ends_in_silence_although_its_answer_was_not_read(interpreters):
+def test_a_useless_interpreter_ends_in_silence(interpreters):
+    """No one has read its answer."""
     one = interpreters.start()
     one.prepare(preparation(()))
     assert readable([one.channel.fileno()], 60.0)
@@ -90,7 +93,7 @@ def test_an_interpreter_of_no_use_ends_in_silence_although_its_answer_was_not_re
     assert (one.returncode, interpreters.pump.tail) == (0, "")
 
 
-def test_a_standby_takes_a_small_share_of_the_free_memory():
+def test_a_standby_takes_little_of_the_free_memory():
     available = psutil.virtual_memory().total
     assert has_room_for_standby(1 << 20)
     assert not has_room_for_standby(available)
@@ -116,7 +119,7 @@ def test_a_standby_that_has_started_cuda_ends(libraries, interpreters):
     assert (one.returncode, one.is_unfit, one.culprit) == (0, True, "starts_cuda")
 
 
-def test_answers_are_read_although_the_sender_left_words_unread():
+def test_answers_are_read_despite_unread_words():
     """A socket that is closed like this reports a reset before it gives what was sent."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
@@ -132,7 +135,7 @@ ASKS_TORCH = "import torch\nHAS_GPU = torch.cuda.is_available()\n"
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("libraries")
-def test_a_standby_may_ask_torch_whether_there_is_a_gpu(interpreters, tmp_path, monkeypatch):
+def test_a_standby_may_ask_torch_for_gpus(interpreters, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "asks_torch.py").write_text(ASKS_TORCH)
     one = interpreters.start()
@@ -174,9 +177,8 @@ def _kill(pids, names):
     ],
     ids=" ".join,
 )
-def test_a_helper_with_a_session_of_its_own_and_no_environment_does_not_outlive_the_job(
-    world, killed
-):
+def test_a_detached_helper_does_not_outlive_the_job(world, killed):
+    """A helper with its own session and no environment."""
     process, pids = _start(world)
     _kill(pids, killed)
     world.end(process)
@@ -200,9 +202,8 @@ def test_a_helper_with_a_session_of_its_own_and_no_environment_does_not_outlive_
         *(pytest.param(one, marks=pytest.mark.slow) for one in ("stop by id", "the next launch")),
     ],
 )
-def test_what_is_left_where_all_were_killed_keeps_its_gpu_and_is_named_and_ended(
-    world, machine_with, order, ended_by
-):
+def test_leftovers_keep_their_gpu_until_they_end(world, machine_with, order, ended_by):
+    """After a killed job they are named and ended."""
     world.with_environ(machine_with(Gpu()).environ)
     process, pids = _start(world)
     _kill(pids, order)
@@ -225,7 +226,7 @@ def test_what_is_left_where_all_were_killed_keeps_its_gpu_and_is_named_and_ended
     assert "no job holds" in warm.robust_train("queue", environ=world.environ).stdout
 
 
-def test_the_reaper_has_neither_the_packages_name_nor_pythons(world):
+def test_the_reapers_name_contains_neither_package_nor_python(world):
     """So ``pkill`` leaves it to clean up after the others."""
     world.alone = True
     process, pids = _start(world)
@@ -245,7 +246,8 @@ if "trainers" not in sys.modules:
 """
 
 
-def test_a_module_that_ends_an_interpreter_before_its_attempt_is_left_to_the_attempt(world):
+def test_a_module_that_exits_is_the_attempts_matter(world):
+    """Its import would end the interpreter before the attempt."""
     (world.folder / "fragile.py").write_text(DIES_EARLY)
     world.environ["PYTHONPATH"] = f"{world.folder}:{world.environ['PYTHONPATH']}"
     trainer = ("trainer._target_=trainers.what_it_was_given", "max_retries=0")
@@ -257,11 +259,11 @@ def test_a_module_that_ends_an_interpreter_before_its_attempt_is_left_to_the_att
 @pytest.mark.skipif(
     not has_room_for_standby(600 * MIB), reason="too little memory is free for a standby"
 )
-def test_a_retry_begins_with_what_the_attempt_before_it_had_imported(world):
+def test_a_retry_starts_with_its_predecessors_imports(world):
     world.alone = True
     trainer = "trainer._target_=trainers.waits_for_the_standby"
     ended = world.run(trainer, "max_retries=1", code=0)
-    assert ended.summary["result"] == {"was_there": True}
+    assert ended.summary["result"] == {"was_there": True, "ours_imported_later": []}
 
 
 def test_one_foreign_byte_does_not_hang_the_ranks(world):

@@ -36,9 +36,8 @@ def ending_of(trainer, folder):
 
 
 @pytest.mark.parametrize("goes_on", ["should_save", "backward"])
-def test_a_trainer_that_asks_only_whether_to_save_is_stopped_after_a_last_checkpoint(
-    tmp_path, goes_on
-):
+def test_a_trainer_that_only_saves_is_stopped_afterwards(tmp_path, goes_on):
+    """It asks only whether to save, so it is stopped after its last checkpoint."""
     saved = []
 
     def train(run, stop):
@@ -57,7 +56,9 @@ def test_a_trainer_that_asks_only_whether_to_save_is_stopped_after_a_last_checkp
     assert (saved, end.step) == ([3], 4 if goes_on == "should_save" else 3)
 
 
-def test_a_trainer_that_reads_both_saves_once_and_ends_by_itself(tmp_path):
+def test_a_trainer_reading_both_flags_ends_by_itself(tmp_path):
+    """It reads whether to save and whether to stop, and saves once."""
+
     def train(run, stop):
         live_of(run).saving.follow(SavePlan(1e9))
         saved = []
@@ -75,7 +76,7 @@ def test_a_trainer_that_reads_both_saves_once_and_ends_by_itself(tmp_path):
 
 
 @pytest.mark.parametrize("total_steps", [2, 3, None])
-def test_a_trainer_that_had_done_its_last_step_keeps_its_result(tmp_path, total_steps):
+def test_a_stop_after_the_last_step_keeps_results(tmp_path, total_steps):
     def train(run, stop):
         run.progress(2, total_steps=total_steps)
         stop()
@@ -89,7 +90,8 @@ def test_a_trainer_that_had_done_its_last_step_keeps_its_result(tmp_path, total_
         assert end.failure.kind is FailureKind.INTERRUPTED
 
 
-def test_ranks_that_stopped_after_the_last_step_of_the_first_change_nothing():
+def test_ranks_stopped_after_the_last_step_change_nothing():
+    """The first rank has completed its last step."""
     stopped = Failed(Failure(FailureKind.INTERRUPTED, "it was asked to stop, and did"))
     ends = [RankEnd(0, 7, Finished(0.5)), RankEnd(1, 8, stopped, 1.0, 1)]
     assert event_of(ends).result == 0.5

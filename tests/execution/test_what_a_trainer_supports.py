@@ -64,18 +64,12 @@ def failure_of(trainer, folder, **more):
     return ending.failure
 
 
-@pytest.mark.parametrize(
-    ("trainer", "has_workers"), [(Declares("num_workers"), True), (Declares(), False)]
-)
-def test_workers_that_are_not_declared_are_no_remedy(trainer, has_workers, tmp_path):
-    assert failure_of(trainer, tmp_path).evidence.no_workers is not has_workers
-
-
-def test_a_feature_that_does_not_exist_is_refused_in_a_line(tmp_path):
+def test_an_unknown_feature_is_refused_in_one_line(tmp_path):
     line = "supports='gradient_checkpoint': no such feature; did you mean gradient_checkpointing?"
     assert failure_of(Declares("gradient_checkpoint"), tmp_path).message == line
 
 
-def test_a_signal_that_waited_for_an_attempt_to_begin_ends_it_in_order(tmp_path):
+def test_a_signal_before_an_attempt_ends_it_properly(tmp_path):
+    """The signal has waited for the attempt to begin."""
     failure = failure_of(reads_nothing, tmp_path, begins=lambda stop: stop())
     assert failure.kind is FailureKind.INTERRUPTED

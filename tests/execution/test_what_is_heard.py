@@ -125,7 +125,7 @@ def test_that_holds_for_a_program_without_a_launcher(tmp_path, name):
     assert "warning: a warning" in ended.stderr
 
 
-def test_there_a_file_of_the_programs_own_is_enough(tmp_path):
+def test_the_programs_own_log_file_is_enough(tmp_path):
     ended = run(tmp_path, MUTED["a file"] + LINES)
     assert ended.stdout + ended.stderr == ""
     assert "a warning" in (tmp_path / "log.txt").read_text()
@@ -138,8 +138,10 @@ def test_what_the_program_shows_is_not_shown_twice(tmp_path, setup):
     assert (ended.stdout + ended.stderr).splitlines() == [f"theirs: {line}" for line in lines]
 
 
-def test_a_job_shows_its_lines_unless_the_program_has_set_up_logging(tmp_path):
-    """Without any on stdout; where logging was set up later, on stderr what that does not show."""
+def test_lines_are_shown_unless_the_program_logs(tmp_path):
+    """With no logging at all they go to stdout; if logging was set up later, what it does not show
+    goes to stderr.
+    """
     lines = LINES.replace("\n", "\n    ")
     block = f"with lines_shown():\n    log_always('begins')\n    SETUP\n{lines}"
     plain = run(tmp_path, block.replace("SETUP", "pass"))
@@ -162,7 +164,8 @@ def test_a_job_shows_its_lines_unless_the_program_has_set_up_logging(tmp_path):
     assert "a line of the job" not in level.stdout + level.stderr
 
 
-def test_each_rank_but_the_first_marks_its_warnings_and_shows_no_more(tmp_path):
+def test_later_ranks_show_only_their_marked_warnings(tmp_path):
+    """The first rank shows all of its lines."""
     begin = "from robust_train.host.loggers import speak_as_rank\nspeak_as_rank(1)\n"
     for setup in ("logging.config.dictConfig(CONSOLE)", "logging.basicConfig(level='INFO')"):
         ended = run(tmp_path, begin + setup + LINES)

@@ -49,7 +49,7 @@ def started(tmp_path):
         (1, 1, 0, "fork", Workers()),
     ],
 )
-def test_counts_the_workers_and_says_whether_they_hold_the_memory(
+def test_workers_and_the_memory_they_hold_are_counted(
     tmp_path, started, own, each, count, method, workers
 ):
     (tmp_path / "holds.py").write_text(HOLDS)

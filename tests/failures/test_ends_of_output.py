@@ -41,7 +41,8 @@ LOGGED = {
 
 @pytest.mark.parametrize("line", LOGGED.values(), ids=LOGGED)
 @pytest.mark.parametrize("below", ["", "done\n", TABLE, TABLE + CONFIG], ids=len)
-def test_a_shortage_is_found_in_any_line_whatever_was_printed_below(line, below):
+def test_a_shortage_is_found_in_any_line(line, below):
+    """It does not matter what was printed below it."""
     assert classify_exit(1, STEPS[:1000] + line + below).kind is FailureKind.DEVICE_OOM
 
 
@@ -59,7 +60,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("output", OTHERS.values(), ids=OTHERS)
-def test_what_is_no_shortage_at_the_end_lowers_no_batch(output):
+def test_only_shortages_at_the_end_lower_the_batch(output):
     assert classify_exit(1, output).kind is FailureKind.BUG
 
 
@@ -107,7 +108,8 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("output", LAYOUTS.values(), ids=LAYOUTS)
-def test_a_wrapped_or_boxed_message_is_read_whole_without_its_frame(output):
+def test_a_boxed_message_is_read_whole(output):
+    """Without its frame, also if it is wrapped."""
     failure = classify_exit(1, f"{CONFIG}{output}{TABLE}")
     assert failure.kind is FailureKind.DEVICE_OOM
     figures = failure.evidence
@@ -116,13 +118,14 @@ def test_a_wrapped_or_boxed_message_is_read_whole_without_its_frame(output):
 
 
 @pytest.mark.parametrize("frame", ["│╭╮╰╯─", "******", "######"])
-def test_a_box_of_another_error_is_shown_without_its_frame(frame):
+def test_another_errors_box_loses_its_frame(frame):
     output = boxed("Cannot open the archive: checksum differs", 30, "Error", frame)
     message = "ended with exit code 1: Cannot open the archive: checksum differs"
     assert classify_exit(1, output).message == message
 
 
-def test_a_message_that_rich_has_wrapped_below_a_traceback_is_shown_whole():
+def test_a_message_wrapped_by_rich_is_whole():
+    """It stands below a traceback."""
     frames = boxed("train.py:3 in <module>", 50, "Traceback (most recent call last)")
     words = "OSError: the shard that holds the labels has another length than its index"
     output = frames + textwrap.fill(words, 50) + "\n"
@@ -146,7 +149,8 @@ DOUBTED = {
 
 
 @pytest.mark.parametrize(("output", "shown"), DOUBTED.values(), ids=DOUBTED)
-def test_an_exit_code_of_0_is_doubted_if_the_last_that_happened_is_an_error(output, shown):
+def test_exit_0_after_a_final_error_is_doubted(output, shown):
+    """The error is the last thing that happened."""
     attempt = Attempt(1, AttemptSpec((), 8, 1), script=ScriptEnded(0, 1), exit=Exit(output=output))
     doubt = doubt_of(attempt)
     assert bool(doubt) == bool(shown)
@@ -187,8 +191,8 @@ UNKNOWN = (
 
 
 @pytest.mark.parametrize("error", [*CERTAIN, Derived("x"), *UNKNOWN], ids=repr)
-def test_what_is_certainly_the_programs_is_told_from_what_nobody_can_name(error):
-    """However it arrives; of a process only the names are known, not the bases."""
+def test_program_bugs_differ_from_unnamed_failures(error):
+    """However the failure arrives; of a process only the names are known, not the bases."""
     clue = Clue.UNKNOWN if error in UNKNOWN else None
     failure = classify_failure(error)
     assert (failure.kind, failure.evidence.clue) == (FailureKind.BUG, clue)
@@ -205,7 +209,7 @@ def test_what_is_certainly_the_programs_is_told_from_what_nobody_can_name(error)
     assert classify_failure(outer).evidence.clue == clue
 
 
-def test_no_error_of_ours_is_taken_for_another_failure():
+def test_our_errors_are_no_other_failure():
     """Their names have words that libraries of the network give to theirs."""
     ours = [name for name, value in vars(errors).items() if inspect.isclass(value)]
     end = TRACEBACK + f"{errors.__name__}."

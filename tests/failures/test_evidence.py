@@ -123,7 +123,8 @@ def test_reads_the_figures_of_a_message(message, figures):
         (PREEMPTED, 2 * GIB),
     ],
 )
-def test_reads_what_was_asked_for_in_every_librarys_words(message, requested):
+def test_every_librarys_requested_size_is_read(message, requested):
+    """Each library says it in its own words."""
     assert evidence_of(message).requested_bytes == requested
 
 
@@ -177,7 +178,8 @@ def test_more_free_than_requested_is_our_own_limit(message, is_ours):
         ),
     ],
 )
-def test_the_words_tell_what_else_there_is_to_know(message, clue):
+def test_messages_yield_all_other_figures_too(message, clue):
+    """The table has what else each message tells."""
     assert evidence_of(message).clue == clue
 
 
@@ -227,7 +229,8 @@ CROWDED = (
         ("received SIGTERM", [], ""),
     ],
 )
-def test_advice_comes_in_the_order_of_what_costs_least_and_fits_the_evidence(message, order, never):
+def test_advice_starts_with_what_costs_least(message, order, never):
+    """All of it fits the evidence."""
     failure = classify_failure(RuntimeError(message))
     advice = advice_for(failure.kind, failure.evidence)
     places = [next(n for n, one in enumerate(advice) if words in one) for words in order]
@@ -275,7 +278,8 @@ def test_advice_names_what_a_trainer_has(error, trainer, has, lacks):
 
 
 @pytest.mark.parametrize(("free", "is_ours"), [("0 bytes", False), ("6.00 GiB", True)])
-def test_the_asynchronous_allocator_names_a_limit_that_may_be_the_gpus(free, is_ours):
+def test_the_asynchronous_allocators_limit_may_be_physical(free, is_ours):
+    """It names a limit that may be the GPU's."""
     text = (
         "Allocation on device 0 would exceed allowed memory. (out of memory)\n"
         "Currently allocated     : 15.16 GiB\nRequested               : 512.00 MiB\n"

@@ -49,7 +49,8 @@ def test_says_what_really_failed(kind, name, real):
     assert real[name]["kind"] == kind, real[name]
 
 
-def test_reads_the_size_that_torch_and_numpy_could_not_have(real):
+def test_torchs_and_numpys_requested_size_is_read(real):
+    """It is the size that they could not have."""
     for library in ("torch", "numpy"):
         told = real[f"{library}_allocation"]
         assert (told["requested_bytes"], told["library"]) == (1024**3, library)
@@ -144,14 +145,15 @@ if sys.version_info >= (3, 11):
 
 
 @pytest.mark.parametrize(("error", "kind"), ERRORS.values(), ids=ERRORS)
-def test_an_exception_is_known_by_class_number_code_or_what_it_holds(error, kind):
+def test_exceptions_are_known_by_many_signs(error, kind):
+    """By class, number, code or what they hold."""
     assert classify_failure(error).kind.value == kind
 
 
 # --- what only the stack tells ---
 
 
-def test_memory_that_ran_out_in_an_import_is_no_matter_of_the_batch():
+def test_memory_errors_in_imports_blame_no_batch():
     def lazily():
         from failures import modules_that_fail
 
@@ -168,7 +170,7 @@ def test_memory_that_ran_out_in_an_import_is_no_matter_of_the_batch():
     assert classify_failure(caught(lambda: [0] * 10**15)).evidence.clue is None
 
 
-def test_memory_that_ran_out_while_a_model_was_moved_is_no_matter_of_the_batch():
+def test_memory_errors_while_moving_models_blame_no_batch():
     def run_out(tensor):
         raise torch.OutOfMemoryError(OOM)
 
@@ -189,7 +191,9 @@ def raised_in(path, error):
     return caught(scope["run"])
 
 
-def test_a_time_out_is_the_networks_only_where_the_networks_code_raised_it():
+def test_only_network_code_has_network_timeouts():
+    """If the code of the network raised it."""
+
     def of_a_server():
         with socket.socket() as silent:
             silent.bind(("127.0.0.1", 0))
@@ -209,7 +213,8 @@ def test_a_time_out_is_the_networks_only_where_the_networks_code_raised_it():
     assert classify_failure(of_a_library).kind is FailureKind.COMM
 
 
-def test_what_the_code_of_data_loaders_raises_is_the_workers_matter():
+def test_errors_in_data_loaders_are_blamed_on_workers():
+    """If the code of a data loader raises them."""
     descriptors = OSError(24, "Too many open files")
     loader = raised_in("/lib/python3.11/multiprocessing/reduction.py", descriptors)
     assert classify_failure(loader).kind is FailureKind.WORKER_DEATH
@@ -223,8 +228,8 @@ def test_what_the_code_of_data_loaders_raises_is_the_workers_matter():
 
 
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.EROFS, errno.ENOSYS, errno.EACCES])
-def test_a_lock_for_workers_that_finds_no_shared_memory_is_the_workers_matter(monkeypatch, number):
-    """As in a container without /dev/shm; torch's loader makes such queues."""
+def test_a_worker_lock_without_shared_memory_concerns_workers(monkeypatch, number):
+    """For example in a container without /dev/shm; torch's loader makes such queues."""
 
     def refuse(*args):
         raise OSError(number, os.strerror(number))

@@ -49,7 +49,7 @@ sys.exit(3)
         (ONLY_LOGGED, FailureKind.BUG, "exit code 3"),
     ],
 )
-def test_a_real_end_is_told_by_its_status_and_last_words(program, kind, message):
+def test_status_and_last_words_explain_real_ends(program, kind, message):
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-c", program],
         stdout=subprocess.PIPE,
@@ -76,7 +76,8 @@ def test_of_torchruns_failures_the_root_cause_is_shown():
     assert failure.message.endswith(": ChildFailedError: rank 1: exit code -9 (pid: 18) (SIGKILL)")
 
 
-def test_the_stack_of_a_crash_is_that_of_its_thread_without_the_launchers_frames():
+def test_a_crash_shows_its_threads_stack():
+    """Frames of the launcher are left out."""
     stack = native_stack_in(
         "epoch 1: loss 0.1\nFatal Python error: Segmentation fault\n\n"
         "Thread 0x1 (most recent call first):\n"

@@ -77,7 +77,7 @@ def test_a_job_does_what_each_real_message_demands():
     assert [case for case, one in found.items() if "\n" in one.message] == []
 
 
-def test_the_table_is_large_and_has_no_message_twice():
+def test_the_table_is_large_and_without_duplicates():
     count = Counter(case.kind for case in CASES)
     assert len(CASES) >= 1500
     assert set(count) == {kind.value for kind in FailureKind} - {"unknown", "diverged"}
@@ -121,7 +121,8 @@ def test_other_sizes_and_gpu_numbers_change_nothing():
 
 
 @pytest.mark.slow
-def test_an_error_raised_for_another_is_of_the_first_ones_kind():
+def test_the_first_errors_kind_counts():
+    """The later error was raised because of it."""
     links = itertools.cycle(["__cause__", "__context__"])
 
     def wrapped(case):
@@ -146,12 +147,14 @@ def quotable():
 
 
 @pytest.mark.slow
-def test_a_workers_traceback_tells_as_much_as_the_error_itself():
+def test_a_workers_traceback_tells_as_much_as_errors():
+    """It arrives as text."""
     told = f"Caught it in DataLoader worker process 0.\nOriginal {TRACEBACK}"
     assert wrong_outcomes([(case, RuntimeError(told + end)) for case, end in quotable()], 500) == []
 
 
-def test_a_log_that_ends_in_a_traceback_tells_as_much_as_the_error_itself():
+def test_a_logged_traceback_tells_as_much_as_errors():
+    """It is at the end of a log."""
     wrong = []
     prefixes = itertools.cycle(["", "[rank1]: ", "(TrainWorker pid=77) "])
     for (case, end), prefix in zip(quotable(), prefixes, strict=False):
@@ -162,7 +165,8 @@ def test_a_log_that_ends_in_a_traceback_tells_as_much_as_the_error_itself():
     assert wrong == []
 
 
-def test_what_torch_appends_to_each_cuda_error_is_no_device_side_assert():
+def test_cuda_boilerplate_is_no_device_side_assert():
+    """torch appends these words to each CUDA error."""
     appended = [
         (case, raised(case.raised_by, case.message + APPENDIX))
         for case in RAISED

@@ -42,7 +42,7 @@ CASES = {
         {f"{ROOTLESS}/{EVENTS}": (2, 2), f"user.slice/{EVENTS}": (7, 8), VMSTAT: (0, 1)},
         False,
     ),
-    "a cgroup without a memory controller is counted with the one above": (
+    "a cgroup without a controller counts as its parent": (
         *V2,
         {f"{ROOTLESS}/cgroup.procs": (1, 1), f"{SLICE}/{EVENTS}": (0, 1)},
         True,
@@ -83,7 +83,7 @@ def write(file, text):
 
 
 @pytest.mark.parametrize(("cgroups", "mounts", "files", "killed"), CASES.values(), ids=CASES)
-def test_a_kill_is_told_by_the_counts_of_our_own_cgroup(tmp_path, cgroups, mounts, files, killed):
+def test_our_cgroups_counts_reveal_a_kill(tmp_path, cgroups, mounts, files, killed):
     write(tmp_path / "proc/self/cgroup", cgroups)
     write(tmp_path / "proc/self/mountinfo", mounts)
     folder = tmp_path / "sys/fs/cgroup"
@@ -102,6 +102,7 @@ def test_a_kill_is_told_by_the_counts_of_our_own_cgroup(tmp_path, cgroups, mount
     assert watch.killed() is killed
 
 
-def test_nothing_readable_is_not_known_and_here_no_process_was_killed(tmp_path):
+def test_unreadable_counts_mean_unknown(tmp_path):
+    """On this machine no process was killed."""
     assert OomKillWatch(tmp_path).killed() is None
     assert OomKillWatch().killed() in (False, None)

@@ -57,14 +57,16 @@ def test_never_raises_on_what_a_process_left(code, log, killed):
 
 @anything
 @given(texts, st.sampled_from(MISTAKES))
-def test_a_mistake_of_the_program_is_a_bug_whatever_its_message(text, kind):
+def test_a_programs_mistake_is_always_a_bug(text, kind):
+    """Its message does not matter."""
     assume("Traceback" not in text)  # a message that quotes another error's is that error's
     assert classify_failure(kind(text)).kind is FailureKind.BUG
 
 
 @anything
 @given(texts, texts, st.sampled_from(MISTAKES))
-def test_a_traceback_that_ends_in_a_mistake_is_a_bug_whatever_was_logged(logged, message, kind):
+def test_a_traceback_ending_in_a_mistake_means_bug(logged, message, kind):
+    """It does not matter what was logged before."""
     assume("Traceback" not in logged + message and not KERNEL_OOM.words.search(logged + message))
     end = f"{kind.__name__}: {' '.join(message.split())}"
 
@@ -74,7 +76,7 @@ def test_a_traceback_that_ends_in_a_mistake_is_a_bug_whatever_was_logged(logged,
 
 @anything
 @given(texts, st.sampled_from(["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGXCPU"]))
-def test_who_was_asked_to_stop_was_interrupted_whatever_it_printed(text, stop):
+def test_stopped_programs_were_interrupted_whatever_they_printed(text, stop):
     assume(not KERNEL_OOM.words.search(text))  # which is evidence against the signal
     failure = classify_exit(-signal.Signals[stop], text)
     assert (failure.kind, failure.message) == (FailureKind.INTERRUPTED, f"ended by {stop}")

@@ -83,7 +83,8 @@ def kind_of(message):
         "could not execute sdpa backward primitive on cpu",
     ],
 )
-def test_the_message_is_host_memory_with_little_room_and_a_bug_with_much(message):
+def test_free_memory_decides_what_the_message_means(message):
+    """It is a lack of host memory with little room, and a bug with much."""
     assert kind_of(message) == "bug"
     with room_of(8 * MIB):
         assert kind_of(message) == "host_oom"
@@ -111,7 +112,7 @@ def handled(model):
         (step, 4, None, None, [16]),
     ],
 )
-def test_a_step_is_repeated_in_smaller_parts_where_memory_is_short(run, most, first, room, sizes):
+def test_steps_are_split_while_memory_is_short(run, most, first, room, sizes):
     model, helps = Fails(most, first), sizes[-1] == most
     with contextlib.ExitStack() as limits:
         raised = None if helps else limits.enter_context(pytest.raises(RuntimeError, match="prim"))
@@ -135,8 +136,10 @@ def launched(folder, model, seen):
         launch(train, cfg, run_dir=folder)
 
 
-def test_a_job_that_no_size_helps_ends_as_a_bug_and_each_attempt_does_without_onednn(tmp_path):
-    """In one process, where its compiler would find no memory again."""
+def test_a_job_beyond_help_ends_as_a_bug(tmp_path):
+    """No size helps. Each attempt does without oneDNN. In one process, where its compiler would
+    find no memory again.
+    """
     seen = []
     with pytest.raises(RuntimeError, match="primitive"):
         launched(tmp_path, Fails(most=0), seen)
@@ -178,8 +181,8 @@ print(sizes, torch.backends.mkldnn.enabled)
 """
 
 
-def test_a_step_goes_on_after_onednns_compiler_found_no_memory():
-    """For the rest of the thread the compiler finds none, even without a limit."""
+def test_a_step_survives_onednns_memory_error():
+    """For the rest of the thread oneDNN's compiler finds none, even without a limit."""
     ended = warm.preloaded(COMPILER_WITHOUT_MEMORY)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.split("\n")[0] == "[8, 4, 4] False", ended.stderr
@@ -190,7 +193,8 @@ def bug(message, **exit_):
     return Attempt(2, AttemptSpec((), 8, 1), exit=Exit(returncode=1, **exit_), failure=failure)
 
 
-def test_an_attempts_end_is_host_memory_at_its_limit_or_after_one_that_ran_out():
+def test_attempts_end_by_host_memory_in_two_cases():
+    """At its limit, or after an attempt that ran out."""
     message = "could not create a primitive"
     ran_out = replace(bug(""), failure=Failure(FailureKind.HOST_OOM, "MemoryError"))
     assert with_shortage(bug(message), []) == bug(message)
@@ -216,7 +220,7 @@ if size > 4:
 """
 
 
-def test_a_script_gets_half_the_batch_again_after_memory_ran_out(world):
+def test_a_script_halves_again_after_memory_errors(world):
     (world.folder / "train.py").write_text(SCRIPT_OF_TWO_ERRORS)
     program = (sys.executable, "train.py", "{batch_size}")
     ended = CommandWorld(world).run("--batch-size", "16", "--", *program).with_code(0)

@@ -15,7 +15,8 @@ OUTSIDE = (
 
 
 @pytest.mark.parametrize("message", OUTSIDE)
-def test_memory_beside_torchs_cache_is_made_by_a_lower_limit(message):
+def test_a_lower_limit_makes_room_outside_the_cache(message):
+    """The cache of torch's allocator."""
     failure = classify_failure(RuntimeError(message))
     assert (failure.kind, failure.evidence.clue) == (FailureKind.DEVICE_OOM, Clue.OUTSIDE)
     assert advice_for(failure.kind, failure.evidence)[0].startswith("set a smaller memory.fraction")
@@ -29,6 +30,7 @@ def test_memory_beside_torchs_cache_is_made_by_a_lower_limit(message):
         ("nvrtc: error: invalid value for --gpu-architecture (-arch)", "setup", Clue.GPU_MODEL),
     ],
 )
-def test_what_a_toolchain_or_segments_lack_is_no_bug(message, kind, clue):
+def test_incomplete_toolchains_or_segments_are_no_bug(message, kind, clue):
+    """The message says what they lack."""
     failure = classify_failure(RuntimeError(message))
     assert (failure.kind.value, failure.evidence.clue) == (kind, clue)

@@ -88,7 +88,8 @@ def test_memory_version_1_answers_where_version_2_fails(machine_with):
     assert figures == {(600 * MIB, 400 * MIB)}
 
 
-def test_a_metric_that_a_gpu_lacks_is_none_and_the_gpu_is_kept(machine_with):
+def test_a_gpu_may_lack_a_metric(machine_with):
+    """Its value is None."""
     machine = machine_with(Gpu(utilization=None))
     for name in ("ComputeMode", "MigMode", "Name", "PciInfo", "ComputeRunningProcesses"):
         machine.fail(f"nvmlDeviceGet{name}", NOT_SUPPORTED)
@@ -100,7 +101,8 @@ def test_a_metric_that_a_gpu_lacks_is_none_and_the_gpu_is_kept(machine_with):
     assert gpu["compute_mode"] == "default"
 
 
-def test_a_sick_gpu_is_skipped_with_its_reason_and_the_others_are_kept(machine_with):
+def test_an_unhealthy_gpu_is_skipped_with_its_reason(machine_with):
+    """The others are kept."""
     memory = "nvmlDeviceGetMemoryInfo"
     faults = (
         ("nvmlDeviceGetHandleByIndex", GPU_IS_LOST, "GPU is lost: reboot the host ("),
@@ -120,7 +122,7 @@ def test_a_sick_gpu_is_skipped_with_its_reason_and_the_others_are_kept(machine_w
         assert reason in sick["reason"]
 
 
-def test_a_gpu_that_heals_or_falls_sick_is_seen_at_the_next_look(machine_with):
+def test_each_look_sees_whether_gpus_are_healthy(machine_with):
     machine = machine_with(Gpu(), Gpu())
     found = machine.python(
         """
@@ -148,7 +150,8 @@ def test_a_passing_failure_does_not_cost_a_gpu(machine_with):
     assert len(machine.calls("nvmlDeviceGetMemoryInfo")) == 2
 
 
-def test_slices_stand_in_place_of_their_gpu_and_a_broken_one_costs_no_other(machine_with):
+def test_slices_replace_their_gpu(machine_with):
+    """A broken slice costs no other."""
     slices = [Slice(19968, name="NVIDIA A100 MIG 3g.20gb"), Slice(9856, free_mib=100), Slice(1000)]
     machine = machine_with(Gpu(), Gpu(mig=slices), Gpu(mig=[], mig_mode=0), Gpu(mig=[]))
     fail_memory(machine, NO_PERMISSION, 1)  # as a container sees the parent
@@ -165,14 +168,15 @@ def test_slices_stand_in_place_of_their_gpu_and_a_broken_one_costs_no_other(mach
     assert "no slice has been made" in inventory["skipped"][0]["reason"]
 
 
-def test_figures_that_no_driver_should_report_cost_no_gpu(machine_with):
+def test_impossible_figures_cost_no_gpu(machine_with):
     """A compute mode of the future; a name that ends in the middle of a letter."""
     gpus = read(machine_with(Gpu(compute_mode=7), Gpu("ü" * 60), Gpu("T4")))["gpus"]
     assert [gpu["compute_mode"] for gpu in gpus] == ["unknown (7)", "default", "default"]
     assert [gpu["name"] for gpu in gpus] == ["NVIDIA A100-SXM4-40GB", "unknown GPU", "T4"]
 
 
-def test_an_integrated_gpu_has_the_memory_of_its_host_and_no_other_card(machine_with):
+def test_an_integrated_gpu_has_its_hosts_memory(machine_with):
+    """No other kind of GPU has it."""
     integrated = ("NVIDIA GB10", "NVIDIA Thor", "Orin (nvgpu)")
     cards = ("NVIDIA GB100", "NVIDIA GH200 480GB", "Tesla T4")
     names = integrated * 2 + cards
@@ -188,7 +192,8 @@ def test_an_integrated_gpu_has_the_memory_of_its_host_and_no_other_card(machine_
     assert all("a total of 0" in one["reason"] for one in inventory["skipped"])
 
 
-def test_an_exclusive_gpu_is_unusable_only_while_someone_owns_it(machine_with):
+def test_an_owned_exclusive_gpu_is_unusable(machine_with):
+    """Only for as long as someone owns it."""
     machine = machine_with(
         Gpu(compute_mode=3, compute=[(4711, 10)]), Gpu(compute_mode=3, graphics=[(4712, 10)])
     )
@@ -224,7 +229,8 @@ def test_exclusive_mode_owned_by_mps_is_no_obstacle(machine_with, tmp_path):
     assert mps(in_a_container, CUDA_MPS_PIPE_DIRECTORY=str(tmp_path))
 
 
-def test_processes_are_merged_from_both_lists_and_unknown_memory_is_none(machine_with):
+def test_processes_of_both_lists_are_merged(machine_with):
+    """Unknown memory is None."""
     machine = machine_with(
         Gpu(compute=[(10, 500), (11, None), (12, None)], graphics=[(10, 20), (12, 30), (13, 40)])
     )
@@ -234,7 +240,8 @@ def test_processes_are_merged_from_both_lists_and_unknown_memory_is_none(machine
     assert {p["pid"] for p in gpu["processes"] if p["computes"]} == {10, 11, 12}
 
 
-def test_polling_asks_for_no_process_lists_and_a_fork_opens_a_session_of_its_own(machine_with):
+def test_polling_lists_no_processes(machine_with):
+    """A fork opens a session of its own."""
     machine = machine_with(Gpu(), Gpu())
     machine.python(
         """
@@ -279,7 +286,7 @@ def test_a_driver_that_was_reloaded_is_opened_again(machine_with):
     assert len(machine.calls("nvmlShutdown")) == 2
 
 
-def test_each_way_of_having_no_gpu_has_its_own_sentence(machine_with, tmp_path):
+def test_each_lack_of_gpus_has_its_sentence(machine_with, tmp_path):
     machine = machine_with()
     assert "no NVIDIA GPU on this machine (driver 570.86.15)" in read(machine)["problem"]
     for code, *words in (
@@ -303,7 +310,7 @@ def test_each_way_of_having_no_gpu_has_its_own_sentence(machine_with, tmp_path):
 
 
 @pytest.mark.parametrize("in_container", [False, True])
-def test_processes_are_named_only_where_their_ids_are_the_hosts(monkeypatch, in_container):
+def test_only_the_hosts_process_ids_have_names(monkeypatch, in_container):
     monkeypatch.setattr(processes, "sees_host_pids", lambda: not in_container)
     listed = (GpuProcess(os.getpid()), GpuProcess(2**30))
     gpu = GpuInfo("GPU-1", "A", 0, "", 10, 5, 5, processes=listed)
@@ -312,7 +319,8 @@ def test_processes_are_named_only_where_their_ids_are_the_hosts(monkeypatch, in_
     assert all(holder.user == getpass.getuser() for holder in found.values())
 
 
-def test_cudas_numbers_are_known_where_both_lists_surely_agree(machine_with):
+def test_cuda_indices_require_two_agreeing_lists(machine_with):
+    """Both lists must surely agree."""
     machine = machine_with(Gpu(), Gpu())
     assert [gpu["cuda_index"] for gpu in read(machine)["gpus"]] == [0, 1]
     fail_memory(machine, UNKNOWN, 0)
@@ -321,7 +329,8 @@ def test_cudas_numbers_are_known_where_both_lists_surely_agree(machine_with):
     assert [gpu["cuda_index"] for gpu in sliced["gpus"]] == [None, None]
 
 
-def test_each_recovery_that_the_driver_asks_for_has_words(machine_with):
+def test_each_recovery_of_the_driver_has_words(machine_with):
+    """The driver asks for a reset or the like, and a line says so."""
     words = (
         *("to be reset", "rebooted", "drained of peer", "drained and reset", "restart nvidia-imex"),
         *("does not suffice", "NVLink switches", "needs recovery action 8"),
@@ -342,7 +351,8 @@ def run(machine, *arguments, **environ):
     return done
 
 
-def test_a_pipe_gets_aligned_columns_with_processes_by_user_and_command(machine_with):
+def test_a_pipe_gets_aligned_columns(machine_with):
+    """They include processes by user and command."""
     compute = [(2**30, 9), (os.getpid(), 700)]
     machine = machine_with(
         Gpu(total_mib=40960, free_mib=2200, reserved_mib=560, utilization=63, compute=compute),
@@ -364,7 +374,8 @@ def test_a_pipe_gets_aligned_columns_with_processes_by_user_and_command(machine_
     assert "\x1b" not in done.stdout
 
 
-def test_skipped_and_hidden_gpus_are_listed_with_the_reason(machine_with):
+def test_skipped_and_hidden_gpus_have_a_reason(machine_with):
+    """The list of GPUs has them too."""
     machine = machine_with(Gpu(), Gpu(compute_mode=2, compute=[(2**30, 9)]), Gpu())
     machine.fail("nvmlDeviceGetHandleByIndex", GPU_IS_LOST, 2)
     done = run(machine, CUDA_VISIBLE_DEVICES=f"{machine.uuid(0)},GPU-x")
@@ -389,7 +400,7 @@ def test_skipped_and_hidden_gpus_are_listed_with_the_reason(machine_with):
 # --- commands and calls that hang ---
 
 
-def test_a_command_that_takes_too_long_is_killed_or_left_behind():
+def test_a_slow_command_is_killed_or_abandoned():
     """What holds its output open stands for a child that waits in the driver."""
     with pytest.raises(NoAnswerError, match=r"sleep has not ended after 0\.2 s"):
         run_command(["sleep", "100"], 0.2)
@@ -399,6 +410,8 @@ def test_a_command_that_takes_too_long_is_killed_or_left_behind():
     assert printed_by(["no-such-program"], 60) is None
 
 
-def test_an_answer_that_comes_when_the_time_was_spent_stopped_counts():
-    """As after Ctrl-Z and fg in the middle of a call: no time is left, and nothing hangs."""
+def test_an_answer_after_a_suspension_counts():
+    """For example after Ctrl-Z and fg in the middle of a call: no time is left, and nothing
+    hangs.
+    """
     assert ask(lambda: sum(n % 2 for n in range(500_000)), 0.0) == 250_000

@@ -29,7 +29,8 @@ GPUS = st.lists(
 
 
 @given(gpus=GPUS, min_bytes=st.integers(0, 110), data=st.data())
-def test_the_choice_is_a_suitable_gpu_that_no_other_one_beats_in_any_order(gpus, min_bytes, data):
+def test_the_chosen_gpu_is_beaten_by_none(gpus, min_bytes, data):
+    """It is suitable, and no other comes first in any order."""
     suitable = [g for g in gpus if g.unusable is None and g.free_bytes >= min_bytes]
     ranked = rank(gpus, min_bytes)
     assert set(ranked) == set(suitable)
@@ -37,14 +38,16 @@ def test_the_choice_is_a_suitable_gpu_that_no_other_one_beats_in_any_order(gpus,
     assert rank(data.draw(st.permutations(gpus)), min_bytes) == ranked
 
 
-def test_among_equally_free_gpus_the_least_busy_and_then_the_lowest_address_comes_first():
+def test_the_least_busy_of_equals_comes_first():
+    """Among equally free GPUs; then the lowest address."""
     busy, idle = gpu(0, 50, utilization_percent=90), gpu(1, 50, utilization_percent=5)
     unknown = gpu(2, 50, utilization_percent=None)
     far = gpu(0, 50, pci_bus_id="00000001:01:00.0", utilization_percent=None)
     assert rank([far, unknown, busy, idle], 10) == [idle, busy, unknown, far]
 
 
-def test_the_explanation_names_what_is_needed_and_each_gpus_figures():
+def test_the_explanation_names_needs_and_figures():
+    """It has the figures of each GPU."""
     full = gpu(0, 2200 * MIB, total_bytes=40960 * MIB)
     barred = gpu(1, 5, unusable="compute mode is prohibited")
     assert explain([full, barred], 4000 * MIB) == (
@@ -76,7 +79,8 @@ def find(machine, *cases, before=""):
     return machine.python(FIND.format(before=before, cases=cases))
 
 
-def test_the_number_means_the_freest_gpu_in_pci_order_within_the_mask(cuda_machine_with):
+def test_an_index_means_visible_pci_order(cuda_machine_with):
+    """``cuda:N`` of the freest GPU counts GPUs within the mask."""
     machine = cuda_machine_with(Gpu("T4", free_mib=6000), Gpu("T4"), Gpu("H100", free_mib=9000))
     machine.cuda_order = [machine.uuid(2), machine.uuid(0), machine.uuid(1)]
     machine.update(1, free_mib=5000)
@@ -95,12 +99,14 @@ def test_once_cuda_has_started_its_own_numbers_count(cuda_machine_with):
     assert find(machine, ("0", 4000), before=START_CUDA) == [["cuda:0", None]]
 
 
-def test_only_the_slice_that_a_process_can_address_is_considered(cuda_machine_with):
+def test_only_the_addressable_slice_is_considered(cuda_machine_with):
+    """A process can address a single one."""
     machine = cuda_machine_with(Gpu(), Gpu(mig=[Slice(5000), Slice(9000)]))
     assert [device for device, _ in find(machine, (None, 4000), (None, 6000))] == ["cuda:0", "cpu"]
 
 
-def test_without_a_suitable_gpu_it_is_the_cpu_and_the_log_has_the_reason(machine_with):
+def test_without_suitable_gpus_the_cpu_is_taken(machine_with):
+    """The log has the reason."""
     cases = ((None, 4000), ("", 4000), ("7", 4000))
     process = machine_with(Gpu(free_mib=3999)).start(FIND.format(before="", cases=cases))
     out, err = process.communicate(timeout=120)

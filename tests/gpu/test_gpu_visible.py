@@ -48,7 +48,7 @@ def test_numbers_are_read_as_cuda_reads_them(mask, count, shown):
 
 
 @pytest.mark.parametrize("mask", ["", " ", "-1", " -1 ", "-1,0", "NoDevFiles", "NoDevFiles,0"])
-def test_what_is_hidden_on_purpose_means_cpu_without_a_warning(mask):
+def test_deliberately_hidden_gpus_mean_cpu_silently(mask):
     assert resolve_mask(mask, gpus(2)) == Visible(hidden_on_purpose=True)
 
 
@@ -73,7 +73,8 @@ def test_what_is_hidden_on_purpose_means_cpu_without_a_warning(mask):
         ("0,1,-1,2", "-1", [0, 1]),
     ],
 )
-def test_what_is_hidden_by_a_mistake_is_a_warning_with_a_way_out(mask, entry, shown):
+def test_mistakenly_hidden_gpus_are_warned_of(mask, entry, shown):
+    """The warning has a way out."""
     visible = resolve_mask(mask, gpus(3))
     assert indices(visible) == shown
     assert not visible.hidden_on_purpose
@@ -81,7 +82,8 @@ def test_what_is_hidden_by_a_mistake_is_a_warning_with_a_way_out(mask, entry, sh
     assert "unset the variable" in visible.warning
 
 
-def test_a_unique_prefix_names_a_gpu_and_an_ambiguous_one_ends_the_list():
+def test_a_unique_prefix_names_a_gpu():
+    """An ambiguous one ends the list."""
     there = [gpu(0, "GPU-9e8d35e3-1"), gpu(1, "GPU-9e8dffff-1"), gpu(2, "GPU-abc")]
     assert indices(resolve_mask("GPU-9e8d35e3", there)) == [0]
     assert indices(resolve_mask("GPU-abc,GPU-9e8df", there)) == [2, 1]
@@ -113,7 +115,8 @@ SLICED = [
         ("MIG-", []),
     ],
 )
-def test_slices_are_named_by_uuid_or_the_gpu_they_are_cut_from(mask, uuids):
+def test_a_slices_name_has_two_forms(mask, uuids):
+    """Its UUID, or the GPU that it is cut from."""
     visible = resolve_mask(mask, SLICED)
     assert [gpu.uuid for gpu in visible.gpus] == uuids
 
@@ -132,7 +135,7 @@ MASKS = st.one_of(
 
 @settings(max_examples=40)
 @given(mask=MASKS)
-def test_no_mask_ever_shows_what_it_does_not_name(mask):
+def test_no_mask_shows_what_it_omits(mask):
     there = gpus(4)
     visible = resolve_mask(mask, there)
     uuids = [gpu.uuid for gpu in visible.gpus]
@@ -159,7 +162,8 @@ print(json.dumps([[gpu.uuid for gpu in visible.gpus], visible.warning]))
 """
 
 
-def test_numbers_on_a_mixed_machine_follow_cudas_own_order(cuda_machine_with):
+def test_mixed_machines_use_cudas_own_order(cuda_machine_with):
+    """GPUs are numbered by it."""
     machine = cuda_machine_with(Gpu("T4"), Gpu("T4"), Gpu("H100"))
     machine.cuda_order = [machine.uuid(2), machine.uuid(0), machine.uuid(1)]
     machine.update(0)
@@ -170,7 +174,8 @@ def test_numbers_on_a_mixed_machine_follow_cudas_own_order(cuda_machine_with):
     assert machine.python(VISIBLE)[0] == machine.cuda_order
 
 
-def test_an_ill_gpu_keeps_its_number_unless_cuda_does_not_count_it(cuda_machine_with):
+def test_an_unhealthy_gpu_keeps_its_number(cuda_machine_with):
+    """It loses it only if CUDA does not count that GPU."""
     machine = cuda_machine_with(Gpu(), Gpu(), Gpu())
     machine.cuda_order = [machine.uuid(1), machine.uuid(2)]
     for function in ("nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetMemoryInfo"):
@@ -192,9 +197,7 @@ def test_an_ill_gpu_keeps_its_number_unless_cuda_does_not_count_it(cuda_machine_
         ("T4 T4", {"CUDA_VISIBLE_DEVICES": "1"}, [1]),
     ],
 )
-def test_cuda_is_not_asked_where_its_order_does_not_matter(
-    cuda_machine_with, models, environ, shown
-):
+def test_cuda_is_asked_only_if_order_matters(cuda_machine_with, models, environ, shown):
     machine = cuda_machine_with(*map(Gpu, models.split()))
     machine.cuda_order = [machine.uuid(1), machine.uuid(0)]
     machine.update(0)
@@ -202,7 +205,7 @@ def test_cuda_is_not_asked_where_its_order_does_not_matter(
     assert machine.calls("cuInit") == []
 
 
-def test_gpus_are_named_by_number_only_where_every_number_is_known():
+def test_numbers_name_gpus_if_all_are_known():
     first, second = (GpuInfo(f"GPU-{n}", "A", n, str(n), 1, 1, 0, cuda_index=n) for n in (0, 1))
     assert mask_for((second, first), by_index=True) == "1,0"
     assert mask_for((second, first), by_index=False) == "GPU-1,GPU-0"

@@ -77,9 +77,8 @@ def always(*gpus):
         ({0: SLICES}, {}, (SLICES[0],), [0, 0]),
     ],
 )
-def test_what_is_asked_for_is_taken_at_the_first_look_after_it_became_free(
-    scenes, changes, gets, looks
-):
+def test_the_first_look_takes_a_freed_gpu(scenes, changes, gets, looks):
+    """The first look after what was requested became free."""
     story = Story({since: Visible(tuple(gpus)) for since, gpus in scenes.items()})
     assert story.wait(**changes) == gets
     assert story.looks == looks
@@ -111,14 +110,14 @@ def test_what_is_asked_for_is_taken_at_the_first_look_after_it_became_free(
         ),
     ],
 )
-def test_what_waiting_would_not_mend_or_may_not_take_is_refused_at_once(visible, changes, reason):
+def test_futile_or_forbidden_waits_are_refused_immediately(visible, changes, reason):
     story = Story({0: visible})
     answer = story.wait(**changes)
     assert (story.now, story.said) == (0, [])
     assert reason in answer.reason
 
 
-def test_time_up_is_told_with_what_stood_in_the_way():
+def test_a_timeout_names_the_obstacles():
     story = always(FULL)
     answer = story.wait()
     assert "within 1:40" in answer.reason
@@ -137,10 +136,8 @@ def test_waiting_never_overshoots_its_deadline(timeout, interval):
 
 
 @pytest.mark.parametrize(("interval", "is_open"), [(30.0, False), (0.5, True)])
-def test_between_two_polls_that_are_far_apart_no_nvml_session_is_open(
-    interval, is_open, monkeypatch
-):
-    """An open one would block a reset of any GPU."""
+def test_distant_polls_leave_no_nvml_session_open(interval, is_open, monkeypatch):
+    """An open session would block a reset of any GPU."""
     nvml = mock.Mock(NVMLError=OSError)
     nvml.nvmlDeviceGetCount.return_value = 0
     nvml.nvmlSystemGetCudaDriverVersion.return_value = None
@@ -164,7 +161,8 @@ def test_between_two_polls_that_are_far_apart_no_nvml_session_is_open(
     assert seen == {is_open}
 
 
-def test_processes_are_listed_once_per_look_and_the_time_left_counts_down():
+def test_each_look_lists_processes_once():
+    """The time left counts down."""
     story = always(FULL)
     story.wait(timeout_seconds=4, interval_seconds=2)
     assert story.process_lists == len(story.looks) - 1 == 3
@@ -189,7 +187,8 @@ def test_processes_are_listed_once_per_look_and_the_time_left_counts_down():
         ),
     ],
 )
-def test_the_sentence_says_what_is_waited_for_how_long_and_who_holds_it(gpus, changes, start, end):
+def test_waiting_explains_what_and_for_whom(gpus, changes, start, end):
+    """What is waited for, for how long, and who holds it."""
     story = always(*gpus)
     story.wait(**changes)
     sentence = story.said[0].sentence()

@@ -36,14 +36,15 @@ def test_hardware_is_recognised_by_its_driver(tmp_path, monkeypatch, trace):
 
 
 @pytest.mark.usefixtures("no_nvml")
-def test_an_intel_gpu_without_a_torch_for_it_is_ignored(tmp_path):
+def test_an_intel_gpu_needs_its_own_torch(tmp_path):
+    """Without a torch for it the GPU is ignored."""
     vendor = tmp_path / "sys/class/drm/renderD128/device/vendor"
     vendor.parent.mkdir(parents=True)
     vendor.write_text("0x8086\n")
     assert accelerator_without_nvml(tmp_path) is None
 
 
-def test_a_library_that_is_damaged_is_no_other_hardware(tmp_path, monkeypatch):
+def test_a_damaged_library_is_no_other_hardware(tmp_path, monkeypatch):
     damaged = tmp_path / "libnvidia-ml.so.1"
     damaged.write_text("not a library")
     monkeypatch.setattr(other_hardware, "ABSENT", str(damaged))
@@ -52,7 +53,7 @@ def test_a_library_that_is_damaged_is_no_other_hardware(tmp_path, monkeypatch):
     assert accelerator_without_nvml(tmp_path) is None
 
 
-def test_a_job_beside_other_hardware_warns_of_the_cpu(tmp_path, monkeypatch, caplog):
+def test_jobs_next_to_other_hardware_warn_of_cpu(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(inventory, "accelerator_without_nvml", lambda: "this is a Jetson")
     config = checked(complete({"gpu_queue": False}))
     devices = Devices(config, "job", {}, tmp_path, lambda seconds: None)

@@ -16,7 +16,8 @@ from world import ROOT
 @pytest.mark.parametrize(
     ("rounds", "launchers"), [(2, 16), pytest.param(4, 64, marks=pytest.mark.slow)]
 )
-def test_nothing_is_over_committed_or_leaked_and_every_survivor_is_served(rounds, launchers):
+def test_every_survivor_of_the_chaos_is_served(rounds, launchers):
+    """Nothing is over-committed or leaked."""
     script = ROOT / "benchmarks" / "queue_chaos.py"
     command = [sys.executable, script, f"--rounds={rounds}", f"--launchers={launchers}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)

@@ -54,7 +54,8 @@ def shared(tmp_path, cuda_machine_with):
     return build
 
 
-def test_a_second_job_waits_for_the_first_and_starts_when_it_ends(shared):
+def test_a_second_job_starts_after_the_first(shared):
+    """It waits for the end of that job."""
     host = shared(Gpu(uuid=A, total_mib=24000))
     first, second = host.world("first"), host.world("second")
     first.environ["BATCH_BUDGETS"] = "{}"
@@ -81,7 +82,7 @@ def test_a_second_job_waits_for_the_first_and_starts_when_it_ends(shared):
     assert list((host.base / boot_name()).glob("record.*")) == []
 
 
-def test_a_job_of_the_queue_is_stopped_by_its_id(shared):
+def test_a_queued_job_is_stopped_by_id(shared):
     host = shared(Gpu(uuid=A, total_mib=24000))
     world = host.world("first")
     process = world.start("trainer._target_=trainers.never_looks_whether_to_stop", NEVER)
@@ -94,7 +95,7 @@ def test_a_job_of_the_queue_is_stopped_by_its_id(shared):
     assert host.jobs() == []
 
 
-def test_a_gpu_that_proved_unhealthy_is_excluded_until_it_is_cleared(shared):
+def test_an_unhealthy_gpu_is_excluded_until_cleared(shared):
     host = shared(Gpu(uuid=A, total_mib=24000), Gpu(uuid=B, total_mib=24000, free_mib=9000))
     world = host.world("first")
     (world.folder / "failures").write_text(f"3 {ECC}")
@@ -111,7 +112,7 @@ def test_a_gpu_that_proved_unhealthy_is_excluded_until_it_is_cleared(shared):
     assert "excluded" not in host.command("doctor").stdout
 
 
-def test_the_queue_is_elsewhere_or_nowhere_if_the_key_says_so(world, shared):
+def test_a_key_moves_or_removes_the_queue(world, shared):
     host = shared(Gpu(uuid=A, total_mib=24000))
     elsewhere = world.folder / "elsewhere"
     for name, queue in (("first", "false"), ("second", elsewhere)):
@@ -125,7 +126,8 @@ def test_the_queue_is_elsewhere_or_nowhere_if_the_key_says_so(world, shared):
 
 
 @pytest.mark.slow
-def test_a_job_in_the_launchers_own_process_holds_its_gpu(shared):
+def test_an_inline_job_reserves_its_gpu(shared):
+    """It runs in the launcher's own process."""
     host = shared(Gpu(uuid=A, total_mib=24000))
     world = host.world("first")
     process = world.start("trainer._target_=trainers.never_looks_whether_to_stop", "isolation=none")
@@ -161,7 +163,7 @@ def test_doctor_says_why_a_gpu_is_not_usable(shared):
     assert (report["driver_version"], report["kernel"]) == ("570.86.15", os.uname().release)
 
 
-def test_doctor_fails_where_no_gpu_or_no_queue_can_be_used(shared):
+def test_doctor_fails_without_gpu_or_queue(shared):
     host = shared(Gpu(uuid=A, recovery=1))
 
     def code(words=""):
@@ -204,8 +206,10 @@ def test_doctor_compares_torchs_cuda_with_the_drivers(shared):
     assert "usable" not in done.stdout
 
 
-def test_a_probe_computes_runs_out_of_memory_and_goes_on_with_less():
-    """On the CPU, with a limit in place of a GPU's memory."""
+def test_a_probe_survives_running_out_of_memory():
+    """It computes, runs out and continues with less. On the CPU, with a limit in place of a
+    GPU's memory.
+    """
     script = """
 import resource, torch
 from robust_train.cli.doctor import exercise
@@ -222,7 +226,8 @@ print(exercise(torch.device("cpu"), total))
         exercise(torch.device("cpu"), 2**20)
 
 
-def test_a_probe_leaves_gpus_alone_on_which_others_compute_and_fails_without_cuda(shared):
+def test_a_probe_spares_busy_gpus(shared):
+    """Others compute there. It fails without CUDA."""
     host = shared(Gpu(), Gpu(), Gpu(free_mib=20000, utilization=97, compute=[(1, 20000)]))
     registry = Registry(host.base)
     job = registry.enter(QueuedJob(name="job"))

@@ -84,7 +84,7 @@ def granted(jobs, gpus, now=NOW):
 # --- one GPU ---
 
 
-def test_equal_tickets_go_by_the_time_at_which_they_came():
+def test_equal_tickets_are_served_by_arrival():
     early, late = (replace(job(9), id=name, queued_at=at) for name, at in (("b", 1.0), ("a", 2.0)))
     assert list(granted([late, early], [gpu(A)])) == ["b"]
     assert open_to(late, [early], [gpu(A)], NOW) == ()
@@ -114,13 +114,14 @@ EXCLUSIVE = {"compute_mode": "exclusive_process"}
         (held(B), job(1), gpu(A, unusable="it has to be reset"), False),
     ],
 )
-def test_a_gpu_is_given_only_if_it_has_room(running, asks, device, gets):
+def test_a_gpu_is_given_only_with_room(running, asks, device, gets):
     assert bool(granted([running, asks], [device])) == gets
     announced = asks.on((A,))
     assert has_room(announced, [running], [device]) == gets, "the second look says the same"
 
 
-def test_the_gpu_that_suits_the_first_job_soonest_is_kept_for_it():
+def test_the_soonest_suitable_gpu_is_reserved():
+    """It is reserved for the first job of the queue."""
     # the first needs a whole GPU; A lacks less than B, whose memory a stranger holds
     gpus = [gpu(A, 15000), gpu(B, 20000)]
     running = held(A, claim=25000, taken=25000, jobs_per_device=4)
@@ -131,7 +132,8 @@ def test_the_gpu_that_suits_the_first_job_soonest_is_kept_for_it():
 
 
 @pytest.mark.parametrize(("count", "kept"), [(1, [1, 2, 4, 8]), (2, [2, 4, 8, 8])])
-def test_the_longer_the_first_job_waits_the_more_gpus_are_kept(count, kept):
+def test_longer_waits_reserve_more_gpus(count, kept):
+    """They are reserved for the first job of the queue."""
     gpus = [gpu(uuid, 3000) for uuid in UUIDS]
     waiting = [job(1, 30000, count=count)]
     seconds = (299, 301, 601, 901)
@@ -166,7 +168,8 @@ def test_who_gets_what(jobs, gpus, gets):
     assert granted(jobs, gpus) == gets
 
 
-def test_a_running_job_may_move_where_no_job_before_it_waits():
+def test_a_running_job_moves_if_none_waits_before():
+    """A job that waits in front of it goes first."""
     gpus, me = [gpu(A), gpu(B)], job(5)
     assert [one.uuid for one in open_to(me, [job(9, 30000)], gpus, NOW)] == [A, B]
     assert len(open_to(me, [job(1, 30000)], gpus, NOW)) == 1
@@ -174,7 +177,8 @@ def test_a_running_job_may_move_where_no_job_before_it_waits():
     assert not open_to(me, [job(9, user=BOB), held(A, id="x")], [gpu(B)], NOW), "bob holds less"
 
 
-def test_a_waiting_job_that_does_not_poll_is_passed_and_keeps_its_ticket():
+def test_jobs_that_do_not_poll_are_passed():
+    """They keep their tickets."""
     stopped = job(1, polled_at=NOW)
     waiting, gpus = [stopped, job(2)], [gpu(A)]
     assert granted(waiting, gpus, NOW + UNSEEN_SECONDS - 0.1) == {"job1": "a"}
@@ -185,13 +189,15 @@ def test_a_waiting_job_that_does_not_poll_is_passed_and_keeps_its_ticket():
 # --- several GPUs ---
 
 
-def test_the_gpus_of_a_job_that_cannot_have_all_at_once_are_kept_for_it():
+def test_gpus_are_collected_for_large_jobs():
+    """For a job that cannot have all at once."""
     gpus = [gpu(A, 30000), gpu(B), gpu(C)]
     decided = Plan([held(C), job(1, count=3), job(2)], gpus, NOW)
     assert (decided.groups, decided.first, set(decided.kept)) == ({}, "job1", {A, B, C})
 
 
-def test_small_jobs_take_only_gpus_that_are_not_kept_for_a_large_one():
+def test_small_jobs_take_only_unreserved_gpus():
+    """Others are kept for a large job."""
     gpus = [gpu(uuid) for uuid in (A, B, C, D)]
     first, second = held(A, since=1.0), held(B, since=2.0)
     waiting = [job(1, count=3), job(2), job(3)]
@@ -201,7 +207,8 @@ def test_small_jobs_take_only_gpus_that_are_not_kept_for_a_large_one():
     assert granted([first, *waiting], gpus) == {"job1": "bcd"}
 
 
-def test_no_gpu_is_kept_for_a_job_that_no_end_of_a_job_could_serve():
+def test_unserviceable_jobs_reserve_no_gpu():
+    """No end of a job could serve them."""
     waiting = [job(n, count=count, only=(A, B, C)) for n, count in enumerate((3, 1, 1), 1)]
     lost = [gpu(A), gpu(B), gpu(C, unusable="it has to be reset")]
     assert granted(waiting, lost).keys() == {"job2", "job3"}
@@ -220,7 +227,8 @@ def tickets(jobs):
     return [one.ticket for one in queue_order(jobs)]
 
 
-def test_a_user_who_holds_fewer_gpus_goes_before_the_rest_of_a_sweep():
+def test_users_with_fewer_gpus_come_first():
+    """They come before the rest of a sweep."""
     waiting = [*(job(n) for n in range(1, 6)), job(8, user=BOB), job(9, user=BOB)]
     assert tickets([held(A, B, C), *waiting]) == [8, 9, 1, 2, 3, 4, 5]
     # jobs ahead count: if neither holds any they alternate
@@ -232,7 +240,8 @@ def test_a_user_who_holds_fewer_gpus_goes_before_the_rest_of_a_sweep():
     assert who_goes_first(order[0], order) == ""
 
 
-def test_an_urgent_job_goes_before_the_others_of_its_user_and_before_no_one_elses():
+def test_urgency_counts_among_a_users_own_jobs():
+    """An urgent job does not go before the jobs of others."""
     sweep = [job(n, urgency=0) for n in (1, 2, 4)]
     assert tickets([*sweep, job(6)]) == [6, 1, 2, 4]
     assert tickets([*sweep, job(6), job(7, urgency=2)]) == [7, 6, 1, 2, 4]
@@ -257,9 +266,8 @@ def test_an_urgent_job_goes_before_the_others_of_its_user_and_before_no_one_else
         (job(9, user=EVE), ""),
     ],
 )
-def test_after_its_time_slice_a_job_leaves_the_gpu_that_is_kept_for_a_user_with_fewer(
-    waiting, leaves
-):
+def test_an_expired_time_slice_frees_reserved_gpus(waiting, leaves):
+    """They are reserved for a user with fewer GPUs."""
     jobs = [
         held(A, since=1.0),
         held(B, since=2.0),
@@ -276,7 +284,8 @@ def test_after_its_time_slice_a_job_leaves_the_gpu_that_is_kept_for_a_user_with_
     assert "".join(left) == leaves
 
 
-def test_no_user_gets_more_gpus_than_the_limit_and_who_waits_for_that_is_in_no_ones_way():
+def test_no_user_exceeds_the_limit_of_gpus():
+    """Who waits because of it is in no one's way."""
     jobs = [held(A), job(1), job(2, count=2), job(3, user=BOB)]
     gpus = [gpu(uuid) for uuid in (A, B, C, D)]
     decided = Plan(jobs, gpus, NOW, 2)
@@ -294,7 +303,8 @@ def test_no_user_gets_more_gpus_than_the_limit_and_who_waits_for_that_is_in_no_o
 # --- reasons ---
 
 
-def test_each_gpu_is_described_with_who_has_how_much_of_it():
+def test_each_gpu_lists_its_jobs_and_shares():
+    """The line says who has how much of it."""
     running = held(A, claim=10000, taken=10000, id="7-ab", name="lora", draining=True)
     first, second = describe([running], [gpu(A, 22000), gpu(B, 35000)])
     assert first == (
@@ -327,9 +337,8 @@ LOST = gpu(B, unusable="the driver reports that it has to be reset (nvidia-smi -
         (job(2), [job(1, 30000)], [gpu(A, 20000)], "GPU 0: kept for job job1, which is ahead in"),
     ],
 )
-def test_the_reason_for_waiting_names_the_nearest_obstacle_first_in_one_short_line(
-    me, running, gpus, why
-):
+def test_the_nearest_obstacle_explains_the_wait(me, running, gpus, why):
+    """The reason is one short line."""
     decided = Plan([*running, me], gpus, NOW)
     text = why_waiting(me, running, gpus, decided, {812: GpuUser("python", "ada")})
     assert text.startswith(why)
@@ -374,9 +383,8 @@ def running_jobs(drawn):
 
 
 @given(wanted, reservations, machines, limits)
-def test_grants_fit_and_are_whole_and_no_gpu_stays_idle_that_a_job_may_have(
-    drawn, before, machine, limit
-):
+def test_grants_fit_and_leave_no_gpu_idle(drawn, before, machine, limit):
+    """They are whole, and no GPU stays idle that a job may have."""
     gpus, running = build(machine), running_jobs(before)
     waiting = [job(n, **about) for n, about in enumerate(drawn)]
     decided = Plan([*running, *waiting], gpus, NOW, limit)
@@ -405,9 +413,8 @@ def test_grants_fit_and_are_whole_and_no_gpu_stays_idle_that_a_job_may_have(
 
 
 @given(wanted, reservations, st.integers(0, 12))
-def test_the_order_keeps_each_users_own_and_the_next_is_a_user_who_holds_least(
-    drawn, before, rotation
-):
+def test_the_next_user_holds_the_fewest_gpus(drawn, before, rotation):
+    """The order of each user's own jobs is kept."""
     running = running_jobs(before)
     waiting = [job(n, **about) for n, about in enumerate(drawn)]
     shuffled = [*waiting[rotation:], *waiting[:rotation]]
@@ -422,7 +429,8 @@ def test_the_order_keeps_each_users_own_and_the_next_is_a_user_who_holds_least(
 
 
 @given(wanted, machines)
-def test_what_one_users_later_jobs_are_does_not_change_what_an_earlier_one_gets(drawn, machine):
+def test_later_jobs_never_change_earlier_grants(drawn, machine):
+    """This concerns jobs of the same user."""
     waiting = [job(n, **(about | {"user": ADA})) for n, about in enumerate(drawn)]
     gpus = build(machine)
     all_of_them = Plan(waiting, gpus, NOW).groups
@@ -431,7 +439,8 @@ def test_what_one_users_later_jobs_are_does_not_change_what_an_earlier_one_gets(
 
 
 @given(machines, st.integers(1, 4))
-def test_a_group_is_of_one_model_if_there_are_enough_and_else_the_best(machine, count):
+def test_groups_prefer_gpus_of_one_model(machine, count):
+    """If there are enough, and otherwise the best."""
     gpus = [gpu(uuid, total=total) for uuid, (total, _) in zip(UUIDS, machine, strict=False)]
     group = choose_group(gpus, count)
     models = [info.total_bytes for info in gpus]
@@ -445,8 +454,10 @@ def test_a_group_is_of_one_model_if_there_are_enough_and_else_the_best(machine, 
 
 @settings(max_examples=40)
 @given(st.randoms(use_true_random=False))
-def test_no_job_waits_for_ever_as_long_as_running_jobs_end(random):
-    """Small later jobs of the same user keep coming, for as long as an old one waits."""
+def test_no_job_waits_forever(random):
+    """As long as running jobs end. Small later jobs of the same user keep coming, for as long as
+    an old one waits.
+    """
     waiting, running, tickets = [], [], itertools.count(1)
 
     def arrives(*needs, counts=(1,), most=4):

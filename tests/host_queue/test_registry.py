@@ -78,7 +78,8 @@ def running_in(base):
     return job
 
 
-def test_a_gpu_whose_hardware_failed_is_excluded_until_it_is_included(registry):
+def test_a_faulty_gpu_is_excluded_until_included(registry):
+    """Its hardware failed."""
     assert registry.exclude(A.uuid, "/runs/1", "ECC")
     (excluded,) = registry.marked((replace(A, owned=True),))
     assert "excluded for another 30 min by a job of" in str(excluded.unusable)
@@ -89,7 +90,8 @@ def test_a_gpu_whose_hardware_failed_is_excluded_until_it_is_included(registry):
 
 
 @pytest.mark.parametrize("letter", ["a", "ü", "训", "🙂", "\udcff"])
-def test_a_gpu_is_excluded_whatever_the_folder_of_the_job_is_called(registry, letter):
+def test_any_folder_name_can_exclude_a_gpu(registry, letter):
+    """Whatever the folder of the job is called."""
     for number in range(2):
         assert registry.exclude(A.uuid, f"/runs/{letter * 300}/{number}", "ECC" * 100)
         (excluded,) = registry.exclusions()
@@ -97,7 +99,8 @@ def test_a_gpu_is_excluded_whatever_the_folder_of_the_job_is_called(registry, le
 
 
 @pytest.mark.parametrize(("seconds", "stays"), [(-60, True), (60, True), (1900, False)])
-def test_a_clock_that_is_set_a_minute_ends_no_exclusion(registry, monkeypatch, seconds, stays):
+def test_clock_changes_do_not_end_exclusions(registry, monkeypatch, seconds, stays):
+    """The clock is set by a minute."""
     assert registry.exclude(A.uuid, "/runs/1", "ECC")
     now = time.time()
     monkeypatch.setattr(queue_dir.time, "time", lambda: now + seconds)
@@ -105,7 +108,8 @@ def test_a_clock_that_is_set_a_minute_ends_no_exclusion(registry, monkeypatch, s
 
 
 @needs_root
-def test_no_file_of_another_user_ends_an_exclusion_or_makes_one_that_stays(registry):
+def test_other_users_cannot_change_exclusions(registry):
+    """No file of theirs ends one or makes one that stays."""
     path = registry.path
     assert registry.exclude(A.uuid, "/runs/1", "ECC")
 
@@ -124,7 +128,8 @@ def test_no_file_of_another_user_ends_an_exclusion_or_makes_one_that_stays(regis
 # --- the directory ---
 
 
-def test_the_directory_is_made_for_every_user_of_the_host(tmp_path):
+def test_all_users_share_the_directory(tmp_path):
+    """It is made for every user of the host."""
     old = os.umask(0o077)
     QueueDir(tmp_path / "queue").close()
     os.umask(old)
@@ -163,7 +168,8 @@ def test_key_before_variable_before_the_runtime_directory(tmp_path, monkeypatch)
         ),
     ],
 )
-def test_what_is_no_directory_of_its_own_is_refused(tmp_path, plant, why):
+def test_a_suspicious_queue_directory_is_refused(tmp_path, plant, why):
+    """What is not a directory of its own."""
     base = tmp_path / "queue"
     plant(base)
     with pytest.raises(QueueError, match=why) as caught:
@@ -188,7 +194,8 @@ def test_a_directory_that_was_removed_is_made_again(registry):
     other.close()
 
 
-def test_a_directory_replaced_by_a_file_leaves_a_running_job_alone(base, caplog):
+def test_replacing_the_directory_spares_running_jobs(base, caplog):
+    """A file takes its place."""
     job = running_in(base)
     shutil.rmtree(base)
     base.write_text("not a directory")
@@ -203,7 +210,8 @@ def test_a_directory_replaced_by_a_file_leaves_a_running_job_alone(base, caplog)
 
 
 @needs_root
-def test_a_full_disk_means_a_warning_and_no_reservation(base, caplog):
+def test_a_full_disk_means_no_reservation(base, caplog):
+    """A warning says so."""
     with small_disk(base, "size=16k,mode=1777"):
         fill(base)
         job = running_in(base)
@@ -215,9 +223,8 @@ def test_a_full_disk_means_a_warning_and_no_reservation(base, caplog):
 
 
 @needs_root
-def test_a_directory_that_a_user_made_is_named_once_and_doctor_says_how_to_give_it_to_root(
-    base, capsys, caplog
-):
+def test_a_users_directory_is_named_once(base, capsys, caplog):
+    """A user made it; ``doctor`` says how to give it to root."""
     with as_another_user(lambda: (os.umask(0), Registry(base).close())):
         job = queue_of(base)
         assert [wait_for_gpus(job, REQUEST) for _ in range(2)] == [(A,), (A,)]
@@ -231,7 +238,8 @@ def test_a_directory_that_a_user_made_is_named_once_and_doctor_says_how_to_give_
 
 
 @needs_root
-def test_a_directory_that_a_user_cannot_reach_is_not_told_as_an_empty_queue(tmp_path, monkeypatch):
+def test_an_unreachable_directory_is_not_empty(tmp_path, monkeypatch):
+    """A user cannot reach it."""
     monkeypatch.setenv("ROBUST_TRAIN_QUEUE_DIR", str(tmp_path / "queue"))
     tmp_path.chmod(0o700)
 
@@ -246,7 +254,7 @@ def test_a_directory_that_a_user_cannot_reach_is_not_told_as_an_empty_queue(tmp_
 
 
 @needs_root
-def test_a_directory_as_tmpfiles_makes_it_is_used_by_all_users(base):
+def test_all_users_share_a_tmpfiles_directory(base):
     """systemd makes the parents as root's own."""
     base.mkdir(mode=0o755)
     (base / boot_name()).mkdir()
@@ -274,9 +282,8 @@ def test_a_directory_as_tmpfiles_makes_it_is_used_by_all_users(base):
     ],
 )
 @needs_root
-def test_root_alone_may_limit_gpus_per_user_and_a_mistake_is_one_line(
-    registry, base, caplog, text, limit, warning, changes
-):
+def test_only_root_limits_gpus_per_user(registry, base, caplog, text, limit, warning, changes):
+    """A mistake is one line."""
     limits = base / "queue.yaml"
     limits.write_text(text)
     limits.chmod(changes.get("mode", 0o644))
@@ -340,14 +347,15 @@ JSON = st.recursive(
 
 
 @given(st.sampled_from(sorted(json.loads(encode(JOB)[9:]))), JSON)
-def test_no_value_of_any_field_stops_who_reads_it(field, value):
+def test_no_field_value_stops_a_reader(field, value):
     job = read(forged(**{field: value}))
     if job is not None:
         assert (job.name + job.run_dir).isprintable()
         assert encode(job)
 
 
-def test_what_is_planted_under_a_records_name_is_no_job(registry):
+def test_planted_files_are_no_jobs(registry):
+    """They have the name of a record."""
     plants = (
         lambda path: path.symlink_to("/etc/passwd"),
         lambda path: path.mkdir(),
@@ -365,7 +373,7 @@ def test_what_is_planted_under_a_records_name_is_no_job(registry):
     assert Path("/etc/passwd").exists()
 
 
-def test_a_living_job_whose_record_is_damaged_stops_no_other(registry):
+def test_a_living_jobs_damaged_record_harms_no_one(registry):
     mine = enter(registry)
     (path,) = registry.path.glob("record.*")
     assert [job.id for job in registry.jobs()] == [mine.job.id]
@@ -376,7 +384,7 @@ def test_a_living_job_whose_record_is_damaged_stops_no_other(registry):
     newcomer.close()
 
 
-def test_a_record_that_was_removed_is_written_again_under_its_ticket(registry):
+def test_a_removed_record_returns_with_its_ticket(registry):
     mine, later = enter(registry), enter(registry)
     (registry.path / f"record.{1:010}.{mine.job.id[2:]}").unlink()
     assert [job.ticket for job in registry.jobs()] == [2]
@@ -387,7 +395,8 @@ def test_a_record_that_was_removed_is_written_again_under_its_ticket(registry):
     assert list(registry.path.iterdir()) == []
 
 
-def test_a_job_that_comes_back_is_seen_by_who_took_its_last_record_for_dead(base, registry):
+def test_a_returning_job_is_seen_by_its_successor(base, registry):
+    """The successor took the last record for that of a dead job."""
     job = queue_of(base, token="abcdef")
     job.join(REQUEST)
     job.requeue(REQUEST, (A.uuid,))
@@ -400,7 +409,8 @@ def test_a_job_that_comes_back_is_seen_by_who_took_its_last_record_for_dead(base
     job.release()
 
 
-def test_who_can_open_no_file_says_so_and_takes_no_gpu_for_free(registry):
+def test_out_of_files_no_gpu_counts_as_free(registry):
+    """A process that can open no file says so."""
     enter(registry)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.dup(registry.fd)
@@ -416,7 +426,8 @@ def test_who_can_open_no_file_says_so_and_takes_no_gpu_for_free(registry):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_sixty_thousand_files_of_a_user_delay_no_one(registry):
+def test_sixty_thousand_files_delay_no_one(registry):
+    """One user made all of them."""
     folder = registry.path
     for number in range(MOST_FILES_PER_USER + 500):
         (folder / f"record.{number:010}.abcdef").touch()
@@ -464,9 +475,8 @@ def read_lock(path):
     ids=["flock -s", "flock -x", "read lock", "directories"],
 )
 @needs_root
-def test_another_users_lock_keeps_no_gpu_reserved_and_stops_no_job_from_deciding(
-    base, registry, take
-):
+def test_another_users_lock_blocks_nothing(base, registry, take):
+    """It keeps no GPU reserved and stops no job from deciding."""
     job = running_in(base)
     (path,) = registry.path.glob("record.*")
 
@@ -486,7 +496,8 @@ def test_another_users_lock_keeps_no_gpu_reserved_and_stops_no_job_from_deciding
         os.close(other)
 
 
-def test_a_file_system_without_locks_means_a_warning_and_no_reservation(base, monkeypatch, caplog):
+def test_a_lockless_file_system_means_no_reservation(base, monkeypatch, caplog):
+    """A warning says so."""
     no_locks = mock.Mock(side_effect=OSError(37, "No locks available"))
     monkeypatch.setattr(fcntl, "fcntl", no_locks)
     running_in(base).release()
@@ -496,7 +507,7 @@ def test_a_file_system_without_locks_means_a_warning_and_no_reservation(base, mo
 # --- other users ---
 
 
-def test_the_queue_names_a_gpu_that_has_vanished_beside_the_others(base, monkeypatch, capsys):
+def test_the_queue_names_vanished_gpus_too(base, monkeypatch, capsys):
     both = A, replace(A, uuid="GPU-b", index=1, pci_bus_id="1")
     seen = Visible(both, inventory=Inventory(both))
     job = HostQueue(base, lambda processes: seen, QueuedJob(name="t", count=2), "")
@@ -508,7 +519,8 @@ def test_the_queue_names_a_gpu_that_has_vanished_beside_the_others(base, monkeyp
 
 
 @needs_root
-def test_the_queue_shows_the_owner_of_a_record_and_whose_process_it_names(base, registry, capsys):
+def test_the_queue_shows_owners_and_their_processes(base, registry, capsys):
+    """The owner of a record, and whose process it names."""
     claims = {"pid": os.getpid(), "name": "\x1b[2Jx\u202e", "user": "root", "gpus": []}
 
     def plant():
@@ -529,7 +541,8 @@ def test_the_queue_shows_the_owner_of_a_record_and_whose_process_it_names(base, 
 
 
 @needs_root
-def test_where_proc_hides_processes_a_job_of_another_user_is_not_taken_for_ended(base):
+def test_hidden_processes_have_not_ended(base):
+    """``/proc`` hides those of other users."""
     job = running_in(base)
 
     def look():

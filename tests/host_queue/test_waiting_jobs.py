@@ -105,7 +105,7 @@ def later(monkeypatch):
     return ahead.append
 
 
-def test_two_jobs_that_want_every_gpu_go_one_after_the_other(host, capsys):
+def test_jobs_that_want_every_gpu_take_turns(host, capsys):
     first, second = (host.with_gpus(3).job(count=3) for _ in range(2))
     small = host.job()
 
@@ -128,10 +128,8 @@ def test_two_jobs_that_want_every_gpu_go_one_after_the_other(host, capsys):
     assert small.said[0].position == 1, "it has moved up"
 
 
-def test_a_driver_that_takes_long_to_answer_lets_no_one_pass_who_waits_before(
-    host, later, capsys, monkeypatch
-):
-    """Where nothing keeps it awake it takes seconds for each GPU."""
+def test_a_slow_driver_lets_no_one_pass(host, later, capsys, monkeypatch):
+    """If nothing keeps the driver awake it takes seconds for each GPU."""
     first, running, behind = (host.job() for _ in range(3))
     assert first.poll() == []
     host.with_gpus(1)
@@ -149,7 +147,8 @@ def test_a_driver_that_takes_long_to_answer_lets_no_one_pass_who_waits_before(
     assert "a GPU is free for it" in str(host.shown(capsys)[0]["reason"])
 
 
-def test_a_job_to_which_records_take_long_to_read_polls_often_enough_not_to_be_passed(host, later):
+def test_slow_reading_still_polls_often_enough(host, later):
+    """Otherwise the job would be passed."""
     running, slow = (host.with_gpus(1).job() for _ in range(2))
     running.wait()
     others = slow.queue.others
@@ -158,7 +157,7 @@ def test_a_job_to_which_records_take_long_to_read_polls_often_enough_not_to_be_p
     assert max(slow.pauses) < UNSEEN_SECONDS / 2
 
 
-def test_a_job_comes_back_to_its_old_queue_position(host):
+def test_a_job_returns_to_its_queue_position(host):
     early, late = (host.with_gpus(1).job() for _ in range(2))
     assert early.wait() == [0]
     assert late.poll() == []
@@ -173,15 +172,18 @@ def test_a_job_comes_back_to_its_old_queue_position(host):
     assert early.queue.job_id == job_id
 
 
-def test_a_job_that_does_not_wait_takes_what_is_left_after_a_race_that_it_lost(host):
-    """Two were started at the same moment: each decides before it sees the other."""
+def test_the_loser_of_a_race_takes_leftovers(host):
+    """It does not wait. Two were started at the same moment: each decides before it sees the
+    other.
+    """
     late, early = (host.with_gpus(2).job(timeout_seconds=0.0) for _ in range(2))
     reads = iter((late.read, lambda processes: [early.wait(), late.read(processes)][1]))
     late.queue.read_machine = lambda processes: next(reads, late.read)(processes)
     assert late.wait(lambda: None) == [1]
 
 
-def test_a_job_that_lost_a_race_waits_as_long_as_before(host, later, capsys):
+def test_losing_a_race_costs_no_waiting_time(host, later, capsys):
+    """The job waits as long as before."""
     late, early = host.job(), host.job()
     assert late.poll() == []
     later(100)
@@ -193,9 +195,9 @@ def test_a_job_that_lost_a_race_waits_as_long_as_before(host, later, capsys):
     assert waiting[0]["seconds_in_state"] >= 100
 
 
-def test_a_gpu_that_its_job_leaves_idle_for_an_hour_is_marked_until_it_computes(
-    host, later, capsys
-):
+def test_an_idle_gpu_is_marked_until_it_computes(host, later, capsys):
+    """Its job leaves it idle for an hour."""
+
     def idle_seconds():
         job.queue.tick()
         (one,) = host.shown(capsys)
@@ -233,7 +235,7 @@ def second_gpu(machine_with):
     registry.close()
 
 
-def test_gpus_marks_a_gpu_that_its_job_leaves_idle(second_gpu):
+def test_gpus_marks_a_gpu_left_idle(second_gpu):
     machine, _, job = second_gpu
     job.update(replace(job.job, idle_seconds=(4000,)))
     environ = machine.environment()
@@ -247,7 +249,8 @@ def test_gpus_marks_a_gpu_that_its_job_leaves_idle(second_gpu):
 # --- drivers that hang ---
 
 
-def test_a_waiter_whose_driver_hangs_holds_nobody_up_and_gets_its_turn_later(host, later):
+def test_a_hanging_waiter_delays_only_itself(host, later):
+    """Its driver hangs; it gets its turn later."""
     running = [host.with_gpus(2).job() for _ in range(2)]
     assert [job.wait() for job in running] == [[0], [1]]
     head, behind = host.job(interval_seconds=1.0), host.job()
@@ -277,7 +280,7 @@ def test_a_waiter_whose_driver_hangs_holds_nobody_up_and_gets_its_turn_later(hos
 IMPATIENT = "from robust_train.gpu import inventory\ninventory.OPENING_SECONDS = {}\n"
 
 
-def test_a_driver_that_hangs_for_all_stops_no_command(second_gpu):
+def test_a_hanging_driver_stops_no_command(second_gpu):
     machine, registry, _ = second_gpu
     waiting = registry.enter(QueuedJob(name="other", reserved_bytes=4000 * MIB))
     machine.hang(MEMORY, 0)
@@ -301,7 +304,8 @@ print(json.dumps(seen))
     waiting.release()
 
 
-def test_a_call_that_hangs_is_warned_of_once_and_no_other_is_made_until_it_returns(caplog):
+def test_a_hanging_call_is_made_once(caplog):
+    """It is warned of once, too, until it returns."""
     answers, calls = threading.Event(), []
     for limit_seconds in (0.0, 60.0):
         with pytest.raises(NoAnswerError, match=r"has not answered for .* dmesg"):
@@ -319,7 +323,7 @@ def test_a_call_that_hangs_is_warned_of_once_and_no_other_is_made_until_it_retur
 @pytest.mark.parametrize(
     "function", ["nvmlInit", pytest.param("nvmlDeviceGetCount", marks=pytest.mark.slow)]
 )
-def test_a_driver_that_hangs_from_the_start_is_named(machine_with, function):
+def test_a_driver_hanging_from_startup_is_named(machine_with, function):
     machine = machine_with(Gpu())
     machine.hang(function)
     found = "found = inventory.read_inventory()\nprint(json.dumps([found.answered, found.problem]))"

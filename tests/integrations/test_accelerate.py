@@ -24,8 +24,10 @@ ON_EACH_NODE = accelerate.utils.ProjectConfiguration(save_on_each_node=True)
 @pytest.mark.proves("accelerate", "FSDP2", "in the step")
 @pytest.mark.proves("accelerate", "FSDP2", "new attempt")
 @pytest.mark.slow
-def test_ranks_whose_model_accelerate_shards_end_with_the_weights_of_one_process(tmp_path):
-    """Steps are repeated, and an attempt that ran out at every size is followed by one at half."""
+def test_sharded_ranks_end_with_one_processs_weights(tmp_path):
+    """accelerate shards the model. Steps are repeated, and an attempt that ran out at every size is
+    followed by another with half the batch.
+    """
     folder = Path(__file__).parent
     program = (folder / "ranks_sharded_by_accelerate.py").read_text()
     ended = warm.preloaded(program, str(tmp_path), cwd=folder)
@@ -76,20 +78,22 @@ def _train(folder, cfg, run=None, loss=_mean_square, **options):
     return accelerator.unwrap_model(model).weight.detach(), run
 
 
-def test_a_second_loop_of_a_job_is_refused_in_one_line(tmp_path):
+def test_a_second_loop_is_refused_in_one_line(tmp_path):
     _, run = _train(tmp_path, framework_config(8))
     with pytest.raises(UserError, match="a second fit or loop in one job"):
         _train(tmp_path, framework_config(8), run)
 
 
 @pytest.mark.parametrize(("loss", "lines"), [(_mean_square, 0), (torch.std, 1)])
-def test_a_split_that_changes_the_loss_is_warned_of_once(tmp_path, caplog, loss, lines):
+def test_a_split_that_changes_losses_warns_once(tmp_path, caplog, loss, lines):
     _train(tmp_path, framework_config(4, 2, checkpoint_every_steps=None), loss=loss)
     assert caplog.text.count("splitting changes this loss: a part of 4 has loss") == lines
 
 
-def test_a_prepared_schedule_goes_on_by_one_step_whatever_the_ranks(tmp_path):
-    """accelerate makes one for each rank, whose batches are its steps otherwise."""
+def test_a_prepared_schedule_continues_step_by_step(tmp_path):
+    """Whatever the number of ranks: accelerate makes one schedule for each rank, whose batches are
+    its steps otherwise.
+    """
 
     def rates(rank):
         from robust_train.integrations.accelerate import RobustLoop
@@ -132,7 +136,7 @@ def test_autocast_reaches_the_parts_of_a_step(tmp_path, request):
     torch.testing.assert_close(exact, coarse, rtol=0.1, atol=0.1)
 
 
-def test_a_half_written_checkpoint_of_a_killed_attempt_does_no_harm(tmp_path, caplog):
+def test_a_killed_attempts_partial_checkpoint_is_harmless(tmp_path, caplog):
     caplog.set_level("INFO")
     leftover = tmp_path / "checkpoints" / ".step-00000002.tmp"
     leftover.mkdir(parents=True)
@@ -151,9 +155,8 @@ def test_a_half_written_checkpoint_of_a_killed_attempt_does_no_harm(tmp_path, ca
         ({"project_config": ON_EACH_NODE}, r"save_on_each_node=True: .* which they share"),
     ],
 )
-def test_an_accumulation_of_its_own_and_files_of_each_node_are_refused(
-    tmp_path, monkeypatch, options, said
-):
+def test_accelerates_own_accumulation_and_files_are_refused(tmp_path, monkeypatch, options, said):
+    """This includes checkpoints with files of each node."""
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     with pytest.raises(UserError, match=said):
         _train(tmp_path, framework_config(8), **options)

@@ -44,10 +44,10 @@ def weights(events):
         ("fsdp2_digits", "out_of_memory_between_steps", TWO_RANKS),
     ],
 )
-def test_where_memory_runs_out_an_example_ends_with_the_same_weights(
+def test_memory_errors_leave_an_examples_weights_unchanged(
     world, tmp_path, monkeypatch, name, how, more
 ):
-    """In the second epoch."""
+    """In the second epoch. The example ends with the same weights."""
     world.environ |= {
         # tensors come and go with the limit in the open, not kept by malloc for later
         "MALLOC_MMAP_THRESHOLD_": "65536",

@@ -62,7 +62,8 @@ def _fit(folder, cfg, loader=None, trainer=None, resume=None, model=None, run=No
     return model, result, run
 
 
-def test_by_max_steps_it_ends_where_an_uninterrupted_run_does(tmp_path):
+def test_max_steps_ends_interrupted_and_uninterrupted_runs_alike(tmp_path):
+
     def trained(cfg, resume=None):
         trainer = _trainer(tmp_path, max_epochs=-1, max_steps=8)
         return _fit(tmp_path, cfg, trainer=trainer, resume=resume)
@@ -74,7 +75,7 @@ def test_by_max_steps_it_ends_where_an_uninterrupted_run_does(tmp_path):
     assert rest.seen == whole.seen[-len(rest.seen) :]
 
 
-def test_ddp_on_one_device_reads_the_samples_in_the_order_that_a_resumed_run_goes_on_with(tmp_path):
+def test_single_device_ddp_resumes_its_sample_order(tmp_path):
     def seen(_):
         trainers = [_trainer(tmp_path, strategy="ddp", max_steps=8, max_epochs=-1) for _ in "ab"]
         whole, _, run = _fit(tmp_path, framework_config(8), trainer=trainers[0])
@@ -99,7 +100,9 @@ def test_weights_alone_are_not_reported_as_a_checkpoint(tmp_path):
     assert ours.parent == tmp_path / "checkpoints"
 
 
-def test_a_callback_s_own_checkpoint_after_a_save_that_raised_goes_where_it_says(tmp_path):
+def test_callbacks_write_after_a_failed_save(tmp_path):
+    """A callback's own checkpoint goes where it says."""
+
     class CannotBeSaved(_Line):
         def on_save_checkpoint(self, checkpoint):
             if not self.seen.count(-1):
@@ -164,9 +167,8 @@ class _Data(lightning.LightningDataModule):
         ({}, lambda: _Data(16, is_hyperparameter=True), 1, _TWO_BATCH_SIZES),
     ],
 )
-def test_what_would_change_the_effective_batch_is_refused_in_one_line(
-    tmp_path, options, given, accumulation, said
-):
+def test_changes_of_the_effective_batch_are_refused(tmp_path, options, given, accumulation, said):
+    """The message is one line."""
     given = None if given is None else given()
     kind = "loader" if isinstance(given, _Data) else "model"
     trainer = _trainer(tmp_path, **options)
@@ -175,7 +177,7 @@ def test_what_would_change_the_effective_batch_is_refused_in_one_line(
     assert "\n" not in str(refused.value)
 
 
-def test_a_trainer_that_forks_its_ranks_keeps_lightnings_own_fit(tmp_path, caplog):
+def test_forked_ranks_keep_lightnings_own_fit(tmp_path, caplog):
     from robust_train.integrations.lightning import adopted_fit
 
     trainer = _trainer(tmp_path, devices=2, strategy="ddp_fork")
@@ -187,7 +189,7 @@ def test_a_trainer_that_forks_its_ranks_keeps_lightnings_own_fit(tmp_path, caplo
     assert model.layer.weight.item() != before, "trained in its processes"
 
 
-def test_of_a_program_s_fits_the_first_that_trains_is_ours(tmp_path, caplog):
+def test_the_first_fit_that_trains_is_ours(tmp_path, caplog):
     """Not a tuner's; a later one is Lightning's own, and its checkpoints are not the job's."""
     from robust_train.integrations.lightning import adopted_fit
 
@@ -214,7 +216,7 @@ def test_of_a_program_s_fits_the_first_that_trains_is_ours(tmp_path, caplog):
     assert not live_of(run).parts.keeps_batch
 
 
-def test_a_second_fit_of_a_job_is_refused_in_one_line(tmp_path):
+def test_a_second_fit_is_refused_in_one_line(tmp_path):
     _, _, run = _fit(tmp_path, framework_config(8))
     with pytest.raises(UserError, match="a second fit or loop in one job"):
         _fit(tmp_path, framework_config(8), run=run)
@@ -278,7 +280,8 @@ def test_lightning_by_its_other_name_is_adopted_too(tmp_path):
     assert rest == whole[8:]
 
 
-def test_a_checkpoint_of_the_trainer_s_own_after_a_step_is_one_to_go_on_from(tmp_path):
+def test_lightnings_own_checkpoint_can_be_resumed(tmp_path):
+    """A checkpoint that the trainer saved itself after a step."""
     cfg = framework_config(8, epochs=2, checkpoint_every_steps=None)
     own = lightning.pytorch.callbacks.ModelCheckpoint(
         dirpath=tmp_path / "own", every_n_train_steps=1, save_top_k=-1
@@ -303,9 +306,10 @@ class _LowersItsRate(_Line):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "same"}}
 
 
-def test_what_follows_a_validation_is_done_in_an_epoch_that_is_resumed_too(tmp_path):
+def test_resumed_epochs_do_what_follows_validation(tmp_path):
     """Rates are lowered, and what is to end early does: from a step within an epoch, from the end
-    of one, and from the last."""
+    of one, and from the last.
+    """
 
     def trained(resume=None):
         stopping = lightning.pytorch.callbacks.EarlyStopping("same", patience=2)
@@ -335,7 +339,7 @@ def _trains_with_its_data_s_batch(cfg, run):
     return [data.batch_size, trainer.accumulate_grad_batches, model.layer.weight.item()]
 
 
-def test_the_batch_size_of_a_data_module_is_the_job_s_where_none_is_given(tmp_path):
+def test_the_data_modules_batch_size_is_the_default(tmp_path):
     cfg = {"device": "cpu", "isolation": "none", "min_batch_size": 1}
     job = _trains_with_its_data_s_batch
     whole = launch(job, cfg | {"fails": False}, run_dir=tmp_path / "whole")
@@ -353,7 +357,7 @@ class _LimitedValidation(_Line):
         self.log("value", self.layer(batch[0]).mean())
 
 
-def test_validation_has_the_batches_of_the_job_s_first_attempt(tmp_path):
+def test_validation_keeps_the_first_attempts_batches(tmp_path):
     from robust_train.integrations.lightning import fit
 
     results = []
@@ -372,7 +376,8 @@ def test_validation_has_the_batches_of_the_job_s_first_attempt(tmp_path):
     assert results[0][0] == 16
 
 
-def test_a_sweep_reads_the_monitored_figure_unless_objective_names_another(tmp_path):
+def test_a_sweep_reads_the_monitored_figure(tmp_path):
+    """``objective`` can name another."""
     for objective, figure, mode in ((None, "value", "max"), ("samples", "samples", None)):
         run = WatchedRun(tmp_path / str(mode))
         live_of(run).configure(RobustConfig(objective=objective))
@@ -398,9 +403,7 @@ class _HoldsAModule(_Line):
         return self.hparams.optimizer(self.parameters())
 
 
-def test_a_checkpoint_with_modules_among_its_hyperparameters_is_resumed_from(
-    tmp_path, caplog, monkeypatch
-):
+def test_modules_among_hyperparameters_can_be_resumed(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "propagate", True)
     caplog.set_level(logging.INFO, logger="lightning.pytorch")
 
@@ -416,7 +419,8 @@ def test_a_checkpoint_with_modules_among_its_hyperparameters_is_resumed_from(
     assert "weights_only" not in caplog.text, "no line for each checkpoint"
 
 
-def test_manual_optimization_with_two_optimizers_goes_on_from_any_checkpoint(tmp_path):
+def test_manual_optimization_resumes_from_any_checkpoint(tmp_path):
+    """There are two optimizers."""
     whole, _, run = _fit(tmp_path / "whole", framework_config(8, epochs=2), model=_Manual())
     saved = run.saved_at
     assert list(saved) == [2, 4, 6, 8, 10, 12], "two steps in each of three batches"
@@ -433,7 +437,8 @@ def test_manual_optimization_with_two_optimizers_goes_on_from_any_checkpoint(tmp
         torch.testing.assert_close(rest.layer.weight, whole.layer.weight)
 
 
-def test_a_trainer_gets_its_machine_s_devices_and_the_number_of_machines(tmp_path, monkeypatch):
+def test_a_trainer_gets_devices_and_machine_count(tmp_path, monkeypatch):
+    """The devices of its machine."""
     from robust_train.integrations.lightning import trainer_arguments
 
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
@@ -453,7 +458,7 @@ class _Validated(_Line):
             live_of(self.run).stops.request_stop()
 
 
-def test_a_stop_during_validation_waits_for_no_more_of_it(tmp_path):
+def test_a_stop_does_not_wait_for_validation(tmp_path):
     cfg = framework_config(8, epochs=2)
     cfg.training.checkpoint_every_steps = None
     model = _Validated()

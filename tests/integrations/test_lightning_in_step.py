@@ -97,7 +97,8 @@ class Fitted(running_out.Fitted):
         )
 
 
-def test_wherever_memory_runs_out_weights_hooks_and_logs_are_those_of_a_run_with_enough(tmp_path):
+def test_memory_errors_change_neither_weights_nor_logs(tmp_path):
+    """Wherever memory runs out, weights, hooks and logs are those of a run with enough of it."""
     whole = Fitted(tmp_path, Net(Fuse()))
     assert whole.model.hooks == ["zero_grad", "step"] * 3
     # the third batch is the first of step 2; the last one has three samples
@@ -121,7 +122,8 @@ def test_wherever_memory_runs_out_weights_hooks_and_logs_are_those_of_a_run_with
     differ_by_rounding_alone(split.weights, whole.weights)
 
 
-def test_an_evaluation_repeats_the_batch_in_which_memory_runs_out(tmp_path):
+def test_an_evaluation_repeats_the_failed_batch(tmp_path):
+    """The batch in which memory ran out."""
     fuse = Fuse(training=False)
     whole = Fitted(tmp_path, Net(fuse))
     assert fuse.sizes == [4, 4, 3, 3], "it is validated once"
@@ -202,7 +204,8 @@ class _Measured(Net):
         self.steps.append({name: float(value) for name, value in metrics.items()})
 
 
-def test_metric_objects_and_extremes_are_those_of_whole_batches(tmp_path, caplog):
+def test_metrics_are_those_of_whole_batches(tmp_path, caplog):
+    """Some are metric objects, others extremes."""
     whole = Fitted(tmp_path, _Measured(Fuse()), epochs=2)
     assert whole.result["train_samples_epoch"] == 23
     assert whole.result["train_max_size"] == 4
@@ -230,7 +233,7 @@ def test_metric_objects_and_extremes_are_those_of_whole_batches(tmp_path, caplog
     assert names == {"self.log('train_f1'", "self.log('val_f1'"}
 
 
-def test_metrics_that_no_module_holds_count_each_sample_once():
+def test_metrics_outside_modules_count_samples_once():
     """In a dictionary and in a closure, without Lightning: only its own metrics are submodules."""
     model = torch.nn.Sequential(torch.nn.Linear(1, 1), Fuse("forward", fits=8))
     model.metrics = {"samples": torchmetrics.SumMetric()}
@@ -273,7 +276,8 @@ class _LargelyMeasured(Net):
         self.outputs.append(float(self.trainer.callback_metrics["mse_step"]))
 
 
-def test_metric_objects_that_get_more_than_is_kept_count_each_sample_once(tmp_path):
+def test_metrics_given_extra_tensors_count_samples_once(tmp_path):
+    """They get more tensors than they keep."""
     whole, split = (
         Fitted(tmp_path, _LargelyMeasured(fuse)) for fuse in (Fuse(), Fuse("forward", 3, fits=2))
     )
@@ -317,7 +321,7 @@ class _StepsInEachBatch(Net):
         self.optimizers().zero_grad()
 
 
-def test_manual_optimization_that_does_not_accumulate_keeps_its_batch(tmp_path, caplog):
+def test_unaccumulated_manual_optimization_keeps_its_batch(tmp_path, caplog):
     model = _StepsInEachBatch(Fuse("forward", 3))
     with pytest.raises((RuntimeError, MemoryError), match=RUN_OUT):
         Fitted(tmp_path, model, batch_size=8)
@@ -392,9 +396,8 @@ def _captures_graphs(kind, monkeypatch):
     ],
     ids=["zero_grad", "LBFGS", "results", "numbers", "DeepSpeed", "FSDP", "graphs", "manual"],
 )
-def test_what_cannot_be_split_is_said_once_and_the_next_attempt_has_half(
-    tmp_path, model, disguise, said, caplog, monkeypatch
-):
+def test_unsplittable_steps_are_reported_once(tmp_path, model, disguise, said, caplog, monkeypatch):
+    """The next attempt has half the batch."""
     if disguise is not None:
         change, argument = disguise
         change(argument, monkeypatch)

@@ -11,7 +11,8 @@ FRAMEWORKS = ("lightning", "transformers", "accelerate")
 
 
 @pytest.mark.parametrize("missing", FRAMEWORKS)
-def test_our_module_says_in_one_line_what_to_install(missing, monkeypatch):
+def test_our_module_names_the_missing_extra(missing, monkeypatch):
+    """One line says what to install."""
     for name in [m for m in sys.modules if m.startswith((missing, "robust_train.integrations"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)

@@ -31,7 +31,7 @@ def test_the_order_depends_on_seed_and_epoch_alone(length, epoch, skip, seed, no
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_sampler_with_a_generator_of_its_own_is_ordered_as_well():
+def test_a_samplers_own_generator_is_ordered_too():
     def order(noise):
         own = torch.Generator().manual_seed(noise)
         return SampleOrder(WeightedRandomSampler([1.0] * 50, 50, generator=own), seed=7)
@@ -46,7 +46,9 @@ def test_a_sampler_with_a_generator_of_its_own_is_ordered_as_well():
     assert list(SampleOrder(plain, seed=7)) == list(SampleOrder(added, seed=7))
 
 
-def test_a_loaders_workers_draw_the_same_numbers_in_a_resumed_epoch():
+def test_resumed_workers_draw_the_same_numbers():
+    """The workers of a loader, in a resumed epoch."""
+
     def numbers(noise, epoch):
         torch.manual_seed(noise)
         loader = DataLoader(_Random(), 2, shuffle=True, num_workers=2)
@@ -84,7 +86,7 @@ class _Endless(torch.utils.data.IterableDataset):
         ),
     ],
 )
-def test_a_loader_that_nobody_can_go_on_with_is_refused_in_one_line(loader, said):
+def test_an_unresumable_loader_is_refused_in_one_line(loader, said):
     with pytest.raises(UserError, match=said) as refused:
         take_over(loader, name="train_dataloader", shares=StepShares(4), seed=0)
     assert str(refused.value).startswith("train_dataloader: ")
@@ -100,7 +102,7 @@ SPLITS = {
 
 
 @given(**SPLITS)
-def test_a_step_has_the_same_samples_however_it_is_split(length, micro_batch, accumulation, ranks):
+def test_any_split_has_the_same_samples(length, micro_batch, accumulation, ranks):
     whole = StepShares(micro_batch * accumulation * ranks)
     shares = [StepShares(micro_batch, accumulation, rank, ranks) for rank in range(ranks)]
     assert list(shares[0].steps(length)) == list(whole.steps(length))
@@ -132,9 +134,10 @@ def test_every_sample_of_a_step_counts_the_same(length, micro_batch, accumulatio
 
 
 @given(**SPLITS, start=st.integers(0, 200))
-def test_after_another_effective_batch_size_steps_end_where_the_framework_ends_them(
+def test_a_changed_effective_batch_ends_like_frameworks(
     length, micro_batch, accumulation, ranks, start
 ):
+    """The last step is where the framework ends."""
     shares = StepShares(micro_batch, accumulation, 0, ranks)
     start = min(start, length)
     steps = list(shares.steps(length, start))

@@ -57,7 +57,7 @@ def _fit(
     return model, result, run
 
 
-def test_gradient_checkpointing_is_turned_on_where_the_model_can(tmp_path, monkeypatch, caplog):
+def test_models_that_can_checkpoint_gradients_do(tmp_path, monkeypatch, caplog):
     cfg, turned_on = framework_config(8), []
     _fit(tmp_path / "off", cfg)
     cfg.training.gradient_checkpointing = True
@@ -71,8 +71,8 @@ def test_gradient_checkpointing_is_turned_on_where_the_model_can(tmp_path, monke
     assert turned_on == [model]
 
 
-def test_a_logged_loss_that_stays_not_finite_ends_the_attempt(tmp_path):
-    """The Trainer's own filter would log a mean in its place."""
+def test_a_logged_infinite_loss_ends_the_attempt(tmp_path):
+    """If it stays infinite or NaN. The Trainer's own filter would log a mean in its place."""
     run = WatchedRun(tmp_path)
     guarded(run, patience=3)
     with pytest.raises(TrainingDiverged, match="the loss is nan since step 1"):
@@ -93,8 +93,10 @@ class _OwnLoader(transformers.Trainer):
 
 
 @pytest.mark.parametrize("kind", [_OwnSampler, _OwnLoader])
-def test_a_later_epoch_goes_on_with_the_samples_that_are_left(tmp_path, kind):
-    """Also where they are drawn from torch's own generator, which the epochs before have used."""
+def test_a_later_epoch_resumes_with_its_samples(tmp_path, kind):
+    """With those that are left, also where they are drawn from torch's own generator, which the
+    epochs before have used.
+    """
     how = {"kind": kind}
     whole, _, run = _fit(tmp_path / "whole", framework_config(8), **how)
     rest, _, _ = _fit(tmp_path / "rest", framework_config(8), run.saved_at[4], **how)
@@ -124,20 +126,20 @@ class _OwnBuckets(transformers.Trainer):
         )
 
 
-def test_batches_of_ones_own_are_warned_of_before_they_go_on(tmp_path, caplog):
+def test_custom_batches_are_warned_of_before_resuming(tmp_path, caplog):
     _, _, run = _fit(tmp_path / "whole", framework_config(8), kind=_OwnBuckets)
     assert "of the _Buckets" not in caplog.text
     _fit(tmp_path / "rest", framework_config(4, 2), run.saved_at[4], kind=_OwnBuckets)
     assert "Trainer: passes over as many batches of the _Buckets" in caplog.text
 
 
-def test_a_second_fit_of_a_job_is_refused_in_one_line(tmp_path):
+def test_a_second_fit_is_refused_in_one_line(tmp_path):
     _, _, run = _fit(tmp_path, framework_config(8))
     with pytest.raises(UserError, match="a second fit or loop in one job"):
         _fit(tmp_path, framework_config(8), run=run)
 
 
-def test_a_job_whose_last_step_is_done_makes_no_further_step(tmp_path):
+def test_a_finished_job_makes_no_further_step(tmp_path):
     whole, result, run = _fit(tmp_path / "whole", framework_config(8), max_steps=4)
     job = framework_config(4, 2), run.last_checkpoint
     rest, again, _ = _fit(tmp_path / "rest", *job, max_steps=4)
@@ -147,7 +149,8 @@ def test_a_job_whose_last_step_is_done_makes_no_further_step(tmp_path):
 
 
 @pytest.mark.parametrize("ends", ["early", "by max_steps"])
-def test_a_job_that_has_ended_within_an_epoch_has_its_best_weights_again(tmp_path, ends):
+def test_an_ended_job_reloads_its_best_weights(tmp_path, ends):
+    """It ended within an epoch."""
     how = {
         **dict.fromkeys(("eval_strategy", "save_strategy"), "steps"),
         **dict.fromkeys(("eval_steps", "save_steps"), 1),
@@ -180,7 +183,8 @@ def test_a_job_that_has_ended_within_an_epoch_has_its_best_weights_again(tmp_pat
         ({"save_on_each_node": True}, "save_on_each_node=True: .* which they share"),
     ],
 )
-def test_what_would_change_the_training_is_refused_in_one_line(tmp_path, monkeypatch, option, said):
+def test_changes_of_the_training_are_refused(tmp_path, monkeypatch, option, said):
+    """The message is one line."""
     if "save_on_each_node" in option:
         monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     with pytest.raises(UserError, match=said) as refused:
@@ -198,7 +202,7 @@ class _AsksToStop(transformers.TrainerCallback):
         live_of(self.run).stops.request_stop()
 
 
-def test_a_stop_during_evaluation_waits_for_no_more_of_it(tmp_path):
+def test_a_stop_does_not_wait_for_evaluation(tmp_path):
     cfg = framework_config(8)
     cfg.training.checkpoint_every_steps = None
     run = WatchedRun(tmp_path)
@@ -226,10 +230,10 @@ def test_what_the_trainer_logs_is_recorded(tmp_path):
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
-def test_whether_a_stop_in_an_evaluation_saves_is_what_rank_0_finds_on_the_disk(
-    tmp_path, monkeypatch, is_whole
-):
-    """What this rank finds there is the other way round."""
+def test_rank_0_decides_whether_a_stop_saves(tmp_path, monkeypatch, is_whole):
+    """A stop within an evaluation, by what rank 0 finds on the disk; what this rank finds there is
+    the opposite.
+    """
     module = importlib.import_module("robust_train.integrations.transformers")
     of_rank_0 = lambda own: [is_whole if isinstance(own, bool) else own]  # noqa: E731
     monkeypatch.setattr(module, "of_all_ranks", of_rank_0)

@@ -100,9 +100,8 @@ class Fitted(running_out.Fitted):
 @pytest.mark.parametrize(
     ("kind", "sums"), [(Tagger, True), (Tagger, False), (IgnoresTheCount, True)]
 )
-def test_wherever_memory_runs_out_the_weights_and_losses_are_those_of_a_run_with_enough(
-    tmp_path, kind, sums
-):
+def test_memory_errors_change_neither_weights_nor_losses(tmp_path, kind, sums):
+    """Wherever memory runs out, they are those of a run with enough of it."""
     whole = Fitted(tmp_path, kind(Fuse(), sums=sums))
     assert len(whole.losses) == 3
     # the third batch is the first of step 2; the last step has a short one, of one sample
@@ -144,9 +143,8 @@ class _OwnLoss(transformers.Trainer):
 
 @pytest.mark.parametrize("trainer", [transformers.Trainer, _OwnLoss])
 @pytest.mark.parametrize("asked", [8, 4])
-def test_a_halved_batch_leaves_the_weight_of_a_loss_that_ignores_the_count(
-    tmp_path, trainer, asked, caplog
-):
+def test_a_loss_without_counts_keeps_its_weight(tmp_path, trainer, asked, caplog):
+    """The batch was halved, and the loss ignores the count of items."""
     caplog.set_level("INFO", "robust_train")
     job = {"trainer": trainer, "count": 24, "collator": _with_a_class, "optim": "sgd"}
     whole = Fitted(tmp_path, Classifier(Fuse(), sums=True), asked, **job)
@@ -165,7 +163,8 @@ def test_a_halved_batch_leaves_the_weight_of_a_loss_that_ignores_the_count(
     assert f"first {8 // asked} × {asked}, now that there are 4 × 2" in lines[0]
 
 
-def test_a_loss_by_the_count_and_its_evaluation_are_the_same_in_any_attempt(tmp_path):
+def test_losses_by_count_agree_in_all_attempts(tmp_path):
+    """So does their evaluation."""
     whole = Fitted(tmp_path, Tagger(Fuse(), sums=True), 8)
     fuse = Fuse(training=False)
     halved = Fitted(tmp_path, Tagger(fuse, sums=True), 2, asked=8)
@@ -175,7 +174,7 @@ def test_a_loss_by_the_count_and_its_evaluation_are_the_same_in_any_attempt(tmp_
     assert halved.result["eval_loss"] == pytest.approx(whole.result["eval_loss"], abs=1e-6)
 
 
-def test_an_evaluation_that_cannot_be_split_says_that_its_batches_are_smaller(tmp_path, caplog):
+def test_an_unsplittable_evaluation_reports_its_smaller_batches(tmp_path, caplog):
     Fitted(tmp_path, Tagger(Fuse(), sums=True), 8, trainer=_OwnBatches, asked=8)
     assert "evaluates in batches" not in caplog.text
     Fitted(tmp_path, Tagger(Fuse(), sums=True), 2, trainer=_OwnBatches, asked=8)
@@ -191,7 +190,8 @@ class _ShiftsItself(Tagger):
         return {"loss": functional.cross_entropy(*shifted), "logits": logits}
 
 
-def test_parts_of_a_loss_that_shifts_its_labels_itself_weigh_as_it_counts(tmp_path):
+def test_losses_that_shift_labels_weigh_as_counted(tmp_path):
+    """The loss of a part weighs by the labels that it counts itself."""
     job = {"collator": transformers.default_data_collator, "optim": "sgd"}
     whole = Fitted(tmp_path, _ShiftsItself(Fuse(), sums=False), **job)
     split = Fitted(tmp_path, _ShiftsItself(Fuse("forward", 1, fits=1), sums=False), **job)
@@ -228,7 +228,9 @@ class _NotesPasses(transformers.Trainer):
 
 
 @pytest.mark.parametrize("sums", [True, False])
-def test_figures_of_passes_are_logged_as_if_no_part_had_been(tmp_path, sums):
+def test_logged_figures_show_no_split(tmp_path, sums):
+    """The figures of passes are logged as if there were no parts."""
+
     def logged(fuse):
         fitted = Fitted(tmp_path, Tagger(fuse, sums=sums), trainer=_NotesPasses)
         assert bool(fitted.changed(training=fuse.is_for_training)) is (fuse.where != "never")
@@ -260,7 +262,8 @@ class _Layerwise(transformers.Trainer):
         return super().create_optimizer()
 
 
-def test_an_optimizer_that_steps_in_the_backward_pass_is_never_repeated(tmp_path, caplog):
+def test_an_optimizer_within_backward_is_never_repeated(tmp_path, caplog):
+    """Its steps are made in the backward pass."""
     model = Tagger(Fuse("backward", 3, fits=2), sums=False)
     with pytest.raises((RuntimeError, MemoryError), match=RUN_OUT):
         Fitted(tmp_path, model, trainer=_Layerwise)
@@ -287,7 +290,7 @@ class Shifting(Tagger):
 @pytest.mark.parametrize(
     ("kind", "name"), [(Tagger, "labels"), (Shifting, "labels"), (Shifting, "shift_labels")]
 )
-def test_the_items_of_a_part_are_those_that_the_trainer_counts(tmp_path, kind, name):
+def test_a_parts_items_are_the_trainers_count(tmp_path, kind, name):
     trainer = transformers.Trainer(
         kind(Fuse(), sums=True),
         transformers.TrainingArguments(str(tmp_path), report_to="none", use_cpu=True),
@@ -302,7 +305,8 @@ def test_the_items_of_a_part_are_those_that_the_trainer_counts(tmp_path, kind, n
     assert everywhere - count == (5 if (kind, name) == (Shifting, "labels") else 1)
 
 
-def test_an_evaluation_repeats_the_batch_in_which_memory_runs_out(tmp_path):
+def test_an_evaluation_repeats_the_failed_batch(tmp_path):
+    """The batch in which memory ran out."""
     whole = Fitted(tmp_path, Tagger(Fuse(), sums=True))
     fuse = Fuse("forward", 1, fits=2, training=False)
     split = Fitted(tmp_path, Tagger(fuse, sums=True))
@@ -411,9 +415,8 @@ _GRAPHS = ("args", {"torch_compile": True, "torch_compile_mode": "reduce-overhea
     ],
     ids=["numbers", "backward", "batches", "packed", "DeepSpeed", "FSDP", "LOMO", "graphs"],
 )
-def test_what_cannot_be_split_is_said_once_and_the_next_attempt_has_half(
-    tmp_path, options, seen, said, caplog, monkeypatch
-):
+def test_unsplittable_steps_are_reported_once(tmp_path, options, seen, said, caplog, monkeypatch):
+    """The next attempt has half the batch."""
     if seen is not None:
         _looks_as_if(*seen, monkeypatch)
     packed = 6 if options.get("collator") is _packed else 0

@@ -16,7 +16,8 @@ import warm
 @pytest.mark.proves("Lightning", "several GPUs", "refused", "manual optimization")
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", ["lightning", "transformers"])
-def test_one_of_two_ranks_repeats_its_share_of_the_step(tmp_path, framework):
+def test_one_rank_repeats_its_share(tmp_path, framework):
+    """Two ranks share the step."""
     folder = Path(__file__).parent
     program = (folder / "group_of_two.py").read_text()
     ended = warm.preloaded(program, framework, str(tmp_path), cwd=folder)

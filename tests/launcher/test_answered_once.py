@@ -36,7 +36,9 @@ def answers(monkeypatch):
     return given
 
 
-def test_an_error_in_a_step_and_one_that_ends_an_attempt_are_each_answered_once(answers, tmp_path):
+def test_each_error_is_answered_exactly_once(answers, tmp_path):
+    """An error in a step, and one that ends an attempt."""
+
     def train(cfg, run):
         model = torch.nn.Linear(2, 1)
 

@@ -120,7 +120,7 @@ def test_a_function_of_the_script_itself_is_launched(tmp_path, run_script):
     assert (tmp_path / "run" / "summary.json").exists()
 
 
-def test_a_script_without_a_guard_is_launched_all_the_same(run_script):
+def test_a_script_without_a_guard_can_launch(run_script):
     """Its import in the attempt ends where it calls ``launch`` for this trainer."""
     process = run_script(WITHOUT_A_GUARD, start=cold)
     assert process.returncode == 2
@@ -130,7 +130,8 @@ def test_a_script_without_a_guard_is_launched_all_the_same(run_script):
     assert "did you mean training.batch_size?" in line
 
 
-def test_a_stop_that_nobody_catches_ends_a_script_with_its_code_and_no_traceback(run_script):
+def test_an_uncaught_stop_exits_with_its_code(run_script):
+    """There is no traceback."""
     process = run_script(STOPPED_TWICE)
     assert process.returncode == 143, process.stderr
     assert "caught 143" in process.stdout
@@ -139,7 +140,7 @@ def test_a_stop_that_nobody_catches_ends_a_script_with_its_code_and_no_traceback
     assert (process.returncode, process.stderr) == (130, ""), "also before the job has begun"
 
 
-def test_a_failure_that_nobody_catches_ends_a_script_as_the_command_does(run_script):
+def test_an_uncaught_failure_ends_like_the_command(run_script):
     """The trainer's traceback once, without our frames; the last line resumes it."""
     process = run_script(FAILS)
     assert process.returncode == 1
@@ -148,7 +149,9 @@ def test_a_failure_that_nobody_catches_ends_a_script_as_the_command_does(run_scr
     assert re.search(r"after fixing it: robust-train resume [0-9a-f]{8}\n$", process.stdout)
 
 
-def test_a_missing_key_is_one_line_that_names_its_reader(tmp_path, caplog):
+def test_a_missing_key_names_its_reader(tmp_path, caplog):
+    """The message is one line."""
+
     def train(cfg):
         return cfg.training.momentum
 
@@ -160,8 +163,8 @@ def test_a_missing_key_is_one_line_that_names_its_reader(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("trainer", [trainers.Scaled(3).train, trainers.decorated, trainers.scaled])
-def test_a_trainer_that_its_name_does_not_lead_to_is_sent_by_value(trainer):
-    """A method would lose its object, a decorated copy its decorator."""
+def test_an_unreachable_trainer_is_sent_by_value(trainer):
+    """Its name leads elsewhere: a method would lose its object, a decorated copy its decorator."""
     assert load(TrainerRef.of(trainer))(None) == trainer(None)
 
 
@@ -195,7 +198,7 @@ def train(cfg, run):
 """
 
 
-def test_a_function_of_a_notebook_runs_in_a_process_of_its_own(tmp_path, monkeypatch):
+def test_a_notebooks_function_runs_in_its_own_process(tmp_path, monkeypatch):
     notebook = code.InteractiveConsole({"__name__": "__main__", "launch": launch})
     assert not notebook.runsource(NOTEBOOK, symbol="exec")
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's own
@@ -210,7 +213,7 @@ def test_a_function_of_a_notebook_runs_in_a_process_of_its_own(tmp_path, monkeyp
     assert re.search(r"(?m)^\d\d:\d\d:\d\d completed after ", cell.text), "by the time of day"
 
 
-def test_the_last_lines_say_how_it_ended_and_how_it_goes_on(tmp_path, caplog, monkeypatch):
+def test_the_last_lines_name_outcome_and_next_command(tmp_path, caplog, monkeypatch):
     # a job that a program has started, whatever runs this test
     monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
 
@@ -240,7 +243,7 @@ def test_the_last_lines_say_how_it_ended_and_how_it_goes_on(tmp_path, caplog, mo
 
 
 @pytest.mark.parametrize("isolation", ["process", "none"])
-def test_the_trainers_own_exception_is_raised_with_its_traceback(tmp_path, isolation):
+def test_the_trainers_own_exception_keeps_its_traceback(tmp_path, isolation):
     with pytest.raises(KeyError) as caught:
         launch(trainers.has_a_bug, {"isolation": isolation}, run_dir=tmp_path)
     assert isinstance(caught.value.__cause__, TrainerFailedError)
@@ -248,7 +251,7 @@ def test_the_trainers_own_exception_is_raised_with_its_traceback(tmp_path, isola
 
 
 @pytest.mark.parametrize("isolation", ["process", "none"])
-def test_a_signal_after_the_trainer_has_returned_changes_nothing(tmp_path, monkeypatch, isolation):
+def test_a_signal_after_the_return_changes_nothing(tmp_path, monkeypatch, isolation):
     """To launcher and attempt before the result is reported, and to the launcher at the end."""
     stop = functools.partial(os.kill, os.getpid(), signal.SIGTERM)
     monkeypatch.setattr(launcher.Summary, "write", lambda summary: stop())
@@ -262,8 +265,8 @@ def test_a_signal_after_the_trainer_has_returned_changes_nothing(tmp_path, monke
 
 @pytest.mark.parametrize("isolation", ["process", "none"])
 @pytest.mark.parametrize("trainer", [trainers.takes_short_steps, trainers.fails_after_short_steps])
-def test_the_last_figures_of_a_short_job_are_those_of_its_end(tmp_path, trainer, isolation):
-    """Of steps shorter than the interval at which reports are passed on."""
+def test_a_short_job_reports_its_final_figures(tmp_path, trainer, isolation):
+    """Its steps are shorter than the interval at which reports are passed on."""
     with contextlib.suppress(ZeroDivisionError):
         launch(trainer, {"isolation": isolation}, run_dir=tmp_path)
     last = read_state(tmp_path).attempt
@@ -286,9 +289,9 @@ def test_screen_report_and_commands_show_one_duration(tmp_path, caplog, says):
     assert story_of(read_sources(tmp_path)).sentence.startswith(f"Completed in {took} ")
 
 
-def test_however_often_ctrl_c_is_pressed_the_gpu_is_released_and_the_end_recorded(
-    tmp_path, monkeypatch
-):
+def test_repeated_ctrl_c_still_releases_and_records(tmp_path, monkeypatch):
+    """The GPU is released and the end recorded, however often it is pressed."""
+
     def train(cfg):
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -315,10 +318,10 @@ def test_however_often_ctrl_c_is_pressed_the_gpu_is_released_and_the_end_recorde
 
 
 @pytest.mark.parametrize("moment", ["begin_job", "open_requests"])
-def test_a_stop_before_the_first_attempt_is_recorded_and_leaves_nothing_held(
-    tmp_path, monkeypatch, moment
-):
-    """Also at a line after which something has to be released, or the other half written."""
+def test_an_early_stop_is_recorded_and_releases_everything(tmp_path, monkeypatch, moment):
+    """Before the first attempt, and even at a line after which something has to be released or the
+    other half written.
+    """
     act = pkgutil.resolve_name(path := f"robust_train.launcher.run_folder.{moment}")
 
     def is_stopped_first(*given, **more):
@@ -334,7 +337,8 @@ def test_a_stop_before_the_first_attempt_is_recorded_and_leaves_nothing_held(
 
 
 @pytest.mark.parametrize("isolation", ["process", "none"])
-def test_a_stop_reaches_a_job_whose_starter_has_blocked_the_signal(tmp_path, isolation):
+def test_a_stop_reaches_jobs_despite_blocked_signals(tmp_path, isolation):
+    """Whoever started the job has blocked the signal."""
     launcher = os.getpid()
 
     def train(cfg):
@@ -351,9 +355,9 @@ def test_a_stop_reaches_a_job_whose_starter_has_blocked_the_signal(tmp_path, iso
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def test_an_attempt_whose_end_is_being_explained_when_a_stop_comes_is_recorded(
-    tmp_path, monkeypatch
-):
+def test_a_stop_while_explaining_keeps_the_attempt(tmp_path, monkeypatch):
+    """An attempt whose end is being explained at that moment is recorded."""
+
     def train(cfg):
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
         raise RuntimeError("a" * 40 + "!")
@@ -367,7 +371,7 @@ def test_an_attempt_whose_end_is_being_explained_when_a_stop_comes_is_recorded(
 
 
 @pytest.mark.slow
-def test_the_user_s_rules_count_while_a_time_slice_ends(tmp_path, monkeypatch):
+def test_user_rules_count_when_a_time_slice_ends(tmp_path, monkeypatch):
     watches = []
 
     class Kept(SignalWatch):
@@ -388,7 +392,8 @@ def test_the_user_s_rules_count_while_a_time_slice_ends(tmp_path, monkeypatch):
     assert summary.result == 2
 
 
-def test_a_trainer_that_returns_because_it_was_stopped_has_not_completed(tmp_path):
+def test_a_trainer_that_was_stopped_has_not_completed(tmp_path):
+    """It returns because it was stopped."""
     trainer = trainers.returns_when_it_is_stopped
     with pytest.raises(JobInterrupted):
         launch(trainer, {"isolation": "none"}, run_dir=tmp_path)
@@ -399,7 +404,7 @@ def test_a_trainer_that_returns_because_it_was_stopped_has_not_completed(tmp_pat
     assert read_identity(tmp_path).completed is None
 
 
-def test_a_death_and_memory_that_runs_out_everywhere_have_exceptions_of_ours(tmp_path):
+def test_deaths_and_final_memory_errors_have_our_exceptions(tmp_path):
     def train(cfg):
         raise MemoryError
 
@@ -410,7 +415,7 @@ def test_a_death_and_memory_that_runs_out_everywhere_have_exceptions_of_ours(tmp
         launch(train, cfg, run_dir=tmp_path / "b")
 
 
-def test_what_cannot_be_launched_is_refused_before_anything_is_written(tmp_path):
+def test_a_refused_launch_has_written_nothing(tmp_path):
     lock = threading.Lock()
     for trainer, words in ((lambda cfg: lock, "cannot pickle.*isolation=none"), ("no.x", "'no'")):
         with pytest.raises(ConfigError, match=words):
@@ -418,8 +423,8 @@ def test_what_cannot_be_launched_is_refused_before_anything_is_written(tmp_path)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_job_in_this_process_leaves_the_allocators_variable_as_it_was(tmp_path, monkeypatch):
-    """A later job would take it for the user's own."""
+def test_an_inline_job_restores_the_allocators_variable(tmp_path, monkeypatch):
+    """A later job would take it for a setting of the user."""
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     cfg = {"isolation": "none", "auto_device": False, "device": "cpu"}
     launch(lambda cfg: 1, cfg, run_dir=tmp_path)

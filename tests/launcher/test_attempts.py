@@ -11,7 +11,8 @@ from terminal_screen import lines_shown
 from world import is_running, wait_until
 
 
-def test_a_function_of_cfg_is_enough_and_its_result_is_the_jobs_result(world):
+def test_a_functions_result_is_the_jobs_result(world):
+    """The function takes ``cfg`` alone."""
     ended = world.train("what_it_was_given", "training.batch_size=12", "training.lr=0.5", code=0)
     expected = {"device": "cpu", "batch_size": 12, "gradient_accumulation_steps": 1, "lr": 0.5}
     expected |= {"cwd": str(world.folder), "visible": "", "cuda_started": False}
@@ -31,7 +32,7 @@ def test_what_a_trainer_prints_is_shown_and_kept(world):
     assert ended.summary["result"] == [False, False]
 
 
-def test_a_trainer_has_a_terminal_where_the_launcher_has_one(world):
+def test_a_trainer_shares_the_launchers_terminal(world):
     written = world.run_in_terminal("trainer._target_=trainers.prints", columns=80)
     shown = lines_shown(written, 80)
     summary = json.loads((world.run_dir / "summary.json").read_text())
@@ -59,9 +60,8 @@ def test_logging_and_hydra_config_work_inside_an_attempt(world):
         ("does_not_stop_at_all", signal.SIGTERM, "the trainer is asked to end, at most 0.2 s"),
     ],
 )
-def test_a_signal_ends_the_attempt_with_all_it_started_after_what_it_does_at_a_stop(
-    world, ready, trainer, signum, words
-):
+def test_a_signal_ends_everything_an_attempt_started(world, ready, trainer, signum, words):
+    """After the trainer has done what it does at a stop."""
     grace = ["stop_grace_seconds=0.2"] if trainer == "does_not_stop_at_all" else []
     process = world.start(f"trainer._target_=trainers.{trainer}", *grace)
     pids = wait_until(lambda: ready.exists() and ready.read_text(), "the trainer runs").split()

@@ -5,7 +5,11 @@ import ast
 import pytest
 
 import warm
-from robust_train.config.main_guard import effects_under_guard
+from robust_train.config.main_guard import (
+    effects_beside_module,
+    effects_beside_value,
+    effects_under_guard,
+)
 
 PROGRAM = """
 import logging, warnings
@@ -27,7 +31,8 @@ if __name__ == "__main__":
 """
 
 
-def test_attempts_keep_options_logging_and_say_what_they_lack(world):
+def test_attempts_keep_interpreter_options_and_logging(world):
+    """Attempts say which of them they lack."""
     script = world.folder / "train.py"
     script.write_text(PROGRAM)
     command = ["-O", "-W", "error::RuntimeWarning", script]
@@ -39,6 +44,43 @@ def test_attempts_keep_options_logging_and_say_what_they_lack(world):
     assert "mine: rate 0.1\n" in (world.folder / "mine.log").read_text()
     before, _, _ = printed.partition("attempt 1 on the CPU")
     assert 'warning: train.py sets RATE under if __name__ == "__main__":' in before
+
+
+SEEDS = """
+import random
+from robust_train import launch
+{given}
+random.seed(3)
+if __name__ == "__main__":
+    launch({trainer}, {{"device": "cpu"}})
+"""
+DRAWS = "import random\ndef train(cfg): return random.random()\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "trainer", "why"),
+    [
+        ("from elsewhere import train", "train", "the trainer is imported from elsewhere"),
+        ("", "'elsewhere.train'", "the trainer is imported from elsewhere"),
+        ("", "lambda cfg: 1", "the trainer is sent by value"),
+        ("from seeding import train", "train", None),
+    ],
+)
+def test_seeds_outside_of_attempts_are_named(world, given, trainer, why):
+    """The same numbers in each attempt are what they are set for."""
+    (world.folder / "elsewhere.py").write_text(DRAWS)
+    (world.folder / "seeding.py").write_text(DRAWS.replace("return", "random.seed(1); return"))
+    script = world.folder / "train.py"
+    script.write_text(SEEDS.format(given=given, trainer=trainer))
+    ended = world.end(warm.start([script], world.folder, world.environ, alone=True), code=0)
+    before, _, _ = (ended.stdout + ended.stderr).partition("attempt 1 on the CPU")
+    if why is None:
+        assert "random.seed" not in before
+    else:
+        line = (
+            f"warning: train.py calls random.seed(), but {why}: train.py does not run in attempts"
+        )
+        assert line in " ".join(before.split())
 
 
 BEGINNING = """
@@ -88,3 +130,40 @@ def effects(trainer, guarded, beginning=BEGINNING):
 )
 def test_what_only_the_guard_does_is_found(trainer, guarded, lost):
     assert effects(trainer, guarded) == lost
+
+
+SETS = """
+import torch
+def main():
+    torch.manual_seed(0)
+    def train(cfg):
+        return cfg
+    launch(train)
+torch.backends.cudnn.benchmark = True
+"""
+
+
+@pytest.mark.parametrize(
+    ("trainer", "called", "lost"),
+    [
+        ("train", "main()", (["torch.manual_seed"], ["torch.backends.cudnn.benchmark"])),
+        ("train", "", ([], ["torch.backends.cudnn.benchmark"])),
+        ("<lambda>", "main(lambda cfg: torch.manual_seed(1))", ([], [SETS.split()[-3]])),
+        ("partial", "main()", ([], [])),
+    ],
+)
+def test_settings_beside_a_trainer_by_value_are_found(trainer, called, lost):
+    found = effects_beside_value(ast.parse(SETS + called), trainer)
+    assert ([*found.calls], [*found.names]) == lost
+
+
+@pytest.mark.parametrize(
+    ("module", "calls"),
+    [
+        ("def train(cfg): return cfg", ["torch.manual_seed"]),
+        ("import tools\ndef train(cfg): tools.set_seed(cfg.seed)", []),
+    ],
+)
+def test_settings_beside_another_module_are_found(module, calls):
+    found = effects_beside_module(ast.parse(SETS + "main()"), ast.parse(module))
+    assert [*found.calls] == calls

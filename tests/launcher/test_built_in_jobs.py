@@ -13,7 +13,8 @@ from world import World
 
 
 @pytest.mark.slow  # 20 epochs; the next one trains for one
-def test_the_default_job_reads_real_digits_with_97_percent_or_more(world):
+def test_the_default_job_reads_real_digits(world):
+    """It reads at least 97 percent of them."""
     ended = world.run()
     shows_and_leaves_what_it_should(world, ended)
     assert ended.summary["result"]["test_accuracy"] >= 0.97
@@ -54,7 +55,7 @@ def test_a_terminal_shows_one_status_below_whole_lines(world, columns):
     assert "\x1b" not in log
 
 
-def test_the_same_job_gives_the_same_result_under_both_doors(world):
+def test_both_entry_points_give_the_same_result(world):
     small = ("training.epochs=1", "model.width=8", "training.batch_size=auto")
     robust = world.run(*small)
     shows_and_leaves_what_it_should(world, robust)
@@ -71,7 +72,7 @@ def test_the_same_job_gives_the_same_result_under_both_doors(world):
 
 
 @pytest.mark.proves("built-in trainer", "one GPU", "in the step")
-def test_a_real_out_of_memory_error_repeats_the_step_only(world):
+def test_a_real_memory_error_repeats_only_the_step(world):
     world.environ |= {
         # freed blocks go back at once, so that the limit is one on what is held
         "MALLOC_MMAP_THRESHOLD_": "65536",

@@ -69,7 +69,7 @@ def test_an_attempt_of_other_code_names_the_files(project):
     assert "changed since attempt 1: parts/late.py" in said
 
 
-def test_an_attempt_of_a_script_names_changed_files_of_its_command(project):
+def test_changed_files_of_a_scripts_command_are_named(project):
     (project / "script.py").write_text(SCRIPT)
     (project / "rates.yaml").write_text("lr: 1\n")
     ours = (
@@ -85,9 +85,8 @@ def test_an_attempt_of_a_script_names_changed_files_of_its_command(project):
     assert said.count("runs other code; changed since attempt 1: rates.yaml, script.py") == 1
 
 
-def test_a_launch_that_resumes_names_source_files_and_leaves_config_to_the_launcher(
-    tmp_path, caplog
-):
+def test_a_resuming_launch_names_changed_source_files(tmp_path, caplog):
+    """It leaves changes of the config to the launcher."""
     files = [tmp_path / "train.py", tmp_path / "rates.yaml"]
     program = [str(path) for path in files]
     for text, resumed in (("1", None), ("2", None), ("3", tmp_path / "last.pt")):

@@ -34,7 +34,7 @@ def warnings_of(ended, words):
         ("GPU-cccc", [], ""),
     ],
 )
-def test_a_device_alone_is_enough_unless_the_choice_is_asked_for(world, mask, arguments, visible):
+def test_device_alone_is_enough_without_automatic_choice(world, mask, arguments, visible):
     if mask is not None:
         world.environ["CUDA_VISIBLE_DEVICES"] = mask
     ended = world.train("what_it_was_given", *arguments, code=0)
@@ -46,7 +46,8 @@ def test_a_device_alone_is_enough_unless_the_choice_is_asked_for(world, mask, ar
         assert "CUDA_VISIBLE_DEVICES=GPU-cccc" in warnings_of(ended, " warning: ")[0]
 
 
-def test_without_a_gpu_a_request_for_one_is_refused_and_for_two_is_not_dropped(world):
+def test_requests_for_gpus_are_refused_without_any(world):
+    """A request for one is refused and a request for two is not dropped."""
     world.environ["CUDA_VISIBLE_DEVICES"] = ""
     ended = world.train("what_it_was_given", "device=cuda", code=2)
     assert "device=cuda: no such GPU here" in ended.stderr
@@ -64,11 +65,12 @@ def test_without_a_gpu_a_request_for_one_is_refused_and_for_two_is_not_dropped(w
         (["trainer._target_=no_such_module.train", TOO_MUCH], ["no_such_module"]),
     ],
 )
-def test_what_no_waiting_would_help_is_refused_at_once(world, arguments, words):
+def test_waiting_that_cannot_help_is_refused_at_once(world, arguments, words):
     world.run(*arguments, "gpu_check_interval_seconds=1000").was_refused(words)
 
 
-def test_a_cuda_that_works_with_no_gpu_ends_the_job_at_once_with_both_ways_on(world, two_gpus):
+def test_working_cuda_without_gpus_ends_at_once(world, two_gpus):
+    """The message has both ways out."""
     two_gpus.cuda = 12020
     two_gpus.update(0)
     ended = world.train("computes_on_its_device", code=2)
@@ -81,7 +83,8 @@ def test_a_cuda_that_works_with_no_gpu_ends_the_job_at_once_with_both_ways_on(wo
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_a_program_that_takes_the_cpu_because_cuda_does_not_start_does_so_with_a_warning(world):
+def test_a_silent_cpu_fallback_is_warned_about(world):
+    """The program takes the CPU because CUDA does not start."""
     words = "CUDA initialization: The NVIDIA driver on your system is too old (found 12020)."
     code = f"import time, warnings; warnings.warn('{words}'); time.sleep(1.2)"
     argv = json.dumps([sys.executable, "-c", code])
@@ -90,7 +93,7 @@ def test_a_program_that_takes_the_cpu_because_cuda_does_not_start_does_so_with_a
     assert "cuda:0: The NVIDIA driver on your system is too old" in said
 
 
-def test_halves_takes_the_other_gpu_and_in_the_end_the_cpu(world, two_gpus):
+def test_a_job_halves_then_switches_gpu_then_cpu(world, two_gpus):
     attempts = world.folder / "attempts"
     go = world.folder / "go"
     world.environ |= {
@@ -116,7 +119,8 @@ def test_halves_takes_the_other_gpu_and_in_the_end_the_cpu(world, two_gpus):
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_when_time_is_up_the_cpu_is_taken_or_the_exit_code_is_75(world):
+def test_timeouts_lead_to_the_cpu_or_75(world):
+    """The CPU if it is allowed, otherwise exit code 75."""
     soon = ("gpu_wait_timeout_minutes=0.01", "gpu_check_interval_seconds=0.1")
     ended = world.train("what_it_was_given", TOO_MUCH, *soon)
     assert ended.summary["result"]["visible"] == ""
@@ -128,7 +132,7 @@ def test_when_time_is_up_the_cpu_is_taken_or_the_exit_code_is_75(world):
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_who_starts_cuda_at_import_sees_the_attempts_gpu(world):
+def test_importing_cuda_early_shows_the_attempts_gpu(world):
     ended = world.run("trainer._target_=libraries.starts_cuda.train", code=0)
     assert ended.summary["result"] == A
     # an interpreter in which a library has done so runs no attempt

@@ -43,7 +43,8 @@ def holds_on(machine, program):
     assert machine.python(f"{PROGRAM}{program}\nprint('true')") is True
 
 
-def test_a_job_takes_exchanges_and_gives_back_its_gpus_together(machine_with):
+def test_a_jobs_gpus_are_taken_and_returned_together(machine_with):
+    """They are exchanged together as well."""
     gpus = [Gpu(), Gpu(total_mib=16000, name="V100"), Gpu(free_mib=30000), Gpu(free_mib=20000)]
     holds_on(
         machine_with(*gpus),
@@ -81,7 +82,8 @@ assert list(registry.jobs()) == []
     )
 
 
-def test_a_group_is_bounded_by_masks_and_allocations_and_refused_in_one_line(machine_with):
+def test_masks_and_allocations_bound_a_group(machine_with):
+    """A larger group is refused in one line."""
     holds_on(
         machine_with(Gpu(), Gpu(), Gpu(), Gpu(total_mib=2000, recovery=1)),
         """
@@ -106,7 +108,7 @@ assert "CUDA_VISIBLE_DEVICES" in one_gpu
     )
 
 
-def test_after_waiting_in_vain_a_job_takes_fewer_gpus(machine_with):
+def test_waiting_in_vain_leads_to_fewer_gpus(machine_with):
     holds_on(
         machine_with(Gpu(), Gpu(), Gpu(free_mib=100)),
         """

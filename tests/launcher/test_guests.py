@@ -112,8 +112,10 @@ def agents(world):
     return Agents(world)
 
 
-def test_tasks_repeat_a_step_and_their_next_start_goes_on_with_half_the_batch(agents):
-    """The ranks are those of torchrun, without its agent and the imports of each."""
+def test_restarted_tasks_resume_with_half_the_batch(agents):
+    """They repeat a step first. The ranks are those of torchrun, without its agent and the imports
+    of each.
+    """
     tasks = agents.tasks(trouble="runs_out_in_step=3 runs_out=5", start=warm.start)
     assert "step 3: out of memory" in agents.end(tasks, fails=True)
     output = agents.end(agents.tasks(trouble="runs_out=5", start=warm.start))
@@ -125,7 +127,8 @@ def test_tasks_repeat_a_step_and_their_next_start_goes_on_with_half_the_batch(ag
 @pytest.mark.slow
 @pytest.mark.proves("functions (`run.backward`)", "under torchrun", "in the step")
 @pytest.mark.proves("functions (`run.backward`)", "under torchrun", "new attempt")
-def test_a_step_is_repeated_on_all_ranks_a_restart_has_half_the_batch_and_one_more_the_same(agents):
+def test_all_ranks_repeat_a_step_together(agents):
+    """A restart has half the batch, and one more the same."""
     code, output = agents.run(
         "--max-restarts=2", trouble="runs_out_in_step=3 runs_out=5 is_killed=8"
     )
@@ -138,7 +141,9 @@ def test_a_step_is_repeated_on_all_ranks_a_restart_has_half_the_batch_and_one_mo
 
 
 @pytest.mark.slow
-def test_a_bug_is_not_run_again_by_the_engine_but_by_its_user(agents):
+def test_an_engine_does_not_rerun_a_bug(agents):
+    """The user runs the job again."""
+
     def fails(trouble):
         return agents.end(agents.tasks(trouble=trouble), fails=True)
 
@@ -153,7 +158,8 @@ def test_a_bug_is_not_run_again_by_the_engine_but_by_its_user(agents):
 
 @pytest.mark.slow
 @pytest.mark.proves("functions (`run.backward`)", "under torchrun", "new attempt")
-def test_ranks_end_with_their_agent_and_the_next_start_goes_on(agents):
+def test_ranks_end_with_their_agent_and_resume(agents):
+    """They resume at the next start."""
     port = free_port()
     options = ("--nnodes=2", "--nproc-per-node=1", f"--rdzv-endpoint=127.0.0.1:{port}")
     options += ("--rdzv-backend=c10d", f"--rdzv-id=job{port}", "--local-addr=127.0.0.1")
@@ -168,7 +174,8 @@ def test_ranks_end_with_their_agent_and_the_next_start_goes_on(agents):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("two_gpus")
-def test_a_stop_of_all_tasks_of_srun_saves_at_one_step_and_the_next_start_goes_on(agents):
+def test_stopping_all_srun_tasks_saves_one_step(agents):
+    """The next start resumes from it."""
     agents.world.environ["AUTO_DEVICE"] = "1"
     tasks = agents.tasks(trouble="waits=5")
     wait_until(lambda: len([*agents.run_dir.glob("waits-*")]) == 2, "both ranks to wait")
@@ -188,7 +195,7 @@ def test_a_stop_of_all_tasks_of_srun_saves_at_one_step_and_the_next_start_goes_o
 
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", ["lightning", "transformers", "accelerate"])
-def test_a_framework_s_job_learns_the_same_as_ranks_of_torchrun(agents, framework):
+def test_a_frameworks_job_learns_like_torchruns_ranks(agents, framework):
     pytest.importorskip(framework)
     world = agents.world
     folder = world.folder / "two"
@@ -212,8 +219,10 @@ def test_a_framework_s_job_learns_the_same_as_ranks_of_torchrun(agents, framewor
 
 
 @pytest.mark.slow
-def test_train_robust_py_has_a_folder_named_by_the_engine_s_job(agents):
-    """Without one it would be another folder for each rank and restart."""
+def test_train_robust_py_uses_the_engines_job_id(agents):
+    """Its folder is named by it. Without an id it would be another folder for each rank and
+    restart.
+    """
     small = ("model.width=4", "training.num_workers=0", "training.epochs=1")
     command = (ROOT / "train_robust.py", *small, "auto_device=false", "device=cpu")
     agents.end(agents.tasks(*command))
@@ -280,12 +289,12 @@ def test_srun_s_ranks_get_what_torch_reads():
     assert guest_rank(SLURM | own).environ.items() >= own.items()
 
 
-def test_the_first_host_of_a_list_of_slurm_s():
+def test_the_first_host_of_slurms_list():
     lists = ["a", "a,b", "gpu[07-09,12],x", "n[3]", "r1n[2,5]-ib"]
     assert [first_host(hosts) for hosts in lists] == ["a", "a", "gpu07", "n3", "r1n2-ib"]
 
 
-def test_a_number_that_is_none_is_refused_in_one_line():
+def test_what_is_not_a_number_is_refused():
     with pytest.raises(ConfigError, match="RANK=x: accepted is a number of 0 or more"):
         guest_rank(TORCH | {"RANK": "x"})
 
@@ -315,7 +324,7 @@ OOM, COMM, STOP = FailureKind.DEVICE_OOM, FailureKind.COMM, FailureKind.INTERRUP
         ([left(0, STOP, 1.0), left(1, STOP, 2.0), left(2, STOP, 3.0)], "interrupted of 0", 0),
     ],
 )
-def test_the_cause_is_the_failure_that_the_others_followed_from(failures, message, rank):
+def test_the_failure_that_others_followed_is_the_cause(failures, message, rank):
     known = {one.rank: one for one in failures}
     cause = cause_of([known.get(rank, RankEnd(rank)) for rank in range(3)])
     assert (cause.message, cause.rank) == (message, rank)
@@ -325,7 +334,8 @@ def test_the_cause_is_the_failure_that_the_others_followed_from(failures, messag
 # --- at the same step -----------------------------------------------------------------------------
 
 
-def test_ranks_see_a_flag_at_the_same_look_however_far_each_is():
+def test_all_ranks_see_a_flag_together():
+    """It does not matter how far each of them is."""
     store, seen = dist.HashStore(), {}
 
     def loop(rank, pause):

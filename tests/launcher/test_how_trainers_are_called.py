@@ -153,7 +153,7 @@ def test_a_signature_that_wraps_has_copied_says_nothing():
     assert call_with_run(passes_the_config(given), CFG, RUN) == (CFG, None)
 
 
-def test_a_batch_argument_is_looked_for_in_the_outermost_function():
+def test_the_outermost_function_provides_the_batch_argument():
     def at_least(function):
         @functools.wraps(function)
         def inner(size):

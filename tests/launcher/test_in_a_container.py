@@ -23,7 +23,7 @@ CAN_UNSHARE = not subprocess.run([*_NAMESPACE, "true"], capture_output=True).ret
 
 
 @pytest.mark.skipif(not CAN_UNSHARE, reason="this kernel or sandbox allows no PID namespaces")
-def test_as_process_1_it_saves_a_checkpoint_on_sigterm_and_goes_on_from_it(world, ready):
+def test_process_1_saves_on_sigterm_and_resumes(world, ready):
     job = world.command("trainer._target_=trainers.stops_once_then_completes")
     process = subprocess.Popen([*_NAMESPACE, *job], cwd=world.folder, env=world.environ)
     wait_until(ready.exists, "the trainer runs")
@@ -40,7 +40,8 @@ JOB = yaml.safe_load((ROOT / "examples/kubernetes/job.yaml").read_text())["spec"
 TASK = yaml.safe_load((ROOT / "examples/skypilot/task.yaml").read_text())
 
 
-def test_the_manifests_commands_are_composed_and_a_pod_is_given_longer_than_its_trainer(tmp_path):
+def test_the_manifests_are_valid_and_patient(tmp_path):
+    """Their commands can be composed, and a pod is given longer than its trainer."""
     pod = JOB["template"]["spec"]
     container = pod["containers"][0]
     assert container["command"] == ["python", "train_robust.py"]
@@ -55,12 +56,13 @@ def test_the_manifests_commands_are_composed_and_a_pod_is_given_longer_than_its_
     assert pod["terminationGracePeriodSeconds"] > cfg["stop_grace_seconds"] + 10
 
 
-def test_what_is_not_repeated_is_what_readme_says_cannot_be_mended():
+def test_pods_do_not_restart_after_final_failures():
+    """Repeated are the failures that a restart may overcome."""
     rules = JOB["podFailurePolicy"]["rules"]
     (fatal,) = (rule["onExitCodes"] for rule in rules if rule["action"] == "FailJob")
     assert fatal["values"] == [1, 2, 76]
-    readme = (ROOT / "README.md").read_text()
-    codes = dict(re.findall(r"^\| (\d+) \| (.+) \|$", readme, re.MULTILINE))
+    page = (ROOT / "docs" / "walk-away.md").read_text()
+    codes = dict(re.findall(r"^\| (\d+) \| (.+) \|$", page, re.MULTILINE))
     words = {"1": "trainer failed", "2": "configuration", "76": "do not requeue", "75": "later"}
     assert all(what in codes[code] for code, what in words.items())
     service = (ROOT / "examples/systemd/robust-train.service").read_text()
@@ -112,7 +114,8 @@ def cgroup():
     made.remove()
 
 
-def test_a_child_that_the_kernel_killed_for_memory_is_tried_again_with_less(world, cgroup):
+def test_a_child_killed_for_memory_gets_less(world, cgroup):
+    """It is tried again with a smaller batch or fewer workers."""
     overrides = ("trainer._target_=trainers.fills_memory", "training.num_workers=0")
     ended = world.end(world.start(*overrides, preexec_fn=cgroup.enter), code=0)
     assert [attempt["outcome"] for attempt in ended.attempts] == ["host_oom", "completed"]

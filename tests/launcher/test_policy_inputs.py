@@ -50,7 +50,7 @@ def test_auto_searches_where_the_trainer_can_be_probed(cfg, batch, searches, why
     assert (on_cpu.batch_size, on_cpu.searches) == (64, settings.config.traits.can_be_probed)
 
 
-def test_a_size_is_searched_for_once_on_each_kind_of_device():
+def test_each_kind_of_device_searches_sizes_once():
     settings = policy(**AUTO, min_batch_size=1)
     spec = first_attempt(settings, (GPU,))
     again, _ = after(settings, spec, FailureKind.COMM)
@@ -76,8 +76,7 @@ def test_auto_never_changes_the_effective_batch(share, ranks, least):
         ("{effective_batch_size}", False),
     ],
 )
-def test_a_script_that_divides_the_effective_batch_by_the_accumulation_has_a_micro_batch(
-    words, is_split
-):
+def test_dividing_by_the_accumulation_gives_a_micro_batch(words, is_split):
+    """A script divides the effective batch by it."""
     job = policy(trainer={"argv": ["./train.py", *words.split()]})
     assert job.asked.has_batch == is_split

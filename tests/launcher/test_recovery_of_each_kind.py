@@ -75,9 +75,8 @@ def test_the_next_attempt_uses_what_the_remedy_says(script, failure, expected, g
         ("- CUDA driver error: unknown error", "True", "no_expandable_segments", "False"),
     ],
 )
-def test_fragmentation_gets_expandable_segments_and_a_driver_that_refuses_them_none(
-    script, failure, starts_with, action, then
-):
+def test_fragmentation_gets_expandable_segments(script, failure, starts_with, action, then):
+    """A driver that refuses them gets none."""
     keys = ("memory.expandable_segments=false",) if starts_with == "False" else ()
     ended = script.run(failure, overrides=keys, trainer="fails_by_script_beside_torch")
     assert actions(ended) == [action, "none"]
@@ -87,7 +86,8 @@ def test_fragmentation_gets_expandable_segments_and_a_driver_that_refuses_them_n
     assert first["batch_size"] == second["batch_size"]
 
 
-def test_memory_that_others_took_is_waited_for_at_the_same_batch(world, script, cuda_machine_with):
+def test_memory_taken_by_others_is_waited_for(world, script, cuda_machine_with):
+    """The batch stays the same."""
     machine = cuda_machine_with(Gpu(uuid=A, total_mib=24000, free_mib=20000))
     world.with_environ(machine.environ)
     script.failures.write_text(f"3 {PLAIN_OOM}")
@@ -108,7 +108,7 @@ def test_memory_that_others_took_is_waited_for_at_the_same_batch(world, script, 
     assert "others took 8000 MiB" in ended.attempts[0]["reason"]
 
 
-def test_where_splitting_does_not_help_no_size_is_tried_again(world):
+def test_no_size_is_repeated_when_splitting_fails(world):
     world.environ["BATCH_BUDGETS"] = json.dumps({"cpu": 1})
     ended = world.train("splits_within_a_budget", code=1)
     # every size down to min_batch_size was tried inside the step: nothing is left to halve
@@ -116,8 +116,8 @@ def test_where_splitting_does_not_help_no_size_is_tried_again(world):
     assert "cpu at micro-batch 64 down to 4" in ended.summary["reason"]
 
 
-def test_a_job_that_never_comes_to_a_checkpoint_is_refused_in_the_end(world, ready):
-    """Preempted by SIGTERM, then killed without a word: the next launch has a code of its own."""
+def test_a_job_that_never_saves_is_eventually_refused(world, ready):
+    """Preempted by SIGTERM, then killed without a word: the next launch has its own exit code."""
     command = ("trainer._target_=trainers.never_looks_whether_to_stop", "max_launches=2")
     for signum, code in ((signal.SIGTERM, 143), (signal.SIGKILL, -9)):
         process = world.start(*command)
@@ -132,7 +132,8 @@ def test_a_job_that_never_comes_to_a_checkpoint_is_refused_in_the_end(world, rea
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_the_users_rules_come_before_ours_and_a_gpu_they_blame_is_excluded(script):
+def test_user_rules_come_before_ours(script):
+    """A GPU that they blame is excluded."""
     rules = "retry.rules=[{exception: RuntimeError, message: lost my disk, then: retry, times: 1}"
     rules += ",{message: 'Xid 79', then: exclude_gpu}]"
     ended = script.run("4 I lost my disk", "9 Xid 79 here", overrides=(rules,))
@@ -144,8 +145,10 @@ def test_the_users_rules_come_before_ours_and_a_gpu_they_blame_is_excluded(scrip
     assert "retry.rules[1] (1 of 3): exclude_gpu" in second["reason"]
 
 
-def test_the_smallest_batch_fits_with_gradient_checkpointing_and_gradients_are_the_same(world):
-    """Real limits of memory; the trainer says by its source that it heeds the key."""
+def test_gradient_checkpointing_fits_the_smallest_batch(world):
+    """Real limits of memory; gradients are the same, and the trainer's source says that it heeds
+    the key.
+    """
     world.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     target = "trainer._target_=limited_trainers.checkpoints_within_a_limit"
     batch = ("training.batch_size=8", "min_batch_size=8", "training.num_workers=0")
@@ -159,7 +162,7 @@ def test_the_smallest_batch_fits_with_gradient_checkpointing_and_gradients_are_t
     assert world.run(target, *batch, "training.gradient_checkpointing=false").returncode == 1
 
 
-def test_a_preempted_job_is_requeued_by_submitit_and_goes_on(world, ready, monkeypatch):
+def test_submitit_requeues_a_preempted_job_which_resumes(world, ready, monkeypatch):
     submitit = pytest.importorskip("submitit")
     from trainers import RequeuedJob
 

@@ -70,7 +70,8 @@ def launched(config, *, fails_below=9):
     return seen
 
 
-def test_attempts_agree_with_each_other_and_with_the_caller(config, tmp_path, monkeypatch):
+def test_attempts_agree_with_the_caller_on_values(config, tmp_path, monkeypatch):
+    """They agree with each other as well."""
     monkeypatch.chdir(tmp_path)
     read_before = config.read
     assert config.double == 16
@@ -84,7 +85,7 @@ def test_attempts_agree_with_each_other_and_with_the_caller(config, tmp_path, mo
     assert first["mixed"].removesuffix("/8") == second["mixed"].removesuffix("/4")
 
 
-def test_a_later_launch_sees_the_values_of_its_job(config, tmp_path, monkeypatch):
+def test_a_later_launch_sees_its_jobs_values(config, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config.read = "${numbered:read}"
     before = launched(config)
@@ -101,7 +102,7 @@ def test_a_later_launch_sees_the_values_of_its_job(config, tmp_path, monkeypatch
     assert new[0]["name"] != again[0]["name"], "the job has completed, so this is another one"
 
 
-def test_a_value_that_a_later_launch_would_not_have_is_named(tmp_path, monkeypatch, caplog):
+def test_values_that_later_launches_lack_are_named(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     OmegaConf.register_new_resolver("env", os.environ.get)
     OmegaConf.register_new_resolver("now", lambda: time.monotonic_ns(), replace=True)

@@ -24,7 +24,8 @@ def ranks(number, trainer, *more):
 
 @pytest.mark.proves("functions (`run.backward`)", "several GPUs", "in the step")
 @pytest.mark.proves("functions (`run.backward`)", "several GPUs", "new attempt")
-def test_memory_that_runs_out_on_one_rank_splits_the_step_of_both_or_both_end_saved(world):
+def test_a_memory_error_on_one_rank_concerns_both(world):
+    """It splits the step of both, or both end after saving."""
     # freed blocks go back at once, so that what is held is what counts against a limit
     world.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     ended = world.run(*ranks(2, "splits_in_its_own_loop", "training.batch_size=32"), code=0)
@@ -45,7 +46,8 @@ def test_memory_that_runs_out_on_one_rank_splits_the_step_of_both_or_both_end_sa
     assert second["ranks"] == 2
 
 
-def test_of_each_rank_it_is_known_how_long_it_trains_before_the_others_wait(world):
+def test_each_ranks_training_time_is_known(world):
+    """How long it trains before the others wait."""
     ended = world.run(*ranks(2, "is_slow_on_rank_1", "training.batch_size=4"), code=0)
     first, second = ended.attempts[0]["speed"]
     assert (first["rank"], second["rank"]) == (0, 1)
@@ -60,7 +62,8 @@ def test_of_each_rank_it_is_known_how_long_it_trains_before_the_others_wait(worl
     assert "speed: " in ended.output
 
 
-def test_a_bug_on_one_rank_ends_the_group_with_its_traceback_and_is_not_retried(world):
+def test_a_bug_on_one_rank_ends_all(world):
+    """The group ends with its traceback and is not retried."""
     started = time.monotonic()
     ended = world.run(*ranks(3, "has_a_bug_on_rank_1"), code=1)
     (attempt,) = ended.attempts
@@ -82,9 +85,10 @@ def test_a_bug_on_one_rank_ends_the_group_with_its_traceback_and_is_not_retried(
         pytest.param((Gpu(free_mib=100),), 16, 3.0, 2, (16, 2), id="two-after-waiting"),
     ],
 )
-def test_a_group_that_loses_a_gpu_goes_on_with_fewer_at_the_same_effective_batch(
+def test_a_group_continues_with_fewer_gpus(
     world, cuda_machine_with, others, batch_size, waits, ranks, sizes
 ):
+    """The effective batch stays the same."""
     world.with_environ(cuda_machine_with(Gpu(), Gpu(), Gpu(), Gpu(), *others).environ)
     keys = ("num_gpus=4", f"training.batch_size={batch_size}", "training.num_workers=0")
     patience = ("min_batch_size=4", "min_num_gpus=2", "gpu_wait_timeout_minutes=0.05")
@@ -103,7 +107,8 @@ def test_a_group_that_loses_a_gpu_goes_on_with_fewer_at_the_same_effective_batch
     assert began_at - ended_at >= waits
 
 
-def test_a_library_that_was_imported_before_there_was_a_rank_knows_it():
+def test_early_imported_libraries_know_their_rank():
+    """The library was imported before there was a rank."""
     utilities = pytest.importorskip("lightning.pytorch.utilities")
     request = SimpleNamespace(of_first_rank=(), ranks=2)
 
@@ -115,7 +120,9 @@ def test_a_library_that_was_imported_before_there_was_a_rank_knows_it():
     assert of_forks(2, rank_of_lightning) == [0, 1]
 
 
-def test_ranks_on_gpus_divide_the_cores_among_them_and_each_has_its_gpu(monkeypatch):
+def test_each_rank_has_its_gpu_and_cores(monkeypatch):
+    """The ranks divide the cores among them."""
+
     def set_up(count):
         os.environ.pop("OMP_NUM_THREADS", None)
         actions = []

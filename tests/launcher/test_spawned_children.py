@@ -151,7 +151,8 @@ def train(cfg): print("rate", cfg.options.rate)
 """
 
 
-def test_a_config_has_types_of_the_script_whichever_module_trains(tmp_path):
+def test_a_config_keeps_the_scripts_types(tmp_path):
+    """It does so whichever module trains."""
     assert "rate 0.5" in run(HAS_TYPES, ["train.py"], tmp_path)
 
 
@@ -172,7 +173,7 @@ launch(train, {"device": "cpu"})
 
 
 @pytest.mark.slow
-def test_a_child_of_a_script_without_a_guard_starts_no_job(tmp_path):
+def test_an_unguarded_scripts_child_starts_no_job(tmp_path):
     assert 'put the call under: if __name__ == "__main__":' in run(
         UNGUARDED, ["train.py"], tmp_path
     )

@@ -91,18 +91,18 @@ def test_a_configuration_is_refused_in_one_line(arguments, words):
         (["model=cnn", "-m", "seed=1,2"], "write -m and other options before the first override"),
     ],
 )
-def test_an_override_with_dashes_is_answered_with_what_to_write(arguments, write):
+def test_dashed_overrides_get_the_right_spelling(arguments, write):
     assert explain_option(arguments, "robust").endswith(write)
     assert explain_option(["-m", "--config-name", "robust", "model=cnn"], "robust") is None
 
 
-def test_a_target_that_is_not_callable_is_refused_in_one_line(world):
-    """Only its import, in the first attempt, can show it."""
+def test_targets_must_be_callable(world):
+    """Only the import in the first attempt can show it; the refusal is one line."""
     world.run("trainer._target_=trainers.json").was_refused(["trainers.json", "not callable"])
     world.run("trainer._target_=trainers.no_such").was_refused(["no_such", "trainers"])
 
 
-def test_a_module_that_fails_when_imported_is_named_with_file_and_line(world):
+def test_a_failing_module_is_named_with_its_line(world):
     module = "import json\n\nundefined_name\n\ndef train(cfg): ...\n"
     (world.folder / "broken_trainer.py").write_text(module)
     world.environ["PYTHONPATH"] += f":{world.folder}"
@@ -110,8 +110,10 @@ def test_a_module_that_fails_when_imported_is_named_with_file_and_line(world):
     ended.was_refused(["NameError", "broken_trainer.py, line 3"])
 
 
-def test_a_trainer_is_found_in_the_working_directory_and_a_mistake_keeps_its_exit_code(world):
-    """Also where a folder of the command itself has a module of the same name."""
+def test_working_directory_trainers_keep_their_exit_codes(world):
+    """A mistake in one keeps its exit code, even if a folder of the command itself has a module of
+    the same name.
+    """
     (world.folder / "train.py").write_text("def train(cfg, run): return 1.5\n")
     main = [sys.executable, "-m", "robust_train.cli.main", "train"]
     words = ["trainer._target_=train.train", "model=none", "dataset=none"]
@@ -144,7 +146,8 @@ def test_help_starts_nothing(world):
     assert not world.run_dir.exists()
 
 
-def test_a_limit_that_leaves_no_room_to_import_torch_is_one_line(world):
+def test_a_limit_too_low_for_torch_is_explained(world):
+    """The message is one line."""
     limit = (400 << 20, 400 << 20)
     ended = world.run(preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, limit))
     ended.was_refused(["400 MiB (ulimit -d)", "no room to import torch"])

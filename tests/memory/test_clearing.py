@@ -36,7 +36,8 @@ def unreachable_cycle():
     return weakref.ref(cycle[0])
 
 
-def test_garbage_goes_and_the_system_gets_its_memory_back(no_collector, caplog):
+def test_clearing_returns_memory_to_the_system(no_collector, caplog):
+    """It collects garbage first."""
     gone = unreachable_cycle()
     with caplog.at_level("INFO", "robust_train"):
         cleared = clear_gpu_memory()
@@ -59,7 +60,8 @@ def test_force_collects_what_gc_freeze_has_put_aside(no_collector):
 
 
 @pytest.mark.slow
-def test_force_lets_go_of_the_last_uncaught_exception_s_variables():
+def test_force_frees_the_last_exceptions_variables():
+    """That exception was not caught."""
     # as an interactive interpreter and a notebook keep it, so in one
     code = """
 import gc, torch
@@ -83,7 +85,8 @@ print("dropped", cleared.freed)
     assert int(dropped.split()[1]) >= 15 * MIB
 
 
-def test_force_empties_the_collector_s_own_list_but_not_a_debugger_s():
+def test_force_empties_the_collectors_own_list():
+    """The list of a debugger stays."""
     gc.garbage.append(torch.ones(9))
     gone = weakref.ref(gc.garbage[0])
     gc.set_debug(gc.DEBUG_SAVEALL)
@@ -117,7 +120,8 @@ def trained_model():
     return model, optimizer
 
 
-def test_a_model_s_gradients_and_optimizer_states_go_and_its_weights_stay_if_they_are_to():
+def test_clearing_a_model_may_keep_its_weights():
+    """Its gradients and optimizer states go."""
     (model, optimizer), of_another = trained_model(), trained_model()
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     gone = weakref.ref(optimizer.state[model[0].weight]["exp_avg"])
@@ -187,7 +191,8 @@ def test_containers_keep_what_they_have_beside_their_content():
     assert safe_tensor_to_cpu(value) == value, "all that is no tensor is passed on"
 
 
-def test_one_tensor_stays_one_and_a_container_may_hold_itself():
+def test_shared_tensors_and_cyclic_containers_are_cleared():
+    """A tensor in several places stays one, and a container may hold itself."""
     tensor = with_graph()
     loop = {"a": tensor, "b": [tensor]}
     loop["self"] = loop
@@ -203,9 +208,8 @@ def test_one_tensor_stays_one_and_a_container_may_hold_itself():
     st.sampled_from([torch.float32, torch.int64, torch.bool, torch.complex64]),
     st.booleans(),
 )
-def test_tensors_of_any_layout_are_picked_out_of_their_stretch(
-    shape, steps, offset, dtype, is_conjugated
-):
+def test_tensors_of_any_layout_are_recognised(shape, steps, offset, dtype, is_conjugated):
+    """Each is copied out of the stretch of memory that it shares."""
     strides = steps[: len(shape)]
     span = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     memory = torch.arange(offset + span).to(dtype)

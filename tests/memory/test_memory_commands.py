@@ -33,7 +33,7 @@ def asked(environ, *arguments):
 # --- the machine ---
 
 
-def test_info_shows_what_gpus_shows_and_the_hosts_memory(machine_with):
+def test_info_shows_gpus_and_host_memory(machine_with):
     machine = machine_with(
         Gpu(free_mib=30000, compute=[(2**30, 700), (2**29, None)], graphics=[(2**28, 5)]),
         Gpu(name="T4", total_mib=15000),
@@ -75,7 +75,8 @@ def test_info_shows_what_gpus_shows_and_the_hosts_memory(machine_with):
         ("expandable_segments:False", "expandable_segments:False"),
     ],
 )
-def test_a_shell_that_evaluates_enable_has_the_setting_and_programs_get_json(exported, value):
+def test_a_shell_can_evaluate_enable(exported, value):
+    """Programs get the setting as JSON."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTORCH_")}
     environ |= {VARIABLE: exported} if exported else {}
     line = f'eval "$({" ".join(COMMAND)} memory enable)"; echo "${VARIABLE}"'
@@ -108,7 +109,8 @@ def live(own_trainers):
         own_trainers.end(process)
 
 
-def test_a_live_run_does_what_it_is_asked_and_tells_before_and_after(live):
+def test_a_live_run_clears_memory_on_request(live):
+    """It reports the figures before and after."""
     told = asked(live.environ, "memory", "info")
     assert told["live_run"]["after"]["allocated"] > 192 * MIB
     # what the trainer has put out of the collector's reach stays, until force
@@ -157,7 +159,7 @@ def test_a_live_run_does_what_it_is_asked_and_tells_before_and_after(live):
         ("memory_snapshot", {}, "[Errno 2] No such file"),
     ],
 )
-def test_what_cannot_be_done_is_said_in_a_line(tmp_path, verb, options, line):
+def test_impossible_requests_are_refused_in_one_line(tmp_path, verb, options, line):
     with pytest.raises((ValueError, OSError), match="^" + re.escape(line)) as refused:
         perform(verb, options, tmp_path / "missing")
     assert "\n" not in str(refused.value)

@@ -78,9 +78,8 @@ def run(machine, *arguments):
 @pytest.mark.parametrize(
     ("answer", "exit_code"), [("y\n", 0), ("n\n", 1), ("yess\n", 1), ("\x04", 1), ("\x03", 130)]
 )
-def test_own_cuda_processes_are_shown_and_ended_only_if_the_user_says_yes(
-    machine, listed, answer, exit_code
-):
+def test_own_cuda_processes_end_after_confirmation(machine, listed, answer, exit_code):
+    """They are shown before the user says yes."""
     machine.update(1, compute=[(listed.pid, 100)])
     ask = "end this process? [y/N]"
     code, shown = run_at_a_terminal(COMMAND, machine.environment(), ask=ask, answer=answer)
@@ -117,7 +116,8 @@ def test_a_pipe_has_to_pass_yes(machine, listed):
     assert "\x1b" not in done.stdout
 
 
-def test_what_it_was_started_from_is_neither_shown_nor_ended(machine):
+def test_kill_spares_what_started_it(machine):
+    """It does not show it either."""
     machine.update(0, compute=[(os.getpid(), 700)])
     done = run(machine, "--yes")
     assert done.returncode == 0
@@ -127,7 +127,8 @@ def test_what_it_was_started_from_is_neither_shown_nor_ended(machine):
     assert "what it was started from" in done.stderr
 
 
-def test_what_is_no_cuda_process_is_refused_and_then_nobody_is_ended(machine, start, listed):
+def test_a_wrong_process_id_ends_no_process(machine, start, listed):
+    """What is not a CUDA process is refused, and then none of the others is ended."""
     unlisted, drawing = start(), start()
     machine.update(0, graphics=[(drawing.pid, 1)])
     named = [word for p in (unlisted, drawing, listed) for word in ("--pid", str(p.pid))]
@@ -145,7 +146,7 @@ def test_what_is_no_cuda_process_is_refused_and_then_nobody_is_ended(machine, st
 
 
 @needs_root
-def test_root_ends_others_processes_only_if_they_are_named(machine):
+def test_root_ends_only_named_foreign_processes(machine):
     pid = os.fork()
     if pid == 0:
         with contextlib.suppress(BaseException):
@@ -167,13 +168,16 @@ def test_root_ends_others_processes_only_if_they_are_named(machine):
         assert os.waitpid(pid, 0)[1] == signal.SIGTERM
 
 
-def test_a_machine_without_gpus_is_told_in_a_sentence(cuda_machine_with):
+def test_kill_explains_a_machine_without_gpus(cuda_machine_with):
+    """The explanation is a sentence."""
     done = run(cuda_machine_with(), "--yes", "--json")
     assert done.returncode == 1
     assert "no NVIDIA GPU" in json.loads(done.stdout)["error"]
 
 
-def test_who_ignores_sigterm_is_killed_and_no_other_process_is_signalled(start):
+def test_only_stubborn_processes_are_killed(start):
+    """Who ignores SIGTERM; no other process is signalled."""
+
     def known(process):
         started = started_at(process.pid)
         return CudaProcess(process.pid, os.getuid(), "c", started, (0,), None)
@@ -219,7 +223,8 @@ def test_nobody_but_the_permitted_is_ever_chosen(listed, named, uid, ancestors):
     assert all(refusals.values())
 
 
-def test_in_a_container_a_process_without_cuda_s_library_is_no_cuda_process(monkeypatch):
+def test_containers_know_cuda_processes_by_library(monkeypatch):
+    """A process without CUDA's library is not one."""
     monkeypatch.setattr(processes, "sees_host_pids", lambda: False)
     on_it = (GpuProcess(os.getpid(), 5),)
     inventory = Inventory(gpus=(GpuInfo("GPU-0", "A", 0, "0", 9, 9, 0, processes=on_it),))

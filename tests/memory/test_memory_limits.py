@@ -25,7 +25,8 @@ def python(code, **environ):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_without_cuda_a_share_of_the_host_is_the_limit_and_beyond_it_memory_runs_out():
+def test_a_share_of_host_memory_is_enforced():
+    """There is no CUDA, and beyond the share memory runs out."""
     description, ended, kind, limit, lifted, total = python(
         """
         import json, resource
@@ -54,7 +55,8 @@ def test_without_cuda_a_share_of_the_host_is_the_limit_and_beyond_it_memory_runs
 
 
 @pytest.mark.parametrize("fraction", [1e-9, 0, -1, 1.5, float("nan"), "0.5", True, None])
-def test_what_is_no_share_or_in_use_is_refused_in_a_line(fraction):
+def test_impossible_shares_are_refused_in_one_line(fraction):
+    """So is a limit while memory is in use."""
     refusal = r"fraction=1e-09: .* 0 MiB .* already|accepted is a number over 0, up to 1"
     with pytest.raises(ValueError, match=refusal):
         set_memory_fraction(fraction)
@@ -76,9 +78,8 @@ def test_what_is_no_share_or_in_use_is_refused_in_a_line(fraction):
         ),
     ],
 )
-def test_segments_are_set_for_programs_started_from_here_beside_what_is_exported(
-    exported, value, sentence
-):
+def test_enable_sets_segments_for_child_programs(exported, value, sentence):
+    """Exported settings are kept."""
     code = f"""
         import json, os, torch
         from robust_train import enable_memory_efficient_settings
@@ -91,7 +92,7 @@ def test_segments_are_set_for_programs_started_from_here_beside_what_is_exported
     assert done[1] == "no CUDA in this process: nothing else to set"
 
 
-def test_the_allocator_of_this_torch_takes_the_setting_at_run_time():
+def test_this_torchs_allocator_accepts_runtime_settings():
     assert apply_to_allocator(torch, "expandable_segments:True") == (
         "the allocator of this process: expandable_segments:True"
     )
@@ -118,9 +119,8 @@ def test_a_limit_is_told_in_mib():
         (False, False, {}),
     ],
 )
-def test_expandable_segments_are_left_alone_where_they_may_fail(
-    expected, setting, where, monkeypatch
-):
+def test_expandable_segments_are_avoided_if_unsafe(expected, setting, where, monkeypatch):
+    """There are machines on which they may fail."""
     where = {"kernel": "6.8.0-45-generic", **where}
     kernel = SimpleNamespace(release=where.pop("kernel"))
     monkeypatch.setattr(os, "uname", lambda: kernel)
@@ -131,8 +131,8 @@ def test_expandable_segments_are_left_alone_where_they_may_fail(
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="this build of torch has no CUDA")
 @pytest.mark.parametrize("expandable", [True, False])
-def test_torch_takes_an_attempts_settings_before_the_newer_name(expandable):
-    """As torch's own snapshot of its allocator has them, which needs no GPU."""
+def test_torch_prefers_our_settings_variable(expandable):
+    """To the newer name. As torch's own snapshot of its allocator has them, which needs no GPU."""
     environ = attempt_environment({}, built(AttemptSpec, (), 8, 1, expandable_segments=expandable))
     environ["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{not expandable}"
     code = """

@@ -61,7 +61,8 @@ def test_the_cache_goes_back_to_the_driver():
     wait_until(lambda: free_says_nvml() - before > 0.9 * GIB, "NVML sees it free")
 
 
-def test_a_forced_clear_drops_a_cycle_that_the_collector_was_kept_from(tmp_path):
+def test_a_forced_clear_drops_frozen_cycles(tmp_path):
+    """The collector was kept from collecting them."""
     gc.disable()
     try:
         cycle = [gpu_tensor(256 * MIB)]
@@ -81,7 +82,7 @@ def test_a_forced_clear_drops_a_cycle_that_the_collector_was_kept_from(tmp_path)
     assert kept.numel() == 64 * MIB
 
 
-def test_a_fraction_is_a_limit_and_one_lifts_it():
+def test_a_fraction_limits_until_it_is_one():
     total = torch.cuda.mem_get_info()[1]
     limit = memory.set_memory_fraction((GIB + torch.cuda.memory_reserved()) / total)
     assert limit.device == "cuda:0"
@@ -93,7 +94,8 @@ def test_a_fraction_is_a_limit_and_one_lifts_it():
     assert gpu_tensor(2 * GIB).numel() + small.numel() > 2 * GIB
 
 
-def test_a_snapshot_can_be_opened_and_the_second_has_the_history(tmp_path):
+def test_a_second_snapshot_has_the_history(tmp_path):
+    """Each snapshot can be opened."""
     from torch.cuda import _memory_viz
 
     held = gpu_tensor(32 * MIB)
@@ -153,7 +155,7 @@ def test_a_block_s_peak_nested():
     assert inner.delta == outer.delta == kept.numel()
 
 
-def test_a_checkpoint_takes_no_second_copy_on_the_gpu(tmp_path):
+def test_a_checkpoint_is_not_duplicated_on_gpus(tmp_path):
     model = nn.Linear(4096, 4096, device="cuda")
     with memory.GPUMemoryContext() as block:
         save_checkpoint({"model": model}, tmp_path / "last.pt")
@@ -162,7 +164,7 @@ def test_a_checkpoint_takes_no_second_copy_on_the_gpu(tmp_path):
     assert torch.equal(content["model"]["weight"], model.weight.cpu())
 
 
-def test_a_tensor_with_gaps_comes_to_the_host_without_a_copy_on_the_gpu():
+def test_gapped_tensors_are_copied_without_gpu_memory():
     tensor = torch.arange(64 * MIB, device="cuda")[::2]
     with memory.GPUMemoryContext() as block:
         moved = memory.safe_tensor_to_cpu({"a": [tensor]})
@@ -219,7 +221,8 @@ def test_kill_ends_a_process_that_holds_the_gpu():
 # --- a run's memory ---
 
 
-def test_what_one_spike_took_goes_back_to_the_driver_after_some_steps(own_trainers):
+def test_a_spikes_memory_returns_after_some_steps(own_trainers):
+    """It returns to the driver."""
     ended = own_trainers.run("has_a_spike_on_the_gpu", "memory.empty_cache_frequency=5", code=0)
     (reserved, free), (reserved_at_end, free_at_end) = ended.summary["result"]
     assert reserved >= 1024 * MIB
@@ -233,7 +236,8 @@ def test_what_one_spike_took_goes_back_to_the_driver_after_some_steps(own_traine
     assert ended.attempts[0]["memory_returned"]["of"] == "reserved"
 
 
-def test_a_fraction_is_enforced_and_an_oom_leaves_a_snapshot_that_opens(own_trainers):
+def test_memory_beyond_the_fraction_leaves_a_snapshot(own_trainers):
+    """The fraction is enforced, and the snapshot of the failure opens."""
     ended = own_trainers.run(
         "takes_half_of_the_gpu",
         "memory.fraction=0.25",
@@ -251,7 +255,7 @@ def test_a_fraction_is_enforced_and_an_oom_leaves_a_snapshot_that_opens(own_trai
         assert found["tensors"][0]["device"] == "cuda:0"
 
 
-def test_a_leak_on_the_gpu_is_found_and_sampled(own_trainers):
+def test_a_gpu_leak_is_sampled_and_found(own_trainers):
     ended = own_trainers.run("leaks_on_the_gpu", code=0)
     found = ended.attempts[0]["memory_stability"]
     assert found["kind"] == "growing"

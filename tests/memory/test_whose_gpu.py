@@ -21,7 +21,8 @@ def gpu(index, **fields):
     return replace(known, **fields)
 
 
-def test_the_gpu_that_the_model_is_on_counts_though_another_is_the_current_one(use):
+def test_the_gpu_of_the_model_counts(use):
+    """Another GPU is the current device."""
     cuda = use()
     assert busiest_gpu(SimpleNamespace(cuda=cuda)) == 1
     figures = {"allocated": 2 * GIB, "reserved": 3 * GIB, "max_allocated": 2 * GIB}
@@ -37,7 +38,7 @@ def test_the_gpu_that_the_model_is_on_counts_though_another_is_the_current_one(u
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
-def test_a_limit_that_the_user_exports_is_never_raised(use, monkeypatch, name):
+def test_an_exported_limit_is_never_raised(use, monkeypatch, name):
     monkeypatch.setenv(name, "expandable_segments:True,per_process_memory_fraction:0.5")
     cuda = use()
     for asked, limit in ((0.95, 0.5), (1, 0.5), (0.25, 0.25)):
@@ -46,7 +47,8 @@ def test_a_limit_that_the_user_exports_is_never_raised(use, monkeypatch, name):
         assert cuda.fractions == {0: limit, 1: limit}
 
 
-def test_a_gpu_in_the_hosts_memory_leaves_the_host_some(use, monkeypatch, caplog):
+def test_a_gpu_sharing_host_memory_leaves_some(use, monkeypatch, caplog):
+    """The GPU has no memory of its own, and the host keeps a part."""
     caplog.set_level("INFO", "robust_train")
     available = SimpleNamespace(available=48 * GIB)
     monkeypatch.setattr("robust_train.memory.cuda.read_host_memory", lambda: available)
@@ -60,7 +62,7 @@ def test_a_gpu_in_the_hosts_memory_leaves_the_host_some(use, monkeypatch, caplog
     ]
 
 
-def test_under_wsl_the_limit_is_of_the_free_memory(use, monkeypatch, caplog):
+def test_wsl_limits_the_free_memory(use, monkeypatch, caplog):
     """More than that spills into the host's memory without an error."""
     caplog.set_level("INFO", "robust_train")
     monkeypatch.setattr("robust_train.memory.cuda.is_wsl", lambda: True)
@@ -71,7 +73,8 @@ def test_under_wsl_the_limit_is_of_the_free_memory(use, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("gib", [4, 8, 64, 128])
-def test_a_small_or_busy_machine_of_one_memory_keeps_a_quarter_or_some(gib):
+def test_small_or_busy_machines_keep_some_memory(gib):
+    """CPU and GPU share one memory, of which a quarter or some is kept."""
     total = gib * GIB
     assert share_of_unified_memory(0.95, total, total) <= 1 - min(8, gib / 4) / gib
     assert share_of_unified_memory(0.95, total, 0) == 1 / 16
@@ -89,7 +92,8 @@ def test_a_question_makes_no_context_on_another_gpu(use, monkeypatch):
 
 
 @pytest.mark.parametrize(("pool", "cleared"), [(OWN, 1), (PRIVATE, 0)])
-def test_workspaces_that_a_cuda_graph_may_know_by_address_stay(use, pool, cleared):
+def test_addressable_workspaces_of_cuda_graphs_stay(use, pool, cleared):
+    """A graph may know them by address."""
     cuda = use(pool=pool)
     return_memory(thorough=False)
     assert cuda.workspaces_cleared == 0, "never between steps"
@@ -126,9 +130,8 @@ def test_a_context_is_learned_by_model(tmp_path):
         assert footprint(GIB, "A GPU") == before
 
 
-def test_where_nvml_lists_no_process_a_context_is_at_most_what_the_whole_gpu_holds(
-    use, monkeypatch
-):
+def test_unlisted_processes_bound_a_contexts_size(use, monkeypatch):
+    """If NVML lists no process, a context is at most what the whole GPU holds."""
     cuda = use()
     for others, learned in (
         (9 * GIB, 0),  # somebody else is there

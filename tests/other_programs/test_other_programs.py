@@ -246,7 +246,7 @@ def scripts(world):
         if can_happen(name, event)
     ],
 )
-def test_what_happens_to_a_program_does_not_change_what_it_learns(scripts, name, event):
+def test_trouble_does_not_change_what_programs_learn(scripts, name, event):
     case = Case(scripts, name)
     expected = case.undisturbed()
     ended = EVENTS[event](case)
@@ -260,7 +260,8 @@ def test_what_happens_to_a_program_does_not_change_what_it_learns(scripts, name,
             assert "from the last checkpoint" not in ended.stdout
 
 
-def test_a_first_folder_that_was_cut_off_is_not_resumed_from(scripts):
+def test_an_incomplete_first_folder_is_never_resumed(scripts):
+    """It was cut off."""
     case = Case(scripts, "folders")
     case.program = replace(case.program, command=f"{case.program.command} --every 8")
 
@@ -274,7 +275,7 @@ def test_a_first_folder_that_was_cut_off_is_not_resumed_from(scripts):
     "name",
     [name if name == "bars" else pytest.param(name, marks=pytest.mark.slow) for name in PLACES],
 )
-def test_a_bug_in_a_program_is_not_tried_again(scripts, name):
+def test_a_programs_bug_is_not_retried(scripts, name):
     ended = Case(scripts, name).ends("bug", 1)
     assert len(ended.attempts) == 1
     assert re.search(r"KeyError: 'learning_rte'", ended.output)

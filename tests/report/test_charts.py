@@ -33,7 +33,8 @@ def test_other_figures_for_people():
     ]
 
 
-def test_the_value_is_drawn_over_numbers_by_magnitude_and_over_each_text_at_a_place_of_its_own():
+def test_charts_space_numbers_by_magnitude():
+    """Each text has a place of its own."""
     rates = [("1e-4", 0.5, False), ("1e-2", 0.9, False), ("1e-2", 0.7, False), ("1e-3", 0.2, True)]
     pruned, completed = value_over("Value over lr", rates).plot.lines
     assert (pruned.x, pruned.y, pruned.is_lost) == ([1e-3], [0.2], True)

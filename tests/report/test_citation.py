@@ -35,7 +35,7 @@ def _told(story, *knobs, **changes):
     return " ".join(sentences_of(replace(story, attempts=attempts), "1.0"))
 
 
-def test_a_kept_batch_is_told_with_what_kept_it(two_attempts):
+def test_a_kept_batch_is_reported_with_its_reason(two_attempts):
     assert sentences_of(two_attempts, "1.0") == [
         "We trained for 12 optimizer steps on 1 × NVIDIA A100-SXM4-40GB with robust-train 1.0.",
         "The effective batch size was 32 throughout, in micro-batches of 32, then 16 with "
@@ -63,6 +63,7 @@ def test_the_command_prints_sentences_and_an_entry(says):
     assert "@software{robust_train,\n" in out
 
 
-def test_what_never_trained_and_sweeps_are_refused_in_one_line(two_attempts, says):
+def test_untrained_jobs_and_sweeps_are_refused(two_attempts, says):
+    """The refusal is one line."""
     assert sentences_of(replace(two_attempts, attempts=()), "1.0") == []
     assert "--cite is about one job" in says("report", GOLDEN / "sweep", "--cite", code=2).err

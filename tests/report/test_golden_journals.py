@@ -32,7 +32,8 @@ def test_a_recorded_run_is_told_as_expected(folder):
         assert all(len(line["x"]) == len(line["y"]) for line in data["lines"])
 
 
-def test_a_recorded_sweep_has_a_page_with_the_loss_of_each_job():
+def test_a_recorded_sweeps_page_shows_each_loss():
+    """Each job has its own."""
     sweep = sweep_story_of(GOLDEN / "sweep")
     assert sweep.sentence.startswith("2 of 2 completed in ")
     page = sweep_page(sweep)

@@ -19,7 +19,7 @@ def lines_of(caplog, summary):
     return [line for one in caplog.records for line in one.getMessage().splitlines()]
 
 
-def test_time_and_attempts_are_those_of_the_job_through_all_its_launches(tmp_path, caplog):
+def test_time_and_attempts_include_all_launches(tmp_path, caplog):
     journal = Journal(tmp_path)
     journal(0, JobStarted("/run", "train", "another"))
     journal(500, JobEnded("completed"))
@@ -38,9 +38,8 @@ def test_time_and_attempts_are_those_of_the_job_through_all_its_launches(tmp_pat
     assert lines[4].startswith("completed after 30 s (this launch: 24 s) on cpu")
 
 
-def test_a_bug_is_shown_whole_once_and_the_command_is_for_after_it_is_mended(
-    tmp_path, caplog, capsys
-):
+def test_a_bug_is_shown_once_with_a_command(tmp_path, caplog, capsys):
+    """Whole; the command is for after it is fixed."""
     trace = f'Traceback …:\n  File "train.py", line 3\n{MESSAGE}\n'
     failure = Failure(FailureKind.BUG, MESSAGE)
     ending = Failed(failure, exceptions=("builtins.ValueError",))

@@ -24,10 +24,8 @@ def run(tmp_path):
     return folder
 
 
-def test_the_page_has_what_happened_and_what_was_tight_and_is_shown_to_people_and_programs(
-    run, capsys, monkeypatch
-):
-    """The command takes a file in the folder too."""
+def test_the_page_shows_events_and_shortages(run, capsys, monkeypatch):
+    """To people and to programs. The command takes a file in the folder too."""
     shown = []
     monkeypatch.setattr("webbrowser.open", lambda address: shown.append(address) or True)
     assert main(["report", str(run / "journal.jsonl"), "--open"]) == 0
@@ -44,9 +42,8 @@ def test_the_page_has_what_happened_and_what_was_tight_and_is_shown_to_people_an
     assert parts <= story.keys()
 
 
-def test_a_report_that_cannot_be_written_fails_the_command_but_costs_a_job_one_warning(
-    run, capsys, caplog
-):
+def test_an_unwritable_report_fails_only_its_command(run, capsys, caplog):
+    """It costs a job one warning."""
     (run / "report.html" / "in the way").mkdir(parents=True)
     with caplog.at_level(logging.WARNING, "robust_train"):
         write_report(read_sources(run))
@@ -95,7 +92,7 @@ def test_hostile_texts_of_a_sweep_stay_texts(tmp_path):
     assert any("Value over &lt;/script&gt;" in caption for caption in captions)
 
 
-def test_a_sweep_has_a_page_of_all_jobs_with_links_to_theirs(tmp_path, capsys):
+def test_a_sweeps_page_links_to_all_jobs(tmp_path, capsys):
     write_sweep(tmp_path)
     assert main(["report", str(tmp_path)]) == 0
     page = (tmp_path / "report.html").read_text()

@@ -93,7 +93,8 @@ def test_a_browser_shows_the_report(shown, name, device):
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_a_dark_room_gets_a_dark_page_and_white_paper(shown, dark):
+def test_a_dark_page_prints_on_white_paper(shown, dark):
+    """The browser prefers dark."""
     page = shown("recovered", dark=dark)
     pixels = page.screenshot().convert("L").resize((1, 1)).getpixel((0, 0))
     assert pixels < 60 if dark else pixels > 200
@@ -121,7 +122,8 @@ def test_the_pointer_reads_values_out(shown):
     assert page.complaints == []
 
 
-def test_a_drag_zooms_in_and_a_double_click_out(shown):
+def test_a_drag_zooms_in(shown):
+    """A double click zooms out."""
     page = shown("long_run")
     left, top, width, height = page.evaluate(WHERE)
     marks = """[...document.querySelectorAll("figure.chart .mark")].filter(mark => !mark.hidden)"""
@@ -138,7 +140,8 @@ def test_a_drag_zooms_in_and_a_double_click_out(shown):
     assert page.complaints == []
 
 
-def test_words_tables_and_marks_can_be_read_without_scripts(shown):
+def test_pages_are_readable_without_scripts(shown):
+    """Words, tables and marks are all there."""
     page = shown("recovered", script=False)
     text = page.evaluate("document.body.innerText")
     for words in ("Completed in", "half the micro-batch", "Timeline", "Loss over", "JavaScript"):

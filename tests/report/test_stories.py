@@ -55,7 +55,8 @@ def write_samples(journal, samples, torn=""):
     (journal.folder / "memory.jsonl").write_text(text + torn)
 
 
-def test_speed_of_each_rank_is_shown_also_of_an_attempt_that_was_killed(begun):
+def test_a_killed_attempts_speed_is_shown_too(begun):
+    """The page has the speed of each rank."""
     fast = Speed(400, 0.1, 0.2, 640.0, data_share=0.05)
     for rank, share in ((0, 0.01), (1, 0.3), (0, 0.05)):
         begun(1, SpeedMeasured(replace(fast, rank=rank, data_share=share), rank), 1)
@@ -68,7 +69,8 @@ def test_speed_of_each_rank_is_shown_also_of_an_attempt_that_was_killed(begun):
     assert '"speed": [{"steps": 400' in json.dumps(begun.story.as_json())
 
 
-def test_a_report_is_titled_by_the_job_and_says_what_was_run(journal):
+def test_a_report_is_titled_by_the_job(journal):
+    """It also says which command was run."""
     named = {"name": "lora_flowers102", "model": "lora", "command": "python train_robust.py"}
     for model in ("cnn", "lora"):  # the last launch counts
         journal(0, replace(STARTED, about=named | {"model": model}))
@@ -119,7 +121,8 @@ def test_goodput_says_what_the_time_went_into(journal):
     assert found["share"] == round(26.5 / 105, 3)
 
 
-def test_one_value_is_a_dot_and_one_sample_no_chart(journal):
+def test_one_value_is_a_dot(journal):
+    """One sample makes no chart."""
     journal(0, STARTED)
     journal.start(1, device="cpu")
     journal(1, Progress(1, metrics={"accuracy": 0.5}), 1)
@@ -139,7 +142,7 @@ def test_the_peaks_of_a_report_agree(journal):
     assert "at most 9.0 MiB" in memory_charts(story)[0].legend[0][1]
 
 
-def test_events_of_the_trainer_are_marked_under_their_own_name(begun):
+def test_trainer_events_are_marked_by_their_names(begun):
     begun(1, UserEvent("job_ended", {"status": "failed", "time": "<now>"}), 1)
     begun(1, Progress(1, metrics={"attempt": 7.0, "step": 2.0}), 1)
     story = begun.story
@@ -151,8 +154,10 @@ def test_events_of_the_trainer_are_marked_under_their_own_name(begun):
     }
 
 
-def test_a_later_attempt_that_begins_further_back_undoes_an_earlier_one(journal):
-    """The checkpoint of step 5 turns out to be damaged: the third attempt begins at step 2."""
+def test_a_later_attempt_can_undo_an_earlier_one(journal):
+    """It starts further back: the checkpoint of step 5 turns out to be damaged, and the third
+    attempt starts at step 2.
+    """
     recovered = write_recovered(journal)
     text = (recovered.folder / "journal.jsonl").read_text()
     lines = [line for line in text.splitlines() if "ended" not in line]
@@ -166,7 +171,7 @@ def test_a_later_attempt_that_begins_further_back_undoes_an_earlier_one(journal)
     assert useful == pytest.approx({1: 2, 3: 2})
 
 
-def test_a_clock_that_is_set_back_reverses_no_story(journal):
+def test_a_clock_set_back_reverses_no_story(journal):
     """The records of attempts have the time as it was set."""
     journal(0, STARTED)
     journal.start(1)
@@ -182,7 +187,8 @@ def test_a_clock_that_is_set_back_reverses_no_story(journal):
     assert story.seconds["lost"] == 5
 
 
-def test_memory_is_drawn_by_device_and_a_torn_sample_is_left_out(journal):
+def test_memory_is_drawn_by_device(journal):
+    """A torn sample is left out."""
     journal(0, STARTED)
     journal.start(1, device="cuda:1")
     journal.start(2, device="cpu")
@@ -197,7 +203,7 @@ def test_memory_is_drawn_by_device_and_a_torn_sample_is_left_out(journal):
     assert "at most 1.0 GiB" in page
 
 
-def test_a_gpu_that_was_nearly_full_is_told_with_its_figures(begun):
+def test_a_nearly_full_gpu_has_its_figures(begun):
     write_samples(begun, [Sample(begun.at, 1, "cuda:0", 1, 11 * GIB, 12 * GIB, 23 * GIB, 24 * GIB)])
     begun.end(1, seconds=1)
     begun(0, COMPLETED)
@@ -208,7 +214,7 @@ def test_a_gpu_that_was_nearly_full_is_told_with_its_figures(begun):
     )
 
 
-def test_a_folder_without_a_journal_has_a_report_too(tmp_path):
+def test_a_folder_without_journal_has_a_report(tmp_path):
     assert "no record" in job_page(story_of(read_sources(tmp_path)))
     (tmp_path / "summary.json").write_text('{"status": "completed"}')
     story = story_of(read_sources(tmp_path))
@@ -216,7 +222,8 @@ def test_a_folder_without_a_journal_has_a_report_too(tmp_path):
     assert "only summary.json is left" in story.sentence
 
 
-def test_a_line_separator_does_not_tear_its_line_and_one_that_is_torn_is_counted(begun):
+def test_a_line_separator_does_not_tear_lines(begun):
+    """A torn line is counted."""
     begun.end(1, "bug", message="one\u2028two")
     text = (begun.folder / "journal.jsonl").read_text()
     raw = text.replace("\\u2028", "\u2028")
@@ -275,7 +282,8 @@ hostile_events = st.lists(
     + [{**COMPLETED.as_json(), "time": 2.0}],
     others=[],
 )
-def test_whatever_a_run_folder_holds_it_has_a_report(tmp_path, events, others):
+def test_every_run_folder_has_a_report(tmp_path, events, others):
+    """The contents of the folder do not matter."""
     lines = "".join(json.dumps(event) + "\n" for event in [*events, *others])
     (tmp_path / "journal.jsonl").write_text(lines)
     samples = [{**event, "device": "cpu", "resident": 5} for event in events]

@@ -75,7 +75,7 @@ def test_a_second_signal_is_said_to_cost_steps(own, said, caplog):
     assert second == "attempt 3: stopped"
 
 
-def test_without_a_batch_there_is_none_in_the_summary():
+def test_the_summary_of_a_batchless_job_has_none():
     assert record(has_batch=False).as_json()["batch_size"] is None
 
 

@@ -22,7 +22,8 @@ costs = st.floats(0, 1e4)
 
 
 @given(costs, costs, st.integers(1, 10_000), st.floats(0, 1e8))
-def test_the_interval_follows_the_square_root_rule_within_its_bounds(cost, other, n, seconds):
+def test_the_interval_follows_the_square_root_rule(cost, other, n, seconds):
+    """It stays within its bounds."""
     longest = seconds_between_saves(cost, 0, seconds)
     # at first it is more often than each ten seconds: it may fail after as long as it has run
     assert max(min(math.sqrt(2 * cost * seconds), 10), 1) <= longest <= 300
@@ -51,7 +52,7 @@ def time():
 
 
 @given(st.floats(0, 3), st.floats(1, 7))
-def test_that_a_first_save_takes_longer_does_not_delay_the_second(cost, times_as_long):
+def test_a_slow_first_save_does_not_delay_another(cost, times_as_long):
     clock = SaveClock(SavePlan(), now=(time := Clock()))
     clock.begin(1)
     time.seconds += cost * times_as_long
@@ -91,8 +92,10 @@ def test_when_checkpoints_are_saved(time, keys, known, cost, seconds, saves):
     assert saves_of(clock, time, cost=cost, seconds=seconds) == saves
 
 
-def test_the_first_save_of_an_attempt_is_no_measure_where_the_job_knows_better(time):
-    """It also allocates the memory of the copy."""
+def test_first_saves_give_way_to_earlier_measurements(time):
+    """If the job knows better: the first save of an attempt also allocates the memory of the
+    copy.
+    """
     clock = SaveClock(SavePlan(), cost=0.5, now=time)
     for seconds, cost in (4.0, 0.5), (2.0, 2.0):
         clock.begin(1)
@@ -101,7 +104,7 @@ def test_the_first_save_of_an_attempt_is_no_measure_where_the_job_knows_better(t
     assert clock.spent == 6.0
 
 
-def test_one_that_is_on_the_disk_late_counts_as_one_of_its_own_step(time):
+def test_a_late_write_counts_for_its_own_step(time):
     clock = SaveClock(SavePlan(1e9, 2), now=time)
     clock.begin(2)
     clock.copied()
@@ -113,7 +116,7 @@ def test_one_that_is_on_the_disk_late_counts_as_one_of_its_own_step(time):
     assert clock.spent == 1.0
 
 
-def test_the_time_in_which_a_copy_is_written_is_no_cost(time):
+def test_the_writing_of_a_copy_costs_nothing(time):
     clock = SaveClock(SavePlan(), cost=1.0, now=time)
     time.seconds = 10
     clock.begin(1)
@@ -125,7 +128,8 @@ def test_the_time_in_which_a_copy_is_written_is_no_cost(time):
 
 @pytest.mark.parametrize("first", [1, 41])
 @pytest.mark.parametrize("counts", [True, False], ids=["steps", "calls of a trainer without steps"])
-def test_a_number_of_steps_counts_from_where_the_attempt_began(first, counts):
+def test_a_number_of_steps_counts_from_the_start(first, counts):
+    """It counts from where the attempt began."""
     saves = SaveClock(SavePlan(1e9, 3), now=Clock())
 
     def due(*steps):
@@ -136,13 +140,15 @@ def test_a_number_of_steps_counts_from_where_the_attempt_began(first, counts):
     assert due(6, 7, 8, 9) == [8, 9]
 
 
-def test_a_checkpoint_that_could_not_be_written_is_due_each_minute_until_it_is(time):
+def test_a_failed_checkpoint_is_due_each_minute(time):
+    """It is due until it is written."""
     saves = SaveClock(SavePlan(1e9, 3), now=time)
     due = saves_of(saves, time, cost=0, seconds=199, writes=lambda step: step >= 100)
     assert due[:5] == [3, 63, 123, 126, 129]
 
 
-def test_all_ranks_save_at_the_same_step_whoever_is_ahead(tmp_path):
+def test_all_ranks_save_at_the_same_step(tmp_path):
+    """It does not matter which rank is ahead."""
     votes = Votes(2)
     due = {0: [], 1: []}
 
@@ -175,7 +181,8 @@ def test_an_objective_is_a_number_and_no_answer(tmp_path):
     assert [one.value for one in sent if isinstance(one, ValueReported)] == [0.5]
 
 
-def test_a_manifest_that_cannot_be_read_just_now_does_not_end_training(tmp_path):
+def test_an_unreadable_manifest_does_not_end_training(tmp_path):
+    """It cannot be read for the moment."""
     begin_job(tmp_path, resume=True)
     (tmp_path / "checkpoints" / "1.pt.manifest.json").mkdir(parents=True)
     run = Run(run_dir=tmp_path)

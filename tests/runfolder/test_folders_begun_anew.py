@@ -20,7 +20,8 @@ def begun_anew(run_dir):
     return open_folder(run_dir, "the new job")
 
 
-def test_the_old_job_writes_nothing_into_the_folder_of_the_new_one(tmp_path):
+def test_the_old_job_spares_the_new_folder(tmp_path):
+    """It writes nothing into it."""
     with contextlib.ExitStack() as stack:
         old_job = stack.enter_context(contextlib.ExitStack())
         old = old_job.enter_context(open_folder(tmp_path / "run", "the old job"))
@@ -40,7 +41,9 @@ def test_the_old_job_writes_nothing_into_the_folder_of_the_new_one(tmp_path):
         assert not (tmp_path / "run" / "journal.jsonl").exists()
 
 
-def test_a_job_whose_folder_was_begun_anew_ends_with_one_line(tmp_path):
+def test_a_job_without_its_folder_ends_plainly(tmp_path):
+    """It ends with one line after its folder was begun anew."""
+
     def train(cfg, run):
         new.append(stack.enter_context(begun_anew(tmp_path / "run")))
         run.progress(1, total_steps=1)

@@ -42,7 +42,7 @@ def test_a_number_is_read_whatever_its_sign(path, number):
 
 
 @pytest.mark.parametrize("missing", [1, 20, 200])
-def test_after_a_short_write_nothing_is_lost_but_progress(path, missing):
+def test_a_short_write_loses_only_progress(path, missing):
     """A file-size limit makes write(2) write a part, as a full disk does."""
 
     def fill_the_disk(_):
@@ -66,7 +66,8 @@ def test_after_a_short_write_nothing_is_lost_but_progress(path, missing):
     assert names[-3:] == [("job_ended", None), ("progress", 5), ("progress", 6)]
 
 
-def test_a_journal_that_cannot_be_read_now_is_no_empty_one(path):
+def test_an_unreadable_journal_is_not_an_empty_one(path):
+    """It cannot be read for the moment."""
     path.mkdir()
     with pytest.raises(IsADirectoryError):
         attempts_in(path)
@@ -111,7 +112,7 @@ def test_a_journal_stays_small_and_keeps_what_matters(path):
     [("step {}", 1, 10_000, 0.75), ("histogram", 100_000, 300, 4)],
 )
 @pytest.mark.usefixtures("weeks")
-def test_a_trainers_own_events_do_not_fill_the_disk(path, name, length, events_of_it, at_most):
+def test_a_trainers_own_events_cannot_fill_disks(path, name, length, events_of_it, at_most):
     """Neither those with a name for each step nor large ones."""
     journal = Journal(path)
     for step in range(events_of_it):
@@ -122,7 +123,7 @@ def test_a_trainers_own_events_do_not_fill_the_disk(path, name, length, events_o
     assert (steps[0], steps[-1]) == (0, events_of_it - 1)
 
 
-def test_a_disk_that_takes_long_holds_up_neither_a_line_nor_the_summary(tmp_path, monkeypatch):
+def test_a_slow_disk_delays_neither_lines_nor_summary(tmp_path, monkeypatch):
     waits = []
     monkeypatch.setattr(os, "fsync", lambda fd: waits.append(read_summary(tmp_path)))
     Journal(tmp_path / "journal.jsonl").write(JobEnded("failed", "a reason"))

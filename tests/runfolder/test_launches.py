@@ -37,7 +37,8 @@ def launches(run_dir):
     return json.loads((run_dir / "job.json").read_text())["launches"]
 
 
-def test_after_three_launches_in_a_row_without_a_new_checkpoint_the_next_is_refused(tmp_path):
+def test_the_launch_after_three_without_progress_is_refused(tmp_path):
+    """Three in a row without a new checkpoint."""
     launch(tmp_path, saves=5)
     for saves in (None, 5, None):  # the same step again is no progress
         launch(tmp_path, saves=saves)
@@ -95,7 +96,8 @@ def test_a_bug_of_the_trainer_does_not_count(tmp_path, kind, clue, counts):
     assert launches(tmp_path) == counts
 
 
-def test_a_new_checkpoint_or_a_completed_job_begins_the_count_anew(tmp_path):
+def test_progress_restarts_the_count_of_launches(tmp_path):
+    """Progress is a new checkpoint or a completed job."""
     first = launch(tmp_path)
     launch(tmp_path)
     launch(tmp_path, saves=5)
@@ -108,7 +110,8 @@ def test_a_new_checkpoint_or_a_completed_job_begins_the_count_anew(tmp_path):
     assert launches(tmp_path) == 1
 
 
-def test_a_job_without_any_checkpoint_is_refused_with_how_to_report_one(tmp_path):
+def test_a_refusal_without_checkpoints_explains_reporting(tmp_path):
+    """The job has never reported a checkpoint."""
     (tmp_path / "job.json").write_text('{"id": "of an earlier version", "started": 1.0}')
     assert launch(tmp_path, most=1) == "of an earlier version", "it has had no launch"
     with pytest.raises(
@@ -158,7 +161,7 @@ def test_who_ended_a_launch_decides_whether_it_counts(tmp_path, how, counts):
     assert launches(tmp_path) == counts
 
 
-def test_the_time_of_a_job_is_that_of_all_its_launches(tmp_path):
+def test_a_jobs_time_includes_all_its_launches(tmp_path):
     for job, earlier in (("a", 0), ("a", 100), ("a", 200), ("b", 0)):
         with open_folder(tmp_path) as folder:
             folder.record(JobStarted("/run", "train", job))

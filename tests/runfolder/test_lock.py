@@ -42,7 +42,8 @@ def take(run_dir):
     RunLock(run_dir, "0-bbbbbb").release()
 
 
-def test_a_second_launcher_is_refused_with_host_pid_and_since(tmp_path, held):
+def test_a_second_launcher_is_refused(tmp_path, held):
+    """The message has host, process and time of the first."""
     content = (tmp_path / "lock").read_bytes()
     with pytest.raises(ConfigError) as refused:
         take(tmp_path)
@@ -58,7 +59,8 @@ def test_a_second_launcher_is_refused_with_host_pid_and_since(tmp_path, held):
     take(tmp_path)
 
 
-def test_the_last_checkpoint_of_a_dead_launcher_s_attempt_is_waited_for(tmp_path, caplog):
+def test_a_dead_launchers_last_checkpoint_is_waited_for(tmp_path, caplog):
+    """Its attempt may still be writing it."""
     (descriptor,) = RunLock(tmp_path, "0-aaaaaa").hold
     attempt = subprocess.Popen(["sleep", "600"], pass_fds=[descriptor])
     os.close(descriptor)  # as if this process had been killed
@@ -76,7 +78,7 @@ def test_the_last_checkpoint_of_a_dead_launcher_s_attempt_is_waited_for(tmp_path
 
 
 @pytest.mark.usefixtures("held")
-def test_an_attempt_that_stays_is_refused_in_the_end(tmp_path, monkeypatch):
+def test_an_attempt_that_stays_is_finally_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "ORPHAN_SECONDS", 0.8)
     change_json(tmp_path / "lock", process_started=1.0)  # another process has the number now
     with pytest.raises(RunFolderUnavailableError, match="was killed, but its attempt still runs"):
@@ -84,9 +86,8 @@ def test_an_attempt_that_stays_is_refused_in_the_end(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("held")
-def test_neither_a_clock_that_is_set_nor_another_pid_namespace_makes_a_launcher_dead(
-    tmp_path, monkeypatch
-):
+def test_clocks_and_namespaces_do_not_kill_launchers(tmp_path, monkeypatch):
+    """Neither a clock that is set nor another PID namespace makes a launcher dead."""
     with monkeypatch.context() as patched:
         # the time of the boot moves with the clock
         proc = tmp_path / "proc"
@@ -104,7 +105,8 @@ def test_neither_a_clock_that_is_set_nor_another_pid_namespace_makes_a_launcher_
 
 
 @pytest.mark.usefixtures("held")
-def test_a_script_refused_by_a_live_job_writes_nothing_into_its_folder(tmp_path, capfd):
+def test_a_refused_script_leaves_the_folder_untouched(tmp_path, capfd):
+    """A live job refuses it."""
     before = sorted(tmp_path.iterdir())
     assert main(["run", f"--run-dir={tmp_path}", "device=cpu", "--", "true"]) == 2
     assert "is in use by the job of" in capfd.readouterr().err
@@ -112,8 +114,8 @@ def test_a_script_refused_by_a_live_job_writes_nothing_into_its_folder(tmp_path,
 
 
 @pytest.mark.usefixtures("short_lease")
-def test_a_job_on_another_host_is_not_taken_for_dead(tmp_path):
-    """Nor for alive: a supervisor may try again."""
+def test_a_job_on_another_host_may_live(tmp_path):
+    """It is taken neither for dead nor for alive: a supervisor may try again."""
     with another_launcher(tmp_path):
         as_on_another_host(tmp_path)
         for begin in (take, wait_until_free):
@@ -121,7 +123,7 @@ def test_a_job_on_another_host_is_not_taken_for_dead(tmp_path):
                 begin(tmp_path)
 
 
-def test_the_lock_of_a_lost_host_is_waited_for(tmp_path, caplog, held):
+def test_a_lost_hosts_lock_is_waited_for(tmp_path, caplog, held):
     change_json(tmp_path / "lock", host="another-host.example")
     threading.Timer(0.8, held.release).start()
     take(tmp_path)
@@ -130,7 +132,8 @@ def test_the_lock_of_a_lost_host_is_waited_for(tmp_path, caplog, held):
 
 
 @pytest.mark.parametrize("operation", [fcntl.LOCK_SH, fcntl.LOCK_EX])
-def test_a_flock_of_another_process_stops_no_resume_and_shows_no_job(tmp_path, operation):
+def test_a_foreign_flock_stops_no_resume(tmp_path, operation):
+    """It shows no job either."""
     (tmp_path / "lock").touch(mode=0o644)
     with (tmp_path / "lock").open() as stranger:
         fcntl.flock(stranger, operation)
@@ -153,7 +156,7 @@ def test_torn_and_foreign_content_is_nobody_s_name(tmp_path):
         take(tmp_path)
 
 
-def test_a_disk_that_knows_no_locks_costs_one_warning(tmp_path, monkeypatch, caplog):
+def test_a_disk_without_locks_costs_one_warning(tmp_path, monkeypatch, caplog):
     def no_locks(fd, *arguments):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -170,7 +173,7 @@ def test_a_disk_that_knows_no_locks_costs_one_warning(tmp_path, monkeypatch, cap
 
 
 @pytest.mark.parametrize("kind", ["link", "fifo"])
-def test_a_lock_that_is_no_file_of_ours_is_not_followed(tmp_path, kind):
+def test_a_foreign_lock_file_is_not_followed(tmp_path, kind):
     target = tmp_path / "precious"
     target.write_text("precious")
     (tmp_path / "run").mkdir()

@@ -13,7 +13,13 @@ import pytest
 from another_user import as_another_user, needs_root
 from robust_train.attempt.run import Run, live_of
 from robust_train.folder.checkpoints import newest_checkpoint, read_manifests, rotate
-from robust_train.folder.identity import begin_job, complete_job, read_identity, resume_from
+from robust_train.folder.identity import (
+    begin_job,
+    complete_job,
+    read_identity,
+    resume_from,
+    shown_id,
+)
 
 
 def save(folder, step, *, job="ours", attempt=1):
@@ -85,13 +91,14 @@ def damaged(what):
         (lambda folder: (folder / "step-00000007.txt").write_text("longer than before"), 7),
     ],
 )
-def test_of_the_jobs_own_the_newest_whole_one_counts(folder, happens, step):
+def test_the_jobs_newest_whole_checkpoint_counts(folder, happens, step):
     save(folder, 7)
     happens(folder)
     assert newest(folder) == folder / f"step-{step:08d}.txt"
 
 
-def test_the_clock_that_is_set_back_makes_no_older_checkpoint_the_newest(folder, monkeypatch):
+def test_a_clock_set_back_misleads_no_one(folder, monkeypatch):
+    """An older checkpoint does not become the newest."""
     folder.mkdir()
     for name, now in (("b", 5000.0), ("a", 4000.0), ("c", 4001.0)):
         monkeypatch.setattr(time, "time", lambda now=now: now)
@@ -102,7 +109,8 @@ def test_the_clock_that_is_set_back_makes_no_older_checkpoint_the_newest(folder,
 
 
 @pytest.mark.parametrize("suffix", ["txt", "safetensors"])
-def test_one_whose_end_was_written_over_in_place_counts_where_there_is_no_other(folder, suffix):
+def test_a_damaged_end_counts_without_alternatives(folder, suffix):
+    """The end was written over in place, and there is no other checkpoint."""
     last = folder / f"step-00000008.{suffix}"
     folder.mkdir()
     header = json.dumps({"w": {"dtype": "U8", "shape": [9], "data_offsets": [0, 9]}}).encode()
@@ -114,7 +122,8 @@ def test_one_whose_end_was_written_over_in_place_counts_where_there_is_no_other(
 
 
 @pytest.mark.parametrize("name", ["8.zip", "8.bin", "8/values.zip"])
-def test_a_byte_that_was_flipped_in_the_middle_is_seen_before_a_job_resumes(folder, name, caplog):
+def test_a_flipped_byte_is_noticed_before_resuming(folder, name, caplog):
+    """It is in the middle of the file."""
     path, file = save(folder, 7), folder / name
     file.parent.mkdir(exist_ok=True)
     file.write_bytes(bytes(500_000))
@@ -136,7 +145,8 @@ def test_a_byte_that_was_flipped_in_the_middle_is_seen_before_a_job_resumes(fold
 
 
 @pytest.mark.parametrize("content", [None, '{"job": "ours"'])
-def test_a_checkpoint_whose_manifest_could_not_be_written_counts_once_it_was_read(folder, content):
+def test_a_checkpoint_without_manifest_counts_once_read(folder, content):
+    """Its manifest could not be written."""
     save(folder, 7)
     last = zipped(folder / "step-00000008.txt")
     wrong = zipped(folder / "step-00000009.txt", b"?" * 400)  # its checksum
@@ -151,8 +161,8 @@ def test_a_checkpoint_whose_manifest_could_not_be_written_counts_once_it_was_rea
     assert newest(folder) == last, "the first one of a job"
 
 
-def test_one_without_a_manifest_does_not_count_where_batches_are_counted(folder):
-    """No one knows which of them it has seen."""
+def test_counting_batches_requires_a_manifest(folder):
+    """Without one no one knows which batches a checkpoint has seen."""
     path = save(folder, 7)
     content = json.loads(manifest_of(path).read_text())
     manifest_of(path).write_text(json.dumps(content | {"position": {"batches": 7, "in_pass": 7}}))
@@ -170,7 +180,8 @@ def test_checkpoints_elsewhere_have_manifests_of_their_own(folder, tmp_path):
     assert newest(folder) == path
 
 
-def test_rotation_keeps_the_newest_whole_ones_of_this_job_and_all_of_others(folder):
+def test_rotation_keeps_the_newest_and_all_foreign(folder):
+    """The newest whole checkpoints of this job, and all of others."""
     others = [save(folder, 900, job="theirs"), folder / "step-00000800.txt"]
     others[1].write_text("x")
     oldest, *own = (save(folder, step) for step in (10, 20, 30))
@@ -188,13 +199,14 @@ def test_rotation_keeps_the_newest_whole_ones_of_this_job_and_all_of_others(fold
     assert newest(folder) == own[-1], "a torn one does not push out a whole one"
 
 
-def test_manifests_of_checkpoints_that_are_gone_do_not_gather(folder):
+def test_manifests_without_checkpoints_do_not_accumulate(folder):
     for step in range(5):
         save(folder, step).unlink()
     assert len(read_manifests(folder)) == 1
 
 
-def test_a_job_keeps_its_identity_until_it_has_completed_also_in_a_moved_folder(tmp_path):
+def test_a_job_keeps_its_identity_until_completed(tmp_path):
+    """Moving its folder does not change that."""
     (tmp_path / "here").mkdir()
     first = begin_job(tmp_path / "here", resume=True)
     name = save(tmp_path / "here" / "checkpoints", 5, job=first.job, attempt=4).name
@@ -212,7 +224,20 @@ def test_a_job_keeps_its_identity_until_it_has_completed_also_in_a_moved_folder(
     assert (there / "checkpoints" / "earlier-2" / path.name).exists()
 
 
-def test_a_launch_that_dies_while_it_sets_aside_leaves_that_to_the_next(tmp_path):
+def test_a_used_folder_says_a_job_is_new(tmp_path, caplog):
+    """The same command again trains anew once its job has completed."""
+    caplog.set_level("INFO", "robust_train")
+    first = begin_job(tmp_path, resume=True).job
+    begin_job(tmp_path, resume=True)
+    assert "a new one" not in caplog.text
+    complete_job(tmp_path, first)
+    begin_job(tmp_path, resume=True)
+    told = f"job {shown_id(first)} of this run folder has completed: this is a new one"
+    assert told in caplog.text
+
+
+def test_an_interrupted_move_is_completed_later(tmp_path):
+    """A launch that dies while it sets a folder aside leaves that to the next."""
     job = begin_job(tmp_path, resume=True).job
     content = {**json.loads((tmp_path / "job.json").read_text()), "cleared": False}
     (tmp_path / "job.json").write_text(json.dumps(content))
@@ -231,7 +256,7 @@ def test_a_reported_checkpoint_without_a_manifest_counts(tmp_path):
 
 @needs_root
 @pytest.mark.parametrize("closed", ["checkpoint", "manifest", "folder", "job.json"])
-def test_a_file_of_another_user_is_no_missing_file(closed):
+def test_another_users_file_is_not_missing(closed):
     # pytest's own folders are closed to others
     folder = Path(os.path.realpath(f"/tmp/robust-train-test-{os.getpid()}-{closed[:3]}"))
 

@@ -105,7 +105,7 @@ def work(disk):
     disk.promised = (STEPS, True)
 
 
-def test_every_power_cut_leaves_the_last_checkpoint_that_was_reported(tmp_path, monkeypatch):
+def test_power_cuts_spare_the_last_reported_checkpoint(tmp_path, monkeypatch):
     root, copies = tmp_path / "disk", tmp_path / "cuts"
     root.mkdir()
     copies.mkdir()

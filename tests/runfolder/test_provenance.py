@@ -49,7 +49,8 @@ def test_secrets_are_left_out():
 SECRET = "aB3" + "x" * 40
 
 
-def test_the_variables_that_a_command_reads_are_known_and_secrets_left_out(tmp_path):
+def test_recorded_variables_of_a_command_exclude_secrets(tmp_path):
+    """The recorded variables are those that the command reads."""
     program = "O=${O:-out}\nTMP=1\nexport LATER=2\npython t.py $O $TMP ${LATER} $1 $API_TOKEN\n"
     program += "echo $PWD $SLURM_NODELIST $RANK"
     (tmp_path / "cmd.sh").write_text(program)
@@ -89,7 +90,7 @@ def test_the_variables_that_a_command_reads_are_known_and_secrets_left_out(tmp_p
         "+tls='-----BEGIN RSA PRIVATE KEY-----'",
     ],
 )
-def test_an_override_is_hidden_for_its_name_or_for_its_form(word):
+def test_overrides_are_hidden_by_name_or_form(word):
     assert public_command([word]) == [f"{word.partition('=')[0]}=…"]
 
 
@@ -165,7 +166,8 @@ def test_an_option_hides_the_next_word():
     assert public_command(words.split()) == shown.split()
 
 
-def test_no_record_that_is_shared_has_a_secret_and_the_folder_is_the_users_alone(world):
+def test_no_shared_record_contains_a_secret(world):
+    """Only the user can open the folder."""
     secret = "Tr0ub4dor&3!"
     words = [f"+db.password='{secret}'", f"+hub=hf_{SECRET}", "hydra.verbose=false"]
     world.train("plain", *words, code=0)
@@ -196,9 +198,8 @@ def test_who_else_may_read_a_run_folder(tmp_path, others, mode):
         (os.geteuid(), 0o1777, None),
     ],
 )
-def test_a_run_folder_in_which_others_can_replace_files_is_warned_of(
-    tmp_path, caplog, owner, mode, who
-):
+def test_an_unsafe_run_folder_is_warned_of(tmp_path, caplog, owner, mode, who):
+    """Others can replace files in it."""
     (tmp_path / "train.py").touch()
     os.chown(tmp_path, owner, -1)
     tmp_path.chmod(mode)
@@ -211,7 +212,7 @@ def test_a_run_folder_in_which_others_can_replace_files_is_warned_of(
 @pytest.mark.parametrize(
     "folder", ["/a/2026-01-31_x.y", "/a b/c", "/a[1]/{x},=y%20 $z", "/ü/(1)", "/it's", '/"a"']
 )
-def test_the_command_goes_on_in_that_folder_whatever_it_is_called(folder, monkeypatch):
+def test_a_command_resumes_whatever_its_folders_name(folder, monkeypatch):
     monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", "lr=1", "hydra.sweep.dir=/other"])
     *words, last = shlex.split(sweep_resume_command(Path(folder), "/my work"))
     assert words == ["cd", "/my work", "&&", sys.executable, "train.py", "lr=1"]
@@ -220,6 +221,7 @@ def test_the_command_goes_on_in_that_folder_whatever_it_is_called(folder, monkey
     assert (override.key_or_group, getattr(value, "text", value)) == ("hydra.sweep.dir", folder)
 
 
-def test_a_command_with_a_line_break_is_not_kept_for_readers_drop_it(monkeypatch):
+def test_a_command_with_line_breaks_is_dropped(monkeypatch):
+    """Readers would drop it."""
     monkeypatch.setattr(sys, "orig_argv", ["python", "-c", "a = 1\nb = 2"])
     assert sweep_resume_command(Path("/a"), "/my work") is None

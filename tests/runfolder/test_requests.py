@@ -41,7 +41,8 @@ def inbox(tmp_path):
     return tmp_path / REQUESTS
 
 
-def test_the_oldest_request_comes_first_and_is_taken_once(inbox):
+def test_the_oldest_request_is_taken_first(inbox):
+    """It is taken once."""
     for name in ("2", "1"):
         (inbox / f"{name}.json").write_text('{"verb": "checkpoint"}')
     first, second = find_requests(inbox.parent)
@@ -76,7 +77,8 @@ def test_garbage_is_called_so_and_removed(inbox, garbage, caplog):
     assert "is refused: that is not a request" in caplog.text
 
 
-def test_what_is_no_small_file_neither_hangs_nor_crashes(inbox, tmp_path, caplog):
+def test_odd_request_files_neither_hang_nor_crash(inbox, tmp_path, caplog):
+    """A request is a small regular file."""
     precious = tmp_path / "precious"
     precious.write_text('{"verb": "stop"}')
     os.mkfifo(inbox / "1.json")
@@ -91,7 +93,8 @@ def test_what_is_no_small_file_neither_hangs_nor_crashes(inbox, tmp_path, caplog
 
 
 @needs_root
-def test_what_another_user_asks_for_is_refused_with_a_line(tmp_path, caplog):
+def test_another_users_request_is_refused(tmp_path, caplog):
+    """The refusal is one line."""
     folders = [tmp_path / name for name in ("of us", "of another")]
     for folder in folders:
         folder.mkdir()
@@ -111,7 +114,8 @@ def test_what_another_user_asks_for_is_refused_with_a_line(tmp_path, caplog):
         assert "takes no requests" in caplog.text
 
 
-def test_the_directory_is_closed_to_others_and_cleared_at_the_start(inbox):
+def test_the_request_directory_is_private_and_cleared(inbox):
+    """Others cannot open it; the start of a job clears it."""
     inbox.chmod(0o777)
     (inbox / "1.json").write_text('{"verb": "stop"}')
     (inbox / "2.taken").write_text('{"verb": "checkpoint"}')
@@ -120,9 +124,8 @@ def test_the_directory_is_closed_to_others_and_cleared_at_the_start(inbox):
     assert inbox.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_stopped_launcher_does_not_answer_and_who_waits_for_it_is_told_when_it_is_killed(
-    tmp_path, says
-):
+def test_a_stopped_launcher_answers_no_request(tmp_path, says):
+    """Who waits for it is told when it is killed."""
     with another_launcher(tmp_path) as process:
         process.send_signal(signal.SIGSTOP)
         wait_until(lambda: read_run(tmp_path).status == "does not answer", "it is stopped")
@@ -139,7 +142,8 @@ def test_a_stopped_launcher_does_not_answer_and_who_waits_for_it_is_told_when_it
     assert list((tmp_path / "requests").iterdir()) == []
 
 
-def test_a_request_that_the_attempt_took_is_answered_when_it_ends(tmp_path):
+def test_a_taken_request_is_answered_by_the_end(tmp_path):
+    """It is answered when the attempt that took it ends."""
     with open_folder(tmp_path) as folder:
         folder.attempt_starts(Attempt(1, SPEC))
         run = choose_run(None)
@@ -152,7 +156,8 @@ def test_a_request_that_the_attempt_took_is_answered_when_it_ends(tmp_path):
         assert str(asking.exception()) == f"{run.id}: the attempt ended first (device_oom)"
 
 
-def test_a_request_that_nobody_took_is_for_the_next_attempt_or_the_end(tmp_path):
+def test_an_untaken_request_waits_for_another_attempt(tmp_path):
+    """If there is none, it is answered at the end of the job."""
     with open_folder(tmp_path) as folder:
         folder.attempt_starts(Attempt(1, SPEC))
         with pytest.raises(StillQueuedError, match=r"no step has ended within 0\.1 s"):
@@ -164,7 +169,8 @@ def test_a_request_that_nobody_took_is_for_the_next_attempt_or_the_end(tmp_path)
     assert "the run ended before it came to that" in answer.read_text()
 
 
-def test_a_folder_that_is_removed_while_a_command_waits_is_a_run_that_has_ended(tmp_path):
+def test_a_removed_folder_is_an_ended_run(tmp_path):
+    """The folder is removed while a command waits."""
     with open_folder(tmp_path / "run") as folder:
         folder.attempt_starts(Attempt(1, SPEC))
         run = choose_run(None)
@@ -190,7 +196,7 @@ def test_requests_at_the_same_moment_are_all_answered(tmp_path):
     assert len(answers) == 30
 
 
-def test_a_stop_of_a_sweep_is_for_one_launch_of_it(tmp_path):
+def test_stopping_a_sweep_concerns_one_launch(tmp_path):
     assert not sweep_stop_requested(tmp_path)
     (tmp_path / "sweep.json").write_text('{"sweep": "first"}')
     request_sweep_stop(tmp_path)

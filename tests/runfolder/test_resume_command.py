@@ -56,7 +56,8 @@ def end(process, signum):
     wait_until(lambda: not any(run.alive for run in find_runs()), "its attempt has ended, too")
 
 
-def test_a_script_goes_on_by_one_word_wherever_that_is_said(here, tmp_path, says):
+def test_one_word_resumes_a_script_everywhere(here, tmp_path, says):
+    """Each message that names the command has this word."""
     end(start(here, "mine"), signal.SIGINT)
     (here / "go").touch()
     if os.geteuid() == 0:
@@ -103,9 +104,10 @@ undefined_name
 
 
 @pytest.mark.slow
-def test_a_mistake_is_fixed_and_resumed_as_often_as_it_takes(here, says):
-    """A bug of the program does not count as a launch without progress, and ``resume`` takes other
-    values, also of what an option gave."""
+def test_mistakes_are_fixed_and_resumed_repeatedly(here, says):
+    """A bug of the program does not count as a launch without progress, and ``resume`` takes
+    other values, also of what an option gave.
+    """
     program = here / "sizes.py"
     program.write_text(SIZES)
     words = ["run", "wait_for_gpu=false", "max_launches=1", "--batch-size", "8", "--name", "mine"]
@@ -132,7 +134,7 @@ launch(train, {"device": "cpu", "mine": 1, "max_retries": 0, "max_launches": 1})
 
 
 @pytest.mark.slow
-def test_a_program_that_calls_launch_takes_other_values_too(here):
+def test_launching_programs_take_other_values_too(here):
     """The refusal of a launch without progress names the command that starts one."""
     (here / "loop.py").write_text(LAUNCHES)
     assert "given 1 1" in interpreted(here, "loop.py").stdout

@@ -121,7 +121,7 @@ def test_stop_a_second_time_has_to_be_meant(host):
 
 
 @pytest.mark.parametrize("isolation", ["process", pytest.param("none", marks=SLOW)])
-def test_halving_during_training_takes_effect_at_the_next_step(host, isolation):
+def test_halving_takes_effect_at_the_next_step(host, isolation):
     process = host.begin("trains_in_parts", f"isolation={isolation}", "min_batch_size=16")
     answer = host.told("halve-batch", str(host.run_dir))
     assert (answer["before"], answer["after"]) == ({"micro_batch": 64}, {"micro_batch": 32})
@@ -141,7 +141,8 @@ def test_halving_during_training_takes_effect_at_the_next_step(host, isolation):
     assert ended.summary["result"]["sizes"] == [64] * 5 + [16] * 25
 
 
-def test_a_run_that_hangs_answers_and_says_that_the_request_is_queued(host):
+def test_a_hanging_run_queues_the_request(host):
+    """The answer says that the request is queued."""
     host.begin("hangs_after_a_step")
     with pytest.raises(StillQueuedError, match=r"within 0.2 s; the request stays queued"):
         ask(choose_run(None), "checkpoint", wait_seconds=0.2)
@@ -154,7 +155,7 @@ def test_a_run_that_hangs_answers_and_says_that_the_request_is_queued(host):
     assert host.told("status")["step"] == 1, "the launcher answers for it"
 
 
-def test_a_run_that_waits_in_line_says_so_and_can_be_stopped(host, tmp_path, cuda_machine_with):
+def test_a_queued_run_says_so_and_stops(host, tmp_path, cuda_machine_with):
     machine = cuda_machine_with(Gpu(uuid=A, total_mib=24000))
     host.with_environ(machine.environ)
     host.begin("reports_and_nothing_else", NEVER)
@@ -181,7 +182,8 @@ def test_a_run_that_waits_in_line_says_so_and_can_be_stopped(host, tmp_path, cud
     assert second.end(waiting, code=143).summary["status"] == "interrupted"
 
 
-def test_a_second_launcher_in_the_folder_is_refused_and_the_first_unharmed(host):
+def test_a_second_launcher_leaves_the_first_alone(host):
+    """It is refused in the folder."""
     process = host.begin("hangs_after_a_step")
     target = "trainer._target_=trainers.never_uses_run"
     wait_until(lambda: host.told("status").get("step"), "it reports")
@@ -213,7 +215,8 @@ def listening_sockets(process):
     return found
 
 
-def test_nothing_of_a_job_listens_and_the_launcher_has_one_thread(host):
+def test_a_job_listens_nowhere(host):
+    """The launcher has one thread."""
     host.alone = True
     launcher = psutil.Process(host.begin("hangs_after_a_step").pid)
     assert launcher.children(recursive=True), "the attempt runs"
@@ -222,7 +225,9 @@ def test_nothing_of_a_job_listens_and_the_launcher_has_one_thread(host):
     wait_until(lambda: launcher.num_threads() == 1, "one thread is left")
 
 
-def test_an_error_inside_the_launcher_leaves_a_summary_and_the_last_lines(tmp_path, monkeypatch):
+def test_an_internal_error_leaves_a_summary(tmp_path, monkeypatch):
+    """The launcher fails, and still prints the last lines."""
+
     def break_down(*_):
         raise ZeroDivisionError("a bug of ours")
 
@@ -245,7 +250,8 @@ def test_an_error_inside_the_launcher_leaves_a_summary_and_the_last_lines(tmp_pa
         pytest.param("joblib", "none", marks=SLOW),
     ],
 )
-def test_a_sweep_is_stopped_with_all_its_jobs_and_their_checkpoints(host, launcher, isolation):
+def test_stopping_a_sweep_keeps_every_checkpoint(host, launcher, isolation):
+    """It is stopped with all its jobs."""
     sweeps = SweepWorld(host)
     numbers = (1,) if launcher == "basic" else (1, 2)
     keys = ("seed=1,2,3", f"isolation={isolation}", "device=cpu", "auto_device=false")

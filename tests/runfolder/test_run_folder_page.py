@@ -61,11 +61,11 @@ def with_tables(page):
     return page
 
 
-def test_the_tables_of_state_and_events_are_those_of_the_classes():
+def test_tables_of_state_and_events_match_classes():
     assert PAGE.read_text() == with_tables(PAGE.read_text()), f"run python {Path(__file__).name}"
 
 
-def test_every_field_of_the_summary_is_on_the_page():
+def test_the_page_has_every_summary_field():
     page = PAGE.read_text().partition("## summary.json")[2]
     record = Attempt(1, AttemptSpec((), 1, 1))
     content = Summary("completed", Path(), attempts=(record,)).as_json()
@@ -76,7 +76,8 @@ def test_every_field_of_the_summary_is_on_the_page():
 # --- other versions ---
 
 
-def test_a_summary_of_another_version_has_at_least_its_result(tmp_path):
+def test_foreign_summaries_show_at_least_their_result(tmp_path):
+    """The summary is of another version."""
     attempt = {"attempt": 1, "device": "cpu", "outcome": "completed", "batch_size": 4}
     earlier = {"schema": 2, "status": "completed", "result": 0.5, "attempts": [attempt]}
     (tmp_path / "summary.json").write_text(json.dumps(earlier))
@@ -102,7 +103,8 @@ def foreign(tmp_path):
     return Path(shutil.copytree(recorded, tmp_path / "run"))
 
 
-def test_an_unfinished_job_of_another_version_is_refused_and_nothing_is_changed(foreign):
+def test_another_versions_unfinished_job_is_refused(foreign):
+    """Nothing in its folder changes."""
     before = {path: path.read_bytes() for path in foreign.rglob("*") if path.is_file()}
     with pytest.raises(ConfigError) as refused:
         refuse_other_version(foreign, resume=True)
@@ -114,7 +116,8 @@ def test_an_unfinished_job_of_another_version_is_refused_and_nothing_is_changed(
     assert read_summary(foreign).status == "failed"
 
 
-def test_with_resume_false_it_begins_again_and_keeps_the_checkpoints_aside(foreign):
+def test_resume_false_sets_its_checkpoints_aside(foreign):
+    """The job begins again."""
     (manifest,) = read_manifests(foreign / "checkpoints")
     saved = manifest.path.read_bytes()
     refuse_other_version(foreign, resume=False)

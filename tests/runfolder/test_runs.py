@@ -21,7 +21,8 @@ from robust_train.folder.run_list import (
 )
 
 
-def test_one_live_run_is_the_default_and_two_have_to_be_named(tmp_path):
+def test_only_a_single_live_run_needs_no_name(tmp_path):
+    """Of two, one has to be named."""
     for which in (None, "~nobody/run"):  # a user who is not there
         with pytest.raises(NoLiveRunError, match="no run of yours"):
             choose_run(which)
@@ -75,16 +76,18 @@ def test_the_default_is_the_last_of_this_directory(tmp_path, started_in, monkeyp
     assert f"robust-train logs {last.state.id}" in str(refusal.value)
 
 
-def test_of_several_live_runs_the_only_one_of_this_directory(started_in):
+def test_this_directorys_only_live_run_is_chosen(started_in):
+    """Others are alive elsewhere."""
     with started_in("a"), started_in("b") as here:
         assert choose_run(None).id == here.state.id
         with started_in("b"), pytest.raises(NoLiveRunError, match="2 runs of yours are alive"):
             choose_run(None)
 
 
-def test_a_job_has_one_id_in_all_its_launches(tmp_path):
+def test_all_launches_of_a_job_share_its_id(tmp_path):
     """Its first digits and the identity in the journal find it; so does the id of a job that the
-    folder had before."""
+    folder had before.
+    """
     with open_folder(tmp_path) as folder:
         first = folder.state.id
     with open_folder(tmp_path) as folder:
@@ -105,19 +108,20 @@ def test_a_job_has_one_id_in_all_its_launches(tmp_path):
 @pytest.mark.parametrize(
     ("name", "shown"), [(b"\xff", r"\udcff"), (b"two\nlines\x1b[2J", r"two\nlines\x1b[2J")]
 )
-def test_a_folder_whose_name_is_no_text_or_breaks_the_line_is_one_row(tmp_path, says, name, shown):
+def test_unprintable_folder_names_take_one_row(tmp_path, says, name, shown):
+    """A name that is not text, or that breaks the line."""
     with open_folder(tmp_path / os.fsdecode(name)):
         _, row = says("ps").out.splitlines()
         assert row.endswith(shown)
 
 
-def test_a_clock_that_was_set_back_makes_no_state_shorter_than_nothing(tmp_path):
+def test_a_clock_set_back_never_makes_times_negative(tmp_path):
     with open_folder(tmp_path) as folder:
         change_json(tmp_path / "state.json", since=folder.state.since + 3600)
         assert choose_run(None).about()["seconds_in_state"] == 0
 
 
-def test_a_folder_that_was_moved_or_linked_is_still_that_run(tmp_path):
+def test_a_moved_or_linked_folder_stays_that_run(tmp_path):
     with open_folder(tmp_path / "before") as folder:
         (tmp_path / "before").rename(tmp_path / "after")
         (tmp_path / "link").symlink_to(tmp_path / "after")
@@ -127,7 +131,8 @@ def test_a_folder_that_was_moved_or_linked_is_still_that_run(tmp_path):
             assert run.about()["run_dir"] == str(tmp_path / "after")
 
 
-def test_a_job_of_another_host_on_the_same_disk_is_seen_and_answers(tmp_path):
+def test_another_hosts_job_is_seen_and_answers(tmp_path):
+    """Its run folder is on the same disk."""
     with another_launcher(tmp_path / "theirs"):
         as_on_another_host(tmp_path / "theirs")
         run = choose_run(None)
@@ -143,7 +148,8 @@ def test_a_job_of_another_host_on_the_same_disk_is_seen_and_answers(tmp_path):
         assert ask(run, "stop")["after"] == "stopping"
 
 
-def test_status_of_a_killed_launcher_says_died_with_its_last_state(tmp_path, says):
+def test_a_killed_launcher_has_status_died(tmp_path, says):
+    """Its last state is shown too."""
     with another_launcher(tmp_path) as process:
         run = read_run(tmp_path)
         assert (run.pid, run.status) == (process.pid, "starting")
@@ -165,7 +171,7 @@ def test_where_the_list_is(tmp_path, monkeypatch):
     assert state_directory({}) == Path("/.local/state/robust-train/runs")
 
 
-def test_a_run_on_a_disk_that_is_not_mounted_stays_listed(tmp_path):
+def test_a_run_on_an_unmounted_disk_stays_listed(tmp_path):
     disk, unmounted = tmp_path / "disk", tmp_path / "unmounted"
     with open_folder(disk / "run") as folder:
         job = folder.state.id
@@ -179,7 +185,9 @@ def test_a_run_on_a_disk_that_is_not_mounted_stays_listed(tmp_path):
     assert [run.id for run in find_runs()] == [job]
 
 
-def test_the_list_stays_short_and_forgets_folders_that_are_gone(tmp_path, monkeypatch):
+def test_the_list_forgets_removed_folders(tmp_path, monkeypatch):
+    """It stays short."""
+
     def listed():
         return [link.resolve() for link in sorted(state_directory().iterdir())]
 
@@ -195,7 +203,7 @@ def test_the_list_stays_short_and_forgets_folders_that_are_gone(tmp_path, monkey
     assert listed() == [folders[2], folders[3], folders[0]]
 
 
-def test_a_run_that_goes_on_is_listed_at_each_moment(tmp_path, monkeypatch):
+def test_a_resuming_run_is_listed_at_each_moment(tmp_path, monkeypatch):
     monkeypatch.setenv("ROBUST_TRAIN_STATE_DIR", str(tmp_path / "list"))
     folder, unlink, seen = tmp_path / "run", Path.unlink, []
     folder.mkdir()
@@ -210,7 +218,7 @@ def test_a_run_that_goes_on_is_listed_at_each_moment(tmp_path, monkeypatch):
     assert seen == [[folder]]
 
 
-def test_a_list_that_cannot_be_written_costs_a_line(tmp_path, monkeypatch, caplog):
+def test_an_unwritable_list_costs_only_a_line(tmp_path, monkeypatch, caplog):
     caplog.set_level("INFO")
     monkeypatch.setenv("ROBUST_TRAIN_STATE_DIR", "/proc/nowhere")
     with open_folder(tmp_path) as folder:

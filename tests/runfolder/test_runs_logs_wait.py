@@ -18,7 +18,8 @@ from robust_train.folder.run_list import state_directory
 from robust_train.sweep.record import Status, SweepJob, SweepTable, read_rows
 
 
-def test_old_run_folders_are_removed_but_for_what_is_not_the_jobs(tmp_path, says):
+def test_cleaning_removes_only_old_files_of_jobs(tmp_path, says):
+    """What is not the job's stays."""
     for name, status in (("a", "completed"), ("b", "failed"), ("mine", "completed")):
         ended(tmp_path / name, name, status)
     own = tmp_path / "mine" / "thesis.tex"
@@ -34,7 +35,8 @@ def test_old_run_folders_are_removed_but_for_what_is_not_the_jobs(tmp_path, says
     assert [(tmp_path / name).exists() for name in ("b", "mine")] == [False, True]
 
 
-def test_a_job_that_begins_while_clean_asks_keeps_its_folder(tmp_path, says, monkeypatch):
+def test_a_job_starting_during_clean_keeps_its_folder(tmp_path, says, monkeypatch):
+    """It starts while ``clean`` asks."""
     for name in ("a", "b"):
         ended(tmp_path / name, name, "completed")
     (tmp_path / "b" / "journal.jsonl").write_text('{"time": "noon"}\n')
@@ -52,7 +54,8 @@ def test_a_job_that_begins_while_clean_asks_keeps_its_folder(tmp_path, says, mon
     assert [(tmp_path / name).exists() for name in ("a", "b")] == [True, False]
 
 
-def test_runs_are_listed_newest_last_with_what_goes_on(tmp_path, says):
+def test_the_newest_run_is_listed_last(tmp_path, says):
+    """The command that resumes it is in its row."""
     first = ended(tmp_path / "a", "lora", "completed", {"objective": 0.875, "more": [1]})
     second = ended(tmp_path / "b", "probe", "failed", reason="it broke")
     third = died(tmp_path / "c", with_the_host=True)
@@ -74,8 +77,8 @@ def test_runs_are_listed_newest_last_with_what_goes_on(tmp_path, says):
     assert listed[3]["result"] == 0.875
 
 
-def test_without_a_name_all_commands_mean_the_same_run(tmp_path, says):
-    """The last of this directory, where none is alive; ``stop`` refuses to stop what has ended."""
+def test_all_commands_choose_the_same_unnamed_run(tmp_path, says):
+    """The last of this directory if none is alive; ``stop`` refuses to stop what has ended."""
     job = ended(tmp_path / "a", "lora", "completed")
     (tmp_path / "a" / "attempt-1.log").write_text("its output\n")
     assert f"run      {job}\n" in says("status").out
@@ -87,7 +90,8 @@ def test_without_a_name_all_commands_mean_the_same_run(tmp_path, says):
     assert f"the last of this directory is {job}, completed" in says("stop", code=1).err
 
 
-def test_the_name_of_a_sweep_is_its_folder_for_all_commands(tmp_path, says):
+def test_a_sweeps_name_is_always_its_folder(tmp_path, says):
+    """All commands accept it."""
     sweep = tmp_path / "sweep"
     jobs = [died(sweep / number) for number in ("0", "1")]
     for number in (0, 1):
@@ -106,7 +110,8 @@ def test_the_name_of_a_sweep_is_its_folder_for_all_commands(tmp_path, says):
     assert jobs[1] in says("stop", sweep / "1", code=1).err
 
 
-def test_a_sweep_that_cannot_be_resumed_is_named_once_for_all_its_jobs(tmp_path, says):
+def test_an_unresumable_sweep_is_named_once(tmp_path, says):
+    """Its jobs are not named in addition to it."""
     for number in ("0", "1"):
         died(tmp_path / "sweep" / number)
     SweepTable("id", "gpu_queue").write(tmp_path / "sweep")
@@ -127,7 +132,7 @@ def test_of_many_runs_the_newest_are_shown(tmp_path, says, monkeypatch):
         assert all(word in out for word in words)
 
 
-def test_logs_shows_the_last_attempt_or_the_one_that_is_named(tmp_path, says):
+def test_logs_shows_the_last_or_named_attempt(tmp_path, says):
     ended(tmp_path / "a", "lora", "completed")
     (tmp_path / "a" / "attempt-2.log").write_bytes(b"early\n")
     (tmp_path / "a" / "attempt-10.log").write_bytes(b"late \xff\nno end")
@@ -141,7 +146,8 @@ def test_logs_shows_the_last_attempt_or_the_one_that_is_named(tmp_path, says):
     says("logs", "nothing", code=1)
 
 
-def test_logs_follows_whole_lines_through_the_attempts_until_the_job_ends(tmp_path):
+def test_logs_follows_whole_lines_to_the_end(tmp_path):
+    """It follows them through all attempts until the job ends."""
     with open_folder(tmp_path) as folder:
         shown = runs.output_of(tmp_path, follow=True)
         assert next(shown) == b"", "no attempt yet"
@@ -162,7 +168,8 @@ def test_logs_follows_whole_lines_through_the_attempts_until_the_job_ends(tmp_pa
     assert list(shown) == [b"again"]
 
 
-def test_attach_shows_the_end_of_the_log_until_the_job_ends(tmp_path, says, monkeypatch):
+def test_attach_follows_the_log_until_the_end(tmp_path, says, monkeypatch):
+    """It returns when the job ends."""
     monkeypatch.setattr(runs, "POLL_SECONDS", 0.0)
     assert "no run of yours is alive" in says("attach", code=1).err
     with open_folder(tmp_path, "lora") as folder:
@@ -182,7 +189,8 @@ def test_attach_shows_the_end_of_the_log_until_the_job_ends(tmp_path, says, monk
     assert "interrupted by SIGTERM" in out
 
 
-def test_wait_returns_the_exit_code_of_the_first_that_did_not_complete(tmp_path, says):
+def test_wait_returns_the_first_failures_exit_code(tmp_path, says):
+    """It is the code of the first job that did not complete."""
     ended(tmp_path / "a", "lora", "completed")
     ended(tmp_path / "b", "probe", "interrupted", reason="interrupted by SIGTERM", code=143)
     died(tmp_path / "c")
@@ -198,7 +206,9 @@ def test_wait_returns_the_exit_code_of_the_first_that_did_not_complete(tmp_path,
     says("wait", "nothing", code=1)
 
 
-def test_a_sweep_on_a_disk_without_locks_is_waited_for(tmp_path, says, monkeypatch):
+def test_wait_works_on_disks_without_locks(tmp_path, says, monkeypatch):
+    """It waits for a sweep."""
+
     def no_locks(fd, *arguments):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -225,6 +235,6 @@ def test_wait_waits(tmp_path, says):
         says("wait", code=143)
 
 
-def test_without_any_run_each_list_names_where_there_may_be_some(says):
+def test_empty_lists_say_where_runs_may_be(says):
     for more, which in (["--live"], "alive"), ([], "on the list"):
         assert says("ps", *more).out == f"no run of yours is {which} in {state_directory()}\n"

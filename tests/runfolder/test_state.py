@@ -55,14 +55,15 @@ def test_events_of_an_attempt_are_folded():
 
 
 @pytest.mark.parametrize("loss", ["tensor(0.5)", True, 10**400, [0.5], None])
-def test_a_loss_that_is_no_number_does_not_cost_the_state(loss, tmp_path):
+def test_a_loss_of_nan_keeps_the_state(loss, tmp_path):
     file = StateFile(tmp_path, replace(STATE, attempt=Attempt(1, SPEC)))
     file.update(lambda state: state.after(Progress(3, None, {"loss": loss})))
     read = read_state(tmp_path)
     assert (read.attempt.step, read.attempt.loss) == (3, None)
 
 
-def test_what_is_written_is_read_and_progress_is_written_once_a_second_at_most(tmp_path):
+def test_state_can_be_read_as_written(tmp_path):
+    """Progress is written once a second at most."""
     kept = StateFile(tmp_path, STATE)
     kept.update(lambda state: replace(state, attempt=Attempt(1, SPEC)))
     kept.update(lambda state: state.after(CheckpointSaved("/c", 1)))
@@ -99,19 +100,22 @@ def with_values(**values):
     ],
     ids=lambda content: repr(content[:20]),
 )
-def test_torn_foreign_and_wrongly_typed_files_are_no_state(tmp_path, content):
+def test_torn_foreign_and_mistyped_files_are_ignored(tmp_path, content):
     (tmp_path / "state.json").write_bytes(content)
     assert read_state(tmp_path) is None
 
 
-def test_a_job_that_its_sweep_has_pruned_raises_nothing():
+def test_a_pruned_job_raises_nothing():
+    """Its sweep has pruned it."""
     Summary("pruned", reason="worse than the median").raise_unless_completed()
     Summary("pruned", attempts=(Attempt(1, SPEC),)).raise_unless_completed()
     with pytest.raises(NoDeviceError):
         Summary("no_device", reason="all are taken").raise_unless_completed()
 
 
-def test_a_message_of_any_length_leaves_a_state_that_can_be_read(tmp_path):
+def test_a_state_with_any_message_is_readable(tmp_path):
+    """The length of the message does not matter."""
+
     def quotes_a_whole_file(cfg):
         raise ValueError("x" * 2_000_000)
 

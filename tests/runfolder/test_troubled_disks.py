@@ -43,7 +43,8 @@ def test_a_full_disk_keeps_no_job_from_resuming(disk):
 
 
 @pytest.mark.parametrize("is_script", [True, False])
-def test_a_command_on_a_full_disk_ends_with_a_code_that_supervisors_repeat(world, disk, is_script):
+def test_a_full_disk_exits_with_a_repeatable_code(world, disk, is_script):
+    """Supervisors start a command with this code again."""
     fill(disk)
     world.run_dir = disk / "run"
     ended = CommandWorld(world).run("--", "true") if is_script else world.run("device=cpu")
@@ -54,7 +55,8 @@ def test_a_command_on_a_full_disk_ends_with_a_code_that_supervisors_repeat(world
     assert "; the same command may succeed later" in last
 
 
-def test_the_manifest_that_a_full_disk_owes_takes_the_room_of_an_older_checkpoint(tmp_path):
+def test_an_owed_manifest_replaces_an_older_checkpoint(tmp_path):
+    """A full disk owes it; it takes the room of the older one."""
     with small_disk(tmp_path / "disk", "nr_inodes=10"):
         run_dir = tmp_path / "disk"
         begin_job(run_dir, resume=True)
@@ -87,7 +89,9 @@ def test_whether_a_disk_has_room_again(disk, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("number", "kind"), [(errno.ESTALE, RunFolderUnavailableError), (errno.EACCES, ConfigError)]
 )
-def test_what_cannot_be_read_is_an_error_after_a_while(number, kind):
+def test_what_stays_unreadable_becomes_an_error(number, kind):
+    """This takes a while."""
+
     def read():
         raise OSError(number, os.strerror(number), "/runs/a")
 
@@ -165,7 +169,7 @@ def test_training_without_any_checkpoint_is_not_repeated(tmp_path, caplog):
         last_save.save_owed_checkpoint(live_of(run))
 
 
-def test_a_save_that_failed_does_not_cost_the_next(full):
+def test_a_failed_save_does_not_cost_the_next(full):
     run, heard = full
     run.save({"weights": torch.zeros(STATE_BYTES // 4)}, 7)
     live_of(run).saving.writer.submit((run.run_dir / "filler").unlink).result()
@@ -185,6 +189,6 @@ def check_a_failed_write(disk):
     with pytest.raises(CheckpointError) as failed:
         write_atomically({"weights": torch.zeros(500_000)}, disk / "large.pt")
     assert failed.value.bytes > 2_000_000
-    event = ending.failed(failed.value, lambda feature: True)
+    event = ending.failed(failed.value, lambda failure: failure)
     assert event.failure.evidence.requested_bytes == failed.value.bytes
     assert "(No space left on device)" in why_full(disk, "", failed.value.bytes)

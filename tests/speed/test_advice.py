@@ -40,7 +40,8 @@ SLOW = "rank 2 is slow: 0.3 s a step until the ranks meet, the others 0.2 s"
         (alone(0.2, 0.21, 0.3, 0.2, steps=50), None),
     ],
 )
-def test_what_costs_much_and_is_known_is_named_with_what_helps(ranks, said):
+def test_known_costs_are_named_with_their_remedy(ranks, said):
+    """Only large costs are named."""
     attempt = built(Attempt, 1, built(AttemptSpec, (), 4, 1, num_workers=2), speed=tuple(ranks))
     found = tuple(speed_advice([attempt]))
     assert found == () if said is None else said in found[0]

@@ -82,7 +82,7 @@ def test_a_trainer_that_only_reports_progress(clock):
     assert (speed.data_share, speed.seconds_alone_per_step) == (None, None), "absent, not 0"
 
 
-def test_steps_that_are_reported_in_groups_count_one_by_one(clock):
+def test_steps_reported_in_groups_count_singly(clock):
     meter = SpeedMeter()
     for step in (10, 20, 40):
         assert (meter.speed() is None) == (step < 40), "before the second step nothing is known"
@@ -115,7 +115,8 @@ def test_the_share_of_waiting_for_data(clock, explicit):
     assert speed.samples_per_second == pytest.approx(8 / 0.4, rel=0.05)
 
 
-def test_checkpoints_validation_and_ends_of_epochs_are_left_out(clock, tmp_path):
+def test_only_training_steps_are_timed(clock, tmp_path):
+    """Checkpoints, validation and ends of epochs are left out."""
     run = Run(run_dir=tmp_path)
     live_of(run).parts.split_by(MicroBatchPlan(batch_size=4, gradient_accumulation_steps=2))
     pauses = {
@@ -136,7 +137,7 @@ def test_checkpoints_validation_and_ends_of_epochs_are_left_out(clock, tmp_path)
     assert speed.steps < 29
 
 
-def test_the_first_batch_of_an_epoch_counts_where_the_loader_is_known(clock, tmp_path):
+def test_known_loaders_count_an_epochs_first_batch(clock, tmp_path):
     run, step = Run(run_dir=tmp_path), itertools.count(1)
 
     def loader():
@@ -159,7 +160,7 @@ def test_the_first_batch_of_an_epoch_counts_where_the_loader_is_known(clock, tmp
     [(0.8, 1.0, 0), (1.0, 0.6, 1 / 1.6)],
     ids=["the GPU computes all the time", "it is idle"],
 )
-def test_a_wait_is_one_for_data_where_the_gpu_is_idle(clock, gpu, wait, compute, share):
+def test_an_idle_gpu_means_waiting_for_data(clock, gpu, wait, compute, share):
     meter = SpeedMeter()
     for step in range(1, 31):
         meter.wait_begins()
@@ -172,7 +173,8 @@ def test_a_wait_is_one_for_data_where_the_gpu_is_idle(clock, gpu, wait, compute,
     assert meter.speed().data_share == pytest.approx(share, rel=0.02)
 
 
-def test_a_rank_is_alone_until_its_gpu_meets_the_others(clock, gpu):
+def test_a_rank_is_alone_before_others_meet(clock, gpu):
+    """It is alone until its GPU meets the others."""
     meter = SpeedMeter(2)
     for step in range(1, 31):
         clock.queue(0.8)
@@ -183,7 +185,7 @@ def test_a_rank_is_alone_until_its_gpu_meets_the_others(clock, gpu):
     assert meter.speed().seconds_alone_per_step == pytest.approx(0.8, rel=0.01)
 
 
-def test_a_gpu_that_fails_costs_the_figures_and_nothing_else(clock, gpu):
+def test_a_failing_gpu_costs_only_its_figures(clock, gpu):
     meter = SpeedMeter()
     meter.step_done(1)
     gpu.fails = True
@@ -232,8 +234,10 @@ def looks_elsewhere(cfg):
         (lambda cfg: copy.deepcopy(cfg).training.batch_size, 32),
     ],
 )
-def test_a_trainer_that_does_not_look_at_the_batch_size_has_no_samples(clock, tmp_path, look, rate):
-    """``data.train_batch_size`` refers to it, and is resolved before."""
+def test_an_ignored_batch_size_means_no_samples(clock, tmp_path, look, rate):
+    """The trainer does not read it: ``data.train_batch_size`` refers to it, and is resolved
+    before.
+    """
     run = called(tmp_path, look, {"train_batch_size": "${training.batch_size}"})
     for step in range(1, 4):
         run.progress(step)
@@ -260,6 +264,7 @@ def called(folder, look, data):
         ({"workers": None, "loaders": None}, lambda data: data.loaders, False),
     ],
 )
-def test_a_trainer_may_keep_its_numbers_of_workers_in_any_shape(tmp_path, data, look, reads):
+def test_worker_numbers_may_have_any_shape(tmp_path, data, look, reads):
+    """A trainer keeps them as it likes."""
     run = called(tmp_path, lambda cfg: look(cfg.data), data)
     assert live_of(run).has_read("workers") is reads

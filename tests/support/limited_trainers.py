@@ -1,6 +1,7 @@
 """Training loops as users write them, on the CPU and under real limits of memory."""
 
 import os
+import warnings
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -46,3 +47,34 @@ def _gradient(batch_size: int, is_on: bool) -> list[float]:
         x = checkpoint(block, x, number, use_reentrant=False) if is_on else block(x, number)
     x.mean().backward()
     return scales.grad.tolist()
+
+
+def built_in_on_a_simulated_gpu(cfg, run):
+    """The built-in trainer on a GPU that fits ``cfg.fits`` samples of a training step.
+
+    It computes on the host. The model is tiny, so a byte of it stands for 32 KiB of the GPU's.
+    """
+    from cuda_on_the_cpu import cuda_on_the_cpu
+    from robust_train.vision.trainer import train
+
+    def run_out(module, inputs):
+        if not (isinstance(module, torch.nn.Conv2d) and module.training):
+            return
+        samples = len(inputs[0])
+        if samples > cfg.fits:
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {samples / 64:.2f} GiB. GPU 0 has a total "
+                "capacity of 39.38 GiB of which 2.31 GiB is free. Including non-PyTorch memory, "
+                "this process has 30.02 GiB memory in use. Of the allocated memory 29.04 GiB is "
+                "allocated by PyTorch, and 0.21 GiB is reserved by PyTorch but unallocated."
+            )
+
+    warnings.filterwarnings("ignore", "'pin_memory' argument is set")
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(run_out)
+    try:
+        with cuda_on_the_cpu() as gpu:
+            allocated = gpu.allocated
+            gpu.allocated = lambda: allocated() << 15
+            return train(cfg, run)
+    finally:
+        hook.remove()

@@ -21,7 +21,8 @@ def launcher(request, world):
     return request.param
 
 
-def test_a_failed_job_is_nan_a_row_in_every_table_and_alone_run_again(sweeps, launcher):
+def test_a_failed_job_can_be_run_alone(sweeps, launcher):
+    """It is NaN, and a row in every table."""
     options = (RECORDING, f"hydra/launcher={launcher}")
     ended = sweeps.sweep("fails_at_2", "seed=1,2,3", *options, code=1)
     assert sweeps.returned() == ["1.0", "nan", "3.0"]
@@ -56,7 +57,8 @@ def test_a_failed_job_is_nan_a_row_in_every_table_and_alone_run_again(sweeps, la
     assert sweeps.column("result") == [1.0, None]
 
 
-def test_a_job_that_can_write_nothing_is_not_taken_for_one_that_was_not_started(sweeps):
+def test_a_job_that_writes_nothing_has_started(sweeps):
+    """It is not taken for a job that was not started."""
     sweeps.folder.mkdir()
     (sweeps.folder / "0").touch()  # no folder can be made there
     ended = sweeps.sweep("fails_at_2", "seed=1").with_code(2)
@@ -72,14 +74,15 @@ def test_a_job_that_can_write_nothing_is_not_taken_for_one_that_was_not_started(
         ("hydra.launcher.n_jobs=0", "hydra.launcher.n_jobs=0: must be 1 or more"),
     ],
 )
-def test_a_value_that_cannot_be_used_is_refused_before_the_first_job_starts(sweeps, swept, reason):
+def test_unusable_values_are_refused_before_any_job(sweeps, swept, reason):
     sweeps.sweep("objective", swept, n_jobs=None).was_refused([reason])
     assert sweeps.ran == []
     assert not (sweeps.folder / "sweep.json").exists()
 
 
 @pytest.mark.slow
-def test_a_refused_job_says_so_once_and_the_exit_code_is_2(sweeps, launcher):
+def test_a_refused_job_says_so_once(sweeps, launcher):
+    """The exit code is 2."""
     both = ("training.batch_size=8,4", "min_batch_size=4,8")  # each is fine beside the first ones
     ended = sweeps.sweep("objective", *both, f"hydra/launcher={launcher}").with_code(2)
     before, _, table = ended.stdout.rpartition("\nsweep, the largest result first:\n")
@@ -90,7 +93,8 @@ def test_a_refused_job_says_so_once_and_the_exit_code_is_2(sweeps, launcher):
     assert "min_batch_size=8" in sweeps.jobs[3]["reason"]
 
 
-def test_fail_fast_starts_no_more_jobs_and_ends_those_that_run(sweeps):
+def test_fail_fast_ends_all_other_jobs(sweeps):
+    """It starts no more jobs and ends those that run."""
     options = ("seed=1,2,3,4", "sweep_fail_fast=true", RECORDING)
     sweeps.sweep("fails_at_2_while_others_work", *options, code=1)
     assert sweeps.column("status") == ["interrupted", "failed", "not_started", "not_started"]
@@ -115,7 +119,8 @@ def train(cfg):
     ("fails_fast", "last"),
     [("false", "completed"), pytest.param("true", "not_started", marks=pytest.mark.slow)],
 )
-def test_a_config_that_is_broken_while_the_sweep_runs_costs_its_own_job(sweeps, fails_fast, last):
+def test_a_broken_config_costs_only_its_job(sweeps, fails_fast, last):
+    """It is broken while the sweep runs."""
     (sweeps.world.folder / "breaks.py").write_text(BREAKS)
     (sweeps.place / "experiment").mkdir()
     for name in ("one", "two", "three"):

@@ -22,10 +22,10 @@ def launcher(request):
     return request.param
 
 
-def test_jobs_run_side_by_side_each_on_a_gpu_in_one_sweep_folder(
-    sweeps, launcher, cuda_machine_with
-):
-    """In the default folder, whose name holds the process's id; attempts as by default."""
+def test_parallel_jobs_have_their_own_gpu(sweeps, launcher, cuda_machine_with):
+    """In one sweep folder: the default folder, whose name holds the process's id; attempts by
+    default.
+    """
     sweeps.world.with_environ(cuda_machine_with(Gpu(), Gpu()).environ)
     arguments = sweeps.arguments("meets_the_other", "seed=1,2", *launcher)
     arguments.remove(f"hydra.sweep.dir={sweeps.folder}")
@@ -36,7 +36,7 @@ def test_jobs_run_side_by_side_each_on_a_gpu_in_one_sweep_folder(
     assert sorted(sweeps.column("devices")) == [["cuda:0"], ["cuda:1"]]
 
 
-def test_a_preempted_job_of_a_sweep_is_requeued_and_goes_on(sweeps):
+def test_a_preempted_sweep_job_is_requeued_and_resumes(sweeps):
     """As under Slurm, whose part submitit's local executor plays: a signal, an end, a new start."""
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="the extra [slurm]")
     arguments = ("works_until_told", "seed=1,2", *SUBMITIT)
@@ -48,7 +48,8 @@ def test_a_preempted_job_of_a_sweep_is_requeued_and_goes_on(sweeps):
     assert sweeps.column("result") == ["went on from when-told"] * 2
 
 
-def test_without_slurm_its_launcher_is_refused_in_one_line(sweeps):
+def test_the_slurm_launcher_needs_slurm(sweeps):
+    """It is refused in one line."""
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="the extra [slurm]")
     ended = sweeps.sweep("objective", "seed=1,2", "hydra/launcher=robust_slurm")
     ended.was_refused(["hydra/launcher=submitit_slurm: no srun here"])
@@ -61,7 +62,7 @@ def test_without_slurm_its_launcher_is_refused_in_one_line(sweeps):
         ("hydra/sweeper=robust_optuna", "optuna", "sweep"),
     ],
 )
-def test_a_plugin_that_is_not_installed_is_named_with_its_extra(sweeps, choice, missing, extra):
+def test_a_missing_plugin_is_named_with_its_extra(sweeps, choice, missing, extra):
     """Python finds no module of a package whose entry among the loaded ones is None."""
     hider = sweeps.world.folder / "hider"
     hider.mkdir()
@@ -71,7 +72,8 @@ def test_a_plugin_that_is_not_installed_is_named_with_its_extra(sweeps, choice, 
     ended.was_refused([f'pip install "robust-train[{extra}]"'])
 
 
-def test_ray_gives_each_job_a_gpu_and_the_job_stays_inside(sweeps, cuda_machine_with):
+def test_ray_gives_each_job_a_gpu(sweeps, cuda_machine_with):
+    """The job stays inside."""
     pytest.importorskip("hydra_plugins.hydra_ray_launcher", reason="the extra [ray]")
     sweeps.world.with_environ(cuda_machine_with(Gpu(), Gpu()).environ)
     of_ray = (f"+hydra.launcher.ray.init.{one}" for one in RAY)

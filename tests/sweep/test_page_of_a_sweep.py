@@ -16,8 +16,10 @@ def charts_of(page):
     return [json.loads(data) for data in found]
 
 
-def test_gpu_hours_are_those_of_all_launches_and_what_pruning_saved_is_their_rest(tmp_path):
-    """Two jobs of two hours, one of half an hour pruned, one of an hour that failed."""
+def test_gpu_hours_include_all_launches(tmp_path):
+    """What pruning saved is the rest. Two jobs of two hours, one of half an hour pruned, one of
+    an hour that failed.
+    """
     ends = (("completed", 7200, 0.9), ("completed", 7200, 0.7), ("pruned", 1800, 0.2))
     for number, (status, seconds, value) in enumerate((*ends, ("failed", 3600, 0.1))):
         folder = tmp_path / str(number)

@@ -52,7 +52,7 @@ def test_a_job_starts_as_soon_as_another_ends(sweeps, sweeper):
     assert "Warning" not in ended.output
 
 
-def test_a_search_goes_on_with_its_study_after_its_launcher_was_killed(sweeps):
+def test_a_killed_search_resumes_its_study(sweeps):
     seed = "hydra.sweeper.sampler.seed=20261126"  # a date is as good as 1
     arguments = _arguments(sweeps, "works_until_told_in_every_third", 4, seed)
     launcher = sweeps.world.start(*arguments)
@@ -93,9 +93,10 @@ def test_ten_kills_at_random_change_nothing(sweeps):
     assert found[0] == found[1]
 
 
-def test_sweep_patience_stops_a_job_of_a_grid_that_is_behind(sweeps):
-    """The second reports a third of what the first did, at each step. What another sweep has left
-    in the folder does not count."""
+def test_sweep_patience_stops_jobs_that_are_behind(sweeps):
+    """In a grid. The second job reports a third of what the first did, at each step. What
+    another sweep has left in the folder does not count.
+    """
     for number in ("1", "2"):
         SweepJob(int(number), ("training.lr=9",), "another").write(sweeps.folder / number)
         journal = Journal(sweeps.folder / number / "journal.jsonl")
@@ -119,7 +120,8 @@ def test_sweep_patience_stops_a_job_of_a_grid_that_is_behind(sweeps):
         ("diverges_at_2", 0, "its result is not a number: nan"),
     ],
 )
-def test_a_failed_trial_says_why_and_the_search_goes_on(sweeps, trainer, code, why):
+def test_a_failed_trial_does_not_end_the_search(sweeps, trainer, code, why):
+    """It says why it failed."""
     drawn = ("seed=range(1,3)", "hydra.sweeper.sampler.seed=3")
     sweeps.world.run(*_arguments(sweeps, trainer, 4, *drawn, n_jobs=2), code=code)
     trials = _study(sweeps)
@@ -129,7 +131,8 @@ def test_a_failed_trial_says_why_and_the_search_goes_on(sweeps, trainer, code, w
 
 
 @pytest.mark.slow
-def test_repeated_trials_have_seeds_of_their_own_and_their_mean_is_the_value(sweeps):
+def test_repeated_trials_report_the_mean_over_seeds(sweeps):
+    """Each has a seed of its own."""
     repeated = ("hydra.sweeper.repeat=2", "seed=7")
     ended = sweeps.world.run(*_arguments(sweeps, "objective", 2, *repeated, n_jobs=2), code=0)
     assert sorted(sweeps.ran) == ["7", "7", "8", "8"]
@@ -146,7 +149,8 @@ def test_a_search_looks_for_the_smallest_value(sweeps):
     assert "sweep, the smallest result first:" in ended.stdout
 
 
-def test_the_table_begins_with_the_best_and_names_the_seeds_that_failed(sweeps):
+def test_the_table_starts_with_the_best(sweeps):
+    """It names the seeds that failed."""
     arguments = ["hydra/sweeper=robust_grid", "hydra.sweeper.repeat=3", "seed=1"]
     lr = "training.lr=1,3"
     ended = sweeps.sweep("saves_and_fails_at_2", lr, *arguments, n_jobs=None, code=1)
@@ -201,7 +205,7 @@ def test_a_mistake_is_one_line(sweeps, given, line):
         ({"study_name": "x"}, "hydra.sweeper.study_name: no such key"),
     ],
 )
-def test_a_setting_that_cannot_be_used_is_one_line(given, line):
+def test_an_unusable_setting_is_one_line(given, line):
     config = OmegaConf.create({"hydra": {"runtime": {"choices": {"hydra/launcher": "basic"}}}})
     with pytest.raises(ConfigError, match=line):
         sweep(None, None, config, given, [])
@@ -230,8 +234,10 @@ def test_the_search_space_has_hydras_syntax(override, expected):
         distribution(parse("x=interval(1,inf)"))
 
 
-def test_a_pruner_stops_a_trial_with_a_checkpoint_and_the_search_has_a_best(sweeps):
-    """Values are drawn by a seed: later ones are worse than the first, which all come to know."""
+def test_a_pruned_trial_leaves_a_checkpoint(sweeps):
+    """The search has a best. Values are drawn by a seed: later ones are worse than the first,
+    which all come to know.
+    """
     pruner = ("hydra/sweeper/pruner=median", "hydra.sweeper.pruner.n_startup_trials=1")
     arguments = _arguments(sweeps, "reports_its_rate", 5, *pruner)
     sweeps.world.run(*arguments, code=0)
@@ -250,7 +256,8 @@ def test_a_pruner_stops_a_trial_with_a_checkpoint_and_the_search_has_a_best(swee
     assert " starts" not in again.output
 
 
-def test_a_search_says_what_has_changed_in_its_folder_and_what_it_cannot_read(tmp_path, caplog):
+def test_a_search_reports_changed_and_unreadable_files(tmp_path, caplog):
+    """The files are in the folder of the search."""
     from robust_train.sweep.search import Search
 
     def begin(sweep, *fixed):
@@ -298,7 +305,7 @@ def test_who_is_out_of_patience(own, others, behind):
 @pytest.mark.parametrize(
     ("mode", "seen"), [("max", {1: 0.9, 3: 0.7}), ("min", {2: 0.8, 3: 0.7}), ("", None)]
 )
-def test_a_figure_whose_best_is_the_other_way_round_is_left_out(tmp_path, caplog, mode, seen):
+def test_figures_with_the_opposite_direction_are_omitted(tmp_path, caplog, mode, seen):
     journal = Journal(tmp_path / "journal.jsonl")
     for values in ((0.9, 1, "max"), (0.8, 2, "min"), (0.7, 3)):
         journal.write(ValueReported(*values))

@@ -6,7 +6,8 @@ from sweep_world import RECORDING
 from world import wait_until
 
 
-def test_the_number_at_once_can_be_changed_while_the_sweep_runs(sweeps):
+def test_a_running_sweep_can_change_its_parallelism(sweeps):
+    """This is the number of jobs at once."""
     process = sweeps.start("meets_the_other", "seed=1,2", n_jobs=1)
     wait_until(lambda: (sweeps.place / "here-1").exists(), "the first waits for the second")
     assert not (sweeps.place / "here-2").exists(), "n_jobs caps how many run at once"
@@ -18,14 +19,15 @@ def test_the_number_at_once_can_be_changed_while_the_sweep_runs(sweeps):
     assert "this sweep has ended" in sweeps.world.robust_train(*words, code=1).stderr
 
 
-def test_the_sweeper_gets_results_in_order_whichever_job_ends_first(sweeps):
+def test_the_sweeper_gets_results_in_order(sweeps):
+    """It does not matter which job ends first."""
     sweeps.world.environ["SWEEP_JOBS"] = "3"
     seeds = "seed=1,2,3"
     sweeps.sweep("ends_in_reverse_order", seeds, RECORDING, n_jobs=3, code=0)
     assert sweeps.returned() == ["1.0", "2.0", "3.0"]
 
 
-def test_on_a_terminal_a_table_shows_how_far_each_job_is(sweeps):
+def test_a_terminal_table_shows_each_jobs_progress(sweeps):
     arguments = sweeps.arguments("objective", "seed=1,2", n_jobs=1)
     shown = sweeps.world.run_in_terminal(*arguments)
     assert "overrides" in shown
@@ -46,7 +48,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_a_project_with_a_main_function_of_its_own_can_use_it(sweeps):
+def test_projects_with_their_own_main_can_sweep(sweeps):
     project = sweeps.world.folder / "project"
     (project / "conf").mkdir(parents=True)
     searchpath = "hydra: {searchpath: [pkg://robust_train.configs]}"

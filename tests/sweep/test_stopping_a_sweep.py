@@ -26,8 +26,10 @@ def left_behind(sweeps):
     return processes_mentioning(str(sweeps.place))
 
 
-def test_a_signal_ends_every_job_with_a_checkpoint_and_the_same_command_goes_on(sweeps):
-    """A second launcher is refused for as long as the first one lives."""
+def test_a_stopped_sweep_resumes_by_its_command(sweeps):
+    """A signal ends every job with a checkpoint. A second launcher is refused for as long as the
+    first one lives.
+    """
     process = sweeps.start(*COMPLETES_1, start_new_session=True)
     at_work(sweeps, 2, 3)
     second = sweeps.sweep(*COMPLETES_1)
@@ -50,7 +52,8 @@ def test_a_signal_ends_every_job_with_a_checkpoint_and_the_same_command_goes_on(
     assert "this sweep has ended" in stopped.stderr
 
 
-def test_a_sweep_whose_folder_another_one_has_by_now_writes_nothing_there(sweeps):
+def test_a_replaced_sweep_writes_nothing(sweeps):
+    """Another sweep has its folder by now."""
     process = sweeps.start("first_waits_for_the_third", "seed=1,2,3", n_jobs=1)
     wait_until((sweeps.place / "here-0").exists, "job 0 is at work")
     # gone at once, whatever the sweep writes meanwhile

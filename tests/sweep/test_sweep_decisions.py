@@ -75,9 +75,7 @@ PRUNED = replace(DONE, status="pruned")
         (RECORD, SAME, "first", False, "resumed"),
     ],
 )
-def test_what_happens_to_a_job_follows_from_what_its_folder_holds(
-    earlier, overrides, sweep, resume, starts
-):
+def test_a_jobs_folder_decides_what_happens_next(earlier, overrides, sweep, resume, starts):
     own = SweepJob(3, tuple(overrides), sweep)
     record, stays = begun(own, earlier, resume=resume)
     assert stays is (starts != "afresh")
@@ -99,9 +97,8 @@ def test_what_happens_to_a_job_follows_from_what_its_folder_holds(
         (None, 100, 0, 1, 1, 1, 1),
     ],
 )
-def test_as_many_jobs_at_once_as_there_is_room_for(
-    n_jobs, jobs, gpus, per_gpu, per_job, cpus, at_once
-):
+def test_room_decides_how_many_jobs_run(n_jobs, jobs, gpus, per_gpu, per_job, cpus, at_once):
+    """This is the number of jobs at once."""
     config = RobustConfig(gpu_jobs_per_device=per_gpu, num_gpus=per_job)
     assert jobs_at_once(config, n_jobs, jobs, gpus=gpus, cpus=cpus) == at_once
 
@@ -116,7 +113,7 @@ print(count_gpus(RobustConfig()), psutil.wait_procs(psutil.Process().children(),
 """
 
 
-def test_a_driver_that_hangs_does_not_hold_a_sweep_up(machine_with):
+def test_a_hanging_driver_does_not_delay_a_sweep(machine_with):
     machine = machine_with(Gpu(), Gpu())
     for expected, hint in (("2 []", False), ("0 []", True)):
         words, env = [sys.executable, "-c", COUNT], {**os.environ, **machine.environ}
@@ -135,9 +132,8 @@ def watched():
 
 
 @pytest.mark.parametrize("first_forwarded", [False, True])
-def test_a_signal_that_a_sweep_forwards_counts_once_for_a_job_that_received_it_too(
-    watched, first_forwarded
-):
+def test_a_forwarded_signal_counts_once(watched, first_forwarded):
+    """The job has received it from elsewhere as well."""
     _, received = watched
     for signum in sorted((signal.SIGTERM, forwarded(signal.SIGTERM)), reverse=first_forwarded):
         os.kill(os.getpid(), signum)
@@ -147,7 +143,8 @@ def test_a_signal_that_a_sweep_forwards_counts_once_for_a_job_that_received_it_t
 
 
 @pytest.mark.parametrize("ends_it", [None, signal.SIGTERM, forwarded(signal.SIGTERM)])
-def test_a_paused_job_goes_on_unless_a_signal_ends_it_meanwhile(watched, ends_it):
+def test_a_paused_job_resumes_unless_stopped(watched, ends_it):
+    """A signal may arrive during the pause."""
     signals, received = watched
     signals.pause()
     if ends_it is not None:
@@ -160,8 +157,8 @@ def test_a_paused_job_goes_on_unless_a_signal_ends_it_meanwhile(watched, ends_it
 
 
 @pytest.mark.parametrize("line", range(6))
-def test_a_signal_while_a_paused_job_goes_on_is_not_lost(watched, line):
-    """Whichever line of that it comes at."""
+def test_a_signal_while_resuming_is_not_lost(watched, line):
+    """Whichever line of the resuming of a paused job it arrives at."""
     signals, _ = watched
     signals.pause()
     lines = iter(range(line))
@@ -183,8 +180,10 @@ def test_a_signal_while_a_paused_job_goes_on_is_not_lost(watched, line):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), PermissionError("a bug")])
-def test_an_unexpected_error_before_the_first_job_ends_the_sweep(error, monkeypatch, capsys):
-    """Hydra makes a warning of an exception, and would run jobs that nothing records."""
+def test_an_early_unexpected_error_ends_the_sweep(error, monkeypatch, capsys):
+    """Before the first job. Hydra makes a warning of an exception, and would run jobs that
+    nothing records.
+    """
     monkeypatch.setattr(session, "check_jobs", Mock(side_effect=error))
     config = OmegaConf.create({"hydra": {"runtime": {"choices": {}}}})
     with pytest.raises(SystemExit, match="1"):
@@ -201,7 +200,8 @@ def test_an_unexpected_error_before_the_first_job_ends_the_sweep(error, monkeypa
         ([("completed", 0), ("interrupted", 143)], 143),
     ],
 )
-def test_the_exit_code_is_that_of_the_first_job_that_failed_by_itself(ends, code):
+def test_the_first_failed_job_gives_the_code(ends, code):
+    """The first that failed by itself gives the sweep its exit code."""
     assert exit_code_of([replace(RECORD, status=s, exit_code=c) for s, c in ends]) == code
 
 
@@ -215,15 +215,15 @@ def test_the_exit_code_is_that_of_the_first_job_that_failed_by_itself(ends, code
         (None, "died", 1, "without a summary"),
     ],
 )
-def test_a_job_of_which_only_the_process_is_known_has_an_end(
-    tmp_path, returncode, status, exit_code, reason
-):
+def test_a_job_known_only_by_its_process_ends(tmp_path, returncode, status, exit_code, reason):
+    """Its end is known although nothing but its process is."""
     found = row_of(RECORD, tmp_path, returncode)
     assert (found.status, found.exit_code) == (status, exit_code)
     assert reason is None or reason in found.reason
 
 
-def test_a_jobs_exit_code_is_known_where_the_sweep_was_started_with_sigchld_ignored(tmp_path):
+def test_ignored_sigchld_hides_no_exit_code(tmp_path):
+    """The sweep was started with SIGCHLD ignored."""
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         job = start_job(lambda: 3, tmp_path / "output.log", lambda: None)
@@ -232,7 +232,8 @@ def test_a_jobs_exit_code_is_known_where_the_sweep_was_started_with_sigchld_igno
         signal.signal(signal.SIGCHLD, before)
 
 
-def test_the_tally_names_each_end_and_the_table_only_in_what_the_jobs_differ():
+def test_the_tally_names_each_end():
+    """The table has only the values in which the jobs differ."""
     rows = [replace(RECORD, status=status) for status in ("died", "completed", "not_started")]
     assert tally(rows) == "1 of 3 completed, 1 died, 1 not started"
     first, second = (SweepJob(n, ("model=cnn", f"lr={n}", "seed=1")) for n in (0, 1))
@@ -249,7 +250,8 @@ def test_the_live_table_has_the_jobs_that_run():
     assert line.split() == ["7", "running", "-", "-", "-", "-", "0.5", "-", "lr=0.7"]
 
 
-def test_what_an_error_or_an_override_holds_is_shown_and_not_obeyed_by_a_terminal():
+def test_terminals_never_obey_errors_or_overrides():
+    """Escape sequences in them are shown."""
     hostile = "\x1b]8;;http://x\x07[/bold]\x1b[2J\r\n\x9b1m\u202e"
     row = replace(DONE, overrides=(hostile,), devices=(hostile,), result=hostile, status=hostile)
     record = logging.makeLogRecord({"name": "robust_train", "msg": f"{hostile}\nsecond line"})
@@ -259,7 +261,7 @@ def test_what_an_error_or_an_override_holds_is_shown_and_not_obeyed_by_a_termina
     assert shown.endswith("\nsecond line")
 
 
-def test_a_result_that_is_no_number_has_no_rank():
+def test_a_result_of_nan_has_no_rank():
     known = {True: 1.0, "0.5": 0.5, 10**300: 1e300}
     for result in (*known, 10**400, None, math.inf, "-inf", math.nan, [1], "good"):
         row = replace(DONE, result=result)
@@ -281,8 +283,8 @@ def test_a_result_that_is_no_number_has_no_rank():
         ([1, 2], "[1, 2]", "not a number: [1, 2]"),
     ],
 )
-def test_a_result_keeps_its_value_and_says_why_it_has_no_rank(tmp_path, result, cell, why):
-    """Read again, in strict JSON, in the CSV, and below the table."""
+def test_a_rankless_result_keeps_its_value(tmp_path, result, cell, why):
+    """The reason is given again in strict JSON, in the CSV and below the table."""
     why = why and f"its result is {why}"
     summary = Summary("completed", tmp_path / "0", result=result, attempts=())
     RECORD.write(summary.run_dir)
@@ -303,7 +305,8 @@ def test_a_result_keeps_its_value_and_says_why_it_has_no_rank(tmp_path, result, 
     assert best_first(SweepTable("id", "basic", jobs=(row, other)))[-1] == [row] if why else True
 
 
-def test_a_job_outside_of_its_sweeps_folder_is_found_by_a_link(tmp_path, caplog):
+def test_a_job_elsewhere_is_found_by_a_link(tmp_path, caplog):
+    """Its folder is outside of the folder of its sweep."""
     sweep = tmp_path / "sweep"
     places = [sweep / "0", tmp_path / "elsewhere/1", sweep / "../2"]
     for number, place in enumerate(places):
@@ -319,7 +322,7 @@ def test_a_job_outside_of_its_sweeps_folder_is_found_by_a_link(tmp_path, caplog)
     assert "job 1 is missing in the sweep's table" in caplog.text
 
 
-def test_jobs_without_results_are_not_told_that_they_have_no_rank(tmp_path):
+def test_jobs_without_results_have_no_rank_message(tmp_path):
     assert unranked([replace(DONE, result=None)] * 2) == []
     metrics = {"loss": math.nan, "objective": math.inf}
     assert with_lacked_by_json({"result": {"objective": None}, **lacked_by_json(math.inf)}) == {
@@ -334,9 +337,9 @@ def test_jobs_without_results_are_not_told_that_they_have_no_rank(tmp_path):
     assert repr(read_summary(tmp_path).result) == repr(result)
 
 
-def test_what_is_no_text_costs_no_table_and_a_sweep_that_starts_nothing_leaves_the_last_one(
-    tmp_path, capsys
-):
+def test_unprintable_results_and_empty_sweeps_spare_the_table(tmp_path, capsys):
+    """What is not text costs no table, and a sweep that starts nothing keeps the last table."""
+
     def ends(*rows, launch="second"):
         table = SweepTable(launch, "basic")
         table.write(tmp_path)
@@ -362,7 +365,8 @@ def test_what_is_no_text_costs_no_table_and_a_sweep_that_starts_nothing_leaves_t
     assert read_table(tmp_path) is not None, "Ctrl-C at once: it can still be resumed"
 
 
-def test_how_many_jobs_run_is_said_to_our_launcher_alone(tmp_path, capsys):
+def test_only_our_launcher_gets_the_parallelism(tmp_path, capsys):
+    """Other launchers are not told how many jobs run."""
     for launcher, code in (("joblib", 1), ("gpu_queue", 0)):
         SweepTable("first", launcher).write(tmp_path)
         lock = RunLock(tmp_path, "first")
@@ -371,7 +375,7 @@ def test_how_many_jobs_run_is_said_to_our_launcher_alone(tmp_path, capsys):
     assert "hydra/launcher=joblib decides itself" in capsys.readouterr().err
 
 
-def test_the_best_job_of_a_sweep_may_have_no_overrides(tmp_path, capsys):
+def test_the_best_job_may_lack_overrides(tmp_path, capsys):
     """``detach=True`` is the sweep's, so no word is left to paste."""
     row = replace(DONE, overrides=("detach=True",), folder=str(tmp_path / "0"))
     SweepTable("first", "basic").write(tmp_path)
@@ -419,7 +423,8 @@ def test_two_directions_are_refused():
         direction_of(config)
 
 
-def test_the_best_job_follows_the_direction_and_says_it(tmp_path, capsys):
+def test_the_best_job_follows_the_direction(tmp_path, capsys):
+    """The line names the direction."""
     rows = tuple(
         replace(DONE, job=number, overrides=(f"lr={number}",), result=result)
         for number, result in enumerate((0.179, 0.0483))
@@ -445,7 +450,7 @@ def test_the_title_says_what_the_order_means():
     assert title(replace(table, jobs=(RECORD,))) == "sweep:"
 
 
-def test_setting_aside_keeps_what_belongs_to_the_new_job(tmp_path):
+def test_setting_aside_spares_the_new_jobs_files(tmp_path):
     for name in ("journal.jsonl", "attempt-1.log", "train_robust.log", "output.log"):
         (tmp_path / name).touch()
     for name in (".hydra", "checkpoints"):
@@ -464,7 +469,8 @@ def test_a_record_that_cannot_be_read_is_none(tmp_path, text):
 
 @pytest.mark.parametrize("executor", ["local", "slurm", None])
 @pytest.mark.parametrize("mask", [None, "", "1,0", "GPU-11111111"])
-def test_a_job_sees_what_the_user_saw_unless_it_has_an_allocation(mask, executor):
+def test_a_job_sees_its_users_gpus(mask, executor):
+    """What the user saw, unless the job has an allocation."""
     environ = {"CUDA_VISIBLE_DEVICES": mask, "SUBMITIT_EXECUTOR": executor}
     environ = {name: value for name, value in environ.items() if value is not None}
     session.remember_mask(environ)

@@ -233,7 +233,36 @@ def ddp_is_found_at_any_depth_or_refused(rank):
         wrapped(how, said, rank)
 
 
+def messages_inside_the_function_are_refused_whatever_their_group(rank):
+    """First of all parts, for later ones are not looked at for those of another group."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    net = Net()
+    model = DistributedDataParallel(net)
+    x, y = data(8, 5)
+    mine = slice(rank * 2, rank * 2 + 2)
+
+    def backward(send):
+        def loss_of(batch):
+            send(torch.ones(1))
+            return mse_loss(model(batch[0]), batch[1])
+
+        MicroBatcher().backward(loss_of, (x[mine], y[mine]), model)
+
+    def in_a_pair(tensor):
+        dist.all_reduce(tensor, group=pairs[rank // 2])
+
+    def to_a_neighbour(tensor):
+        (dist.recv if rank % 2 else dist.send)(tensor, rank ^ 1)
+
+    backward(in_a_pair)
+    with pytest.raises(UserError, match=r"over a process group of your own \(a collective, send"):
+        backward(in_a_pair)
+    with pytest.raises(UserError, match="a collective of your own, send or recv"):
+        backward(to_a_neighbour)
+
+
 PARTS = (
+    messages_inside_the_function_are_refused_whatever_their_group,
     ranks_train_as_one_process_does,
     memory_that_runs_out_on_one_rank_splits_the_step_of_all,
     where_one_rank_cannot_go_on_all_give_up_with_the_step_taken_back,

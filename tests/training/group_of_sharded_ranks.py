@@ -36,8 +36,8 @@ from robust_train.config.placeholders import SplitRule
 from robust_train.memory.clearing import return_memory
 from robust_train.model.errors import RankFailure, UserError
 from robust_train.step.batcher import MicroBatcher
-from robust_train.step.engine import Recorder
 from robust_train.step.ranks import of_all_ranks
+from robust_train.step.recorder import Recorder
 from robust_train.step.split_watch import SplitWatch
 from robust_train.step.splitting import bounds
 from robust_train.vision.sharding import share_buffers

@@ -72,7 +72,8 @@ class Stateful(nn.Module):
         return named | pair | {f"queue {n}": one for n, one in enumerate(self.queue)}
 
 
-def test_all_kinds_of_plain_attributes_go_back_and_stay_the_same_objects():
+def test_plain_attributes_are_restored_as_the_same_objects():
+    """There are attributes of all kinds."""
     model = Stateful()
     before, objects = model.state(), (model.losses, model.queue, model.figure)
     start = StepStart(Watch(), [model])
@@ -103,7 +104,8 @@ class Counting(nn.Module):
         return self.layer(x).mean()
 
 
-def test_a_failed_pass_is_not_counted_in_training_and_validation():
+def test_a_failed_pass_counts_in_no_statistics():
+    """It counts neither in training nor in validation."""
     model = Counting(most=4)
     MicroBatcher().backward(model, torch.ones(8, 1), model)
     assert (model.samples, model.passes) == (8, 2)
@@ -113,7 +115,7 @@ def test_a_failed_pass_is_not_counted_in_training_and_validation():
     assert (model.samples, model.passes) == (16, 4)
 
 
-def test_modules_in_lists_and_closures_count_each_sample_once():
+def test_modules_in_lists_and_closures_count_samples_once():
     """So do the metrics of torchmetrics: tests/integrations/test_lightning_in_step.py."""
     model, inner = Counting(), Counting(most=8)
     model.hidden_from_parameters = [inner]
@@ -174,7 +176,7 @@ def test_a_long_list_that_grows_is_cut_back(caplog):
     assert "cannot be put back" not in caplog.text
 
 
-def test_what_a_step_before_has_left_is_not_kept_alive():
+def test_leftovers_of_an_earlier_step_are_freed():
     """Feature maps, and what leads to them, are free once the next pass has others."""
     model = Stateful()
     watch = Watch()
@@ -192,8 +194,8 @@ def test_what_a_step_before_has_left_is_not_kept_alive():
     start.end()
 
 
-def test_what_torch_keeps_in_step_itself_is_left_alone():
-    """A lazy module stays initialised, weights that a pass makes stay, modes and hooks stay."""
+def test_torchs_own_changes_within_a_step_stay():
+    """A lazy module stays initialised; weights that a pass makes, modes and hooks stay."""
 
     class Making(nn.Module):
         def __init__(self):
@@ -229,7 +231,7 @@ def test_an_evaluation_leaves_nothing_behind():
     assert model.moved == 0
 
 
-def test_an_attribute_that_takes_the_place_of_another_goes_back_as_well():
+def test_an_attribute_that_replaces_another_is_restored_too():
     model, watch = Counting(), Watch()
     StepStart(watch, [model]).end()
     del model.passes

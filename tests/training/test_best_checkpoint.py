@@ -81,7 +81,7 @@ def test_a_disk_without_second_names_has_a_copy(tmp_path, monkeypatch):
     assert read_best(tmp_path) == Best(0.5, 3)
 
 
-def test_an_earlier_best_stays_until_a_later_one_is_better(tmp_path):
+def test_the_best_checkpoint_stays_until_a_better_one(tmp_path):
     for step, value in enumerate((0.5, 0.5, 0.4, 0.6), 1):
         checkpoint = tmp_path / f"step-{step:08d}.pt"
         checkpoint.write_bytes(b"%d" % step)

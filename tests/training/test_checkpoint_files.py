@@ -23,9 +23,8 @@ def folder_of(run_dir, keep=5):
     return live_of(Run(run_dir=run_dir)).saves.folder(keep)
 
 
-def test_training_goes_on_where_no_checkpoint_can_be_written_and_says_so_at_the_end(
-    tmp_path, caplog
-):
+def test_training_continues_without_a_writable_checkpoint_folder(tmp_path, caplog):
+    """The end says that nothing could be saved."""
     (tmp_path / "checkpoints").write_text("in the way")
     run = WatchedRun(tmp_path)
     with pytest.raises(CheckpointError, match=r"cannot write .*checkpoints/final\.pt"):
@@ -34,7 +33,7 @@ def test_training_goes_on_where_no_checkpoint_can_be_written_and_says_so_at_the_
     assert caplog.text.count("training goes on, none is saved yet") == 2
 
 
-def test_a_failed_save_leaves_the_old_file_as_it_was(tmp_path):
+def test_a_failed_save_leaves_the_old_file(tmp_path):
     path = tmp_path / "file.pt"
     write_atomically({"value": torch.arange(3)}, path)
     before = path.read_bytes()
@@ -45,9 +44,8 @@ def test_a_failed_save_leaves_the_old_file_as_it_was(tmp_path):
 
 
 @pytest.mark.parametrize("elsewhere", [None, OSError("no space left")], ids=str)
-def test_files_of_a_framework_are_copied_at_once_and_seen_once_all_are_there(
-    tmp_path, monkeypatch, elsewhere
-):
+def test_a_frameworks_files_appear_only_when_complete(tmp_path, monkeypatch, elsewhere):
+    """They are copied at once."""
     safetensors = pytest.importorskip("safetensors.torch", reason="no extra is installed")
     weights, may_write = torch.zeros(9), threading.Event()
     run, other = (Run(run_dir=tmp_path, rank=rank, world_size=2) for rank in (0, 1))
@@ -89,7 +87,7 @@ def test_files_of_a_framework_are_copied_at_once_and_seen_once_all_are_there(
         assert str(live_of(run).saving.owed) == f"cannot write {unfinished}: no space left"
 
 
-def test_what_is_written_in_the_background_is_the_state_of_its_step(tmp_path):
+def test_background_writes_have_the_state_of_their_step(tmp_path):
     run = Run(run_dir=tmp_path)
     folder = live_of(run).saves.folder(1)
     weights = torch.zeros(1000)
@@ -105,7 +103,7 @@ def test_what_is_written_in_the_background_is_the_state_of_its_step(tmp_path):
     assert [manifest.step for manifest in of_job(folder.path, "")] == [3]
 
 
-def test_tied_weights_are_copied_and_written_once_and_are_still_tied(tmp_path):
+def test_tied_weights_are_written_once_and_stay_tied(tmp_path):
     def tied(content):
         return {one.untyped_storage().data_ptr() for one in content.values()}
 
@@ -125,7 +123,8 @@ def test_tied_weights_are_copied_and_written_once_and_are_still_tied(tmp_path):
     assert newest.stat().st_size == at_once.stat().st_size
 
 
-def test_a_job_whose_folder_was_begun_anew_leaves_the_other_s_checkpoints_alone(tmp_path):
+def test_a_restarted_folder_is_safe_from_its_predecessor(tmp_path):
+    """A job whose folder was begun anew leaves the checkpoints of the other alone."""
     begin_job(tmp_path, resume=True)
     run = Run(run_dir=tmp_path)
     (tmp_path / "job.json").unlink()
@@ -140,7 +139,7 @@ def test_a_job_whose_folder_was_begun_anew_leaves_the_other_s_checkpoints_alone(
     assert list(unfinished.parent.iterdir()) == [unfinished]
 
 
-def test_a_write_that_fails_is_an_error_that_names_the_file(tmp_path):
+def test_a_failed_write_names_its_file(tmp_path):
     (tmp_path / "checkpoints").write_text("in the way")
     folder = folder_of(tmp_path)
     folder.save_from_copy({"weights": torch.zeros(3)}, 2)
@@ -162,7 +161,7 @@ class RunsCode:
         ({"step": 30, "odd": RunsCode()}, "Weights only load failed"),
     ],
 )
-def test_a_foreign_file_is_passed_over_without_running_its_code(
+def test_foreign_files_are_skipped_without_running_their_code(
     tmp_path, caplog, capfd, content, why
 ):
     folder = folder_of(tmp_path)
@@ -194,7 +193,7 @@ def test_no_flipped_byte_is_believed(tmp_path):
     assert refused > 100
 
 
-def test_too_little_memory_to_read_a_checkpoint_does_not_condemn_it(tmp_path, monkeypatch):
+def test_too_little_memory_does_not_condemn_a_checkpoint(tmp_path, monkeypatch):
     path = folder_of(tmp_path).save({"step": 30}, 30)
 
     def no_memory(*args, **options):
@@ -205,9 +204,8 @@ def test_too_little_memory_to_read_a_checkpoint_does_not_condemn_it(tmp_path, mo
         read_newest(path)
 
 
-def test_a_checkpoint_that_cannot_be_read_now_is_waited_for_and_not_passed_over(
-    tmp_path, monkeypatch
-):
+def test_a_temporarily_unreadable_checkpoint_is_waited_for(tmp_path, monkeypatch):
+    """It is not skipped."""
     monkeypatch.setattr(identity, "PAUSES_SECONDS", (0.01,))
     folder = folder_of(tmp_path)
     folder.save({"step": 20}, 20)
@@ -224,14 +222,15 @@ def test_a_checkpoint_that_cannot_be_read_now_is_waited_for_and_not_passed_over(
     assert read_newest(path) == (path, {"step": 30})
 
 
-def test_a_later_checkpoint_than_the_one_asked_for_is_never_used(tmp_path):
+def test_no_later_checkpoint_replaces_the_requested_one(tmp_path):
     folder = folder_of(tmp_path)
     paths = [folder.save({"step": step}, step) for step in (10, 20)]
     paths[0].write_bytes(b"")
     assert read_newest(paths[0]) is None
 
 
-def test_folders_without_a_manifest_and_half_written_ones_are_removed_at_the_start(tmp_path):
+def test_incomplete_checkpoint_folders_are_removed_at_startup(tmp_path):
+    """Folders without a manifest, and those that are half written."""
     folder = folder_of(tmp_path)
     path = folder.save({"step": 30}, 30)
     for name in ("step-00000040", "step-00000050"):

@@ -153,7 +153,8 @@ SIZES = [(8, 4), (8, 3), (4, 8), (8, 16), (10, 16)]
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("make", [*EXACT.values(), *UNCERTAIN.values()], ids=[*EXACT, *UNCERTAIN])
-def test_each_sample_is_seen_once_in_batches_of_another_size(tmp_path, caplog, make, sizes):
+def test_a_new_batch_size_repeats_no_sample(tmp_path, caplog, make, sizes):
+    """None is left out either."""
     taken = 4 if sizes[0] == 10 else 3
     seen, rest = resumed(tmp_path, make, sizes=sizes, taken=taken)
     assert sorted(seen + rest) == list(range(SAMPLES))
@@ -170,7 +171,7 @@ class Endless(DataLoader):
         return itertools.chain.from_iterable(DataLoader.__iter__(self) for _ in range(3))
 
 
-def test_a_loader_without_an_end_goes_on_in_the_pass_that_it_was_in(tmp_path, caplog):
+def test_an_endless_loader_resumes_in_its_pass(tmp_path, caplog):
     def make(size):
         return Endless(range(SAMPLES), batch_size=size)
 
@@ -181,7 +182,7 @@ def test_a_loader_without_an_end_goes_on_in_the_pass_that_it_was_in(tmp_path, ca
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_kept", [True, False])
-def test_workers_of_a_data_set_with_a_length_change_no_order(tmp_path, caplog, is_kept):
+def test_workers_keep_the_order_of_sized_datasets(tmp_path, caplog, is_kept):
     seen, rest = resumed(
         tmp_path,
         lambda size: _loader(size, num_workers=2, persistent_workers=is_kept),
@@ -228,7 +229,8 @@ class Grouped(Sampler):
         (lambda n: _loader(n, Stream(), num_workers=2), "loaded by 2 in turn"),
     ],
 )
-def test_an_order_that_may_depend_on_the_size_is_warned_of_before(tmp_path, caplog, make, maker):
+def test_an_order_that_depends_on_sizes_is_announced(tmp_path, caplog, make, maker):
+    """The warning comes before the batches."""
     resumed(tmp_path, make, sizes=(8, 4), taken=3)
     assert caplog.messages == [
         "run.batches: 4 samples in a batch and 8 before, so the first 24 samples of this pass are "
@@ -237,7 +239,7 @@ def test_an_order_that_may_depend_on_the_size_is_warned_of_before(tmp_path, capl
     ]
 
 
-def test_batches_of_the_same_size_go_on_without_a_word(tmp_path, caplog):
+def test_batches_of_the_same_size_resume_silently(tmp_path, caplog):
     makers = [*EXACT.values(), *UNCERTAIN.values()]
     for number, make in enumerate(makers):
         seen, rest = resumed(tmp_path / str(number), make, sizes=(8, 8), taken=3)
@@ -255,7 +257,7 @@ class Opaque:
         return iter(self.part)
 
 
-def test_batches_that_cannot_be_counted_are_passed_over_and_the_samples_named(tmp_path, caplog):
+def test_uncountable_batches_are_skipped_and_their_samples_named(tmp_path, caplog):
     def make(size):
         return [Opaque(part) for part in torch.arange(SAMPLES).split(size)]
 
@@ -272,9 +274,7 @@ def test_batches_that_cannot_be_counted_are_passed_over_and_the_samples_named(tm
         ((8, 16), "samples 24 to 47 of this pass (from 0) are left out"),
     ],
 )
-def test_batches_that_count_something_else_than_samples_are_warned_of(
-    tmp_path, caplog, sizes, said
-):
+def test_batches_that_do_not_count_samples_are_reported(tmp_path, caplog, sizes, said):
     def make(size):
         return [part.unsqueeze(0) for part in torch.arange(SAMPLES - 1).split(size)]
 
@@ -289,14 +289,14 @@ def test_batches_that_count_something_else_than_samples_are_warned_of(
     assert said in caplog.text
 
 
-def test_whole_effective_batches_are_the_same_in_each_attempt(tmp_path, caplog):
+def test_whole_effective_batches_are_equal_in_all_attempts(tmp_path, caplog):
     """As `run.backward` takes them: the micro-batch is another one, the loader's batch is not."""
     seen, rest = resumed(tmp_path, lambda size: UNCERTAIN["a list"](16), sizes=(8, 4), taken=2)
     assert seen + rest == list(range(SAMPLES))
     assert not caplog.messages
 
 
-def test_a_batch_that_cannot_be_cut_is_seen_again_and_that_is_said(tmp_path, caplog):
+def test_an_uncuttable_batch_is_repeated_with_a_message(tmp_path, caplog):
     seen, rest = resumed(
         tmp_path, lambda size: _loader(size, collate_fn=Opaque), sizes=(8, 16), taken=3
     )
@@ -306,14 +306,14 @@ def test_a_batch_that_cannot_be_cut_is_seen_again_and_that_is_said(tmp_path, cap
     ]
 
 
-def test_a_shuffle_that_is_not_seeded_is_warned_of(tmp_path, caplog):
+def test_an_unseeded_shuffle_is_warned_of(tmp_path, caplog):
     resumed(tmp_path, lambda size: _loader(size, shuffle=True), sizes=(8, 8), taken=3)
     (said,) = caplog.messages
     assert "in another order than before" in said
     assert "seed the loader's generator with the epoch" in said
 
 
-def test_a_rank_whose_epoch_was_not_set_is_warned_of(tmp_path, caplog):
+def test_an_epoch_unset_on_a_rank_is_reported(tmp_path, caplog):
     epochs = iter([1, 0])
 
     def make(size):
@@ -331,7 +331,7 @@ def test_another_number_of_ranks_is_warned_of(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(("sizes", "drops"), [((8, 4), False), ((16, 8), True)])
-def test_after_a_whole_pass_the_next_one_is_whole(tmp_path, sizes, drops):
+def test_a_complete_pass_is_followed_by_another(tmp_path, sizes, drops):
     taken = SAMPLES // sizes[0] if drops else -(-SAMPLES // sizes[0])
     _, rest = resumed(
         tmp_path, lambda size: _loader(size, drop_last=drops), sizes=sizes, taken=taken
@@ -339,13 +339,14 @@ def test_after_a_whole_pass_the_next_one_is_whole(tmp_path, sizes, drops):
     assert rest[:16] == list(range(16))
 
 
-def test_a_whole_pass_over_a_loader_of_ones_own_is_followed_by_another(tmp_path, caplog):
+def test_a_custom_loaders_pass_is_followed_by_another(tmp_path, caplog):
+    """The loader was used up."""
     _, rest = resumed(tmp_path, UNCERTAIN["a list"], sizes=(8, 4), taken=6)
     assert rest == list(range(SAMPLES))
     assert not caplog.messages
 
 
-def test_a_third_attempt_goes_on_in_the_middle_of_an_accumulation(tmp_path):
+def test_a_third_attempt_resumes_in_an_accumulation(tmp_path):
     """Batches of 8, then of 4 of which an odd number was done, then of 8 again."""
     path, seen = None, []
     for attempt, (size, taken) in enumerate([(8, 1), (4, 1), (8, 99)], 1):
@@ -366,7 +367,8 @@ def test_a_third_attempt_goes_on_in_the_middle_of_an_accumulation(tmp_path):
     taken=st.tuples(st.integers(1, 5), st.integers(1, 5)),
     is_list=st.booleans(),
 )
-def test_any_sizes_in_any_attempts_see_each_sample_once(sizes, taken, is_list):
+def test_any_sizes_see_each_sample_once(sizes, taken, is_list):
+    """The number of attempts does not matter."""
     seen, batches = [], Batches()
     for size, count in zip(sizes, (*taken, None), strict=True):
         loader = list(torch.arange(SAMPLES).split(size)) if is_list else _loader(size)
@@ -378,7 +380,7 @@ def test_any_sizes_in_any_attempts_see_each_sample_once(sizes, taken, is_list):
     assert seen == list(range(SAMPLES))
 
 
-def test_what_is_saved_before_the_first_batch_keeps_the_position(tmp_path):
+def test_saving_before_the_first_batch_keeps_the_position(tmp_path):
     path, seen = None, []
     for attempt, taken in enumerate((2, 0, 99), 1):
         run = of_size(tmp_path, attempt, 8, resume_checkpoint=path)
@@ -394,7 +396,7 @@ class Graphs:
     num_graphs = 3
 
 
-def test_samples_of_a_batch_are_counted_where_it_shows_them():
+def test_visible_samples_of_a_batch_are_counted():
     assert count_samples(Graphs()) == 3
     assert count_samples({"x": torch.ones(5, 2), "ids": list(range(5))}) == 5
     assert count_samples((torch.ones(5, 2), torch.ones(4))) is None

@@ -34,7 +34,7 @@ def refusal_of(cfg):
     return str(refusal.value)
 
 
-def test_digits_are_split_alike_for_every_class_and_every_seed():
+def test_every_seed_splits_digits_evenly_by_class():
     splits = open_data(config("dataset=digits").dataset)
     parts = (splits.train, splits.validation, splits.test)
     assert [len(part.labels) for part in parts] == [1438, 179, 180]
@@ -68,7 +68,7 @@ def test_original_files_have_the_official_parts(
 @pytest.mark.parametrize(
     ("parts", "lengths"), [(("train", "test"), [14, 2, 16]), (("train",), [10, 2, 4])]
 )
-def test_an_image_folder_is_split_where_it_has_no_test_folder(tmp_path, parts, lengths):
+def test_an_image_folder_without_tests_is_split(tmp_path, parts, lengths):
     root = write_image_folder(tmp_path, parts=parts)
     cfg = dataset_config("image_folder", root, "dataset.test_fraction=0.25")
     splits = open_data(cfg)
@@ -81,7 +81,7 @@ def test_an_image_folder_is_split_where_it_has_no_test_folder(tmp_path, parts, l
     assert open_data(cfg) == splits, "the same way each time"
 
 
-def test_a_split_leaves_every_class_something_to_train_on():
+def test_a_split_leaves_training_samples_of_every_class():
     source = Images([str(n) for n in range(6)], [0, 1, 1, 2, 2, 2])
     train_part, test_part = stratified_split(source, 0.9)
     assert sorted([*train_part.names, *test_part.names]) == list(source.names)
@@ -96,9 +96,8 @@ def test_a_split_leaves_every_class_something_to_train_on():
         ("cub200", "https://data.caltech.edu/records/65de6-vp158/files/CUB_200_2011.tgz"),
     ],
 )
-def test_without_network_one_line_names_the_address_and_the_way_out(
-    tmp_path, monkeypatch, name, url
-):
+def test_a_missing_network_is_one_helpful_line(tmp_path, monkeypatch, name, url):
+    """It names the address and the way out."""
     cut_network(monkeypatch)
     text = refusal_of(dataset_config(name, tmp_path / "data"))
     assert url in text
@@ -106,7 +105,7 @@ def test_without_network_one_line_names_the_address_and_the_way_out(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_download_that_fails_half_way_leaves_what_was_there_before(tmp_path, monkeypatch):
+def test_an_interrupted_download_leaves_the_old_files(tmp_path, monkeypatch):
     from torchvision.datasets import utils
 
     def fetch(url, root, md5):
@@ -139,7 +138,7 @@ def test_a_download_completes_what_is_there(tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "data").iterdir()] == [root.name]
 
 
-def test_a_silent_server_does_not_hold_the_download_for_ever(tmp_path, monkeypatch):
+def test_a_silent_server_cannot_block_the_download_forever(tmp_path, monkeypatch):
     from robust_train.vision import datasets
 
     monkeypatch.setattr(datasets, "SILENCE_SECONDS", 0.2)
@@ -153,7 +152,7 @@ def test_a_silent_server_does_not_hold_the_download_for_ever(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_truncated_image_is_an_error_of_one_line_that_names_the_file(tmp_path, workers):
+def test_a_truncated_image_is_named_in_one_line(tmp_path, workers):
     root = write_image_folder(tmp_path)
     broken = root / "train" / "dogs" / "3.jpg"
     broken.write_bytes(broken.read_bytes()[:300])
@@ -189,7 +188,7 @@ class ShowsItsSignals:
         return Image.new("L", (4, 4), 255 * is_free)
 
 
-def test_workers_do_not_answer_signals_in_the_run_s_place():
+def test_workers_leave_signals_to_the_run():
     before = {s: signal.signal(s, lambda *_: None) for s in (signal.SIGTERM, signal.SIGINT)}
     try:
         dataset = ImageDataset(ShowsItsSignals(), ImageSpec(4, 1, (0.0,), (1.0,)))
@@ -200,7 +199,7 @@ def test_workers_do_not_answer_signals_in_the_run_s_place():
     assert float(images.min()) == 1
 
 
-def test_a_photograph_is_cropped_in_the_middle_for_the_test(tmp_path):
+def test_photographs_are_cropped_in_the_middle(tmp_path):
     image = Image.new("RGB", (60, 40), "black")
     image.paste("white", (10, 0, 50, 40))
     image.save(tmp_path / "image.png")
@@ -266,7 +265,7 @@ def birds_with(name, old, new):
         ("cub200", birds_with("image_class_labels", "\n5 200", ""), "'5' is not in all of"),
     ],
 )
-def test_data_that_cannot_be_used_is_refused_in_one_line(tmp_path, job, write, said):
+def test_unusable_data_is_refused_in_one_line(tmp_path, job, write, said):
     write(tmp_path)
     name, *overrides = job.split()
     assert said in refusal_of(dataset_config(name, tmp_path, *overrides))

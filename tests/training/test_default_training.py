@@ -37,7 +37,7 @@ def short(tmp_path_factory):
     return SimpleNamespace(run=run, result=result, messages=messages)
 
 
-def test_a_job_says_how_it_goes_and_what_it_has_left(short):
+def test_a_job_reports_its_progress_and_files(short):
     result, messages = short.result, short.messages
     assert result["test_accuracy"] > 0.5
     assert f"Test accuracy: {100 * result['test_accuracy']:.2f} %" in messages
@@ -53,7 +53,8 @@ def test_a_job_says_how_it_goes_and_what_it_has_left(short):
     assert all(e["total_steps"] == 46 and "lr" in e["metrics"] for e in progress)
 
 
-def test_a_launcher_that_shows_the_steps_leaves_no_line_for_each(tmp_path, caplog):
+def test_displayed_steps_need_no_log_lines(tmp_path, caplog):
+    """The launcher shows the steps already."""
     caplog.set_level(logging.INFO)
     run = WatchedRun(tmp_path, has_live_status=True)
     report_steps(run, range(1, 11), every=5, total=10)
@@ -81,7 +82,7 @@ def test_tensorboard_gets_loss_learning_rate_and_validation(short):
     assert [e.step for e in events.Scalars("val/accuracy")] == [23, 46]
 
 
-def test_a_resumed_run_replaces_the_points_after_its_checkpoint(tmp_path):
+def test_a_resumed_run_replaces_points_after_its_checkpoint(tmp_path):
     report_steps(WatchedRun(tmp_path), range(1, 31), every=1, total=46)
     report_steps(WatchedRun(tmp_path), range(24, 47), every=1, total=46)
     steps = [e.step for e in scalars(tmp_path).Scalars("train/loss")]
@@ -89,7 +90,7 @@ def test_a_resumed_run_replaces_the_points_after_its_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("every", [3, 1_000_000])
-def test_a_loss_is_sent_once_even_if_reports_are_dropped(tmp_path, every):
+def test_dropped_reports_still_send_each_loss_once(tmp_path, every):
     run = WatchedRun(tmp_path)
     step = 0
     with Reporter(run, config(f"training.log_every_steps={every}")) as reporter:
@@ -111,9 +112,7 @@ def test_a_loss_is_sent_once_even_if_reports_are_dropped(tmp_path, every):
         ("peft", "peft", ("model=lora", *TINY_VIT)),
     ],
 )
-def test_a_missing_package_is_named_with_what_needs_it(
-    tmp_path, monkeypatch, package, name, overrides
-):
+def test_a_missing_package_is_named_with_its_user(tmp_path, monkeypatch, package, name, overrides):
     for module in [m for m in sys.modules if m.startswith(package + ".")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, package, None)
@@ -157,8 +156,10 @@ print('LATE', len(set(sys.modules) - before))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", [(), ("model=lora", "dataset=flowers102")])
-def test_all_large_packages_are_preloaded_and_start_neither_cuda_nor_threads(tmp_path, overrides):
-    """In a process of its own: importing the trainer imports none of them."""
+def test_preloading_starts_neither_cuda_nor_threads(tmp_path, overrides):
+    """All large packages are preloaded, in a process of its own: importing the trainer imports none
+    of them.
+    """
     cfg = config(*overrides, "training.epochs=1")
     OmegaConf.save(cfg, tmp_path / "cfg.yaml", resolve=True)
     ended = subprocess.run(

@@ -56,7 +56,7 @@ def moved(model):
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.5])
-def test_overflowing_scaled_gradients_are_skipped_and_lower_the_scale(max_grad_norm):
+def test_overflowing_gradients_are_skipped_and_lower_the_scale(max_grad_norm):
     precision = scaled_precision(2.0**127)
     # so large a loss makes gradients that float32 cannot hold when scaled
     is_step, model = step_with(precision, max_grad_norm, loss_factor=8)
@@ -65,7 +65,8 @@ def test_overflowing_scaled_gradients_are_skipped_and_lower_the_scale(max_grad_n
     assert precision.scaler.get_scale() < 2.0**127
 
 
-def test_clipping_sees_the_gradients_without_the_loss_scale_and_zero_does_not_clip():
+def test_clipping_sees_unscaled_gradients():
+    """Zero does not clip."""
     is_step, clipped = step_with(scaled_precision(1024.0), 0.05)
     _, scaled = step_with(scaled_precision(1024.0), 0)
     _, plain = step_with(Precision(CPU, mixed=False), 0)
@@ -79,7 +80,7 @@ def test_clipping_sees_the_gradients_without_the_loss_scale_and_zero_does_not_cl
 @pytest.mark.parametrize(
     "options", [{}, {"nesterov": True}, {"dampening": 0.3, "weight_decay": 0.1}]
 )
-def test_a_first_update_that_is_left_out_leaves_no_momentum_behind(options, is_scaled):
+def test_a_skipped_first_update_leaves_no_momentum(options, is_scaled):
     """A fused SGD's momentum of such an update would be uninitialised memory, here NaN."""
     ends = []
     torch.use_deterministic_algorithms(True)
@@ -111,7 +112,7 @@ class Wrapper:
 
 
 @pytest.mark.parametrize("is_scaled", [False, True])
-def test_an_update_that_counts_as_left_out_is_left_out_behind_a_wrapper_too(is_scaled):
+def test_a_wrapper_does_not_hide_a_skipped_update(is_scaled):
     weight = torch.nn.Parameter(torch.zeros(4))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0) if is_scaled else None
     if scaler is not None:
@@ -147,7 +148,8 @@ def test_gradients_that_are_not_clipped_are_not_multiplied():
     assert not [name for name in kernels.names if "scalar" in name], "nothing waits"
 
 
-def test_an_optimizer_that_computes_the_loss_itself_is_refused_before_anything_changes():
+def test_optimizers_that_compute_the_loss_are_refused():
+    """The refusal comes before anything changes."""
     weight = torch.nn.Parameter(torch.ones(1))
     weight.grad = torch.full((1,), 9.0)
     with pytest.raises(UserError, match=r"call optimizer.step\(closure\)"):
@@ -163,9 +165,8 @@ def test_an_optimizer_that_computes_the_loss_itself_is_refused_before_anything_c
     epoch=st.integers(0, 3),
     data=st.data(),
 )
-def test_an_epoch_visits_every_sample_once_in_steps_of_the_effective_batch_of_all_ranks(
-    samples, size, accumulation, ranks, epoch, data
-):
+def test_an_epoch_visits_each_sample_once(samples, size, accumulation, ranks, epoch, data):
+    """In steps of the effective batch of all ranks."""
     effective = size * accumulation * ranks
     alone = BatchPlan(samples, effective, effective, 7)
     plans = [BatchPlan(samples, effective, size, 7, ranks, rank) for rank in range(ranks)]
@@ -186,12 +187,13 @@ def test_an_epoch_visits_every_sample_once_in_steps_of_the_effective_batch_of_al
     assert lengths == sorted(lengths, reverse=True)
 
 
-def test_the_order_differs_from_epoch_to_epoch_and_from_seed_to_seed():
+def test_the_order_depends_on_epoch_and_seed():
     orders = {tuple(BatchPlan(30, 4, 4, seed).order(epoch)) for seed in (1, 2) for epoch in (0, 1)}
     assert len(orders) == 4
 
 
-def test_biases_and_norms_do_not_decay_and_frozen_parameters_are_left_out():
+def test_only_trained_weights_decay():
+    """Biases and norms do not, and frozen parameters are left out."""
     model = small_model()
     model.head.weight.requires_grad_(False)
     optimizer = make_optimizer(model.parameters(), lr=0.1, weight_decay=0.3)
@@ -203,7 +205,7 @@ def test_biases_and_norms_do_not_decay_and_frozen_parameters_are_left_out():
     )
 
 
-def test_the_learning_rate_rises_to_its_peak_and_falls_to_zero():
+def test_the_learning_rate_peaks_and_falls_to_zero():
     schedule = CosineSchedule(peak=2.0, total_samples=1000, warmup_fraction=0.1)
     rates = [schedule.rate(seen, 10) for seen in range(0, 1000, 10)]
     assert rates[0] == pytest.approx(0.2)

@@ -106,7 +106,7 @@ def test_a_save_that_becomes_smaller_returns_the_rest(pinned, copies):
     assert pinned.taken <= 2 * MIB
 
 
-def test_files_of_one_save_do_not_overwrite_each_other(copies, pinned):
+def test_files_of_a_save_never_overwrite_each_other(copies, pinned):
     copies.begin()
     content = [{f"file{n}": torch.rand(1000)} for n in range(3)]
     copied = [copies.copy(one) for one in content]
@@ -156,7 +156,7 @@ def test_a_sparse_tensor_and_strides_are_copied():
         assert torch.equal(copied[name].to_dense(), tensor.to_dense())
 
 
-def test_memory_that_no_save_has_begun_with_is_returned():
+def test_memory_unused_by_any_save_is_returned():
     own = Arena(pinned=False)
     own.take([1000])
     own.begin()

@@ -45,7 +45,8 @@ def train(most_at_once, scaler=None):
 
 
 @pytest.mark.parametrize("is_scaled", [False, True])
-def test_a_step_that_outgrows_the_gpu_gives_the_gradient_of_the_whole_batch(room, is_scaled):
+def test_a_split_step_has_the_whole_batchs_gradient(room, is_scaled):
+    """The step outgrows the GPU."""
     scaler = torch.amp.GradScaler("cuda", init_scale=8.0) if is_scaled else None
     recovered, repeats, starting = train(512, scaler)
     assert repeats >= 1
@@ -57,7 +58,7 @@ def test_a_step_that_outgrows_the_gpu_gives_the_gradient_of_the_whole_batch(room
         torch.testing.assert_close(ours, theirs)
 
 
-def test_the_largest_batch_that_fits_the_gpu_is_found_and_fits(room):
+def test_the_largest_batch_that_fits_is_found(room):
     torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(1024, 1024), nn.Tanh())]
     model = nn.Sequential(*layers).cuda()
@@ -78,8 +79,8 @@ def test_the_largest_batch_that_fits_the_gpu_is_found_and_fits(room):
         step(int(1.2 * found.batch_size))
 
 
-def test_the_generator_of_the_model_s_own_gpu_is_rewound():
-    """The draws of the last GPU are the same again, whichever is the current one."""
+def test_the_models_own_generator_is_rewound():
+    """The draws of the last GPU are the same again, whichever is the current GPU."""
     device = torch.device("cuda", torch.cuda.device_count() - 1)
     model, draws = nn.Linear(4, 1).to(device), []
     torch.cuda.set_device(0)

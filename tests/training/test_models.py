@@ -93,7 +93,8 @@ def test_a_linear_probe_trains_its_last_layer_alone():
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
 
 
-def test_lora_trains_adapters_and_classifier_and_saves_only_these():
+def test_lora_saves_only_adapters_and_classifier():
+    """It trains only these, too."""
     module = built("model=lora", *TINY_VIT)
     names = trained_names(module)
     assert all("lora_" in name or "head" in name for name in names)
@@ -102,7 +103,7 @@ def test_lora_trains_adapters_and_classifier_and_saves_only_these():
     assert trained_state(module).keys() == names
 
 
-def test_lora_on_a_network_with_batch_norm_leaves_its_statistics_alone():
+def test_lora_leaves_batch_norm_statistics_alone():
     resnet = ("model.backbone=test_resnet", "model.target_modules=[conv2]")
     module = built("model=lora", *TINY_VIT, *resnet)
     set_train_mode(module)
@@ -169,12 +170,12 @@ def test_gradient_checkpointing_leaves_training_as_it_is(overrides, channels, si
         ("dataset=image_folder", r"dataset\.root=…"),
     ],
 )
-def test_a_value_out_of_range_is_refused_before_anything_is_loaded(override, key):
+def test_invalid_values_are_refused_before_loading(override, key):
     with pytest.raises(ConfigError, match=key.replace("[", r"\[")):
         preload_modules(config("model=lora", override))
 
 
-def test_no_network_is_noticed_in_seconds_and_the_way_out_named(tmp_path, monkeypatch):
+def test_a_missing_network_is_explained_within_seconds(tmp_path, monkeypatch):
     import huggingface_hub
 
     cut_network(monkeypatch)
@@ -200,7 +201,8 @@ def written(path, *overrides, num_classes=5):
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-def test_local_weights_are_loaded_but_for_a_classifier_of_other_classes(tmp_path, suffix):
+def test_local_weights_load_without_a_mismatched_classifier(tmp_path, suffix):
+    """The classifier of the file has other classes."""
     source, key = written(tmp_path / f"weights{suffix}", num_classes=9)
     loaded = built("model=full_finetune", *TINY_VIT, key, "model.pretrained=true")
     expected, found = source.state_dict(), loaded.state_dict()
@@ -215,7 +217,7 @@ def test_local_weights_for_another_image_size_are_resampled(tmp_path):
     assert loaded.pos_embed.shape != source.pos_embed.shape
 
 
-def test_a_linear_probe_takes_weights_that_have_a_classifier(tmp_path):
+def test_a_linear_probe_takes_weights_with_classifier(tmp_path):
     source, key = written(tmp_path / "weights.pt")
     probe = built("model=linear_probe", *TINY_VIT, key)
     assert torch.equal(probe.backbone.pos_embed, source.pos_embed)
@@ -244,7 +246,7 @@ def test_the_final_weights_of_a_run_start_another(tmp_path):
         ([*TINY_VIT, "model.image_size=40"], "model.image_size=40: test_vit needs a multiple of"),
     ],
 )
-def test_a_model_that_cannot_be_built_is_refused_with_what_there_is(overrides, said):
+def test_an_impossible_model_is_refused_with_alternatives(overrides, said):
     assert said in refusal_of("model=lora", *overrides)
 
 

@@ -24,7 +24,8 @@ OVERRIDES = (
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set")
-def test_the_built_in_trainer_goes_all_its_ways_on_a_gpu(tmp_path, caplog):
+def test_the_built_in_trainer_works_on_a_gpu(tmp_path, caplog):
+    """All its ways are taken on a stand-in."""
     with initialize_config_module("robust_train.configs", version_base="1.3"):
         cfg = compose("robust", overrides=[*OVERRIDES])
     caplog.set_level("INFO")

@@ -56,7 +56,8 @@ print(json.dumps([len(found.probes), *map(fits, sizes)]))
 """
 
 
-def test_the_largest_that_fits_is_found_in_four_tries_under_a_real_limit():
+def test_four_probes_find_the_largest_size():
+    """The limit of memory is real."""
     ended = warm.preloaded(WITHIN_A_LIMIT, cwd=ROOT / "tests")
     assert ended.returncode == 0, ended.stderr
     probes, it_fits, more_fits = json.loads(ended.stdout)
@@ -107,7 +108,8 @@ def three_steps(run):
     return [*model.state_dict().values(), *states, draws], lengths
 
 
-def test_probes_leave_no_trace_in_model_optimizer_scaler_and_generators(tmp_path):
+def test_probes_leave_no_trace(tmp_path):
+    """Model, optimizer, scaler and generators are as before."""
     run = searching(tmp_path, 16)
     actual, probed = three_steps(run)
     expected, plain = three_steps(WatchedRun(tmp_path))
@@ -129,7 +131,7 @@ def searching(folder, batch_size, min_batch_size=1):
 
 
 @pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()])
-def test_an_error_in_a_probe_is_raised_with_the_step_undone(tmp_path, error):
+def test_an_error_in_a_probe_undoes_the_step(tmp_path, error):
     model = nn.Linear(5, 3)
     before = torch.full((3, 5), 2.0)
     model.weight.grad = before
@@ -144,14 +146,16 @@ def test_an_error_in_a_probe_is_raised_with_the_step_undone(tmp_path, error):
     assert model.bias.grad is None
 
 
-def test_a_first_batch_smaller_than_every_size_is_not_probed(tmp_path):
+def test_a_small_first_batch_is_not_probed(tmp_path):
+    """It is smaller than every size."""
     model, run = nn.Linear(5, 3), searching(tmp_path, 16, 4)
     for samples in (3, 16):
         run.backward(lambda part: model(part).mean(), torch.ones(samples, 5), model)
     assert run.micro_batcher.size == 16
 
 
-def test_where_nothing_fits_the_step_fails_as_it_would_have(tmp_path):
+def test_if_nothing_fits_the_step_still_fails(tmp_path):
+    """It fails as it would without probes."""
     model, run = nn.Linear(5, 3), searching(tmp_path, 16, 4)
 
     def loss_of(part):
@@ -166,7 +170,8 @@ def test_where_nothing_fits_the_step_fails_as_it_would_have(tmp_path):
     assert model.weight.grad is None
 
 
-def test_find_batch_size_leaves_no_gradients_and_no_draws_and_says_when_nothing_fits():
+def test_find_batch_size_leaves_no_trace():
+    """No gradients and no draws; it says when nothing fits."""
     model, tried, own = Model(), [], torch.Generator()
     state = own.get_state()
 
@@ -205,7 +210,7 @@ def test_find_batch_size_leaves_no_gradients_and_no_draws_and_says_when_nothing_
         (torch.optim.RMSprop, {"centered": True, "momentum": 0.1}, 3, 0),
     ],
 )
-def test_what_the_optimizer_is_going_to_take_is_what_it_then_takes(kind, options, states, copies):
+def test_the_optimizers_predicted_memory_is_what_it_takes(kind, options, states, copies):
     model = nn.Linear(300, 200)
     optimizer = kind(model.parameters(), **options)
     size = 4 * (300 * 200 + 200)
@@ -223,7 +228,9 @@ def test_what_the_optimizer_is_going_to_take_is_what_it_then_takes(kind, options
     assert optimizer_bytes(model.parameters())[0] == 0
 
 
-def test_where_the_step_s_own_copy_does_not_fit_no_size_does():
+def test_nothing_fits_without_room_for_the_copy():
+    """Each step needs a copy of its own."""
+
     class Full(Meter):
         def begin(self):
             return 90
@@ -245,7 +252,8 @@ def test_where_the_step_s_own_copy_does_not_fit_no_size_does():
     assert tried(0, 11) == tried(11) == []
 
 
-def test_the_device_is_the_one_that_the_parameters_are_on_and_not_the_current_one():
+def test_probes_use_the_devices_of_the_parameters():
+    """The current device may be another."""
     on = [SimpleNamespace(device=torch.device(name)) for name in ("cpu", "cuda:1")]
     assert device_of(on) == torch.device("cuda:1")
     assert Meter(device_of(on), 0.5).index == 1

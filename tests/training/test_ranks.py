@@ -12,7 +12,14 @@ import warm
 from robust_train.config.placeholders import MicroBatchPlan
 from robust_train.model.failure import Failure, FailureKind
 from robust_train.step import ranks
-from robust_train.step.ranks import RankReport, RanOut, ReplicaFinder, Replicated, agree
+from robust_train.step.ranks import (
+    OtherGroups,
+    RankReport,
+    RanOut,
+    ReplicaFinder,
+    Replicated,
+    agree,
+)
 from robust_train.step.splitting import MicroBatchSize
 
 PROGRAM = Path(__file__).with_name("group_of_ranks.py").read_text()
@@ -47,9 +54,10 @@ def test_of_a_rank_that_is_alone(group):
 
 @pytest.mark.proves("built-in trainer", "several GPUs", "in the step")
 @pytest.mark.proves("built-in trainer", "several GPUs", "new attempt")
-def test_the_built_in_trainer_gives_the_same_on_any_number_of_ranks_also_resumed(group):
-    """Two ranks stop after a step in which one ran out of memory, and four go on; against one that
-    was left alone."""
+def test_results_do_not_depend_on_the_ranks(group):
+    """Of the built-in trainer, also resumed: two ranks stop after a step in which one ran out of
+    memory, and four resume; against one rank without interruption.
+    """
     one, first, rest = group["one"][0], group["first"], group["rest"]
     assert [rank["changed"] for rank in first] == [[], [6]]
     assert [bool(rank["saved"]) for rank in first] == [True, False], "by the first alone"
@@ -72,7 +80,7 @@ def test_ranks_that_would_resume_different_checkpoints_say_so(group):
         assert "one folder that all nodes see" in line
 
 
-def test_a_wrapper_that_is_replaced_is_looked_for_again(monkeypatch):
+def test_a_replaced_wrapper_is_looked_up_again(monkeypatch):
     """Its successor's gradients would be summed over no ranks, without a word."""
     monkeypatch.setattr("robust_train.step.ranks.broadcast", lambda *given: None)
     net, finder = nn.Linear(2, 1), ReplicaFinder()
@@ -91,7 +99,8 @@ def test_a_rank_that_is_exhausted_decides_for_all():
     assert agreed.ran_out is ran_out[1]
 
 
-def test_sizes_agreed_upon_are_the_same_wherever_memory_ran_out():
+def test_agreed_sizes_do_not_depend_on_ranks():
+    """The sizes are the same wherever memory ran out."""
     plan = MicroBatchPlan(16)
     here, there = MicroBatchSize(plan), MicroBatchSize(plan)
     here.failed_at(16)
@@ -101,6 +110,45 @@ def test_sizes_agreed_upon_are_the_same_wherever_memory_ran_out():
     there.shrink()
     here.agree(there.current)
     assert here.state() == there.state()
+
+
+class Group:
+    """A process group that counts what it has begun."""
+
+    def __init__(self):
+        self.begun = 3
+
+    def _get_sequence_number_for_group(self):
+        return self.begun
+
+
+@pytest.mark.parametrize(
+    ("messages", "seen"),
+    [
+        ((1, 1, 0), [False, True, False]),
+        ((1, 0, 1), [False, False, False]),
+        ((0, 1, 1), [False, False, False]),
+    ],
+)
+def test_messages_over_other_groups_are_seen(messages, seen):
+    """A thread that sends now and then is not taken for the function."""
+    own, other, silent = Group(), Group(), Group()
+    groups = OtherGroups()
+    answers = []
+    for more in messages:
+        groups.begin_part([own, other, silent])
+        own.begun += 1
+        other.begun += more
+        answers.append(groups.end_part([own, other, silent], {own}))
+    assert answers == seen
+
+
+def test_a_group_made_in_a_part_is_seen():
+    groups = OtherGroups()
+    for _ in range(2):
+        groups.begin_part([])
+        is_seen = groups.end_part([Group()], set())
+    assert is_seen
 
 
 @pytest.mark.parametrize(("backend", "sent"), [("nccl", ["cuda"]), ("gloo", [])])

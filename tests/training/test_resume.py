@@ -56,7 +56,7 @@ def whole(tmp_path_factory, job):
     return SimpleNamespace(run=run, result=result, weights=trained_weights(result))
 
 
-def test_a_run_stopped_while_validating_resumes_with_that_validation(tmp_path, job, whole):
+def test_a_stopped_validation_is_resumed(tmp_path, job, whole):
     run = stopped(job(), tmp_path, stop_at_checkpoint=23)
     assert run.of("epoch") == []
     again, result = resumed(job(), run)
@@ -64,7 +64,8 @@ def test_a_run_stopped_while_validating_resumes_with_that_validation(tmp_path, j
     assert again.of("epoch") == whole.run.of("epoch")
 
 
-def test_an_effective_batch_that_cannot_be_kept_still_visits_every_sample(tmp_path, job):
+def test_a_changed_effective_batch_visits_every_sample(tmp_path, job):
+    """The former effective batch cannot be kept."""
     run = stopped(job(ONE_EPOCH), tmp_path, stop_at_step=11)
     _, result = resumed(job(ONE_EPOCH, "training.batch_size=3"), run)
     assert result["steps"] == 11 + -(-(184 - 11 * 8) // 3)
@@ -80,7 +81,7 @@ def test_a_finished_run_is_only_tested_again(job, whole):
     ("stopped_at", "goes_on_at", "said"),
     [(30, 23, "trying the one before it"), (5, 0, "starts from the beginning")],
 )
-def test_a_damaged_checkpoint_is_noticed_and_the_one_before_it_used(
+def test_a_damaged_checkpoint_gives_way_to_its_predecessor(
     tmp_path, job, whole, caplog, stopped_at, goes_on_at, said
 ):
     run = stopped(job(), tmp_path, stop_at_step=stopped_at)
@@ -93,9 +94,8 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_it_used(
     assert difference(whole.weights, trained_weights(result)) == 0
 
 
-def test_a_checkpoint_of_another_run_is_refused_but_epochs_and_learning_rate_may_change(
-    tmp_path, job
-):
+def test_another_runs_checkpoint_is_refused(tmp_path, job):
+    """Epochs and learning rate may change."""
     run = stopped(job(), tmp_path, stop_at_step=2)
     for override, named in (
         ("model.width=16", "model.width was 8, now 16"),
@@ -146,7 +146,8 @@ def memory_for(monkeypatch):
     return limit
 
 
-def test_a_resumed_run_keeps_the_micro_batch_that_fitted(tmp_path, job, memory_for):
+def test_a_resumed_run_keeps_the_fitting_size(tmp_path, job, memory_for):
+    """It is the micro-batch that fitted before."""
     memory_for(training=5)
     limited = run_to_end(job(ONE_EPOCH), tmp_path / "whole")
     run = stopped(job(ONE_EPOCH), tmp_path / "run", stop_at_step=11)
@@ -160,7 +161,8 @@ def test_a_resumed_run_keeps_the_micro_batch_that_fitted(tmp_path, job, memory_f
     assert difference(limited, trained_weights(result)) == 0
 
 
-def test_where_no_smaller_part_is_allowed_the_step_before_is_saved(tmp_path, job, memory_for):
+def test_an_unsplittable_step_saves_the_step_before(tmp_path, job, memory_for):
+    """No smaller part is allowed."""
     run = stopped(job(ONE_EPOCH), tmp_path, stop_at_step=11)
     memory_for(training=5)
     failed = WatchedRun(tmp_path, resume=run.last_checkpoint)
@@ -170,9 +172,8 @@ def test_where_no_smaller_part_is_allowed_the_step_before_is_saved(tmp_path, job
     assert [event["step"] for event in failed.of("checkpoint")] == [11], "nothing is repeated"
 
 
-def test_memory_that_runs_out_while_validating_changes_neither_score_nor_training(
-    tmp_path, job, whole, memory_for
-):
+def test_memory_errors_in_validation_change_nothing(tmp_path, job, whole, memory_for):
+    """Neither score nor training differs."""
     sizes = memory_for(validation=5)
     run = WatchedRun(tmp_path)
     result = train(job(), run)

@@ -50,12 +50,14 @@ def threads_that_saves_start(cfg, run):
     return [thread.name for thread in started | set(threading.enumerate()) - before]
 
 
-def test_no_save_starts_a_thread_which_may_wait_for_ever_where_memory_is_short(tmp_path):
+def test_no_save_starts_a_thread(tmp_path):
+    """Where memory is short a new thread may wait forever."""
     assert launch(threads_that_saves_start, CFG, run_dir=tmp_path).result == []
 
 
 @pytest.mark.slow
-def test_a_loop_that_failed_twice_sees_each_batch_once_and_ends_with_the_same_weights(tmp_path):
+def test_a_twice_failed_loop_ends_like_any_other(tmp_path):
+    """It sees each batch once and ends with the same weights."""
     cfg = CFG | {"steps": 25, "batches": 10, "bad": None}
     undisturbed = launch(own_loop, cfg, run_dir=tmp_path / "undisturbed")
     failed = launch(own_loop, cfg | {"fails": {1: 7, 2: 18}}, run_dir=tmp_path / "failed")
@@ -65,7 +67,8 @@ def test_a_loop_that_failed_twice_sees_each_batch_once_and_ends_with_the_same_we
 
 
 @pytest.mark.slow
-def test_a_loop_goes_on_past_the_batch_that_spoilt_its_weights(tmp_path):
+def test_a_loop_continues_past_a_spoiling_batch(tmp_path):
+    """The batch spoilt its weights."""
     job = launch(own_loop, CFG | {"steps": 40, "batches": 40, "bad": 26}, run_dir=tmp_path)
     assert [one.outcome for one in job.attempts] == ["diverged", "completed"]
     assert job.attempts[1].start_step == 24
@@ -120,7 +123,7 @@ LOADERS = {
 
 
 @pytest.mark.parametrize("loader", LOADERS.values(), ids=LOADERS)
-def test_a_pass_goes_on_after_the_batch_of_the_checkpoint(run, loader):
+def test_a_pass_resumes_after_the_checkpoints_batch(run, loader):
     for batch in run.batches(loader()):
         run.progress(batch)
         if batch == 4:
@@ -132,7 +135,7 @@ def test_a_pass_goes_on_after_the_batch_of_the_checkpoint(run, loader):
     assert list(later.batches(loader())) == [1, 2, 3, 4, 5, 6]
 
 
-def test_smaller_batches_of_the_next_attempt_go_on_after_the_samples_that_were_seen(run):
+def test_smaller_batches_resume_after_the_seen_samples(run):
     def loader(size):
         return torch.utils.data.DataLoader(range(24), batch_size=size)
 
@@ -147,7 +150,8 @@ def test_smaller_batches_of_the_next_attempt_go_on_after_the_samples_that_were_s
     ]
 
 
-def test_a_rank_goes_on_with_its_own_data_and_not_with_those_of_the_first(tmp_path):
+def test_each_rank_resumes_with_its_own_data(tmp_path):
+    """It does not resume with the data of rank 0."""
     first = Run(run_dir=tmp_path, world_size=2)
     next(first.batches(Loader("of the first")))
     newest = saved_at(first, 1).resume_checkpoint
@@ -157,21 +161,22 @@ def test_a_rank_goes_on_with_its_own_data_and_not_with_those_of_the_first(tmp_pa
     assert loader.extra == "of the second"
 
 
-def test_after_a_whole_pass_of_a_stream_the_next_one_is_whole(run):
+def test_after_a_whole_stream_the_next_is_whole(run):
     list(run.batches(iter(Stream())))
     later = saved_at(run, 6, some=1)
     later.load({"some": 0})
     assert list(later.batches(iter(Stream()))) == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_loop_that_has_no_intact_checkpoint_begins_again_and_says_so(run, caplog):
+def test_without_intact_checkpoints_a_loop_starts_over(run, caplog):
+    """A line says so."""
     later = saved_at(run, 4, some=1)
     later.resume_checkpoint.write_bytes(b"damaged")
     assert later.load({"some": 0}) == 0
     assert caplog.messages[-1] == "no checkpoint is intact: training starts from the beginning"
 
 
-def test_what_could_not_be_read_again_is_refused_when_it_is_saved(run):
+def test_what_cannot_be_reloaded_is_refused_when_saving(run):
     later = saved_at(run, 4, best=numpy.float64(0.5), rates=[{"lr": numpy.float32(0.25)}])
     state = {"best": 0, "rates": 0}
     assert (later.load(state), state) == (4, {"best": 0.5, "rates": [{"lr": 0.25}]})
@@ -179,7 +184,8 @@ def test_what_could_not_be_read_again_is_refused_when_it_is_saved(run):
         run.save({"rng": numpy.random.get_state()}, 5)
 
 
-def test_no_job_begins_again_beside_a_whole_checkpoint_that_it_cannot_use(run):
+def test_a_whole_but_useless_checkpoint_stops_the_job(run):
+    """It does not start over next to a checkpoint that it cannot use."""
     later = saved_at(run, 4, some=1)
     with pytest.raises(UserError, match="is whole, but it has no 'more'"):
         later.load({"some": 0, "more": 0})
@@ -217,7 +223,7 @@ def test_a_checkpoint_written_while_training_diverges_is_marked(run):
     )
 
 
-def test_no_checkpoint_is_due_while_losses_are_not_finite(run):
+def test_no_checkpoint_is_due_without_finite_losses(run):
     guarded(run, patience=9)
     live_of(run).saving.follow(SavePlan(0.0))
     due = []

@@ -31,13 +31,15 @@ def test_of_both_ranks(seen, part):
         assert not rank[part], rank[part]
 
 
-def test_nothing_is_said_of_what_users_cannot_change_and_no_code_of_a_foreign_file_is_run(seen):
+def test_shards_load_silently_and_run_no_code(seen):
+    """Nothing is said of what users cannot change, and no code of a foreign file is run."""
     assert "torch.distributed is disabled" not in seen["log"]
     assert "Traceback" not in seen["log"]
     assert "code of a foreign file was run" not in seen["printed"]
 
 
-def test_a_kill_before_the_folder_has_its_name_leaves_the_one_before(seen):
+def test_an_early_kill_leaves_the_previous_folder(seen):
+    """A kill before the new folder has its name."""
     first, second = seen["killed"]
     assert first is None, "killed"
     assert second is not None

@@ -37,7 +37,8 @@ def test_of_both_ranks(ranks, part):
 
 
 @pytest.mark.slow
-def test_a_step_is_repeated_in_every_place_and_any_number_of_ranks_resumes(tmp_path):
+def test_sharded_steps_repeat_and_resume_anywhere(tmp_path):
+    """A step is repeated in every place, and any number of ranks resumes."""
     seen = seen_by_ranks(tmp_path, "thorough")
     assert [rank[PARTS[0]] for rank in seen["ranks"]] == ["", ""]
     attempts = seen["built in"]["attempts"]
@@ -80,7 +81,7 @@ def test_a_step_is_repeated_in_every_place_and_any_number_of_ranks_resumes(tmp_p
         ("averages in replicas", "a collective of your own"),
     ],
 )
-def test_what_cannot_be_repeated_is_refused_in_a_line(ranks, model, reason):
+def test_unrepeatable_steps_are_refused_in_a_line(ranks, model, reason):
     for rank in ranks:
         line = rank["refused"][model]
         assert line.startswith("run.backward: ")

@@ -38,7 +38,8 @@ shares = st.floats(0.01, 0.99)
 
 
 @given(numbers, numbers, shares)
-def test_weighted_mean_agrees_and_a_part_more_does_not(first, second, share):
+def test_a_weighted_mean_agrees_only_with_itself(first, second, share):
+    """One more part does not agree."""
     weights = (share, 1 - share)
     whole = share * first + (1 - share) * second
     losses = Losses(whole, (first, second), weights)
@@ -75,7 +76,7 @@ def test_a_rank_without_items_does_not_count():
 
 
 @given(st.integers(0, 2**32 - 1), st.floats(0.01, 10.0))
-def test_noise_is_not_a_difference_and_a_difference_is_seen_through_noise(seed, size):
+def test_noise_neither_is_nor_hides_a_difference(seed, size):
     draw = random.Random(seed)
 
     def draws(shift):
@@ -95,7 +96,7 @@ def test_noise_alone_is_rarely_taken_for_a_difference():
     assert sum(found) <= 2
 
 
-def test_the_sentence_has_the_figures_that_a_person_compares():
+def test_the_sentence_has_the_figures_to_compare():
     losses = Losses(1.93, (1.0, 1.42), (0.5, 0.5))
     assert in_words(losses, 8) == (
         "a part of 8 has loss 1.93, its halves 1 and 1.42, which make 1.21"
@@ -269,7 +270,8 @@ def test_what_splitting_keeps_is_seen(loss, kept, layer, count):
     assert check.kept is kept, check.message
 
 
-def test_equally_many_labels_in_both_halves_do_not_hide_a_mean_over_labels():
+def test_equal_label_counts_do_not_hide_means():
+    """A mean over labels is found although both halves have equally many."""
     loss_of, model = case_of(ignoring)
     x, _ = data(8)
     y = torch.tensor([0, 2, 1, 1, 3, 2, 0, 1])
@@ -278,7 +280,9 @@ def test_equally_many_labels_in_both_halves_do_not_hide_a_mean_over_labels():
     assert "its first 2 and its other 6 samples" in check.message
 
 
-def test_two_samples_alike_do_not_hide_a_mean_over_labels():
+def test_equal_samples_do_not_hide_means():
+    """A mean over labels is found although two samples are alike."""
+
     def mean_over_labels(logits, y):
         if len(y) > 2:
             out_of_memory()
@@ -325,7 +329,8 @@ def test_a_gradient_penalty_is_computed_with_gradients():
     assert check_split(loss_of, data()[0], model).is_kept
 
 
-def test_time_in_the_first_dimension_is_seen_and_split_helps():
+def test_time_as_first_dimension_is_noticed():
+    """``split`` helps."""
     torch.manual_seed(0)
     model = nn.LSTM(6, 4)
 
@@ -344,7 +349,8 @@ def test_time_in_the_first_dimension_is_seen_and_split_helps():
     assert check.is_kept
 
 
-def test_a_loss_of_zero_or_one_sample_shows_nothing():
+def test_a_loss_without_two_samples_proves_nothing():
+    """It has no sample, or one."""
     loss_of, model = case_of(lambda logits, y: torch.relu(cross_entropy(logits, y) - 100))
     assert check_split(loss_of, data(), model).kept is Kept.UNKNOWN
     loss_of, model = case_of(cross_entropy)
@@ -484,7 +490,7 @@ def warned(caplog):
     return [text for text in texts if "splitting changes this loss" in text]
 
 
-def test_a_split_that_changes_the_loss_is_warned_of_once(caplog):
+def test_a_split_that_changes_losses_warns_once(caplog):
     batcher = MicroBatcher()
     loss_of, model = limited(info_nce, 8)
     for _ in range(3):
@@ -493,7 +499,7 @@ def test_a_split_that_changes_the_loss_is_warned_of_once(caplog):
     assert "step 1: splitting changes this loss: a part of 8 has loss" in warned(caplog)[0]
 
 
-def test_it_is_checked_again_for_another_structure_or_function(caplog):
+def test_another_structure_or_function_is_checked_again(caplog):
     batcher = MicroBatcher(8)
     loss_of, model = limited(info_nce, 8)
     x, y = data()
@@ -520,7 +526,7 @@ def test_exact_splits_no_loss_that_it_changes(size):
     MicroBatcher(size, exact=True).backward(loss_of, data(), model)
 
 
-def test_the_error_of_a_part_does_not_hide_the_shortage():
+def test_a_parts_error_does_not_hide_the_shortage():
     loss_of, model = limited(in_a_shape_of_its_own, 8)
     with pytest.raises(torch.OutOfMemoryError) as raised:
         MicroBatcher().backward(loss_of, data(), model)
@@ -528,7 +534,8 @@ def test_the_error_of_a_part_does_not_hide_the_shortage():
     assert "this step cannot be split: RuntimeError" in note
 
 
-def test_five_samples_of_which_four_fit_are_two_and_three():
+def test_five_samples_become_two_and_three():
+    """Four of them fit."""
     sizes = []
     loss_of, model = limited(cross_entropy, 4, sizes=sizes)
     MicroBatcher().backward(loss_of, data(5), model)
@@ -543,7 +550,7 @@ def test_no_lone_sample_where_batch_norm_trains():
     assert 1 not in sizes
 
 
-def test_kinds_of_steps_differ_by_structure_and_code_alone():
+def test_steps_differ_by_structure_and_code_alone():
     def loss_of(batch): ...
 
     def kind(batch, function=loss_of):
@@ -590,19 +597,20 @@ def job(tmp_path):
     return start
 
 
-def test_a_job_splits_the_loss_in_its_last_attempt(job, caplog):
+def test_a_job_splits_losses_in_its_last_attempt(job, caplog):
     summary = job("auto")
     assert [one.action for one in summary.attempts] == ["split_loss", "none"]
     assert len(warned(caplog)) >= 1
 
 
-def test_a_job_that_must_preserve_its_batch_gives_up_with_the_figures(job):
+def test_preserving_the_batch_means_giving_up(job):
+    """The message has the figures."""
     with pytest.raises(
         AttemptsExhaustedError, match=r"splitting changes this loss: a part of 8 has"
     ):
         job(True)
 
 
-def test_a_job_that_need_not_preserve_its_batch_splits_at_once(job, caplog):
+def test_not_preserving_the_batch_means_splitting_immediately(job, caplog):
     assert len(job(False).attempts) == 1
     assert len(warned(caplog)) == 1

@@ -58,7 +58,7 @@ def test_the_parts_of_any_batch_are_the_batch(samples, size):
 
 
 @given(st.integers(0, 200), st.integers(1, 50), st.integers(0, 200))
-def test_parts_are_as_few_as_may_be_and_even(samples, at_most, start):
+def test_parts_are_few_and_even(samples, at_most, start):
     parts = bounds(samples, at_most, min(start, samples))
     sizes = [stop - first for first, stop in parts]
     left = samples - min(start, samples)
@@ -82,7 +82,8 @@ def test_an_encoding_of_transformers_keeps_its_type():
     assert part.to("cpu")["input_ids"].tolist() == [[2, 3], [4, 5]]
 
 
-def test_a_batch_whose_samples_cannot_be_counted_is_refused_with_the_way_out():
+def test_a_batch_with_uncountable_samples_is_refused():
+    """The message has the way out."""
     with pytest.raises(TypeError, match="length=… and split=…"):
         length_of(object())
     with pytest.raises(TypeError, match=r"a PackedSequence: give length=… and split=…"):
@@ -106,11 +107,12 @@ def test_a_batch_whose_samples_cannot_be_counted_is_refused_with_the_way_out():
         ((None, True), (None, True), (None, True)),
     ],
 )
-def test_what_was_made_of_the_parts_is_put_together(first, second, whole):
+def test_results_of_the_parts_are_joined(first, second, whole):
     assert repr(joined([first, second], [1, 3])) == repr(whole)
 
 
-def test_functions_of_ones_own_divide_what_has_no_first_dimension():
+def test_custom_functions_divide_unusual_batches():
+    """Such a batch has no first dimension."""
     split = {"split": lambda text, start, stop: text[start:stop]}
     assert MicroBatcher(3).forward(str, "abcdefg", **split) == ["ab", "cd", "efg"]
     shorter = MicroBatcher(3).forward(str, "abcdefg", length=lambda text: 4, **split)

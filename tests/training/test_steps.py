@@ -125,9 +125,7 @@ def scaled(loss):
         (Checkpointed, 4, "again", True, None),
     ],
 )
-def test_memory_running_out_leaves_the_gradient_of_the_whole_batch(
-    kind, most, where, names_model, backward
-):
+def test_running_out_leaves_the_whole_batchs_gradient(kind, most, where, names_model, backward):
     model, batcher = kind(most, where), MicroBatcher()
     named = model if names_model else None
     loss = batcher.backward(loss_with(model), data(), named, backward=backward)
@@ -138,7 +136,8 @@ def test_memory_running_out_leaves_the_gradient_of_the_whole_batch(
     assert batcher.size < 12
 
 
-def test_the_size_that_fits_is_kept_and_its_change_is_recorded_with_the_reason(tmp_path):
+def test_a_fitting_size_is_kept_and_recorded(tmp_path):
+    """The record has the reason for the change."""
     run = WatchedRun(tmp_path)
     live_of(run).parts.split_by(MicroBatchPlan(batch_size=12, min_batch_size=2))
     run.started(30)
@@ -156,7 +155,8 @@ def test_the_size_that_fits_is_kept_and_its_change_is_recorded_with_the_reason(t
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_a_mean_over_tokens_is_weighted_by_tokens_and_a_sum_is_not(reduction):
+def test_means_over_tokens_are_weighted_by_tokens(reduction):
+    """A sum is not weighted."""
     x = torch.randn(6, 4, 6)
     y = torch.randint(3, (6, 4))
     y[0, 1:], y[1], y[5, :3] = -100, -100, -100
@@ -183,7 +183,7 @@ def draws():
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_repeated_step_draws_the_same_random_numbers_again(where):
+def test_a_repeated_step_draws_the_same_numbers(where):
     def train(model, batcher):
         random.seed(1)
         numpy.random.seed(1)
@@ -219,7 +219,9 @@ class Codebook(Network):
 
 
 @pytest.mark.parametrize(("where", "fails_in_step"), [("forward", 3), ("backward", 1)])
-def test_batch_statistics_and_other_buffers_count_each_sample_once(fails_in_step, where):
+def test_buffers_count_each_sample_once(fails_in_step, where):
+    """Batch statistics are among them."""
+
     def train(fails):
         model, batcher = Codebook(), MicroBatcher(12)
         model.where = where
@@ -255,9 +257,9 @@ class Criterion(nn.Module):
 @pytest.mark.filterwarnings("ignore:.*jit.script")
 @pytest.mark.parametrize("holder", ["the function", "its owner"])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_beside_the_named_model_what_else_the_function_uses_goes_back_to_the_steps_start(
-    holder, where
-):
+def test_everything_the_function_uses_is_restored(holder, where):
+    """To the start of the step, in addition to the named model."""
+
     def train(fails):
         torch.manual_seed(0)
         model, criterion = Network(where=where), Criterion()
@@ -283,7 +285,8 @@ def test_beside_the_named_model_what_else_the_function_uses_goes_back_to_the_ste
     assert_same(train(fails=True), train(fails=False), rtol=0, atol=0)
 
 
-def test_a_buffer_goes_back_in_the_number_format_that_it_has_now():
+def test_a_buffer_is_restored_in_its_present_format():
+    """Its number format has changed."""
     model, batcher = Network(), MicroBatcher(12)
     model.register_buffer("scale", torch.ones(1))
     step(batcher, model)
@@ -307,7 +310,7 @@ class Quantized(Network):
         return super().forward(x)
 
 
-def test_of_a_large_buffer_that_does_not_change_no_copy_is_kept():
+def test_large_unchanged_buffers_are_not_copied():
     model, batcher = Quantized(), MicroBatcher(12)
     alike = []
     for _ in range(2):
@@ -336,7 +339,7 @@ def of_torch(own):
         ("the function's owner", random.Random(), lambda own: own.random()),
     ],
 )
-def test_a_generator_of_the_user_s_own_draws_the_same_numbers_again(where, generator, draw, step):
+def test_a_users_generator_repeats_its_numbers(where, generator, draw, step):
     class Trainer:
         def loss_of(self, part):
             drawn.append(draw(mine or holder.generator))
@@ -352,8 +355,8 @@ def test_a_generator_of_the_user_s_own_draws_the_same_numbers_again(where, gener
     assert drawn[0] == drawn[1]
 
 
-def test_statistics_that_a_validation_collects_count_each_sample_once():
-    """As of weights that were averaged, whose BatchNorm has seen none."""
+def test_statistics_of_a_validation_count_samples_once():
+    """For example those of averaged weights, whose BatchNorm has seen no batch."""
 
     def collected(model, batcher):
         with torch.no_grad():
@@ -364,7 +367,9 @@ def test_statistics_that_a_validation_collects_count_each_sample_once():
     assert_same(ours, collected(Network(norm=True), MicroBatcher(6)), rtol=0, atol=0)
 
 
-def test_layers_that_a_model_gets_later_go_back_to_the_steps_start_as_well():
+def test_layers_added_later_are_restored_as_well():
+    """They are restored to the start of the step."""
+
     def train(fails):
         model, batcher = Network(), MicroBatcher(12)
         step(batcher, model)
@@ -382,7 +387,8 @@ def test_layers_that_a_model_gets_later_go_back_to_the_steps_start_as_well():
 
 @pytest.mark.parametrize("step", ["backward", "forward"])
 @pytest.mark.parametrize("what", ["the batch", "weights", "a copy of the weights", None])
-def test_a_line_warns_of_what_is_changed_in_place_where_it_is_repeated(step, what, caplog):
+def test_changes_in_place_are_warned_of(step, what, caplog):
+    """One line warns of changes that are repeated."""
     model, teacher = Network(most=6), Network()
 
     @torch.no_grad()
@@ -405,7 +411,8 @@ def test_a_line_warns_of_what_is_changed_in_place_where_it_is_repeated(step, wha
     assert all(f"the function changes {said} in place, which happens again" in one for one in lines)
 
 
-def test_weights_that_a_pass_makes_before_it_runs_out_are_not_changed_ones(caplog):
+def test_weights_made_by_a_pass_count_as_unchanged(caplog):
+    """The pass makes them before it runs out of memory."""
     model = nn.Sequential(nn.LazyLinear(6), Network(most=6))
     MicroBatcher().backward(loss_with(model), data(), model)
     assert "in place" not in caplog.text
@@ -415,7 +422,8 @@ def test_weights_that_a_pass_makes_before_it_runs_out_are_not_changed_ones(caplo
     assert_same(gradients(model), gradients(whole))
 
 
-def test_buffers_that_no_step_can_change_or_that_the_first_one_makes_are_no_obstacle():
+def test_unchangeable_or_new_buffers_are_no_obstacle():
+    """No step can change them, or the first one makes them."""
     model = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())
     with torch.inference_mode():
         model.register_buffer("table", torch.ones(3))
@@ -424,7 +432,8 @@ def test_buffers_that_no_step_can_change_or_that_the_first_one_makes_are_no_obst
     assert model[1].num_batches_tracked == 4
 
 
-def test_at_the_smallest_size_the_error_is_raised_and_the_step_has_left_no_trace():
+def test_the_smallest_size_raises_and_leaves_nothing():
+    """The step that failed has left no trace."""
     events = []
     model = Network(most=1, where="backward", norm=True)
     batcher = MicroBatcher(12, min_batch_size=4, on_event=events.append)
@@ -440,7 +449,7 @@ def test_at_the_smallest_size_the_error_is_raised_and_the_step_has_left_no_trace
         assert "every micro-batch tried (12, 6, 4)" in caught.value.__notes__[0]
 
 
-def test_a_size_that_somebody_wished_for_outlives_a_checkpoint():
+def test_a_requested_size_outlives_a_checkpoint():
     model, events = Network(), []
     batcher = MicroBatcher(12, on_event=events.append)
     assert batcher.shrink("wished") == (12, 6)
@@ -460,7 +469,8 @@ def test_a_size_that_somebody_wished_for_outlives_a_checkpoint():
     assert MicroBatcher(4, min_batch_size=4).shrink("as small as may be") is None
 
 
-def test_validation_takes_each_sample_exactly_once_and_repeats_only_what_failed():
+def test_validation_takes_each_sample_once():
+    """It repeats only what failed."""
     model = Network(most=3)
     batcher = MicroBatcher(8)
     x = torch.arange(20.0).unsqueeze(1).expand(20, 6)
@@ -483,7 +493,7 @@ def test_validation_takes_each_sample_exactly_once_and_repeats_only_what_failed(
     assert batcher.forward(len, torch.zeros(0, 2)) == []
 
 
-def test_the_loss_of_a_validation_batch_is_its_mean_without_gradients():
+def test_a_validation_loss_is_a_gradientless_mean():
     model, (x, y) = Network(most=5), data()
     with torch.no_grad():
         loss, kept = MicroBatcher(12).backward(
@@ -495,7 +505,7 @@ def test_the_loss_of_a_validation_batch_is_its_mean_without_gradients():
 
 
 @pytest.mark.parametrize("around", ["the loss", "the step"])
-def test_autocast_may_be_around_the_loss_or_the_step(around):
+def test_autocast_may_surround_loss_or_step(around):
     def train(model, batcher):
         def loss_of(batch):
             x, y = batch
@@ -530,8 +540,8 @@ def slope_of(loss, weight, thread):
 
 @pytest.mark.parametrize("thread", [None, "this", "another"])
 @pytest.mark.parametrize("names_model", [False, True])
-def test_a_failed_pass_is_freed_before_the_next_one(names_model, thread):
-    """Without the garbage collector: the frames that held it are empty, and no one else does."""
+def test_a_failed_pass_is_freed_immediately(names_model, thread):
+    """The garbage collector is off: the frames that held it are empty; nothing else holds it."""
     activations: list[weakref.ref[torch.Tensor]] = []
     alive: list[bool] = []
 
@@ -563,7 +573,7 @@ def test_a_failed_pass_is_freed_before_the_next_one(names_model, thread):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, KeyError])
-def test_a_step_that_is_left_gives_back_the_gradients_that_were_there(error):
+def test_leaving_a_step_restores_its_earlier_gradients(error):
     model = Network()
     step(MicroBatcher(), model)
     before = gradients(model)
@@ -581,7 +591,8 @@ def test_a_step_that_is_left_gives_back_the_gradients_that_were_there(error):
 
 
 @pytest.mark.parametrize("most", [10**9, 4])
-def test_zeros_of_zero_grad_are_added_to_without_a_second_set(most):
+def test_zeroed_gradients_are_reused(most):
+    """Zeros of ``zero_grad`` are added to without a second set."""
     model, wanted = Network(most, "backward"), unlimited()
     model.last.weight.grad = torch.zeros_like(model.last.weight)
     zeros, sets = model.last.weight.grad, []
@@ -595,9 +606,7 @@ def test_zeros_of_zero_grad_are_added_to_without_a_second_set(most):
 
 
 @pytest.mark.parametrize("zeroes", [False, True])
-def test_gradients_of_earlier_batches_leave_the_gpu_before_the_batch_is_split(
-    monkeypatch, caplog, zeroes
-):
+def test_earlier_gradients_leave_the_gpu_before_splitting(monkeypatch, caplog, zeroes):
     """They stay the same tensors, whose memory is free for the time of a step."""
 
     def train():
@@ -631,7 +640,7 @@ def test_gradients_of_earlier_batches_leave_the_gpu_before_the_batch_is_split(
     assert caplog.text.count("gradients of earlier batches go to the host") == 1
 
 
-def test_a_step_inside_of_another_recovers_on_its_own():
+def test_nested_steps_recover_independently():
     outer, inner = Network(), Network(most=2)
 
     def loss_of(batch):
@@ -683,7 +692,8 @@ def returning(*found):
         ),
     ],
 )
-def test_what_is_no_step_is_refused_in_one_line_that_says_what_to_write(call, kind, said):
+def test_invalid_steps_are_refused_with_the_fix(call, kind, said):
+    """In one line that says what to write."""
     with pytest.raises(kind, match=said) as refused:
         call()
     assert "\n" not in str(refused.value)
@@ -721,9 +731,9 @@ def through_a_global(model):
     ],
     ids=["closure", "method", "partial", "default", "global"],
 )
-def test_models_that_the_function_reaches_go_back_to_their_buffers_and_earlier_gradients(
-    reach, where
-):
+def test_all_reached_models_are_restored(reach, where):
+    """The buffers and earlier gradients of each model that the function reaches."""
+
     def train(fails):
         model = Network(norm=True)
         step(MicroBatcher(), model, data(8))
@@ -737,8 +747,8 @@ def test_models_that_the_function_reaches_go_back_to_their_buffers_and_earlier_g
     assert_same(train(fails=True), train(fails=False), rtol=0, atol=0)
 
 
-def test_gradients_of_a_model_that_no_name_leads_to_are_not_counted_twice():
-    """Its parameters are found in the graph of the loss."""
+def test_unnamed_models_count_their_gradients_once():
+    """Their parameters are found in the graph of the loss."""
 
     def train(model):
         hidden = weakref.ref(model)
@@ -749,7 +759,7 @@ def test_gradients_of_a_model_that_no_name_leads_to_are_not_counted_twice():
     assert_same(train(Network(4, "backward")), train(Network()))
 
 
-def test_neither_a_model_nor_its_parameters_are_kept_alive():
+def test_neither_model_nor_parameters_are_kept_alive():
     batcher = MicroBatcher()
     model = Network(norm=True)
     step(batcher, model)
@@ -763,7 +773,8 @@ class Fault(RuntimeError):
     """As torch.AcceleratorError, from every call that reaches the device."""
 
 
-def test_a_fault_of_the_device_is_raised_though_the_step_s_start_cannot_be_restored(caplog):
+def test_a_device_fault_is_raised_without_restoring(caplog):
+    """Although the start of the step cannot be restored."""
     model = nn.Sequential(nn.Linear(3, 1), nn.BatchNorm1d(1))
     fault = Fault("CUDA error: an illegal memory access was encountered")
 
@@ -784,7 +795,7 @@ def test_a_fault_of_the_device_is_raised_though_the_step_s_start_cannot_be_resto
     assert "the step's start cannot be restored: CUDA error" in caplog.text
 
 
-def test_the_generators_of_all_gpus_go_back_to_the_steps_start(monkeypatch):
+def test_generators_of_all_gpus_are_rewound(monkeypatch):
     """The model may be on another GPU than the current one."""
     states = [torch.tensor([1]), torch.tensor([2])]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

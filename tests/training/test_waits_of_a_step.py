@@ -12,7 +12,7 @@ from robust_train.vision.step import LossAverage, make_optimizer, with_own_kerne
 
 READ = "aten._local_scalar_dense.default"
 OVER_GRADIENTS = ("_foreach_mul_.Tensor", "_foreach_norm")
-UPDATES = ("_fused_adamw_", "_foreach_addcdiv_", "addcdiv_", "_fused_sgd_", "add_.Tensor")
+UPDATES = ("_fused_", "_foreach_addcdiv_", "addcdiv_", "_foreach_add_", "add_.Tensor")
 
 
 class Operations(TorchDispatchMode):
@@ -50,6 +50,10 @@ def is_step(tensor):
     return any(tensor is one for one in COUNTERS)
 
 
+def sgd(weights, **options):
+    return torch.optim.SGD(weights, lr=0.1, **options)
+
+
 def adamw(weights, **options):
     return torch.optim.AdamW(weights, lr=0.1, **options)
 
@@ -77,7 +81,16 @@ KINDS = {
     "for loop": lambda weights: adamw(weights, foreach=False),
     "wrapped": wrapped,
     "loaded unfused": loaded,
-    "momentum": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9, fused=True),
+    "SGD, foreach": lambda weights: sgd(weights, foreach=True),
+    "SGD, for loop": lambda weights: sgd(weights, foreach=False),
+    "SGD, fused": lambda weights: sgd(weights, fused=True),
+    "SGD, fused, momentum": lambda weights: sgd(weights, momentum=0.9, fused=True),
+    "SGD, foreach, momentum": lambda weights: sgd(weights, momentum=0.9, foreach=True),
+    "Adam, fused": lambda weights: torch.optim.Adam(weights, fused=True),
+    "Adam, foreach": lambda weights: torch.optim.Adam(weights, foreach=True),
+    "Adam, for loop": lambda weights: torch.optim.Adam(weights, foreach=False),
+    "Adagrad, fused": lambda weights: torch.optim.Adagrad(weights, fused=True),
+    "RMSprop, foreach": lambda weights: torch.optim.RMSprop(weights, foreach=True),
 }
 # of an optimizer, without and with a scaler: reads in a step
 READS = {
@@ -86,14 +99,23 @@ READS = {
     "for loop": (1, 2),
     "wrapped": (1, 2),
     "loaded unfused": (1, 2),
-    "momentum": (0, 0),
+    "SGD, foreach": (1, 2),
+    "SGD, for loop": (1, 2),
+    "SGD, fused": (0, 0),
+    "SGD, fused, momentum": (0, 0),
+    "SGD, foreach, momentum": (1, 2),
+    "Adam, fused": (0, 0),
+    "Adam, foreach": (1, 2),
+    "Adam, for loop": (1, 2),
+    "Adagrad, fused": (0, 0),
+    "RMSprop, foreach": (1, 2),
 }
 
 
 @pytest.mark.parametrize("has_scaler", [False, True], ids=["plain", "scaler"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_reads_as_little_as_its_optimizer_allows(kind, has_scaler):
-    """A second read right behind the first one waits for nothing."""
+def test_a_step_reads_as_little_as_possible(kind, has_scaler):
+    """As its optimizer allows. A second read right behind the first one waits for nothing."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
     optimizer = KINDS[kind]([*model.parameters()])
@@ -111,7 +133,7 @@ def test_a_step_reads_as_little_as_its_optimizer_allows(kind, has_scaler):
 
 
 @pytest.mark.parametrize("kind", ["foreach", "wrapped"])
-def test_an_overflow_is_known_at_once_where_the_host_decides(kind):
+def test_a_host_optimizer_knows_overflows_at_once(kind):
     weights = [torch.nn.Parameter(torch.ones(4))]
     optimizer = KINDS[kind](weights)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=1)
@@ -124,7 +146,8 @@ def test_an_overflow_is_known_at_once_where_the_host_decides(kind):
     assert torch.isfinite(weights[0]).all()
 
 
-def test_the_built_in_optimizer_is_fused_on_a_gpu_alone():
+def test_the_optimizer_is_fused_only_on_gpus():
+    """This is the optimizer of the built-in trainer."""
     model = torch.nn.Linear(2, 2)
     on_gpu = make_optimizer(model.parameters(), lr=0.1, weight_decay=0.0, fused=True)
     on_host = make_optimizer(model.parameters(), lr=0.1, weight_decay=0.0)
@@ -134,7 +157,7 @@ def test_the_built_in_optimizer_is_fused_on_a_gpu_alone():
     assert fused == [{True}, {None}]
 
 
-def test_a_mean_loss_ignores_steps_that_were_left_out():
+def test_a_mean_loss_ignores_skipped_steps():
     mean = LossAverage()
     assert mean.value() == 0
     mean.add(torch.tensor(float("nan")), 8, finite=True)

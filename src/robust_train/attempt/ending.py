@@ -13,7 +13,6 @@ from types import TracebackType
 
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from robust_train.attempt.loading import WORKERS
 from robust_train.failures import classify_failure
 from robust_train.folder.checkpoints import CheckpointError
 from robust_train.model.errors import (
@@ -32,18 +31,18 @@ _NO_RESOLVER = re.compile(r"Unsupported interpolation type (\w[\w.]*)")
 _OURS = ("robust_train.attempt.runner", "robust_train.attempt.loading")
 
 
-def failed(error: BaseException, supports: Callable[[str], bool]) -> Failed:
+def failed(error: BaseException, with_evidence: Callable[[Failure], Failure]) -> Failed:
     """Return the event of an attempt that ``error`` has ended.
 
     Args:
         error: the exception that the trainer raised.
-        supports: returns whether the trainer supports a feature.
+        with_evidence: completes the failure with what features know of it.
     """
     of_rank = error if isinstance(error, RankFailure) else None
     is_in_words = isinstance(error, (TrainingDiverged, UserError))
     classes = type(error).__mro__
     return Failed(
-        _failure_of(error, supports),
+        with_evidence(_failure_of(error)),
         config_error=str(error) if isinstance(error, ConfigError) else "",
         traceback="" if is_in_words else _trainer_traceback(error),
         error=_pickled(error),
@@ -53,7 +52,7 @@ def failed(error: BaseException, supports: Callable[[str], bool]) -> Failed:
     )
 
 
-def _failure_of(error: BaseException, supports: Callable[[str], bool]) -> Failure:
+def _failure_of(error: BaseException) -> Failure:
     if isinstance(error, (TrainingStopped, KeyboardInterrupt)):
         return Failure(FailureKind.INTERRUPTED, str(error) or "interrupted")
     if isinstance(error, SystemExit):
@@ -74,8 +73,6 @@ def _failure_of(error: BaseException, supports: Callable[[str], bool]) -> Failur
         failure = replace(failure, evidence=evidence)
     if isinstance(error, (ConfigKeyError, ConfigAttributeError)):
         failure = replace(failure, message=_missing_key(error))
-    if failure.kind is FailureKind.HOST_OOM and not supports(WORKERS):
-        failure = replace(failure, evidence=replace(failure.evidence, no_workers=True))
     return failure
 
 

@@ -44,6 +44,10 @@ class InAttempt:
     def ran_out(self, error: BaseException, failure: Failure) -> None:
         """Note what filled the memory within a step, which is repeated in smaller parts."""
 
+    def evidence(self, failure: Failure) -> Failure:
+        """Return the failure that ended the attempt with what is known only here. Chained."""
+        return failure
+
     def tick(self) -> None:
         """Do what is due twice a second, in a thread beside the trainer."""
 
@@ -80,6 +84,12 @@ class AttemptHooks:
         """Let all note what filled the memory."""
         for feature in self._all:
             feature.ran_out(error, failure)
+
+    def evidence(self, failure: Failure) -> Failure:
+        """Return the failure with all evidence."""
+        for feature in self._all:
+            failure = feature.evidence(failure)
+        return failure
 
     def tick(self) -> None:
         """Let all do what is due twice a second."""

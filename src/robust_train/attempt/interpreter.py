@@ -53,6 +53,8 @@ from robust_train.model.events import (
     Progress,
     SpeedMeasured,
 )
+from robust_train.model.failure import Finding
+from robust_train.model.parts import parts_like
 
 _AT_THE_START = frozenset(sys.modules)
 """What every interpreter has; what a standby imports beyond it, the next standby needs as well."""
@@ -78,6 +80,8 @@ def main() -> NoReturn:
     os.set_inheritable(descriptor, False)
     channel = socket.socket(fileno=descriptor)
     send = EventSender(channel)
+    # A failure is reported with these: when memory has run out, there is none to import them.
+    parts_like(Finding)
     prepared = Prepared()
     while True:
         readable([channel.fileno()], FOREVER_SECONDS)
@@ -260,7 +264,7 @@ class _Reporter:
         of = self._request.config.trainer
         folder = os.path.abspath(of.cwd or "")
         self._code.note([os.path.join(folder, word.rpartition("=")[2]) for word in of.argv or ()])
-        names = _installed_modules()
+        names = _modules_to_share()
         modules = tuple(name for name in names if name not in _AT_THE_START)
         if len(modules) > self._reported:
             self._reported = len(modules)
@@ -280,14 +284,16 @@ def _set_start_method(request: AttemptRequest) -> None:
         multiprocessing.set_start_method(wanted, force=True)
 
 
-def _installed_modules() -> tuple[str, ...]:
-    """Return the imported modules that lie in site-packages; not those of the user or of ours."""
+def _modules_to_share() -> tuple[str, ...]:
+    """Return the imported modules that lie in site-packages, or are ours: an editable installation
+    has ours elsewhere. The user's may change between two attempts."""
     folders = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
     return tuple(
         name
         for name, module in list(sys.modules.items())
-        if str(getattr(module, "__file__", None) or "").startswith(folders)
-        and getattr(getattr(module, "__spec__", None), "name", None) == name
+        if name.startswith("robust_train.")
+        or str(getattr(module, "__file__", None) or "").startswith(folders)
+        if getattr(getattr(module, "__spec__", None), "name", None) == name
     )
 
 

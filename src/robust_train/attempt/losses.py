@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
+    from robust_train.step.update import LateAnswers, Update
+
 # whose figure a loss is; a later one of these counts in place of those before it
 COMPUTED, REPORTED, GIVEN = range(3)
 
@@ -23,6 +25,9 @@ class LossWatch:
 
     leaves_out = False
 
+    def __init__(self) -> None:
+        self._answers: LateAnswers | None = None
+
     def take(self, step: int, loss: Any, source: int = GIVEN) -> None:
         """Take the loss of a step, which may be a tensor; ``source`` says whose figure it is."""
 
@@ -32,12 +37,20 @@ class LossWatch:
     def step(
         self, number: int, optimizer: Optimizer, scaler: Any, max_grad_norm: float | None
     ) -> bool:
-        """End an optimizer step; return whether the weights have changed."""
+        """End an optimizer step; see :meth:`.run.Run.step` for what it returns."""
         # torch comes with it, and the launcher does without
         from robust_train.step.update import update
 
         done = update(optimizer, None, scaler, max_grad_norm, skips=False)
-        return done.moved
+        return self.has_moved(number, done)
+
+    def has_moved(self, number: int, done: Update) -> bool:
+        """Return what :meth:`step` returns for an update."""
+        from robust_train.step.update import LateAnswers
+
+        if self._answers is None:
+            self._answers = LateAnswers()
+        return self._answers.moved(number, done)
 
     def allows_checkpoint(self) -> bool:
         """Return whether the weights are worth a checkpoint."""

@@ -86,7 +86,7 @@ class Parts:
     def _made(self) -> MicroBatcher:
         # torch comes with it, and the launcher does without
         from robust_train.step.batcher import MicroBatcher
-        from robust_train.step.engine import Recorder
+        from robust_train.step.recorder import Recorder
         from robust_train.step.split_watch import SplitWatch
 
         watch = SplitWatch(self.split_rule, self._on_split_checked, self._reports.muted)

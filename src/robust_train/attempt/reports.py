@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from robust_train.files import plain
 from robust_train.memory.stats import describe_memory, memory_in_use
@@ -45,6 +46,8 @@ class Reports:
         self._is_muted = False
         self._total_steps: int | None = None
         self._unsent: Progress | None = None
+        # one whose figures are on their way from a GPU
+        self._held: Progress | None = None
         self._next_progress = 0.0
         self._objective = ""
         self._mode: str | None = None
@@ -90,19 +93,43 @@ class Reports:
         """Send a step's figures, at most ten times a second; return whether they were sent."""
         self._total_steps = total_steps
         self._unsent = Progress(step, total_steps, scalars)
+        self._send_held(waits=False)
         now = time.monotonic()
         if now < self._next_progress:
             return False
         self._next_progress = now + _PROGRESS_INTERVAL_SECONDS
-        self.send_last_progress()
+        if any(getattr(one, "is_cuda", False) for one in scalars.values()):
+            self._hold()
+        else:
+            self.send_last_progress()
         return True
+
+    def _hold(self) -> None:
+        """Send the newest step's figures once they are on the host: reading them now would wait for
+        all that is queued on the GPU. At the latest those of the next report are waited for."""
+        assert self._unsent is not None
+        self._send_held(waits=True)
+        self._held = replace(self._unsent, metrics=_on_their_way(self._unsent.metrics))
+        self._unsent = None
+        self._send_held(waits=False)
+
+    def _send_held(self, *, waits: bool) -> None:
+        held = self._held
+        if held is None or self._is_muted:
+            return
+        late = [one for one in held.metrics.values() if hasattr(one, "has_arrived")]
+        if waits or all(one.has_arrived() for one in late):
+            self._held = None
+            self.send(replace(held, metrics=plain(_read(held.metrics))))
 
     def send_last_progress(self) -> None:
         """Send the newest step's figures, unless that is done."""
+        self._send_held(waits=True)
         unsent = self._unsent
         self._unsent = None
         if unsent is not None:
-            self.send(replace(unsent, metrics=plain(unsent.metrics)))
+            figures = _read(_on_their_way(unsent.metrics))
+            self.send(replace(unsent, metrics=plain(figures)))
 
     def epoch_ended(self, epoch: int, scalars: Mapping[str, float]) -> None:
         """Send an epoch's figures, and the objective if it is among them."""
@@ -150,3 +177,28 @@ class Reports:
             and isinstance(step, int)
         ):
             self.send(ValueReported(float(value), step, self._mode))
+
+
+def _on_their_way(scalars: Mapping[str, Any]) -> dict[str, Any]:
+    """Return figures of which those on a GPU are being copied to the host, unless it fails."""
+    figures: dict[str, Any] = {}
+    for name, value in scalars.items():
+        if not getattr(value, "is_cuda", False) or value.ndim != 0:
+            figures[name] = value
+            continue
+        # torch comes with it, and the launcher does without
+        from robust_train.step.update import LateFigure
+
+        with contextlib.suppress(RuntimeError):
+            figures[name] = LateFigure(value)
+    return figures
+
+
+def _read(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return figures of which all are on the host. After a fault of the GPU those that are not are
+    left out: the fault is what the attempt reports."""
+    here = {}
+    for name, value in figures.items():
+        with contextlib.suppress(RuntimeError):
+            here[name] = value.read() if hasattr(value, "has_arrived") else value
+    return here

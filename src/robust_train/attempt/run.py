@@ -124,7 +124,8 @@ class Run:
         """Report that optimizer step ``step`` is done; ``scalars`` (loss, lr …) go to the journal.
 
         May be called after every step: at most ten reports a second are passed on. Returns whether
-        this one was.
+        this one was. One with a figure on a GPU is sent when that has arrived on the host, at the
+        latest with the next report: nothing waits for the GPU.
         """
         return self._live.progress(step, total_steps=total_steps, **scalars)
 
@@ -166,8 +167,9 @@ class Run:
             max_grad_norm: clip the norm of all gradients to this.
 
         Returns:
-            Whether the weights have changed, as far as that is known by now: with ``fused=True``
-            always true.
+            Whether the weights have changed. With ``fused=True`` the GPU decides, and no one waits
+            for it: then the answer is that of the call before, true in the first one. So
+            ``if run.step(optimizer): scheduler.step()`` counts right, a step later.
 
         Raises:
             TrainingDiverged: more than three times ``divergence.patience`` updates in a row were

@@ -95,7 +95,7 @@ def run_attempt(
                 error = raised
                 if not request.config.runs_inline:
                     error = lacks_resolver(raised) or raised
-                ending = failed(error, live.supports)
+                ending = failed(error, live.hooks.evidence)
         # one that has done its last step had nothing left to stop, and keeps its result
         was_cut_short = live.stops.has_stopped_trainer and not live.reports.is_done
         if was_cut_short and isinstance(ending, Finished):

@@ -1,1 +1,2 @@
-"""What a launcher or a sweep starts: interpreters, notifications, itself in the background."""
+"""Child processes of a launcher or a sweep: interpreters, notifications, itself in the
+background."""

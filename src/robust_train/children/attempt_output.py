@@ -1,4 +1,4 @@
-"""What attempts print: shown as it comes, kept in a file, and its tail remembered as evidence."""
+"""The output of attempts: shown as it comes, kept in a file, with its tail as evidence."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ _BAR_SECONDS = 1.0
 
 
 class OutputStream:
-    """One of stdout and stderr: a terminal for the child where ours is one, else a pipe.
+    """The child's stdout or stderr: a terminal if ours is a terminal, else a pipe.
 
-    A terminal, so that progress bars of the trainer look as they would without the launcher.
+    With a terminal, the trainer's progress bars look as they would without the launcher.
 
-    One serves as both where ours are one file: two would lose the order of what is printed.
+    If our two streams are the same file, the child's streams share this object. Otherwise the order
+    of its output would be lost.
 
     Attributes:
-        child_fd: what the child gets.
-        read_fd: where its output can be read.
-        is_terminal: whether it is one.
+        child_fd: the child's descriptor.
+        read_fd: the descriptor from which its output can be read.
+        is_terminal: whether the child gets a terminal.
     """
 
     def __init__(self, ours: TextIO) -> None:
@@ -115,13 +116,13 @@ class OutputPump:
 
     @property
     def descriptors(self) -> list[int]:
-        """What becomes readable when something is printed."""
+        """The descriptors that become readable when output arrives."""
         return [stream.read_fd for stream in self.streams]
 
     @property
     def input_fd(self) -> int:
-        """What attempts read: our standard input where that is a file or a pipe, a terminal without
-        input where ours is one (``stty size`` asks there), else nothing."""
+        """The standard input of attempts: ours if it is a file or a pipe, a terminal without input
+        if ours is a terminal (``stty size`` needs it), else nothing."""
         with contextlib.suppress(OSError):  # closed
             mode = os.fstat(0).st_mode
             if stat.S_ISREG(mode) or stat.S_ISFIFO(mode):
@@ -147,7 +148,7 @@ class OutputPump:
         return self._tail.decode(errors="replace")
 
     def start_log(self, path: Path) -> None:
-        """Keep what comes from now on in ``path``; a full disk costs the log, not the training."""
+        """Keep the output from now on in ``path``. A full disk costs the log, not the training."""
         self.end_log()
         self._tail = b""
         with contextlib.suppress(OSError):
@@ -162,7 +163,7 @@ class OutputPump:
             stream.settle()
 
     def move(self) -> bool:
-        """Pass on everything that has arrived; return whether there was anything."""
+        """Pass on everything that has arrived, and return whether there was anything."""
         moved = False
         for number, stream in enumerate(self.streams):
             stream.fit()
@@ -181,7 +182,7 @@ class OutputPump:
         return moved
 
     def drain(self) -> None:
-        """Pass on the rest after the writer is gone; a terminal hands over a little late."""
+        """Pass on the rest after the writer has ended. A terminal delivers it a little late."""
         while readable(self.descriptors, 0.02) and self.move():
             pass
 
@@ -195,9 +196,9 @@ class OutputPump:
 
 
 class AttemptLog:
-    """What an attempt prints, as a terminal shows it in the end. Progress bars rewrite their line
-    by carriage return, perhaps for weeks: only the last state of a line is kept, in memory as in
-    the file."""
+    """The output of an attempt, as a terminal shows it in the end. Progress bars rewrite their line
+    by carriage return, perhaps for weeks, so only the last state of a line is kept, in memory and
+    in the file."""
 
     def __init__(self, file: FileIO) -> None:
         self._file = file
@@ -206,7 +207,8 @@ class AttemptLog:
         self._next_state = 0.0
 
     def write(self, data: bytes, stream: int = 0) -> None:
-        """Handle what was printed; an unfinished line of one stream takes nothing of another."""
+        """Handle output. An unfinished line of a stream does not absorb output of another
+        stream."""
         data = self._unfinished.pop(stream, b"") + data
         lines, end, rest = data.rpartition(b"\n")
         done = b"\n".join(map(_settled, (lines + end).split(b"\n")))
@@ -250,7 +252,7 @@ def _copy_settings(source: int, target: int) -> None:
 
 
 def _end_input(master: int, child: int) -> None:
-    """Have an end of file wait for whoever reads the child's terminal by lines."""
+    """Send an end of file to readers of the child's terminal."""
     attributes = termios.tcgetattr(child)
     if attributes[3] & termios.ICANON and not readable([child], 0):
         os.write(master, attributes[6][termios.VEOF])
@@ -258,6 +260,6 @@ def _end_input(master: int, child: int) -> None:
 
 def _copy_size(source: int, target: int) -> None:
     columns, lines = os.get_terminal_size(source)
-    # of a terminal that does not know its size bars would be empty
+    # Bars would be empty on a terminal that does not know its size.
     size = struct.pack("HHHH", lines or 24, columns or 80, 0, 0)
     fcntl.ioctl(target, termios.TIOCSWINSZ, size)

@@ -1,7 +1,7 @@
 """``detach=true``: run the same command again in the background, where a logout does not end it.
 
-The command in the foreground waits until the one in the background has begun or has ended: a pipe
-brings the text to show, or nothing.
+The foreground command waits until the background command has started or ended. A pipe brings the
+text to show, or nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 OUTPUT_FILE = "detached.log"
 _VARIABLE = "ROBUST_TRAIN_DETACHED"
-# with a description, because the system's journal would show the command, which may hold a secret
+# A description, because the system's journal would show the command, which may hold a secret.
 _SCOPE = ["systemd-run", "--user", "--scope", "--quiet", "--collect", "--description=job", "--"]
 _LOGIND = [
     "busctl",
@@ -39,7 +39,7 @@ _SECONDS = 10
 _MOST_BYTES = 1 << 20
 
 
-# to the command in the foreground; None if this is that
+# The pipe to the foreground command, or None in the foreground.
 _pipe: int | None = None
 with contextlib.suppress(KeyError, ValueError, OSError):
     _inherited = int(os.environ.pop(_VARIABLE))
@@ -55,9 +55,9 @@ def is_due(config: RobustConfig) -> bool:
 
 
 def start() -> int:
-    """Run this process's command in the background; return its exit code, 0 once it has begun.
+    """Run this process's command in the background. Returns its exit code, 0 once it has started.
 
-    What ends this process before that ends the job, but for a terminal that is closed."""
+    If this process ends before that, the job ends too, except when a terminal is closed."""
     prefix, note = past_logout()
     read_end, write_end = os.pipe()
 
@@ -90,7 +90,7 @@ def start() -> int:
 
 
 def has_begun(folder: Path, text: str) -> None:
-    """Write all output to a file in ``folder`` from now on; the foreground shows ``text`` and ends.
+    """Write all output to a file in ``folder`` from now on. The foreground shows ``text`` and ends.
 
     Does nothing in the foreground, and when called again.
     """

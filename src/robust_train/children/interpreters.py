@@ -46,16 +46,16 @@ _CHANGED_BY_US = ("HYDRA_", "ROBUST_TRAIN_")
 
 
 class Interpreter:
-    """One plain interpreter, from its start to its end.
+    """A plain interpreter, from its start to its end.
 
     Attributes:
-        returncode: how it ended, as subprocess has it; None while it runs.
+        returncode: its return code as in subprocess. None while it runs.
         max_resident_bytes: its peak resident memory, once it has ended.
-        is_asked: it was given something to import.
-        is_begun: it was given its attempt.
-        is_unfit: it can run no attempt, and ends: an import has started CUDA.
-        culprit: the module that was imported then.
-        answers_due: preparations that it has not ended.
+        is_asked: it got a request to import modules.
+        is_begun: it got its attempt.
+        is_unfit: it cannot run an attempt and ends, because an import has started CUDA.
+        culprit: the module whose import did so.
+        answers_due: the number of unfinished preparations.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], channel: socket.socket) -> None:
@@ -93,7 +93,7 @@ class Interpreter:
         return is_same and self.is_running and not self.is_unfit
 
     def prepare(self, wanted: Preparation) -> None:
-        """Have it import modules; it breaks off an earlier preparation for this one."""
+        """Make the interpreter import modules. This interrupts an earlier preparation."""
         self.is_asked = True
         self.answers_due += 1
         self._send(wanted)
@@ -104,7 +104,7 @@ class Interpreter:
         self._send(begin, descriptors)
 
     def read(self, most: int = sys.maxsize) -> Iterator[Event]:
-        """Yield the events of its attempt that have arrived; handle its own answers.
+        """Yield the events of its attempt that have arrived, and handle its own answers.
 
         Raises:
             ConfigError: its trainer does not accept the config.
@@ -120,7 +120,8 @@ class Interpreter:
                 raise ConfigError(event.refusal)
 
     def signal(self, signum: int) -> None:
-        """Send it a signal; it may have ended, and been collected by a handler of the program's."""
+        """Send a signal to the interpreter, unless it has ended, in which case a handler of the
+        program may have collected it."""
         if self.is_running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signum)
@@ -132,11 +133,11 @@ class Interpreter:
 
 
 class Interpreters:
-    """The interpreters of one job, what they print, and the reaper, which ends what they leave
-    behind if this process is killed.
+    """The interpreters of a job, their output, and the reaper, which ends leftover processes if
+    this process is killed.
 
     Attributes:
-        pump: takes what they print.
+        pump: reads their output.
         is_open: interpreters can be started.
     """
 
@@ -167,7 +168,7 @@ class Interpreters:
     @property
     def waiting(self) -> list[Interpreter]:
         """Those without an attempt."""
-        return [one for one in self.running.values() if not one.is_begun]
+        return [interpreter for interpreter in self.running.values() if not interpreter.is_begun]
 
     def start(self) -> Interpreter:
         """Start an interpreter.
@@ -197,7 +198,7 @@ class Interpreters:
         return one
 
     def mark(self, job: str) -> None:
-        """Have all processes of the job show its id, by which others recognize them."""
+        """Mark all processes of the job with its id, by which others recognise them."""
         self._mark = job_mark(job)
         for pid in [self._reaper.pid] + list(self.running):
             set_mark(pid, self._mark)
@@ -209,18 +210,24 @@ class Interpreters:
 
     def poll(self) -> bool:
         """See which interpreters have ended, which sets ``returncode``, and pass on what they have
-        printed; return whether there was anything."""
+        printed, and return whether there was anything."""
         for one in self._uncollected:
             one.collect()
-        self._uncollected = [one for one in self._uncollected if one.is_running]
+        self._uncollected = [
+            interpreter for interpreter in self._uncollected if interpreter.is_running
+        ]
         return self.pump.move()
 
     def await_prepared(
         self, wanted: Sequence[Interpreter], tick: Callable[[], None] = lambda: None
     ) -> None:
         """Wait until interpreters have answered or ended, calling ``tick`` twice a second."""
-        while pending := [one for one in wanted if one.is_running and one.answers_due]:
-            channels = [one.channel.fileno() for one in pending]
+        while pending := [
+            interpreter
+            for interpreter in wanted
+            if interpreter.is_running and interpreter.answers_due
+        ]:
+            channels = [interpreter.channel.fileno() for interpreter in pending]
             readable(self.pump.descriptors + channels, TICK_SECONDS)
             self.poll()
             for one in pending:
@@ -229,7 +236,7 @@ class Interpreters:
 
     def collect_orphans(self) -> None:
         """Collect what interpreters have left behind and has ended: this process adopts it."""
-        own = [one.pid for one in self._uncollected]
+        own = [interpreter.pid for interpreter in self._uncollected]
         for child in children():
             with contextlib.suppress(psutil.Error):
                 has_ended = child.status() == psutil.STATUS_ZOMBIE
@@ -237,7 +244,8 @@ class Interpreters:
                     collect(child.pid)
 
     def kill_leftovers(self) -> list[int]:
-        """Kill all but the interpreters and what they started; return what cannot be killed."""
+        """Kill all except the interpreters and their children, and return those that cannot be
+        killed."""
         spared = {self._reaper.pid} | self.running.keys()
         for pid in self.running:
             with contextlib.suppress(psutil.Error):
@@ -261,7 +269,7 @@ class Interpreters:
         one.channel.close()
 
     def close(self) -> None:
-        """End all interpreters; in a fork of this process close its descriptors only."""
+        """End all interpreters. In a fork of this process, only close its descriptors."""
         if not self.is_open:
             return
         self.is_open = False
@@ -290,8 +298,8 @@ class Interpreters:
         descriptors: Sequence[int],  # that it inherits
         stdin: int,
     ) -> subprocess.Popen[bytes]:
-        """Start a process in a session of its own. The stop signals are blocked in it: one that
-        comes before it can handle them is then pending instead of fatal."""
+        """Start a process in its own session. Stop signals are blocked in it, so that an early
+        signal stays pending instead of being fatal."""
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             return subprocess.Popen(
@@ -327,7 +335,8 @@ def take_early() -> Interpreters:
 
 
 def discard_early() -> None:
-    """End what was started early; in a fork of this process, forget its parent's."""
+    """End interpreters that were started early. In a fork of this process, forget those of its
+    parent."""
     while _at_hand:
         _at_hand.pop().close()
 

@@ -1,9 +1,9 @@
-"""Notify of a job: by a program of the user's, or by Apprise's URLs.
+"""Notifications of a job: by a user program, or by Apprise URLs.
 
-Each delivery is a process with a time limit, which the launcher's tick looks after: none can fail,
-delay or hang a job. Run as a program, this file sends one notification through Apprise:
+Each delivery is a process with a time limit, which the launcher's tick enforces, so a delivery
+cannot fail, delay or hang a job. Run as a program, this file sends a notification through Apprise:
 ``{"urls": […], "title": …, "body": …}`` comes on standard input, so that no URL is in a command
-line. What failed is printed in one line, by the URLs' schemes.
+line. Failures are printed in one line, by the URLs' schemes.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ _FIELDS = (
 
 
 def notifications(config: NotifyConfig, environ: Mapping[str, str]) -> NotifyConfig:
-    """Return where a job's notifications go; ``environ`` holds the URLs (see ``hide_urls``)."""
+    """Return the targets of a job's notifications. ``environ`` holds the URLs (see
+    ``hide_urls``)."""
     if sweep_folder() is not None:  # it notifies of its own end
         return NotifyConfig()
     urls = tuple(environ.get(URLS_VARIABLE, "").split())
@@ -122,8 +123,8 @@ class Notifier:
             self._collect()
 
     def on_event(self, event: Event, state: RunState) -> None:
-        """Notify of an attempt without progress, at half of its limit and at its end; of a slow
-        one; and of a disk that takes no checkpoint, once until it takes one."""
+        """Notify of an attempt without progress, at half of its limit and at its end, of a slow
+        attempt, and, once, of a disk that accepts no checkpoint."""
         name = "stalled"
         attempt = None if state.attempt is None else state.attempt.number
         match event:
@@ -155,7 +156,7 @@ class Notifier:
             self._notify(name, state, f"{state.name} on {state.host}{text}")
 
     def _news(self, state: RunState) -> str:
-        """Return the event that a job's state amounts to; empty if no one is notified."""
+        """Return the event that a job's state means, empty if it causes no notification."""
         hoped = self._hopes_for_gpu
         is_waiting = state.state == "waiting"
         if is_waiting or state.device is not None:
@@ -229,12 +230,12 @@ class Notifier:
         self._deliveries.append(_Delivery(name, process, errors, until))
 
     def _collect(self) -> None:
-        """End deliveries that take too long; log those that have failed."""
-        for one in tuple(self._deliveries):
-            if one.process.poll() is not None or time.monotonic() >= one.until:
-                self._deliveries.remove(one)
-                if problem := one.ended():
-                    self._log_failure(one.name, problem)
+        """End deliveries that take too long, and log failures."""
+        for delivery in tuple(self._deliveries):
+            if delivery.process.poll() is not None or time.monotonic() >= delivery.until:
+                self._deliveries.remove(delivery)
+                if problem := delivery.ended():
+                    self._log_failure(delivery.name, problem)
 
     def _log_failure(self, name: str, problem: str) -> None:
         self.has_failed = True
@@ -251,27 +252,27 @@ class Notifier:
             self._collect()
 
     def hurry(self) -> None:
-        """End the deliveries under way at once; a signal's handler may call this."""
+        """End the current deliveries at once. A signal handler may call this."""
         for delivery in self._deliveries:
             delivery.until = 0.0
 
 
 @dataclass
 class _Delivery:
-    """A process that delivers one notification."""
+    """A process that delivers a notification."""
 
     name: str
     process: subprocess.Popen[bytes]
     errors: IO[bytes]  # what it prints of them
-    # by the monotonic clock; then it is ended. 0: at once, for a signal
+    # The deadline by the monotonic clock. 0: end it at once, for a signal.
     until: float
 
     def ended(self) -> str:
-        """Return why it has not delivered, empty if it has; end it if it runs."""
+        """Return why the delivery failed, empty if it succeeded. Ends it if it still runs."""
         process = self.process
         with self.errors as errors:
             if process.poll() is None:
-                # of another user's program, as of sudo's, we may not
+                # A program of another user, such as sudo's, must not be signalled.
                 with contextlib.suppress(OSError, subprocess.TimeoutExpired):
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait(_AFTER_KILL_SECONDS)
@@ -284,7 +285,7 @@ class _Delivery:
 
 
 def main() -> None:
-    """Send one notification through Apprise; the exit code is 0 if every URL took it."""
+    """Send a notification through Apprise. The exit code is 0 if every URL accepted it."""
     given = json.load(sys.stdin)
     try:
         import apprise

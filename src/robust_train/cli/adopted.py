@@ -13,12 +13,13 @@ from robust_train.config.projects import lightning_of, ours, without_ours
 
 
 def call_task(task: Callable[..., Any], cfg: Any, run: Run) -> Any:
-    """Return what a project's ``main`` returns in an attempt; Lightning's ``fit`` is ours then."""
+    """Return the result of a project's ``main`` in an attempt, with Lightning's ``fit`` replaced by
+    ours."""
     own = ours(cfg)
     cfg = without_ours(cfg)
     adopted: Any = contextlib.nullcontext()
     if name := lightning_of(cfg):
-        importlib.import_module(name)  # by which of its names ours will use it
+        importlib.import_module(name)  # the name under which our `fit` will use it
         from robust_train.integrations.lightning import adopted_fit
 
         adopted = adopted_fit(own, run)

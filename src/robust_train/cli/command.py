@@ -1,4 +1,4 @@
-"""What a command is made of, and how its answer is printed."""
+"""The parts of a command, and the printing of its answer."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ flag = partial(option, action="store_true")
 
 @dataclass(frozen=True)
 class Command:
-    """One command of ``robust-train``.
+    """A command of ``robust-train``.
 
     Attributes:
-        name: one or two words, as ``memory clear``.
-        help: what it does, in one short line.
+        name: one or two words, such as ``memory clear``.
+        help: its effect, in one short line.
         function: ``module:function`` in ``robust_train.cli``, imported when the command runs. It
             takes the parsed arguments, its own name as ``command`` among them, and returns an
-            :class:`Answer`, or the exit code if it has printed everything itself.
-        options: its arguments, beside ``--help``.
-        about: what it does in full; ``help`` if empty.
+            `Answer`, or the exit code if it printed everything itself.
+        options: its arguments, in addition to ``--help``.
+        about: its effect in full. ``help`` if empty.
         epilog: ``module:NAME`` of a text to print below the options.
         takes_program: a command line follows, as ``arguments.program``.
         parses_itself: the function takes the arguments as a list of strings.
@@ -102,13 +102,14 @@ class UsageError(NotDoneError):
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under named columns; what is None or empty is unknown, and integers end flush."""
+    """Rows under named columns. None or empty cells are unknown, and integers are aligned to the
+    right."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[object]]
 
     def print(self) -> None:
-        """Print plain columns; on a terminal that is too narrow long cells fold."""
+        """Print plain columns. On a narrow terminal, long cells fold."""
         lines = aligned(self.rows, self.columns)
         width = shutil.get_terminal_size().columns
         if not sys.stdout.isatty() or max(map(len, lines)) <= width:
@@ -130,15 +131,15 @@ class Table:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command found or did.
+    """The findings or the effect of a command.
 
     Attributes:
         data: for programs (``--json``), in JSON's types.
         shown: for people, from top to bottom.
         warnings: for people, on stderr.
-        asides: the same without the word, for a command whose output is pasted.
-        error: why the command did not do what it was asked to; empty if it did.
-        exit_code: of the command; with an error and 0 it is 1.
+        asides: warnings without the word, for a command whose output is pasted.
+        error: the reason why the command failed, empty if it succeeded.
+        exit_code: the command's exit code. With an error, 0 becomes 1.
     """
 
     data: dict[str, Json] = field(default_factory=dict)

@@ -391,6 +391,36 @@ GROUPS = {"start": _STARTING, "watch": _WATCHING, "machine": _MACHINE, "more": _
 
 COMMANDS = {command.name: command for group in GROUPS.values() for command in group}
 
+OTHER_NAMES = {
+    "tail": "logs -f",
+    "log": "logs",
+    "follow": "attach",
+    "watch": "attach",
+    "ls": "ps",
+    "list": "ps",
+    "jobs": "ps",
+    "runs": "ps",
+    "show": "status",
+    "info": "status",
+    "result": "status",
+    "kill": "stop",
+    "cancel": "stop",
+    "pause": "stop",
+    "delete": "rm",
+    "remove": "rm",
+    "clean": "rm",
+    "continue": "resume",
+    "restart": "resume",
+    "cite": "report --cite",
+    "start": "run",
+    "exec": "run",
+    "launch": "run",
+    "nvidia-smi": "gpus",
+    "check": "doctor",
+}
+"""What people type who know other tools, and the command that does it. Similar letters would lead
+them elsewhere: ``tail`` resembles ``train``."""
+
 
 def members_of(group: str) -> dict[str, Command]:
     """Return the commands whose first word is ``group``, by their second word."""

@@ -1,7 +1,7 @@
-"""``robust-train doctor``: each GPU usable or why not, the host's queue, facts for a bug report.
+"""``robust-train doctor``: whether each GPU is usable, the host's queue, facts for a bug report.
 
-``--probe`` uses a GPU for some seconds, runs out of memory and recovers. :func:`probe` starts this
-file in a process of its own, with an end; :func:`exercise` is what that does.
+``--probe`` uses a GPU for some seconds, runs out of memory and recovers. `probe` starts this file
+in a separate process, with a time limit, which calls `exercise`.
 """
 
 from __future__ import annotations
@@ -109,12 +109,12 @@ def doctor(arguments: Namespace) -> Answer:
     return Answer(
         data,
         _shown(data),
-        exit_code=0 if is_fine and all(one["passed"] for one in probes) else EXIT_FAILED,
+        exit_code=0 if is_fine and all(probe["passed"] for probe in probes) else EXIT_FAILED,
     )
 
 
 def _facts(inventory: Inventory) -> dict[str, Json]:
-    """Return what a bug report from this machine needs; torch is not imported."""
+    """Return the facts for a bug report from this machine, without importing torch."""
     kernel = platform.release()
     return {
         "driver_cuda": inventory.cuda_version,
@@ -218,7 +218,7 @@ def _text(name: str, value: Json) -> str:
 
 
 def probe(gpu: GpuInfo) -> tuple[bool, str]:
-    """Probe a GPU that no one uses; return whether it passed, and one line about it."""
+    """Probe an unused GPU. Returns whether it passed, and a line about it."""
     try:
         done = run_command(
             [sys.executable, "-m", __name__], _PROBE_SECONDS, {**os.environ, VARIABLE: gpu.uuid}
@@ -234,8 +234,8 @@ def probe(gpu: GpuInfo) -> tuple[bool, str]:
 
 
 def exercise(device: torch.device, free_bytes: int) -> int:
-    """Compute on a device, ask for twice the memory that may be had there, and go on; return into
-    how many parts of that it was split. Raises RuntimeError: a result is wrong, or memory never ran
+    """Compute on a device, request twice its available memory, and continue. Returns the number of
+    parts into which that was split. Raises RuntimeError if a result is wrong, or memory never ran
     out."""
     import torch
 

@@ -1,4 +1,4 @@
-"""The task functions that Hydra calls: one job under the launcher, or one plain run."""
+"""The task functions that Hydra calls: a job under the launcher, or a plain run."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from robust_train.sweep.session import session
 
 
 def robust_job(cfg: DictConfig) -> Any:
-    """Run one job under the launcher; return the objective, NaN for a failed job of a sweep."""
+    """Run a job under the launcher. Returns the objective, NaN for a failed job of a sweep."""
     return _job(cfg, remedies=True)
 
 
 def plain_job(cfg: DictConfig) -> Any:
-    """Run one attempt of the trainer in this process, on the device that the config names."""
+    """Run an attempt of the trainer in this process, on the device that the config names."""
     return _job(plain_config(cfg), remedies=False)
 
 
 def project_job(task: Callable[..., Any], trainer: Callable[..., Any], cfg: DictConfig) -> Any:
-    """Run a job of a Hydra project: its ``main``, which calls ``launch`` where the config builds on
-    ``robust``; any other ``main`` is itself the trainer."""
+    """Run a job of a Hydra project. Its ``main`` calls ``launch`` if the config builds on
+    ``robust``. Otherwise ``main`` is the trainer."""
     # that of a sweep which has ended before: `_job` returns how
     is_over = session.job is not None and not session.job.is_running
     if builds_on_ours(cfg) and not is_over:
@@ -75,7 +75,7 @@ def check(cfg: DictConfig) -> None:
 
 
 def _job(cfg: DictConfig, *, remedies: bool, trainer: Callable[..., Any] | None = None) -> Any:
-    """Run a job, alone or as one of a sweep, which goes on without it if it does not complete."""
+    """Run a job, alone or in a sweep, which continues without it if it does not complete."""
     job = session.job
     try:
         if job is not None and job.status == Status.REFUSED:

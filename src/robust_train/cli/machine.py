@@ -141,8 +141,8 @@ def queue(arguments: Namespace) -> Answer:
         shown = [Table(_OF_JOBS, [_job_row(job) for job in jobs])]
     shown += [f"job {job['id']}: {job['reason']}" for job in jobs if job["reason"]]
     shown += describe(found, gpus) if arguments.verbose else ()
-    shown += [f"{one.uuid}: {one.sentence()}" for one in excluded]
-    data = {"directory": str(path), "jobs": jobs, "excluded": [asdict(one) for one in excluded]}
+    shown += [f"{gpu.uuid}: {gpu.sentence()}" for gpu in excluded]
+    data = {"directory": str(path), "jobs": jobs, "excluded": [asdict(gpu) for gpu in excluded]}
     return Answer(data, shown, warnings)
 
 

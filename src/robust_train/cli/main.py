@@ -16,7 +16,7 @@ from importlib.metadata import version
 from typing import NoReturn
 
 from robust_train.cli.command import Answer, Command, UsageError, load
-from robust_train.cli.commands import COMMANDS, GROUPS, members_of
+from robust_train.cli.commands import COMMANDS, GROUPS, OTHER_NAMES, members_of
 from robust_train.host.needs import why_unusable
 from robust_train.host.screen import open_closed_streams
 from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED, NotDoneError, limit_reached
@@ -29,7 +29,7 @@ OVERRIDE = re.compile(r"(?![A-Z_\d]+=)[+~]{0,2}[\w./@]+=")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit code."""
+    """Run the command line, and return the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     open_closed_streams()
     if (lack := why_unusable()) is not None:
@@ -94,9 +94,9 @@ def _run(words: list[str]) -> int:
 
 
 def find(words: Sequence[str]) -> tuple[Command, list[str]]:
-    """Return the command that a command line begins with, and the other words.
+    """Return the command at the start of a command line, and the other words.
 
-    Raises NotDoneError if there is no such command; it names the one that was probably meant.
+    Raises NotDoneError if it does not exist. The message names the command that was probably meant.
     """
     for length in (2, 1):
         if (command := COMMANDS.get(" ".join(words[:length]))) is not None:
@@ -115,18 +115,21 @@ def find(words: Sequence[str]) -> tuple[Command, list[str]]:
 
 
 def _meant(word: str) -> str:
-    """Return the command that is probably meant by one word, else all first words."""
+    """Return the command that a word probably means, or else all first words."""
     by_last_word = {name.split()[-1]: name for name in reversed(COMMANDS)}
+    if word in OTHER_NAMES:
+        return f"did you mean {OTHER_NAMES[word]}?"
     if near := difflib.get_close_matches(word, by_last_word, n=1):
         return f"did you mean {by_last_word[near[0]]}?"
     return f"there are {', '.join(dict.fromkeys(name.split()[0] for name in COMMANDS))}"
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose mistakes are one line."""
+    """A parser that reports mistakes in one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise what was wrong, with the option that an unknown one is probably meant to be."""
+        """Raise an error that names the mistake, and the option that an unknown option was probably
+        meant to be."""
         name = self.prog.partition(" ")[2]
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown != message:
@@ -134,7 +137,7 @@ class _Parser(argparse.ArgumentParser):
 
             word = unknown.split()[0].partition("=")[0]
             options = list(self._option_string_actions)
-            takes_keys = any(one.dest == "overrides" for one in self._actions)
+            takes_keys = any(action.dest == "overrides" for action in self._actions)
             keys = {f"--{name.replace('_', '-')}": name for name in schema().root.members}
             if takes_keys and word in keys:
                 message += f"; write {keys[word]}=…"
@@ -168,7 +171,7 @@ def parser_of(command: Command) -> argparse.ArgumentParser:
 
 
 def parse(command: Command, words: Sequence[str]) -> argparse.Namespace:
-    """Return the parsed arguments of a command; raise CommandFailed for a mistake."""
+    """Return the parsed arguments of a command. Raises CommandFailed for a mistake."""
     own, program = split(command, words)
     arguments = parser_of(command).parse_args(own)
     arguments.program = program
@@ -178,8 +181,8 @@ def parse(command: Command, words: Sequence[str]) -> argparse.Namespace:
 def split(command: Command, words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the words of the command itself, and those of the program that it runs.
 
-    The program begins after ``--``, or with the first word that is no option, no option's value
-    and no KEY=VALUE.
+    The program starts after ``--``, or at the first word that is neither an option, nor its value,
+    nor KEY=VALUE.
     """
     if not command.takes_program:
         return list(words), []
@@ -199,11 +202,11 @@ def split(command: Command, words: Sequence[str]) -> tuple[list[str], list[str]]
 
 def _listing(groups: Mapping[str, Collection[Command]]) -> str:
     """Return usage and help of commands, a line each."""
-    width = max(len(one.name) for commands in groups.values() for one in commands)
+    width = max(len(command.name) for commands in groups.values() for command in commands)
     parts = ["usage: robust-train COMMAND [OPTIONS]"]
     for title, commands in groups.items():
         parts.append(f"\n{title}:")
-        parts += [f"  {one.name.ljust(width)}  {one.help}" for one in commands]
+        parts += [f"  {command.name.ljust(width)}  {command.help}" for command in commands]
     parts.append("\nrobust-train COMMAND --help shows the options of a command;")
     parts.append("robust-train --version shows the version.")
     return "\n".join(parts)

@@ -58,7 +58,7 @@ _LEFT = {"not permitted", "still there"}
 
 
 def request(arguments: Namespace) -> Answer:
-    """Have a live run do what the command is called after, or say what helps without a run."""
+    """Send the request named by the command to a live run, or without a run, explain what to do."""
     action = arguments.command.removeprefix("memory ")
     given = vars(arguments)
     options = {name: given[name] for name in ("force", "fraction") if name in given}
@@ -74,7 +74,7 @@ def request(arguments: Namespace) -> Answer:
 def info(arguments: Namespace) -> Answer:
     """Show a live run's own figures and the machine's.
 
-    Without ``--run`` no live run, or several, are no error: only the machine is shown.
+    Without ``--run``, no live run, or several, are not an error: only the machine is shown.
     """
     try:
         run = choose_run(arguments.run, command="memory info --run")
@@ -182,12 +182,13 @@ def choose(
     uid: int,
     ancestors: Set[int],
 ) -> tuple[list[CudaProcess], dict[int, str]]:
-    """Return which of the listed processes to end, and why others that were named must not be.
+    """Return the listed processes to end, and why other named processes must not be ended.
 
     Args:
-        listed: what NVML lists, and by number why a process is not among them.
-        named: process ids to end; empty for all of the caller's own.
-        uid: the caller's user; only 0 may name processes of others.
+        listed: the processes that NVML lists, and by number, the reason why a process is not among
+            them.
+        named: process ids to end, empty for all of the caller's own.
+        uid: the caller's user. Only 0 may name processes of others.
         ancestors: the caller itself and all its parents.
     """
     processes, others = listed
@@ -209,10 +210,10 @@ def choose(
 
 
 def end_all(processes: Iterable[CudaProcess], seconds: float = _SECONDS) -> dict[CudaProcess, str]:
-    """Send SIGTERM to all, then SIGKILL to those that are still there after ``seconds``; return
-    what became of each.
+    """Send SIGTERM to all, then SIGKILL to those that are still alive after ``seconds``. Returns
+    the outcome for each.
 
-    Wait as long for the killed ones, because a process inside the driver may need a while. A
+    Waits equally long for killed processes, because a process inside the driver may need a while. A
     process that has only inherited the process id is never signalled.
     """
     how = dict.fromkeys(processes, "gone")
@@ -229,7 +230,7 @@ def end_all(processes: Iterable[CudaProcess], seconds: float = _SECONDS) -> dict
         deadline = time.monotonic() + seconds
         while left and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
-            left = [one for one in left if is_there(one.pid, one.started)]
+            left = [process for process in left if is_there(process.pid, process.started)]
     return how | dict.fromkeys(left, "still there")
 
 

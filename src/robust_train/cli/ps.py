@@ -81,7 +81,7 @@ def about_run(run: KnownRun) -> dict[str, Json]:
 
 
 def _jobs_of(arguments: Namespace, runs: Sequence[KnownRun]) -> Answer:
-    """List the jobs of one sweep; their names are the overrides in which they differ."""
+    """List the jobs of a sweep. Their names are the overrides in which they differ."""
     sweep = sweep_at(arguments.which)
     if sweep is None:
         raise UsageError(f"{arguments.which}: not a sweep folder")
@@ -127,7 +127,7 @@ def _grouped(runs: Sequence[KnownRun]) -> list[Listed]:
 
 
 def _row(line: Listed) -> list[object]:
-    """Return the cells of a line; the last is the whole path of its folder."""
+    """Return the cells of a line. The last is the whole path of its folder."""
     age = None if line.began is None else _age(time.time() - line.began)
     if line.sweep is not None:
         done = sum(run.status in ("completed", "pruned") for run in line.runs)
@@ -167,7 +167,7 @@ def has_died(folder: Path, table: SweepTable) -> bool:
 
 
 def _how_it_goes_on(line: Listed) -> str:
-    """Return the command that goes on with what died; empty if it did not."""
+    """Return the command that goes on with what died, empty if it did not."""
     if line.sweep is not None:
         died = _state_of_sweep(line.sweep) == DIED
         return f"{line.sweep} died; to go on: robust-train resume {line.sweep}" if died else ""
@@ -178,7 +178,8 @@ def _how_it_goes_on(line: Listed) -> str:
 
 
 def _table(rows: Sequence[list[object]], whole_paths: bool) -> Table:
-    """Return the rows as a table that fits the terminal; piped, or if asked, paths are whole."""
+    """Return the rows as a table that fits the terminal. In a pipe, or on request, paths are
+    whole."""
     if whole_paths or not sys.stdout.isatty():
         return Table(_COLUMNS, rows)
     width = shutil.get_terminal_size().columns

@@ -69,13 +69,13 @@ def resume(arguments: Namespace) -> Answer:
 
 
 def _with_overrides(command: str, folder: Path, overrides: list[str]) -> str:
-    """Return the command with other values; options of ``run`` that say the same go."""
+    """Return the command with other values, without options of ``run`` that set the same."""
     _, directory, _, *words = shlex.split(command)
     begin = arguments_of_run(words)
     if not begin:
         return with_overrides(command, folder, overrides)
     run = COMMANDS["run"]
-    keys = {key_of(one) for one in overrides}
+    keys = {key_of(override) for override in overrides}
     same = {name for option in run.options if key_of(option.key) in keys for name in option.names}
     own, program = split(run, words[begin:])
     kept = [word for word in own if word.partition("=")[0] not in same and key_of(word) not in keys]
@@ -84,7 +84,7 @@ def _with_overrides(command: str, folder: Path, overrides: list[str]) -> str:
 
 
 def _of_job(run: KnownRun) -> str:
-    """Return the command that resumes a job; that of its sweep if it is a part of one."""
+    """Return the command that resumes a job, or its sweep if it belongs to a sweep."""
     if run.alive:
         raise NotDoneError(f"{run.id} is alive: robust-train attach {run.id} shows it")
     if not run.is_unfinished:
@@ -136,8 +136,8 @@ def _of_sweep(folder: Path) -> str:
 
 
 def _resume_all() -> Answer:
-    """Start in the background what no one has ended."""
-    # by command, and by why there is none: a sweep has many jobs
+    """Resume in the background all jobs that no one ended."""
+    # Group by command, or by the reason why a job has none: a sweep has many jobs.
     commands: dict[str, KnownRun] = {}
     problems: dict[str, KnownRun] = {}
     for run in find_runs():
@@ -175,7 +175,7 @@ def _ended_by_itself(run: KnownRun) -> bool:
 
 
 def _start(command: str, output: Path) -> None:
-    """Start a command that outlives this one and the user's session."""
+    """Start a command that outlives this process and the user's session."""
     prefix, _ = past_logout()
     with output.open("ab") as file:
         subprocess.Popen(

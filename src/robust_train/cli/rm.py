@@ -54,7 +54,7 @@ def remove_runs(arguments: Namespace) -> Answer:
         if not arguments.dry_run:
             if not confirmed(f"remove {_counted(found)}?", arguments):
                 return Answer(shown=["nothing was removed"], exit_code=EXIT_FAILED)
-            found = [one for one in found if _remove(Path(one["run_dir"]), kept)]
+            found = [run for run in found if _remove(Path(run["run_dir"]), kept)]
             shown = f"removed {_counted(found)}"
     data = {"dry_run": arguments.dry_run, "runs": found, "kept": kept}
     return Answer(data, [shown], kept)
@@ -62,13 +62,14 @@ def remove_runs(arguments: Namespace) -> Answer:
 
 def _counted(found: list[dict[str, Json]]) -> str:
     """Return how many run folders there are and their size."""
-    size = sum(one["bytes"] for one in found)
+    size = sum(run["bytes"] for run in found)
     return f"{counted(len(found), 'run folder')}, {mib(size)}"
 
 
 def _remove(folder: Path, kept: list[str]) -> bool:
-    """Remove a run folder; return whether it is gone, and add to ``kept`` why it is not."""
-    run = read_run(folder)  # as it is since the question was asked
+    """Remove a run folder. Returns whether it was removed, and adds the reason to ``kept`` if
+    not."""
+    run = read_run(folder)  # The run may have changed since the question.
     if run is not None and run.alive:
         kept.append(f"{folder} stays: a job runs in it")
         return False

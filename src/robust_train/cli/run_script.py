@@ -37,14 +37,14 @@ exit codes: 0 completed, 1 the script failed, 2 wrong usage or configuration,
 """
 
 
-_OPTIONS = {one.key: one.names[0] for one in COMMANDS["run"].options if one.key} | {
+_OPTIONS = {option.key: option.names[0] for option in COMMANDS["run"].options if option.key} | {
     "trainer.argv": "PROGRAM"
 }
 """The options by the keys that they give."""
 
 
 def run(arguments: Namespace) -> int:
-    """Run the script to its end; return the exit code of the job."""
+    """Run the script to its end. Returns the job's exit code."""
     if not arguments.program:
         raise UsageError(
             "no program to run; write it after the options: robust-train run --batch-size 128 "
@@ -156,7 +156,7 @@ def _run(arguments: Namespace, values: dict[str, Json]) -> int:
             log.info(
                 "--resume-argv has no {checkpoint}: the script finds its newest checkpoint itself"
             )
-        try:  # as Hydra does
+        try:  # Hydra does the same.
             (plan.run_dir / ".hydra").mkdir(exist_ok=True)
             OmegaConf.save(cfg, plan.run_dir / ".hydra" / "config.yaml")
         except OSError as error:  # a full disk costs the record only

@@ -78,7 +78,7 @@ def status(arguments: Namespace) -> Answer:
     if "last_state" in about:
         since = f"{state}; the last state was {about['last_state']}"
     if state == NO_ANSWER:
-        # for how long is not known
+        # The duration is unknown.
         since = f"{state}: stopped by Ctrl-Z; fg or kill -CONT {run.pid} continues it"
     attempt = None if run.state is None else run.state.attempt
     why = waiting.get("reason")
@@ -122,7 +122,7 @@ def _sweep_status(folder: Path) -> Answer:
 
 
 def request(arguments: Namespace) -> Answer:
-    """Have a live run do at its next step what the command is called after."""
+    """Send the request named by the command to a live run, for its next step."""
     run = choose_run(arguments.which, command=arguments.command)
     verb = arguments.command.replace("-", "_")
     answer = live.ask(run, verb)
@@ -131,7 +131,7 @@ def request(arguments: Namespace) -> Answer:
 
 
 def stop(arguments: Namespace) -> Answer:
-    """Have a live run, or a sweep with its jobs, save checkpoints and end."""
+    """Ask a live run, or a sweep with its jobs, to save checkpoints and end."""
     if (sweep := sweep_at(arguments.which)) is not None:
         return _stop_sweep(sweep)
     run = choose_run(arguments.which, command="stop")
@@ -171,7 +171,7 @@ def _stop_sweep(folder: Path) -> Answer:
 
 
 def logs(arguments: Namespace) -> int:
-    """Print the output of a job's last attempt; with ``-f`` continue until the job ends."""
+    """Print the output of a job's last attempt. With ``-f``, continue until the job ends."""
     run = choose_run(arguments.which, dead_too=True, command="logs")
     is_followed = arguments.follow and run.alive
     attempt = arguments.attempt
@@ -191,9 +191,9 @@ def logs(arguments: Namespace) -> int:
 
 
 def attach(arguments: Namespace) -> int:
-    """Show a job's output and status until it ends; return its exit code, 0 after Ctrl-C.
+    """Show a job's output and status until it ends. Returns its exit code, 0 after Ctrl-C.
 
-    Of one that has ended, show the last output and how it ended.
+    For a job that has ended, show its last output and how it ended.
     """
     from robust_train.report.status import LiveStatus
 
@@ -215,7 +215,8 @@ def attach(arguments: Namespace) -> int:
 
 
 def wait(arguments: Namespace) -> int:
-    """Wait for each job or sweep; return the code of the first that did not complete, else 0."""
+    """Wait for each job or sweep, and return the code of the first that did not complete, else
+    0."""
     folders = [
         sweep_at(which) or choose_run(which, dead_too=True, command="wait").run_dir
         for which in arguments.which or [None]
@@ -224,7 +225,7 @@ def wait(arguments: Namespace) -> int:
 
 
 def _wait_for(folder: Path) -> int:
-    """Wait for the job or sweep in a folder; print how it ended and return its exit code."""
+    """Wait for the job or sweep in a folder. Prints how it ended and returns its exit code."""
     if (folder / requests.SWEEP_FILE).is_file():
         while is_alive(folder, has_ended=_exit_code_in(folder) is not None):
             time.sleep(POLL_SECONDS)
@@ -244,7 +245,7 @@ def _wait_for(folder: Path) -> int:
 
 
 def _exit_code_in(sweep_folder: Path) -> int | None:
-    """Return the exit code of a sweep; None if it has recorded none."""
+    """Return the exit code of a sweep, or None if it has recorded none."""
     table = read_table(sweep_folder)
     return None if table is None else table.exit_code
 
@@ -258,15 +259,15 @@ def _attempts_in(run_dir: Path) -> list[int]:
 def output_of(
     run_dir: Path, attempt: int = 0, *, follow: bool = False, last_bytes: int = 0
 ) -> Iterator[bytes]:
-    """Yield what an attempt has printed.
+    """Yield the output of an attempt.
 
-    Of a job that is alive only whole lines are shown: its log may still take back the last one.
+    For a live job, only whole lines are shown, because its log may still change the last line.
 
     Args:
         run_dir: the run folder.
-        attempt: the attempt's number; the last one if 0, and with ``follow`` those after it.
+        attempt: the attempt's number. 0 means the last attempt, and with ``follow`` those after it.
         follow: continue until the job ends.
-        last_bytes: begin this many bytes before the end; at the beginning if 0.
+        last_bytes: start this many bytes before the end. 0 means at the start.
     """
     number = attempt
     position = 0
@@ -333,7 +334,7 @@ def limit(arguments: Namespace) -> Answer:
 
 
 def best(arguments: Namespace) -> Answer:
-    """Return the best job of a sweep: its overrides, or where its checkpoint is."""
+    """Return the best job of a sweep: its overrides, or the path of its checkpoint."""
     folder, table = _sweep_at(arguments.path)
     # where they are now: it may have been moved, or still run
     rows = read_rows(folder, table.sweep)

@@ -26,7 +26,7 @@ _NOTIFY_SECONDS = 30.0
 
 
 def init(arguments: Namespace) -> Answer:
-    """Write a new project; overwrite nothing."""
+    """Write a new project without overwriting files."""
     folder = Path(arguments.dir)
     names = sorted(
         str(path.relative_to(_TEMPLATE))
@@ -104,7 +104,7 @@ def report(arguments: Namespace) -> Answer:
         pages = {folder: job_page(story)}
     else:
         of_jobs = [job.story for job in story.jobs if job.story is not None]
-        pages = {Path(one.folder): job_page(one) for one in of_jobs}
+        pages = {Path(story.folder): job_page(story) for story in of_jobs}
         pages[folder] = sweep_page(story)
     problems = []
     for where, page in pages.items():
@@ -133,7 +133,7 @@ def _citation(story: Story | SweepStory) -> Answer:
 
 
 def _run_folder(which: str | None) -> Path:
-    """Return the folder of the run that is meant, or one that holds its journal alone."""
+    """Return the folder of the run that the user means, or a folder that holds only its journal."""
     from robust_train.folder.run_list import NoLiveRunError, choose_run
 
     try:
@@ -199,7 +199,7 @@ def completion(arguments: Namespace) -> int:
 
     words = [f"{group}={name}" for group, names in groups().items() for name in names]
     found = all_keys(())
-    groups_of_keys = {one.rpartition(".")[0] for one in found}
+    groups_of_keys = {key.rpartition(".")[0] for key in found}
     words += [f"{key}=" for key in found if key not in groups_of_keys]
     words += _OF_HYDRA
     first_words = dict.fromkeys(name.partition(" ")[0] for name in COMMANDS)
@@ -215,7 +215,7 @@ def completion(arguments: Namespace) -> int:
 
 
 def _case(name: str) -> str:
-    """Return the line for the words that may follow a command; empty if there are none."""
+    """Return the line for the words that may follow a command, empty if there are none."""
     words = list(members_of(name))
     options = COMMANDS[name].options if name in COMMANDS else ()
     for each in options:
@@ -228,5 +228,5 @@ def _case(name: str) -> str:
 
 
 def _words(words: Iterable[str]) -> str:
-    """Return words as one quoted value, a line each."""
+    """Return words as a single quoted value, a line each."""
     return shlex.quote("\n".join(words))

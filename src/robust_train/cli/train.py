@@ -56,7 +56,7 @@ def open_robust() -> NoReturn:
 
 
 def open_plain() -> NoReturn:
-    """Run ``python train.py``: one attempt in this process, without remedies."""
+    """Run ``python train.py``: an attempt in this process, without remedies."""
     _prepare_process()
     from robust_train.host.linux import shared_machine_environment
     from robust_train.host.screen import never_blocking_output
@@ -76,19 +76,19 @@ def hydra_main(
     config_name: str | None = None,
     version_base: str | None = HYDRAS_OWN,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a project's ``main(cfg)``, in place of ``hydra.main``, whose defaults it has.
+    """Decorate a project's ``main(cfg)``, like ``hydra.main`` and with its defaults.
 
-    Where the config builds on ``robust``, ``main`` calls ``launch`` itself. Otherwise ``main`` is
-    what the launcher runs, and the config's group ``robust`` has the launcher's keys. Mistakes are
-    one line, with our exit codes.
+    If the config builds on ``robust``, ``main`` calls ``launch`` itself. Otherwise the launcher
+    runs ``main`` as the trainer, and the config's group ``robust`` has the launcher's keys. A
+    mistake in the config ends the program with one line and our exit codes.
 
     Args:
-        config_path: folder of the configs, relative to the file that defines ``main``; None: they
+        config_path: folder of the configs, relative to the file that defines ``main``. None: they
             are in Hydra's ConfigStore.
-        config_name: the primary config; None: there is none, keys are added on the command line.
-        version_base: the version of Hydra to be like. Without it Hydra 1.3 warns and is like 1.1:
-            ``main`` runs in the run folder, and without ``config_path`` the configs are beside
-            the file that defines it.
+        config_name: the primary config. None: no config, keys are added on the command line.
+        version_base: the version of Hydra whose behaviour to follow. By default, Hydra 1.3 warns
+            and follows 1.1: ``main`` runs in the run folder, and without ``config_path`` the
+            configs are next to the file that defines it.
     """
 
     def decorate(task: Callable[..., Any]) -> Callable[..., Any]:
@@ -167,14 +167,14 @@ def _open(
     version_base: str | None = "1.3",
     name: str = "",
 ) -> int:
-    """Compose the config and run the job or sweep; return the exit code.
+    """Compose the config, run the job or sweep, and return the exit code.
 
     Args:
         task: the function for one job.
         config_name: the primary config.
         config_path: the folder of the configs.
         version_base: Hydra's.
-        name: the name of our own script; empty for a project's.
+        name: the name of our own script, empty for a project's.
     """
     key = "device" if name else "robust.device"
     sys.argv[1:] = _with_list_of_gpus(sys.argv[1:], key)
@@ -200,7 +200,7 @@ def _open(
         os.environ.setdefault("HYDRA_MAIN_MODULE", name)
     else:
         # a project's config may lack the keys of its group
-        own = ["++" * one.startswith("robust.") + one for one in arguments]
+        own = ["++" * argument.startswith("robust.") + argument for argument in arguments]
         sys.argv[1:] = own
         more.append(_RECORD_SWEEPS)
     sys.argv[1:] = compat.with_overrides(sys.argv[1:], more)
@@ -261,7 +261,7 @@ def _answer(name: str) -> None:
 def _exit_code_of(
     error: Exception, task: Callable[[Any], Any], explained: Callable[[BaseException], str]
 ) -> int | None:
-    """Print a user's mistake in one line and return its exit code; None if it is none."""
+    """Print a user's mistake in one line, and return its exit code. None for other errors."""
     from robust_train.cli import jobs
     from robust_train.config.refusals import REFUSALS, exit_code_of
     from robust_train.sweep.checks import known_problem
@@ -282,11 +282,15 @@ def _exit_code_of(
 
 
 def _with_list_of_gpus(arguments: list[str], key: str) -> list[str]:
-    """Return a command line where ``device=2,3`` of a single job is a list: it can mean no more."""
+    """Return a command line in which ``device=2,3`` of a single job is a list, its only possible
+    meaning."""
     if {"-m", "--multirun"} & set(arguments):
         return arguments
     several = re.compile(rf"(\+*{re.escape(key)})=(\d+(?:,\d+)+)")
-    return [several.sub(r"\1=[\2]", one) if several.fullmatch(one) else one for one in arguments]
+    return [
+        several.sub(r"\1=[\2]", argument) if several.fullmatch(argument) else argument
+        for argument in arguments
+    ]
 
 
 def may_set_mode(arguments: list[str]) -> bool:
@@ -297,7 +301,8 @@ def may_set_mode(arguments: list[str]) -> bool:
 
 
 def _for_guest(arguments: list[str], name: str) -> list[str]:
-    """Return overrides for a rank of torchrun, srun, … Raises ConfigError: it cannot be one."""
+    """Return overrides for a rank of torchrun, srun, … Raises ConfigError if it cannot be a
+    rank."""
     guest = guest_rank(os.environ)
     if guest is None or name == "train":
         return []
@@ -305,7 +310,7 @@ def _for_guest(arguments: list[str], name: str) -> list[str]:
         if word in arguments:
             raise ConfigError(f"{word}: not as a rank of {guest.engine}; leave it out")
     found = []
-    if name and not any(one.startswith("hydra.run.dir=") for one in arguments):
+    if name and not any(argument.startswith("hydra.run.dir=") for argument in arguments):
         found.append(f"hydra.run.dir={guest.folder}")
     if guest.rank:  # rank 0 alone writes the config and the log file
         found += ["hydra.output_subdir=null", "hydra/job_logging=stdout"]
@@ -317,7 +322,7 @@ def _start_early(arguments: list[str]) -> None:
     with contextlib.suppress(ConfigError):  # the job reports it
         if guest_rank(os.environ) is not None:
             return  # a rank of another engine starts no process
-    given = dict(one.lstrip("+~").partition("=")[::2] for one in arguments)
+    given = dict(argument.lstrip("+~").partition("=")[::2] for argument in arguments)
     # the jobs of other launchers start their own
     launcher = given.get("hydra/launcher", "basic")
     if given.get("isolation") != "none" and launcher == "basic":
@@ -380,7 +385,7 @@ def groups() -> dict[str, list[str]]:
     package = OF_COMMANDS.removeprefix("pkg://")
     found: dict[str, list[str]] = {}
     for group in ("model", "dataset", "trainer"):
-        files = [one.name for one in resources.files(f"{package}.{group}").iterdir()]
+        files = [file.name for file in resources.files(f"{package}.{group}").iterdir()]
         names = [name.removesuffix(".yaml") for name in files if name.endswith(".yaml")]
         found[group] = sorted(names)
     return found

@@ -1,15 +1,18 @@
-"""What a script does under its ``__main__`` guard alone: its attempts import it and do without."""
+"""What a script does that its attempts do without: under its ``__main__`` guard, for they import
+it, or anywhere, if its trainer is imported from elsewhere or carried over by value."""
 
 from __future__ import annotations
 
 import ast
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import importlib.util
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from robust_train.config.trainers import TrainerRef
+from robust_train.config.trainers import MainModule, TrainerRef
 
 _SETTINGS = frozenset(
     (
@@ -31,7 +34,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 @dataclass(frozen=True)
 class GuardedEffects:
-    """What a script does under its guard and its trainer depends on.
+    """What a script does that does not happen in attempts, and its trainer depends on.
 
     Attributes:
         calls: functions that seed or set what a whole process computes, by their dotted names.
@@ -41,8 +44,10 @@ class GuardedEffects:
     calls: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
 
-    def in_words(self, script: str) -> str | None:
-        """Return them in one line; None if there are none."""
+    def in_words(
+        self, script: str, why: str = ' under if __name__ == "__main__":, which does not run'
+    ) -> str | None:
+        """Return them in one line, with the reason; None if there are none."""
         effects = []
         if self.calls:
             effects.append("calls " + ", ".join(f"{call}()" for call in self.calls))
@@ -51,22 +56,51 @@ class GuardedEffects:
         if not effects:
             return None
         return (
-            f'{script} {" and ".join(effects)} under if __name__ == "__main__":, which does not '
-            "run in attempts; do so in the trainer, or give it the values in its config"
+            f"{script} {' and '.join(effects)}{why} "
+            "in attempts; do so in the trainer, or give it the values in its config"
         )
 
 
 def effects_lost_in_attempts(trainer: TrainerRef) -> str | None:
-    """Return in one line what the script of a trainer does under its guard alone, None if nothing
-    is known to be."""
-    # A pickled trainer takes the values of its variables along.
-    if trainer.main is None or trainer.pickled:
+    """Return in one line what the script of a trainer does that does not happen in its attempts,
+    None if nothing is known to be."""
+    main = trainer.main
+    if main is None:
+        main = MainModule.of_this_process()
+    if main is None or trainer.is_ours:
         return None
-    script = Path(trainer.main.file)
+    script = Path(main.file)
+    module, _, name = trainer.path.rpartition(".")
     with contextlib.suppress(OSError, ValueError, SyntaxError, RecursionError):
-        effects = effects_under_guard(ast.parse(script.read_bytes()), trainer.parts()[-1])
-        return effects.in_words(script.name)
+        tree = ast.parse(script.read_bytes())
+        if trainer.pickled:
+            # It takes the values of its variables along.
+            why = f", but the trainer is sent by value: {script.name} does not run"
+            return effects_beside_value(tree, name).in_words(script.name, why)
+        if trainer.main is not None:
+            return effects_under_guard(tree, name).in_words(script.name)
+        source = _source_of(module)
+        if source is not None and not source.samefile(script):
+            effects = effects_beside_module(tree, ast.parse(source.read_bytes()))
+            why = f", but the trainer is imported from {module}: {script.name} does not run"
+            return effects.in_words(script.name, why)
     return None
+
+
+def _source_of(module: str) -> Path | None:
+    """Return the file of a module, which is not imported for it; None if that is unknown."""
+    loaded = getattr(sys.modules.get(module), "__file__", None)
+    if loaded is not None:
+        return Path(loaded)
+    top, *below = module.split(".")
+    spec = importlib.util.find_spec(top)
+    if spec is None or spec.origin is None:
+        return None
+    if not below:
+        return Path(spec.origin)
+    path = Path(spec.origin).parent.joinpath(*below)
+    files = (path.with_suffix(".py"), path / "__init__.py")
+    return next((file for file in files if file.exists()), None)
 
 
 def effects_under_guard(script: ast.Module, trainer: str) -> GuardedEffects:
@@ -100,11 +134,48 @@ def effects_under_guard(script: ast.Module, trainer: str) -> GuardedEffects:
     )
 
 
+def effects_beside_module(script: ast.Module, module: ast.Module) -> GuardedEffects:
+    """Return what a script does if its trainer is in another module, which does not do the like."""
+    return _effects_without(script, _effects_in([module], _imported_in(module)))
+
+
+def effects_beside_value(script: ast.Module, trainer: str) -> GuardedEffects:
+    """Return what a script does if its trainer, a function in it, is sent by value; nothing if
+    that is an object, whose code is not in sight."""
+    nodes = [node for node in ast.walk(script) if _is_named(node, trainer)]
+    if not nodes:
+        return GuardedEffects()
+    in_attempts = [*nodes, *_reached(nodes, _defined_in(script))]
+    return _effects_without(script, _effects_in(in_attempts, _imported_in(script)))
+
+
+def _effects_without(script: ast.Module, in_attempts: Iterable[str]) -> GuardedEffects:
+    """Return what a script does that attempts do not do the like of. Functions that it does not
+    call do nothing."""
+    statements = [node for node in script.body if not isinstance(node, _DEFINITIONS)]
+    done = [*statements, *_reached(statements, _defined_in(script))]
+    has_like = {_kind_of(one) for one in in_attempts}
+    effects = sorted(set(_effects_in(done, _imported_in(script))))
+    lost = [one for one in effects if _kind_of(one) not in has_like]
+    switches = tuple(one for one in lost if one.startswith(_SWITCHES))
+    return GuardedEffects(tuple(one for one in lost if one not in switches), switches)
+
+
+def _is_named(node: ast.AST, name: str) -> bool:
+    if isinstance(node, ast.Lambda):
+        return name == "<lambda>"
+    return isinstance(node, _DEFINITIONS) and node.name == name
+
+
+def _defined_in(script: ast.Module) -> dict[str, Definition]:
+    return {node.name: node for node in script.body if isinstance(node, _DEFINITIONS)}
+
+
 def _is_guard(test: ast.expr) -> bool:
     return ast.unparse(test) in ("__name__ == '__main__'", "'__main__' == __name__")
 
 
-def _reached(nodes: Sequence[ast.stmt], defined: Mapping[str, Definition]) -> list[Definition]:
+def _reached(nodes: Sequence[ast.AST], defined: Mapping[str, Definition]) -> list[Definition]:
     """Return the script's functions and classes among some nodes or named in them, and those that
     are named in these."""
     reached = [node for node in nodes if isinstance(node, _DEFINITIONS)]

@@ -215,7 +215,7 @@ def with_advice(attempt: Attempt, config: RobustConfig, cuda_versions: str = "")
     instead: dict[str, str] = {}
     traits = config.traits
     has_workers = traits.has_our_workers and attempt.spec.noted("num_workers", 0) > 0
-    if not has_workers or failure.evidence.no_workers:
+    if not has_workers or failure.evidence.noted("no_workers", False):
         instead |= dict.fromkeys(_NEEDS_WORKERS, "")
     if config.theirs is not None:
         instead |= _IN_A_PROJECT

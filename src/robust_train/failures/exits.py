@@ -306,8 +306,7 @@ def _with_rest(lines: list[str], following: Sequence[str], found: Match) -> Erro
 
 
 def _figures_in(report: ErrorReport, found: Match) -> int:
-    evidence = read_evidence(report.text, found)
-    figures = vars(replace(evidence, own_limit=False, fragmented=False))
+    figures = vars(read_evidence(report.text, found))
     return sum(type(value) is int for value in figures.values())
 
 

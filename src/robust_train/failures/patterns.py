@@ -191,8 +191,7 @@ def read_evidence(text: str, match: Match) -> Evidence:
     is_device = match.kind is FailureKind.DEVICE_OOM and match.library == "torch"
     if not is_device:
         own_limit = False
-    evidence = Evidence(**found, own_limit=own_limit, clue=match.clue, library=match.library)
-    return replace(evidence, fragmented=_is_fragmented(evidence))
+    return Evidence(**found, own_limit=own_limit, clue=match.clue, library=match.library)
 
 
 def with_statistics(evidence: Evidence, text: str) -> Evidence:
@@ -209,8 +208,7 @@ def with_statistics(evidence: Evidence, text: str) -> Evidence:
     missing: dict[str, Any] = {
         name: value for name, value in figures.items() if getattr(evidence, name) is None
     }
-    evidence = replace(evidence, **missing)
-    return replace(evidence, fragmented=_is_fragmented(evidence))
+    return replace(evidence, **missing)
 
 
 def _statistics(torch: Any, text: str) -> dict[str, int]:
@@ -225,12 +223,6 @@ def _statistics(torch: Any, text: str) -> dict[str, int]:
         "free_bytes": free,
         "total_bytes": total,
     }
-
-
-def _is_fragmented(evidence: Evidence) -> bool:
-    requested = evidence.requested_bytes
-    unused = evidence.reserved_unallocated_bytes
-    return bool(requested and unused and unused >= requested)
 
 
 def _first(patterns: Sequence[re.Pattern[str]], text: str) -> int | None:

@@ -1,4 +1,5 @@
-"""The best checkpoint of a job: ``best.pt`` beside the newest ones, ``best.json`` says why."""
+"""The best checkpoint of a job: ``best.pt`` next to the newest checkpoints, and the reason in
+``best.json``."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ Mode = Literal["max", "min"]
 
 @dataclass(frozen=True)
 class Best:
-    """What makes a checkpoint the best: the value of its ``figure`` after ``step``."""
+    """The rating of the best checkpoint: the value of its ``figure`` after ``step``."""
 
     value: float
     step: int
@@ -29,7 +30,7 @@ class Best:
     schema: int = 1
 
     def is_better_than(self, other: Best | None) -> bool:
-        """Return whether it takes the place of another one, which has to be worse."""
+        """Return whether this checkpoint replaces ``other``, which has to be worse."""
         if not math.isfinite(self.value):
             return False
         if other is None or (other.mode, other.figure) != (self.mode, self.figure):
@@ -44,7 +45,8 @@ class Best:
 
 
 def read_best(folder: Path) -> Best | None:
-    """Return the best checkpoint in a folder; None if there is none, or its record is damaged."""
+    """Return the best checkpoint in a folder, or None if it does not exist or its record is
+    damaged."""
     if not (folder / BEST_NAME).is_file():
         return None
     with contextlib.suppress(MalformedEventError):
@@ -59,10 +61,10 @@ def best_in(folder: Path) -> dict[str, Json] | None:
 
 
 def keep_if_best(checkpoint: Path, best: Best) -> None:
-    """Keep a file as ``best.pt`` as well, unless the one that is there is as good.
+    """Keep a file as ``best.pt`` too, unless the present ``best.pt`` is as good.
 
-    It is a second name of the same file where the disk has such names, and so costs neither time
-    nor space until the first name is removed. Raises OSError.
+    It is a hard link if the disk supports them, which costs neither time nor space until the first
+    name is removed. Raises OSError if it cannot be written.
     """
     folder = checkpoint.parent
     if not best.is_better_than(read_best(folder)):

@@ -1,10 +1,10 @@
 """Checkpoints on the disk: written whole or not at all, each named by a manifest.
 
 A manifest is a small file beside a checkpoint that names its job, step, size and checksum.
-Manifests decide what a job resumes from and which of its checkpoints are too many. A checkpoint
-without one, which a full disk may have kept from being written, is not removed; a job resumes from
-it if it is whole when it is read, and named like one of a later step. A manifest whose checkpoint
-is gone, or has another size or checksum, names no whole checkpoint.
+Manifests decide which checkpoint a job resumes from and which it may remove. A full disk may have
+prevented a manifest. A checkpoint without a manifest is never removed, and a job resumes from it if
+it is whole and its name has a later step. A manifest whose checkpoint is missing, or has another
+size or checksum, does not name a whole checkpoint.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class Position:
     """Where ``run.batches`` was in the data."""
 
     batches: int = 0  # given since the job began, 0 if it is not used
-    in_pass: int = 0  # of these, in the present pass over the loader
-    samples: int | None = None  # in those of the pass, None if not counted
+    in_pass: int = 0  # batches of the present pass over the loader
+    samples: int | None = None  # samples of the present pass, None if not counted
     size: int | None = None  # samples in the largest of them
     # samples that they were to have: the loader's batch size, else the config's; 0 if neither
     asked: int = 0
-    workers: int = 1  # of a stream that take turns
+    workers: int = 1  # those that take turns to read a stream
     ranks: int = 1
     order: int | None = None  # a checksum of what shuffled the pass
     loader: Json = None  # the state dict of a loader that has one
@@ -82,7 +82,7 @@ class Manifest:
     path: Path
     time: float = 0.0  # when it was complete, seconds since the epoch
     bytes: int = 0  # the size of its files altogether
-    # for how long saving held training up, None if it was not measured
+    # Seconds for which saving held up training, None if not measured.
     seconds: float | None = None
     # what the loss was then: `finite`, and `proven` once it stayed so; `diverged`, also if that
     # came out later; `unknown`. `damaged`: its script could not read it
@@ -106,7 +106,7 @@ def record_checkpoint(folder: Path, new: Manifest) -> None:
     path = new.path.absolute()
     sync_all(path)
     # the clock may have been set back
-    latest = max((one.time for one in of_job(folder, new.job)), default=0.0)
+    latest = max((manifest.time for manifest in of_job(folder, new.job)), default=0.0)
     manifest = replace(
         new,
         path=path,
@@ -140,9 +140,9 @@ def mark(folder: Path, job: str, loss_of: Callable[[Manifest], str]) -> None:
 
 
 def spoil(folder: Path, job: str, good_step: int, since: float = math.inf) -> None:
-    """Have no attempt resume from a checkpoint of a step after ``good_step``, or where its step is
-    not known, of a time from ``since`` on: it has diverged. What is proven stays so, and what was
-    finite before that step becomes it."""
+    """Exclude checkpoints of diverged training from resumption. These are checkpoints after
+    ``good_step`` or, if their step is unknown, written at ``since`` or later. Proven checkpoints
+    stay proven, and finite checkpoints up to that step become proven."""
 
     def loss_of(one: Manifest) -> str:
         is_after = one.time >= since if one.step is None else one.step > good_step
@@ -195,16 +195,20 @@ def content_of(path: Path) -> int:
 
 
 def pass_over_damaged(folder: Path, job: str, path: Path, *, lacks_file: bool = False) -> bool:
-    """Have no attempt resume from a checkpoint that its script could not read, if there is one
-    before it; return whether there is. One that can be read here is not damaged, unless it is a
-    folder that ``lacks_file``."""
+    """Exclude a checkpoint that its script could not read from resumption, if an earlier checkpoint
+    exists, and return whether it does. A checkpoint that can be read here is not damaged, unless it
+    is a folder that ``lacks_file``."""
     with contextlib.suppress(OSError):
         if not lacks_file and is_readable(path):
             return False
         own = of_job(folder, job)
-        before = (one for one in own if one.path != path and one.loss not in USELESS)
-        if any(state_of(one) == "whole" for one in before):
-            mark(folder, job, lambda one: "damaged" if one.path == path else one.loss)
+        before = (
+            manifest for manifest in own if manifest.path != path and manifest.loss not in USELESS
+        )
+        if any(state_of(manifest) == "whole" for manifest in before):
+            mark(
+                folder, job, lambda manifest: "damaged" if manifest.path == path else manifest.loss
+            )
             return True
     return False
 
@@ -255,8 +259,8 @@ _OURS = "step-0.pt"
 
 
 def _unlisted(folder: Path, known: Manifest) -> Manifest | None:
-    """Return the newest whole checkpoint without a manifest that is named like ``known``, with
-    greater numbers; None if there is none. OSError as above."""
+    """Return the newest whole checkpoint without a manifest whose name is like ``known`` but with
+    greater numbers, or None. Raises OSError as above."""
     listed = read_manifests(folder)
     if any(manifest.loss == "diverged" for manifest in listed):
         return None  # it may be spoiled as well
@@ -277,7 +281,7 @@ def _unlisted(folder: Path, known: Manifest) -> Manifest | None:
 
 def _shape(name: str) -> tuple[str, list[int]]:
     """Return a name without its numbers, and these."""
-    return re.sub(r"[0-9]+", "#", name), [int(one) for one in re.findall("[0-9]+", name)]
+    return re.sub(r"[0-9]+", "#", name), [int(number) for number in re.findall("[0-9]+", name)]
 
 
 def is_read_only(path: Path) -> bool:
@@ -288,13 +292,13 @@ def is_read_only(path: Path) -> bool:
 
 
 def why_full(run_dir: Path, message: str, needed_bytes: int = 0) -> str:
-    """Return which disk is full: that of a path in a failure's ``message``, or the run folder's,
-    which has to take another checkpoint; empty if there is room.
+    """Name the disk that is full: that of a path in a failure's ``message``, or the run folder's,
+    which has to take another checkpoint. Returns an empty string if there is room.
 
     Args:
         run_dir: the run folder.
-        message: why something could not be written.
-        needed_bytes: the size of what could not be written, 0 if unknown.
+        message: the reason why a write failed.
+        needed_bytes: the size of the failed write, 0 if unknown.
     """
     for path in map(Path, _IN_TEXT.findall(message)):
         with contextlib.suppress(OSError):
@@ -305,7 +309,7 @@ def why_full(run_dir: Path, message: str, needed_bytes: int = 0) -> str:
                 return f"no space is left in {path.parent}"
     try:
         folder = run_dir / "checkpoints"
-        size = max((one.bytes for one in read_manifests(folder)), default=0)
+        size = max((manifest.bytes for manifest in read_manifests(folder)), default=0)
         size = max(needed_bytes or size, _LEAST_BYTES)
         place = folder if folder.is_dir() else run_dir
         disk = os.statvfs(place)
@@ -323,20 +327,25 @@ def why_full(run_dir: Path, message: str, needed_bytes: int = 0) -> str:
 
 
 def rotate(folder: Path, job: str, keep: int) -> None:
-    """Remove all but the newest ``keep`` whole checkpoints of ``job`` that we have named. What was
-    written last stays, and so does everything without a manifest of it; and the newest that is
-    proven to be good, or until there is one, the oldest that may be."""
+    """Remove all but the newest ``keep`` whole checkpoints of ``job`` that have a manifest. The
+    last written checkpoint stays, as does every file without a manifest of this job. The newest
+    checkpoint that is proven to be good stays too; until one is proven, the oldest that may be good
+    stays."""
     try:
         own = [
             manifest
             for manifest in of_job(folder, job)
             if manifest.path.parent == folder.absolute() and manifest.path.name.startswith("step-")
         ]
-        whole = [one for one in own if one.loss not in USELESS and state_of(one) == "whole"]
-        good = [one for one in whole if one.loss == "proven"][-1:]
+        whole = [
+            manifest
+            for manifest in own
+            if manifest.loss not in USELESS and state_of(manifest) == "whole"
+        ]
+        good = [manifest for manifest in whole if manifest.loss == "proven"][-1:]
         if not good:
-            good = [one for one in whole if one.loss == "finite"][:1]
-        kept = good + whole[-keep:] + sorted(own, key=lambda one: one.time)[-1:]
+            good = [manifest for manifest in whole if manifest.loss == "finite"][:1]
+        kept = good + whole[-keep:] + sorted(own, key=lambda manifest: manifest.time)[-1:]
         for manifest in own:
             is_older = whole and manifest.order < whole[-1].order
             is_of_no_use = is_older or manifest.loss in USELESS
@@ -351,13 +360,14 @@ def rotate(folder: Path, job: str, keep: int) -> None:
 
 
 def of_job(folder: Path, job: str) -> list[Manifest]:
-    """Return the manifests of ``job``, the newest checkpoint last; OSError as below."""
+    """Return the manifests of ``job``, the newest checkpoint last. Raises OSError as below."""
     own = (manifest for manifest in read_manifests(folder) if manifest.job == job)
     return sorted(own, key=lambda manifest: manifest.order)
 
 
 def read_manifests(folder: Path) -> list[Manifest]:
-    """Return all manifests in a folder of checkpoints; OSError if one cannot be read just now."""
+    """Return all manifests in a folder of checkpoints. Raises OSError if one cannot be read just
+    now."""
     try:
         names = os.listdir(folder)
     except _GONE:
@@ -371,14 +381,14 @@ def read_manifests(folder: Path) -> list[Manifest]:
 
 
 def state_of(manifest: Manifest) -> State:
-    """Return the state of a checkpoint; OSError if it cannot be read just now."""
+    """Return the state of a checkpoint. Raises OSError if it cannot be read just now."""
     path = manifest.path
     try:
         is_as_large = size_of(path) == manifest.bytes
         if is_as_large and manifest.checksum in (None, checksum_of(path)):
             return "whole"
         is_whole = whole_by_form(path)
-        # of a write in place only a zip file shows that it has ended
+        # Only a zip file shows that a write in place has ended.
         if is_whole and is_as_large and not _is_zip(path):
             is_whole = None
     except _GONE:
@@ -399,7 +409,8 @@ def _read(file: Path) -> Manifest | None:
 
 
 def sync_all(path: Path) -> None:
-    """Have a file or folder, all in it and its name survive a power cut."""
+    """Flush a file or folder, everything in it and its name to disk, so that a power cut cannot
+    lose it."""
     for item in (path, *path.rglob("*"), path.parent):
         sync(item)
     with contextlib.suppress(PermissionError):  # somewhere else on the disk
@@ -412,8 +423,8 @@ def size_of(path: Path) -> int:
 
 
 def checksum_of(path: Path) -> int:
-    """Return a checksum of the end of each file, where one of ``torch.save`` has the checksums of
-    all its parts: it is had at any size. Raises OSError."""
+    """Return a checksum of the end of each file. A file of ``torch.save`` has the checksums of all
+    its parts there, so the cost does not grow with the size. Raises OSError."""
     found = 0
     for file in _files_of(path):
         with file.open("rb") as opened:
@@ -474,7 +485,7 @@ def files_in(folder: Path) -> list[Path]:
 def _is_zip(path: Path) -> bool:
     try:
         return zipfile.is_zipfile(path)
-    except zipfile.BadZipFile:  # of a damaged end
+    except zipfile.BadZipFile:  # Its end is damaged.
         return False
 
 
@@ -518,16 +529,16 @@ def save_checkpoint(content: Mapping[str, Any], path: str | Path) -> Path:
 
         save_checkpoint({"model": model, "optimizer": optimizer, "step": step}, "last.pt")
 
-    Whatever has a ``state_dict`` (modules, optimizers, schedulers, scalers) is saved as that;
-    ``torch.load(path, weights_only=True)`` reads the file. Storages are copied to the host one at a
-    time as they are written, so the host needs room for the largest one only.
+    Objects with a ``state_dict`` (modules, optimizers, schedulers, scalers) are saved as their
+    state dict. ``torch.load(path, weights_only=True)`` reads the file. Storages are copied to the
+    host one at a time as they are written, so the host needs room for the largest storage only.
 
     Args:
-        content: what to save, by name.
+        content: the objects to save, by name.
         path: the file; its folder is made.
 
     Raises:
-        CheckpointError: it could not be written; a file that was there is untouched.
+        CheckpointError: the file could not be written. An earlier file at ``path`` is untouched.
     """
     states = {
         name: value.state_dict() if hasattr(value, "state_dict") else value
@@ -537,11 +548,12 @@ def save_checkpoint(content: Mapping[str, Any], path: str | Path) -> Path:
 
 
 def write_atomically(content: Content, path: Path) -> Path:
-    """Save such that ``path`` is at every moment absent, the old file or the new one,
-    also after a power cut.
+    """Save such that ``path`` is always absent, the old file or the new file, even after a power
+    cut.
 
     Tensors on a GPU are copied to the host one at a time while they are written. Raises
-    CheckpointError: no space, no permission, too large …; nothing of the attempt is left.
+    CheckpointError if the write fails (no space, no permission, too large …). Then no part of it
+    stays on disk.
     """
     import torch  # here: the launcher reads manifests
 
@@ -583,7 +595,7 @@ class _Size:
 
 @contextlib.contextmanager
 def system_errors() -> Iterator[None]:
-    """Raise the system's error where torch's zip writer has one of its own in place of it."""
+    """Raise the system's error if torch's zip writer replaced it by its own."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""What Hydra knows of a job: its folders, its overrides, its config."""
+"""Hydra's knowledge of a job: its folders, overrides and config."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ _BEFORE_ATTEMPTS = re.compile(
 
 
 def run_folder(run_dir: str | Path | None, name: str) -> Path:
-    """Make and return the run folder: the one given, Hydra's, that of ``$ROBUST_TRAIN_RUN_DIR`` for
-    one call, or a new one for a job's name. Raises ConfigError: it cannot be made,
-    RunFolderUnavailableError: now."""
+    """Create and return the run folder. It is the given folder, Hydra's, that of
+    ``$ROBUST_TRAIN_RUN_DIR`` for one call, or a new folder for a job's name. Raises ConfigError if
+    it cannot be created, or RunFolderUnavailableError if it cannot be created now."""
     path = chosen_folder(run_dir)
     if run_dir is None and path == _folder_in_environment():
         os.environ.pop(RUN_DIR_VARIABLE, None)
@@ -74,7 +74,7 @@ def chosen_folder(run_dir: str | Path | None) -> Path | None:
 
 
 def _folder_in_environment() -> Path | None:
-    # in a script that we run the variable names the folder of that job
+    # In a script that we run, the variable names the folder of that job.
     given = os.environ.get(RUN_DIR_VARIABLE)
     is_free = EVENTS_VARIABLE not in os.environ
     return Path(given) if given and is_free else None
@@ -96,9 +96,9 @@ def _new_folder(name: str) -> Path:
 
 
 def close_to_others(folder: Path) -> None:
-    """Let only the user into a folder that holds nothing but Hydra's files: one
-    that was used before, or is something else as well, keeps the rights it has. Warns of one in
-    which another user can replace files."""
+    """Restrict a folder to its user if it holds only Hydra's files. A folder that was used before,
+    or that serves another purpose too, keeps its permissions. Warns if another user can replace
+    files in it."""
     with contextlib.suppress(OSError):
         if all(OF_HYDRA.fullmatch(name) for name in os.listdir(folder)):
             folder.chmod(0o700)
@@ -119,8 +119,8 @@ def close_to_others(folder: Path) -> None:
 
 
 def changes_each_time() -> bool:
-    """Return whether Hydra makes a new run folder for each command, and does not find one that the
-    user or the project's config has named."""
+    """Return whether Hydra creates a new run folder for each command, as opposed to a folder that
+    the user or the project's config named."""
     config: Any = HydraConfig.instance().cfg
     run: Any = OmegaConf.to_container(config.hydra.run, resolve=False)
     return _CHANGES.search(str(run["dir"])) is not None
@@ -146,7 +146,8 @@ def sweep_folder() -> Path | None:
 
 
 def working_directory() -> str:
-    """Return the directory in which this process's command was typed; Hydra may have left it."""
+    """Return the directory in which the user ran this process's command. Hydra may have changed the
+    current directory."""
     if HydraConfig.initialized():
         return str(HydraConfig.get().runtime.cwd)
     return os.getcwd()
@@ -159,9 +160,9 @@ def about_job(config: RobustConfig, name: str) -> dict[str, str]:
     about = {"name": name}
     for group, chosen in (("model", config.model), ("dataset", config.dataset)):
         # a user's own trainer need not use our defaults
-        if config.is_built_in or any(one.startswith(group) for one in overrides):
+        if config.is_built_in or any(override.startswith(group) for override in overrides):
             about[group] = chosen.name or ""
-    # of `python -c` the command is a whole program
+    # With `python -c`, the command is a whole program.
     about["overrides"] = shlex.join(public_command(overrides))
     about["command"] = shlex.join(public_command(sys.orig_argv))[:_LONGEST_COMMAND]
     return {key: value for key, value in about.items() if value}
@@ -181,10 +182,11 @@ def owns_terminal(config: RobustConfig) -> bool:
 
 
 def composed_files(config: DictConfig | None = None) -> list[Path]:
-    """Return the files of which Hydra has composed a job's config: those of the project, not those
-    of libraries. Empty outside of Hydra.
+    """Return the project's files from which Hydra composed a job's config, without those of
+    libraries. Empty outside of Hydra.
 
-    ``config``: the job's, with the part ``hydra``; by default that of the job that Hydra runs.
+    ``config`` is the job's, with the part ``hydra``. The default is that of the job that Hydra
+    runs.
     """
     instance = GlobalHydra.instance()
     whole: Any = HydraConfig.instance().cfg if config is None else config
@@ -211,7 +213,7 @@ def composed_files(config: DictConfig | None = None) -> list[Path]:
 
 
 def _folder_of(source: str) -> Path | None:
-    """Return the folder of an entry of Hydra's search path; None if it is a library's."""
+    """Return the folder of an entry of Hydra's search path, or None if it is a library's."""
     kind, separator, place = source.partition("://")
     if not separator:
         return Path(source)
@@ -224,9 +226,9 @@ def _folder_of(source: str) -> Path | None:
 def hydra_config() -> DictConfig | None:
     """Return Hydra's own part of the config, None outside of Hydra.
 
-    Without the classes of launcher and sweeper: where Hydra loads plugins again, as in joblib's
-    workers, there are two of each, and pickle refuses them. What refers to the project's own keys
-    is resolved, because they stay here.
+    The classes of launcher and sweeper are left out: if Hydra loads plugins again, for example in
+    joblib's workers, each class exists twice and pickle refuses it. References to the project's own
+    keys are resolved, because those keys stay here.
     """
     whole: Any = HydraConfig.instance().cfg
     if whole is None:

@@ -1,8 +1,9 @@
-"""Which job a run folder belongs to, and where that job goes on: the disk decides.
+"""The job that a run folder belongs to, and the checkpoint where that job resumes: the disk
+decides.
 
 ``job.json`` holds the identity of the job. It stays the same through all launches until the job has
-completed; a launch after that, or with ``resume=false``, begins a new job, and what lies in
-``checkpoints/`` is set aside.
+completed. A launch after that, or with ``resume=false``, starts a new job and sets the content of
+``checkpoints/`` aside.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ log = logging.getLogger("robust_train")
 T = TypeVar("T")
 
 PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
-_NEW_LEVELS = 3  # of outputs/<date>/<time>
+_NEW_LEVELS = 3  # the levels of outputs/<date>/<time>
 _ID_LENGTH = 8
 _LONGEST_NAMES = 200
 
@@ -51,7 +52,7 @@ class Identity:
     started: float
     completed: float | None = None
     cleared: bool = True
-    # in a row, that began an attempt and saved no checkpoint beyond `reached`
+    # Launches in a row that started an attempt and saved no checkpoint beyond `reached`.
     launches: int = 0
     # step of the newest checkpoint when the last launch began, or time of one without a step
     reached: float | None = None
@@ -73,9 +74,9 @@ class Beginning:
 
 
 def wait_until_readable(read: Callable[[], T], *, sleep: Callable[[float], None] = time.sleep) -> T:
-    """Return what ``read`` returns. If it raises OSError, try again for a minute, then raise
-    what :func:`unusable_folder` returns: a network disk that is away for a moment is no reason to
-    begin again."""
+    """Return the result of ``read``. If it raises OSError, try again for a minute, then raise the
+    error of `unusable_folder`: a network disk that is unreachable for a moment is not a reason to
+    start over."""
     pauses = iter(PAUSES_SECONDS)
     while True:
         try:
@@ -112,19 +113,21 @@ def begin_job(
     max_launches: int = 0,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Beginning:
-    """Find out where a launch in ``run_dir`` begins, and write ``job.json``; ``resume``: go on with
-    the unfinished job of the folder, if there is one. What ``sleep`` raises ends a wait for a disk.
+    """Find out where a launch in ``run_dir`` starts, and write ``job.json``. With ``resume``, it
+    continues an unfinished job in the folder. An exception of ``sleep`` ends a wait for a disk.
 
     Raises:
-        ConfigError: something of the folder cannot be read, also after a while, or a new job cannot
-            be written; RunFolderUnavailableError among them. To go on needs no writing.
-        NoProgressError: the last ``max_launches`` have saved no new checkpoint; 0: whatever they
-            did.
+        ConfigError: part of the folder stays unreadable, or a new job cannot be written.
+            RunFolderUnavailableError is among them. Resuming does not need to write.
+        NoProgressError: the last ``max_launches`` launches saved no new checkpoint. Never raised if
+            it is 0.
     """
     folder = run_dir / "checkpoints"
     journal = run_dir / "journal.jsonl"
     attempts = wait_until_readable(lambda: attempts_in(journal), sleep=sleep)
     job = wait_until_readable(lambda: read_identity(run_dir), sleep=sleep)
+    if job is not None and job.completed is not None and resume:
+        log.info("job %s of this run folder has completed: this is a new one", shown_id(job.id))
     if job is None or job.completed is not None or not resume:
         job = Identity(uuid.uuid4().hex, time.time(), cleared=False)
         _write(run_dir, job)
@@ -144,14 +147,16 @@ def begin_job(
 def _check_progress(
     run_dir: Path, job: Identity, known: Sequence[Manifest], max_launches: int
 ) -> None:
-    """Begin to count launches again after a new checkpoint, or where they may be any number."""
-    own = [one for one in known if one.job == job.id and one.loss not in USELESS]
-    newest = max(own, key=lambda one: one.order, default=None)
+    """Restart the count of launches after a new checkpoint, or if their number is not limited."""
+    own = [
+        manifest for manifest in known if manifest.job == job.id and manifest.loss not in USELESS
+    ]
+    newest = max(own, key=lambda manifest: manifest.order, default=None)
     reached = None
     if newest is not None:
         reached = newest.time if newest.step is None else float(newest.step)
     if reached != job.reached or (job.launches and not max_launches):
-        _change(run_dir, job.id, lambda one: replace(one, launches=0, reached=reached))
+        _change(run_dir, job.id, lambda identity: replace(identity, launches=0, reached=reached))
     elif 0 < max_launches <= job.launches:
         changed = changed_sources(run_dir)
         if changed:
@@ -159,7 +164,7 @@ def _check_progress(
                 "launches without a new checkpoint are counted anew, for files have changed: %s",
                 shortened(", ".join(changed), _LONGEST_NAMES),
             )
-            _change(run_dir, job.id, lambda one: replace(one, launches=0))
+            _change(run_dir, job.id, lambda identity: replace(identity, launches=0))
             return
         last = read_summary(run_dir)
         why = ""
@@ -181,8 +186,8 @@ def resume_from(
     *,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Path | None:
-    """Return the newest whole checkpoint of ``job`` on the disk, or what its trainer ``reported``
-    last if that has no manifest; ConfigError as :func:`wait_until_readable`."""
+    """Return the newest whole checkpoint of ``job`` on the disk, or the last one that its trainer
+    ``reported`` if that has no manifest. Raises ConfigError as `wait_until_readable` does."""
     folder = run_dir / "checkpoints"
 
     def read() -> Path | None:
@@ -201,8 +206,8 @@ def resume_from(
 
 
 def is_of_job(run_dir: Path, job: str) -> bool:
-    """Return whether a folder is not known to be of another job than ``job``, as one is that was
-    removed and begun anew."""
+    """Return False if a folder is known to belong to another job than ``job``, for example because
+    it was removed and created again."""
     # it cannot be read just now
     with contextlib.suppress(OSError, ConfigError):
         identity = read_identity(run_dir)
@@ -211,14 +216,15 @@ def is_of_job(run_dir: Path, job: str) -> bool:
 
 
 def complete_job(run_dir: Path, job: str) -> None:
-    """Record that ``job`` has completed: the next launch in its folder begins a new one."""
-    _change(run_dir, job, lambda one: replace(one, completed=time.time()))
+    """Record that ``job`` has completed: the next launch in its folder starts a new job."""
+    _change(run_dir, job, lambda identity: replace(identity, completed=time.time()))
 
 
 def count_launch(run_dir: Path, job: str, by: int) -> None:
-    """Count a launch of ``job`` that begins its first attempt, or (-1) one that is not to count
-    after all."""
-    _change(run_dir, job, lambda one: replace(one, launches=max(one.launches + by, 0)))
+    """Count a launch of ``job`` that starts its first attempt, or uncount it with -1."""
+    _change(
+        run_dir, job, lambda identity: replace(identity, launches=max(identity.launches + by, 0))
+    )
 
 
 def _change(run_dir: Path, job: str, change: Callable[[Identity], Identity]) -> None:
@@ -231,8 +237,8 @@ def _change(run_dir: Path, job: str, change: Callable[[Identity], Identity]) -> 
 
 
 def read_identity(run_dir: Path) -> Identity | None:
-    """Return the content of ``job.json``, None if there is none; OSError if it cannot be read
-    just now, ConfigError if it is damaged."""
+    """Return the content of ``job.json``, None if there is none. Raises OSError if it cannot be
+    read just now, ConfigError if it is damaged."""
     path = run_dir / "job.json"
     try:
         return from_json(Identity, json.loads(path.read_text(encoding="utf-8")))
@@ -255,7 +261,7 @@ def _write(run_dir: Path, identity: Identity) -> None:
 
 
 def _set_aside(folder: Path) -> None:
-    """Move what another job has left out of the way, where it is neither resumed nor removed."""
+    """Move the files of another job aside, where they are neither resumed from nor removed."""
     try:
         aside = set_aside(folder)
     except (FileNotFoundError, NotADirectoryError):

@@ -20,9 +20,9 @@ _MOST_OWED = 100
 class Journal:
     """Appends events to ``journal.jsonl``, which stays small however long a job runs.
 
-    Of the frequent events the last one of each kind is held until it is written or something else
-    happens. A disk that is full or gone costs one warning; events that matter are written once it
-    works.
+    Among frequent events, the last event of each kind is held until it is written or another kind
+    of event happens. A full or missing disk costs one warning. Important events are written once
+    the disk works again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -33,7 +33,7 @@ class Journal:
         self._owed: list[bytes] = []
 
     def write(self, event: Event, attempt: int | None = None) -> None:
-        """Append one event of attempt number ``attempt``, or of the job; NaN becomes null."""
+        """Append an event of attempt number ``attempt``, or of the job. NaN becomes null."""
         whose = {} if attempt is None else {"attempt": attempt}
         content = strict_json({"time": round(time.time(), 6), **whose, **event.as_json()})
         text = json.dumps(content, ensure_ascii=False, default=repr)
@@ -59,8 +59,8 @@ class Journal:
 
 
 def attempts_in(path: Path) -> int:
-    """Return the highest number of an attempt in a journal; torn lines are skipped. Raises OSError:
-    it cannot be read."""
+    """Return the highest attempt number in a journal, skipping truncated lines. Raises OSError if
+    the journal cannot be read."""
     attempts = 0
     with contextlib.suppress(FileNotFoundError):
         for content in filter(None, json_lines(path)):

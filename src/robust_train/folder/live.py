@@ -33,13 +33,15 @@ class StillQueuedError(ControlError):
 def ask(
     run: KnownRun, verb: str, *, wait_seconds: float = USUAL_WAIT_SECONDS, **options: Json
 ) -> dict[str, Json]:
-    """Have a live run do something, and return its answer.
+    """Send a request to a live run, and return its answer.
 
-    Waits ``wait_seconds`` for a step to end, if the verb needs that; ``options`` are the verb's.
+    Waits ``wait_seconds`` for a step to end, if the verb needs that. ``options`` belong to the
+    verb.
 
     Raises:
-        StillQueuedError: no step has ended in time; the run does it when one does.
-        ControlError: the run refuses, is gone, or does not answer.
+        StillQueuedError: no step ended in time. The run carries out the request after its next
+            step.
+        ControlError: the run refuses, has ended, or does not answer.
     """
     if verb == LAUNCHERS_VERB and run.is_stopped:
         raise _no_answer(run)
@@ -75,7 +77,7 @@ def _no_answer(run: KnownRun) -> ControlError:
 
 
 def status(run: KnownRun) -> dict[str, Json]:
-    """Return a run's state, with the attempt's own figures where it answers at once."""
+    """Return a run's state, with the attempt's own figures if it answers at once."""
     figures: dict[str, Json] = {}
     if run.status == "running":
         with contextlib.suppress(ControlError):
@@ -84,7 +86,8 @@ def status(run: KnownRun) -> dict[str, Json]:
 
 
 def _wait_for_reply(run: KnownRun, request: Path, wait_seconds: float) -> Reply | None:
-    """Return the reply, None if it does not come in time; ControlError if the run has ended."""
+    """Return the reply, None if it does not come in time. Raises ControlError if the run has
+    ended."""
     started = time.monotonic()
     answer = request.with_suffix(ANSWER)
     has_ended = False

@@ -1,8 +1,8 @@
-"""The lock of a run folder: one job at a time, and whether that job is alive.
+"""The lock of a run folder. It admits one job at a time, and shows whether that job is alive.
 
 The launcher holds the write lock of ``<run folder>/lock``, and so does every process that inherits
-the descriptor: the lock is free when the last of them has ended, however it ended. The file is its
-owner's alone, because a lock of another user would keep a job from resuming.
+the descriptor: the lock is free when the last of them has ended, for whatever reason. The file is
+its owner's alone, because a lock of another user would keep a job from resuming.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 @dataclass(frozen=True)
 class Holder:
     """The content of a lock: the launcher that holds it since ``since``, and its job's id.
-    ``process_started`` is the start time of process ``pid``, in seconds since boot: the clock may
-    be set meanwhile. ``pid_namespace`` is where its process has that number."""
+    ``process_started`` is the start time of process ``pid``, in seconds since boot, because the
+    clock may be set in the meantime. ``pid_namespace`` is the namespace in which its process has
+    that number."""
 
     host: str
     pid: int
@@ -68,7 +69,7 @@ class Holder:
 
     @property
     def process(self) -> psutil.Process | None:
-        """The launcher's process; None if it has ended, or is not here."""
+        """The launcher's process, or None if it has ended, or is not here."""
         if not self.is_here:
             return None
         with contextlib.suppress(psutil.Error, ValueError, OverflowError):
@@ -84,13 +85,13 @@ class Holder:
 
 class RunLock:
     """Holds a run folder's lock for job id ``job`` until :meth:`release`, or until every holder has
-    ended. ``hold``: descriptors that an attempt and all it starts keep open; none if the disk
-    cannot lock.
+    ended. ``hold`` has the descriptors that an attempt and its child processes keep open. It is
+    empty if the disk cannot lock.
 
     Raises:
         ConfigError: a live job of this host holds it. Nothing was written.
-        RunFolderUnavailableError: what another host may have left holds it, also after a while.
-            Nothing was written.
+        RunFolderUnavailableError: a process of another host holds it, or may hold it, even after a
+            wait. Nothing was written.
     """
 
     def __init__(self, run_dir: Path, job: str) -> None:
@@ -109,7 +110,7 @@ class RunLock:
             raise
         # ENOLCK, ENOTSUP: some network disks; ENOSPC, EROFS
         except OSError as error:
-            # by it others know whether the job is alive
+            # The lock shows others whether the job is alive.
             if self._fd is not None:
                 _refuse_second(run_dir)
                 self._is_named = _write_holder(self._fd, job)
@@ -154,8 +155,8 @@ def _refuse_second(run_dir: Path) -> None:
 
 
 def _write_holder(fd: int, job: str) -> bool:
-    """Write down that this process's job ``job`` holds the lock from now on; return whether that
-    was possible."""
+    """Write down that this process's job ``job`` holds the lock from now on, and return whether
+    that was possible."""
     holder = Holder(
         socket.gethostname(),
         os.getpid(),
@@ -174,8 +175,8 @@ def _write_holder(fd: int, job: str) -> bool:
 
 
 def is_held(run_dir: Path) -> bool | None:
-    """Return whether a job is alive in the folder; None if the disk cannot lock, or the folder is
-    another user's."""
+    """Return whether a job is alive in the folder, or None if the disk cannot lock, or the folder
+    is another user's."""
     try:
         fd = os.open(run_dir / LOCK_FILE, os.O_RDONLY | _FLAGS)
     except FileNotFoundError:
@@ -201,7 +202,7 @@ def is_alive(run_dir: Path, *, has_ended: bool) -> bool:
 
 
 def read_holder(run_dir: Path) -> Holder | None:
-    """Return who holds the folder's lock, or held it last; None if unknown."""
+    """Return who holds the folder's lock, or held it last, or None if unknown."""
     # it cannot be read, or is not ours: MalformedEventError among them
     with contextlib.suppress(OSError, ValueError, OverflowError):
         data, _ = read_small(run_dir / LOCK_FILE, _MAX_BYTES)
@@ -212,7 +213,7 @@ def read_holder(run_dir: Path) -> Holder | None:
 
 
 def refusal(run_dir: Path) -> str | None:
-    """Return why no second job may start in the folder now; None if one may."""
+    """Return why a second job cannot start in the folder now, or None if it can."""
     holder = read_holder(run_dir)
     if not is_held(run_dir) or (holder is not None and holder.is_dead):
         return None
@@ -264,7 +265,8 @@ def left_of(
 
 
 def _end_leftovers(run_dir: Path) -> None:
-    """End what is left of the folder's last job; its attempt is given time for a checkpoint."""
+    """End the remaining processes of the folder's last job, after giving its attempt time for a
+    checkpoint."""
     holder = read_holder(run_dir)
     if holder is None or not (left := left_of(holder)):
         return

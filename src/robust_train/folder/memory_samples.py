@@ -20,7 +20,7 @@ FILE_NAME = "memory.jsonl"
 
 @dataclass(frozen=True)
 class Sample:
-    """Memory at one moment of an attempt; None if unknown or absent."""
+    """Memory at a moment of an attempt. Fields are None if unknown or absent."""
 
     time: float  # seconds since the epoch
     attempt: int  # number of the attempt
@@ -47,7 +47,7 @@ def encode(sample: Sample) -> str:
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """Return the samples of a file in its order; none without a file; torn lines are skipped."""
+    """Return the samples of a file in its order, skipping truncated lines. Empty without a file."""
     samples = []
     with contextlib.suppress(OSError):
         for content in json_lines(path):
@@ -71,7 +71,7 @@ _HOST_BYTES = 64 * MIB
 
 @dataclass(frozen=True)
 class Stability:
-    """What the samples of one attempt show."""
+    """Whether the memory of an attempt was stable, according to its samples."""
 
     kind: str  # `stable`, `growing`, `fragmenting` or `unknown`
     sentence: str  # the same for people, with figures
@@ -80,7 +80,7 @@ class Stability:
 
 
 def attempt_stability(run_dir: Path, attempt: int) -> Stability | None:
-    """Return and log :func:`stability` of one attempt of a run folder; None without samples."""
+    """Return and log :func:`stability` of one attempt of a run folder, or None without samples."""
     samples = [s for s in read_samples(run_dir / FILE_NAME) if s.attempt == attempt]
     if not samples:
         return None
@@ -94,7 +94,7 @@ def stability(samples: Sequence[Sample]) -> Stability:
     """Return whether the memory of the last attempt in ``samples`` is stable.
 
     Memory rises and falls within each step, jumps when a checkpoint is written, and needs some
-    steps to settle, so neither its mean nor its peak shows a leak; the floor does. On a GPU,
+    steps to settle, so neither its mean nor its peak shows a leak, but its floor does. On a GPU,
     tensors that accumulate are a leak, and memory that the caching allocator accumulates although
     tensors do not is fragmentation. The process's own host memory counts on the CPU and on the GPU.
     """
@@ -126,8 +126,8 @@ def stability(samples: Sequence[Sample]) -> Stability:
 
 
 def _floors(samples: Sequence[tuple[int | None, int | None]]) -> list[tuple[int, int]]:
-    """Return step and value of the floor of each sixth of the steps after the warm-up; empty if a
-    sixth has too few samples. A tenth of the samples may lie below: the last one often does."""
+    """Return step and value of the floor of each sixth of the steps after the warm-up, empty if a
+    sixth has too few samples. A tenth of the samples may lie below: the last sample often does."""
     known = [(step, size) for step, size in samples if step is not None and size is not None]
     spans: list[list[tuple[int, int]]] = [[] for _ in range(_SPANS)]
     first, last = (known[0][0], known[-1][0]) if known else (0, 0)
@@ -142,10 +142,10 @@ def _floors(samples: Sequence[tuple[int | None, int | None]]) -> list[tuple[int,
 
 
 def _slope(floors: Sequence[tuple[int, int]], least_bytes: float) -> float:
-    """Return the bytes a step by which the floors rise; 0 if they do not, or hardly.
+    """Return the bytes a step by which the floors rise, or 0 if they do not, or hardly.
 
-    A leak rises in each third of the time. A jump to another level, such as a larger batch makes,
-    rises in one third or two.
+    A leak rises in each third of the time. A jump to another level, such as after a larger batch,
+    rises in only one or two thirds.
     """
     if not floors:
         return 0.0

@@ -1,7 +1,7 @@
-"""What a job ran with: its command line and ``environment.json``.
+"""The command line and environment that a job ran with (``environment.json``).
 
-Names and values of secrets are left out. A thread writes the file beside the first attempt; git
-has a time limit, as on a disk that hangs.
+Names and values of secrets are left out. A thread writes the file during the first attempt. Git has
+a time limit, because a disk may hang.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _NAMED = re.compile(_NAME, re.I)
 # which is a secret in `wandb.key=…`, and a column of a table in `data.image_key=pixels`
 _KEY = re.compile(r"(?<![a-z])key$", re.I)
 _WORD = re.compile(r"[a-z][a-z_.]*", re.I)
-# of which a number is one, too
+# A number counts as a word too.
 _PASSWORD = re.compile(
     r"passw|passphrase|passcode|pwd|secret|credential|(?:api|access|private)[_-]?key", re.I
 )
@@ -74,7 +74,7 @@ _INSIDE = re.compile(
 )
 # where ranks meet, or a service is: no more than a host and a port
 _ADDRESS = re.compile(r"\w+://[\w.:\[\]-]*/?|(?:file|sqlite)://[^@?]*")
-# by which a shell, Hydra and Python read a variable; positions such as $1 are none
+# The ways in which a shell, Hydra and Python read a variable. Positions such as $1 do not count.
 _READ = re.compile(
     r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?![\w.]))|\boc\.env:(\w+)"
     r"|\b(?:environ(?:\.get)?|getenv)[\[(]\s*[\"'](\w+)"
@@ -86,7 +86,7 @@ _ASSIGNED = re.compile(
 _NEVER_THE_SAME = re.compile(
     r"_|PWD|OLDPWD|SHLVL|RANDOM|SECONDS|LINENO|PPID|HOSTNAME|TERM|COLUMNS|LINES|SSH_\w+"
     r"|CUDA_VISIBLE_DEVICES|ROBUST_TRAIN_\w+|TMPDIR"
-    # of ranks and of the machine that a scheduler gives
+    # Variables of ranks, and of the machine that a scheduler assigns.
     r"|(?:LOCAL_|NODE_|GROUP_)?RANK|(?:LOCAL_)?WORLD_SIZE|MASTER_(?:ADDR|PORT)"
     r"|(?:TORCHELASTIC|PET|OMPI|PMIX?)_\w+|SLURM_(?!JOB_ID$|ARRAY_)\w+"
 )
@@ -127,15 +127,16 @@ def _is_named(name: str, value: str) -> bool:
 
 
 def _holds_secret(text: str) -> bool:
-    """Return whether something in a text is named like a secret, or has the form of one."""
+    """Return whether part of a text is named like a secret, or looks like a secret."""
     return bool(_INSIDE.search(text) or _forms().search(text))
 
 
 @functools.cache
 def _forms() -> re.Pattern[str]:
-    """Return what finds a token by its form. Few commands need it, so it is read when one does."""
+    """Return the pattern that finds a token by its form. Few commands need it, so it is read on
+    demand."""
     lines = (Path(__file__).parent / "secrets.txt").read_text().splitlines()
-    forms = [one for one in lines if one and not one.startswith("#")]
+    forms = [line for line in lines if line and not line.startswith("#")]
     return re.compile(rf"(?<![A-Za-z0-9])(?:{'|'.join(forms)})")
 
 
@@ -153,8 +154,8 @@ def variables_named(
     words: Sequence[str], cwd: str | Path, environ: Mapping[str, str]
 ) -> dict[str, Json]:
     """Return the environment variables that a command, or a program file that it names, reads by
-    their names, with their values; None for one that is not set. Secrets are left out, and what a
-    shell has filled in before us cannot be known."""
+    their names, with their values, or None for one that is not set. Secrets are left out, and what
+    a shell has filled in before us cannot be known."""
     texts = list(words)
     for word in words:
         path = Path(cwd, word)
@@ -182,13 +183,13 @@ def variables_named(
 
 
 def changed_variables(before: Mapping[str, Json], job: str, now: Mapping[str, Json]) -> str:
-    """Return which variables that the command of a job names have changed since its last launch,
-    in one line; empty if none has.
+    """List the variables named in the command of a job that changed since its last launch, in one
+    line. Empty if none has changed.
 
     Args:
-        before: what the last launch in the run folder ran with.
-        job: the identity of the job; of another one nothing is compared.
-        now: what :func:`variables_named` returns.
+        before: the environment of the last launch in the run folder.
+        job: the identity of the job. The launch of another job is not compared.
+        now: the result of `variables_named`.
     """
     known = before.get("command_variables")
     if before.get("job") != job or not isinstance(known, dict):
@@ -211,7 +212,7 @@ def _public_text(text: str) -> str:
 
 
 def read_environment(run_dir: Path) -> dict[str, Json]:
-    """Return the content of ``environment.json``, empty where it cannot be read."""
+    """Return the content of ``environment.json``, empty if it cannot be read."""
     return read_object(run_dir / FILE)
 
 
@@ -219,7 +220,7 @@ def in_words(content: Mapping[str, Json]) -> dict[str, str]:
     """Return the short form of ``environment.json`` for people."""
     gpus = content.get("gpus")
     listed = gpus if isinstance(gpus, list) else []
-    names = [str(one.get("name")) for one in listed if isinstance(one, dict)]
+    names = [str(package.get("name")) for package in listed if isinstance(package, dict)]
     words = {"gpu": ", ".join(names)} | {name: content.get(name) for name in _SHORT}
     return {name.replace("_", " "): str(value) for name, value in words.items() if value}
 
@@ -252,8 +253,8 @@ def changed_files(before: Mapping[str, Json], digests: Mapping[str, Json]) -> li
 
 
 def changed_sources(run_dir: Path) -> list[str]:
-    """Return the files of code and config that are not as the last launch in this folder read them;
-    none that cannot be read now."""
+    """Return the files of code and config that changed since the last launch in this folder read
+    them, without files that cannot be read now."""
     digests: dict[str, Json] = {}
     config_files = read_environment(run_dir).get("config_files")
     if isinstance(config_files, dict):
@@ -275,7 +276,7 @@ class Provenance:
     Args:
         run_dir: the run folder.
         gpus: name and UUID of each GPU of the job.
-        known: what else the file is to hold.
+        known: further content of the file.
     """
 
     def __init__(
@@ -290,7 +291,7 @@ class Provenance:
             self._thread.start()
 
     def short(self) -> dict[str, Json] | None:
-        """Return the part for ``summary.json``; None if it takes too long."""
+        """Return the part for ``summary.json``, or None if it takes too long."""
         if self._thread.ident is not None:
             self._thread.join(_LAST_CHANCE_SECONDS)
         return self._short
@@ -343,7 +344,8 @@ def _code(cwd: str) -> dict[str, Json]:
 
 
 def _git(folder: str, arguments: str) -> str | None:
-    """Return what git prints, of a repository that runs no program of its own; None if it fails."""
+    """Return git's output, or None if it fails. Programs that the repository configures do not
+    run."""
     command = ["git", "-c", "core.fsmonitor=false", "-C", folder]
     variables = {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
     found = printed_by(command + arguments.split(), GIT_SECONDS, variables)
@@ -352,9 +354,9 @@ def _git(folder: str, arguments: str) -> str | None:
 
 def _packages() -> dict[str, str]:
     found: dict[str, str] = {}
-    for one in importlib.metadata.distributions():
+    for distribution in importlib.metadata.distributions():
         with contextlib.suppress(Exception):  # a broken one
-            found.setdefault(one.metadata["Name"], one.version)
+            found.setdefault(distribution.metadata["Name"], distribution.version)
     return dict(sorted(found.items(), key=lambda pair: str(pair[0]).lower()))
 
 
@@ -374,7 +376,7 @@ def with_overrides(command: str, run_dir: Path, overrides: Sequence[str]) -> str
     A program that calls ``launch`` may read its arguments itself: it gets them by a variable.
     """
     _, folder, _, *words = shlex.split(command)  # cd FOLDER && …
-    keys = tuple(f"{key_of(one)}=" for one in overrides)
+    keys = tuple(f"{key_of(override)}=" for override in overrides)
     is_of_hydra = any(word.startswith(("hydra.run.dir=", "hydra.sweep.dir=")) for word in words)
     if is_of_hydra:
         kept = [w for w in words if not w.lstrip("+~").startswith(keys)]
@@ -391,14 +393,14 @@ def key_of(override: str) -> str:
 
 
 def resumed_overrides(run_dir: Path) -> list[str]:
-    """Return the overrides that ``robust-train resume`` has for the job of a call of ``launch`` in
-    this folder; they count once."""
+    """Return the overrides that ``robust-train resume`` has for a ``launch`` call in this folder.
+    They count once."""
     given = os.environ.get(OVERRIDES_VARIABLE)
     with contextlib.suppress(ValueError, KeyError, TypeError):
         content = json.loads(given or "")
         if Path(content["run_dir"]).resolve() == run_dir.resolve():
             del os.environ[OVERRIDES_VARIABLE]
-            return [str(one) for one in content["overrides"]]
+            return [str(override) for override in content["overrides"]]
     return []
 
 
@@ -409,10 +411,10 @@ _PLAIN = re.compile(r"[\w/. @%+-]*", re.ASCII)
 
 
 def resume_command(run_dir: Path, *, is_named: bool = False) -> str | None:
-    """Return the shell command that resumes this process's job from any working directory; None
+    """Return the shell command that resumes this process's job from any working directory, or None
     if it holds what is not kept, for a part of a sweep, or where no command started the job.
 
-    ``is_named``: the program that calls ``launch`` names the run folder itself.
+    ``is_named`` means that the program that calls ``launch`` names the run folder itself.
     """
     if HydraConfig.initialized():
         hydra = HydraConfig.get()
@@ -450,12 +452,13 @@ def resumed_by_hand(run_dir: Path) -> str:
 
 
 def repeated_with(folder: str) -> str:
-    """Return how a command that is not kept is repeated; ``folder`` is the words for that."""
+    """Return instructions to repeat a command that is not kept. ``folder`` is the words that name
+    the folder."""
     return f"the same command (not kept: it holds a secret or a line break) with {folder}"
 
 
 def arguments_of_run(words: Sequence[str]) -> int:
-    """Return where the arguments of ``robust-train run`` begin; 0 in any other command."""
+    """Return the index of the first argument of ``robust-train run``, or 0 in any other command."""
     program = 2 if words[1:2] == ["-m"] else 1
     ours = words[program : program + 2]
     is_run = ours[1:] == ["run"] and ours[0].endswith(_OURS)

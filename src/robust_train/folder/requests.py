@@ -1,8 +1,9 @@
 """Requests to a job: one small file each in ``<run folder>/requests/``.
 
-A client writes ``<id>.json``: ``{"verb": …, "options": {…}}``. Whoever takes it renames it to
-``<id>.taken``, writes ``<id>.answer``, ``{"answer": {…}}`` or ``{"error": "why not"}``, and removes
-it; the client removes the answer. The launcher takes ``stop``, the attempt all else.
+A client writes ``<id>.json``: ``{"verb": …, "options": {…}}``. The process that takes it renames it
+to ``<id>.taken``, writes ``<id>.answer``, ``{"answer": {…}}`` or ``{"error": "why not"}``, and
+removes the request. The client removes the answer. The launcher takes ``stop``, the attempt all
+other requests.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Reply = dict[str, Json]  # `{"answer": {…}}` or `{"error": …}`
 
 
 class RefusedError(NotDoneError):
-    """The request is not carried out: why, and what would help, in one line."""
+    """The request is not carried out. The message gives the reason and the fix, in one line."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,8 @@ class Request:
 
 
 def open_requests(run_dir: Path) -> None:
-    """Make the directory of requests, or clear what an earlier launch left in it; OSError if it
-    cannot be made, or is another user's."""
+    """Create the directory of requests, or clear the files of an earlier launch from it. Raises
+    OSError if it cannot be created or belongs to another user."""
     folder = run_dir / REQUESTS
     with contextlib.suppress(FileExistsError):
         os.mkdir(folder, _MODE)
@@ -84,7 +85,8 @@ def open_requests(run_dir: Path) -> None:
 
 
 def find_requests(run_dir: Path, suffix: str = NEW) -> list[Request]:
-    """Return the requests that wait (or were taken), the oldest first; answer what is none."""
+    """Return the requests that wait (or were taken), the oldest first. Files that are not requests
+    get an error as answer."""
     try:
         names = sorted(os.listdir(run_dir / REQUESTS))
     except OSError:
@@ -110,12 +112,13 @@ def _read(path: Path) -> Request | None:
         problem = "that is not a request"
     log.warning("request %s is refused: %s", path, problem)
     request.answer({"error": problem})
-    shutil.rmtree(path, ignore_errors=True)  # of a directory
+    shutil.rmtree(path, ignore_errors=True)  # It may be a directory.
     return None
 
 
 def _read_own(path: Path) -> dict[str, Json]:
-    """Return the JSON object in a file of this user's or root's; raise OSError or ValueError."""
+    """Return the JSON object in a file that belongs to this user or root. Raises OSError or
+    ValueError."""
     data, status = read_small(path, _MAX_BYTES)
     if status.st_uid not in (os.geteuid(), 0):
         raise PermissionError(1, f"it belongs to user {status.st_uid}")
@@ -126,7 +129,7 @@ def _read_own(path: Path) -> dict[str, Json]:
 
 
 def request_sweep_stop(folder: Path) -> None:
-    """Request that a sweep and all its jobs stop; RefusedError if it has ended."""
+    """Request that a sweep and all its jobs stop. Raises RefusedError if it has ended."""
     sweep = read_object(folder / SWEEP_FILE)
     if sweep.get("status", "running") != "running":
         raise RefusedError("this sweep has ended")
@@ -159,7 +162,7 @@ def request_sweep_limit(folder: Path, number: int) -> None:
 
 
 def requested_sweep_limit(folder: Path) -> int | None:
-    """Return how many jobs of a sweep may run at once; None if no one has changed that."""
+    """Return how many jobs of a sweep may run at once, or None if no one has changed that."""
     try:
         number = _read_own(folder / SWEEP_LIMIT_FILE)["limit"]
     except (OSError, ValueError, KeyError):
@@ -168,7 +171,8 @@ def requested_sweep_limit(folder: Path) -> int | None:
 
 
 def request_pruning(run_dir: Path, reason: str) -> None:
-    """Have a sweep's job save a checkpoint and end as pruned; OSError if that cannot be asked."""
+    """Request that a sweep's job saves a checkpoint and ends as pruned. Raises OSError if the
+    request cannot be written."""
     path = new_request(run_dir)
     write_json(path, {"verb": LAUNCHERS_VERB, "options": {"pruned": reason}})
 

@@ -1,9 +1,10 @@
-"""What the resolvers of a job's config have returned, so that all its attempts see the same values.
+"""The values that the resolvers of a job's config returned, so that all its attempts see the same.
 
-A resolver such as Hydra's ``now``, or one of the user's that draws a name, returns another value in
-each copy of a config, and there is a copy for each attempt. So each is evaluated once a job, and
-again where its arguments have changed, as those that depend on the batch. ``resolved.json`` has the
-values for a later launch of the job, whose checkpoints may lie in a folder that such a value names.
+A resolver such as Hydra's ``now``, or a user resolver that draws a name, returns another value in
+each copy of a config, and each attempt has a copy. So each resolver is evaluated once per job, and
+again if its arguments changed, for example because they depend on the batch. ``resolved.json`` has
+the values for a later launch of the job, whose checkpoints may lie in a folder that such a value
+names.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from robust_train.readable import shortened
 FILE = "resolved.json"
 _PLAIN = (str, int, float, bool, NoneType)
 _LONGEST_VALUE = 1000
-_LONGEST_COLLECTION = 100_000  # for example the indices of a split
+_LONGEST_COLLECTION = 100_000  # such as the indices of a split
 _LONGEST_SHOWN = 100
 _TIME = "now"
 
@@ -40,7 +41,7 @@ Call = tuple[str, str, tuple[str, ...]]
 
 
 class Resolvers:
-    """Evaluates the resolvers of one job's config, each once; ``known`` are earlier values."""
+    """Evaluates the resolvers of a job's config, each once. ``known`` has the earlier values."""
 
     def __init__(self, known: Mapping[Call, Any] | None = None) -> None:
         self._known: dict[Call, Any] = dict(known or {})
@@ -50,7 +51,7 @@ class Resolvers:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Have what is resolved within this block be what it was the first time."""
+        """Reuse, within this block, the values of the first evaluation."""
         with resolvers_replaced(self._evaluate):
             yield
 
@@ -76,8 +77,8 @@ class Resolvers:
                 self._others_now[call] = value
 
     def warn_of_earlier_values(self) -> None:
-        """Warn of values of an earlier launch that this one would not have: a variable, or a file
-        that a resolver reads, may have been mended in between. The time is always another one."""
+        """Warn about values of an earlier launch that would differ now: a variable, or a file that
+        a resolver reads, may have been fixed in between. The time always differs."""
         others = {
             call[0]: _difference(call, self._known[call], value)
             for call, value in self._others_now.items()
@@ -92,7 +93,8 @@ class Resolvers:
             )
 
     def save(self, run_dir: Path, job: str) -> None:
-        """Write the values for later launches; secrets are left out, a full disk costs the file."""
+        """Write the values for later launches. Secrets are left out, and a full disk costs the
+        file."""
         values = [
             {
                 "key": key,

@@ -35,7 +35,7 @@ _COLUMNS = ("command", "state", "job", "run folder")
 
 
 class NoLiveRunError(NotDoneError):
-    """There is no such run, or more than one. The message lists the live ones."""
+    """No such run exists, or several do. The message lists the live runs."""
 
 
 class NothingAliveError(NoLiveRunError):
@@ -48,9 +48,9 @@ class KnownRun:
 
     Attributes:
         run_dir: the folder.
-        alive: whether its lock is held, or its job was killed and a process of it is left.
-        state: the content of ``state.json``; None if it cannot be read.
-        holder: the content of ``lock``; None if it cannot be read.
+        alive: whether its lock is held, or a process of its killed job is left.
+        state: the content of ``state.json``, or None if it cannot be read.
+        holder: the content of ``lock``, or None if it cannot be read.
     """
 
     run_dir: Path
@@ -70,7 +70,7 @@ class KnownRun:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What it is called: its id, those of jobs that its folder had before, its job's name."""
+        """All names of the run: its id, the ids of earlier jobs in its folder, its job's name."""
         if self.state is None:
             return (self.id,)
         return (self.id, self.state.name) + self.state.earlier_ids
@@ -139,14 +139,14 @@ class KnownRun:
 
     @property
     def why_died(self) -> str:
-        """What ended a run that could not record its end."""
+        """The reason why a run ended that could not record its end."""
         state = self.state
         if self.is_here and state is not None and state.updated < psutil.boot_time():
             return "the host went down"
         return "its processes were killed"
 
     def about(self) -> dict[str, Json]:
-        """Return all that is known, for programs; ``last_state`` of a run that died."""
+        """Return all that is known, for programs, with the ``last_state`` of a run that died."""
         status = self.status
         known: dict[str, Json] = {"id": self.id, "pid": self.pid}
         if self.state is not None:
@@ -163,7 +163,7 @@ class KnownRun:
 def read_run(
     run_dir: Path, marked: Callable[[], Mapping[int, Sequence[int]]] = marked_processes
 ) -> KnownRun | None:
-    """Return the run in a folder; None if there never was one."""
+    """Return the run in a folder, or None if it never had a run."""
     state = read_state(run_dir)
     holder = read_holder(run_dir)
     if state is None and not os.path.lexists(run_dir / LOCK_FILE):
@@ -189,7 +189,7 @@ def state_directory(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def register(run_dir: Path, token: str) -> None:
-    """Put a run folder at the end of the list; drop entries beyond its length."""
+    """Put a run folder at the end of the list, and drop entries beyond its length."""
     directory = state_directory()
     try:
         directory.mkdir(0o700, parents=True, exist_ok=True)
@@ -224,7 +224,8 @@ def find_live_runs() -> list[KnownRun]:
 
 
 def sweep_at(which: str | None) -> Path | None:
-    """Return the sweep folder that is named by its path, or by that of a file in it; else None."""
+    """Return the sweep folder that is named by its path, or by the path of a file in it, or
+    None."""
     if which is None:
         return None
     path = Path(os.path.expanduser(which)).resolve()
@@ -233,18 +234,18 @@ def sweep_at(which: str | None) -> Path | None:
 
 
 def choose_run(which: str | None, *, dead_too: bool = False, command: str = "status") -> KnownRun:
-    """Return the run that is meant; every command means the same one.
+    """Return the run that the user means, by the same rules in every command.
 
     Args:
         which: a run's id or the first digits of it, its folder, a path inside or around it, its
             job's name, or the process id of its launcher or attempt. None: the only live run, else
             the last of this working directory.
-        dead_too: it may have ended.
+        dead_too: accept a run that has ended.
         command: the words that a refusal proposes.
 
     Raises:
-        NothingAliveError: it is none that lives.
-        NoLiveRunError: there is no such run, or more than one.
+        NothingAliveError: the run is not alive.
+        NoLiveRunError: no such run exists, or several do.
     """
     if which is None:
         run = _default_run(command)

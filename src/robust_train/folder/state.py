@@ -42,7 +42,7 @@ _MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class RunState:
-    """State of a job. Bytes and seconds (of the epoch); None if unknown."""
+    """State of a job. Bytes and seconds (of the epoch), or None if unknown."""
 
     # the job's id in all its launches: the first eight digits of `job`
     id: str
@@ -91,7 +91,7 @@ class RunState:
 
     @classmethod
     def read(cls, data: bytes | str) -> RunState | None:
-        """Return the state in the content of a file; None if that is no state of this schema."""
+        """Return the state in the content of a file, or None if it has another schema."""
         try:
             found = from_json(cls, parse_json(data))
         except ValueError:  # MalformedEventError among them
@@ -99,7 +99,7 @@ class RunState:
         return found if found.schema == SCHEMA else None
 
     def after(self, event: Event) -> RunState:
-        """Return the state after one event of the job or its attempt."""
+        """Return the state after an event of the job or its attempt."""
         state = self
         if self.attempt is not None:
             state = replace(self, attempt=self.attempt.after(event))
@@ -114,7 +114,7 @@ class RunState:
         return state
 
     def about(self) -> dict[str, Json]:
-        """Return the state and its attempt in one object, for commands and notifications."""
+        """Return the state and its attempt in a single object, for commands and notifications."""
         known: dict[str, Json] = as_json(replace(self, attempt=None))
         if self.attempt is None:
             return known
@@ -129,7 +129,7 @@ class RunState:
 
     @property
     def importance(self) -> tuple[object, ...]:
-        """What is written at once when it changes."""
+        """The fields that are written at once when they change."""
         attempt = self.attempt
         if attempt is None:
             return self.id, self.state, self.checkpoint
@@ -137,7 +137,7 @@ class RunState:
 
 
 def read_state(run_dir: Path) -> RunState | None:
-    """Return the state that a run folder holds; None if there is none that can be read."""
+    """Return the state that a run folder holds, or None if it cannot be read."""
     try:
         return RunState.read(read_small(run_dir / STATE_FILE, _MAX_BYTES)[0])
     except OSError:
@@ -244,12 +244,13 @@ class Summary:
         return f'<code>{escape(repr(self))}</code> <a href="{escape(page)}">report</a>'
 
     def raise_unless_completed(self) -> None:
-        """Raise what ended the job, if it did not complete and was not pruned by its sweep.
+        """Raise the error that ended the job, unless it completed or its sweep pruned it.
 
         Raises:
             NoDeviceError: no device in time, and the CPU is not allowed.
             AttemptsExhaustedError: memory ran out on every device that may be used.
-            TrainerFailedError: the trainer failed otherwise; or its own exception.
+            TrainerFailedError: the trainer failed otherwise. Its own exception is raised instead if
+                its class is known here.
         """
         reason = str(self.reason)
         if self.status in ("completed", "pruned"):
@@ -268,7 +269,7 @@ class Summary:
 
     @property
     def objective(self) -> Any:
-        """What a sweeper optimises."""
+        """The value that a sweeper optimises."""
         return objective_of(self.result)
 
     def as_json(self) -> dict[str, Json]:
@@ -287,7 +288,7 @@ class Summary:
         return content
 
     def write(self) -> None:
-        """Write ``summary.json``, whole or not at all; a full disk costs a warning."""
+        """Write ``summary.json``, whole or not at all. A full disk costs a warning."""
         path = self.run_dir / SUMMARY_FILE
         try:
             # there before the disk is waited for: a scheduler may kill meanwhile
@@ -302,13 +303,13 @@ _ended_earlier: list[Path] = []
 
 
 def note_ended_earlier(folder: Path | None) -> None:
-    """Note the run folder of a sweep's job that an earlier launch has ended, for what Hydra calls
-    all the same; None: the job is to run."""
+    """Record the run folder of a sweep's job that ended in an earlier launch, because Hydra calls
+    it again anyway. None means that the job has to run."""
     _ended_earlier[:] = [] if folder is None else [folder]
 
 
 def summary_of_earlier_launch() -> Summary | None:
-    """Return the summary of the job of :func:`note_ended_earlier`; None if there is none."""
+    """Return the summary of the job of `note_ended_earlier`, or None."""
     return read_summary(_ended_earlier[0]) if _ended_earlier else None
 
 
@@ -326,7 +327,7 @@ def read_summary(folder: Path) -> Summary | None:
     except (OSError, ValueError, RecursionError):
         return None
     try:
-        return replace(summary, attempts=tuple(Attempt.parse(one) for one in attempts))
+        return replace(summary, attempts=tuple(Attempt.parse(attempt) for attempt in attempts))
     except (ValueError, TypeError, AttributeError):
         return summary
 
@@ -337,8 +338,8 @@ def objective_of(result: Any) -> Any:
 
 
 def figure_of(result: Any) -> str | None:
-    """Return the name of the figure that is the objective of a result, if exactly one has its
-    value."""
+    """Return the name of the figure that is the objective of a result, if exactly one figure has
+    its value."""
     if not isinstance(result, dict) or "objective" not in result:
         return None
     names = [n for n, value in result.items() if n != "objective" and value == result["objective"]]
@@ -378,8 +379,8 @@ def _not_finite(value: Any, place: _Place) -> Iterator[tuple[_Place, str]]:
 
 
 def with_lacked_by_json(content: Any) -> Any:
-    """Return the content of a file with NaN and infinities back in its result. Raises ValueError:
-    an entry is not one of :func:`lacked_by_json`."""
+    """Return the content of a file with NaN and infinities restored in its result. Raises
+    ValueError if an entry is not one that `lacked_by_json` writes."""
     if not isinstance(content, dict):
         return content
     result: Any = copy.deepcopy(content.get("result"))

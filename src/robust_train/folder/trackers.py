@@ -1,7 +1,7 @@
-"""Experiment trackers go on in one run through all attempts and launches of a job.
+"""Experiment trackers continue one run through all attempts and launches of a job.
 
-wandb takes an id of ours. MLflow and trackio choose the ids and names of their runs: the run folder
-keeps that of the run which an attempt has begun, for the attempts after it.
+wandb takes our id. MLflow and trackio choose the ids and names of their runs, so the run folder
+records those of an attempt's run for the attempts after it.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ def _read_note(run_dir: Path, job: str, server: str | None) -> dict[str, str]:
 
 
 class TrackerNote:
-    """Keeps in the run folder which runs of MLflow and trackio this process logs to; ``job`` is
-    empty where no launcher would read it."""
+    """Records in the run folder the runs of MLflow and trackio that this process logs to. ``job``
+    is empty if no launcher would read it."""
 
     def __init__(self, run_dir: Path, job: str | None) -> None:
         self._run_dir = run_dir
         self._job = job
         self._noted: dict[str, str] = {}
-        # as the launcher sees it: set_tracking_uri() changes the variable in this process
+        # This is the launcher's value: set_tracking_uri() changes the variable in this process.
         self._server = os.environ.get(_MLFLOW_SERVER)
 
     def poll(self) -> None:
-        """Record the runs that are active now, if they are other ones than before."""
+        """Record the active runs, if they changed."""
         if not self._job:
             return
         with contextlib.suppress(Exception):  # curves are never worth a job
@@ -85,7 +85,7 @@ class TrackerNote:
 
 
 def _active_mlflow_run() -> dict[str, str]:
-    """Return the id of MLflow's active run; empty if MLflow is not used."""
+    """Return the id of MLflow's active run, empty if MLflow is not used."""
     active = getattr(sys.modules.get("mlflow"), "active_run", None)
     run = active() if active is not None else None
     if run is None:
@@ -95,7 +95,7 @@ def _active_mlflow_run() -> dict[str, str]:
 
 
 def _active_trackio_run() -> dict[str, str]:
-    """Return the name of trackio's active run; empty if trackio is not used."""
+    """Return the name of trackio's active run, empty if trackio is not used."""
     variables = sys.modules.get("trackio.context_vars")
     current = getattr(variables, "current_run", None)
     run = current.get() if current is not None else None

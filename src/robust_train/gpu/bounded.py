@@ -1,7 +1,7 @@
 """Calls to the driver, and commands, that are abandoned after some seconds.
 
 A wedged driver blocks its callers in the kernel, where no signal reaches them. So a thread makes
-the call, and is left behind if it does not return; until it does no other call is made.
+the call, and is abandoned if it does not return. No other call is made until it does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 
 class NoAnswerError(Exception):
-    """The driver or a command has not answered in time; the message names it and the seconds."""
+    """The driver or a command did not answer in time. The message names it and the seconds."""
 
 
 class _Call:
@@ -67,11 +67,11 @@ _hanging: _Call | None = None
 
 
 def ask(call: Callable[[], _T], limit_seconds: float) -> _T:
-    """Return what ``call`` returns, or raise what it raises, unless that takes too long:
-    longer than ``limit_seconds``, or at all while an earlier call hangs.
+    """Return the result of ``call``, or raise its exception, unless it takes longer than
+    ``limit_seconds``, or an earlier call hangs.
 
     Raises:
-        NoAnswerError: it has not returned; the thread that it runs in is left behind.
+        NoAnswerError: it has not returned, and its thread is abandoned.
     """
     global _hanging
     if _hanging is not None and _hanging.pid == os.getpid():
@@ -98,7 +98,7 @@ def run_command(
     limit_seconds: float,  # after that it is killed
     environ: Mapping[str, str] = os.environ,  # its whole environment
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run a command that may hang in the driver; return its exit code and output.
+    """Run a command that may hang in the driver, and return its exit code and output.
 
     Unlike ``subprocess.run`` it leaves a child behind that SIGKILL does not end.
 
@@ -132,8 +132,8 @@ def run_command(
 def printed_by(
     command: Sequence[str], limit_seconds: float, variables: Mapping[str, str] | None = None
 ) -> bytes | None:
-    """Do :func:`run_command` for a program that may be missing; return what it prints. None if it
-    fails or takes longer. ``variables`` are set beside this process's environment."""
+    """Call `run_command` for a program that may be missing, and return its output. None if it fails
+    or takes longer. ``variables`` are added to this process's environment."""
     try:
         done = run_command(command, limit_seconds, {**os.environ, **(variables or {})})
     except (OSError, NoAnswerError):

@@ -18,7 +18,7 @@ _CUDA_ERROR_NOT_INITIALIZED = 3
 
 
 class CudaOrderError(RuntimeError):
-    """CUDA's driver did not report its order; the message has the reason."""
+    """CUDA's driver did not report its order. The message has the reason."""
 
 
 def cuda_order(environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -52,7 +52,7 @@ def _ask_fresh_process(device_order: str | None) -> tuple[str, ...] | str:
 
 
 def started_driver() -> ctypes.CDLL | None:
-    """Return CUDA's driver if anything in this process has initialised it; does not initialise it.
+    """Return CUDA's driver if something in this process has initialised it. Does not initialise it.
     ``torch.cuda.is_initialized()`` would not do: ``is_available()`` may start the driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
@@ -63,7 +63,8 @@ def started_driver() -> ctypes.CDLL | None:
 
 
 def order_in_this_process() -> tuple[str, ...] | None:
-    """Return UUIDs (without ``GPU-`` or ``MIG-``) by CUDA ordinal; None if CUDA has not started."""
+    """Return UUIDs (without ``GPU-`` or ``MIG-``) by CUDA ordinal, or None if CUDA has not
+    started."""
     driver = started_driver()
     try:
         return None if driver is None else _enumerate(driver)

@@ -1,8 +1,8 @@
-"""Read from NVML what GPUs there are and how full.
+"""Read the GPUs and their memory from NVML.
 
-A call that fails concerns its own metric, or at most its own GPU. A call that hangs is given up.
-The session stays open while GPUs are read often: opening one may cost seconds. Who waits for long
-closes it (:func:`close_session`), because an open session blocks a reset of the GPUs.
+A call that fails concerns its own metric, or at most its own GPU. A call that hangs is abandoned.
+The session stays open while GPUs are read often, because opening a session may cost seconds. A job
+that waits for long closes it (`close_session`), because an open session blocks a reset of the GPUs.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def find_gpu(name: str) -> GpuInfo | None:
 
 
 def ask_health_again() -> None:
-    """Have the next call read the GPUs' health, however lately that was done."""
+    """Make the next call read the GPUs' health again, however recently it was read."""
     if (session := known_session()) is not None:
         session.health.clear()
 
@@ -104,7 +104,7 @@ def known_session() -> NvmlSession | None:
 
 
 def close_session() -> None:
-    """End this process's session, if it has one; a driver that hangs has a second."""
+    """End this process's session, if any. A driver that hangs gets a second."""
     session = known_session()
     forget_session()
     if session is not None:
@@ -113,7 +113,7 @@ def close_session() -> None:
 
 
 def forget_session() -> None:
-    """Have the next call open another one."""
+    """Make the next call open a new session."""
     global _session
     _session = None
 
@@ -152,7 +152,7 @@ def _open_session() -> NvmlSession:
 
 
 class _NoGpusError(Exception):
-    """There is no session, or it ended; the message is why, and what helps."""
+    """No session exists, or it ended. The message gives the reason and the fix."""
 
 
 def _no_gpus(nvml: Any, error: Exception) -> _NoGpusError:
@@ -236,7 +236,7 @@ class NvmlSession:
         return f"none of the {len(skipped)} GPUs here can be used: {reasons}"
 
     def _read_gpu(self, index: int, processes: bool) -> list[GpuInfo]:
-        """Return one GPU, or its slices if it is cut into some; a passing error is no error."""
+        """Return a GPU, or its slices if it is sliced. Transient NVML errors are ignored."""
         try:
             return self._read_gpu_once(index, processes)
         except self.nvml.NVMLError as error:
@@ -376,7 +376,7 @@ class NvmlSession:
         return host.total, host.available, host.total - host.available, True
 
     def _read_processes(self, handle: Any) -> tuple[GpuProcess, ...] | None:
-        """Return who is on a device; NVML lists a process that computes and draws twice."""
+        """Return the processes on a device. NVML lists a process that computes and draws twice."""
         compute = self._list_processes(handle, "Compute")
         graphics = self._list_processes(handle, "Graphics")
         if compute is None and graphics is None:
@@ -390,12 +390,13 @@ class NvmlSession:
         return tuple(GpuProcess(pid, size, pid in computing) for pid, size in used.items())
 
     def _list_processes(self, handle: Any, kind: str) -> list[Any] | None:
-        """Return NVML's list; None on any error."""
+        """Return NVML's list, or None on any error."""
         call = getattr(self.nvml, f"nvmlDeviceGet{kind}RunningProcesses_v3")
         return self._optional(call, handle)
 
     def _health_of(self, device: _Device) -> str | None:
-        """Return why no job should start on a GPU; changes seldom, so it is not read each time."""
+        """Return why no job should start on a GPU. It seldom changes, so it is not read each
+        time."""
         now = time.monotonic()
         read_at, why = self.health.get(device.index, (-_HEALTH_SECONDS, None))
         if now - read_at >= _HEALTH_SECONDS:

@@ -17,7 +17,8 @@ ABSENT = "libnvidia-ml.so.1"
 
 
 def accelerator_without_nvml(root: Path = Path("/")) -> str | None:
-    """Return a sentence about an accelerator on a machine without NVML; None if there is none."""
+    """Return a sentence about an accelerator on a machine without NVML, or None if there is
+    none."""
     if not _is_absent(ABSENT):
         # it is damaged, or hidden on purpose
         return None

@@ -1,4 +1,5 @@
-"""The processes on GPUs: whose they are, which compute, and what one takes beside its tensors."""
+"""The processes on GPUs: their owners, whether they compute, and their memory in addition to
+tensors."""
 
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ class CudaProcess:
 
 
 def find_holders(gpus: Iterable[GpuInfo]) -> dict[int, GpuUser]:
-    """Return names for the known processes on ``gpus``, by process id. NVML lists the host's ids;
-    in a container the same number is another process, so there is none."""
+    """Return names for the known processes on ``gpus``, by process id. NVML lists the host's ids.
+    In a container the same number is another process, so it returns no names."""
     if not sees_host_pids():
         return {}
     pids = {process.pid for gpu in gpus for process in gpu.processes or ()}
@@ -62,9 +63,9 @@ def find_holders(gpus: Iterable[GpuInfo]) -> dict[int, GpuUser]:
 
 
 def list_cuda_processes(inventory: Inventory) -> tuple[list[CudaProcess], dict[int, str]]:
-    """Return who computes on the GPUs of ``inventory``, and by number why another process that NVML
-    lists is not among them. In a container, where NVML may list the host's numbers, a process
-    counts only if it has CUDA's library loaded."""
+    """Return the processes that compute on the GPUs of ``inventory``, and by number, the reason why
+    another process that NVML lists is not among them. In a container, where NVML may list the
+    host's numbers, a process counts only if it has CUDA's library loaded."""
     on: dict[int, dict[int, int | None]] = {}
     others: dict[int, str] = {}
     for gpu in inventory.gpus:
@@ -114,7 +115,7 @@ def sees_host_pids() -> bool:
 
 
 def own_pid_namespace() -> str:
-    """Return in which namespace this process numbers processes; empty if unknown."""
+    """Return in which namespace this process numbers processes, empty if unknown."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -122,7 +123,7 @@ def own_pid_namespace() -> str:
 
 
 def started_at(pid: int) -> float:
-    """Return when a process started, in seconds since boot whatever the clock; 0 if none has."""
+    """Return when a process started, in seconds since boot whatever the clock, or 0 if none has."""
     try:
         # first: psutil adds the one that it read last
         booted = psutil.boot_time()
@@ -132,8 +133,8 @@ def started_at(pid: int) -> float:
 
 
 def send_signal(pid: int, started: float, signum: signal.Signals) -> bool:
-    """Signal a process that is known by number and start; return False if it has ended. Raises
-    PermissionError: it is another user's."""
+    """Signal a process, identified by number and start. Returns False if it has ended. Raises
+    PermissionError if it belongs to another user."""
     try:
         process = psutil.Process(pid)
         if not is_there(pid, started):
@@ -147,7 +148,7 @@ def send_signal(pid: int, started: float, signum: signal.Signals) -> bool:
 
 
 def is_there(pid: int, started: float) -> bool:
-    """Return whether that process has not ended; a zombie has."""
+    """Return whether that process is alive. A zombie is not."""
     try:
         status = psutil.Process(pid).status()
     except psutil.Error:
@@ -223,15 +224,15 @@ _AT_MOST = " at most"
 
 
 def footprint(allocated_bytes: int, gpu_name: str = "") -> int:
-    """Return what NVML shows for a process whose tensors take ``allocated_bytes`` at their peak.
-    ``gpu_name`` is the GPU's model, where earlier jobs have measured their contexts."""
+    """Return the memory that NVML shows for a process whose tensors take ``allocated_bytes`` at
+    their peak. ``gpu_name`` is the GPU's model, on which earlier jobs measured their contexts."""
     context_bytes = learned_context_bytes(gpu_name) or CONTEXT_BYTES
     return int(allocated_bytes * CACHE_FACTOR) + context_bytes
 
 
 def learned_context_bytes(gpu_name: str) -> int:
-    """Return the largest context of this user's jobs on GPUs of this model, 0 if unknown; where
-    NVML lists no processes, the smallest that it is at most."""
+    """Return the largest context of this user's jobs on GPUs of this model, 0 if unknown. If NVML
+    lists no processes, return the smallest upper bound."""
     known = _learned()
     measured = known.get(gpu_name)
     return measured if measured else known.get(gpu_name + _AT_MOST, 0)
@@ -256,7 +257,7 @@ def learn_context_bytes(gpu_name: str, figures: Mapping[str, int]) -> None:
 
 
 def _contexts_file() -> Path | None:
-    """Return where contexts are remembered; None without a home."""
+    """Return the file that remembers contexts, or None without a home."""
     chosen, home = (os.environ.get(name, "") for name in ("XDG_CACHE_HOME", "HOME"))
     # the XDG Base Directory Specification ignores relative paths
     cache = chosen if os.path.isabs(chosen) else os.path.join(home, ".cache")

@@ -1,6 +1,6 @@
-"""Choose a GPU, and say why another one does not do.
+"""Choose a GPU, and explain why others are unsuitable.
 
-Pure functions over frozen values, but for :func:`find_best_device`, for use without a launcher.
+Pure functions over frozen values, except for `find_best_device`, which works without a launcher.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def tie_breaker(gpu: GpuInfo) -> tuple[int, str, str]:
 
 
 def choose_group(gpus: Sequence[GpuInfo], count: int) -> Group:
-    """Return ``count`` of the GPUs, which are best first; none if there are too few. They are of
-    one model if there are enough of it: a group is as slow as its slowest GPU."""
+    """Return ``count`` of the GPUs, which are best first, or none if they are too few. They have
+    the same model if enough of them do, because a group is as slow as its slowest GPU."""
     alike: dict[tuple[str, int], list[GpuInfo]] = {}
     for gpu in gpus:
         group = alike.setdefault((gpu.name, gpu.total_bytes), [])
@@ -52,7 +52,8 @@ def choose_group(gpus: Sequence[GpuInfo], count: int) -> Group:
 
 
 def can_be_one_of(gpu: GpuInfo, count: int) -> bool:
-    """Return whether a job of ``count`` can have it: CUDA shows a process one MIG slice alone."""
+    """Return whether a job of ``count`` GPUs can have this GPU. CUDA shows a process only a single
+    MIG slice."""
     return count == 1 or gpu.parent_uuid is None
 
 
@@ -62,7 +63,7 @@ def could_ever_fit(gpu: GpuInfo, min_bytes: int) -> bool:
 
 
 def explain(gpus: Sequence[GpuInfo], min_bytes: int) -> str:
-    """Return what is needed and why each GPU does not do, as one line."""
+    """Return the requirements, and why each GPU does not meet them, in one line."""
     parts = []
     for gpu in gpus:
         why = gpu.unusable
@@ -87,10 +88,11 @@ def describe_process(process: GpuProcess, holders: Mapping[int, GpuUser]) -> str
 
 
 def others_on(gpu: GpuInfo, holders: Mapping[int, GpuUser], ours: Collection[int] = ()) -> str:
-    """Return who computes on a GPU that was read with its processes; empty if no one does but
-    ``ours``. Where none is listed (in a container, under WSL), memory and time in use show them."""
+    """Describe the other users of a GPU that was read with its processes. Empty if only ``ours``
+    compute there. If processes are not listed (in a container, under WSL), memory and utilisation
+    show them."""
     listed = gpu.processes or ()
-    computing = [one for one in listed if one.computes and one.pid not in ours]
+    computing = [process for process in listed if process.computes and process.pid not in ours]
     if computing:
         return ", ".join(describe_process(process, holders) for process in computing)
     used = gpu.used_bytes
@@ -102,7 +104,7 @@ def others_on(gpu: GpuInfo, holders: Mapping[int, GpuUser], ours: Collection[int
 
 
 def idlest(gpus: Sequence[GpuInfo], ours: Collection[int] = ()) -> GpuInfo | None:
-    """Return the best of the GPUs on which no one computes but ``ours``, None if there is none."""
+    """Return the best GPU on which only ``ours`` compute, or None."""
     free = [gpu for gpu in gpus if not others_on(gpu, {}, ours)]
     return next(iter(rank(free, 0)), None)
 
@@ -110,13 +112,13 @@ def idlest(gpus: Sequence[GpuInfo], ours: Collection[int] = ()) -> GpuInfo | Non
 def find_best_device(min_memory_mb: int = 4000) -> torch.device:
     """Return the GPU with the most free memory as a device for this process, or the CPU.
 
-    Considers only GPUs that CUDA_VISIBLE_DEVICES shows; a log line has the reason for the CPU. Does
-    not wait, reserve, or start CUDA. Where neither CUDA_VISIBLE_DEVICES nor CUDA_DEVICE_ORDER is
-    set and CUDA has not started, CUDA_DEVICE_ORDER=PCI_BUS_ID is put into ``os.environ``: without
-    it the same number could mean another GPU when CUDA starts.
+    Considers only GPUs that CUDA_VISIBLE_DEVICES shows. A log line gives the reason for the CPU.
+    Does not wait, reserve, or start CUDA. If neither CUDA_VISIBLE_DEVICES nor CUDA_DEVICE_ORDER is
+    set and CUDA has not started, this sets CUDA_DEVICE_ORDER=PCI_BUS_ID in ``os.environ``. Without
+    it, the same number could mean another GPU when CUDA starts.
 
     Args:
-        min_memory_mb: free memory that is needed, in MiB.
+        min_memory_mb: the required free memory, in MiB.
     """
     import torch
 

@@ -1,8 +1,8 @@
-"""Which GPUs CUDA_VISIBLE_DEVICES leaves to this process.
+"""The GPUs that CUDA_VISIBLE_DEVICES leaves to this process.
 
-The variable is a grant, often of a scheduler: it is never widened. CUDA's way of reading it is
-followed where it is known (NVIDIA's documentation, PyTorch's tests), else the reading that shows
-less.
+The variable is a grant, often of a scheduler: it is never widened. It is read as CUDA does, as far
+as that is known (NVIDIA's documentation, PyTorch's tests). In doubt, the reading that shows fewer
+GPUs counts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NOT_AN_ENTRY = "ends the list (a list holds numbers from 0, or GPU- UUIDs, or M
 class Visible:
     """The GPUs that a process may use."""
 
-    # in the order of CUDA's ordinals, with every MIG slice that may be used
+    # GPUs in the order of CUDA's ordinals, with every usable MIG slice.
     gpus: tuple[GpuInfo, ...] = ()
     # the variable asks for none (empty, `-1`, `NoDevFiles`)
     hidden_on_purpose: bool = False
@@ -45,14 +45,14 @@ class Visible:
 
     @property
     def why_none(self) -> str:
-        """The reason for no GPUs, where there are none."""
+        """The reason for a lack of GPUs, if any."""
         if self.hidden_on_purpose:
             return f"{VARIABLE} hides every GPU"
         return self.inventory.problem or self.warning or "no GPU is visible"
 
     def ordinal(self, uuid: str) -> int | None:
-        """Return the CUDA ordinal in a process with the same environment, None if there is none.
-        CUDA enumerates one slice at most, and no whole GPU beside a slice."""
+        """Return the CUDA ordinal in a process with the same environment, or None. CUDA enumerates
+        at most a single slice, and no whole GPU next to a slice."""
         slices = [gpu.uuid for gpu in self.gpus if gpu.parent_uuid is not None]
         shown = slices[:1] if slices else [gpu.uuid for gpu in self.gpus]
         return shown.index(uuid) if uuid in shown else None
@@ -60,8 +60,8 @@ class Visible:
 
 def visible_gpus(inventory: Inventory, environ: Mapping[str, str]) -> Visible:
     """Return the part of ``inventory`` that CUDA_VISIBLE_DEVICES in ``environ`` leaves to us. A GPU
-    that CUDA counts but NVML could not read keeps its number, as one that is unusable. With several
-    models CUDA's order is asked for in a short process, once."""
+    that CUDA counts but NVML could not read keeps its number and is unusable. With several models,
+    a short process reads CUDA's order, once."""
     mask = environ.get(VARIABLE)
     if not inventory.answered:
         hidden = mask is not None and _hides_all(mask)
@@ -86,11 +86,11 @@ def visible_gpus(inventory: Inventory, environ: Mapping[str, str]) -> Visible:
 
 
 def allocated_by(environ: Mapping[str, str]) -> str:
-    """Return who has allocated the GPUs of a process with this environment: ``Slurm``, ``Ray`` or,
-    empty, no one.
+    """Return the allocator of the GPUs of a process with this environment: ``Slurm``, ``Ray``, or
+    empty for none.
 
-    Their allocation is a reservation already. A Slurm without GPUs in its configuration and a Ray
-    task that asked for none reserve nothing, although they see every GPU of the host.
+    Their allocation is a reservation already. Slurm without GPUs in its configuration, and a Ray
+    task that requested none, reserve nothing, although they see every GPU of the host.
     """
     if "SLURM_JOB_ID" in environ and any(environ.get(name) for name in _SLURM_GPUS):
         return "Slurm"
@@ -115,9 +115,9 @@ def mask_for(gpus: Sequence[GpuInfo], *, by_index: bool) -> str:
     """Return a CUDA_VISIBLE_DEVICES that shows exactly these GPUs, in this order.
 
     Args:
-        gpus: to show; none hides all.
-        by_index: as numbers under ``CUDA_DEVICE_ORDER=PCI_BUS_ID``, for programs that read
-            integers, where NVML's and CUDA's lists surely agree.
+        gpus: the GPUs to show. None hides all.
+        by_index: use numbers under ``CUDA_DEVICE_ORDER=PCI_BUS_ID``, for programs that read
+            integers, if NVML's and CUDA's lists surely agree.
     """
     indices = [gpu.cuda_index for gpu in gpus]
     if by_index and None not in indices:
@@ -135,8 +135,8 @@ def resolve_mask(mask: str | None, cuda_order: Sequence[GpuInfo]) -> Visible:
 
     Args:
         mask: the variable's value, None if it is not set.
-        cuda_order: the machine's GPUs as CUDA numbers them. The slices of a GPU follow each other
-            and count as one; the GPU's number or UUID shows the first of them alone.
+        cuda_order: the machine's GPUs as CUDA numbers them. The slices of a GPU are adjacent and
+            count together. The GPU's number or UUID shows only the first of them.
     """
     if mask is None:
         return Visible(tuple(cuda_order))
@@ -177,7 +177,7 @@ def resolve_mask(mask: str | None, cuda_order: Sequence[GpuInfo]) -> Visible:
 
 
 class _NotThereError(Exception):
-    """There is no GPU by an entry of a mask; the message is what is wrong with the entry."""
+    """An entry of a mask names no GPU. The message gives the reason."""
 
 
 def _find(key: int | str, cuda_order: Sequence[GpuInfo]) -> GpuInfo:
@@ -217,7 +217,7 @@ def _hides_all(mask: str) -> bool:
 
 
 def _number(entry: str) -> int | None:
-    """Read a number as strtoul does: what follows the digits is ignored; None if negative."""
+    """Read a number as strtoul does: what follows the digits is ignored, or None if negative."""
     digits = _INTEGER.match(entry)
     return None if digits is None or int(digits[1]) < 0 else int(digits[1])
 

@@ -1,4 +1,4 @@
-"""What the environment says of torch's CUDA allocator, and what robust-train adds to it."""
+"""Settings of torch's CUDA allocator in the environment, and those that robust-train adds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def use_expandable_segments(
     ``setting`` is ``memory.expandable_segments``, None if ``auto``; the user's environment
     overrides it. Expandable segments avoid most fragmentation, but fail at the first allocation
     under WSL2, and break CUDA graphs over NCCL's peer-to-peer transport as well as vLLM's
-    all-reduce: so ``auto`` uses them on one GPU, for a trainer with which that ``is_safe``.
+    all-reduce: so ``auto`` uses them only on a single GPU, for a trainer with which that
+    ``is_safe``.
     """
     exported = exported_expandable_segments(environ)
     if exported is not None:

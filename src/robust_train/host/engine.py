@@ -1,4 +1,4 @@
-"""Whether this process is one rank of a job that torchrun, srun, PyTorchJob or Ray has started.
+"""Detection of a process that is a rank of a job of torchrun, srun, PyTorchJob or Ray.
 
 Pure: everything is read from the environment's variables.
 """
@@ -22,7 +22,7 @@ _PORTS = 10_000
 
 @dataclass(frozen=True)
 class GuestRank:
-    """This process, as one rank of an engine's job."""
+    """This process as a rank of an engine's job."""
 
     engine: str  # its name for people
     rank: int

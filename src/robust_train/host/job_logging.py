@@ -1,4 +1,4 @@
-"""The log lines of a job: one short format everywhere, and none is lost to a full disk."""
+"""The log lines of a job, in a short format everywhere. A full disk does not lose them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def logged_to_screen() -> Iterator[None]:
 
 
 def adopt_hydra(hydra_cfg: DictConfig | None) -> None:
-    """Give a fresh process the job's ``HydraConfig`` and logging; without Hydra a plain format."""
+    """Give a new process the job's ``HydraConfig`` and logging, or without Hydra a plain format."""
     if hydra_cfg is None:
         # A handler of the root would turn a program's own basicConfig() into a call without effect.
         handler = logging.StreamHandler(sys.stdout)
@@ -55,8 +55,8 @@ def adopt_hydra(hydra_cfg: DictConfig | None) -> None:
 
 
 def lose_lines_quietly() -> None:
-    """Have log files drop lines that a full disk does not take: logging prints a traceback for each
-    of them, on the screen, where the line itself is shown as well."""
+    """Make log files drop lines that a full disk does not accept. Otherwise logging prints a
+    traceback for each of them on the screen, which shows the line anyway."""
 
     def drop(handler: logging.Handler, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
@@ -68,7 +68,7 @@ def lose_lines_quietly() -> None:
 
 
 def shorten_lines() -> None:
-    """Give log lines our format where they have Hydra's own; a project's format stays."""
+    """Replace Hydra's own format of log lines by ours. A project's format stays."""
     for handler in log_handlers():
         if format_of(handler) in (_HYDRAS_FORMAT, _OF_SWEEPS):
             handler.setFormatter(ShortLines())

@@ -1,4 +1,4 @@
-"""What the kernel offers and ``psutil`` lacks: subreapers, the processes of a job, polling, write
+"""Kernel features that ``psutil`` lacks: subreapers, the processes of a job, polling, write
 locks."""
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ _libc_fallocate = ctypes.CDLL(None).fallocate
 def shared_machine_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for a process that will import torch on a machine with other jobs.
 
-    OpenMP's threads spin while they wait, on cores that other jobs want. Not to spin at all costs
-    a system call per parallel region, so GNU's (in torch's wheels) spins for a thousand rounds;
-    others know only the standard's variable. What the user has exported takes precedence.
+    OpenMP's threads spin while they wait, on cores that other jobs want. Without spinning, each
+    parallel region costs a system call, so GNU's library (in torch's wheels) spins for a thousand
+    rounds. Other libraries know only the variable of the standard. Exported variables take
+    precedence.
     """
     if "OMP_WAIT_POLICY" in environ or "GOMP_SPINCOUNT" in environ:
         return dict(environ)
@@ -54,7 +55,8 @@ def shared_machine_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def signal_at_parents_death(signum: int) -> None:
-    """Be sent ``signum`` when the thread ends that forked this process; a fork forgets it."""
+    """Receive ``signum`` when the thread that forked this process ends. Forks do not inherit
+    this."""
     _prctl(_PR_SET_PDEATHSIG, signum)
 
 
@@ -69,7 +71,8 @@ def _prctl(option: int, value: int) -> None:
 
 
 def release_blocks(path: Path, offset: int, length: int) -> None:
-    """Return part of a file to the disk, as zeros; one that cannot (NFS before 4.2) keeps it."""
+    """Return part of a file to the disk, as zeros. A file system that cannot do so (NFS before 4.2)
+    keeps it."""
     begin = ctypes.c_long(offset)
     size = ctypes.c_long(length)
     with contextlib.suppress(OSError), path.open("r+b") as file:
@@ -77,8 +80,8 @@ def release_blocks(path: Path, offset: int, length: int) -> None:
 
 
 def children(*, recursive: bool = False) -> list[psutil.Process]:
-    """Return this process's children, orphans of a subreaper and zombies too; ``recursive``: all
-    descendants."""
+    """Return this process's children, including zombies and the orphans of a subreaper. With
+    ``recursive``, return all descendants."""
     try:
         return psutil.Process().children(recursive)
     except psutil.Error:
@@ -86,7 +89,7 @@ def children(*, recursive: bool = False) -> list[psutil.Process]:
 
 
 def collect(pid: int) -> bool:
-    """Collect the child ``pid`` if it has ended; return whether it runs."""
+    """Collect the child ``pid`` if it has ended, and return whether it runs."""
     try:
         return os.waitpid(pid, os.WNOHANG)[0] == 0
     except ChildProcessError:
@@ -94,8 +97,8 @@ def collect(pid: int) -> bool:
 
 
 def is_fork(pid: int) -> bool:
-    """Return whether a process still runs the program of the one that has forked it, whose signal
-    handlers it has; not one that runs a program of its own, or has ended."""
+    """Return whether a process still runs the program of the process that forked it, and so has its
+    signal handlers. False if it runs another program or has ended."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         status = Path(f"/proc/{pid}/stat").read_bytes()
         flags = int(status.rpartition(b")")[2].split()[6])
@@ -120,7 +123,8 @@ def kill_descendants(
 
 
 def _is_killed(process: psutil.Process, is_ours: Callable[[psutil.Process], bool]) -> bool:
-    """Kill a process that is ours and collect it if it is a child; return whether it is left."""
+    """Kill a process that is ours and collect it if it is a child, and return whether it is
+    left."""
     try:
         if not is_ours(process):
             return False
@@ -142,7 +146,8 @@ _RLIMIT_LOCKS = 10
 
 
 def job_mark(job: str) -> int:
-    """Return the limit that the processes of the job with this id have; -1 if none can have it."""
+    """Return the limit that marks the processes of the job with this id, or -1 if processes cannot
+    have it."""
     with contextlib.suppress(ValueError):
         return int(job.rpartition("-")[2], 16)
     return -1
@@ -205,9 +210,10 @@ def named(processes: Iterable[psutil.Process]) -> str:
 
 
 def end_processes_of(job: str, uid: int, grace_seconds: float) -> list[psutil.Process]:
-    """End what is left of a job without a launcher; return what cannot be ended.
+    """End the remaining processes of a job without a launcher, and return those that cannot be
+    ended.
 
-    SIGTERM goes to what none of the others has started, for a last checkpoint; then all are killed.
+    SIGTERM goes to those that no other of them started, for a last checkpoint. Then all are killed.
     """
     end_marked(job_mark(job), uid, signal.SIGTERM, grace_seconds)
     return processes_of(job, uid)
@@ -225,7 +231,7 @@ def sleep_with_ticks(seconds: float, tick: Callable[[], None]) -> None:
 
 
 def readable(descriptors: Iterable[int], seconds: float) -> set[int]:
-    """Wait for one of the descriptors to become readable; return those that are."""
+    """Wait until a descriptor becomes readable, and return the readable descriptors."""
     poll = select.poll()  # not select.select: descriptors may be above 1023
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
@@ -242,8 +248,8 @@ def readable(descriptors: Iterable[int], seconds: float) -> set[int]:
 
 
 def lock(fd: int, start: int = 0, length: int = 0) -> bool:
-    """Take the write lock; return False if another opened file has a lock on it. A length of 0 is
-    up to the end.
+    """Take the write lock. Returns False if another opened file has a lock on it. A length of 0
+    means up to the end.
 
     Raises:
         OSError: the file system has no locks.

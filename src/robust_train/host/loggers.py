@@ -1,13 +1,12 @@
-"""The package's loggers: what matters is on the screen, whatever a program does to ``logging``.
+"""The package's loggers. Important lines reach the screen, whatever a program does to ``logging``.
 
 A program sets up logging for itself. ``dictConfig`` and ``fileConfig`` disable every logger that
 exists, ``hydra/job_logging=disabled`` leaves no handler, and a level or filter is meant for other
-lines. So each line first takes Python's ordinary way. If none of the handlers there has written it
-to the screen, a line that matters is written to standard error. Whether that is so is asked for
-each line, since a program may change its logging at any time. A program may also put a file or a
-buffer in place of ``sys.stdout`` or ``sys.stderr``, which no one watches: neither is the screen.
-Outside of jobs, in a program that uses a part of the package, any handler that takes a line is
-enough.
+lines. So each line first takes Python's ordinary way. If no handler writes an important line to the
+screen, it is written to standard error. This is decided for each line, since a program may change
+its logging at any time. A program may also put a file or a buffer in place of ``sys.stdout`` or
+``sys.stderr``, which no one watches: neither counts as the screen. Outside of jobs, in a program
+that uses a part of the package, any handler that takes a line is enough.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _NAMES = (PACKAGE, f"{PACKAGE}.integrations", f"{PACKAGE}.vision")
 
 
 class ShortLines(logging.Formatter):
-    """Formats a line as the time of day, the level where it is not INFO, and the message."""
+    """Formats a line as the time of day, the level unless it is INFO, and the message."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(level)s%(message)s", "%H:%M:%S")
@@ -44,7 +43,7 @@ class ShortLines(logging.Formatter):
 
 
 class _Lines:
-    """What this process does with the lines of all loggers of the package."""
+    """How this process handles the lines of all loggers of the package."""
 
     def __init__(self) -> None:
         # this process is a launcher, an attempt or the script of one
@@ -96,7 +95,7 @@ class PackageLogger(logging.Logger):
             _write(standard_error() if _lines.is_job else sys.stderr, record)
 
     def _give_to_handlers(self, record: logging.LogRecord) -> bool:
-        """Do what ``callHandlers`` does; return whether that has shown the line."""
+        """Do what ``callHandlers`` does, and return whether that has shown the line."""
         is_shown = False
         logger: logging.Logger | None = self
         while logger is not None:
@@ -113,8 +112,8 @@ class PackageLogger(logging.Logger):
 def _is_on_screen(handler: Any) -> bool:
     """Return whether a handler writes to stdout or stderr.
 
-    It does by its ``stream``, rich's by its console, and one that only queues lines by those that
-    its listener has, which Python 3.12 and later knows.
+    A handler has a ``stream``, rich's handler has a console, and a handler that only queues lines
+    has a listener, which Python 3.12 and later knows.
     """
     listener = getattr(handler, "listener", None)
     if listener is not None:
@@ -135,17 +134,17 @@ def is_screen(stream: Any) -> bool:
     # a stream that stood there before, or /dev/stderr
     with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
         descriptor = stream.fileno()
-        if any(os.path.sameopenfile(descriptor, one) for one in (1, 2)):
+        if any(os.path.sameopenfile(descriptor, number) for number in (1, 2)):
             return True
         if isinstance(stream, io.TextIOWrapper):
             return False
     screens = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
-    return _may_pass_on(stream) and any(stream is one for one in screens)
+    return _may_pass_on(stream) and any(stream is screen for screen in screens)
 
 
 def _may_pass_on(stream: Any) -> bool:
-    """Return whether an object without a descriptor may write elsewhere: a wrapper has a stream
-    among its attributes, or a list of them, and one that swallows all has none."""
+    """Return whether an object without a descriptor may write elsewhere. A wrapper has a stream, or
+    a list of streams, among its attributes. An object that discards everything does not."""
     if isinstance(stream, io.TextIOBase):
         return not isinstance(stream, io.StringIO)
     for value in getattr(stream, "__dict__", {}).values():
@@ -156,7 +155,8 @@ def _may_pass_on(stream: Any) -> bool:
 
 
 def standard_error() -> TextIO:
-    """Return ``sys.stderr``, or the process's first if that is no longer the screen."""
+    """Return ``sys.stderr``, or the original stream of the process if that is no longer the
+    screen."""
     first = sys.__stderr__
     return sys.stderr if first is None or is_screen(sys.stderr) else first
 
@@ -172,7 +172,7 @@ def standard_output() -> TextIO:
 
 
 def _write(stream: TextIO | None, record: logging.LogRecord) -> None:
-    """Write a line; a screen that takes none costs the line."""
+    """Write a line. If the screen does not accept it, the line is lost."""
     if stream is not None:
         with contextlib.suppress(OSError, ValueError):
             stream.write(f"{ShortLines().format(record)}\n")
@@ -180,7 +180,7 @@ def _write(stream: TextIO | None, record: logging.LogRecord) -> None:
 
 
 def take_loggers() -> None:
-    """Make the package's loggers those of this module; handlers and levels that they have stay."""
+    """Replace the package's loggers by those of this module, with their handlers and levels."""
     for name in _NAMES:
         logging.getLogger(name).__class__ = PackageLogger
 
@@ -239,7 +239,7 @@ def speak_as_rank(rank: int) -> None:
 
 
 def _mark_rank(rank: int, record: logging.LogRecord) -> bool:
-    """Put the rank in front of a line; return whether a rank other than the first shows it."""
+    """Put the rank in front of a line, and return whether a rank other than the first shows it."""
     if record.levelno < logging.WARNING:
         return False
     if not getattr(record, "is_marked", False):

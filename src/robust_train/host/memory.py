@@ -1,7 +1,7 @@
-"""Host memory: what this process and its data-loader workers have, what there is for it, and
-whether the kernel killed for it.
+"""Host memory: the use of this process and its data-loader workers, the memory available to them,
+and kills by the kernel for lack of it.
 
-Sizes are in bytes; cgroups may be of version 1 or 2, on a machine or in a container.
+Sizes are in bytes. Cgroups may have version 1 or 2, on a machine or in a container.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import psutil
 
 # "no limit" in cgroup v1 is the largest multiple of the page size
 _UNLIMITED = 2**60
-# of `/proc/self/mountinfo`
+# Matches a line of `/proc/self/mountinfo`.
 _CGROUP_MOUNT = re.compile(
     r"^(?:\S+ ){3}(?P<root>\S+) (?P<point>\S+) .*- (?P<kind>cgroup2?) \S+ (?P<options>\S+)$",
     re.MULTILINE,
@@ -37,7 +37,7 @@ class HostMemory:
     peak: int
     data: int  # writable private memory, which RLIMIT_DATA limits
     available: int  # what a new program could get, here and within the cgroup
-    total: int  # of the machine, or of the cgroup where that has less
+    total: int  # of the machine, or of the cgroup if that has less
 
 
 def read_host_memory() -> HostMemory:
@@ -112,8 +112,8 @@ def largest_resident() -> int:
 
 
 def reset_peak(clear_refs: Path = Path("/proc/self/clear_refs")) -> bool:
-    """Let the peak of resident memory start over; return False where the kernel refuses. Writing 5
-    there is described in proc(5); it needs Linux 4.0 and CONFIG_PROC_PAGE_MONITOR."""
+    """Reset the peak of resident memory. Returns False if the kernel refuses. It writes 5 to
+    ``clear_refs``, see proc(5), which needs Linux 4.0 and CONFIG_PROC_PAGE_MONITOR."""
     try:
         clear_refs.write_text("5")
     except OSError:
@@ -144,7 +144,7 @@ def cgroup_rooms(root: Path = Path("/")) -> list[tuple[int, int]]:
 
 def memory_folders(root: Path = Path("/")) -> list[Path]:
     """Return the folders of the cgroups that account this process's memory, its own first. In
-    version 2 each counts what is below it as well; in version 1 only the first is known."""
+    version 2 each includes the groups below it. In version 1 only the first is known."""
     cgroups: dict[str, str] = {}
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -152,8 +152,8 @@ def memory_folders(root: Path = Path("/")) -> list[Path]:
     kind = "cgroup" if "memory" in cgroups else "cgroup2"
     controller = "memory" if cgroups.get("memory") else ""
     own = PurePosixPath(cgroups.get(controller, ".."))
-    # in a container a cgroup may be named as the machine or as the container sees it; a path with
-    # `..` leads out of the namespace
+    # In a container, a cgroup may have the name that the machine or the container sees. A path with
+    # `..` leads out of the namespace.
     mounts = _CGROUP_MOUNT.finditer(_read(root / "proc/self/mountinfo"))
     for mount in mounts if ".." not in own.parts else ():
         mounted = _unescaped(mount["root"])
@@ -167,12 +167,12 @@ def memory_folders(root: Path = Path("/")) -> list[Path]:
 
 
 class OomKillWatch:
-    """Whether the kernel's OOM killer took a process, which SIGKILL itself does not show.
+    """Finds out whether the kernel's OOM killer took a process, which SIGKILL itself does not show.
 
     The kernel counts each kill in the memory cgroup of the process, and in ``/proc/vmstat`` for the
     machine, before it sends the signal. ``memory.failcnt`` and ``under_oom`` of version 1 are not
-    read: they also move when the kernel found memory after all. Make one before the child is
-    started. Holds no open file, and never raises.
+    read: they also move when the kernel found memory after all. Create it before the child is
+    started. It holds no open file, and never raises.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
@@ -186,8 +186,7 @@ class OomKillWatch:
 
     def killed(self) -> bool | None:
         """Return whether the OOM killer has taken a process of this process's cgroup since then.
-        None if nothing can be read, or where some process on the machine was killed and it is
-        unknown which."""
+        None if the counters cannot be read, or if an unknown process on the machine was killed."""
         now = _kills(self._counter)
         if self._before is not None and now is not None:
             return now > self._before
@@ -222,7 +221,7 @@ _STARTED = ("multiprocessing.spawn", "multiprocessing.forkserver")
 
 @dataclass(frozen=True)
 class Workers:
-    """The workers at one moment."""
+    """The workers at a moment."""
 
     count: int = 0
     # more memory of their own than all other processes of the tree
@@ -232,8 +231,8 @@ class Workers:
 def find_workers(pids: Sequence[int]) -> Workers:
     """Return the data-loader workers among the descendants of these processes.
 
-    What torch has named so; of other libraries and older versions the processes of
-    :mod:`multiprocessing` that have started none themselves.
+    These are processes that torch names as workers. For other libraries and older versions, they
+    are ``multiprocessing`` processes without children.
     """
     tree: dict[int, psutil.Process] = {}
     known: dict[int, dict[str, Any]] = {}
@@ -241,14 +240,14 @@ def find_workers(pids: Sequence[int]) -> Workers:
         with contextlib.suppress(psutil.Error):
             root = psutil.Process(pid)
             tree[pid] = root
-            tree |= {one.pid: one for one in root.children(recursive=True)}
+            tree |= {child.pid: child for child in root.children(recursive=True)}
     for pid, process in tree.items():
         with contextlib.suppress(psutil.Error):
             known[pid] = process.as_dict(["ppid", "name", "cmdline"], ad_value="")
-    started = {pid: one for pid, one in known.items() if _is_started(one, known)}
-    workers = {pid for pid, one in started.items() if one["name"] == _OF_TORCH}
+    started = {pid: process for pid, process in known.items() if _is_started(process, known)}
+    workers = {pid for pid, process in started.items() if process["name"] == _OF_TORCH}
     if not workers:
-        parents = {one["ppid"] for one in started.values()}
+        parents = {process["ppid"] for process in started.values()}
         workers = started.keys() - parents
     if not workers:
         return Workers()
@@ -267,7 +266,8 @@ def _is_started(one: Mapping[str, Any], known: Mapping[int, Mapping[str, Any]]) 
 
 
 def _own_bytes(process: psutil.Process, *, shares: bool = True) -> int:
-    """Return the bytes that are its own; ``shares``: with those that its forks have too."""
+    """Return the bytes that belong to the process alone. With ``shares``, include memory that its
+    forks share."""
     with contextlib.suppress(psutil.Error):
         if shares:
             return resident_bytes(process)[1]

@@ -1,4 +1,4 @@
-"""What every command needs of its process, asked before psutil is imported, which needs it too."""
+"""Requirements of every command, checked before psutil is imported, which has them too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LEAST_FILES = 24
 
 
 def why_unusable() -> ConfigError | None:
-    """Return what this process lacks that every command needs; None for nothing."""
+    """Return what this process lacks that every command needs, or None for nothing."""
     if not os.path.exists("/proc/self/stat"):
         return ConfigError("/proc is not mounted here: mount -t proc proc /proc")
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -59,9 +59,8 @@ def main() -> None:
 def end_marked(
     mark: int, uid: int, stop_signal: int, grace_seconds: float, interpreters: Collection[int] = ()
 ) -> None:
-    """Ask the processes of a user with a mark to stop, those that none of the others has started,
-    but kill forks among them that are none of the ``interpreters``; after ``grace_seconds`` kill
-    all."""
+    """Ask those processes of a user with a mark to stop that no other of them started, but kill
+    forks that are not among the ``interpreters``. After ``grace_seconds``, kill all."""
     kill_at = time.monotonic() + grace_seconds
     is_asked = False
     while (now := time.monotonic()) < kill_at + _KILL_SECONDS:
@@ -80,7 +79,7 @@ def end_marked(
 
 
 def mark_of(pid: int | str) -> int | None:
-    """Return the mark of a process, also of a zombie; None if it is of no job."""
+    """Return the mark of a process, also of a zombie, or None if it is of no job."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         limits = Path(f"/proc/{pid}/limits").read_bytes()
         return int(limits.partition(b"Max file locks")[2].split(None, 1)[0])
@@ -88,8 +87,8 @@ def mark_of(pid: int | str) -> int | None:
 
 
 def _marked(mark: int, uid: int) -> dict[int, tuple[int, bool]]:
-    """Return a user's living processes with a mark, but this one, with the parent of each and
-    whether it is a fork that runs the program of that."""
+    """Return a user's living processes with a mark, except this process, each with its parent and
+    whether it is a fork that runs the parent's program."""
     found = {}
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:

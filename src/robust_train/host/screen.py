@@ -37,7 +37,7 @@ _TRUNCATED = (
 
 
 class Screen:
-    """The file behind one of our streams, written to without blocking."""
+    """The file behind a standard stream, written to without blocking."""
 
     def __init__(self, descriptor: int) -> None:
         self.area: LiveArea | None = None
@@ -63,7 +63,8 @@ class Screen:
         return bool(self._waiting)
 
     def write_line_of(self, source: object, data: bytes) -> None:
-        """Show ``data``; a line that the other of us and the trainer has left open is ended."""
+        """Show ``data``, after ending a line that the other writer (we or the trainer) left
+        open."""
         is_others = (source is None) != (self._source is None)
         if is_others and self._is_in_line and not data.startswith((b"\n", b"\r\n")):
             data = b"\n" + data
@@ -99,8 +100,8 @@ class Screen:
                 self._waiting += f"\n{notice}".encode()
 
     def finish(self, timeout_seconds: float = _LAST_CHANCE_SECONDS) -> bool:
-        """Show the rest, as long as someone reads; no one is waited for twice. Returns whether all
-        is shown."""
+        """Show the rest, as long as someone reads, without waiting twice. Returns whether all is
+        shown."""
         self.show()
         poll = select.poll()
         poll.register(self._fd, select.POLLOUT)
@@ -132,7 +133,8 @@ _screens: dict[tuple[int, int, int], Screen] = {}
 
 
 def screen_of(descriptor: int) -> Screen:
-    """Return the screen for the file that is open under a descriptor now; OSError for none."""
+    """Return the screen for the file that is open under a descriptor now. Raises OSError if there
+    is no file."""
     status = os.fstat(descriptor)
     target = (status.st_dev, status.st_ino, status.st_rdev)
     if target not in _screens:
@@ -141,8 +143,8 @@ def screen_of(descriptor: int) -> Screen:
 
 
 def show(descriptor: int, data: bytes, source: object = None) -> None:
-    """Write to one of our streams without waiting; nothing where it is closed. ``source`` is who
-    writes: what another one writes does not go into its unfinished line."""
+    """Write to a standard stream without waiting, or nothing if it is closed. ``source`` is the
+    writer: output of another writer does not go into its unfinished line."""
     with contextlib.suppress(OSError):
         screen = screen_of(descriptor)
         if screen.area is None:
@@ -159,7 +161,7 @@ def settle(descriptor: int, source: object) -> None:
 
 
 def show_waiting() -> None:
-    """Write what could not be shown so far, where someone reads again."""
+    """Write the pending output, if someone reads again."""
     for screen in _screens.values():
         screen.show()
 
@@ -185,12 +187,12 @@ _ONE_DOWN = b"\x1bD"  # scrolls at the end of the screen, and keeps the column
 
 
 class LiveArea:
-    """Keeps a status below all that is written to a terminal; a context manager.
+    """Keeps a status below all output on a terminal. A context manager.
 
-    The cursor stays where the output has left it, so bars and colours are the terminal's business,
-    and a launcher that is killed leaves nothing to be undone. Only this is known of the output: the
-    line with the cursor, and how many lines a program has moved up, as nested bars do. Nothing is
-    drawn while no one reads, or while the shell has the terminal.
+    The cursor stays where the output left it, so bars and colours are up to the terminal, and a
+    killed launcher leaves no trace. Only two things are known of the output: the line with the
+    cursor, and how many lines a program has moved up, as nested bars do. Nothing is drawn while no
+    one reads, or while the shell has the terminal.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -223,7 +225,8 @@ class LiveArea:
         return self
 
     def _on_stop(self, signum: int, frame: FrameType | None) -> None:
-        """Clear the status and stop this process, as Ctrl-Z does; the next status shows again."""
+        """Clear the status and stop this process, as Ctrl-Z does. The next status is shown
+        again."""
         self._screen.write(self._erase() + self._next_line() + _AT_STOP)
         self._is_drawn = False
         signal.signal(signum, signal.SIG_DFL)
@@ -270,7 +273,7 @@ class LiveArea:
             self._screen.write(erase + self._draw())
 
     def _follow(self, data: bytes) -> None:
-        """Note where the cursor is after some output."""
+        """Follow the cursor through some output."""
         line = (self._line + data).rpartition(b"\n")[2]
         rewritten = line.rstrip(b"\r").rfind(b"\r")
         self._line = line[max(rewritten, 0) :][-_LONGEST_LINE_BYTES:]
@@ -280,7 +283,7 @@ class LiveArea:
             self._below = min(max(self._below, 0), _MOST_BELOW)
 
     def _is_one_row(self) -> bool:
-        """Return whether the line with the cursor is the last one and as short as the terminal."""
+        """Return whether the line with the cursor is the last and fits on a row of the terminal."""
         from rich.text import Text
 
         line = Text.from_ansi(self._line.decode(errors="replace").replace("\r", ""))
@@ -298,7 +301,7 @@ class LiveArea:
         return b"\x1b[%dB" % self._below if self._below else b""
 
     def _erase(self) -> bytes:
-        """Return how the status goes; the cursor is where it was."""
+        """Return the sequence that erases the status and restores the cursor."""
         if not self._is_drawn or not self._is_in_front():
             return b""
         if self._is_one_row():  # wherever the cursor is: people type
@@ -328,7 +331,8 @@ class LiveArea:
 
 @contextlib.contextmanager
 def live_area() -> Iterator[LiveArea | None]:
-    """Yield an area on the terminal that this process prints and logs to; None without one."""
+    """Yield an area on the terminal that this process prints and logs to, or None without a
+    terminal."""
     # none: a terminal of an IDE's own making
     descriptor = descriptor_of(sys.stdout)
     is_dumb = os.environ.get("TERM", "dumb") in ("dumb", "unknown")
@@ -363,7 +367,7 @@ class _RawScreen(io.RawIOBase):
 
 @contextlib.contextmanager
 def never_blocking_output() -> Iterator[None]:
-    """Have this process's own prints and log lines go to screens, within the block."""
+    """Send this process's own prints and log lines to screens, within the block."""
     open_closed_streams()
     old = sys.stdout, sys.stderr
     new = [_unblocked(stream) for stream in old]
@@ -388,7 +392,7 @@ def never_blocking_output() -> Iterator[None]:
 def log_handlers() -> list[logging.StreamHandler[TextIO]]:
     """Return what writes the launcher's log lines to streams."""
     handlers = logging.getLogger().handlers + logging.getLogger("robust_train").handlers
-    return [one for one in handlers if isinstance(one, logging.StreamHandler)]
+    return [handler for handler in handlers if isinstance(handler, logging.StreamHandler)]
 
 
 def flush_output() -> None:
@@ -399,7 +403,8 @@ def flush_output() -> None:
 
 
 def open_closed_streams() -> None:
-    """Open the standard streams that are closed (``>&-``), or a lock of ours would be one."""
+    """Open the standard streams that are closed (``>&-``). Otherwise a lock file would take their
+    place."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
@@ -409,8 +414,8 @@ def open_closed_streams() -> None:
 
 
 def descriptor_of(stream: TextIO) -> int:
-    """Return the descriptor that a stream writes to, -1 for none; a notebook's has the number of
-    the terminal that the notebook was started in."""
+    """Return the descriptor that a stream writes to, or -1 for none. A notebook's stream has the
+    number of the terminal in which the notebook was started."""
     with contextlib.suppress(OSError, ValueError):
         if isinstance(stream, io.TextIOWrapper):
             return stream.fileno()

@@ -20,7 +20,8 @@ print(bool(re.search(pattern, text, re.MULTILINE)))
 
 @functools.lru_cache(maxsize=64)
 def is_found(pattern: str, text: str) -> bool:
-    """Return whether the pattern is in the text; False after a warning if that takes too long."""
+    """Return whether the pattern is in the text. False, after a warning, if the search takes too
+    long."""
     command = (sys.executable, "-I", "-S", "-c", SEARCH)
     given = json.dumps([pattern, text]).encode()
     try:

@@ -37,7 +37,7 @@ ORPHAN_GRACE_SECONDS = 5.0
 
 
 def forwarded(signum: int) -> int:
-    """Return the signal as it is sent on; the same where it is not forwarded."""
+    """Return the signal that is sent on. It is the same signal if it is not forwarded."""
     return _FORWARDED_AS.get(signum, signum)
 
 
@@ -51,8 +51,8 @@ def stop_signal(environ: Mapping[str, str]) -> signal.Signals:
 
 
 def keep_ends_of_children() -> bool:
-    """Have the kernel keep how children end; return whether it did not. A process may inherit from
-    its parent that SIGCHLD is ignored: then each child seems to have ended well."""
+    """Make the kernel keep the exit status of children, and return whether it did not. A process
+    may inherit an ignored SIGCHLD from its parent, and then each child seems to have succeeded."""
     is_ignored = signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
     if is_ignored:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -69,11 +69,11 @@ def is_at_prompt() -> bool:
 
 
 def end_without_traceback_if_uncaught(shown: BaseException | None = None) -> None:
-    """Have a stop or a refusal that no one catches end the interpreter with its exit code, and the
-    error that is ``shown`` already.
+    """Make an uncaught stop or refusal end the interpreter with its exit code, as well as the error
+    that is ``shown`` already.
 
-    Of a stop the last lines have said all there is to say; a :class:`ConfigError` is one line. A
-    prompt shows it and stays.
+    The last lines of the job explain a stop, and a `ConfigError` prints one line. An interactive
+    prompt shows the error and stays.
     """
     global _show_uncaught, _shown
     if is_at_prompt():
@@ -97,9 +97,9 @@ def _end_if_ours(
 
 
 class SignalWatch:
-    """While active, notes a signal, or hands it to a handler. Whoever waits asks for it by
-    :meth:`check`: an exception at any line would leave half done what that line does. Nothing is
-    done outside the main thread, where Python allows no handlers."""
+    """While active, records a signal, or passes it to a handler. Waiting code polls it by `check`,
+    because an exception at an arbitrary line would leave that line half done. Does nothing outside
+    the main thread, where Python does not allow handlers."""
 
     def __init__(self) -> None:
         # the first signal that ends the job, 0 before; only the handler sets it
@@ -111,12 +111,12 @@ class SignalWatch:
         self._previous: dict[int, Any] = {}
         self._blocked: set[int] = set()
         self._delivered = 0
-        self._counts = [0, 0]  # of signals of its own, and forwarded
+        self._counts = [0, 0]  # numbers of direct and of forwarded signals
         self._ignores_children = False
 
     @property
     def received(self) -> int:
-        """The first signal that came, also to pause; 0 before."""
+        """The first signal that came, including a pause, or 0."""
         if not self._ended_by and self._is_paused:
             return signal.SIGTERM
         return self._ended_by
@@ -135,7 +135,7 @@ class SignalWatch:
                 continue
             for one in (signum, forwarded):
                 self._previous[one] = signal.signal(one, self._on_signal)
-        # by whoever has started this process, which could never be stopped
+        # The parent may have blocked the signal, and then nothing could stop this process.
         mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._previous)
         self._blocked = mask & self._previous.keys()
         return self
@@ -182,7 +182,7 @@ class SignalWatch:
 
     @contextlib.contextmanager
     def handed_to(self, handler: Callable[[int], None]) -> Iterator[None]:
-        """Have signals call ``handler(signum)`` within this block."""
+        """Call ``handler(signum)`` for signals within this block."""
         before = self._handler
         self._handler = handler
         try:

@@ -1,4 +1,4 @@
-"""What several ranks do at the same step of their loops, agreed upon without a collective."""
+"""Agreement of several ranks to act at the same step of their loops, without a collective."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ _ANSWER_SECONDS_AT_STOP = 5.0
 
 
 def next_due(flag: str, due: int, fewest: int, most: int) -> int:
-    """Return at which look a raised flag is due; ``fewest``, ``most``: looks of a rank so far."""
+    """Return the look at which a raised flag is due. ``fewest`` and ``most`` count the looks of a
+    rank so far."""
     return most + 1 if not due or (flag == CHECKPOINT and fewest >= due) else due
 
 
@@ -55,19 +56,19 @@ class OneRank:
         return self._raised[flag]
 
     def raise_flag(self, flag: str) -> None:
-        """Have the next look see ``flag``."""
+        """Raise ``flag`` for the next look."""
         self._raised[flag] += 1
 
 
 class Votes:
     """Count in shared memory how often each rank has looked at each flag.
 
-    A flag that is raised becomes due one look after that of the rank that is furthest: no rank has
-    got there yet, so all see it at the same look, which is the same step of loops that are alike.
-    Counting and reading happen under one lock, which the kernel releases when its holder dies.
-    Raising takes no lock, for a signal's handler may interrupt a look.
+    A raised flag becomes due at the look after that of the furthest rank. No rank has reached it
+    yet, so all see it at the same look, which is the same step if their loops are alike. Counting
+    and reading happen under a lock, which the kernel releases when its holder dies. Raising takes
+    no lock, because a signal handler may interrupt a look.
 
-    ``descriptor`` is the file in memory of the other ranks; None makes a new one.
+    ``descriptor`` is the file in memory of the other ranks. None creates a new file.
     """
 
     def __init__(self, ranks: int, descriptor: int | None = None) -> None:
@@ -80,7 +81,8 @@ class Votes:
         self._thread_lock = threading.Lock()
 
     def look(self, flag: str, rank: int) -> int:
-        """Count a look of ``rank``; return the number of the look at which the flag is due, or 0.
+        """Count a look of ``rank``, and return the number of the look at which the flag is due, or
+        0.
 
         It stays due until it is raised again.
         """
@@ -95,13 +97,13 @@ class Votes:
     def raise_flag(self, flag: str) -> None:
         """Have all ranks see ``flag``.
 
-        What ends the attempt stays due for good. A checkpoint that some ranks have still to see is
-        not due again: those that have seen it would see it a second time.
+        A flag that ends the attempt stays due for good. A checkpoint that some ranks have yet to
+        see does not become due again, because the others would see it twice.
         """
         self._words[FLAGS.index(flag) * self._row] = 1
 
     def close(self) -> None:
-        """Close the file in memory; the ranks keep it."""
+        """Close the file in memory here. The ranks keep it."""
         os.close(self.descriptor)
 
     def _set_due(self, flag: str, row: int) -> None:
@@ -125,11 +127,11 @@ class Votes:
 
 
 class StoreVotes:
-    """The same for ranks on any machines, through their rendezvous store; a context manager.
+    """Votes of ranks on any machines, through their rendezvous store. A context manager.
 
-    A flag that a rank raises becomes due in a round: each rank holds its looks at the flag and
-    writes down how many there were; rank 0 then sets the look at which the flag is due, after the
-    furthest of all, and each goes on. While no flag is raised, a thread of each rank polls.
+    A raised flag becomes due in a round. Each rank pauses its looks at the flag and writes their
+    number to the store. Rank 0 then sets the look at which the flag is due, after the furthest
+    rank's, and all continue. While no flag is raised, a thread of each rank polls.
     """
 
     def __init__(self, store: Store, rank: int, ranks: int) -> None:
@@ -145,7 +147,7 @@ class StoreVotes:
         self._is_asked: set[str] = set()
         self._held = ""
         self._rounds = 0
-        # of rank 0: how many were raised and dealt with
+        # On rank 0, the number of raised flags that were handled.
         self._seen = dict.fromkeys(FLAGS, 0)
         self._is_stopping = self._is_over = False
         self._thread = threading.Thread(target=self._follow, daemon=True, name="votes")
@@ -159,8 +161,8 @@ class StoreVotes:
         self._thread.join(2.0)
 
     def look(self, flag: str, rank: int) -> int:
-        """Count a look; return the number of the look at which the flag is due, or 0. It stays due
-        until it is raised again."""
+        """Count a look, and return the number of the look at which the flag is due, or 0. It stays
+        due until it is raised again."""
         since = time.monotonic()
         while True:
             with self._lock:
@@ -174,7 +176,8 @@ class StoreVotes:
             time.sleep(_HELD_SECONDS)
 
     def raise_flag(self, flag: str) -> None:
-        """Have every rank see ``flag``. Takes no lock: a signal's handler may interrupt a look."""
+        """Raise ``flag`` on every rank. This takes no lock, because a signal handler may interrupt
+        a look."""
         self._raised[flag] = self._looks[flag]
         self._is_stopping |= flag == "stop"
 

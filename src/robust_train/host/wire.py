@@ -1,7 +1,7 @@
 """Events on their way from an attempt to its launcher.
 
-Each is one JSON packet on a sequenced-packet socket: several processes may write to it, a packet
-arrives whole or not at all, and a writer that is killed leaves no torn one behind. A packet too
+Each is a JSON packet on a sequenced-packet socket. Several processes may write to it, a packet
+arrives whole or not at all, and a killed writer does not leave a truncated packet. A packet too
 large for the socket is a file in memory, whose descriptor is sent.
 """
 
@@ -28,9 +28,9 @@ MOST_WAITING_BYTES = 64 * 1024**2
 
 
 class EventSender:
-    """Sends an attempt's events; the trainer never waits for a launcher that does not read. Where
-    the socket is full, progress is dropped and everything else is kept until the next event or
-    :meth:`flush`; beyond 64 MiB only the attempt's end. A launcher that is gone is ignored."""
+    """Sends an attempt's events. The trainer never waits for a launcher that does not read. If the
+    socket is full, progress is dropped and all other events are kept until the next event or
+    `flush`. Beyond 64 MiB, only the attempt's end is kept. A missing launcher is ignored."""
 
     def __init__(self, channel: socket.socket) -> None:
         channel.setblocking(False)
@@ -41,7 +41,7 @@ class EventSender:
         self._lock = threading.RLock()
 
     def __call__(self, event: Event) -> None:
-        """Send one event."""
+        """Send an event."""
         with self._lock:
             if not self._send_waiting() and event.may_be_dropped:
                 return
@@ -66,7 +66,7 @@ class EventSender:
             poll.poll(500)
 
     def _send_waiting(self) -> bool:
-        """Send what can be sent; return whether nothing is left."""
+        """Send what can be sent, and return whether nothing is left."""
         while self._waiting:
             data = self._waiting[0]
             try:
@@ -98,8 +98,9 @@ def send_file(channel: socket.socket, data: bytes, descriptors: Sequence[int] = 
 
 
 def read_events(channel: socket.socket, most: int = sys.maxsize) -> Iterator[Event]:
-    """Yield the events that have arrived on a non-blocking socket, oldest first, one in memory at a
-    time; ``most``: an attempt may send them faster than they are taken."""
+    """Yield the events that arrived on a non-blocking socket, oldest first, with only the current
+    event in memory. Stops after ``most`` events, because an attempt may send them faster than they
+    are read."""
     for _ in range(most):
         try:
             data, descriptors, _, _ = socket.recv_fds(channel, 2 * _LARGEST_PACKET, 1)

@@ -1,4 +1,5 @@
-"""Your loop with accelerate under the launcher: :class:`RobustLoop`; docs/accelerate.md has one."""
+"""Your loop with accelerate under the launcher (`RobustLoop`). ``docs/accelerate.md`` has an
+example."""
 
 from __future__ import annotations
 
@@ -32,21 +33,21 @@ T = TypeVar("T")
 
 
 class RobustLoop:
-    """Epochs and batches of a job, over all of its attempts.
+    """The epochs and batches of a job, over all of its attempts.
 
-    A batch is an optimizer step. If memory runs out in it, only that step is repeated, with smaller
-    parts; if that is not enough, the next attempt resumes from the last checkpoint, which holds all
-    that ``Accelerator.save_state`` saves and the position in the data.
+    A batch is an optimizer step. If memory runs out in it, only that step is repeated, in smaller
+    parts. If that is not enough, the next attempt resumes from the last checkpoint, which holds
+    everything that ``Accelerator.save_state`` saves, and the position in the data.
 
     Args:
         accelerator: has the attempt's processes and no accumulation of its own.
         model: the prepared model.
-        loader: training samples in batches of :func:`effective_batch_size`.
+        loader: training samples in batches of `effective_batch_size`.
         cfg: the trainer function's config.
         run: its run.
 
     Raises:
-        UserError: the effective batch cannot be kept; the message has the reason.
+        UserError: the effective batch cannot be kept. The message has the reason.
     """
 
     def __init__(
@@ -76,13 +77,14 @@ class RobustLoop:
         self._saved_step: int | None = None
         live_of(run).saves.pass_over_skipped()
         self._total: int | None = None
-        self._loss: Any = None  # of the step that was made last
+        self._loss: Any = None  # the last step's loss
         accelerator.register_for_checkpointing(self)
         if run.should_stop():
             raise TrainingStopped("stopped before the first step")
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the epochs that are left, from 0; an earlier attempt may have begun the first."""
+        """Yield the remaining epochs, counted from 0. An earlier attempt may have started the
+        first."""
         if (path := self.run.resume_checkpoint) is not None:
             if self.accelerator.num_processes == 1 and any(path.glob("pytorch_model_fsdp*")):
                 raise UserError(
@@ -109,10 +111,10 @@ class RobustLoop:
         live_of(self.run).saves.finish()
 
     def batches(self) -> Iterator[Any]:
-        """Yield the batches of the current epoch that are left; the next one ends the step.
+        """Yield the remaining batches of the current epoch. Taking the next batch ends the step.
 
         Raises:
-            TrainingStopped: a stop was requested; a checkpoint was saved.
+            TrainingStopped: a stop was requested, and a checkpoint was saved.
         """
         self._order.begin(self.epoch, self.samples)
         if self.samples >= self._order.samples:
@@ -124,7 +126,7 @@ class RobustLoop:
             self._step_done()
 
     def _own_batches(self) -> Iterator[Any]:
-        """Yield this rank's share of each step; it may have no samples in an epoch's last one."""
+        """Yield this rank's share of each step, which may be empty in an epoch's last step."""
         left = -(-(self._order.samples - self.samples) // self._effective)
         for batch in self._loader:
             yield batch
@@ -160,7 +162,7 @@ class RobustLoop:
         live_of(self.run).saves.finish()
         is_there = path.exists() and self._saved_step == self.step
         if self.run.is_main and not is_there:
-            # of attempts that were killed while they saved, and of this very step
+            # Attempts that were killed while they saved leave files, perhaps of this step.
             for leftover in path.parent.glob(f".{_SAVED}*.tmp"):
                 shutil.rmtree(leftover, ignore_errors=True)
             shutil.rmtree(path, ignore_errors=True)
@@ -208,7 +210,7 @@ class RobustLoop:
 
 
 def _divide(loader: Any) -> None:
-    """Have accelerate divide each batch of a prepared loader among the ranks."""
+    """Make accelerate divide each batch of a prepared loader among the ranks."""
     shard = getattr(loader, "batch_sampler", None)
     if not isinstance(shard, _loaders.BatchSamplerShard):
         raise UserError(

@@ -72,20 +72,21 @@ def fit(
     """Run ``trainer.fit`` as an attempt: resume from the last checkpoint, stop on request.
 
     Args:
-        trainer: a ``lightning.Trainer``, made with :func:`trainer_arguments`;
+        trainer: a ``lightning.Trainer``, created with `trainer_arguments`. Its
             ``accumulate_grad_batches`` is set here.
-        model: the ``LightningModule``. One with manual optimization that accumulates has an
+        model: the ``LightningModule``. With manual optimization and accumulation, it has an
             attribute or hyperparameter ``accumulate_grad_batches``, which is set here.
         data: a ``LightningDataModule``, whose ``batch_size`` (attribute or hyperparameter) is set
-            here; if ``training.batch_size`` is not given, its own value is the job's. Or a
-            ``DataLoader`` made with ``cfg.training.batch_size``. None: the model has the loaders.
-        cfg, run: the trainer function's.
-        metric: the logged value that is returned; None: a dictionary of all of them.
+            here. Its value is the job's if ``training.batch_size`` is not given. Or a
+            ``DataLoader`` created with ``cfg.training.batch_size``. None: the model has the
+            loaders.
+        cfg, run: the arguments of the trainer function.
+        metric: the logged value to return. None: a dictionary of all logged values.
         options: further arguments of ``trainer.fit``, such as ``val_dataloaders``.
 
     Raises:
         UserError: trainer, model or data cannot keep the effective batch.
-        TrainingStopped: a stop was requested; a checkpoint was saved.
+        TrainingStopped: a stop was requested, and a checkpoint was saved.
     """
     _fit(trainer.fit, trainer, model, data, cfg=cfg, run=run, **options)
     return _result(trainer, model, data, metric, options.get("val_dataloaders"))
@@ -151,7 +152,7 @@ def _fit(
 
 @contextlib.contextmanager
 def adopted_fit(cfg: DictConfig, run: Run) -> Iterator[None]:
-    """Have the first ``trainer.fit`` of a program that was not written for us be :func:`fit`."""
+    """Replace the first ``trainer.fit`` of a program that was not written for us by `fit`."""
     own = _pytorch.Trainer.fit
 
     @wraps(own)
@@ -226,7 +227,7 @@ def _with_batch_of(data: Any, cfg: DictConfig, run: Run) -> DictConfig:
     )
     live_of(run).parts.set_asked(asked.with_batch(theirs, None))
     live_of(run).parts.split_by(replace(live_of(run).parts.plan, batch_size=micro_batch))
-    live_of(run).parts.stop_splitting()  # as an earlier fit of this trainer may have
+    live_of(run).parts.stop_splitting()  # An earlier fit of this trainer may have split.
     if run.is_main:
         live_of(run).reports.send(BatchTaken(theirs, micro_batch, steps))
     cfg = cfg.copy()
@@ -236,14 +237,14 @@ def _with_batch_of(data: Any, cfg: DictConfig, run: Run) -> DictConfig:
 
 
 def _sets_batch(cfg: DictConfig, asked: AttemptSpec) -> bool:
-    """Return whether the user has set the batch size; a default that is typed counts too."""
+    """Return whether the user has set the batch size. A default given explicitly counts too."""
     if (
         asked.batch_size != TrainingConfig.batch_size
         or cfg.training.get("effective_batch_size") is not None
     ):
         return True
     overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
-    return any(one.lstrip("+").startswith("training.batch_size=") for one in overrides)
+    return any(override.lstrip("+").startswith("training.batch_size=") for override in overrides)
 
 
 def _check_ranks(trainer: Any, run: Run) -> None:
@@ -292,7 +293,7 @@ def _check(trainer: Any, cfg: DictConfig, run: Run) -> None:
 
 
 def _accumulate(trainer: Any, model: Any, micro_batches: int, run: Run) -> None:
-    """Have the trainer, or a model with manual optimization, accumulate so many in a step."""
+    """Set the accumulation of the trainer, or of a model with manual optimization."""
     if model.automatic_optimization:
         trainer.accumulate_grad_batches = micro_batches
     elif not _give(model, _ACCUMULATION, micro_batches):
@@ -323,7 +324,7 @@ def _prepare(data: Any, callback: RobustCallback) -> None:
 
 
 def _give(owner: Any, name: str, value: int) -> bool:
-    """Set an attribute or hyperparameter; return whether there is one."""
+    """Set an attribute or hyperparameter, and return whether it exists."""
     is_attribute = hasattr(owner, name)
     is_hyperparameter = name in getattr(owner, "hparams", {})
     if is_attribute:

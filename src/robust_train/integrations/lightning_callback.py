@@ -33,7 +33,7 @@ _plugins = lightning(".plugins.io")
 
 
 class Stopped(Exception):  # noqa: N818 - an event
-    """Leaves ``trainer.fit`` at once; Lightning would turn a KeyboardInterrupt into an exit."""
+    """Leaves ``trainer.fit`` at once. Lightning would turn a KeyboardInterrupt into an exit."""
 
 
 class RobustCallback(_Checkpoint):  # type: ignore[misc]
@@ -62,7 +62,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         self._step = range(0)
         self.done = 0  # micro-batches of it that are done
         self._sigterm: Any = signal.SIG_DFL
-        # from `setup` on
+        # Set by `setup`.
         self._trainer: Any
         self._device: Any
 
@@ -101,12 +101,12 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
                 f"checkpoint {trainer.ckpt_path}: was not written under robust_train; start in "
                 "another run folder, or load its weights in the model"
             )
-        for one in trainer.callbacks:
+        for callback in trainer.callbacks:
             # a ModelCheckpoint forgets its best ones where its folder has another name, as the one
             # that a logger makes for each attempt
-            state = checkpoint["callbacks"].get(one.state_key, {})
+            state = checkpoint["callbacks"].get(callback.state_key, {})
             if "dirpath" in state:
-                state["dirpath"] = one.dirpath
+                state["dirpath"] = callback.dirpath
         self._restored = restored
         self.position = LightningPosition(**restored["position"])
         checkpoint["loops"]["fit_loop"] = loops_at(
@@ -150,7 +150,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
 
     def leave(self, trainer: Any) -> None:
         """Take no part in what the trainer does after this fit."""
-        trainer.callbacks = [one for one in trainer.callbacks if one is not self]
+        trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self]
         vars(trainer.strategy.checkpoint_io).pop("save_checkpoint", None)
 
     def on_sanity_check_start(self, *_: Any) -> None:
@@ -177,7 +177,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
             if is_whole and self._restored["is_validated"]:
                 self._lower_rates(trainer)
             elif not self.position.is_between_epochs and any(
-                isinstance(one, _WeightAveraging) for one in trainer.callbacks
+                isinstance(callback, _WeightAveraging) for callback in trainer.callbacks
             ):
                 log.warning(
                     "StochasticWeightAveraging: Lightning restores it when the next epoch begins; "
@@ -188,21 +188,23 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         self.run.started(trainer.global_step)
         live_of(self.run).reports.record_memory("fit begins")
         # of a ModelCheckpoint or EarlyStopping
-        for one in trainer.callbacks:
-            if getattr(one, "monitor", None) is not None:
-                live_of(self.run).reports.monitor(one.monitor, getattr(one, "mode", "min"))
+        for callback in trainer.callbacks:
+            if getattr(callback, "monitor", None) is not None:
+                live_of(self.run).reports.monitor(
+                    callback.monitor, getattr(callback, "mode", "min")
+                )
 
     def _lower_rates(self, trainer: Any) -> None:
         """Make the epoch's step of ReduceLROnPlateau, which comes after the last checkpoint."""
-        for one in trainer.lr_scheduler_configs:
-            figure = trainer.callback_metrics.get(one.monitor)
-            is_due = (self.position.epoch + 1) % one.frequency == 0
-            is_of_epochs = one.reduce_on_plateau and one.interval == "epoch"
+        for config in trainer.lr_scheduler_configs:
+            figure = trainer.callback_metrics.get(config.monitor)
+            is_due = (self.position.epoch + 1) % config.frequency == 0
+            is_of_epochs = config.reduce_on_plateau and config.interval == "epoch"
             if is_of_epochs and is_due and figure is not None:
-                trainer.lightning_module.lr_scheduler_step(one.scheduler, figure)
+                trainer.lightning_module.lr_scheduler_step(config.scheduler, figure)
 
     def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
-        """Begin an epoch; not called if one is resumed in the middle."""
+        """Start an epoch. Not called if an epoch is resumed in the middle."""
         live_of(self.run).speed.begin()
         live_of(self.run).speed.wait_begins()
         self.position = replace(self.position, epoch=trainer.current_epoch, samples=0)
@@ -253,7 +255,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
             loss = outputs["loss"] * trainer.accumulate_grad_batches
         self._steps.done(trainer.global_step, total, loss)
         self._stop_if_requested(trainer)
-        # at the end of an epoch once validation has logged its figures
+        # At the end of an epoch, save only once validation has logged its figures.
         is_within = self.position.samples < self.position.epoch_samples
         if is_within and self.run.should_save():
             self.save(trainer)
@@ -263,7 +265,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         live_of(self.run).speed.pause()
 
     def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
-        """Stop during validation if requested; what it has computed is not kept."""
+        """Stop during validation if requested. Its results are not kept."""
         if not trainer.sanity_checking and trainer.state.fn == "fit":
             self._is_validated = False
             self._stop_if_requested(trainer)

@@ -38,7 +38,7 @@ _AutomaticOptimization: Any = _automatic._AutomaticOptimization
 
 
 def recover_in_steps(trainer: Any, model: Any, run: Run, callback: Any) -> None:
-    """Repeat steps and evaluations of ``trainer`` in smaller parts where memory runs out."""
+    """Repeat steps and evaluations of ``trainer`` in smaller parts if memory runs out."""
     in_step = InStep(run, "Lightning")
     logs = _Logs(trainer)
     reason = why_not(trainer, model)
@@ -58,8 +58,8 @@ def recover_in_steps(trainer: Any, model: Any, run: Run, callback: Any) -> None:
 
 
 def _keep_evaluation_batches(trainer: Any, run: Run, callback: Any, *, can_split: bool) -> None:
-    """Let loaders of validation and test have the batches that they had in the job's first attempt;
-    their figures may depend on that, and so does what ``limit_val_batches`` leaves out."""
+    """Give loaders of validation and test the batches that they had in the job's first attempt,
+    because figures and the effect of ``limit_val_batches`` depend on them."""
     own: int = callback.shares.micro_batch
     spec = live_of(run).parts.asked
     asked = own if spec is None else spec.batch_size
@@ -117,7 +117,7 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
 
     @torch.enable_grad()
     def _run(self, whole: Callable[[], Any], kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
-        """Run the closure for each part of the batch; return the batch's result."""
+        """Run the closure for each part of the batch, and return the batch's result."""
         trainer = self.trainer
         batch = kwargs["batch"]
         zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
@@ -223,11 +223,11 @@ _MEANS = ("mean", "avg")
 
 @dataclass
 class _OfPart:
-    """What ``self.log`` was given for a part, and the part's loss."""
+    """The values that ``self.log`` got for a part, and the part's loss."""
 
     samples: int
     loss: Tensor | None = None
-    # by hook, name, and how often it was logged before: what to log, its figure, and how
+    # The value to log, its figure and options, by hook, name, and number of earlier calls.
     values: dict[_Key, tuple[Any, Any, dict[str, Any]]] = field(default_factory=dict)
 
     def take(self, hook: str, name: str, value: Any, **options: Any) -> None:
@@ -252,17 +252,17 @@ _Found = Sequence[tuple[tuple[Any, _OfPart], Part]]
 
 
 class _Logs:
-    """Has what is logged of a batch's parts logged once, for the whole batch, when it is done.
+    """Collects the values logged by a batch's parts, and logs them once for the whole batch.
 
-    So there is nothing to undo where a part is repeated.
+    So nothing has to be undone if a part is repeated.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._has_warned: set[str] = set()
         self._checked: set[str] = set()  # names of objects that aggregate
-        self._are_losses: dict[str, bool] = {}  # of values that are no means
-        # of metrics by their ids, at the start of the batch that is in parts
+        self._are_losses: dict[str, bool] = {}  # for values that are not means
+        # States of metrics by their ids, at the start of the split batch.
         self._states: dict[int, _States] = {}
 
     @contextlib.contextmanager
@@ -271,7 +271,7 @@ class _Logs:
         results = logged_by(self._trainer)
         logged = _OfPart(len(part))
         if not part.start and not part.is_whole:
-            self._states = {id(one): _states_of(one) for one in self._metrics}
+            self._states = {id(metric): _states_of(metric) for metric in self._metrics}
         if results is not None:
             results.log = logged.take
         try:
@@ -297,18 +297,18 @@ class _Logs:
         """Log the values of a batch's parts, each once."""
         results = logged_by(self._trainer)
         parts = [one for (_, one), _ in found]
-        for key in dict.fromkeys(key for one in parts for key in one.values):
-            own = [one for one in parts if key in one.values]
+        for key in dict.fromkeys(key for part in parts for key in part.values):
+            own = [part for part in parts if key in part.values]
             value, figure, options = own[0].values[key]
             reduce_fx = options["reduce_fx"]
             kind = str(getattr(reduce_fx, "__name__", reduce_fx)).lower()
             if isinstance(value, Tensor) and kind not in _MEANS:
                 self._compare(key, own)
             if len(parts) > 1:
-                sizes = [one.values[key][2]["batch_size"] for one in own]
+                sizes = [part.values[key][2]["batch_size"] for part in own]
                 if None not in sizes:
                     options["batch_size"] = sum(sizes)
-                figures = [one.values[key][1] for one in own]
+                figures = [part.values[key][1] for part in own]
                 if isinstance(value, Tensor):
                     value = self._joined(key[1], own, figures, kind)
                 elif isinstance(figure, Tensor):
@@ -356,7 +356,9 @@ class _Logs:
     def _metrics(self) -> list[Any]:
         modules = self._trainer.lightning_module.modules()
         return [
-            one for one in modules if isinstance(one, _Metric) and not isinstance(one, _Aggregator)
+            module
+            for module in modules
+            if isinstance(module, _Metric) and not isinstance(module, _Aggregator)
         ]
 
     def _check_aggregations(self) -> None:
@@ -399,7 +401,7 @@ class _Logs:
         """Learn once whether a value is the loss: of a single sample an extreme is it too."""
         if key[1] in self._are_losses:
             return
-        several = (one for one in parts if one.samples > 1)
+        several = (part for part in parts if part.samples > 1)
         if (one := next(several, None)) is not None:
             self._are_losses[key[1]] = one.is_loss(one.values[key][1])
 
@@ -411,7 +413,7 @@ class _Logs:
         if is_mean or self._are_losses.get(name, True):
             return _mean(parts, figures)
         values = torch.stack(list(figures))
-        if values.tolist() == [one.samples for one in parts]:
+        if values.tolist() == [part.samples for part in parts]:
             return values.sum()
         is_count = kind == "sum" and bool((values % 1 == 0).all())
         if not is_count:
@@ -432,19 +434,20 @@ _States = dict[str, Any]
 
 
 def _states_of(metric: Any) -> _States:
-    """Return a metric's states, to know later what was added; empty if they are large, or not
+    """Return a metric's states, to know later what was added, empty if they are large, or not
     known, as of an old torchmetrics."""
     states: _States = getattr(metric, "metric_state", {})
-    found = [one for one in states.values() if isinstance(one, Tensor)]
+    found = [state for state in states.values() if isinstance(state, Tensor)]
     if not all(map(is_small, found)):
         return {}
     return {
-        name: one.clone() if isinstance(one, Tensor) else len(one) for name, one in states.items()
+        name: state.clone() if isinstance(state, Tensor) else len(state)
+        for name, state in states.items()
     }
 
 
 def _value_since(metric: Any, before: _States) -> Any:
-    """Return a metric's value of what was added to its states; None if that is not possible."""
+    """Return a metric's value of what was added to its states, or None if that is not possible."""
     added = copy(metric)
     try:
         for name, start in before.items():
@@ -462,7 +465,7 @@ def _mean(parts: Sequence[_OfPart], figures: Sequence[Tensor]) -> Tensor:
     if len(figures) == 1:
         return figures[0]
     values = torch.stack(list(figures))
-    sizes = values.new_tensor([one.samples for one in parts])
+    sizes = values.new_tensor([part.samples for part in parts])
     return (values * sizes).sum() / sizes.sum()
 
 

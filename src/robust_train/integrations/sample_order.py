@@ -24,8 +24,8 @@ class StepShares:
     """Optimizer steps whose samples depend on the product of the numbers below alone.
 
     Samples are counted by their position in the epoch's order. A rank with fewer micro-batches in a
-    step than the others has one more, of a single sample without weight: all ranks have to come to
-    their collectives equally often.
+    step than the others gets another, of a single sample without weight, because all ranks must
+    reach their collectives equally often.
     """
 
     micro_batch: int  # samples of one rank in one forward and backward pass
@@ -35,17 +35,17 @@ class StepShares:
 
     @property
     def at_once(self) -> int:
-        """Samples in one micro-batch of every rank."""
+        """Samples in a micro-batch of every rank."""
         return self.micro_batch * self.ranks
 
     @property
     def each(self) -> int:
-        """Samples of one rank in a step."""
+        """Samples of a rank in a step."""
         return self.micro_batch * self.accumulation
 
     @property
     def effective(self) -> int:
-        """Samples in a step; an epoch's last one may have fewer."""
+        """Samples in a step. An epoch's last step may have fewer."""
         return self.at_once * self.accumulation
 
     def steps(self, length: int, start: int = 0) -> Iterator[range]:
@@ -67,7 +67,7 @@ class StepShares:
         return -(-len(samples) // self.at_once)
 
     def own(self, step: range) -> list[int]:
-        """Return what this rank reads of a step; the last may be there without weight."""
+        """Return this rank's samples of a step. The last may have no weight."""
         mine = list(share_of(step, self.rank, self.ranks))
         is_short = -(-len(mine) // self.micro_batch) < self.micro_batches(step)
         if is_short:
@@ -78,7 +78,7 @@ class StepShares:
         """Return the factor for the mean loss of micro-batch ``number`` (from 0) of a step.
 
         The framework divides it by the accumulation and averages the gradients over the ranks. It
-        is 1 except in a step that is short or uneven, as an epoch's last one may be.
+        is 1 except in a short or uneven step, such as an epoch's last.
         """
         mine = len(share_of(step, self.rank, self.ranks)) - number * self.micro_batch
         samples = min(max(mine, 0), self.micro_batch)
@@ -91,11 +91,11 @@ _ALONE = StepShares(micro_batch=1)
 class SampleOrder(Sampler[Any]):
     """Another sampler's first ``limit`` indices in an order that depends on seed and epoch alone.
 
-    ``generator`` is the loader's, for its workers' seeds; they depend on seed and epoch too. It
-    yields only what this rank has of each optimizer step, by its ``shares``.
+    ``generator`` is the loader's, for its workers' seeds, which depend on seed and epoch too. The
+    sampler yields only this rank's samples of each optimizer step, according to ``shares``.
 
     Attributes:
-        samples: in a whole epoch, of all ranks.
+        samples: the number in a whole epoch, of all ranks.
     """
 
     def __init__(
@@ -178,9 +178,10 @@ def _batches_of(loader: Any) -> Any:
 
 
 def order_of_epochs(loader: Any, seed: int) -> SampleOrder | None:
-    """Let an epoch's samples depend on seed and epoch, where a framework goes on at a batch of it.
+    """Make an epoch's samples depend on seed and epoch, for a framework that resumes within an
+    epoch.
 
-    Returns None if there is no sampler that draws them.
+    Returns None if no sampler draws them.
     """
     batches = _batches_of(loader)
     if batches is None or not hasattr(batches.sampler, "__len__"):

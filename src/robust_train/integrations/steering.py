@@ -42,7 +42,7 @@ def framework(module: str) -> Any:
 
 
 def lightning(module: str = "") -> Any:
-    """Return a module of Lightning, by the one of its two names that the program has imported."""
+    """Return a module of Lightning, under whichever of its two names the program has imported."""
     name = "lightning.pytorch"
     if name not in sys.modules and "pytorch_lightning" in sys.modules:
         name = "pytorch_lightning"
@@ -126,10 +126,10 @@ def result_of(metric: str | None, logged: Mapping[str, float]) -> Any:
 
 
 class OpenStep(Step[Any]):
-    """The step in progress. Call :meth:`run_batch` for each of its batches, then drop it.
+    """The step in progress. Call `run_batch` for each of its batches, then drop it.
 
-    Ranks run their batches each by itself, since parts send nothing; they exchange one message
-    after the step's last batch.
+    Ranks run their batches independently, since parts send nothing. They exchange a message after
+    the step's last batch.
     """
 
     # a framework may log through them; only a repeat may not
@@ -157,7 +157,7 @@ class OpenStep(Step[Any]):
         loss_of: LossOf | None = None,
         function: Any = None,
     ) -> list[tuple[Any, Part]]:
-        """Return the results of a batch's parts; in training the last one ends the step."""
+        """Return the results of a batch's parts. In training, the last batch ends the step."""
         samples = self._samples_of(data)
         whole = data
         # a lone sample, or several that were packed into one
@@ -192,8 +192,8 @@ class OpenStep(Step[Any]):
         self._on_rewind()
 
     def guard(self) -> AbstractContextManager[object]:
-        """Refuse collectives where a rank repeats what others do once: it would leave them waiting,
-        or pair the wrong ones."""
+        """Refuse collectives while a rank may repeat work that others do once. They would wait, or
+        pair the wrong calls."""
         is_alone = ranks.here() is None
         if is_alone or not self.repeats:
             return contextlib.nullcontext()
@@ -222,7 +222,7 @@ class InStep:
         self._has_begun = False
 
     def say(self, reason: str, *, on_all_ranks: bool = False) -> None:
-        """Log why memory that runs out ends the attempt; later reasons change nothing."""
+        """Log why running out of memory ends the attempt. Later reasons change nothing."""
         if self._said:
             return
         kept = live_of(self._run).parts.keeps_batch
@@ -251,7 +251,7 @@ class InStep:
         on_rewind: Callable[[], None] = lambda: None,
         keeps_gradients: bool = True,
     ) -> OpenStep | None:
-        """Begin an optimizer step; None if the framework has to run it by itself."""
+        """Begin an optimizer step, or None if the framework has to run it by itself."""
         if self.is_on and not self._has_begun:
             # the framework has made its optimizer by now
             self._has_begun = True
@@ -268,7 +268,7 @@ class InStep:
         )
 
     def evaluate(self, model: nn.Module, batch: Any, body: Body[Any]) -> list[tuple[Any, Part]]:
-        """Run a batch of a validation in parts that fit; return each part's result."""
+        """Run a validation batch in parts that fit, and return each part's result."""
         shared = self._shared(model) if self.is_on else None
         if shared is None:
             whole = Part(batch, 1.0)
@@ -278,7 +278,7 @@ class InStep:
         return step.run_batch(batch, body)
 
     def joined(self, found: Sequence[tuple[Any, Part]]) -> Any:
-        """Return a batch's result of those of its parts; run out of memory if they don't fit."""
+        """Join the results of a batch's parts. Runs out of memory if they do not fit."""
         try:
             return splitting.joined(
                 [result for result, _ in found], [len(part) for _, part in found]
@@ -301,7 +301,7 @@ class InStep:
 
 
 def like(failure: Failure | None) -> Exception:
-    """Return an error of the same kind as the one that a pass was to be repeated for."""
+    """Return an error of the same kind as the error for which a pass was to be repeated."""
     message = "" if failure is None else failure.message
     message = message.removeprefix("OutOfMemoryError: ") or "out of memory"
     is_hosts = failure is not None and failure.kind is FailureKind.HOST_OOM

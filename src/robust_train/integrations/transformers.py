@@ -52,7 +52,7 @@ def training_arguments(cfg: DictConfig, run: Run) -> dict[str, Any]:
     """Return the launcher's part of ``TrainingArguments`` for this attempt.
 
     Device, micro-batch, accumulation, data-loader workers, seeds, and checkpoints: their folder,
-    how many to keep, and which one to resume from.
+    how many to keep, and the checkpoint to resume from.
     """
     training = cfg.training
     asked = live_of(run).parts.asked
@@ -81,14 +81,14 @@ def fit(trainer: Any, *, cfg: DictConfig, run: Run, metric: str | None = None) -
     """Run ``trainer.train`` as an attempt: resume from the last checkpoint, stop on request.
 
     Args:
-        trainer: a ``transformers.Trainer`` or a subclass, made with :func:`training_arguments`.
-        cfg, run: the trainer function's.
-        metric: the figure of the last evaluation, such as ``eval_loss``, that is returned; None: a
-            dictionary of all of them.
+        trainer: a ``transformers.Trainer`` or a subclass, created with `training_arguments`.
+        cfg, run: the arguments of the trainer function.
+        metric: the figure of the last evaluation to return, such as ``eval_loss``. None: a
+            dictionary of all figures.
 
     Raises:
-        UserError: the trainer cannot keep the effective batch; the message has the reason.
-        TrainingStopped: a stop was requested; a checkpoint was saved.
+        UserError: the trainer cannot keep the effective batch. The message has the reason.
+        TrainingStopped: a stop was requested, and a checkpoint was saved.
     """
     _check(trainer.args, cfg, run)
     if run.should_stop():
@@ -110,7 +110,8 @@ def fit(trainer: Any, *, cfg: DictConfig, run: Run, metric: str | None = None) -
 
     trainer.training_step = training_step
     if run.is_main:
-        # of an attempt that was killed while it saved: the Trainer would count it as a checkpoint
+        # A killed attempt may leave an unfinished folder, which the Trainer would count as a
+        # checkpoint.
         for torn in Path(trainer.args.output_dir).glob(f"checkpoint-*/{_MARK}"):
             shutil.rmtree(torn.parent, ignore_errors=True)
     try:
@@ -132,7 +133,7 @@ def fit(trainer: Any, *, cfg: DictConfig, run: Run, metric: str | None = None) -
 
 
 class _AlreadyDone(Exception):  # noqa: N818 - an event
-    """The checkpoint is the last step's; the Trainer would make one step too many."""
+    """The checkpoint is that of the last step, after which the Trainer would make an extra step."""
 
 
 class _StoppedInEvaluation(Exception):  # noqa: N818 - an event
@@ -149,7 +150,7 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
         self.run = run
         self._cfg = cfg
         self._steps = Steps(cfg, run)
-        self._loss: Any = None  # of the step in progress
+        self._loss: Any = None  # the current step's loss
         self._order: SampleOrder | None = None
         self._has_ended = False  # a callback had ended the training
 
@@ -201,7 +202,7 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
             raise _AlreadyDone
 
     def computed(self, loss: Any) -> None:
-        """Take what a batch adds to the loss of its step; what is logged is a mean of steps."""
+        """Record a batch's share of its step's loss. The logged value is a mean over steps."""
         self._loss = loss if self._loss is None else self._loss + loss
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> Any:
@@ -218,7 +219,7 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
         return control
 
     def on_prediction_step(self, *_: Any, **__: Any) -> None:
-        """Stop during evaluation if requested; what it has computed is not kept."""
+        """Stop during evaluation if requested. Its results are not kept."""
         if self.run.should_stop():
             raise _StoppedInEvaluation
 
@@ -317,7 +318,8 @@ def _check(args: Any, cfg: DictConfig, run: Run) -> None:
 
 
 def _checkpoint_gradients(trainer: Any, cfg: DictConfig) -> None:
-    """Turn it on where this attempt wants it and the model can; the arguments' own value stays."""
+    """Turn on gradient checkpointing if this attempt wants it and the model supports it. The user's
+    own argument stays."""
     if not cfg.training.get("gradient_checkpointing"):
         return
     if not getattr(trainer.model, "supports_gradient_checkpointing", False):

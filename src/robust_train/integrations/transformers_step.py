@@ -39,7 +39,7 @@ _IGNORED = -100  # the label of positions without loss
 
 
 def recover_in_steps(trainer: Any, run: Run) -> None:
-    """Repeat steps and evaluations of ``trainer`` in smaller parts where memory runs out."""
+    """Repeat steps and evaluations of ``trainer`` in smaller parts if memory runs out."""
     args = trainer.args
     loss = TrainersLoss(trainer)
     in_step = InStep(run, "transformers")
@@ -75,7 +75,7 @@ def _evaluate_in_own_batches(trainer: Any, run: Run) -> None:
 
 
 class TrainersLoss:
-    """What the loss that a ``Trainer`` computes is a mean of; two samples show it."""
+    """The items that a ``Trainer``'s loss averages over, found out with two samples."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -182,7 +182,7 @@ class TrainersLoss:
 
     @torch.no_grad()
     def _of(self, model: nn.Module, data: Any, items: Any) -> Tensor:
-        """Return the loss of ``data`` in evaluation; it leaves nothing behind."""
+        """Return the loss of ``data`` in evaluation, without side effects."""
         was_training = model.training
         generators = GeneratorStates()
         model.eval()
@@ -205,7 +205,7 @@ class TrainersLoss:
 
 
 class LoggedOfPasses:
-    """What TRL's trainers note of each pass until they log the mean, as it is at this moment."""
+    """The current values that TRL's trainers collect of each pass until they log the mean."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -223,7 +223,7 @@ class LoggedOfPasses:
             setattr(self._trainer, TOKENS_SEEN, self._tokens)
 
     def join(self, weights: Sequence[float]) -> None:
-        """Make one value of those that passes with these ``weights`` have added since."""
+        """Merge the values that passes with these ``weights`` have added since."""
         for mode, lists in logged_of_passes(self._trainer).items():
             for name, values in lists.items():
                 known = len(self._lists.get(mode, {}).get(name, ()))
@@ -241,7 +241,7 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
         self._loss = loss
         self._in_step = in_step
         self._step: OpenStep | None = None
-        self._weight = 1.0  # of the part in progress
+        self._weight = 1.0  # the current part's weight
         self._is_weighted = True
         self._training_step = trainer.training_step
         self._prediction_step = trainer.prediction_step
@@ -251,7 +251,7 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
         trainer.accelerator.backward = self.backward
 
     def on_step_begin(self, *args: Any, **named: Any) -> None:
-        """Forget a step that was left before its last batch; its gradients stay."""
+        """Forget a step that was left before its last batch. Its gradients stay."""
         if self._step is not None:
             self._step.leave()
         self._step = None
@@ -265,7 +265,8 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None, **more: Any
     ) -> Tensor:
-        """Run the Trainer's for each part; return what the batch adds to the step's loss."""
+        """Run the Trainer's method for each part, and return the batch's share of the step's
+        loss."""
         if self._step is None:
             on_rewind = LoggedOfPasses(self._trainer).restore
             self._step = self._in_step.begin(model, on_rewind=on_rewind)
@@ -310,7 +311,8 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
         return sum(shares[1:], shares[0]).to(self._trainer.args.device)
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the Trainer's for each part; return mean loss, logits and labels of the batch."""
+        """Run the Trainer's method for each part, and return mean loss, logits and labels of the
+        batch."""
         passes = _Passes(self._trainer)
 
         def body(part: Part) -> Any:
@@ -326,7 +328,7 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
         if losses[0] is not None:
             items = [float(self._loss.items(model, part.data)) for _, part in found]
             pairs = zip(losses, items, strict=True)
-            loss = sum(_share(one, n / max(sum(items), 1)) for one, n in pairs)
+            loss = sum(_share(result, n / max(sum(items), 1)) for result, n in pairs)
         return loss, _concatenated(logits), _concatenated(labels)
 
 
@@ -336,7 +338,7 @@ def _concatenated(parts: Sequence[Any]) -> Any:
 
 
 class _Passes:
-    """The passes over the parts of a batch, which are to be logged as one."""
+    """The passes over the parts of a batch, which are logged together."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -345,8 +347,8 @@ class _Passes:
 
     @contextlib.contextmanager
     def part(self, part: Part) -> Iterator[None]:
-        """Keep what is logged within the block, unless it raises; after a batch's last part join
-        what was logged of all."""
+        """Keep the values logged within the block, unless it raises. After a batch's last part,
+        join the values of all parts."""
         before = LoggedOfPasses(self._trainer)
         if not part.start:
             self._before = before

@@ -31,7 +31,6 @@ from robust_train.model.spec import Decision, GiveUp
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _MOST_LINES = 40
-_OF_THE_HOST = (FailureKind.HOST_OOM, FailureKind.WORKER_DEATH)
 _LINES = 15
 # of characters: each record of the attempt has them, and state.json is read up to 1 MiB
 _LONGEST_MESSAGE = 20_000
@@ -47,7 +46,7 @@ def ended(
     end = attempt.exit
     memory = attempt.memory
     crash = None if end.stalled else native_stack_in(end.stacks or end.output)
-    failure = _with_workers(_failure(attempt, crash, request.stacks_file), end)
+    failure = _failure(attempt, crash, request.stacks_file)
     traceback = getattr(attempt.ending, "traceback", None)
     if failure is None:
         traceback = None
@@ -124,28 +123,6 @@ def _without_middle(text: str, longest: int) -> str:
     if len(text) <= longest:
         return text
     return f"{text[:half]} … {text[-half:]}"
-
-
-def _with_workers(failure: Failure | None, end: Exit) -> Failure | None:
-    """Return the failure with what is known of the data-loader workers.
-
-    A process that is refused memory has reached a limit of its own, for which workers are no
-    matter. They are where the kernel counts the memory of all.
-    """
-    if failure is None or failure.kind not in _OF_THE_HOST:
-        return failure
-    is_workers = failure.kind is FailureKind.WORKER_DEATH
-    is_of_all = failure.evidence.library in ("kernel", "os", "ray")
-    workers = end.workers
-    if is_workers and not workers:
-        # one that died early was there between two looks
-        workers = None
-    evidence = replace(
-        failure.evidence,
-        workers=workers,
-        workers_hold_most=end.workers_hold_most if is_of_all else False,
-    )
-    return replace(failure, evidence=evidence)
 
 
 def _failure(attempt: Attempt, crash: NativeStack | None, stacks: Path) -> Failure | None:

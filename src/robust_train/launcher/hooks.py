@@ -116,6 +116,10 @@ class JobView(Protocol):
     def checkpoint(self) -> Path | None:
         """The checkpoint from which the next attempt would resume, as far as is known."""
 
+    def look_for_checkpoint(self) -> Path | None:
+        """Return the checkpoint that the disk has now, after a feature has ruled some out; the
+        next attempt resumes from it, whatever its trainer has reported."""
+
     def record(self, event: Event) -> None:
         """Record an event of the attempt that runs."""
 

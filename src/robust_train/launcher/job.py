@@ -15,7 +15,6 @@ from pathlib import Path
 import tenacity
 
 from robust_train.config.attempt import AttemptRequest
-from robust_train.folder.best import best_in
 from robust_train.folder.identity import Beginning
 from robust_train.folder.state import RunState, Summary
 from robust_train.host.signals import SignalWatch
@@ -109,7 +108,7 @@ class Job:
             self.folder.acquired(gpus)
             driver.executor.prepare(self._tick)
             first = driver.first(self.beginning, self.policy, gpus)
-            self._attempt_until_done(self.plan.words.retry(first))
+            self._attempt_until_done(first)
         finally:
             driver.executor.close()
             driver.devices.queue.release()
@@ -169,6 +168,7 @@ class Job:
         """Record another decision about the last attempt, whose first one cannot be followed."""
         assert decision is not None, "the last attempt has failed"
         self.decision = decision
+        problem = self.plan.words.text(problem)
         self.attempts[-1] = last = concluded(self.attempts[-1], decision)
         again = DecidedAgain(why, problem, last.action, decision.reason)
         self.folder.record(again, last.number)
@@ -212,12 +212,7 @@ class Job:
 
     def _conclude(self, attempt: Attempt) -> None:
         """Decide what comes after an attempt that has ended, and record both."""
-        attempt = self.hooks.evidence(attempt, self.attempts)
-        evidence = attempt.evidence
-        if evidence.bad_step is not None or evidence.has_checkpoint:
-            self.checkpoint = self.folder.newest_checkpoint()
-            attempt = attempt.with_checkpoint(is_there=self.checkpoint is not None)
-        attempt = advised(attempt, self.plan)
+        attempt = advised(self.hooks.evidence(attempt, self.attempts), self.plan)
         self.decision = self._decide((*self.attempts, attempt))
         attempt = concluded(attempt, self.decision)
         if isinstance(self.decision, Retry):
@@ -239,6 +234,11 @@ class Job:
             decision = self.driver.decide(self.policy, history)
         return self.plan.words.decision(decision, quoted=failure.message)
 
+    def look_for_checkpoint(self) -> Path | None:
+        """Return the checkpoint that the disk has, which the next attempt resumes from."""
+        self.checkpoint = self.folder.newest_checkpoint()
+        return self.checkpoint
+
     def was_stopped(self, attempt: Attempt) -> bool:
         """Return whether a signal or a pause has ended an attempt, and no failure of its own."""
         if not self.signals.is_pausing:
@@ -248,7 +248,7 @@ class Job:
     def _on_event(self, event: Event) -> None:
         """Record an event of the attempt that runs."""
         self.policy = self.policy.after(event)
-        if isinstance(event, CheckpointSaved) and event.loss != "diverged":
+        if isinstance(event, CheckpointSaved) and event.is_useful:
             self.checkpoint = Path(event.path)
         self.driver.devices.on_event(event)
         self.record(event)
@@ -304,7 +304,7 @@ class Job:
             wait_seconds=self.folder.wait_seconds,
             attempts=tuple(self.attempts),
             checkpoint=self.checkpoint,
-            best=best_in(self.plan.run_dir / "checkpoints"),
+            best=self.folder.find_best(),
             error=None if last is None else error_of(last),
         )
         self.folder.record(JobEnded(status, reason))

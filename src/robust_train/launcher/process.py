@@ -23,7 +23,7 @@ from robust_train.config.trainers import TrainerRef
 from robust_train.failures.exits import last_shortage_in, signal_of
 from robust_train.failures.shortage import no_room_to_import
 from robust_train.host.linux import TICK_SECONDS, readable
-from robust_train.host.memory import OomKillWatch, Workers, find_workers, read_host_memory
+from robust_train.host.memory import OomKillWatch, read_host_memory
 from robust_train.host.screen import show_waiting
 from robust_train.host.signals import SignalWatch, stop_signal
 from robust_train.host.votes import STOP, Votes
@@ -54,8 +54,9 @@ AFTER_FAILURE_SECONDS = 10.0
 
 _MOST_EVENTS = 1000
 _LAST_REPORT_SECONDS = 1.0
-_MPS_GRACE_SECONDS = 30.0
 """Time of the other ranks after a failure: to report something that explains more."""
+_MPS_GRACE_SECONDS = 30.0
+"""Time between SIGTERM and SIGKILL of an attempt that hangs on a GPU of MPS."""
 _AFTER_KILL_SECONDS = 8.0
 _SIGNAL_SECONDS = 0.5
 _LONGEST_SEARCHED_BYTES = 1 << 20
@@ -348,8 +349,7 @@ class RunningAttempt:
         # by the monotonic clock: when it is killed (again), and when it was first
         self._kill_at = self._killed_at = math.inf
         self._is_stopping = self._limits_others = self._was_warned = False
-        self._workers = Workers()  # at the last look that found some
-        self._began = self._looked = time.monotonic()
+        self._began = time.monotonic()
         self._look_at = self._began + TICK_SECONDS
         self._unannounced: list[int] = []
 
@@ -463,14 +463,10 @@ class RunningAttempt:
             self._on_event(event)
 
     def _look(self, now: float) -> None:
-        """Look for data-loader workers, and for CUDA's refusal, less often as time goes by."""
+        """Look for orphans, and for CUDA's refusal, less often as time goes by."""
         if not self._was_warned and self._request.spec.gpus:
             self._warn_of_cuda()
-        found = find_workers([one.pid for one in self._processes if one.is_running])
         self._interpreters.collect_orphans()
-        if found.count:
-            self._workers = found
-        self._looked = now
         pause = max(now - self._began, TICK_SECONDS)
         self._look_at = now + min(pause, _LONGEST_BETWEEN_LOOKS)
 
@@ -548,11 +544,6 @@ class RunningAttempt:
                 request.stacks_file.unlink()
         if stalled is not None:
             self._on_event(Stalled(round(stalled.seconds, 1), stacks))
-        workers = self._workers
-        seconds = time.monotonic() - self._began
-        # that there are none is known only if it was seen late enough
-        is_late = self._looked - self._began >= seconds / 3
-        is_known = bool(workers.count) or is_late
         return Exit(
             returncode=-signal.SIGKILL if is_left else own[0].returncode,
             pid=None if is_left else own[0].pid,
@@ -564,8 +555,6 @@ class RunningAttempt:
             was_stopped=bool(signals.received),
             was_hurried=self._was_hurried,
             oom_killed=self._oom_kills.killed(),
-            workers=workers.count if is_known else None,
-            workers_hold_most=workers.hold_most if is_known else None,
         )
 
     def _on_signal(self, signum: int) -> None:

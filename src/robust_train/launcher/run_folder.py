@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 from robust_train.config.trainers import name_of
 from robust_train.folder import run_list
+from robust_train.folder.best import best_in
 from robust_train.folder.hydra_state import about_job, working_directory
 from robust_train.folder.identity import (
     Beginning,
@@ -215,6 +216,8 @@ class RunFolder:
 
     def waits(self, status: WaitStatus) -> None:
         """Record that the job waits for a GPU."""
+        obstacles = self._plan.words.text(status.obstacles)
+        status = replace(status, obstacles=obstacles)
         waiting = {
             "position": status.position,
             "reason": status.sentence(),
@@ -263,6 +266,10 @@ class RunFolder:
         """Return the checkpoint that the disk has for the job, or what its trainer ``reported``;
         ``sleep`` is how to wait for a disk that is away."""
         return resume_from(self._run_dir, self.beginning.job, reported, sleep=sleep)
+
+    def find_best(self) -> Mapping[str, Any] | None:
+        """Return the best checkpoint for ``summary.json``; None if no checkpoint has a metric."""
+        return best_in(self._run_dir / "checkpoints")
 
     def attempt_starts(self, attempt: Attempt) -> None:
         """Log and record the start of an attempt; with the first one the launch counts."""

@@ -1,6 +1,6 @@
 """Memory of this process: see it, clear it, limit it, and list what fills it.
 
-Importing this package imports no torch; each name loads its module when it is used. Without CUDA
+Importing this package does not import torch. Each name loads its module on first use. Without CUDA
 the functions act on the host's memory, and name it in what they return and log.
 """
 

@@ -1,6 +1,6 @@
-"""Return memory: what a failed try still holds, what is not in use any more, what a model holds.
+"""Release memory: of a failed try, of unused objects, of a model.
 
-Imports no torch: without it there are no tensors.
+Does not import torch: without it no tensors exist.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def return_memory(*, thorough: bool = True, workspaces: bool = False) -> None:
     """Collect garbage, and return unused memory to the device and to the system.
 
     Args:
-        thorough: look through all objects; else only through young ones, as those of a pass that
-            has just failed are, in a tenth of the time beside a process full of libraries.
-        workspaces: return cuBLAS's as well, unless a CUDA graph was captured, which embeds their
-            addresses. Never between steps that go well.
+        thorough: examine all objects, instead of only young objects such as those of a pass that
+            just failed. In a process full of libraries, that takes ten times as long.
+        workspaces: also release cuBLAS's workspaces, unless a captured CUDA graph embeds their
+            addresses. Not meant for use between steps that succeed.
     """
     gc.collect() if thorough else gc.collect(1)
     torch = started_torch()
@@ -90,9 +90,9 @@ def return_memory(*, thorough: bool = True, workspaces: bool = False) -> None:
 
 
 class StartingMemory:
-    """The memory of tensors before the first try, to compare with before each later one.
+    """The memory of tensors before the first try, for comparison before each later try.
 
-    On a GPU it is what the caching allocator counts, on the CPU the storages of all tensors that
+    On a GPU it is the figure of the caching allocator, on the CPU the size of all storages that
     Python knows.
     """
 
@@ -102,7 +102,8 @@ class StartingMemory:
         self._storages = frozenset(tensors.storages(alive))
 
     def describe_rest(self) -> str | None:
-        """Describe what a failed try has left behind; None if it is at most one percent."""
+        """Describe the memory that a failed try left behind. Returns None if it is at most 1
+        percent."""
         sizes = {}
         for device, now in tensors.bytes_on(tensors.live_tensors()).items():
             before = self._bytes_on.get(device, 0)
@@ -200,7 +201,7 @@ class Cleared:
 
     @property
     def freed(self) -> int:
-        """Bytes released to the device or, without CUDA, to the system; never negative."""
+        """Bytes released to the device or, without CUDA, to the system. Never negative."""
         return max(self.before.reserved - self.after.reserved, 0)
 
     @property
@@ -222,7 +223,7 @@ class Cleared:
 
 
 def clear_gpu_memory(force: bool = False) -> Cleared:
-    """Return memory that this process holds and does not use to the device and to the system.
+    """Return memory that this process holds without using it to the device and the system.
 
     Live tensors keep their memory. A cache that is needed again has to be requested again, so do
     not call this in every step.
@@ -230,7 +231,7 @@ def clear_gpu_memory(force: bool = False) -> Cleared:
     Args:
         force: also drop what an ordinary collection leaves alone: objects that ``gc.freeze`` has
             frozen, the collector's own list of garbage, and the frames of the last uncaught
-            exception; then name the largest tensors that are left. That takes some seconds if large
+            exception. Then name the largest tensors that are left. That takes some seconds if large
             libraries are loaded.
     """
     before = get_gpu_memory_stats()
@@ -270,7 +271,7 @@ def cleanup_model_memory(model: nn.Module, *, keep_weights: bool = True) -> Clea
         model.cpu()
     else:
         for tensor in itertools.chain(model.parameters(), model.buffers()):
-            # in place: optimizers would keep parameters that are only replaced
+            # Change it in place: optimizers would keep a parameter that is replaced.
             tensor.data = torch.empty(0, dtype=tensor.dtype)
     return_memory(workspaces=True)
     weights = "weights on the host" if keep_weights else "weights dropped"
@@ -294,7 +295,7 @@ def _drop_unreachable() -> None:
         error = getattr(sys, "last_value", None)
     if isinstance(error, BaseException):
         clear_frames(error)
-    # with DEBUG_SAVEALL its user wants to look into it
+    # With DEBUG_SAVEALL, the user wants to examine the garbage.
     if not gc.get_debug() & gc.DEBUG_SAVEALL:
         gc.garbage.clear()
     # finalizers may free what refers to further garbage, which is collected next

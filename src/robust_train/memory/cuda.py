@@ -29,7 +29,7 @@ from robust_train.readable import GIB, MIB, first_line
 
 log = logging.getLogger("robust_train")
 
-_COMMON_POOL = (0, 0)  # of segments; a CUDA graph has a pool of its own
+_COMMON_POOL = (0, 0)  # the segment pool that all share; a CUDA graph has its own
 
 _HOST_KEEPS_BYTES = 8 * GIB
 
@@ -86,8 +86,8 @@ def _gpu_number(torch: Any, ordinal: int | None) -> int:
 
 
 def busiest_gpu(torch: Any) -> int:
-    """Return the GPU on which this process holds most; CUDA's current one if it holds nothing. A
-    trainer may put its model on another GPU than the current one."""
+    """Return the GPU on which this process holds the most memory, or CUDA's current GPU if it holds
+    none. A trainer may put its model on another GPU than the current one."""
     held = list(map(torch.cuda.memory_reserved, range(torch.cuda.device_count())))
     return held.index(max(held)) if any(held) else int(torch.cuda.current_device())
 
@@ -102,7 +102,7 @@ def gpu_uuid(torch: Any, index: int) -> str:
 
 @dataclass(frozen=True)
 class Cached:
-    """Bytes that the allocator holds on one GPU: ``allocated`` to tensors, ``reserved`` in all."""
+    """Bytes that the allocator holds on a GPU: ``allocated`` to tensors, ``reserved`` in all."""
 
     allocated: int = 0
     reserved: int = 0
@@ -114,7 +114,7 @@ class Cached:
 
 
 def cached_on(index: int | None) -> Cached | None:
-    """Return the figures of a GPU as this process counts; None if CUDA has not started."""
+    """Return the figures of a GPU as this process counts, or None if CUDA has not started."""
     torch = started_torch()
     with contextlib.suppress(KeyError, RuntimeError):
         if index is not None and torch is not None:
@@ -127,7 +127,7 @@ def cached_on(index: int | None) -> Cached | None:
 
 
 def alloc_retries(index: int | None) -> int | None:
-    """Return how often the allocator has emptied its cache to find room on a GPU; None without
+    """Return how often the allocator has emptied its cache to find room on a GPU, or None without
     CUDA. Called in each step, so it builds the figures of that GPU alone."""
     torch = started_torch()
     if torch is None or index is None:
@@ -139,7 +139,7 @@ def alloc_retries(index: int | None) -> int | None:
 
 
 def memory_segments(torch: Any) -> list[Any] | None:
-    """Return the allocator's segments as torch lists them; None if it has none, as
+    """Return the allocator's segments as torch lists them, or None if it has none, as
     ``backend:cudaMallocAsync``."""
     with contextlib.suppress(RuntimeError):
         try:
@@ -151,17 +151,17 @@ def memory_segments(torch: Any) -> list[Any] | None:
 
 
 def holds_graphs() -> bool | None:
-    """Return whether a CUDA graph was captured, whose memory comes back to no one; None if that is
-    not known, as without CUDA."""
+    """Return whether a CUDA graph was captured, whose memory cannot be reused. None if that is
+    unknown, for example without CUDA."""
     torch = started_torch()
     segments = None if torch is None else memory_segments(torch)
     return None if segments is None else any(map(_is_private, segments))
 
 
 def unused_blocks(segments: Iterable[Any], index: int) -> tuple[int, float]:
-    """Return the largest unused block of a GPU, and the share of all unused bytes outside of it, 0
-    (one block) to 1. Blocks in private pools (CUDA graphs) do not count: only their graph can use
-    them."""
+    """Return the largest unused block of a GPU, and the share of all unused bytes outside of it,
+    from 0 (a single block) to 1. Blocks in private pools (CUDA graphs) do not count: only their
+    graph can use them."""
     sizes = [
         int(block["size"])
         for segment in segments
@@ -183,14 +183,15 @@ def _is_private(segment: Any) -> bool:
 def enable_memory_efficient_settings(
     *, fraction: float | None = 0.95, tf32: bool = True
 ) -> tuple[str, ...]:
-    """Set up CUDA's allocator and arithmetic for a tight GPU; returns what was done, in sentences.
+    """Set up CUDA's allocator and arithmetic for a tight GPU, and describe the changes in
+    sentences.
 
-    Expandable segments, unless the environment forbids them or this is WSL, which lacks them: in
-    the variable, for programs started from here, and in this process where CUDA is there.
-    Segments that the allocator has already stay as they are, so call it before CUDA is used.
+    Turns on expandable segments, unless the environment forbids them or this is WSL, which lacks
+    them: in the variable, for child processes, and in this process if it has CUDA. Existing
+    segments stay as they are, so call it before CUDA is used.
 
     Args:
-        fraction: as in :func:`set_memory_fraction`; None sets no limit.
+        fraction: as in `set_memory_fraction`. None sets no limit.
         tf32: let float32 matrix products use TensorFloat32 if the GPU has it (Ampere and later), as
             convolutions do by default: faster, at 10 bits of mantissa. It saves no memory.
     """
@@ -240,15 +241,15 @@ def _usable_torch() -> Any:
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """A limit that this process has been given.
+    """A memory limit of this process.
 
     Attributes:
         device: ``cuda:0`` or ``cpu``.
         fraction: of ``total``.
-        bytes: the most that the caching allocator may reserve; on the host, that writable private
-            memory may be.
-        total: bytes of the device; of the host, or of the cgroup if that has less.
-        in_use: what counts towards the limit now.
+        bytes: the maximum that the caching allocator may reserve, or on the host, the maximum of
+            writable private memory.
+        total: bytes of the device, the host, or the cgroup if that has less.
+        in_use: the bytes that count towards the limit now.
     """
 
     device: str
@@ -271,21 +272,21 @@ class MemoryLimit:
 
 
 def set_memory_fraction(fraction: float = 0.8, device: Any = None) -> MemoryLimit:
-    """Let this process take at most a share of the device's memory; 1 lifts the limit, but for one
-    that PYTORCH_CUDA_ALLOC_CONF sets (``per_process_memory_fraction``).
+    """Limit this process to a share of the device's memory. 1 lifts the limit, except for that of
+    PYTORCH_CUDA_ALLOC_CONF (``per_process_memory_fraction``).
 
-    On a GPU it limits torch's caching allocator, as if the GPU were smaller; CUDA contexts and
-    NCCL's memory do not count. CUDA is started if it was not. Without CUDA the writable private
-    memory of this process is limited to that share of the host's (RLIMIT_DATA, see setrlimit(2)):
-    a request beyond it raises MemoryError. Child processes inherit that, each for itself.
+    On a GPU it limits torch's caching allocator, as if the GPU were smaller. CUDA contexts and
+    NCCL's memory do not count. This starts CUDA. Without CUDA the writable private memory of this
+    process is limited to that share of the host's (RLIMIT_DATA, see setrlimit(2)): a request beyond
+    it raises MemoryError. Each child process inherits the limit for itself.
 
     Args:
         fraction: over 0, up to 1.
         device: as in :func:`robust_train.memory.get_gpu_memory_stats`.
 
     Raises:
-        ValueError: no such fraction or device; or the host process has more already, and would
-            fail at once.
+        ValueError: the fraction or device is invalid, or the process already uses more host memory
+            and would fail at once.
     """
     is_number = isinstance(fraction, (int, float)) and not isinstance(fraction, bool)
     if not (is_number and 0 < fraction <= 1):
@@ -306,8 +307,8 @@ def set_memory_fraction(fraction: float = 0.8, device: Any = None) -> MemoryLimi
 
 
 def _share_that_host_can_spare(torch: Any, fraction: float, index: int) -> float:
-    """Return the share of a GPU that may be taken without taking it from the host; log why it is
-    less than ``fraction``."""
+    """Return the share of a GPU that may be used without taking memory from the host. Logs the
+    reason if it is less than ``fraction``."""
     if fraction == 1:
         return fraction
     properties = torch.cuda.get_device_properties(index)
@@ -371,9 +372,9 @@ def _limit_host(fraction: float) -> MemoryLimit:
 
 
 def limit_when_cuda_starts(fraction: float, index: int | None) -> bool:
-    """Let this process's caching allocator hold at most this share of a GPU's memory. Takes effect
-    when torch starts CUDA, and does not start it; a limit that is refused is logged. ``index`` is
-    None for the CPU. Returns False if torch is not imported yet."""
+    """Let this process's caching allocator hold at most this share of a GPU's memory. It takes
+    effect when torch starts CUDA, and does not start CUDA. A limit that is refused is logged.
+    ``index`` is None for the CPU. Returns False if torch is not imported yet."""
     if index is None:
         if fraction != MemoryConfig.fraction:
             log.info("memory.fraction=%g: has no effect on the CPU", fraction)

@@ -1,4 +1,4 @@
-"""What fills this process's memory: recorded when it runs out, and at a user's request.
+"""Records of the tensors that fill this process's memory, when it runs out and on request.
 
 A ``.json`` names the largest tensors. If CUDA is in use, a ``.pickle`` is torch's memory snapshot,
 for the viewer at pytorch.org/memory_viz. Requests reach a live run, which carries them out between
@@ -40,8 +40,8 @@ _ENTRIES_ON_REQUEST = 100_000
 
 def record_history_after_an_oom(run_dir: Path) -> Callable[[], None] | None:
     """Record where GPU memory is allocated from now on, if it has run out in this run folder. It
-    costs 2 µs for each allocation and free (torch's documentation): too much for a run that may
-    never need it, or for days. Recording begins when CUDA starts. Returns what ends it, None if
+    costs 2 µs for each allocation and free (torch's documentation), too much for a run that may
+    never need it. Recording starts when CUDA starts. Returns a function that ends it, or None if
     nothing is recorded."""
     torch = sys.modules.get("torch")
     if torch is None or next(run_dir.glob("oom-attempt-*.json"), None) is None:
@@ -99,7 +99,7 @@ def write_out_of_memory(
             event = replace(event, tensors=None)
         largest_bytes = tensors[0].bytes if tensors else 0
         least = _WORTH_NAMING * max(asked or 0, largest_bytes)
-        named = [str(one) for one in tensors[:_LOGGED] if one.bytes >= least]
+        named = [str(tensor) for tensor in tensors[:_LOGGED] if tensor.bytes >= least]
         if named:
             where = f"; all in {event.tensors}" if event.tensors else ""
             largest = "; ".join(named)
@@ -111,7 +111,7 @@ def write_out_of_memory(
 
 
 def _dump_snapshot(path: Path) -> str | None:
-    """Write torch's snapshot; return the file's name, None without CUDA or if it fails."""
+    """Write torch's snapshot, and return the file's name, None without CUDA or if it fails."""
     torch = started_torch()
     if torch is None:
         return None
@@ -139,12 +139,12 @@ _OPTIONS = {
 def perform(verb: str, options: Mapping[str, object], run_dir: Path) -> dict[str, object]:
     """Carry out a request in this process.
 
-    Returns:
-        ``before`` and ``after`` (the fields of :class:`robust_train.memory.MemoryStats`),
-        ``sentence`` for people, and what else the verb returns; all in JSON's types.
+    Returns: ``before`` and ``after`` (the fields of :class:`robust_train.memory.MemoryStats`),
+        ``sentence`` for people, and further results of the verb, all in JSON's types.
 
     Raises:
-        ValueError: an unknown verb or option, or an invalid value; one line for the user.
+        ValueError: an unknown verb or option, or an invalid value. The message is one line for the
+            user.
         OSError: the snapshot cannot be written.
     """
     if verb not in _OPTIONS:

@@ -31,23 +31,23 @@ _open_contexts: list[GPUMemoryContext] = []
 
 @dataclass(frozen=True)
 class MemoryStats:
-    """Memory of this process on one device at one moment, in bytes.
+    """Memory of this process on a device at a moment, in bytes.
 
     Attributes:
         device: ``cuda:0`` as this process counts, or ``cpu``: then the figures are the host's.
-        allocated: in tensors; on the host the part of the process that is in RAM.
-        reserved: held by the caching allocator, used or not; on the host as ``allocated``.
+        allocated: bytes in tensors. On the host, the resident memory of the process.
+        reserved: held by the caching allocator, used or not. On the host, equal to ``allocated``.
         peak: the most that was allocated since the start or the last reset.
         peak_reserved: the most that was reserved.
-        free: free on the device for any process; on the host what a new program could get. None if
-            unknown.
-        total: size of the device; of the host, or of the cgroup if that has less.
+        free: free on the device for any process. On the host, the memory that a new program could
+            get. None if unknown.
+        total: size of the device, the host, or the cgroup if that has less.
         largest_free_block: the largest unused block of the caching allocator; None on the host.
-        fragmentation: share of the unused reserved memory outside of that block, 0 (one block) to
-            1; None on the host.
+        fragmentation: share of the unused reserved memory outside of that block, from 0 (a single
+            block) to 1. None on the host.
         retries: times that the allocator had to return its cache to satisfy a request.
-        oom_count: times that it could not satisfy one.
-        note: what the figures are about, if that is not plain; else empty.
+        oom_count: times that the allocator could not satisfy a request.
+        note: the meaning of the figures if it is not obvious, else empty.
     """
 
     device: str
@@ -91,16 +91,16 @@ class MemoryStats:
 def get_gpu_memory_stats(device: Any = None) -> MemoryStats:
     """Return the memory of this process on ``device``, and how full the device is.
 
-    If this process has not started CUDA, the figures are NVML's, of the GPU that it would use; if
-    there is no GPU for it, the host's; ``note`` has which. No CUDA context is made: that would take
-    hundreds of MiB.
+    If this process has not started CUDA, the figures come from NVML, for the GPU that it would use.
+    Without a usable GPU they are the host's. ``note`` says which. No CUDA context is created,
+    because that would take hundreds of MiB.
 
     Args:
-        device: number, ``cuda:1``, ``cpu`` or a torch.device; None for the GPU on which this
-            process holds most, the current one if it holds nothing.
+        device: number, ``cuda:1``, ``cpu`` or a torch.device. None: the GPU on which this process
+            holds the most memory, or the current GPU if it holds none.
 
     Raises:
-        ValueError: there is no such device.
+        ValueError: the device does not exist.
     """
     gpu = cuda.started_gpu(device)
     if gpu is not None:
@@ -118,7 +118,7 @@ get_cuda_memory_info = get_gpu_memory_stats
 
 
 def print_cuda_memory_info(device: Any = None, *, file: IO[str] | None = None) -> None:
-    """Print the figures of :func:`get_gpu_memory_stats`, one a line, in MiB."""
+    """Print the figures of `get_gpu_memory_stats`, each on its own line, in MiB."""
     stats = get_gpu_memory_stats(device)
     note = f" ({stats.note})" if stats.note else ""
     print(f"{'device':<18}  {stats.device}{note}", file=file)
@@ -130,14 +130,15 @@ def print_cuda_memory_info(device: Any = None, *, file: IO[str] | None = None) -
 
 
 def log_gpu_memory_stats(prefix: str = "", device: Any = None) -> MemoryStats:
-    """Log :func:`get_gpu_memory_stats` in one line that begins with ``prefix``; returns them."""
+    """Log the figures of `get_gpu_memory_stats` in a line that starts with ``prefix``, and return
+    them."""
     stats = get_gpu_memory_stats(device)
     log.info("%s%s", f"{prefix}: " if prefix else "", stats.description)
     return stats
 
 
 def reset_peak_memory_stats(device: Any = None) -> MemoryStats:
-    """Reset the peaks to what is in use now; return the figures after that.
+    """Reset the peaks to what is in use now, and return the figures after that.
 
     Without CUDA it is the peak of this process's resident memory, if the kernel allows that. Blocks
     that a :class:`GPUMemoryContext` watches at the moment keep their peaks.
@@ -153,24 +154,24 @@ def reset_peak_memory_stats(device: Any = None) -> MemoryStats:
 
 
 class GPUMemoryContext:
-    """Measure what a block of code does to memory::
+    """Measure the memory that a block of code uses::
 
         with GPUMemoryContext("forward") as memory:
             loss = model(x)
         print(memory.peak, memory.delta)
 
-    Blocks may be nested. The figures are there also if the block raised. The device's own peak
-    counter is reset at the block's beginning.
+    Blocks may be nested. The figures exist even if the block raised. The device's own peak counter
+    is reset when the block starts.
 
     Args:
-        name: the block's name in the log; no log line without one.
+        name: the block's name in the log. Without a name, nothing is logged.
         device: as in :func:`robust_train.memory.get_gpu_memory_stats`.
 
     Attributes:
         device: ``cuda:0``, or ``cpu`` if the figures are the host's: resident memory.
-        before: bytes in use when the block began.
-        peak: the most within it.
-        after: bytes in use when it had ended.
+        before: bytes in use when the block started.
+        peak: the maximum within it.
+        after: bytes in use when it ended.
         delta: ``after - before``.
     """
 
@@ -227,12 +228,12 @@ class GPUMemoryContext:
 
 
 def memory_in_use(*, context: bool = True) -> dict[str, int]:
-    """Return bytes in use for the journal: of CUDA if this process has started it, else of the
-    process. Never raises.
+    """Return the bytes in use for the journal: CUDA's if this process started it, else the
+    process's. Never raises.
 
-    ``allocated``, ``reserved`` and ``max_allocated`` of the GPU on which it holds most, and what
-    :func:`beside_cache` returns; or ``resident`` and ``max_resident``, also after a fault of the
-    device, when CUDA may refuse to answer.
+    Has ``allocated``, ``reserved`` and ``max_allocated`` of the GPU on which it holds the most, and
+    the figures of `beside_cache`. Without CUDA, or after a device fault, when CUDA may refuse to
+    answer, has ``resident`` and ``max_resident``.
     """
     torch = cuda.started_torch()
     if torch is not None:
@@ -277,8 +278,8 @@ def beside_cache(torch: Any, index: int) -> dict[str, int]:
     if gpu is None or gpu.unified_memory:
         return {}
     computing = [process for process in gpu.processes or () if process.computes]
-    # in a container it may have another number, and is known only if it is alone
-    own = [one for one in computing if one.pid == os.getpid()] or computing
+    # In a container this process may have another number. Then it is known only if it is alone.
+    own = [process for process in computing if process.pid == os.getpid()] or computing
     name = "context_at_most_bytes"
     used = gpu.used_bytes
     if len(own) == 1 and own[0].used_bytes is not None:
@@ -309,7 +310,8 @@ def _of_cuda(torch: Any, ordinal: int) -> MemoryStats:
 
 
 def _room(torch: Any, ordinal: int) -> tuple[int | None, int]:
-    """Return bytes free on a GPU, and its size; by NVML if this process has no context there."""
+    """Return the free bytes of a GPU, and its size, from NVML if this process has no context
+    there."""
     if has_context(torch, ordinal):
         free, total = torch.cuda.mem_get_info(ordinal)
         return free, total
@@ -319,7 +321,7 @@ def _room(torch: Any, ordinal: int) -> tuple[int | None, int]:
 
 
 def _of_nvml(ordinal: int) -> MemoryStats | None:
-    """Return figures of the GPU that CUDA would call ``ordinal`` here, if there is one."""
+    """Return figures of the GPU that CUDA would call ``ordinal`` here, if it exists."""
     torch = sys.modules.get("torch")
     if getattr(getattr(torch, "version", None), "cuda", "") is None:
         return None

@@ -28,7 +28,7 @@ def live_objects(base: Any) -> list[Any]:
 
 
 def live_tensors() -> list[Any]:
-    """Return every tensor that Python knows, gradients too; nothing if torch is not loaded."""
+    """Return every tensor that Python knows, including gradients. Empty if torch is not loaded."""
     torch = sys.modules.get("torch")
     found = {} if torch is None else {id(t): t for t in live_objects(torch.Tensor)}
     gradients = [t.grad for t in found.values() if t.is_leaf and t.requires_grad]
@@ -37,7 +37,7 @@ def live_tensors() -> list[Any]:
 
 
 def storage_of(tensor: Any) -> StorageKey | None:
-    """Return the storage; None if it has no memory of its own: meta, fake, sparse tensors."""
+    """Return the storage, or None if it has no memory of its own: meta, fake, sparse tensors."""
     try:
         address = tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError, TypeError):
@@ -80,7 +80,7 @@ def training_devices() -> list[str]:
 class LiveTensor:
     """A tensor that is alive."""
 
-    bytes: int  # of its storage, which it may share with others
+    bytes: int  # the size of its storage, which it may share
     shape: tuple[int, ...]  # its own
     dtype: str  # `float32`
     device: str  # `cuda:0`, `cpu`
@@ -107,7 +107,7 @@ def largest_tensors(
 
     Args:
         top: how many at most.
-        devices: ``cuda:0``, ``cpu`` …; by default the GPUs, or without CUDA the host.
+        devices: ``cuda:0``, ``cpu`` …. The default is the GPUs, or without CUDA the host.
     """
     return [tensor.as_json() for tensor in largest_alive(top, devices)]
 
@@ -207,10 +207,10 @@ _T = TypeVar("_T")
 def safe_tensor_to_cpu(value: _T) -> _T:
     """Return ``value`` with every tensor in it on the host and cut off its graph.
 
-    Mappings, lists, tuples, sets and dataclasses are rebuilt as what they are, nested in any depth;
-    everything else is passed on as it is. A tensor that occurs twice is one tensor in the result.
-    Nothing is allocated on the GPU: torch's own ``cpu()`` first makes a contiguous copy there of a
-    tensor with gaps. A tensor that is on the host already shares its memory with the result.
+    Mappings, lists, tuples, sets and dataclasses keep their types, at any depth. All other values
+    are passed on unchanged. A tensor that occurs twice is a single tensor in the result. Nothing is
+    allocated on the GPU: torch's own ``cpu()`` first makes a contiguous copy there of a tensor with
+    gaps. A tensor that is on the host already shares its memory with the result.
     """
     torch = sys.modules.get("torch")
     if torch is None:
@@ -233,14 +233,14 @@ def rebuilt(
     name: str = "batch",
     seen: dict[int, tuple[Any, Any]] | None = None,
 ) -> Any:
-    """Return mappings, sequences, sets and dataclasses as what they are, around what ``change``
-    makes of the values in them. It is given each with where it is, what occurs twice once."""
+    """Rebuild mappings, sequences, sets and dataclasses, with their types, around the results of
+    ``change`` for their values. It gets each value with its place, and repeated values once."""
     seen = {} if seen is None else seen
     if id(value) in seen:
         return seen[id(value)][1]
     changed = change(value, name)
     if changed is not WALKED:
-        # with the value, so that its id stays its own
+        # Keep the value too, so that its id is not reused.
         seen[id(value)] = value, changed
         return changed
     if isinstance(value, (tuple, set, frozenset)):
@@ -271,8 +271,8 @@ def rebuilt(
 def tensor_to_cpu(tensor: Any) -> Any:
     """Copy a tensor to the host, with no copy on its device.
 
-    Of one with gaps or repeated elements the stretch of memory that it lies in is copied as it is,
-    and the tensor's own elements are picked out of it on the host.
+    For a tensor with gaps or repeated elements, the stretch of memory that contains it is copied as
+    it is, and its elements are selected on the host.
     """
     torch = sys.modules["torch"]
     tensor = tensor.detach()

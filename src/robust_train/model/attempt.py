@@ -6,9 +6,10 @@ sweep's row, the table and the report show some of its fields.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from robust_train.model.events import (
     AttemptProcess,
@@ -76,10 +77,6 @@ class Exit:
     was_stopped: bool = False  # the launcher had asked it to stop
     was_hurried: bool = False  # a second signal has killed it at once
     oom_killed: bool | None = None  # by the kernel; None if unknown
-    # the data-loader workers of its processes, and whether they held most of the memory; None if
-    # unknown
-    workers: int | None = None
-    workers_hold_most: bool | None = None
     # the trainer's exception, of an attempt in the launcher's own process
     error: BaseException | None = field(default=None, compare=False)
 
@@ -88,9 +85,19 @@ class Exit:
 class Note(Part):
     """What a feature knows of an attempt, and may add to its record."""
 
+    # the events that may change it; others, such as each step's, are not offered to it
+    folds: ClassVar[tuple[type[Event], ...]] = (Event,)
+
     def after(self: N, event: Event, attempt: Attempt) -> N:
         """Return the note after one more event, which the attempt's own fields have taken."""
         return self
+
+
+@functools.cache
+def _notes_folding(event: type[Event]) -> tuple[type[Note], ...]:
+    """Return the notes that an event of this class may change."""
+    active = [kind for kind in parts_like(Note) if kind.after is not Note.after]
+    return tuple(kind for kind in active if issubclass(event, kind.folds))
 
 
 @dataclass(frozen=True)
@@ -147,7 +154,7 @@ class Attempt(Record[Note]):
     def after(self, event: Event) -> Attempt:
         """Return the attempt after one more of its events."""
         attempt = self._after(event)
-        for kind in parts_like(Note):
+        for kind in _notes_folding(type(event)):  # type: ignore[arg-type]  # it is hashable
             note = attempt.of(kind)
             changed = note.after(event, attempt)
             if changed is not note:
@@ -173,7 +180,7 @@ class Attempt(Record[Note]):
                     loss=loss,
                 )
                 return after._started_before(event.step) if self.step is None else after
-            case CheckpointSaved(loss="diverged"):
+            case CheckpointSaved(is_useful=False):
                 return self
             case CheckpointSaved():
                 return replace(
@@ -205,8 +212,7 @@ class Attempt(Record[Note]):
             case Finished() | Failed():
                 step = self.end_step if event.step is None else event.step
                 memory = {**self.memory, **event.memory}
-                ended = replace(self, ending=event, end_step=step, memory=memory)
-                return ended._until_it_was_spoiled()
+                return replace(self, ending=event, end_step=step, memory=memory)
         return self
 
     def _with_batch_of(self, event: BatchTaken | BatchSizeFound) -> Attempt:
@@ -229,25 +235,6 @@ class Attempt(Record[Note]):
             return self
         unreported = first.first_step - first.start_step
         return replace(self, start_step=max(self.first_step - unreported, 0))
-
-    def _until_it_was_spoiled(self) -> Attempt:
-        """Return the attempt without what it saved of no use any more: that is no progress."""
-        failure = self.ending.failure if isinstance(self.ending, Failed) else None
-        if failure is None or failure.evidence.bad_step is None:
-            return self
-        good = failure.evidence.good_step or 0
-        if self.saved_step is None or self.saved_step <= good:
-            return self
-        return replace(self, saved_step=good, checkpoint=None)
-
-    def with_checkpoint(self, *, is_there: bool) -> Attempt:
-        """Return the failed attempt with whether there is one to go back to. The disk decides: a
-        rank that failed may not have seen what another one was writing."""
-        failure = self.failure
-        if failure is None:
-            return self
-        evidence = replace(failure.evidence, has_checkpoint=is_there)
-        return replace(self, failure=replace(failure, evidence=evidence))
 
     @property
     def outcome(self) -> str:

@@ -129,6 +129,11 @@ class CheckpointSaved(Event):
     # for how long saves have held training up in this attempt so far, where that is measured
     saving_seconds: float = 0.0
 
+    @property
+    def is_useful(self) -> bool:
+        """Whether an attempt may resume from it: what it holds is not known to be spoiled."""
+        return self.loss != "diverged"
+
 
 @dataclass(frozen=True)
 class UpdateSkipped(Event):

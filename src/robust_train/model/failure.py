@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from robust_train.model.json import Json
+from robust_train.model.parts import Part, Record, parts_like
 
 
 class FailureKind(str, Enum):
@@ -61,8 +66,18 @@ MEMORY_FAILURES = frozenset({FailureKind.DEVICE_OOM, FailureKind.HOST_OOM})
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """What is known about a failure, in bytes; None if unavailable."""
+class Finding(Part):
+    """Facts that a feature adds to the evidence of a failure."""
+
+
+@dataclass(frozen=True)
+class Evidence(Record[Finding]):
+    """What is known about a failure, in bytes; None if unavailable.
+
+    What features know of it is in their findings, which a program reads like fields.
+    """
+
+    kind_of_part = Finding
 
     requested_bytes: int | None = None  # the allocation that failed
     allocated_bytes: int | None = None  # held by live tensors
@@ -72,31 +87,49 @@ class Evidence:
     total_bytes: int | None = None  # size of the device
     # what `memory.fraction` lets this process have of it
     allowed_bytes: int | None = None
-    # the allocator held at least as much unused memory as was asked for
-    fragmented: bool = False
     # the process reached its own limit while the device had enough free memory
     own_limit: bool = False
     # what message or stack show beyond the kind, one of Clue
     clue: str | None = None
     # who raised (`torch`, `cublas`, `cudnn`, `numpy`, `kernel` …)
     library: str | None = None
-    # the trainer has read no number of data-loader workers
-    no_workers: bool = False
-    workers: int | None = None  # data-loader workers among its processes
-    # they held most of the memory that ran out; None if unknown
-    workers_hold_most: bool | None = None
-    # --- of training that has diverged ---
-    good_step: int | None = None  # the last one before it
-    bad_step: int | None = None  # the last one that was seen
-    has_checkpoint: bool = False  # there is one from before it
-    passes_over: bool = False  # the trainer can pass over data, see `AttemptSpec.skips_to`
-    # the trainer takes the learning rate that it is given
-    reads_lr: bool = False
+    # there is a checkpoint from before the data or the steps that led to it
+    has_checkpoint: bool = False
+
+    if not TYPE_CHECKING:  # our own code says which feature's figure it reads
+
+        def __getattr__(self, name: str) -> Any:
+            """Return a feature's figure."""
+            kinds = [] if name.startswith("_") else parts_like(Finding)
+            for kind in kinds:
+                if name in kind.__dataclass_fields__:
+                    return getattr(self.of(kind), name)
+            raise AttributeError(f"Evidence has no {name!r}", name=name, obj=self)
 
     @property
     def is_hardware(self) -> bool:
         """Whether the GPU is at fault, not the program: most faults end with the process."""
         return self.clue == Clue.HARDWARE
+
+    @property
+    def fragmented(self) -> bool:
+        """Whether the allocator held at least as much unused memory as was requested."""
+        requested = self.requested_bytes
+        unused = self.reserved_unallocated_bytes
+        return bool(requested and unused and unused >= requested)
+
+    def as_json(self) -> dict[str, Json]:
+        """Return the evidence in JSON's types."""
+        items = list(self.fields_as_json().items())
+        place = [name for name, _ in items].index("own_limit")
+        items.insert(place, ("fragmented", self.fragmented))
+        return dict(items)
+
+    @classmethod
+    def parse(cls, data: Mapping[str, Json]) -> Evidence:
+        """Return the evidence in :meth:`as_json`. Raises MalformedEventError if it is another
+        thing."""
+        return cls.from_fields(data)
 
 
 class Clue:

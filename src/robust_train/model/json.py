@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 Json = Any  # A value of JSON's types
 T = TypeVar("T")
 
+_PLAIN = frozenset({str, int, float, bool, type(None)})
 _LARGEST = 2**1023  # of the integers that are floats, too
 _DRAWABLE = 2.0**63
 
@@ -78,6 +79,8 @@ def _value(hint: Any, value: Json, where: str) -> Any:
 
 def as_json(value: object) -> Json:
     """Return a value in JSON's types; a dataclass by its own ``as_json``, else with all fields."""
+    if type(value) in _PLAIN:
+        return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         own = getattr(value, "as_json", None)
         return fields_as_json(value) if own is None else own()

@@ -1,4 +1,4 @@
-"""Records that features add to: an attempt has notes, its spec has knobs.
+"""Records that features add to: an attempt has notes, its spec knobs, its failure findings.
 
 A feature declares a part in its ``record.py``, a frozen dataclass whose fields all have defaults.
 Who has its class gets it by ``record.of(SlowNote)``. Rules and the report, which may not import a
@@ -46,12 +46,14 @@ def _parts() -> tuple[type[Part], ...]:
 
 
 @functools.cache
-def _parts_behind() -> Mapping[str, Sequence[type[Part]]]:
-    """Return the parts that stand behind each field of their record in files."""
-    behind: dict[str, list[type[Part]]] = {}
-    for part in _parts():
-        behind.setdefault(part.behind, []).append(part)
-    return behind
+def _places(record: type[Record[Any]]) -> Sequence[tuple[str, Sequence[type[Part]]]]:
+    """Return the fields of a record in the order of files, each with the parts behind it."""
+    behind: dict[str, list[type[Part]]] = {own.name: [] for own in fields(record)}
+    del behind["parts"]
+    for kind in parts_like(record.kind_of_part):
+        if kind.behind:
+            behind[kind.behind].append(kind)
+    return list(behind.items())
 
 
 @dataclass(frozen=True)
@@ -95,14 +97,11 @@ class Record(Generic[P]):
     def fields_as_json(self, leave_out: Collection[str] = ()) -> dict[str, Json]:
         """Return the fields in JSON's types, those of all parts among them."""
         flat: dict[str, Json] = {}
-        left_out = {*leave_out, "parts"}
-        behind = _parts_behind()
-        for own in fields(self):
-            if own.name not in left_out:
-                flat[own.name] = as_json(getattr(self, own.name))
-            for kind in behind.get(own.name, ()):
-                if issubclass(kind, self.kind_of_part):
-                    flat |= fields_as_json(self.of(kind))
+        for name, kinds in _places(type(self)):  # type: ignore[arg-type]  # it is hashable
+            if name not in leave_out:
+                flat[name] = as_json(getattr(self, name))
+            for kind in kinds:
+                flat |= fields_as_json(self.of(kind))
         return flat
 
     @classmethod

@@ -8,7 +8,7 @@ from robust_train import Run
 
 
 def train(cfg: DictConfig, run: Run) -> float:
-    """Learn to separate two spirals; return the accuracy, which a sweep optimises."""
+    """Learn to separate two spirals, and return the accuracy, which a sweep optimises."""
     device = torch.device(cfg.device)
     torch.manual_seed(cfg.seed)
     points, labels = two_spirals(cfg.spirals.samples)

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from robust_train.config.projects import Words
 from robust_train.config.schema import RobustConfig
 from robust_train.gpu.inventory import NO_DRIVER, ask_health_again, close_session, read_inventory
 from robust_train.gpu.processes import footprint, learn_context_bytes
@@ -66,10 +65,7 @@ class Devices:
         self._config = config
         self._environ = environ
         self._sleep = sleep
-        self._words = words = Words(config.theirs)
-        self._on_wait = lambda status: on_wait(
-            replace(status, obstacles=words.text(status.obstacles))
-        )
+        self._on_wait = on_wait
         self._need_bytes = config.min_gpu_memory_bytes
         self._other_ranks_bytes = 0
         self._free_before: dict[str, int] = {}
@@ -228,7 +224,7 @@ class Devices:
             return self._wait(request, room.counts)
         # these are reserved already
         alone = HostQueue(None, self._read)
-        return self._in_words_of_user(Waiting(request, alone, self._on_wait, self._sleep).run())
+        return Waiting(request, alone, self._on_wait, self._sleep).run()
 
     def _wait(self, request: GpuRequest, counts: Iterable[int]) -> Group | NoGpu:
         """Wait for the first of ``counts`` that can be had at all, then take what there is."""
@@ -243,12 +239,7 @@ class Devices:
                 return found
             if number == 0 or left:  # the reason of the one that has waited
                 why = found
-        return self._in_words_of_user(why)
-
-    def _in_words_of_user(self, found: Group | NoGpu) -> Group | NoGpu:
-        if not isinstance(found, NoGpu):
-            return found
-        return replace(found, reason=self._words.text(found.reason))
+        return why
 
     def _request(
         self, min_bytes: int, only: Sequence[str], exclude: Sequence[str] = ()

@@ -1,6 +1,6 @@
 """The charts of a report, as data that the page's template and script draw. Pure.
 
-``templates/report.js`` hands a chart's lines to uPlot; legends, marks and the timeline are HTML.
+``templates/report.js`` passes a chart's lines to uPlot. Legends, marks and the timeline are HTML.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Band:
 
 @dataclass(frozen=True)
 class Plot:
-    """What the script draws: lines over an x axis from ``low`` to ``high``. Over time they are
-    bytes, else numbers; over a figure they are dots."""
+    """The data that the script draws: lines over an x axis from ``low`` to ``high``. Over time they
+    are bytes, else numbers. Over a figure they are dots."""
 
     x: Literal["time", "step", "figure"]
     high: float
@@ -83,8 +83,8 @@ class Plot:
 
 @dataclass(frozen=True)
 class Chart:
-    """A plot with its caption, its legend, and by lane its marks: where they are, in percent of the
-    x axis, and their texts."""
+    """A plot with its caption, its legend, and its marks by lane: their positions, in percent of
+    the x axis, and their texts."""
 
     caption: str
     plot: Plot
@@ -104,7 +104,7 @@ class Clock:
 
     def __call__(self, time: float) -> float:
         """Return the seconds of the job until a moment."""
-        away = sum(max(min(one.end, time) - one.start, 0.0) for one in self._stops)
+        away = sum(max(min(stop.end, time) - stop.start, 0.0) for stop in self._stops)
         return time - self._start - away
 
     def percent(self, seconds: float) -> float:
@@ -113,7 +113,7 @@ class Clock:
 
 
 def memory_charts(story: Story) -> list[Chart]:
-    """Draw memory over time for each device that has more than one sample."""
+    """Draw memory over time for each device with at least two samples."""
     clock = Clock(story)
     return [
         _memory_chart(story, device, clock) for device in story.memory if len(device.samples) > 1
@@ -143,7 +143,10 @@ def _memory_chart(story: Story, device: DeviceMemory, clock: Clock) -> Chart:
     total = device.most("gpu_total")
     if is_near := highest > total / 2 > 0:
         legend.append(("level", f"{memory(total)} in all"))
-    bands = [Band(clock(one.started), clock(one.ended), str(one.number)) for one in story.attempts]
+    bands = [
+        Band(clock(attempt.started), clock(attempt.ended), str(attempt.number))
+        for attempt in story.attempts
+    ]
     return Chart(
         caption=f"Memory on {'the CPU' if is_cpu else device.device}",
         plot=Plot("time", clock.seconds, lines, bands, total if is_near else None),
@@ -155,7 +158,7 @@ def _memory_chart(story: Story, device: DeviceMemory, clock: Clock) -> Chart:
 def _over_time(
     samples: Sequence[Sample], name: str, clock: Clock
 ) -> tuple[list[float], list[float | None]]:
-    """Return x and y of one figure's line, which is interrupted between attempts."""
+    """Return x and y of a figure's line, which is interrupted between attempts."""
     x: list[float] = []
     y: list[float | None] = []
     for _, own in itertools.groupby(samples, key=lambda sample: sample.attempt):
@@ -169,7 +172,7 @@ def _over_time(
 
 
 def _lanes(marks: Iterable[Mark], clock: Clock) -> Lanes:
-    """Return the marks by lane; marks that would overlap become one."""
+    """Return the marks by lane, merging marks that would overlap."""
     lanes: dict[str, dict[float, list[str]]] = {kind: {} for kind in LANES}
     for mark in marks:
         at = clock(mark.time)
@@ -187,7 +190,7 @@ def _lanes(marks: Iterable[Mark], clock: Clock) -> Lanes:
 
 
 def curve_charts(story: Story) -> list[Chart]:
-    """Draw the losses in one chart and every other metric in its own."""
+    """Draw the losses in a shared chart, and every other metric in its own chart."""
     groups: dict[str, list[Curve]] = {}
     for curve in story.curves:
         group = "loss" if "loss" in curve.name else curve.name
@@ -238,9 +241,9 @@ def curves_of_jobs(
     *,
     may_be_log: bool = False,
 ) -> list[Chart]:
-    """Draw a figure of each job of a sweep in one chart, if a job has it.
+    """Draw a figure of all jobs of a sweep in a chart, if a job has it.
 
-    ``jobs`` are (label, curves, whether the job was pruned); those of pruned ones are pale.
+    ``jobs`` are (label, curves, whether the job was pruned). Curves of pruned jobs are pale.
     """
     lines = []
     legend = []
@@ -250,7 +253,7 @@ def curves_of_jobs(
             style = next(styles)
             text = f"job {label}{', pruned' if is_pruned else ''}"
             legend.append((style, text))
-            lines += [_line(text, style, one, is_lost=is_pruned) for one in curves]
+            lines += [_line(text, style, curve, is_lost=is_pruned) for curve in curves]
     if not lines:
         return []
     return [_over_steps(name, lines, legend, may_be_log=may_be_log)]
@@ -259,7 +262,7 @@ def curves_of_jobs(
 def value_over(caption: str, points: Sequence[tuple[str, float, bool]], note: str = "") -> Chart:
     """Draw the value of each job over a parameter: (its text, value, whether it was pruned).
 
-    What is no number has a place of its own for each text, and so have all if one is without end.
+    Each text that is not a number has its own place. If a value is infinite, all have.
     """
     places = [math.inf]
     with contextlib.suppress(ValueError):
@@ -289,7 +292,7 @@ def value_over(caption: str, points: Sequence[tuple[str, float, bool]], note: st
     room = 0.05 * (high - low) or 0.5
     low, high = (low / 1.2, high * 1.2) if is_log else (low - room, high + room)
     plot = Plot("figure", high, lines, low=low, is_log_x=is_log)
-    return Chart(caption, plot, [(one.style, one.name) for one in lines], note=note)
+    return Chart(caption, plot, [(line.style, line.name) for line in lines], note=note)
 
 
 def _over_steps(

@@ -18,8 +18,10 @@ BIBTEX = """\
 
 
 def sentences_of(story: Story, version: str) -> list[str]:
-    """Return sentences about a job that has trained; none if no attempt reached a step."""
-    trained = [one for one in story.attempts if (one.end_step or 0) > one.start_step]
+    """Return sentences about a job that has trained, or none if no attempt reached a step."""
+    trained = [
+        attempt for attempt in story.attempts if (attempt.end_step or 0) > attempt.start_step
+    ]
     if not trained:
         return []
     sentences = [

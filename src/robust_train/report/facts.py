@@ -1,4 +1,4 @@
-"""What happened in a job: the uses of its time, memory over time, scalars, events. Pure."""
+"""The facts of a job: the uses of its time, memory over time, scalars, events. Pure."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Span:
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at one moment (``time``: seconds since the epoch). ``kind`` is
-    ``oom``, ``batch``, ``device``, ``cleared``, ``checkpoint`` or ``milestone``."""
+    """Something that happened at a moment (``time``: seconds since the epoch). ``kind`` is ``oom``,
+    ``batch``, ``device``, ``cleared``, ``checkpoint`` or ``milestone``."""
 
     kind: str
     time: float
@@ -67,20 +67,20 @@ class Mark:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Samples of memory on one device, oldest first."""
+    """Samples of memory on a device, oldest first."""
 
     device: str
     samples: tuple[Sample, ...]
 
     def most(self, name: str) -> int:
-        """Return the highest value of one figure, 0 if it is unknown."""
+        """Return the highest value of a figure, 0 if it is unknown."""
         return max(getattr(sample, name) or 0 for sample in self.samples)
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A scalar over steps, as (step, value) that one attempt reported. ``lost``: a later attempt
-    repeated these steps, or no checkpoint holds them."""
+    """A scalar over steps, as (step, value) that an attempt reported. It is ``lost`` if a later
+    attempt repeated these steps, or no checkpoint holds them."""
 
     name: str
     attempt: int
@@ -99,7 +99,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class Story:
-    """What happened in a job. Attempts, launches, spans and marks are oldest first."""
+    """The story of a job. Attempts, launches, spans and marks are oldest first."""
 
     name: str
     folder: str
@@ -115,7 +115,7 @@ class Story:
     result: Any
     # how long it took until its end, or its last record
     took: float
-    # of each use, by its name; `wall` is their sum without `stopped`
+    # The seconds of each use, by name. `wall` is their sum without `stopped`.
     seconds: dict[str, float]
     # the same time, divided further: see `goodput_of`
     parts: dict[str, float]
@@ -138,7 +138,7 @@ class Story:
 
     @property
     def peak_memory_bytes(self) -> int | None:
-        """Of all attempts on the device that was used last; None if not known."""
+        """Of all attempts on the device that was used last, or None if not known."""
         own = (a for a in self.attempts if a.device == self.attempts[-1].device)
         return max((a.peak_memory_bytes or 0 for a in own), default=0) or None
 
@@ -153,8 +153,8 @@ class Story:
 def spans_of(
     launches: Sequence[Launch], attempts: Sequence[TimedAttempt], kept: Mapping[int, float]
 ) -> tuple[Span, ...]:
-    """Cut all of a job's time into its uses, without gaps or overlaps, oldest first; ``kept`` is
-    from :func:`kept_steps`."""
+    """Cut all of a job's time into its uses, without gaps or overlaps, oldest first. ``kept`` comes
+    from `kept_steps`."""
     starts = [launch.start for launch in launches]
     spans: list[Span] = []
     now = starts[0] if starts else 0.0
@@ -162,7 +162,7 @@ def spans_of(
         own = [a for a in attempts if bisect_right(starts, a.started) == number]
         away = Span("stopped", now, launch.start)
         for span in (away, *_of_launch(launch, own, kept)):
-            # in a damaged journal, two attempts may overlap
+            # In a damaged journal, two attempts may overlap.
             if span.end > max(span.start, now):
                 spans.append(replace(span, start=max(span.start, now)))
                 now = span.end
@@ -184,8 +184,8 @@ def totals(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def goodput_of(spans: Sequence[Span], attempts: Sequence[TimedAttempt]) -> dict[str, float]:
-    """Return the parts of the wall time, in seconds, that add up to it; ``docs/report.md`` has
-    the definitions."""
+    """Return the parts of the wall time, in seconds, that add up to it. ``docs/report.md`` has the
+    definitions."""
     parts = {
         "useful": seconds_of(spans, "useful"),
         "repeated": seconds_of(spans, "lost"),
@@ -195,14 +195,14 @@ def goodput_of(spans: Sequence[Span], attempts: Sequence[TimedAttempt]) -> dict[
         "saving": 0.0,
         "stalled": 0.0,
     }
-    for one in attempts:
-        useful = seconds_of(spans, "useful", one.number)
-        saving = min(one.noted("saving_seconds", 0.0), useful)
-        speed = speed_of(one)
+    for attempt in attempts:
+        useful = seconds_of(spans, "useful", attempt.number)
+        saving = min(attempt.noted("saving_seconds", 0.0), useful)
+        speed = speed_of(attempt)
         a_step = speed[0].seconds_per_step if speed else 0.0
-        updates = one.noted("skipped_updates", 0)
+        updates = attempt.noted("skipped_updates", 0)
         skipped = min(updates * a_step, useful - saving)
-        stalled = min(one.stalled_seconds, seconds_of(spans, "lost", one.number))
+        stalled = min(attempt.stalled_seconds, seconds_of(spans, "lost", attempt.number))
         parts["saving"] += saving
         parts["skipped"] += skipped
         parts["useful"] -= saving + skipped
@@ -217,7 +217,7 @@ def speed_of(attempt: Attempt) -> tuple[Speed, ...]:
 
 
 def share_of(parts: Mapping[str, float]) -> float | None:
-    """Return the useful share, which is called goodput; None if no time passed."""
+    """Return the useful share, which is called goodput, or None if no time passed."""
     wall = sum(parts.values())
     return parts["useful"] / wall if wall > 0 else None
 
@@ -228,7 +228,7 @@ def kept_steps(status: str, attempts: Sequence[TimedAttempt]) -> dict[int, float
     kept: dict[int, float] = {}
     bound = math.inf
     if status != "completed":
-        saved = (step for one in attempts for step, _ in one.checkpoints)
+        saved = (step for attempt in attempts for step, _ in attempt.checkpoints)
         bound = max(saved, default=0)
     for attempt in reversed(attempts):
         kept[attempt.number] = math.inf if attempt.outcome == "completed" else bound
@@ -276,7 +276,7 @@ def _of_attempt(attempt: TimedAttempt, kept: float) -> Iterator[Span]:
 
 
 def _kept_until(attempt: TimedAttempt, kept: float) -> float | None:
-    """Return when the last kept step was done; None if no step was kept."""
+    """Return when the last kept step was done, or None if no step was kept."""
     if kept <= attempt.start_step:
         return None
     saved = [time for step, time in attempt.checkpoints if step <= kept]
@@ -339,7 +339,7 @@ def marks_of(entries: Sequence[Entry], attempts: Sequence[TimedAttempt]) -> tupl
             found.append(("oom", one.ended, text, one))
     return tuple(
         Mark(kind, time, text, attempt.number, attempt.device)
-        for kind, time, text, attempt in sorted(found, key=lambda one: one[1])
+        for kind, time, text, attempt in sorted(found, key=lambda change: change[1])
     )
 
 

@@ -1,4 +1,4 @@
-"""``report.html``: one file that opens anywhere."""
+"""``report.html``: a single file that opens anywhere."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def write_report(sources: Sources) -> None:
 
 
 def try_to_save(path: Path, page: Callable[[], str]) -> None:
-    """Make a page and write it; a job that trained for days must not fail because of its report."""
+    """Make a page and write it. A job that trained for days must not fail because of its report."""
     try:
         save(path, page())
     except Exception as error:
@@ -63,7 +63,7 @@ def save(path: Path, text: str) -> None:
 
 
 def job_page(story: Story) -> str:
-    """Return the page of one job."""
+    """Return the page of a job."""
     last = story.attempts[-1] if story.attempts else None
     text = (last.traceback or "") if last and last.outcome != "interrupted" else ""
     if len(text) > _LONGEST_TRACEBACK:

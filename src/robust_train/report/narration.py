@@ -67,7 +67,7 @@ def _logging_of(summary: Summary) -> Callable[..., None]:
 
 
 def _earlier(run_dir: Path) -> Sequence[Entry]:
-    """Return what a journal has of the job's launches before the last one, if it can be read."""
+    """Return the events of the job's earlier launches in a journal, if it can be read."""
     try:
         entries = read_entries(run_dir)
     except Exception as error:  # the table is not worth a job
@@ -86,10 +86,11 @@ def _earlier(run_dir: Path) -> Sequence[Entry]:
 
 
 def print_failure(summary: Summary) -> None:
-    """Print to stderr why a job failed, unless that is shown already.
+    """Print to stderr why a job failed, unless the screen shows it already.
 
-    The trainer's traceback where it explains more than a sentence; else, or also, the reason.
-    Where stderr is what stdout is, the log has the reason, and a script has shown its own end.
+    Prints the trainer's traceback if it explains more than a sentence, otherwise or additionally
+    the reason. If stderr and stdout are the same, the log has the reason, and a script has shown
+    its own end.
     """
     last = summary.attempts[-1] if summary.attempts else None
     is_refusal = summary.status == "failed" and last is None
@@ -157,7 +158,7 @@ def ending_of(attempt: Attempt) -> str:
 
 
 def gpu_memory_summary(attempt: Attempt) -> str:
-    """Return the memory figures of an attempt; empty if it did not use CUDA."""
+    """Return the memory figures of an attempt, empty if it did not use CUDA."""
     if "max_allocated" not in attempt.memory:
         return ""
     lines = [f"GPU Memory Summary ({attempt.spec.device}):"]
@@ -168,8 +169,8 @@ def gpu_memory_summary(attempt: Attempt) -> str:
 
 
 def conclude(summary: Summary, how_to_go_on: str) -> None:
-    """Log the last lines: how and where a job ended, its run folder, how it goes on. The time is
-    the job's, in all its launches."""
+    """Log the last lines: how and where a job ended, its run folder, how to continue. The time
+    covers all its launches."""
     wall = summary.wall_seconds or 0.0
     last = summary.attempts[-1] if summary.attempts else None
     ending = f"{summary.status} after {duration(summary.earlier_seconds + wall)}"
@@ -215,7 +216,7 @@ def conclude(summary: Summary, how_to_go_on: str) -> None:
 
 
 def _what_is_lost(attempt: Attempt) -> str:
-    """Return which steps a second signal has cost; empty if there was none."""
+    """Return which steps a second signal has cost, empty if there was none."""
     if not attempt.exit.was_hurried or attempt.ending is not None:
         return ""
     lost = attempt.end_step
@@ -240,7 +241,7 @@ def log_end(attempt: Attempt, decision: Decision | None) -> None:
         if decision.warning:
             log.warning("%s", decision.warning)
         return
-    if decision.action == "stopped":  # by its user
+    if decision.action == "stopped":  # The user stopped it.
         log.info("attempt %d: stopped%s", attempt.number, _what_is_lost(attempt))
         return
     # the reason follows at the job's end, whole

@@ -1,6 +1,7 @@
-"""The content of a run folder, as far as it can be read: a killed run leaves torn lines.
+"""The content of a run folder, as far as it can be read: a killed run leaves truncated lines.
 
-:func:`read_sources` reads; what folds a journal into launches and attempts is pure.
+`read_sources` reads the files. The functions that fold a journal into launches and attempts are
+pure.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _MOST_FILES = 40
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of ``journal.jsonl``; ``time`` is never before that of the line above it."""
+    """A line of ``journal.jsonl``. Its ``time`` is never before that of the line above it."""
 
     time: float
     event: Event
@@ -80,12 +81,12 @@ def read_sources(folder: Path) -> Sources:
 
 
 def read_entries(folder: Path) -> tuple[Entry, ...]:
-    """Read the journal of a run folder; what is damaged is left out."""
+    """Read the journal of a run folder, without damaged lines."""
     return tuple(_entries(folder / "journal.jsonl", []))
 
 
 def _entries(path: Path, gaps: list[str]) -> Iterator[Entry]:
-    """Yield what the lines of a journal hold; what cannot be read is counted in ``gaps``."""
+    """Yield the content of a journal's lines. Unreadable lines are counted in ``gaps``."""
     latest = -math.inf
     skipped = 0
     try:
@@ -119,14 +120,14 @@ def _files(folder: Path) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of the job; times are seconds since the epoch."""
+    """A launch of the job. Times are seconds since the epoch."""
 
     start: float
     end: float  # that of the last entry if the launcher died or still runs
     status: str | None = None  # None without a recorded end
     reason: str | None = None
     device_acquired: float | None = None  # when it had a device, None if never
-    device_wait_seconds: float = 0.0  # of the time before, waiting for one
+    device_wait_seconds: float = 0.0  # spent waiting for a device before that
 
 
 @dataclass(frozen=True)
@@ -213,7 +214,7 @@ def _attempt(
             case Progress():
                 progress.append((event.step, time))
                 began = began or time
-            case CheckpointSaved(step=int(step)) if event.loss != "diverged":
+            case CheckpointSaved(step=int(step)) if event.is_useful:
                 checkpoints.append((step, time))
             case TrainingStarted():
                 began = time

@@ -27,7 +27,8 @@ _LEFT = "─"
 
 
 def status_lines(state: RunState, now: float, columns: int) -> list[str]:
-    """Return the status as lines of at most ``columns`` characters; none if the job has ended."""
+    """Return the status as lines of at most ``columns`` characters, or none if the job has
+    ended."""
     if state.is_final:
         return []
     lines = _packed(_where(state, now), columns)
@@ -88,7 +89,7 @@ def _how_far(state: RunState, attempt: Attempt) -> list[str]:
 
 
 def _packed(parts: Sequence[str], columns: int) -> list[str]:
-    """Return the parts side by side, in as few lines as they fit into; long ones are wrapped."""
+    """Return the parts side by side, in as few lines as possible. Long parts are wrapped."""
     lines: list[str] = []
     for part in parts:
         if lines and len(lines[-1]) + 3 + len(part) <= columns:
@@ -100,10 +101,10 @@ def _packed(parts: Sequence[str], columns: int) -> list[str]:
 
 
 class LiveLines(contextlib.ExitStack):
-    """Lines below all that is printed, on a terminal; elsewhere nothing.
+    """Lines below all output on a terminal. Elsewhere it shows nothing.
 
     Args:
-        is_wanted: False where something else needs the terminal.
+        is_wanted: False if something else needs the terminal.
     """
 
     def __init__(self, *, is_wanted: bool = True) -> None:
@@ -124,7 +125,7 @@ class LiveLines(contextlib.ExitStack):
 
 
 class LiveStatus(LiveLines):
-    """Shows a job's state on its terminal, if it has one to itself."""
+    """Shows a job's state on its terminal, if the job has a terminal to itself."""
 
     def show(self, state: RunState) -> None:
         """Show the state as it is now."""

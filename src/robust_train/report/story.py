@@ -36,7 +36,7 @@ def story_of(sources: Sources) -> Story:
             about = {"trainer": entry.event.trainer, **entry.event.about}
             keys = entry.event.keys
     about |= in_words(sources.environment)
-    attempts = tuple(_with_samples(one, samples) for one in attempts_of(entries))
+    attempts = tuple(_with_samples(attempt, samples) for attempt in attempts_of(entries))
     launches = list(launches_of(entries))
     status = "empty" if summary is None else summary.status
     if launches:
@@ -72,8 +72,8 @@ def story_of(sources: Sources) -> Story:
 
 
 def goodput_from(sources: Sources) -> dict[str, float] | None:
-    """Return the parts of a job's time, in seconds, and ``share``, the useful one's; None without
-    a record of it."""
+    """Return the parts of a job's time, in seconds, and ``share``, the useful part of it. None
+    without a record of it."""
     story = story_of(sources)
     if not story.launches:
         return None
@@ -82,10 +82,11 @@ def goodput_from(sources: Sources) -> dict[str, float] | None:
 
 
 def _with_samples(attempt: TimedAttempt, samples: Sequence[Sample]) -> TimedAttempt:
-    """Raise an attempt's peak to its samples'; if it has no end, let it last to the last one."""
+    """Raise an attempt's peak to that of its samples. If it has no end, let it last to the last
+    sample."""
     own = [sample for sample in samples if sample.attempt == attempt.number]
     figures = [s.resident if s.device == "cpu" else s.allocated for s in own]
-    peak = max([attempt.peak_memory_bytes or 0, *(one or 0 for one in figures)])
+    peak = max([attempt.peak_memory_bytes or 0, *(figure or 0 for figure in figures)])
     ended = attempt.ended
     if attempt.outcome == UNFINISHED:
         ended = max([ended, *(sample.time for sample in own)])
@@ -94,7 +95,7 @@ def _with_samples(attempt: TimedAttempt, samples: Sequence[Sample]) -> TimedAtte
 
 def _stability(attempts: Sequence[TimedAttempt]) -> str | None:
     """Return how memory developed in the last attempt that trained."""
-    trained = [one for one in attempts if one.training_began is not None]
+    trained = [attempt for attempt in attempts if attempt.training_began is not None]
     known: Mapping[str, Json] | None = None
     if trained:
         known = trained[-1].noted("memory_stability", None)

@@ -85,7 +85,7 @@ def sentence_of(story: Story) -> str:
 
 
 def _inside_steps(story: Story) -> str:
-    """Return how often memory ran out inside a step; empty for never."""
+    """Return how often memory ran out inside a step, empty for never."""
     # each attempt that it has ended has one mark
     count = sum(mark.kind == "oom" for mark in story.marks)
     count -= sum(attempt.outcome in OOM for attempt in story.attempts)
@@ -117,8 +117,8 @@ def _ending(story: Story) -> str:
 
 
 def batch_in_words(attempt: Attempt) -> str:
-    """Return ``micro-batch 64 → 16 × accumulation 4 × 2 processes``; the arrow leads to what its
-    trainer has changed it to."""
+    """Return ``micro-batch 64 → 16 × accumulation 4 × 2 processes``; the arrow leads to the size to
+    which its trainer changed it."""
     spec = attempt.spec
     if not spec.has_batch:
         return "an unknown micro-batch"
@@ -140,7 +140,7 @@ def _saved(attempts: Sequence[TimedAttempt]) -> str:
         (step, attempt.noted("is_guarded", False))
         for attempt in attempts
         for step, _ in attempt.checkpoints
-        if attempt.evidence.bad_step is None or step <= (attempt.evidence.good_step or 0)
+        if _is_good(attempt, step)
     ]
     if steps:
         step, is_guarded = steps[-1]
@@ -148,6 +148,13 @@ def _saved(attempts: Sequence[TimedAttempt]) -> str:
         bad = " It is not guarded: a loss that is not finite may spoil those that are kept."
         return text if is_guarded else text + bad
     return " No checkpoint was saved." if attempts else ""
+
+
+def _is_good(attempt: TimedAttempt, step: int) -> bool:
+    """Return whether training had not diverged by this step."""
+    diverged_at: int | None = attempt.evidence.noted("bad_step", None)
+    good_step: int | None = attempt.evidence.noted("good_step", None)
+    return diverged_at is None or step <= (good_step or 0)
 
 
 def _troubles(attempts: Sequence[TimedAttempt]) -> Iterator[str]:
@@ -173,8 +180,8 @@ def _sentence(text: str) -> str:
 
 
 def advice_of(story: Story, keys: Mapping[str, str] | None) -> Iterator[Advice]:
-    """Yield findings and advice, most promising first; none if nothing was tight. ``keys`` are a
-    project's that stand for ours."""
+    """Yield findings and advice, most promising first, or none if nothing was tight. ``keys`` are a
+    project's keys that stand for ours."""
     words = Words(keys)
     for one in _advice_of(story, keys):
         steps = tuple(map(words.text, one.steps))
@@ -210,13 +217,15 @@ def _what_worked(story: Story) -> Iterator[Advice]:
         return
     last = story.attempts[-1]
     failed = [
-        one
-        for one in story.attempts
-        if one.outcome in OOM and one.device == last.device and one.batch_size != last.batch_size
+        attempt
+        for attempt in story.attempts
+        if attempt.outcome in OOM
+        and attempt.device == last.device
+        and attempt.batch_size != last.batch_size
     ]
     if failed and last.batch_size is not None:
-        lost = sum(seconds_of(story.spans, "lost", one.number) for one in failed)
-        sizes = ", ".join(dict.fromkeys(str(one.batch_size) for one in failed))
+        lost = sum(seconds_of(story.spans, "lost", attempt.number) for attempt in failed)
+        sizes = ", ".join(dict.fromkeys(str(attempt.batch_size) for attempt in failed))
         yield Advice(
             f"On {last.spec.where} micro-batch {last.batch_size} fitted and {sizes} did not. "
             f"Finding this out cost {duration(lost)}.",
@@ -287,7 +296,7 @@ def speed_advice(
 def _data(attempt: Attempt) -> Iterator[str]:
     speed = speed_of(attempt)
     num_workers = attempt.spec.noted("num_workers", 0)
-    worst = max(speed, key=lambda one: one.data_share or 0)
+    worst = max(speed, key=lambda rank: rank.data_share or 0)
     share = worst.data_share or 0
     seconds = share * worst.steps * worst.seconds_per_step
     if share > _MUCH_WAITING_FOR_DATA and seconds >= _LEAST_SECONDS:
@@ -304,7 +313,7 @@ def _slow_ranks(speed: Sequence[Speed]) -> Iterator[str]:
     if (slowest := slowest_rank(speed)) is None:
         return
     rank, most, usual = slowest
-    lost = (most - usual) * min(one.steps for one in speed)
+    lost = (most - usual) * min(rank.steps for rank in speed)
     if most > _MUCH_SLOWER * usual and lost >= _LEAST_SECONDS:
         yield (
             f"rank {rank} is slow: {number(most)} s a step until the ranks meet, the others "
@@ -313,8 +322,8 @@ def _slow_ranks(speed: Sequence[Speed]) -> Iterator[str]:
 
 
 def seconds_per_step(speed: Sequence[Speed]) -> float:
-    """Return what a step has lately taken on the slowest rank; 0 if unknown."""
-    known = (one.seconds_per_step_now or one.seconds_per_step for one in speed)
+    """Return what a step has lately taken on the slowest rank, or 0 if unknown."""
+    known = (rank.seconds_per_step_now or rank.seconds_per_step for rank in speed)
     return max(known, default=0.0)
 
 
@@ -331,9 +340,9 @@ def speed_text(speed: Sequence[Speed], ranks: int) -> str:
     """Return the figures of all ranks in short, empty without any."""
     if not speed:
         return ""
-    slowest = max(speed, key=lambda one: one.seconds_per_step)
-    shares = [one.data_share for one in speed if one.data_share is not None]
-    between = [one.between_share for one in speed if one.between_share is not None]
+    slowest = max(speed, key=lambda rank: rank.seconds_per_step)
+    shares = [rank.data_share for rank in speed if rank.data_share is not None]
+    between = [rank.between_share for rank in speed if rank.between_share is not None]
     rate = samples_per_second(speed, ranks)
     parts = [] if rate is None else [f"{number(rate)} samples/s while training"]
     parts.append(

@@ -1,8 +1,8 @@
-"""Plain attributes of modules, which a pass that is repeated must not leave changed.
+"""Plain attributes of modules, which are restored before a pass is repeated.
 
-Numbers, text, None, tensors that are no buffers, and lists, deques, dictionaries, sets and small
-arrays of these: counters, hidden states, queues and their pointers, the states of torchmetrics
-objects. Other objects are not looked at.
+These are numbers, text, None, tensors that are not buffers, and lists, deques, dictionaries, sets
+and small arrays of these: counters, hidden states, queues and their pointers, the states of
+torchmetrics objects. Other objects are ignored.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ class _HeldArray:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What of modules has to be looked at in each step. Modules are known by their places in the
-    list, since none is kept alive."""
+    """The attributes of modules to read in each step. Modules are identified by their places in the
+    list, so that none is kept alive."""
 
     # which modules they are, and how much they have
     seen: tuple[list[int], list[int]] = ([], [])
@@ -165,7 +165,8 @@ class _Plan:
     def read(
         self, modules: Sequence[nn.Module], homes: Sequence[dict[str, Any]]
     ) -> list[tuple[Any, ...]] | None:
-        """Return the plain values of modules as they are now; None if it does not hold for them."""
+        """Return the plain values of modules as they are now, or None if it does not hold for
+        them."""
         if not self._is_of(modules, homes):
             return None
         try:
@@ -192,10 +193,10 @@ def _seen(
 
 @functools.cache
 def _reader_of(names: tuple[str, ...]) -> _Read:
-    """Return a function that reads attributes from a module's dictionary: a copy of all that is in
-    it, as of hooks, takes twice the time.
+    """Return a function that reads attributes from a module's dictionary. A copy of the whole
+    dictionary, which includes hooks, takes twice the time.
 
-    The first one is read twice, since of a single name there would be no tuple.
+    The first name is read twice, since a single name would not give a tuple.
     """
     return itemgetter(names[0], *names)
 
@@ -256,7 +257,7 @@ class Attributes:
         self._small = []
 
     def restore(self) -> None:
-        """Put the values back; name what cannot be, once."""
+        """Restore the values, and name those that cannot be restored, once."""
         now = versions_of(self._small)
         both = zip(self._small, self._versions, now, strict=True)
         self._copies.restore({id(t) for t, at, now_at in both if at != now_at})
@@ -334,15 +335,17 @@ class Attributes:
 
     def _hold_all(self, values: Collection[Any], level: int) -> list[Any]:
         most_copied = len(values) <= _MOST_COPIED
-        held = (self._hold(one, most_copied, level + 1) for one in values)
-        return [one if kept is _UNSEEN else kept for one, kept in zip(values, held, strict=True)]
+        held = (self._hold(value, most_copied, level + 1) for value in values)
+        return [
+            value if kept is _UNSEEN else kept for value, kept in zip(values, held, strict=True)
+        ]
 
 
 # --- going back ---
 
 
 def _put_back(module: nn.Module, before: dict[str, Any]) -> Iterator[str]:
-    """Put attributes back; yield the names of those where it is not possible."""
+    """Restore attributes, and yield the names of those that cannot be restored."""
     home = vars(module)
     kind = type(module)
     for name in home.keys() - before.keys():
@@ -368,7 +371,7 @@ def _put_back(module: nn.Module, before: dict[str, Any]) -> Iterator[str]:
 
 
 def _value_of(held: Any, now: Any = None) -> tuple[Any, bool]:
-    """Return what was held, and whether all of it is as it was; ``now`` is in its place."""
+    """Return the held value, and whether all of it is unchanged. ``now`` has its place."""
     if isinstance(held, _HeldTensor):
         tensor = held.original()
         if tensor is None:
@@ -468,17 +471,17 @@ def _is_looked_at(kind: Any, name: str) -> bool:
 @functools.cache
 def _is_torchs(kind: Any) -> bool:
     # fully_shard gives a user's module a class of its own
-    names = (one.__module__ for one in kind.__mro__)
+    names = (base.__module__ for base in kind.__mro__)
     name = next(n for n in names if not n.startswith("torch.distributed."))
     return bool(name.partition(".")[0] == "torch")
 
 
 @functools.cache
 def _is_left_alone(kind: Any) -> bool:
-    """Return whether a module's attributes are a framework's, which knows better; a lazy module has
-    others after its first pass, as its weights, which stay."""
+    """Return whether a module's attributes belong to a framework, which restores them itself. A
+    lazy module changes at its first pass, and its new attributes stay, as its weights do."""
     return issubclass(kind, LazyModuleMixin) or any(
-        one.__module__.startswith(_WRAPPERS) for one in kind.__mro__
+        base.__module__.startswith(_WRAPPERS) for base in kind.__mro__
     )
 
 

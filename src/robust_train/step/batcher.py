@@ -15,10 +15,11 @@ from robust_train.model.errors import UserError
 from robust_train.model.events import BatchSizeFound
 from robust_train.policy.sizes import BatchSearch
 from robust_train.step import ranks
-from robust_train.step.engine import Batch, Body, OnEvent, Recorder, Results, Step
+from robust_train.step.engine import Batch, Body, Results, Step
 from robust_train.step.probing import find_in_step
 from robust_train.step.ranks import SharedStep
 from robust_train.step.reachable import Models, models_of
+from robust_train.step.recorder import OnEvent, Recorder
 from robust_train.step.split_watch import SplitWatch
 from robust_train.step.splitting import Count, Length, MicroBatchSize, Part, Parts, SizeState, Split
 from robust_train.step.step_start import PartStart, StepStart, Watch
@@ -34,15 +35,16 @@ class MicroBatcher:
     """Splits batches so that they fit into memory, and remembers what fits.
 
     Args:
-        batch_size: most samples in one forward and backward pass; None: the whole batch at first.
-        min_batch_size: parts of this many samples are not split further: the error is raised.
-        gradient_accumulation_steps: the requested one; divisors of the effective batch are
+        batch_size: the maximum number of samples in a forward and backward pass. None: the whole
+            batch at first.
+        min_batch_size: parts of this size are not split further. The error is raised instead.
+        gradient_accumulation_steps: the requested accumulation. Divisors of the effective batch are
             preferred.
         on_event: called with an event at every change of the size.
-        search: find the largest size that fits in the first step, by at most four parts of the
-            batch that are only measured.
+        search: find the largest size that fits in the first step, by measuring at most four parts
+            of the batch.
         recorder: in the launcher's attempts, in place of ``on_event``.
-        exact: raise an error where splitting would change the loss, instead of a warning.
+        exact: raise an error if splitting would change the loss, instead of a warning.
 
     Raises:
         ValueError: a size is below 1.
@@ -84,7 +86,8 @@ class MicroBatcher:
 
     @property
     def size(self) -> int | None:
-        """Most samples in one pass of training, None as long as that is the whole batch."""
+        """The maximum number of samples in a training pass. None as long as that is the whole
+        batch."""
         return self._training.current
 
     def backward(
@@ -99,7 +102,7 @@ class MicroBatcher:
         backward: Backward | None = None,
         training: bool = True,
     ) -> Any:
-        """Add the gradients of a batch's mean loss; return that mean, detached::
+        """Add the gradients of a batch's mean loss, and return that mean, detached::
 
             def loss_of(batch):                 # any part of the batch
                 x, y = batch
@@ -107,36 +110,36 @@ class MicroBatcher:
 
             loss = batcher.backward(loss_of, batch, model)
 
-        If memory runs out in it, the step starts over with smaller parts; gradients, buffers, plain
-        attributes of modules and random generators are as if no error had been. Before a batch is
-        split for the first time, the loss of a part is compared with those of its halves: if they
-        do not add up, as those of a contrastive loss do not, a warning says so, or an error if that
-        was asked for.
+        If memory runs out, the step starts over with smaller parts. Gradients, buffers, plain
+        attributes of modules and random generators are restored first. Before a batch is split for
+        the first time, the loss of a part is compared with the losses of its halves. If they do not
+        add up, for example with a contrastive loss, a warning says so, or an error with
+        ``exact=True``.
 
         Args:
-            loss_of: returns the mean loss of its part, or a tuple of that and anything else. What
-                it stores outside of modules stays there after a failed pass.
+            loss_of: returns the mean loss of its part (a tensor with one element), or a tuple of
+                that and any other value. Values that it stores outside modules stay there after a
+                failed pass.
             batch: tensors, arrays or lists in any nesting of tuples, mappings and dataclasses, all
                 with one sample per index of their first dimension.
-            model: what learns: a module or several. None: the modules that ``loss_of`` closes over.
-                Several ranks need it.
-            count: of how many items the loss of some data is a mean, if these are not the samples:
-                tokens, or labels that are not -100. For a sum ``lambda data: 1``.
+            model: the module that learns, or several. None: the modules that ``loss_of`` closes
+                over. Required with several ranks.
+            count: returns the number of items that the loss of some data averages over, if these
+                are not the samples: tokens, or labels that are not -100. For a sum, use ``lambda
+                data: 1``.
             split: ``split(batch, start, stop)``, if the batch cannot be sliced.
-            length: returns the samples of such a batch, if that is not its ``len``.
-            backward: runs the backward pass of a part's share of the loss, as
-                ``lambda loss: scaler.scale(loss).backward()``.
-            training: False for validation, where the loss is wanted without a backward pass. Only a
-                part that fails is repeated.
+            length: returns the number of samples of such a batch, if that is not its ``len``.
+            backward: runs the backward pass of a part's share of the loss, for example ``lambda
+                loss: scaler.scale(loss).backward()``.
+            training: False for validation, which computes the loss without a backward pass. Then
+                only a part that fails is repeated.
 
-        Returns:
-            The mean loss, in training over the samples of all ranks; with it, if ``loss_of``
-            returned tuples, the list of what each part's had beside its loss.
+        Returns: The mean loss, of shape ``()``, in training over the samples of all ranks. If
+            ``loss_of`` returned tuples, a tuple of that and the list of the parts' other values.
 
-        Raises:
-            TypeError, ValueError: the number of samples cannot be seen, or is 0.
-            UserError: the model cannot be split here; the message has the reason.
-            RankFailure: one of several ranks cannot go on.
+        Raises: TypeError, ValueError: the number of samples is unknown or 0. UserError: the step of
+            this model cannot be split. The message has the reason. RankFailure: a rank cannot
+            continue.
         """
         parts = Parts.of(batch, length, split, count)
         if not parts.samples and ranks.here() is None:
@@ -191,11 +194,10 @@ class MicroBatcher:
     ) -> list[T]:
         """Call ``function`` for the parts of a batch, for validation or prediction.
 
-        If memory runs out, the part that failed is repeated in smaller ones; call it under
-        ``torch.no_grad()``. The arguments are those of :meth:`backward`.
+        If memory runs out, the failed part is repeated in smaller parts. Call it under
+        ``torch.no_grad()``. The arguments are those of `backward`.
 
-        Returns:
-            What ``function`` returned for each part, in order: each sample's result once.
+        Returns: The results of ``function`` for the parts, in order. Each sample occurs once.
         """
         parts = Parts.of(batch, length, split)
         step = self._begin("forward", function, parts, model, training=False)
@@ -206,7 +208,7 @@ class MicroBatcher:
     def open_step(
         self, kind: Callable[..., S], model: nn.Module, shared: SharedStep, *, keeps_gradients: bool
     ) -> S:
-        """Begin a step whose batches a framework hands over one at a time."""
+        """Start a step whose batches a framework passes one at a time."""
         self._steps_begun += 1
         start = StepStart(self._watch, [model], keeps_gradients=keeps_gradients)
         return kind(self._training, start, shared, self._recorder)
@@ -224,7 +226,8 @@ class MicroBatcher:
         )
 
     def shrink(self, reason: str) -> tuple[int, int] | None:
-        """Split finer from the next batch on, on request; return (from, to), or None."""
+        """Split finer from the next batch on, on request. Returns the sizes before and after, or
+        None."""
         changed = self._training.shrink()
         if changed:
             self._other.shrink()
@@ -269,7 +272,7 @@ class MicroBatcher:
         )
 
     def _probe(self, step: Step[Any], parts: Parts, body: Body[Any]) -> None:
-        """Search for the size before the first step, if one was asked for."""
+        """Search for the size before the first step, if a search was requested."""
         search = self._search
         self._search = None
         if search is None or step.start is None:
@@ -293,8 +296,8 @@ class MicroBatcher:
 def _parts_without_loss(results: Results[Any]) -> dict[tuple[int, int], float]:
     """Return the bounds and weights of parts whose loss is NaN, if that of others is not.
 
-    A mean over labels of which a part has none is NaN, where the whole batch has a loss. If every
-    part's is NaN, so is that of the batch. One figure is read from the device.
+    A mean over labels is NaN in a part without labels, although the whole batch has a loss. If the
+    loss of every part is NaN, so is that of the batch. This reads one figure from the device.
     """
     if len(results) < 2:
         return {}
@@ -307,14 +310,14 @@ def _parts_without_loss(results: Results[Any]) -> dict[tuple[int, int], float]:
 
 
 def _weight_beside(part: Part, without_loss: dict[tuple[int, int], float]) -> float:
-    """Return a part's weight among those that have a loss; 0 if it has none itself."""
+    """Return a part's weight among those that have a loss, or 0 if it has none itself."""
     if (part.start, part.stop) in without_loss:
         return 0.0
     return part.weight / (1.0 - sum(without_loss.values()))
 
 
 def _loss_and_more(result: Any) -> tuple[Tensor, list[Any]]:
-    """Return the loss, and the one thing that a function returned with it, if it did."""
+    """Return the loss, and the value that a function returned with it, if any."""
     loss = result
     more = []
     if isinstance(result, tuple) and len(result) == 2:

@@ -12,9 +12,9 @@ from robust_train.step.copies import ALWAYS_COPIED, Copies
 
 
 class Buffers:
-    """Buffers by their places, since a module may put another tensor there, and their values.
+    """Buffers and their values, by their places, since a module may put another tensor there.
 
-    Quantized weights are buffers too: a large one is copied once a step has changed it.
+    Quantized weights are buffers too: a large buffer is copied once a step has changed it.
     """
 
     def __init__(self, most_bytes: int = ALWAYS_COPIED) -> None:
@@ -26,12 +26,12 @@ class Buffers:
         """Take what modules have now as the values to go back to."""
         homes = [home for _, home in map(tensors_of, modules) if home]
         self._homes = [(home, dict(home)) for home in homes]
-        now = [one for _, found in self._homes for one in found.values()]
+        now = [buffer for _, found in self._homes for buffer in found.values()]
         self._copies.take(now)
 
     @property
     def is_lost(self) -> bool:
-        """Whether one was written to of which there is no copy."""
+        """Whether a buffer without a copy was written to."""
         return self._copies.is_lost
 
     def restore(self) -> None:

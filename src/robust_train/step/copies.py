@@ -29,18 +29,19 @@ def is_small(tensor: Tensor, most_bytes: int = ALWAYS_COPIED) -> bool:
 
 
 class Copies:
-    """Copies of the small tensors among those given; of a large one once a step has changed it."""
+    """Copies of the small tensors among those given, and of a large tensor once a step has changed
+    it."""
 
     def __init__(self, most_bytes: int = ALWAYS_COPIED) -> None:
-        self._most_bytes = most_bytes  # of a tensor that is always copied
+        self._most_bytes = most_bytes  # the largest tensor that is always copied
         self._now: list[Tensor | None] = []
-        self._forms: list[Any] = []  # of the tensors that are copied
+        self._forms: list[Any] = []  # forms of the tensors that are copied
         # targets and sources of one device and number format: a list of mixed ones would take
         # torch's slow path, a kernel for each
         self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
         self._others: list[Tensor] = []  # that are not copied
         self._versions: list[tuple[int, int]] = []  # theirs
-        self._changing: set[int] = set()  # of them, in a step before
+        self._changing: set[int] = set()  # indices of tensors that an earlier step changed
 
     def take(self, now: list[Tensor | None]) -> None:
         """Take the values that tensors have now as those to go back to."""
@@ -87,12 +88,12 @@ class Copies:
 
     @property
     def is_lost(self) -> bool:
-        """Whether one was written to of which there is no copy."""
+        """Whether a tensor without a copy was written to."""
         return versions_of(self._others) != self._versions
 
     @torch.no_grad()
     def restore(self, only: Container[int] | None = None) -> None:
-        """Put the values back; if ``only`` is given, those of the tensors with these ids."""
+        """Restore the values, or only those of the tensors with the ids in ``only``."""
         for copies, tensors in self._groups:
             pairs = [
                 (copy, tensor)

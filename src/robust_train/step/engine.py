@@ -11,8 +11,9 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +24,14 @@ from robust_train.failures.shortage import do_without_onednn
 from robust_train.memory import cuda
 from robust_train.memory.clearing import clear_frames, return_memory
 from robust_train.model.errors import RankFailure
-from robust_train.model.events import Event, MicroBatchChanged, MicroBatchExhausted
 from robust_train.model.failure import Failure, FailureKind
-from robust_train.readable import first_line, memory
+from robust_train.readable import first_line
+from robust_train.step.after_shortage import AfterShortage, Answer, decide
 from robust_train.step.ranks import RankReport, RanOut, SharedStep
+from robust_train.step.recorder import Recorder
 from robust_train.step.sharded import RanOutElsewhereError
 from robust_train.step.split_check import Checker, Kept, LossOf, SplitCheck, described
-from robust_train.step.split_watch import SplitWatch, kind_of_step
+from robust_train.step.split_watch import kind_of_step
 from robust_train.step.splitting import MicroBatchSize, Part, Parts, bounds
 from robust_train.step.step_start import PartStart, StepStart
 
@@ -41,6 +43,12 @@ T = TypeVar("T")
 def needs_several_samples(module: nn.Module) -> bool:
     """Return whether a layer takes its statistics from the samples of a part."""
     return module.training and depends_on_batch(torch, module)
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    """Add a note to an exception, which Python shows below its message from 3.11 on."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)
 
 
 def without_context(error: BaseException) -> BaseException:
@@ -55,9 +63,6 @@ Body = Callable[[Part], T]
 
 Results = list[tuple[T, Part]]
 """What a body returned for each part of a batch."""
-
-OnEvent = Callable[[Event], None]
-OnOom = Callable[[BaseException, Failure], None]
 
 
 class CannotSplitError(Exception):
@@ -74,94 +79,21 @@ class Batch(Generic[T]):
     function: Any = None  # the user's, by whose code steps of one kind are recognised
 
 
-class StepSpeed(Protocol):
-    """What measures the speed of steps."""
+class Ended(Enum):
+    """How the pass over a part ended."""
 
-    def batch_begins(self, samples: int) -> None:
-        """Count from here on as computing a batch."""
-        return
-
-    def pause(self) -> None:
-        """Leave the present step out: it has more to do than to train."""
-        return
-
-    def alone_until_now(self) -> None:
-        """Count from here on as the ranks' waiting for each other."""
-        return
-
-
-class NotMeasured(StepSpeed):
-    """Measures nothing."""
+    DONE = "it went through"
+    RAN_OUT = "memory ran out, and the step is repeated"
+    RAN_OUT_ELSEWHERE = "memory ran out on another rank, which computes with this one"
 
 
 @dataclass(frozen=True)
-class Recorder:
-    """Logs how the size of parts changes, and measures steps."""
+class PartEnd:
+    """How the pass over a part ended; with the failure if memory ran out."""
 
-    step: Callable[[], int]  # returns the number of the optimizer step, from 1
-    on_event: OnEvent = lambda event: None  # called at every change
-    # called when memory ran out and a smaller size is tried, before anything is released
-    on_oom: OnOom = lambda error, failure: None
-    speed: StepSpeed = field(default_factory=NotMeasured)
-    splits: SplitWatch = field(default_factory=SplitWatch)
-
-    def changed(self, sizes: tuple[int, int], reason: str) -> None:
-        """Log that the size changes, from one to the other, though no memory ran out."""
-        step = self.step()
-        (before, after) = sizes
-        log.info("step %d: micro-batch %d → %d: %s", step, before, after, reason)
-        self.on_event(MicroBatchChanged(step, True, before, reason, after=after))
-
-    def repeated(self, training: bool, failure: Failure, before: int, after: int | None) -> None:
-        """Log that the step (in validation the part) is repeated with a smaller size."""
-        step = self.step()
-        figures = _figures(failure)
-        self.on_event(MicroBatchChanged(step, training, before, after=after, **figures))
-        requested = failure.evidence.requested_bytes
-        log.warning(
-            "step %d: out of memory on the %s%s: micro-batch %d → %s, %s",
-            step,
-            "host" if failure.kind is FailureKind.HOST_OOM else "GPU",
-            "" if requested is None else f" asking for {memory(requested)}",
-            before,
-            after,
-            "the step is repeated" if training else "the part is repeated",
-        )
-
-    def leave_out_parts(self, without: int, parts: int) -> None:
-        """Log that parts of a step have no loss."""
-        log.warning(
-            "step %d: %d of %d parts have no loss (NaN) although the others do: left out of this "
-            "step. If the loss is a mean over labels, tokens or masks, give count=…",
-            self.step(),
-            without,
-            parts,
-        )
-
-    def made_room(self) -> None:
-        """Log that the step is repeated with the same size, and more of the GPU's memory."""
-        log.warning(
-            "step %d: out of memory on the GPU: gradients of earlier batches go to the host during "
-            "a step from now on, and the step is repeated; zero_grad(set_to_none=True) before it, "
-            "and one call of run.backward with the whole batch, leave none to move",
-            self.step(),
-        )
-
-    def exhausted(self, training: bool, failure: Failure, used: int, tried: tuple[int, ...]) -> str:
-        """Log that memory ran out at the smallest size too; return that as a note."""
-        step = self.step()
-        sizes = ", ".join(map(str, tried))
-        note = f"step {step}: memory ran out at every micro-batch tried ({sizes})"
-        log.error("%s", note)
-        figures = _figures(failure)
-        self.on_event(MicroBatchExhausted(step, training, used, tried=tried, **figures))
-        return note
-
-
-def _figures(failure: Failure) -> dict[str, Any]:
-    names = ("requested_bytes", "allocated_bytes", "free_bytes")
-    figures = {name: getattr(failure.evidence, name) for name in names}
-    return {"kind": failure.kind, "reason": failure.message, **figures}
+    how: Ended
+    failure: Failure | None = None
+    answer: AfterShortage | None = None
 
 
 class Step(Generic[T]):
@@ -193,7 +125,6 @@ class Step(Generic[T]):
         self._host_ran_out = False
         # what memory ran out with in this step, without its frames
         self._shortage: BaseException | None = None
-        self._has_made_room = False  # the last time that memory ran out
         self._agrees = True  # the other ranks come to the same agreement
 
     def run(self, batch: Batch[T], *, is_last: bool = True) -> Results[T]:
@@ -332,8 +263,7 @@ class Step(Generic[T]):
 
     def say_why(self, reason: str) -> None:
         """Log why memory that ran out ends the attempt."""
-        text = "step %d: out of memory, and the step cannot be repeated: %s"
-        log.warning(text, self._recorder.step(), reason)
+        self._recorder.cannot_repeat(reason)
 
     # --- the passes ---
 
@@ -353,18 +283,18 @@ class Step(Generic[T]):
     def _parts_of(self, batch: Batch[T], used: int) -> Iterator[Part]:
         """Yield a batch's parts; with a sharded model as many as the other ranks have."""
         parts = batch.parts
-        own = bounds(parts.samples, used, least=self._least_part)
-        wants_check = len(own) > 1 and self._is_unchecked(batch)
+        with_samples = bounds(parts.samples, used, least=self._least_part)
+        wants_check = len(with_samples) > 1 and self._is_unchecked(batch)
         factor = 1.0
-        most = len(own)
+        most = len(with_samples)
         if self.is_sharded:
             self._items = parts.items
-            most, factor, wants_check = self._shared.plan(len(own), parts.items, wants_check)
+            most, factor, wants_check = self._shared.plan(most, parts.items, wants_check)
         if wants_check:
             self._check_split(batch, used)
         for number in range(most):
-            if number < len(own):
-                start, stop = own[number]
+            if number < len(with_samples):
+                start, stop = with_samples[number]
                 yield parts.part(start, stop, factor=factor)
             else:
                 yield parts.without_weight()
@@ -442,9 +372,8 @@ class Step(Generic[T]):
         shortage = self._shortage
         if shortage is None:  # it ran out on another rank
             shortage = torch.OutOfMemoryError("out of memory on another rank")
-        log.warning("step %d: out of memory: %s", self._recorder.step(), note)
-        if hasattr(shortage, "add_note"):  # from Python 3.11 on
-            shortage.add_note(note)
+        self._recorder.cannot_split(note)
+        _add_note(shortage, note)
         failure = classify_failure(shortage)
         self._ran_out = RanOut(failure, used, True, self._shared.rank)
         self._tell_other_ranks(failure, shortage)
@@ -460,10 +389,27 @@ class Step(Generic[T]):
             raise RankFailure(rank, failure, is_elsewhere=False) from error
 
     def _goes_through(self, part: Part, body: Body[T], used: int, results: Results[T]) -> bool:
-        """Run one part; False if memory ran out, and all that the pass held is free again."""
+        """Run one part; return False if memory ran out, when all that the pass held is free."""
+        end = self._run_part(part, body, used, results)
+        # Nothing refers to the exception any longer, so that what its frames held can be freed.
+        is_done = end.how is Ended.DONE
+        if not is_done and self.start is not None:
+            results.clear()
+        if end.failure is not None and end.answer is not None:
+            self._make_ready_to_repeat(end.failure, end.answer, used)
+        if self.is_sharded:
+            is_done = self._agree_on_part()
+        if not is_done:
+            self.repeats += 1
+        return is_done
+
+    def _run_part(self, part: Part, body: Body[T], used: int, results: Results[T]) -> PartEnd:
+        """Run one part, and decide what follows if memory runs out in it.
+
+        Raises:
+            Exception: what the part raised, if the step is not repeated.
+        """
         is_watched = self.start is not None and self.refuses_collectives
-        failure: Failure | None = None
-        went_through = False
         if is_watched:
             self._shared.begin_part(training=self._is_training, has_weight=bool(part.weight))
         try:
@@ -471,49 +417,100 @@ class Step(Generic[T]):
                 result = body(part)
             if is_watched:
                 self._shared.end_part(ran_out=False)
-            went_through = True
-            if len(part) or not self.is_sharded:  # else only others needed it
+            # An empty part serves the other ranks only.
+            if len(part) or not self.is_sharded:
                 results.append((result, part))
-            del result
+            return PartEnd(Ended.DONE)
         except RanOutElsewhereError as error:
             clear_frames(error)
+            return PartEnd(Ended.RAN_OUT_ELSEWHERE)
         except CannotSplitError:
             raise
         except Exception as error:
-            failure = self._failure_to_repeat_after(error, used)
-            if failure is None and self._hides_a_shortage(part, error):
-                self._end_after_error_of_a_part(error, used)
-            if failure is None:
+            failure = classify_failure(error, host_memory_ran_out=self._host_ran_out)
+            if not failure.kind.is_memory:
+                if self._is_cut_after_a_shortage(part):
+                    self._end_after_error_of_a_part(error, used)
                 raise
+            answer = self._decide_after(failure, used)
+            self._remember(failure, answer, used)
+            if not answer.repeats:
+                self._end_after_shortage(error, failure, answer, used)
+                raise
+            self._recorder.on_oom(error, failure)
             clear_frames(error)
             self._shortage = without_context(error)
-        # no one has the exception any more
-        if not went_through and self.start is not None:
-            results.clear()
-        if failure is not None:
-            return_memory(thorough=self.repeats > 0, workspaces=True)
-            do_without_onednn(failure)
-            size = self._size.current
-            if self._has_made_room:
-                self._recorder.made_room()
-                self._has_made_room = False
-            else:
-                self._recorder.repeated(self._is_training, failure, used, size)
-            self._warn_of_changes()
-            if self.is_sharded:
-                self._shared.end_part(ran_out=True)
-        if self.is_sharded:
-            agreed = self._agree()
-            self._ran_out = None
-            went_through = agreed is None or agreed.ran_out is None
-        self.repeats += not went_through
-        return went_through
+            return PartEnd(Ended.RAN_OUT, failure, answer)
 
-    def _hides_a_shortage(self, part: Part, error: Exception) -> bool:
-        """Return whether a part raised what the whole batch, which ran out of memory, did not."""
-        is_cut = not part.is_whole and self.repeats > 0 and self.start is not None
-        failure = classify_failure(error, host_memory_ran_out=self._host_ran_out)
-        return is_cut and not failure.kind.is_memory
+    def _decide_after(self, failure: Failure, used: int) -> AfterShortage:
+        """Return what follows after memory ran out in a part of this size."""
+        reason = self.cannot_repeat()
+        if reason is not None:
+            return AfterShortage(Answer.CANNOT_REPEAT, reason)
+        if self._makes_room(failure):
+            return AfterShortage(Answer.REPEAT_WITH_ROOM)
+        smaller = self._size.smaller_than(used)
+        samples = [batch.parts.samples for batch in self._batches]
+        return decide(smaller, used, samples, least=self._least_part)
+
+    def _makes_room(self, failure: Failure) -> bool:
+        """Move gradients of earlier batches off the GPU, which may be all that the step lacks."""
+        # ranks that compute together would have to do so together
+        if self.start is None or self.is_sharded:
+            return False
+        if failure.kind is not FailureKind.DEVICE_OOM:
+            return False
+        return self.start.make_room()
+
+    def _remember(self, failure: Failure, answer: AfterShortage, used: int) -> None:
+        """Remember what ran out, for this step's sizes and for the other ranks."""
+        if failure.kind is FailureKind.HOST_OOM:
+            self._host_ran_out = True
+        if answer.answer is not Answer.REPEAT_WITH_ROOM:
+            self._ran_out = RanOut(failure, used, not answer.repeats, self._shared.rank)
+        if answer.shrinks:
+            self._size.failed_at(used)
+
+    def _end_after_shortage(
+        self, error: Exception, failure: Failure, answer: AfterShortage, used: int
+    ) -> None:
+        """Log why memory that ran out ends the attempt, and let the other ranks end as well."""
+        if answer.answer is Answer.CANNOT_REPEAT:
+            self.say_why(answer.reason)
+            _add_note(error, f"this step cannot be split: {answer.reason}")
+        else:
+            tried = self._size.tried
+            _add_note(error, self._recorder.exhausted(self._is_training, failure, used, tried))
+        if self._agrees and self.is_sharded:
+            clear_frames(error)
+            return_memory(thorough=True)
+            self._shared.end_part(ran_out=True)
+        self._tell_other_ranks(failure, error)
+
+    def _make_ready_to_repeat(self, failure: Failure, answer: AfterShortage, used: int) -> None:
+        """Release memory after a part that ran out of it, and log how the step is repeated."""
+        return_memory(thorough=self.repeats > 0, workspaces=True)
+        do_without_onednn(failure)
+        if answer.answer is Answer.REPEAT_WITH_ROOM:
+            self._recorder.made_room()
+        else:
+            self._recorder.repeated(self._is_training, failure, used, self._size.current)
+        self._warn_of_changes()
+        if self.is_sharded:
+            self._shared.end_part(ran_out=True)
+
+    def _agree_on_part(self) -> bool:
+        """Return whether a part of a sharded step went through on all ranks."""
+        agreed = self._agree()
+        self._ran_out = None
+        return agreed is None or agreed.ran_out is None
+
+    def _is_cut_after_a_shortage(self, part: Part) -> bool:
+        """Return whether a part is smaller than the batch because memory ran out in this step.
+
+        An error that such a part raises is no evidence of a bug: the whole batch did not raise it.
+        """
+        return not part.is_whole and self.repeats > 0 and self.start is not None
 
     def _end_after_error_of_a_part(self, error: Exception, used: int) -> NoReturn:
         check = SplitCheck(Kept.CANNOT, described(error), used)
@@ -531,85 +528,20 @@ class Step(Generic[T]):
             if self.start is None or not self.start.has_changed_weights:
                 return
             changed = "weights"
-        log.warning(
-            "step %d: the function changes %s in place, which happens again in what is repeated: "
-            "make new tensors in it, or change them after the step",
-            self._recorder.step(),
-            changed,
-        )
-
-    def _failure_to_repeat_after(self, error: Exception, used: int) -> Failure | None:
-        """Return the failure if the step is repeated; if no smaller part is left, log what was
-        tried, and have the other ranks end as well."""
-        failure = classify_failure(error, host_memory_ran_out=self._host_ran_out)
-        self._host_ran_out |= failure.kind is FailureKind.HOST_OOM
-        if not failure.kind.is_memory:
-            return None
-        reason = self.cannot_repeat()
-        self._has_made_room = reason is None and self._makes_room(failure)
-        if self._has_made_room:
-            self._recorder.on_oom(error, failure)
-            return failure
-        smaller = None
-        if reason is None:
-            smaller = self._size.smaller_than(used)
-            if smaller is not None and not self._can_use(smaller, used):
-                smaller = None
-                reason = "BatchNorm cannot take a lone sample, which smaller parts would have"
-        rank = self._shared.rank
-        self._ran_out = RanOut(failure, used, smaller is None, rank)
-        if reason is not None:
-            self.say_why(reason)
-            if hasattr(error, "add_note"):  # from Python 3.11 on
-                error.add_note(f"this step cannot be split: {reason}")
-        else:
-            self._size.failed_at(used)
-        if smaller is not None:
-            self._recorder.on_oom(error, failure)
-            return failure
-        if reason is None:
-            tried = self._size.tried
-            note = self._recorder.exhausted(self._is_training, failure, used, tried)
-            if hasattr(error, "add_note"):  # from Python 3.11 on
-                error.add_note(note)
-        if self._agrees and self.is_sharded:
-            clear_frames(error)
-            return_memory(thorough=True)
-            self._shared.end_part(ran_out=True)
-        self._tell_other_ranks(failure, error)
-        return None
-
-    def _can_use(self, smaller: int, used: int) -> bool:
-        """Return whether every batch of the step has more parts of this size than of the last."""
-        least = self._least_part
-        for batch in self._batches:
-            samples = batch.parts.samples
-            parts = bounds(samples, smaller, least=least)
-            if samples >= used and max(stop - start for start, stop in parts) >= used:
-                return False
-        return True
-
-    def _makes_room(self, failure: Failure) -> bool:
-        """Move gradients of earlier batches off the GPU, which may be all that the step lacks."""
-        # ranks that compute together would have to do so together
-        if self.start is None or self.is_sharded:
-            return False
-        if failure.kind is not FailureKind.DEVICE_OOM:
-            return False
-        return self.start.make_room()
+        self._recorder.changes_in_place(changed)
 
     def _agree(self, *, returns_more: bool = False) -> RankReport | None:
         """Agree with the other ranks how this step, or part, went; None if there are none."""
         self._recorder.speed.alone_until_now()
-        mine = self._ran_out
+        ran_out_here = self._ran_out
         size = self._size
-        report = RankReport(mine, size.current, self._items, (), returns_more)
+        report = RankReport(ran_out_here, size.current, self._items, (), returns_more)
         agreed = self._shared.agree(report)
-        if agreed is None or (mine is not None and mine.is_exhausted):
+        if agreed is None or (ran_out_here is not None and ran_out_here.is_exhausted):
             return agreed
-        theirs = agreed.ran_out
-        if theirs is not None and theirs.is_exhausted:
-            raise RankFailure(theirs.rank, theirs.failure, is_elsewhere=True)
-        failed = 0 if theirs is None else theirs.size
-        size.agree(agreed.size, failed=failed, is_known=mine is not None)
+        ran_out = agreed.ran_out
+        if ran_out is not None and ran_out.is_exhausted:
+            raise RankFailure(ran_out.rank, ran_out.failure, is_elsewhere=True)
+        failed = 0 if ran_out is None else ran_out.size
+        size.agree(agreed.size, failed=failed, is_known=ran_out_here is not None)
         return agreed

@@ -15,7 +15,8 @@ from robust_train.step.reachable import modules_of
 
 
 class LaidAside:
-    """The gradient of earlier batches, while a step computes another one for its parameter."""
+    """The gradient of earlier batches, kept aside while a step computes a new gradient for its
+    parameter."""
 
     def __init__(self, parameter: Tensor, gradient: Tensor) -> None:
         self.parameter = parameter
@@ -37,7 +38,7 @@ class LaidAside:
         )
 
     def leave(self) -> None:
-        """Move the values to the host; nobody may read the gradient until they are back."""
+        """Move the values to the host. The gradient must not be read until they are back."""
         # zero_grad(set_to_none=False) leaves zeros, which need no copy
         if self.gradient.any():
             self._on_host = self.gradient.detach().to("cpu", copy=True)
@@ -74,8 +75,10 @@ def are_zeros(gradients: Sequence[Tensor]) -> bool:
     Of other gradients the first one shows it. A GPU is not asked: the host would wait for it.
     """
     return bool(gradients) and all(
-        type(one) is Tensor and not (one.is_sparse or is_on_gpu(one)) and not one.any()
-        for one in gradients
+        type(gradient) is Tensor
+        and not (gradient.is_sparse or is_on_gpu(gradient))
+        and not gradient.any()
+        for gradient in gradients
     )
 
 
@@ -99,7 +102,7 @@ class _Before:
 
     @torch.no_grad()
     def restore(self) -> bool:
-        """Give the parameter its gradient back; return whether that is possible."""
+        """Give the parameter its gradient back, and return whether that is possible."""
         parameter = self.parameter()
         if parameter is None:
             return True
@@ -133,8 +136,8 @@ class _Before:
 class GradientsBefore:
     """The gradients at the start of a call that is repeated if memory runs out.
 
-    A function that drops the gradients it finds needs none of them back. Of any other, values are
-    copied to the host before each call; which kind it is shows after the first complete call.
+    A function that drops existing gradients does not need them back. For any other function, values
+    are copied to the host before each call. The first complete call shows which kind it is.
     """
 
     def __init__(self) -> None:
@@ -158,10 +161,10 @@ class GradientsBefore:
             )
 
     def end(self) -> None:
-        """Learn from a complete call whether the next ones need copies."""
-        had = [one for one in self._before.values() if one.gradient is not _none]
+        """Learn from a complete call whether the next calls need copies."""
+        had = [gradient for gradient in self._before.values() if gradient.gradient is not _none]
         if had:
-            drops = all(one.was_dropped for one in had)
+            drops = all(gradient.was_dropped for gradient in had)
             self._drops = drops and self._drops is not False
 
     @property
@@ -173,10 +176,10 @@ class GradientsBefore:
     @property
     def weights_were_written(self) -> bool:
         """Whether the call has changed weights, for example by an optimizer's step."""
-        return any(one.was_written for one in self._before.values())
+        return any(gradient.was_written for gradient in self._before.values())
 
     def restore(self, made: Iterable[Tensor] = ()) -> bool:
-        """Go back to the start of the call; return whether that is possible.
+        """Go back to the start of the call, and return whether that is possible.
 
         ``made`` are leaves that the failed call trained.
         """

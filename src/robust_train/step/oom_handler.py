@@ -1,7 +1,7 @@
 """Recovery from out-of-memory errors inside one process, without the launcher.
 
-The same classifier and the same sizes as the launcher's: other failures are raised at once, the
-effective batch is kept, and memory is really released before the next try.
+It uses the launcher's classifier and sizes. Other failures are raised at once, the effective batch
+is kept, and memory is really released before the next try.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class OOMHandler:
         handler = OOMHandler(initial_batch_size=128, min_batch_size=4)
         result = handler.run(train)  # train(batch_size=…, gradient_accumulation_steps=…)
 
-    or, around a loop of one's own::
+    or, around your own loop::
 
         while True:
             handler.start_try(model)
@@ -49,16 +49,16 @@ class OOMHandler:
                 if not handler.handle(error):
                     raise
 
-    After a failed try its frames are emptied, gradients are as they were before it, and what it
-    still holds beyond one percent of the memory at the start is logged.
+    After a failed try, its frames are emptied and gradients are restored. If it still holds more
+    than 1 percent of the memory at the start, a line is logged.
 
     Args:
         initial_batch_size: micro-batch of the first try.
-        min_batch_size: no try uses a smaller one.
-        gradient_accumulation_steps: accumulation of the first try; it grows as the batch shrinks.
-        max_retries: tries after the first one; None: as many as there are sizes.
+        min_batch_size: the smallest micro-batch to try.
+        gradient_accumulation_steps: accumulation of the first try. It grows as the batch shrinks.
+        max_retries: the number of tries after the first. None: as many as there are sizes.
         preserve_effective_batch_size: False leaves the accumulation as it is.
-        batch_argument: which parameter of a function given to :meth:`run` is the batch.
+        batch_argument: the parameter of the function passed to `run` that is the batch.
         check_memory: False skips the comparison with the memory at the start, which takes some ten
             milliseconds here and after each failure.
 
@@ -99,15 +99,15 @@ class OOMHandler:
         self._least = min_batch_size
         self._max_retries = math.inf if max_retries is None else max_retries
         self._batch_argument = batch_argument
-        self._tried: dict[int, str] = {}  # by size, how it ended
+        self._tried: dict[int, str] = {}  # the outcome of each size
         self._gradients = GradientsBefore()
         self._start = StartingMemory() if check_memory else None
 
     def start_try(self, *trained: Any) -> None:
         """Keep the gradients of ``trained`` (models, or functions that close over them).
 
-        :meth:`handle` goes back to them. Call it before each try of a loop of one's own in which
-        gradients add up over several tries; other gradients that a failed try has made are dropped.
+        `handle` restores them. Call this before each try of your own loop if gradients add up over
+        several tries. Other gradients of a failed try are dropped.
         """
         self._gradients = GradientsBefore()
         self._gradients.begin(trained)
@@ -115,13 +115,12 @@ class OOMHandler:
     def handle(self, error: BaseException) -> bool:
         """Take a failure: release its memory, restore gradients, and make the batch smaller.
 
-        Returns:
-            Whether to try again; False for what is not a matter of memory, or is not known to be
-            and happened at every size.
+        Returns: Whether to try again. False if the failure has nothing to do with memory, or may
+            not and happened at every size.
 
         Raises:
-            AttemptsExhaustedError: memory ran out and there is no smaller batch left to try, or
-                within an optimizer's step.
+            AttemptsExhaustedError: memory ran out at the smallest batch, or within an optimizer's
+                step.
         """
         failure = classify_failure(error)
         if not failure.kind.is_memory:
@@ -182,10 +181,10 @@ class OOMHandler:
         return True
 
     def run(self, train_fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Call ``train_fn`` until it fits, and return what it returns.
+        """Call ``train_fn`` until it fits, and return its result.
 
         It gets the batch by keyword if it has a parameter called ``batch_argument``, else as its
-        first argument; and ``gradient_accumulation_steps`` if it has that parameter.
+        first argument. It gets ``gradient_accumulation_steps`` if it has that parameter.
 
         Raises:
             TypeError: it is a generator or a coroutine.
@@ -207,9 +206,9 @@ class OOMHandler:
         return self.run_call(call, GradientsBefore(), (train_fn, args, kwargs))
 
     def run_call(self, call: Callable[[], T], gradients: GradientsBefore, trained: Any) -> T:
-        """Call ``call``, which reads the sizes here, until it fits; return what it returns.
+        """Call ``call``, which reads the sizes here, until it fits, and return its result.
 
-        ``gradients`` are those of ``trained``, whatever modules it reaches.
+        ``gradients`` belong to ``trained`` and the modules that it reaches.
         """
         self._gradients = gradients
         while True:
@@ -233,7 +232,7 @@ def adaptive_batch_training(
     max_retries: int | None = None,
     batch_argument: str = "batch_size",
 ) -> T:
-    """Call ``train_fn`` with smaller batches until it fits; see :class:`OOMHandler`.
+    """Call ``train_fn`` with smaller batches until it fits, by an `OOMHandler`.
 
     Raises:
         TypeError: ``train_fn`` is a generator or a coroutine.
@@ -265,15 +264,15 @@ def retry_on_oom(
 ) -> Callable[..., Any]:
     """Decorate a function or method: it is called with half the batch when memory runs out.
 
-    The batch is the argument called ``batch_argument``; an argument ``gradient_accumulation_steps``
-    is multiplied to match, so that the effective batch stays the same. Gradients are as before the
-    failed call. A function that adds to those it finds, in place of dropping them, costs a copy of
-    them to the host in each call: :meth:`MicroBatcher.backward` costs none.
+    The batch is the argument called ``batch_argument``. An argument ``gradient_accumulation_steps``
+    is multiplied to match, so that the effective batch stays the same. Gradients are restored after
+    a failed call. If the function adds to existing gradients instead of dropping them, each call
+    copies them to the host. `MicroBatcher.backward` does not.
 
     Args:
-        max_retries: calls after the first one.
+        max_retries: the number of calls after the first.
         min_batch_size: no call uses a smaller batch.
-        batch_argument: which parameter of the function is the batch.
+        batch_argument: the parameter of the function that is the batch.
 
     Raises:
         TypeError: on decoration, the function is a generator or coroutine or lacks the parameter.

@@ -40,7 +40,7 @@ class PassState:
         self,
         models: Iterable[nn.Module],
         function: Any = None,
-        named: set[str] | None = None,  # of which a line says already that they change
+        named: set[str] | None = None,  # a line already said that these change
     ) -> None:
         modules, self.generators = taking_part(models, function)
         self._attributes = Attributes(named)
@@ -65,11 +65,15 @@ def _weights_in(modules: Iterable[nn.Module]) -> list[Tensor]:
     """Return the weights that a pass may change: a moving average is updated in passes, and few
     freeze it. More weights than a usual network has are a base model, which stays as it is."""
     weights = parameters_of(modules)
-    frozen = [one for one in weights if not one.requires_grad]
+    frozen = [weight for weight in weights if not weight.requires_grad]
     # A trained one that is sharded is not copied to the host.
-    plain = [one for one in weights if one.requires_grad and type(one) in (Tensor, nn.Parameter)]
+    plain = [
+        weight
+        for weight in weights
+        if weight.requires_grad and type(weight) in (Tensor, nn.Parameter)
+    ]
     for found in ([*frozen, *plain], frozen):
-        if sum(one.nbytes for one in found) <= _MOST_COPIED:
+        if sum(weight.nbytes for weight in found) <= _MOST_COPIED:
             return found
     return []
 
@@ -82,8 +86,10 @@ class _Originals:
         self._tensors = tensors
         # Memory is short on the device: that of what is trained is needed for activations.
         self._copies = [
-            one.detach().to("cpu", copy=True) if one.requires_grad else one.detach().clone()
-            for one in tensors
+            tensor.detach().to("cpu", copy=True)
+            if tensor.requires_grad
+            else tensor.detach().clone()
+            for tensor in tensors
         ]
         self._versions = versions_of(tensors)
 
@@ -102,9 +108,9 @@ class _Originals:
 
 
 class _Variables:
-    """Variables that a function names, as counters, lists of losses, meters and centers are, to go
-    back to: those that it closes over, global ones, and its owner's attributes. Containers and
-    objects are kept one level deep."""
+    """The values of variables that a function names (counters, lists of losses, meters, centers),
+    for restoring them. They are variables that it closes over, global variables, and attributes of
+    its owner. Containers and objects are kept one level deep."""
 
     def __init__(self, function: Any) -> None:
         self._places: list[tuple[Callable[[Any], None], Any]] = []
@@ -182,4 +188,4 @@ _CONTAINERS = (list, dict, set, deque)
 
 
 def _ignore(value: Any) -> None:
-    """Put nothing back: no one can rebind a default."""
+    """Restore nothing: a default cannot be rebound."""

@@ -39,15 +39,15 @@ log = logging.getLogger("robust_train")
 
 @dataclass(frozen=True)
 class FoundBatchSize:
-    """What a search has found. Memory in bytes.
+    """The result of a search. Memory is in bytes.
 
     Attributes:
-        batch_size: the largest micro-batch that fits; None if not even the smallest does.
-        probes: what was tried, in order.
-        rest_bytes: what was in use before a pass.
-        limit_bytes: what there was to use, without what the optimizer is going to take.
-        measured_bytes: what it needed.
-        seconds: all probes together.
+        batch_size: the largest micro-batch that fits, or None if not even the smallest does.
+        probes: the tries, in order.
+        rest_bytes: memory in use before a pass.
+        limit_bytes: memory available to a pass, without the optimizer's future share.
+        measured_bytes: memory that ``batch_size`` needed.
+        seconds: duration of all probes.
     """
 
     batch_size: int | None
@@ -82,9 +82,9 @@ def _outcome(probe: Probe, limits: Limits) -> str:
 def search_size(
     run: Callable[[int], object],
     start: StepStart,
-    sizes: Sequence[int],  # to choose from, the smallest first
-    meter: Meter,  # of the device
-    reserve_bytes: int = 0,  # that training will need beside what a pass shows
+    sizes: Sequence[int],  # the candidates, the smallest first
+    meter: Meter,  # measures the device
+    reserve_bytes: int = 0,  # memory that training needs in addition to a pass
     # that the optimizer takes for the time of a step, when the pass's activations are gone: a
     # size fits if both the pass and the step do
     step_bytes: int = 0,
@@ -162,23 +162,24 @@ def find_batch_size(
         found = find_batch_size(try_batch, max_batch_size=512, model=model)
         loader = DataLoader(data, found.batch_size)
 
-    After each try gradients, buffers and generators are as before it. It makes no optimizer step:
-    that would change the weights.
+    Each try restores gradients, buffers and generators. It makes no optimizer step, which would
+    change the weights.
 
     Args:
         try_batch: a forward and backward pass of that many samples.
         max_batch_size: the largest size to consider.
         min_batch_size: the smallest.
-        model: what gets gradients; None: the modules that ``try_batch`` closes over.
-        device: whose memory it is about; None: that of the model, or where there is none yet the
-            current GPU if CUDA has been started, else the CPU.
-        effective_batch_size: samples in an optimizer step: prefer its divisors.
-        reserve_bytes: needed later beside what a pass shows; an optimizer's state that is not made
-            yet counts by itself where ``model`` is given.
-        memory_fraction: of the GPU's memory, the most to count on.
+        model: the module that gets gradients, or several. None: the modules that ``try_batch``
+            closes over.
+        device: the device whose memory counts. None: the model's device. If the model has no
+            parameters yet, the current GPU if CUDA was started, else the CPU.
+        effective_batch_size: samples in an optimizer step. Its divisors are preferred.
+        reserve_bytes: memory that training needs in addition to a pass. If you pass ``model``, the
+            optimizer's future state is added automatically.
+        memory_fraction: the share of the GPU's memory to use at most.
 
     Raises:
-        AttemptsExhaustedError: memory runs out at ``min_batch_size`` as well.
+        AttemptsExhaustedError: memory runs out even at ``min_batch_size``.
         ValueError: a size is below 1, or ``min_batch_size`` above ``max_batch_size``.
     """
     if not 1 <= min_batch_size <= max_batch_size:
@@ -219,7 +220,7 @@ def find_batch_size(
 def find_in_step(
     search: BatchSearch, samples: int, run: Callable[[int], object], start: StepStart
 ) -> FoundBatchSize | None:
-    """Find the size in a step's first batch; None if it cannot be found there.
+    """Find the size in a step's first batch, or None if it cannot be found there.
 
     That is with several processes or devices, or too small a batch.
     """
@@ -281,8 +282,8 @@ def _copies_in_a_step(settings: Mapping[str, Any], device: torch.device) -> bool
     """Return whether a step holds a copy of all parameters at once.
 
     The ``foreach`` implementations, torch's choice on a GPU, compute on lists of whole tensors:
-    Adam's variants and RMSprop make one of the denominators, SGD one of the gradients if weight
-    decay is added to them (``_multi_tensor_*`` in torch/optim).
+    Adam's variants and RMSprop copy the denominators, SGD copies the gradients if weight decay is
+    added to them (``_multi_tensor_*`` in torch/optim).
     """
     uses_foreach = settings.get("foreach")
     if uses_foreach is None:
@@ -293,10 +294,10 @@ def _copies_in_a_step(settings: Mapping[str, Any], device: torch.device) -> bool
 
 
 class Meter:
-    """The memory that a pass takes: of the GPU with this number what the caching allocator holds in
-    tensors; on the host (None) this process's anonymous memory, without the files that are mapped
-    into it. Where the kernel does not let the host's peak be reset it is that of all that went
-    before: too much at worst, since larger sizes are tried after smaller ones."""
+    """The memory that a pass takes. On the GPU with this number, it is the tensors of the caching
+    allocator. On the host (None), it is this process's anonymous memory, without mapped files. If
+    the kernel does not allow a reset of the host's peak, it is the peak so far, which can only be
+    too high, since larger sizes are tried after smaller sizes."""
 
     def __init__(self, device: torch.device, share: float) -> None:
         self.index: int | None = None
@@ -306,7 +307,7 @@ class Meter:
         self._share = share
 
     def begin(self) -> int:
-        """Return bytes in use; the peak counts from here on."""
+        """Return the bytes in use, and restart the peak."""
         return_memory(thorough=False)
         if self.index is None:
             host.reset_peak()
@@ -336,8 +337,8 @@ class Meter:
 
 
 def device_of(parameters: Iterable[torch.Tensor]) -> torch.device:
-    """Return the GPU that the parameters are on, or the first of their devices. Without any: the
-    current GPU where this process has started CUDA, else the CPU."""
+    """Return the GPU that the parameters are on, or the first of their devices. Without parameters,
+    return the current GPU if this process started CUDA, else the CPU."""
     found = list(dict.fromkeys(parameter.device for parameter in parameters))
     is_on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     found.append(torch.device("cuda" if is_on_gpu else "cpu"))

@@ -1,8 +1,8 @@
-"""Several ranks that share an optimizer step: they agree how it went, and make one gradient of it.
+"""Several ranks that share an optimizer step: they agree on its outcome, and sum their gradients.
 
-The parts run without collectives, so a rank that runs out of memory repeats its own in smaller
-parts and leaves no other rank waiting in the middle of a backward pass. After them the ranks
-exchange one short message. The passes of a sharded model communicate: see :mod:`.sharded`.
+The parts run without collectives, so a rank that runs out of memory repeats its share in smaller
+parts and does not leave other ranks waiting in the middle of a backward pass. Afterwards the ranks
+exchange a short message. The passes of a sharded model communicate (see ``sharded.py``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter, is_not
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from robust_train.compat import (
     collectives_begun,
     copy_at_once,
+    groups_of_process,
     hook_and_delay,
     preserve_version_counter,
     settle_buckets,
@@ -44,7 +45,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RanOut:
-    """Memory ran out in a pass over parts of this size; exhausted: no smaller one may be tried."""
+    """Memory ran out in a pass over parts of this size. If exhausted, no smaller size may be
+    tried."""
 
     failure: Failure
     size: int
@@ -54,30 +56,60 @@ class RanOut:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank reports after its parts."""
+    """A rank's report after its parts."""
 
     ran_out: RanOut | None  # None: it did not
     # most samples in a part from now on; None: the whole batch
     size: int | None
-    items: float  # of how many its loss is a mean
-    # for each shared parameter whether it has a gradient
+    items: float  # the number of items that its loss averages over
+    # Whether each shared parameter has a gradient.
     has_gradient: tuple[bool, ...] = ()
     returns_more: bool = False  # its function returned more than a loss
 
 
 def agree(reports: Sequence[RankReport]) -> RankReport:
-    """Return what follows for all: its memory ran out where it did first, exhausted ranks first;
-    they split as the finest, and have what any of them has, and the items of all."""
-    failed = [one.ran_out for one in reports if one.ran_out is not None]
-    sizes = [one.size for one in reports if one.size is not None]
-    present = zip(*(one.has_gradient for one in reports), strict=True)
+    """Return the combined report of all ranks. Its shortage is the first among them, exhausted
+    ranks first. Its size is the smallest, its flags are set if any rank's is, and its items are the
+    sum."""
+    failed = [report.ran_out for report in reports if report.ran_out is not None]
+    sizes = [report.size for report in reports if report.size is not None]
+    present = zip(*(report.has_gradient for report in reports), strict=True)
     return RankReport(
         max(failed, key=attrgetter("is_exhausted"), default=None),
         min(sizes, default=None),
-        sum(one.items for one in reports),
+        sum(report.items for report in reports),
         tuple(map(any, present)),
-        any(one.returns_more for one in reports),
+        any(report.returns_more for report in reports),
     )
+
+
+class OtherGroups:
+    """Messages over other groups than the default one, in the first two parts of training.
+
+    Later parts are not looked at: a thread that saves a checkpoint has such a group, too, and who
+    has begun a message is not known. No checkpoint is saved before the first parts are done.
+    """
+
+    _PARTS = 2
+
+    def __init__(self) -> None:
+        self._parts = 0
+        self._begun: dict[Any, int] = {}
+
+    def begin_part(self, groups: Iterable[Any]) -> None:
+        """Note what the groups of this process have begun."""
+        if self._parts < self._PARTS:
+            self._begun = {one: collectives_begun(one) for one in groups}
+
+    def end_part(self, groups: Iterable[Any], ours: Container[Any]) -> bool:
+        """Return whether each of the first parts, of which this is the last, has sent a message
+        over a group that is not among ``ours``."""
+        if self._parts >= self._PARTS:
+            return False
+        others = [one for one in groups if one not in ours]
+        talks = any(collectives_begun(one) > self._begun.get(one, 0) for one in others)
+        self._parts = self._parts + 1 if talks else self._PARTS
+        return talks and self._parts == self._PARTS
 
 
 class Ranks:
@@ -93,19 +125,26 @@ class Ranks:
         start_nccl()
         self.replicas = ReplicaFinder()
         self.ledger = sharded.Ledger(lambda ran_out: bool(self.figures([ran_out]).any()))
+        self.other_groups = OtherGroups()
         self._reported: RankReport | None = None  # without the items
         self._agreed: RankReport | None = None
 
     def foreign(self) -> int:
-        """Return how many collectives were begun that neither this class nor FSDP2 knows of.
+        """Return how many collectives were started that neither this class nor FSDP2 knows of.
 
-        Of the default group: another one may be that of a thread which saves checkpoints. It falls
-        where the group counts none, or only those of its default backend."""
+        Counts the default group, because another group may belong to a thread that saves
+        checkpoints. It falls if the group counts none, or only those of its default backend."""
         return collectives_begun(self.world) - self.ledger.sent
 
+    def talks_in_other_groups(self) -> bool:
+        """Return whether the parts send over groups that neither this class nor FSDP2 knows of."""
+        ours = {self.world, self._group, *self.ledger.groups}
+        return self.other_groups.end_part(groups_of_process(dist), ours)
+
     def figures(self, mine: Sequence[float]) -> Tensor:
-        """Return every rank's figures, a row each, by one small message. All have to call it."""
-        # on the host whatever the default device is
+        """Return every rank's figures, a row each, by a small message. All ranks have to call
+        it."""
+        # Stay on the host whatever the default device is.
         with torch.device("cpu"):
             rows = torch.zeros(self.size, len(mine), dtype=torch.float64)
             rows[self.rank] = torch.tensor(mine, dtype=torch.float64)
@@ -115,7 +154,7 @@ class Ranks:
     def exchange(self, report: RankReport) -> RankReport:
         """Send this rank's report and receive the others'. All ranks have to call it.
 
-        Reports go around only if one of them has news; else the last agreement holds.
+        Reports are exchanged only if a rank has news. Otherwise the last agreement holds.
         """
         counts = replace(report, items=0.0)
         has_news = report.ran_out is not None or counts != self._reported
@@ -135,8 +174,8 @@ class Ranks:
 
 
 def start_nccl() -> None:
-    """Have NCCL take its memory now, if the default group uses it: before a part of a step, where
-    a lack of memory would pass for a micro-batch that is too large. All ranks have to call it."""
+    """Make NCCL allocate its memory now, if the default group uses it. Later, in a part of a step,
+    a lack of memory would be blamed on the micro-batch. All ranks have to call it."""
     if "nccl" not in str(dist.get_backend()):
         return
     dist.all_reduce(torch.zeros(1, device="cuda"))
@@ -146,7 +185,7 @@ _here: Ranks | None = None
 
 
 def here() -> Ranks | None:
-    """Return this process's ranks; None if it trains alone."""
+    """Return this process's ranks, or None if it trains alone."""
     global _here
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
@@ -156,7 +195,8 @@ def here() -> Ranks | None:
 
 
 def of_all_ranks(value: Any) -> list[Any]:
-    """Return every rank's value, by rank, when all have called this; without ranks its own."""
+    """Return every rank's value, by rank, when all have called this. A single process gets its
+    value back."""
     group = here()
     return [value] if group is None else group.gather(value)
 
@@ -168,14 +208,15 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 class SharedStep:
-    """One optimizer step of all ranks; of this process alone if there are no others.
+    """An optimizer step of all ranks, or of this process alone.
 
     Raises:
-        UserError: a model that cannot be split here.
+        UserError: a model cannot be split here.
     """
 
     def __init__(self, models: Iterable[nn.Module], function: Any = None) -> None:
-        """Find what ranks share in ``models``, which learn; ``function`` may reach wrappers."""
+        """Find the parameters that ranks share in ``models``, which learn. ``function`` may reach
+        wrappers."""
         models = list(models)
         self._group = here()
         self._replicas: list[Replica] = []
@@ -247,10 +288,11 @@ class SharedStep:
 
     @contextlib.contextmanager
     def extra_pass(self) -> Iterator[None]:
-        """Run a pass that is no part. The ranks of a sharded model all do, and leave it together.
+        """Run a pass that is not a part. All ranks of a sharded model run it, and leave it
+        together.
 
-        Afterwards the model is as before the first pass on every rank. Otherwise the weights that
-        one has freed and another has not would let their next passes differ.
+        Afterwards the model is as before the first pass on every rank. Otherwise weights that only
+        some ranks freed would make their next passes differ.
         """
         if self._group is None:
             yield
@@ -268,7 +310,7 @@ class SharedStep:
             self.end_part(ran_out=True)
             raise
         else:
-            self.end_part(ran_out=False)
+            self.end_part(ran_out=False, is_extra=True)
         finally:
             self.reset()
 
@@ -276,24 +318,31 @@ class SharedStep:
         """Begin a part, in which sharded models alone may communicate."""
         if self._group is not None:
             self._foreign = self._group.foreign()
+            self._group.other_groups.begin_part(groups_of_process(dist))
             if self._roots:
                 self._group.ledger.begin_part(self._roots, training=training, has_weight=has_weight)
 
-    def end_part(self, *, ran_out: bool) -> None:
+    def end_part(self, *, ran_out: bool, is_extra: bool = False) -> None:
         """Reach its end, with a sharded model together with the other ranks.
 
         Raises:
-            UserError: a collective of the user's was in it, or sharded passes differ.
+            UserError: a message of the user's was in it, or sharded passes differ.
         """
         if self._group is None:
             return
         if not ran_out and self._group.foreign() > self._foreign:
             raise UserError(
-                "run.backward: a collective of your own (in torch.distributed's default group), or "
-                "of a model in DistributedDataParallel that is not named, runs inside the "
+                "run.backward: a collective of your own, send or recv, or a collective of a model "
+                "in DistributedDataParallel that is not named, runs inside the "
                 "function, where a rank that runs out of memory would leave the others waiting; "
                 "call it after "
                 f"run.backward, name the model as in [model, other], {WITHOUT}"
+            )
+        if not ran_out and not is_extra and self._group.talks_in_other_groups():
+            raise UserError(
+                "run.backward: messages over a process group of your own (a collective, send or "
+                "recv) run inside the function, where a rank that runs out of memory would leave "
+                f"the others waiting; send them after run.backward, {WITHOUT}"
             )
         if self._roots:
             self._group.ledger.end_part(ran_out=ran_out)
@@ -306,7 +355,7 @@ class SharedStep:
     def without_collectives(self) -> Iterator[None]:
         """Let the models' passes send nothing within this block."""
         ddp = DistributedDataParallel
-        wrappers = [one for one in self._replicas if isinstance(one, ddp)]
+        wrappers = [replica for replica in self._replicas if isinstance(replica, ddp)]
         with contextlib.ExitStack() as stack:
             for wrapper in wrappers:
                 settle_buckets(wrapper)
@@ -319,7 +368,7 @@ class SharedStep:
                     wrapper.require_forward_param_sync = True
 
     def agree(self, report: RankReport) -> RankReport | None:
-        """Exchange with the other ranks how the parts went; None if there are none."""
+        """Exchange with the other ranks how the parts went, or None if there are none."""
         if self._group is None:
             return None
         # without a line of Python for each parameter: there may be ten thousand
@@ -331,7 +380,7 @@ class SharedStep:
     def sum_gradients(
         self, agreed: RankReport | None, loss: Tensor | None, items: float
     ) -> Tensor | None:
-        """Sum the ranks' gradients, each by its share in the items of all; return the mean loss
+        """Sum the ranks' gradients, each by its share in the items of all, and return the mean loss
         over all ranks' items. A parameter without a gradient on any rank keeps none, so that
         optimizers pass it over."""
         if self.is_sharded:  # the gradients are summed already
@@ -379,9 +428,9 @@ BUCKET_BYTES = 25 * MIB
 
 
 class Replicated(nn.Module):
-    """A model that is the same on every rank; ``run.backward`` sums its gradients. Weights and
-    buffers of rank 0 are sent once. Beside DistributedDataParallel it needs no buckets, which are a
-    copy of all gradients."""
+    """A model that is the same on every rank. ``run.backward`` sums its gradients. Rank 0 sends its
+    weights and buffers once. Unlike DistributedDataParallel, it needs no buckets, which are a copy
+    of all gradients."""
 
     broadcast_buffers = True
     parameters_to_ignore: frozenset[str] = frozenset()
@@ -409,11 +458,11 @@ class ReplicaFinder:
         self._known = weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Any]]]()
 
     def of(self, models: Iterable[nn.Module], function: Any) -> list[Replica]:
-        """Return the replicas in ``models`` at any depth, and those around one that ``function``
-        reaches: a step may name the model and call its wrapper.
+        """Return the replicas in ``models`` at any depth, and wrappers that ``function`` reaches: a
+        step may name the model and call its wrapper.
 
         Raises:
-            UserError: a model communicates in its passes in a way that cannot be put off.
+            UserError: a model communicates in its passes in a way that cannot be deferred.
         """
         found: list[Replica] = []
         for model in models:
@@ -444,11 +493,11 @@ def _spread(flat: Tensor, bucket: Sequence[Tensor]) -> None:
     if flat.data_ptr() != bucket[0].data_ptr():
         parts = torch.split(flat, [tensor.numel() for tensor in bucket])
         pairs = zip(bucket, parts, strict=True)
-        copy_at_once(torch, bucket, [part.view_as(one) for one, part in pairs])
+        copy_at_once(torch, bucket, [part.view_as(tensor) for tensor, part in pairs])
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Group tensors that can be sent as one; a large one is sent by itself, uncopied."""
+    """Group tensors that can be sent together. A large tensor is sent alone, uncopied."""
     filling: dict[object, list[Tensor]] = {}
     filled: Counter[object] = Counter()
     for tensor in tensors:
@@ -465,7 +514,8 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _flattened(bucket: Sequence[Tensor]) -> Tensor:
-    """Return them as one tensor; a single one as it is where possible, for it may be large."""
+    """Return the tensors as a single flat tensor, without a copy if possible, because a lone tensor
+    may be large."""
     if len(bucket) == 1 and bucket[0].is_contiguous():
         return bucket[0].view(-1)
     return torch.cat([tensor.reshape(-1) for tensor in bucket])
@@ -477,7 +527,8 @@ def replicas_in(model: nn.Module) -> list[Replica]:
 
 
 def replicas_of(model: nn.Module, function: Any) -> list[Replica]:
-    """Find those in a model; else its wrappers among the modules that a function reaches."""
+    """Find the replicas in a model, or else its wrappers among the modules that a function
+    reaches."""
     inside = replicas_in(model)
     if inside:
         return inside
@@ -496,7 +547,7 @@ def _refuse(model: nn.Module) -> None:
 
 
 def _why_not(module: nn.Module) -> str | None:
-    """Return why this module's pass cannot be left half-way on one rank; None if it can."""
+    """Return why a rank cannot leave this module's pass half-way, or None if it can."""
     waiting = "from the other ranks, where one that runs out of memory would leave them waiting"
     names = {cls.__name__ for cls in type(module).__mro__}
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:

@@ -1,4 +1,4 @@
-"""What a function can reach: the modules that learn in a step, and those that take part in it."""
+"""The modules that a function can reach: those that learn in a step, and others that take part."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PLAIN = (str, bytes, int, float, type(sys), type)
 
 
 def models_of(model: Models, function: Any) -> list[nn.Module]:
-    """Return the modules that are named; if none are, those that a function reaches."""
+    """Return the named modules, or without names, those that a function reaches."""
     if model is None:
         return modules_of(function)
     return [model] if isinstance(model, nn.Module) else list(model)
@@ -47,15 +47,16 @@ def modules_of(function: Any) -> list[nn.Module]:
 def taking_part(models: Iterable[nn.Module], function: Any) -> tuple[list[nn.Module], list[Any]]:
     """Return the modules whose state a step may change, and the user's generators.
 
-    Beside ``models`` these are those among the variables of the function or attributes of its
-    owner, as a criterion with buffers or the other half of a GAN; with all that is in them.
+    In addition to ``models``, these are modules among the variables of the function or attributes
+    of its owner, such as a criterion with buffers or the other half of a GAN, with their
+    submodules.
     """
     held = list(_reached(function, most_steps=_STEPS_TO_OTHERS))
-    others = (one for one in held if isinstance(one, nn.Module))
+    others = (module for module in held if isinstance(module, nn.Module))
     modules = modules_below([*models, *others])
     kinds = set(map(type, modules))
     # torch's own hold none
-    own = {one for one in kinds if not one.__module__.startswith("torch.nn.")}
+    own = {kind for kind in kinds if not kind.__module__.startswith("torch.nn.")}
     for module in modules:
         if type(module) in own:
             held += vars(module).values()
@@ -63,8 +64,8 @@ def taking_part(models: Iterable[nn.Module], function: Any) -> tuple[list[nn.Mod
 
 
 def with_modules_inside(attributes: Attributes, modules: list[nn.Module]) -> list[nn.Module]:
-    """Keep the attributes of ``modules``; return these and what lists and dictionaries of theirs
-    hold, as metrics, or a teacher that is hidden from ``parameters()``."""
+    """Keep the attributes of ``modules``, and return these and what lists and dictionaries of
+    theirs hold, as metrics, or a teacher that is hidden from ``parameters()``."""
     inside = attributes.keep(modules)
     while inside and not set(map(id, inside)).issubset(map(id, modules)):
         modules = modules_below([*modules, *inside])
@@ -73,13 +74,13 @@ def with_modules_inside(attributes: Attributes, modules: list[nn.Module]) -> lis
 
 
 def parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Return the parameters of modules that are there: the first pass makes those of lazy ones."""
+    """Return the existing parameters of modules. The first pass creates those of lazy modules."""
     homes = [own for own, _ in map(tensors_of, modules) if own]
-    found = [one for own in homes for one in own.values() if one is not None]
+    found = [parameter for own in homes for parameter in own.values() if parameter is not None]
     # Asking each of a thousand in each step takes longer than asking their types.
     if set(map(type, found)) == {nn.Parameter}:
         return found
-    return [one for one in found if not is_lazy(one)]
+    return [parameter for parameter in found if not is_lazy(parameter)]
 
 
 def _reached(function: Any, most_steps: int = _MOST_STEPS) -> Iterator[Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, NumPy where something has imported it, and torch on every device."""
+    """Seed Python, NumPy if it is imported, and torch on every device."""
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed % 2**32)
@@ -21,14 +21,15 @@ def seed_everything(seed: int) -> None:
 
 
 def seed_rank(seed: int, step: int, rank: int) -> None:
-    """Have each rank but the first, whose state a checkpoint holds, draw numbers of its own."""
+    """Seed each rank except the first, whose state a checkpoint holds, so that ranks draw different
+    numbers."""
     if rank:
         seed_everything((seed * 1_000_003 + step * 1009 + rank) % 2**63)
 
 
 def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
-    """Return the states in types that ``torch.load(weights_only=True)`` takes; of a GPU too if
-    ``device`` is one."""
+    """Return the states in types that ``torch.load(weights_only=True)`` takes, including the GPU's
+    if ``device`` is a GPU."""
     version, internal, gauss = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -43,7 +44,7 @@ def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any], device: torch.device | None = None) -> None:
-    """Invert :func:`capture_rng`; a generator of a device that is absent here is left."""
+    """Restore the states of `capture_rng`, except those of a device that is absent here."""
     torch.set_rng_state(state["torch"])
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
@@ -106,8 +107,8 @@ def generators_in(values: Sequence[Any]) -> list[Any]:
     kinds: tuple[type, ...] = (torch.Generator, random.Random)
     if (numpy := sys.modules.get("numpy")) is not None:
         kinds += (numpy.random.Generator, numpy.random.RandomState)
-    found = {one for one in set(map(type, values)) if issubclass(one, kinds)}
+    found = {kind for kind in set(map(type, values)) if issubclass(kind, kinds)}
     found.discard(random.SystemRandom)  # the system's has no state
     if not found:
         return []
-    return list({one for one in values if type(one) in found})
+    return list({value for value in values if type(value) in found})

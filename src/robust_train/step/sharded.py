@@ -1,8 +1,8 @@
-"""Models sharded by FSDP2 (``fully_shard``): a rank that runs out leaves no other one waiting.
+"""Models sharded by FSDP2 (``fully_shard``): a rank that runs out does not leave others waiting.
 
 The passes of a sharded model gather weights and scatter gradients, so a rank that leaves a part
-half-way would leave the others waiting. It plays the rest of the part's collectives instead, with
-empty buffers: what comes of that part is thrown away on every rank.
+half-way would leave the others waiting. Instead it takes part in the rest of the part's collectives
+with empty buffers. Every rank discards the result of that part.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WITHOUT = "or do without run.backward: then an attempt is repeated in place of a
 
 
 class RanOutElsewhereError(Exception):
-    """Memory ran out on another rank in the part that this one is in."""
+    """Memory ran out on another rank in the current part."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,13 @@ class Collective:
 
 
 class Ledger:
-    """The collectives of a step's parts, the same on every rank and in every part of one kind.
+    """The collectives of a step's parts, the same on every rank and in every part of a kind.
 
-    The first part that goes through on all ranks is the record by which a rank that runs out
-    plays on. Until then each collective is preceded by a vote.
+    The first part that succeeds on all ranks is the record that a rank follows after it runs out.
+    Until then, a vote precedes each collective.
 
     Args:
-        vote: send all ranks whether this one ran out; returns whether any did.
+        vote: sends all ranks whether this rank ran out, and returns whether any did.
     """
 
     def __init__(self, vote: Callable[[bool], bool]) -> None:
@@ -76,6 +76,7 @@ class Ledger:
         # of a collective, on this rank
         self._failed: BaseException | None = None
         self.sent = 0  # by sharded models over the default group
+        self.groups: set[Any] = set()  # over which sharded models send
 
     def roots_in(self, models: Iterable[nn.Module]) -> tuple[Any, ...]:
         """Return the outermost sharded modules in ``models``, whose collectives are noted from now.
@@ -103,7 +104,7 @@ class Ledger:
         self._now = []
 
     def begin_extra_pass(self) -> None:
-        """Begin a pass that is no part: there is no record of its kind, so the ranks vote."""
+        """Start a pass that is not a part. It has no record, so the ranks vote."""
         self._has_weight = True
         self._part = None
         self._now = []
@@ -112,12 +113,12 @@ class Ledger:
         """Reach the part's end together with the other ranks.
 
         Args:
-            ran_out: memory ran out in it on this rank; what its pass held is free again.
+            ran_out: memory ran out in the part on this rank, and its pass has released its memory.
 
         Raises:
-            UserError: the part's collectives are not those of the parts before it.
-            BaseException: what a collective has failed with on its way. How far the others are
-                in it is not known, so the step cannot be repeated: the attempt ends.
+            UserError: the part's collectives differ from those of the parts before it.
+            BaseException: the error of a collective that failed under way. The progress of the
+                others is unknown, so the step cannot be repeated and the attempt ends.
         """
         if (failed := self._failed) is not None:
             self._failed = None
@@ -159,13 +160,14 @@ class Ledger:
     def _noted(
         self, is_gathered: bool, output: Tensor, given: Tensor, group: Any, op: Any
     ) -> Iterator[None]:
-        """Note a collective once it has been sent, and what one has failed with on its way."""
+        """Record a collective once it has been sent, and the error of one that failed under way."""
         if self._now is not None and self._part not in self._records and self._vote(False):
             self._now = None
             raise RanOutElsewhereError
         if not (self._has_weight or is_gathered):
             given.zero_()  # the mean of a part without items is NaN
         self.sent += group is dist.group.WORLD
+        self.groups.add(group)
         begun = collectives_begun(group)
         try:
             yield
@@ -184,7 +186,7 @@ class Ledger:
 
 
 def reset(roots: Iterable[Any]) -> None:
-    """Put sharded models in order after a part that was left; their gradients are dropped."""
+    """Reset sharded models after an abandoned part, and drop their gradients."""
     for root in roots:
         if sharding_has_begun(root):
             reset_sharding(root)
@@ -200,9 +202,9 @@ def mean_loss(roots: Sequence[Any], loss: Tensor | None) -> Tensor:
 
 
 def roots_in_one_process(models: Iterable[nn.Module]) -> tuple[Any, ...]:
-    """Return the outermost sharded modules where there is one rank, whose collectives reach no one.
-    Raises UserError: they cannot be put in order after a part that was left."""
-    roots = _outermost([one for model in models for one in _sharded_in(model)])
+    """Return the outermost sharded modules in a single process, whose collectives reach no other
+    rank. Raises UserError if they cannot be reset after an abandoned part."""
+    roots = _outermost([module for model in models for module in _sharded_in(model)])
     for root in roots:
         refuse("", root, _why_not_reset(root))
     return roots

@@ -67,7 +67,7 @@ exceeds about once in 6,000 losses."""
 
 
 class Kept(Enum):
-    """What is known about a loss and its parts."""
+    """Whether splitting keeps a loss, as far as known."""
 
     YES = "yes"  # the parts' losses add up to the loss of the whole
     NO = "no"  # they do not
@@ -77,12 +77,12 @@ class Kept(Enum):
 
 @dataclass(frozen=True)
 class SplitCheck:
-    """What a comparison of a part's loss with the losses of its halves has shown.
+    """The result of comparing a part's loss with the losses of its halves.
 
     Attributes:
         kept: whether splitting keeps the loss.
-        seen: the figures in a sentence, or why there are none.
-        samples: in the part that was looked at.
+        seen: the figures in a sentence, or the reason why they are missing.
+        samples: the number of samples in the compared part.
     """
 
     kept: Kept
@@ -96,7 +96,7 @@ class SplitCheck:
 
     @property
     def message(self) -> str:
-        """What was seen and what helps, in one line."""
+        """The result and the fix, in one line."""
         match self.kept:
             case Kept.YES:
                 return f"splitting keeps this loss: {self.seen}"
@@ -134,7 +134,8 @@ class Losses:
 
     @property
     def sum(self) -> float:
-        """The weighted losses of the halves; one without weight counts nothing, even if NaN."""
+        """The sum of the weighted losses of the halves. A loss with weight 0 does not count, even
+        if it is NaN."""
         pairs = zip(self.weights, self.halves, strict=True)
         return math.fsum(weight * loss for weight, loss in pairs if weight)
 
@@ -157,7 +158,7 @@ class Losses:
 
     @property
     def is_zero(self) -> bool:
-        """Whether there is no loss at all."""
+        """Whether all losses are 0."""
         return not any((self.whole, *self.halves))
 
     @property
@@ -172,18 +173,18 @@ def differ_beyond_noise(draws: Sequence[Losses]) -> bool:
     Both begin with the same random numbers in a draw, so the differences of the draws are compared
     with zero, as in a paired t-test.
     """
-    differences = [one.whole - one.sum for one in draws]
+    differences = [draw.whole - draw.sum for draw in draws]
     if not all(map(math.isfinite, differences)):
-        return any(math.isfinite(one.whole) for one in draws)
+        return any(math.isfinite(draw.whole) for draw in draws)
     noise = statistics.stdev(differences) / math.sqrt(len(draws))
-    tolerance = max(one.tolerance for one in draws)
+    tolerance = max(draw.tolerance for draw in draws)
     return abs(statistics.fmean(differences)) > max(_STANDARD_ERRORS * noise, tolerance)
 
 
 def mean_of(draws: Sequence[Losses]) -> Losses:
     """Return the means of several draws."""
-    halves = tuple(map(statistics.fmean, zip(*(one.halves for one in draws), strict=True)))
-    return replace(draws[0], whole=statistics.fmean(one.whole for one in draws), halves=halves)
+    halves = tuple(map(statistics.fmean, zip(*(draw.halves for draw in draws), strict=True)))
+    return replace(draws[0], whole=statistics.fmean(draw.whole for draw in draws), halves=halves)
 
 
 def mean_of_ranks(losses: Sequence[float], items: Sequence[float]) -> float:
@@ -198,12 +199,12 @@ def mean_of_ranks(losses: Sequence[float], items: Sequence[float]) -> float:
 
 
 def in_words(losses: Losses, samples: int, first: int | None = None) -> str:
-    """Return the figures as a person compares them.
+    """Return the figures in words for a person.
 
     Args:
-        losses: of a part and its pieces.
-        samples: in the part.
-        first: samples in its first piece; None: half of them.
+        losses: the losses of a part and its pieces.
+        samples: the number of samples in the part.
+        first: the number of samples in its first piece. None: half of them.
     """
     before, after = losses.halves
     whole = f"a part of {samples} has loss {losses.whole:.6g}"
@@ -229,7 +230,7 @@ class _Mode(Enum):
 
 
 class _Outcome(Enum):
-    """What one comparison shows."""
+    """The result of a single comparison."""
 
     EXACT = 0
     NOISY = 1  # they differ, and so does the same part with other random numbers
@@ -247,7 +248,7 @@ class _Trouble(IntEnum):
 
 
 class PassFailedError(Exception):
-    """A part or one of its halves cannot be computed, on this rank or on another."""
+    """A part or a half of it cannot be computed, on this rank or on another."""
 
 
 class PassRanOutError(Exception):
@@ -266,19 +267,20 @@ def only_own(mine: Sequence[float]) -> Sequence[Sequence[float]]:
 class Checker:
     """Compares a part's loss with those of its halves, and leaves everything as it was.
 
-    The ranks of a sharded model make the passes together. A loss is the mean of those of all ranks
-    then, and what is decided here depends only on figures that all have exchanged.
+    The ranks of a sharded model run the passes together. Then a loss is the mean over all ranks,
+    and decisions depend only on exchanged figures.
 
     Args:
         loss_of: returns the loss of some data, a tensor with one element, without a backward pass.
         parts: the batch.
         size: samples in a part that fits.
-        models: what learns.
-        function: what reaches further modules, generators and metrics; None: ``loss_of``.
-        around: makes a context for each pass, in which nothing is logged or reported.
+        models: the modules that learn.
+        function: a function that reaches further modules, generators and metrics. None:
+            ``loss_of``.
+        around: creates a context for each pass that suppresses logs and reports.
         figures: exchanges figures with the ranks that make the same passes.
-        named: attributes of which a line says already that they cannot be put back.
-        host_memory_ran_out: just before, which explains errors that have several causes.
+        named: attributes that a line already said cannot be restored.
+        host_memory_ran_out: whether this happened just before, which explains ambiguous errors.
     """
 
     def __init__(
@@ -303,16 +305,16 @@ class Checker:
         self._state = PassState(models, reached, named)
         self._size = min(max(size, _LEAST_SAMPLES), parts.samples)
         self._pieces: list[Any] = []
-        # of each rank: of how many items its losses of the pieces are means
+        # For each rank, the number of items that its losses of the pieces average over.
         self._items: list[Sequence[float]] = []
         self._weights: tuple[float, ...] = ()
         self._needs_gradients = False
-        self._trouble = _Trouble.NONE  # on this rank, not yet exchanged
+        self._trouble = _Trouble.NONE  # this rank's, not yet exchanged
         self._error: Exception | None = None
         self._drawn: GeneratorStates | None = None  # after the last comparison
         self._draws: list[Losses] = []
         self._whole: dict[_Mode, float] = {}  # the part's own loss
-        self._mode = _Mode.CALM  # of the last comparison
+        self._mode = _Mode.CALM  # the mode of the last comparison
         self._formats = _Formats()
         self._rounding = 0.0  # the largest of all ranks
         self._terms = 0.0
@@ -334,7 +336,7 @@ class Checker:
         return check
 
     def _check_what_fits(self) -> SplitCheck:
-        """Check a part, and a smaller one if memory runs out."""
+        """Check a part, and a smaller part if memory runs out."""
         self._size = int(min(size for (size,) in self._exchange(self._size)))
         if self._size < 2:
             return SplitCheck(Kept.UNKNOWN, "a rank has a lone sample", 1)
@@ -349,7 +351,8 @@ class Checker:
         return SplitCheck(Kept.UNKNOWN, "memory ran out in it", 1)
 
     def _compare_what_shows_something(self) -> SplitCheck:
-        """Compare parts until one has a loss: zeros, as of a hinge, are equal whatever it is."""
+        """Compare parts until one has a loss other than 0: zeros, for example of a hinge loss,
+        prove nothing."""
         for choose in (self._from_both_ends, self._of_other_samples):
             self._whole.clear()
             self._formats = _Formats()
@@ -452,7 +455,8 @@ class Checker:
         return SplitCheck(Kept.NO if differs else Kept.YES, text, self._size)
 
     def _compare(self, mode: _Mode) -> _Outcome:
-        """Return what one comparison shows; a second one separates noise from a difference."""
+        """Return the result of a comparison. A second comparison separates noise from a
+        difference."""
         self._mode = mode
         outcome = self._first_outcome(mode)
         if outcome is _Outcome.FAILED and not self._needs_gradients:
@@ -483,11 +487,11 @@ class Checker:
         return _Outcome.EXACT if losses.agree else _Outcome.DIFFERS
 
     def _draw(self, mode: _Mode, random_numbers: GeneratorStates | None = None) -> Losses:
-        """Return the losses of the part and of its halves, one after the other as in a step.
+        """Return the losses of the part and of its halves, computed in sequence as in a step.
 
         Raises:
-            PassFailedError: one of them cannot be computed.
-            PassRanOutError: memory ran out in one of them.
+            PassFailedError: a loss cannot be computed.
+            PassRanOutError: memory ran out in a pass.
         """
         with self._in_mode(mode), self._formats:
             whole = self._whole.get(mode)
@@ -550,8 +554,8 @@ class Checker:
         """Return every rank's figures, in order.
 
         Raises:
-            PassFailedError: a rank has met an error before.
-            PassRanOutError: memory has run out on one.
+            PassFailedError: a rank met an error before.
+            PassRanOutError: memory ran out on a rank.
         """
         rows = self._figures([self._trouble, *mine])
         self._trouble = _Trouble.NONE
@@ -659,7 +663,7 @@ _ADDING = frozenset(("add", "sub", "rsub", "subtract", "mean", "__add__", "__rad
 
 @functools.cache
 def _epsilon_of(dtype: torch.dtype, is_cuda: bool) -> float:
-    """Return the machine epsilon of a format; formats of eight bits hold no losses."""
+    """Return the machine epsilon of a number format. Formats of eight bits do not hold losses."""
     if dtype.itemsize < 2:
         return 0.0
     epsilon = torch.finfo(dtype).eps
@@ -679,33 +683,33 @@ def check_split(
     length: Length | None = None,
     size: int | None = None,
 ) -> SplitCheck:
-    """Check whether the losses of parts of a batch, weighted, are the loss of the batch::
+    """Check whether the weighted losses of a batch's parts add up to the loss of the batch::
 
         check = check_split(loss_of, next(iter(loader)), model)
         if not check.is_kept:
             print(check.message)
 
-    Gradient accumulation takes for granted that they are. A contrastive loss, a Dice score over the
-    batch, class weights, or a mean over tokens without ``count`` do not add up. A part is computed
-    as a whole and in two pieces, without a backward pass. Gradients, weights, buffers, random
-    generators, and the variables of ``function`` are as before afterwards.
+    Gradient accumulation relies on it. A contrastive loss, a Dice score over the batch, class
+    weights, or a mean over tokens without ``count`` do not add up. A part is computed as a whole
+    and in two pieces, without a backward pass. Gradients, weights, buffers, random generators, and
+    the variables of ``function`` are restored.
 
     Args:
-        function: returns the mean loss of its part, or a tuple of that and anything else.
+        function: returns the mean loss of its part (a tensor with one element), or a tuple of that
+            and any other value.
         batch: tensors, arrays or lists in any nesting of tuples, mappings and dataclasses, all with
             one sample per index of their first dimension.
-        model: what learns: a module or several. None: the modules that ``function`` closes over.
-        count: returns the number of items whose mean the loss is, if these are not the samples:
-            tokens, or labels that are not -100. For a sum ``lambda data: 1``.
+        model: the module that learns, or several. None: the modules that ``function`` closes over.
+        count: returns the number of items that the loss averages over, if these are not the
+            samples: tokens, or labels that are not -100. For a sum, use ``lambda data: 1``.
         split: ``split(batch, start, stop)``, if the batch cannot be sliced.
         length: returns the number of samples of such a batch, if that is not its ``len``.
-        size: samples in the part that is checked; None: half of the batch, and at least 4.
+        size: the number of samples in the checked part. None: half of the batch, at least 4.
 
-    Returns:
-        What was seen. ``is_kept`` is the answer, ``message`` says it in one line with the figures.
+    Returns: The result. ``is_kept`` is the answer, and ``message`` explains it in one line with the
+        figures.
 
-    Raises:
-        TypeError, ValueError: the number of samples cannot be seen, or ``size`` is below 2.
+    Raises: TypeError, ValueError: the number of samples is unknown, or ``size`` is below 2.
     """
     if size is not None and size < 2:
         raise ValueError(f"size={size}: must be 2 or more")

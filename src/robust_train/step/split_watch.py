@@ -1,4 +1,4 @@
-"""Which splits have been checked, and what follows if one changes its loss."""
+"""The splits that have been checked, and the reaction if a split changes its loss."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class SplitWatch:
         return kind in self._known
 
     def take(self, kind: object, check: SplitCheck, step: int, *, ran_out: bool) -> bool:
-        """Take the check of a kind of step; return whether the step may be computed in parts.
+        """Take the check of a kind of step, and return whether the step may be computed in parts.
 
         Raises:
             UserError: it may not, and no memory has run out that would end the attempt.

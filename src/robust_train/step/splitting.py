@@ -34,7 +34,7 @@ def bounds(samples: int, at_most: int, start: int = 0, *, least: int = 1) -> lis
     """Split the samples from ``start`` up to ``samples``: as few parts as possible, even in size.
 
     Even parts need the least memory. No part has fewer than ``least`` samples if there are that
-    many: BatchNorm refuses a lone one. Then parts may have one more than ``at_most``.
+    many: BatchNorm refuses a lone sample. Then parts may exceed ``at_most`` by 1.
     """
     count = samples - start
     parts = -(-count // at_most)
@@ -45,7 +45,7 @@ def bounds(samples: int, at_most: int, start: int = 0, *, least: int = 1) -> lis
 
 
 def share_of(samples: Sequence[T], rank: int, ranks: int) -> Sequence[T]:
-    """Return the slice of ``samples`` for ``rank``; the first ranks may have one more."""
+    """Return the slice of ``samples`` for ``rank``. The first ranks may have an extra sample."""
     least, more = divmod(len(samples), ranks)
     start = rank * least + min(rank, more)
     length = least + 1 if rank < more else least
@@ -59,8 +59,8 @@ def length_of(batch: Any, *, is_strict: bool = False) -> int:
         is_strict: refuse numbers, and arrays without dimensions, which may be about all samples.
 
     Raises:
-        TypeError: there is no tensor, array or list of samples in it.
-        ValueError: they differ in their first dimension.
+        TypeError: the batch has no tensor, array or list of samples.
+        ValueError: its tensors differ in their first dimension.
     """
     lengths: list[tuple[str, int]] = []
 
@@ -93,10 +93,11 @@ def length_of(batch: Any, *, is_strict: bool = False) -> int:
 def part_of(batch: Any, start: int, stop: int) -> Any:
     """Return the samples from ``start`` up to, without, ``stop``, in the structure of ``batch``.
 
-    Tensors and arrays are sliced, which copies nothing; mappings, tuples and dataclasses are built
-    again around their parts. A list that holds tensors or arrays, as loaders make of tuples, is
-    walked, any other is sliced as a list of samples. The rest goes along as it is. A list with one
-    tensor for each sample looks the same as a loader's: for that give functions of your own.
+    Tensors and arrays are sliced, which copies nothing. Mappings, tuples and dataclasses are
+    rebuilt around their parts. In a list that holds tensors or arrays, such as loaders make from
+    tuples, each entry is sliced. Any other list is sliced as a list of samples. Other values stay
+    as they are. A list with a tensor for each sample looks the same as a loader's, so pass your own
+    functions for it.
     """
 
     def cut(item: Any, name: str) -> Any:
@@ -110,7 +111,7 @@ def part_of(batch: Any, start: int, stop: int) -> Any:
 
 
 def part_of_both_ends(batch: Any, samples: int, size: int) -> Any:
-    """Return ``size`` samples, half of them the first ones of ``batch`` and half the last ones.
+    """Return ``size`` samples, half from the start of ``batch`` and half from its end.
 
     In a batch that is sorted, by class or by length, its halves differ as much as they can.
     """
@@ -122,7 +123,7 @@ def part_of_both_ends(batch: Any, samples: int, size: int) -> Any:
 
 
 def _concatenated(first: Any, last: Any) -> Any:
-    """Return two parts of one batch as a part of their samples."""
+    """Join two parts of a batch into a part with the samples of both."""
     lasts: dict[str, Any] = {}
 
     def note(item: Any, name: str) -> Any:
@@ -229,7 +230,7 @@ class Parts:
     batch: Any  # any structure
     samples: int  # how many there are
     split: Split = part_of
-    # of how many items a loss is a mean; None: the samples
+    # Returns the number of items that a loss averages over. None: the samples.
     count: Count | None = None
     # False if the whole batch has items for certain: they are counted if it is cut
     counts_whole: bool = True
@@ -238,7 +239,7 @@ class Parts:
     def of(
         cls, batch: Any, length: Length | None, split: Split | None, count: Count | None = None
     ) -> Parts:
-        """Return a user's batch; without a length of theirs it is counted here."""
+        """Return a user's batch. Without a length function, its samples are counted here."""
         if not length:
             length = len if split else length_of
         return cls(batch, length(batch), split or part_of, count)
@@ -250,7 +251,7 @@ class Parts:
     @property
     def has_changed(self) -> bool:
         """Whether a tensor of the batch was changed in place since then."""
-        return any(version_of(one) != at for one, at in self._tensors)
+        return any(version_of(tensor) != at for tensor, at in self._tensors)
 
     @functools.cached_property
     def items(self) -> float:
@@ -258,9 +259,9 @@ class Parts:
         return float(self.samples if self.count is None else self.count(self.batch))
 
     def part(self, start: int, stop: int, *, factor: float = 1.0) -> Part:
-        """Return the samples from ``start`` to ``stop``; their weight is multiplied by ``factor``.
+        """Return the samples from ``start`` to ``stop``, their weight multiplied by ``factor``.
 
-        The whole batch is handed over as it is.
+        The whole batch is passed on as it is.
         """
         is_whole = (start, stop) == (0, self.samples)
         data = self.batch
@@ -274,7 +275,7 @@ class Parts:
         return Part(data, factor * share, start, stop, self.samples)
 
     def without_weight(self) -> Part:
-        """Return one sample that does not count, for a rank that other ranks' collectives need."""
+        """Return a sample that does not count, for a rank that other ranks' collectives need."""
         return Part(self.part(0, 1).data, 0.0)
 
 
@@ -304,7 +305,8 @@ def _has_samples(item: Any) -> bool:
 
 
 def _is_structure(items: Iterable[Any]) -> bool:
-    """Recognise a list with arrays in it, as a loader makes of a tuple; no list of samples."""
+    """Return whether this is a list of arrays, which a loader makes from a tuple, and not a list of
+    samples."""
     return any(
         _is_array(item)
         or (isinstance(item, Mapping) and _is_structure(item.values()))
@@ -328,12 +330,12 @@ class MicroBatchSize:
         # None as long as that is the whole batch
         self.current = plan.batch_size
         self._failures = set[int]()  # sizes at which memory ran out
-        self._found: int | None = None  # by probes
+        self._found: int | None = None  # the size that probes found
         self._largest_batch = 0
 
     @property
     def refuses_lone_samples(self) -> bool:
-        """Whether the smallest size that the user allows is above one."""
+        """Whether the smallest size that the user allows is above 1."""
         return self._plan.min_batch_size > 1
 
     @property
@@ -342,12 +344,12 @@ class MicroBatchSize:
         return tuple(sorted(self._failures, reverse=True))
 
     def for_batch(self, samples: int) -> int:
-        """Return the most samples in one part of a batch of ``samples``, at least 1."""
+        """Return the maximum size of a part of a batch of ``samples``, at least 1."""
         self._largest_batch = max(self._largest_batch, samples)
         return max(min(self.current or samples, samples), 1)
 
     def begin_at(self, size: int | None) -> None:
-        """Use what probes have found to fit, and never more; None changes nothing."""
+        """Use the size that probes found to fit, and never more. None changes nothing."""
         if size is not None:
             self.current = self._found = size
 
@@ -360,7 +362,7 @@ class MicroBatchSize:
         return max(-(-failed // 2), least)
 
     def failed_at(self, size: int) -> None:
-        """Record that memory ran out at ``size``: use the next smaller one, if any."""
+        """Record that memory ran out at ``size``, and use the next smaller size, if any."""
         self._failures.add(size)
         self.current = self.smaller_than(size) or self.current
 
@@ -375,12 +377,12 @@ class MicroBatchSize:
         return before, smaller
 
     def agree(self, size: int | None, *, failed: int = 0, is_known: bool = False) -> None:
-        """Take over what several ranks have agreed on.
+        """Adopt the agreement of several ranks.
 
         Args:
-            size: most samples in a part from now on; None: the whole batch.
-            failed: the size at which memory ran out on some rank, 0 where it did not.
-            is_known: that was here, and :meth:`failed_at` was called.
+            size: the maximum size of a part from now on. None: the whole batch.
+            failed: the size at which memory ran out on some rank, or 0.
+            is_known: it ran out on this rank, and `failed_at` was called.
         """
         if failed and not is_known:
             self.failed_at(failed)

@@ -24,7 +24,8 @@ from robust_train.step.reachable import (
 )
 from robust_train.step.rng import GeneratorStates
 
-# of the host's free memory, for gradients that make room on a GPU: other processes use it, too
+# The share of the host's free memory for gradients that make room on a GPU. Other processes use
+# it too.
 _MOST_OF_HOST = 0.5
 # a validation may begin in the middle of a step
 _OF_A_PART = -1
@@ -42,7 +43,7 @@ class Watch:
         self.keeps_aside_on_host = False
 
     def check(self, model: nn.Module) -> None:
-        """Raise UserError if no step of ``model`` can start over; looked up once."""
+        """Raise UserError if no step of ``model`` can start over. This is checked once."""
         if model in self._checked:
             return
         if (reason := why_not_again(model)) is not None:
@@ -68,9 +69,9 @@ class Watch:
 
 
 class PartStart:
-    """The state at the start of a part that stands for itself, as in validation: the generators,
-    the attributes of modules, and the buffers of those in training mode, as where BatchNorm's
-    statistics are collected."""
+    """The state at the start of an independent part, for example in validation: the generators, the
+    attributes of modules, and the buffers of modules in training mode, which collect statistics of
+    BatchNorm."""
 
     def __init__(
         self, models: Iterable[nn.Module] = (), function: Any = None, *, watch: Watch | None = None
@@ -83,7 +84,7 @@ class PartStart:
             self._attributes = watch.attributes_with(models, _OF_A_PART)
         modules = with_modules_inside(self._attributes, modules)
         self._buffers = Buffers()
-        self._buffers.keep(one for one in modules if one.training)
+        self._buffers.keep(module for module in modules if module.training)
 
     def restore(self) -> None:
         """Go back to it."""
@@ -95,13 +96,13 @@ class PartStart:
 class StepStart:
     """The state at the start of an optimizer step.
 
-    Gradients that are there already (of earlier batches) are laid aside, so that those of the step
-    can be dropped; :meth:`end` adds them again. No sum can be taken apart without rounding, so both
-    have to be there. If memory is short, the earlier ones go to the host until then, and the step
-    takes no more of the GPU than one that adds to them in place. Zeros on the host are added to in
-    place: they are easily made again. Without ``keeps_gradients`` all stay, for a framework that
-    drops them itself once the step has begun. ``function`` may use other modules beside ``models``,
-    which learn.
+    Existing gradients (of earlier batches) are kept aside, so that those of the step can be
+    dropped. `end` adds them again. A sum cannot be taken apart without rounding, so both must
+    exist. If memory is short, the earlier gradients move to the host until then. The step then
+    takes no more of the GPU than a step that adds to them in place. Zeros on the host are added to
+    in place, because they are easily made again. Without ``keeps_gradients`` all stay, for a
+    framework that drops them itself once the step has started. ``function`` may use other modules
+    in addition to ``models``, which learn.
     """
 
     def __init__(
@@ -149,10 +150,10 @@ class StepStart:
             self.move_aside_to_host()
 
     def move_aside_to_host(self) -> bool:
-        """Have the gradients that are laid aside spend the step on the host, if it has room for
-        them; return whether that has freed any memory."""
-        leaving = [one for one in self._aside if one.may_leave]
-        size = sum(one.gradient.nbytes for one in leaving)
+        """Move the gradients that are kept aside to the host for this step, if it has room for
+        them, and return whether that freed memory."""
+        leaving = [gradient for gradient in self._aside if gradient.may_leave]
+        size = sum(gradient.gradient.nbytes for gradient in leaving)
         if not leaving or size > _MOST_OF_HOST * room_left():
             return False
         for one in leaving:
@@ -160,14 +161,14 @@ class StepStart:
         return True
 
     def make_room(self) -> bool:
-        """Do so in this step and, if that frees memory, in all that follow; return whether."""
+        """Do so in this step and, if that frees memory, in all that follow, and return whether."""
         has_freed = self.move_aside_to_host()
         self._watch.keeps_aside_on_host |= has_freed
         return has_freed
 
     def notice(self, loss: Tensor) -> None:
         """Take the parameters of ``loss``, whose gradients it is going to change, as the step's."""
-        new = [one for one in leaves_of(loss) if id(one) not in self._known]
+        new = [parameter for parameter in leaves_of(loss) if id(parameter) not in self._known]
         self._known.update(zip(map(id, new), new, strict=True))
         self._versions += versions_of(new)
         self._lay_aside(new)
@@ -179,7 +180,7 @@ class StepStart:
 
     def parameters(self) -> list[Tensor]:
         """Return what the step trains, each once."""
-        found = (one for model in self.models for one in model.parameters())
+        found = (parameter for model in self.models for parameter in model.parameters())
         return list(dict.fromkeys(found))
 
     def make_gradients(self) -> None:
@@ -190,16 +191,16 @@ class StepStart:
 
     @property
     def has_changed_weights(self) -> bool:
-        """Whether the step has changed weights, of which there is no copy."""
+        """Whether the step has changed weights, which have no copy."""
         return versions_of(list(self._known.values())) != self._versions
 
     @property
     def is_lost(self) -> bool:
-        """Whether the step has changed what there is no copy of, so that nobody can go back."""
+        """Whether the step has changed values without a copy, so that it cannot be undone."""
         return self._buffers.is_lost
 
     def rewind(self) -> None:
-        """Drop the step's gradients; put buffers, attributes and generators of the start back."""
+        """Drop the step's gradients, and restore buffers, attributes and generators."""
         # looked up again: the pass may have made parameters, whose gradients would count twice
         now = parameters_of(modules_below(self.modules))
         for parameter in (*now, *self._known.values()):
@@ -211,8 +212,8 @@ class StepStart:
         self._generators.restore()
 
     def begin_batch(self) -> None:
-        """Take the attributes at the start of the step's next batch: since the one before, hooks of
-        a framework may have changed some, which do not run again."""
+        """Record the attributes at the start of the step's next batch. Hooks of a framework may
+        have changed some since the previous batch, and do not run again."""
         number = len(self._attributes)
         attributes = self._watch.attributes_with(self.models, number)
         attributes.keep(self.modules)
@@ -223,7 +224,7 @@ class StepStart:
         self._attributes[number].restore()
 
     def end(self) -> None:
-        """Add the gradients that were laid aside; a second call does nothing."""
+        """Add the gradients that were kept aside. A second call does nothing."""
         if not self.is_open:
             return
         self.is_open = False

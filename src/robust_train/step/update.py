@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from robust_train.compat import (
     deciding_on_host,
     found_overflow,
     leave_out_if,
+    overflow_figures,
     signature_as_written,
     skips_on_device,
     total_norm,
@@ -28,46 +29,79 @@ class Update:
     moved: bool  # the weights did, as far as the host knows
     is_bad: Tensor | None = None  # whether loss or norm was not finite
     waits: bool = False  # reading that would wait for the device
+    # whether the device has left the update out; None if the host knows by ``moved``
+    left_out: Tensor | None = None
+
+
+class LateFigure:
+    """A figure on its way to the host, which does not wait for the device until it is read."""
+
+    def __init__(self, figure: Tensor) -> None:
+        figure = figure.detach()
+        self._event: Any = None
+        self._copy = torch.empty_like(figure, device="cpu", pin_memory=figure.is_cuda)
+        self._copy.copy_(figure, non_blocking=figure.is_cuda)
+        if figure.is_cuda:
+            # whoever waits for it sleeps, and leaves the core to the data-loader workers
+            self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(figure.device))
+
+    def has_arrived(self) -> bool:
+        """Return whether reading it would not wait."""
+        return self._event is None or bool(self._event.query())
+
+    def read(self) -> Any:
+        """Return it as Python's number, after waiting for it if need be."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copy.item()
 
 
 class LateFigures:
     """Figures of earlier steps, copied to the host without waiting for the device."""
 
     def __init__(self) -> None:
-        self._waiting: tuple[int, Tensor, Any] | None = None
+        self._waiting: tuple[int, LateFigure] | None = None
 
     def swap(self, step: int, figure: Tensor) -> tuple[int, float] | None:
-        """Take a figure of ``step``; return the one that was taken before, with its step."""
-        figure = figure.detach()
-        event = None
-        copy = torch.empty_like(figure, device="cpu", pin_memory=figure.is_cuda)
-        copy.copy_(figure, non_blocking=figure.is_cuda)
-        if figure.is_cuda:
-            # whoever waits for it sleeps, and leaves the core to the data-loader workers
-            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(figure.device))
+        """Store the figure of `step`, and return the previous figure with its step."""
         before = self._waiting
-        self._waiting = (step, copy, event)
+        self._waiting = (step, LateFigure(figure))
         if before is None:
             return None
-        earlier, value, copied = before
-        if copied is not None:
-            copied.synchronize()  # a step ago, so that it does not wait
-        return earlier, float(value)
+        earlier, late = before
+        # taken a step ago, so that it does not wait
+        return earlier, float(late.read())
+
+
+class LateAnswers:
+    """Whether weights have changed: of the update before, where the device decides about one."""
+
+    def __init__(self) -> None:
+        self._figures = LateFigures()
+
+    def moved(self, step: int, done: Update) -> bool:
+        """Take an update; return whether it, or the one before if that is not known yet, has
+        changed the weights. Of the first one that the device decides about it is not known."""
+        if done.left_out is None:
+            return done.moved
+        earlier = self._figures.swap(step, done.left_out)
+        return earlier is None or not earlier[1]
 
 
 def update(
     optimizer: torch.optim.Optimizer,
-    loss: Tensor | None,  # of the step, None if not known
+    loss: Tensor | None,  # the step's loss, None if unknown
     scaler: Any = None,
     max_grad_norm: float | None = None,
     *,
     skips: bool = True,
 ) -> Update:
-    """Clip, step, and drop the gradients; with ``skips`` not if loss or norm is not finite.
+    """Clip, step, and drop the gradients. With ``skips``, skip the step if loss or norm is not
+    finite.
 
-    A scaler leaves out overflows by itself, which are no divergence: then the loss alone counts.
-    Nothing here waits for the optimizer's kernels: what is read after them is read a step later.
+    A scaler skips overflows itself, and they do not mean divergence, so only the loss counts then.
+    This never waits for the optimizer's kernels: figures that depend on them are read a step later.
 
     Raises:
         UserError: the optimizer computes the loss itself.
@@ -84,11 +118,13 @@ def update(
         is_bad = _is_bad([loss] if scales else [loss, norm])
     moved = True
     waits = False
+    left_out = None
     if scales:
         waits = True
-        moved = _step_scaled(optimizer, scaler)
+        moved, left_out = _step_scaled(optimizer, scaler)
     elif is_bad is not None and skips_on_device(optimizer):
         waits = True
+        left_out = is_bad
         with leave_out_if(optimizer, is_bad):
             optimizer.step()
     elif is_bad is None or not bool(is_bad):
@@ -96,27 +132,36 @@ def update(
     else:
         moved = False
     optimizer.zero_grad(set_to_none=True)
-    return Update(moved, is_bad, waits)
+    return Update(moved, is_bad, waits, left_out)
 
 
-def _step_scaled(optimizer: torch.optim.Optimizer, scaler: Any) -> bool:
-    """Step and adapt the scale; return whether the weights have changed, as far as is known."""
+def _step_scaled(optimizer: torch.optim.Optimizer, scaler: Any) -> tuple[bool, Tensor | None]:
+    """Step and adapt the scale; return whether the weights have changed, as far as is known, and
+    the figure by which the device leaves the update out, if it decides."""
     if skips_on_device(optimizer):
+        figures = overflow_figures(scaler, optimizer)
+        left_out = _any_of(figures) if figures else None
         scaler.step(optimizer)
         scaler.update()
-        return True
+        return True, left_out
     overflows = found_overflow(scaler, optimizer)
     before = scaler.get_scale() if overflows is None else 0.0
     with deciding_on_host(optimizer):
         scaler.step(optimizer)
     scaler.update()
     if overflows is None:
-        return bool(scaler.get_scale() >= before)
-    return not overflows
+        return bool(scaler.get_scale() >= before), None
+    return not overflows, None
+
+
+def _any_of(figures: Sequence[Tensor]) -> Tensor:
+    """Return whether any figure, each on a device of its own, is not zero."""
+    here = [figure.to(figures[0].device, non_blocking=True) for figure in figures]
+    return torch.stack(here).any()
 
 
 def _refuse_closures(optimizer: torch.optim.Optimizer) -> None:
-    # of the class, so that the cache keeps no optimizer alive
+    # Use the class, so that the cache does not keep an optimizer alive.
     step = getattr(type(optimizer), "step", optimizer.step)
     if _needs_closure(getattr(step, "__func__", step)):
         name = type(optimizer).__name__
@@ -133,7 +178,8 @@ def _needs_closure(step: Callable[..., Any]) -> bool:
 
 
 def _clip(optimizer: torch.optim.Optimizer, most: float | None) -> Tensor:
-    """Return the norm of all gradients, the same on every rank; clip it to ``most``, if given."""
+    """Return the norm of all gradients, the same on every rank, after clipping it to ``most`` if
+    given."""
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     clip = nn.utils.clip_grad_norm_
     norm: Any = clip(trained, most) if most else total_norm(torch, trained)
@@ -145,6 +191,6 @@ def _is_bad(figures: Iterable[Tensor | None]) -> Tensor | None:
     known = [figure.detach() for figure in figures if figure is not None]
     if not known:
         return None
-    # of a model on several GPUs the loss is elsewhere than the norm
+    # With a model on several GPUs, the loss and the norm may be on different devices.
     finite = [torch.isfinite(figure).all().to(known[-1].device) for figure in known]
     return ~torch.stack(finite).all()

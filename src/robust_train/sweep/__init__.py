@@ -1,1 +1,1 @@
-"""Many jobs from one command line: side by side, resumable, and in one table at the end."""
+"""Many jobs from a single command line: side by side, resumable, and in a table at the end."""

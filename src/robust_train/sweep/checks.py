@@ -1,5 +1,5 @@
-"""What is checked before the first job of a sweep starts, and mistakes that launchers of Hydra and
-other projects leave to us; the rest is left to the jobs."""
+"""Checks before the first job of a sweep starts, and mistakes that launchers of Hydra and other
+projects leave to us. Jobs check the rest."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def check_jobs(config: DictConfig, check: Check | None) -> None:
 
 
 def _overrides(config: DictConfig) -> Iterator[list[str]]:
-    """Yield the first overrides that each key may have: one, or several where it is swept."""
+    """Yield the first overrides that each key may have: several if the key is swept."""
     # `${hydra:job.num}` is each job's own
     hydra: Any = OmegaConf.to_container(config.hydra)
     # a sweeper of another kind may have a list
@@ -99,14 +99,14 @@ def _overrides(config: DictConfig) -> Iterator[list[str]]:
             elif override.is_sweep_override():
                 values = override.sweep_string_iterator()
             key = override.get_key_element()
-            own = [f"{key}={one}" for one in itertools.islice(values, _MOST_JOBS)]
+            own = [f"{key}={value}" for value in itertools.islice(values, _MOST_JOBS)]
             yield own or [line]
 
 
 def _problem_of(
     config: DictConfig, overrides: list[str], check: Check | None
 ) -> ConfigError | None:
-    """Return why a job cannot be run. Raises ConfigError: no job with one of its values can."""
+    """Return why a job cannot run. Raises ConfigError if no job with one of its values can."""
     try:
         loader = GlobalHydra.instance().config_loader()
         cfg = loader.load_sweep_config(config, overrides)
@@ -188,8 +188,8 @@ def launcher_of(config: DictConfig) -> str:
 
 
 def misplaced_launcher(config: DictConfig, running: str) -> str:
-    """Return one line for a launcher in a job's config that Hydra silently ignores; empty if it
-    counts. ``running``: the one that runs the sweep; empty if unknown."""
+    """Return one line for a launcher in a job's config that Hydra silently ignores, empty if it
+    counts. ``running`` is the launcher that runs the sweep, empty if unknown."""
     chosen = launcher_of(config)
     if config.hydra.mode != RunMode.MULTIRUN:
         if chosen == "basic" or f"hydra/launcher={chosen}" not in config.hydra.overrides.hydra:
@@ -208,14 +208,14 @@ def misplaced_launcher(config: DictConfig, running: str) -> str:
 
 
 def known_problem(error: BaseException) -> tuple[str, int] | None:
-    """Return one line and an exit code for a plugin's error that its user can mend, else None."""
+    """Return a line and an exit code for a plugin's error that the user can fix, or None."""
     if isinstance(error, RuntimeError) and 'Could not detect "srun"' in str(error):
         return (
             "hydra/launcher=submitit_slurm: no srun here; start the sweep where Slurm's commands "
             "are, or use hydra/launcher=gpu_queue on this machine",
             EXIT_BAD_CONFIG,
         )
-    # of submitit; the table has the reason
+    # This is submitit's error, and the table has the reason.
     if type(error).__name__ == "UncompletedJobError":
         return " ".join(str(error).splitlines()[:2]), EXIT_FAILED
     return None

@@ -78,7 +78,8 @@ _REFRESH_SECONDS = 0.5
 
 
 class Jobs:
-    """What a sweep runs: ``listed`` jobs, by number their overrides. A search's come one by one."""
+    """The jobs of a sweep: ``listed`` has their overrides by number. A search adds its jobs one by
+    one."""
 
     prunes = False
     """Whether :meth:`reported` may stop a job."""
@@ -94,12 +95,12 @@ class Jobs:
         return not self._waiting
 
     def next(self) -> tuple[int, Sequence[str]] | None:
-        """Return a job to start now, and its overrides; None: there is none."""
+        """Return a job to start now, and its overrides, or None."""
         number = min(self._waiting, default=None)
         return None if number is None else (number, self._waiting.pop(number))
 
     def reported(self, job: int, values: Sequence[ValueReported]) -> str:
-        """Take what a job has reported; return why it is stopped early, empty if it is not."""
+        """Read a job's reports. Returns the reason if it is stopped early, else empty."""
         return ""
 
     def ended(self, row: SweepJob) -> None:
@@ -107,7 +108,7 @@ class Jobs:
 
 
 class GpuQueue:
-    """Runs a sweep's jobs side by side, ``n_jobs`` at once; None to choose."""
+    """Runs a sweep's jobs side by side, ``n_jobs`` at once. None chooses the number."""
 
     def __init__(
         self,
@@ -143,8 +144,8 @@ class GpuQueue:
         self._next_show = 0.0
 
     def launch(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
-        """Run a sweeper's batch of jobs; return their results in order, NaN for one that did not
-        complete. Raises as :meth:`run`."""
+        """Run a sweeper's batch of jobs, and return their results in order, NaN for a job that did
+        not complete. Raises as `run` does."""
         listed = dict(enumerate(job_overrides, first))
         self.run(Jobs(listed))
         returned = []
@@ -156,8 +157,8 @@ class GpuQueue:
         return returned
 
     def run(self, jobs: Jobs) -> None:
-        """Run jobs, one as soon as another has ended. Raises JobInterrupted: a signal ended the
-        sweep, after every job has ended."""
+        """Run jobs, each as soon as another has ended. Raises JobInterrupted, after all jobs have
+        ended, if a signal ended the sweep."""
         setup_globals()
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
         shorten_lines()
@@ -222,7 +223,7 @@ class GpuQueue:
         )
 
     def _fill(self, slots: int) -> bool:
-        """Start jobs while there is room; return whether the sweep goes on."""
+        """Start jobs while there is room, and return whether the sweep goes on."""
         while not (is_over := self._is_stopping or bool(self._received)):
             # robust-train sweep limit
             most = requested_sweep_limit(self.folder)
@@ -287,7 +288,7 @@ class GpuQueue:
         return 1
 
     def _poll(self, live: LiveLines) -> None:
-        """Wait a moment; then handle signals and jobs that have ended."""
+        """Wait a moment, then handle signals and jobs that have ended."""
         self._show(live)
         # until a job ends: its GPU is free, and the next one takes some time to start
         wait([process.sentinel for process in self._running.values()], _POLL_SECONDS)
@@ -343,7 +344,7 @@ class GpuQueue:
                 self._pruned.add(number)
 
     def _settle(self, number: int, returncode: int) -> None:
-        """Take how a job has ended; record it if the job could not."""
+        """Handle the end of a job, and record it if the job could not."""
         folder = self.rows[number].path
         own = replace(self.rows[number], status=Status.STARTED)
         if self._has_lost_folder():
@@ -360,7 +361,7 @@ class GpuQueue:
         self._ended(row)
 
     def _ended(self, row: SweepJob) -> None:
-        """Take a job as it is now that it has ended; it may end the sweep."""
+        """Read a job that has ended. It may end the sweep."""
         self.rows[row.job] = row
         if self._has_lost_folder():
             return
@@ -373,7 +374,7 @@ class GpuQueue:
         return is_anothers(self.folder, self.sweep.table.sweep)
 
     def _pass_on(self, signum: int) -> None:
-        """Pass the first signal on to the jobs; a second one kills them."""
+        """Pass the first signal on to the jobs. A second signal kills them."""
         if self._has_passed_on:
             signum = signal.SIGKILL
             self._killed_at = time.monotonic()
@@ -453,7 +454,7 @@ def jobs_at_once(
 
 
 def count_gpus(wanted: RobustConfig) -> int:
-    """Return the number of GPUs that a sweep's job may take; 0 if the driver hangs.
+    """Return the number of GPUs that a sweep's job may take, or 0 if the driver hangs.
 
     Counted in a fork: the jobs, which are forks too, must not inherit NVML's state.
     """

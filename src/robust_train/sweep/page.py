@@ -1,4 +1,4 @@
-"""A sweep's ``report.html``: all of its jobs on one page, with links to the report of each."""
+"""A sweep's ``report.html``: all of its jobs on a page, with links to the report of each."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class JobStory:
 
     @property
     def hours(self) -> float:
-        """How long it has held a GPU, or several, in all its launches; on the CPU how long it
+        """How long the job held GPUs in all its launches, in GPU-hours. On the CPU, how long it
         ran."""
         if self.story is None or not self.story.seconds:
             return 0.0
@@ -58,7 +58,7 @@ class JobStory:
 
 @dataclass(frozen=True)
 class SweepStory:
-    """What happened in a sweep."""
+    """The facts of a sweep."""
 
     folder: str
     is_over: bool  # its end is recorded
@@ -158,8 +158,8 @@ def _losses(story: Story | None) -> list[Sequence[Point]]:
 
 
 def _hours(jobs: Sequence[JobStory]) -> str:
-    """Return how long the jobs held GPUs, and what pruning has saved, if the pruned ones had
-    trained as long as those that completed did."""
+    """Return how long the jobs held GPUs, and the time that pruning saved, assuming that pruned
+    jobs would have trained as long as completed jobs."""
     spent = sum(job.hours for job in jobs)
     if not spent:
         return ""

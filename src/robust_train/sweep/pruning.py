@@ -16,16 +16,16 @@ _JOURNAL = "journal.jsonl"
 
 
 class Reports:
-    """What the jobs of a sweep have reported, as their journals have it.
+    """The reports of a sweep's jobs, from their journals.
 
-    ``mode`` (``min`` or ``max``): figures that no one has named, and whose best is the other way
-    round, are left out; empty: none are.
+    ``mode`` (``min`` or ``max``) leaves out figures that no one named and that have the opposite
+    direction. If it is empty, all figures count.
     """
 
     def __init__(self, mode: str = "") -> None:
         self._mode = mode
         self._has_warned = False
-        # at each step, in order, by the job's number
+        # The values at each step, in order, by the job's number.
         self.values: dict[int, dict[int, float]] = {}
         self._read: dict[int, int] = {}  # bytes of each job's journal
 
@@ -52,7 +52,7 @@ class Reports:
                 if isinstance(event, ValueReported) and self._counts(event, job):
                     found.append(event)
         # a step that is done again after a resume is the same report
-        self.values[job].update((one.step, one.value) for one in found)
+        self.values[job].update((report.step, report.value) for report in found)
         return found
 
     def _counts(self, event: ValueReported, job: int) -> bool:
@@ -70,13 +70,12 @@ class Reports:
 
     @property
     def last(self) -> dict[int, float]:
-        """What each job has reported last."""
+        """The last report of each job."""
         return {job: own[next(reversed(own))] for job, own in self.values.items() if own}
 
     def is_behind(self, job: int, patience: int) -> bool:
-        """Return whether a job's best value was worse than that of another one, after as many
-        reports, at each of its last ``patience`` reports; never if that is 0. The best job never
-        is."""
+        """Return whether a job's best value was worse than another job's, after as many reports, at
+        each of its last ``patience`` reports. False if that is 0, and for the best job."""
         if not patience:
             return False
         sign = -1 if self._mode == "min" else 1

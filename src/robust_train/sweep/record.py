@@ -1,7 +1,7 @@
 """A sweep on disk: ``sweep_job.json`` in each job's run folder, and ``sweep.json`` of all jobs.
 
-A job is one record, folded from its run folder, whichever launcher ran it: shown while it runs, at
-the end and by commands, and what a later launch of the sweep reads.
+A job has a single record, folded from its run folder, whichever launcher ran it. The screen and
+commands show it, and a later launch of the sweep reads it.
 """
 
 from __future__ import annotations
@@ -52,13 +52,14 @@ _OF_THE_SWEEP = re.compile(
 
 def of_jobs(overrides: Iterable[str]) -> list[str]:
     """Return the overrides that say what jobs compute, and not only how they are run."""
-    return [one for one in overrides if not _OF_THE_SWEEP.match(one)]
+    return [override for override in overrides if not _OF_THE_SWEEP.match(override)]
 
 
 class Status:
-    """How a job of a sweep, or a sweep, is; of a job that runs it is the name of its state."""
+    """The status of a job of a sweep, or of a sweep. For a running job it is the name of its
+    state."""
 
-    STARTED = "started"  # in its run folder, until its end is known
+    STARTED = "started"  # the status until the job's end is known
     COMPLETED = "completed"
     FAILED = "failed"
     REFUSED = "refused"
@@ -72,15 +73,15 @@ class Status:
 
 @dataclass(frozen=True)
 class SweepJob:
-    """One job of a sweep, as ``sweep.json`` has it; None if unknown or not yet."""
+    """One job of a sweep, as ``sweep.json`` has it, or None if unknown or not yet."""
 
     job: int  # its number
     overrides: tuple[str, ...]
     sweep: str = ""  # the launch of the sweep that ran it, or reused it
     status: str = Status.STARTED
     exit_code: int | None = None  # that of the job if it had run alone
-    attempts: int = 0  # of all its launches
-    devices: tuple[str, ...] = ()  # of the attempts, in order, each once
+    attempts: int = 0  # number in all its launches
+    devices: tuple[str, ...] = ()  # devices of the attempts, in order, each once
     batch_size: int | None = None  # micro-batch size of the last attempt
     step: int | None = None  # the last one that it reported, of `total_steps`
     total_steps: int | None = None
@@ -116,12 +117,12 @@ class SweepJob:
 
     @property
     def objective(self) -> Any:
-        """What a sweeper is given: NaN for a job that did not complete."""
+        """The value for the sweeper: NaN for a job that did not complete."""
         return self.result if self.has_completed else math.nan
 
     @property
     def value(self) -> float | None:
-        """The result of a job that completed as a search takes it; None if it is no number."""
+        """The result of a completed job for a search, or None if it is not a number."""
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             value = float(self.result)
             if self.has_completed and math.isfinite(value):
@@ -147,11 +148,12 @@ class SweepJob:
         return sorted(own) == sorted(others)
 
     def refused(self, reason: str) -> SweepJob:
-        """Return the job as one that must not run."""
+        """Return the job marked as refused."""
         return replace(self, status=Status.REFUSED, exit_code=EXIT_BAD_CONFIG, reason=reason)
 
     def write(self, folder: Path) -> None:
-        """Write it into its run folder, whole or not at all; a full disk costs a warning."""
+        """Write the record into the run folder, whole or not at all. A full disk costs a
+        warning."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             content = {"schema": 2, **vars(self), **lacked_by_json(self.result)}
@@ -171,15 +173,15 @@ class SweepJob:
 
     @classmethod
     def parse(cls, content: Any) -> SweepJob:
-        """Return the job of a file's content; raise MalformedEventError if it is none."""
+        """Return the job of a file's content. Raises MalformedEventError if it is none."""
         return from_json(cls, with_lacked_by_json(content))
 
 
 def begun(own: SweepJob, earlier: SweepJob | None, *, resume: bool) -> tuple[SweepJob, bool]:
-    """Return the record of a job that is about to start in a folder where an ``earlier`` one may
-    have left its own, and whether what else is there is its own too, to be resumed.
+    """Return the record of a job that is about to start in a folder that may have an ``earlier``
+    record, and whether the folder's content belongs to this job, to be resumed.
 
-    One that is over becomes a part of this launch as it is.
+    A job that is over joins this launch as it is.
     """
     if earlier is None:
         return own, resume
@@ -192,14 +194,14 @@ def begun(own: SweepJob, earlier: SweepJob | None, *, resume: bool) -> tuple[Swe
 
 
 def read_record(folder: Path) -> SweepJob | None:
-    """Return the record in a run folder; None if there is none that can be read."""
+    """Return the record in a run folder, or None if there is none that can be read."""
     with contextlib.suppress(MalformedEventError):
         return SweepJob.parse(read_object(folder / JOB_FILE))
     return None
 
 
 def read_row(folder: Path) -> SweepJob | None:
-    """Return the job in ``folder`` as it is now; None if there is none that can be read."""
+    """Return the job in ``folder`` as it is now, or None if there is none that can be read."""
     record = read_record(folder)
     return None if record is None else row_of(record, folder)
 
@@ -240,7 +242,7 @@ def row_of(job: SweepJob, folder: Path, returncode: int | None = None) -> SweepJ
     return replace(
         job,
         attempts=last.number,
-        devices=tuple(dict.fromkeys(one.spec.device for one in attempts)),
+        devices=tuple(dict.fromkeys(attempt.spec.device for attempt in attempts)),
         batch_size=last.spec.batch_size if last.spec.has_batch else None,
         step=last.step,
         total_steps=last.total_steps,
@@ -264,13 +266,13 @@ def ending_of_process(returncode: int | None) -> tuple[str, int, str | None]:
 
 
 def read_rows(sweep_folder: Path, sweep: str) -> list[SweepJob]:
-    """Return the rows of the jobs of this launch of a sweep; the folder may hold others."""
+    """Return the rows of the jobs of this launch of a sweep. The folder may hold others."""
     rows = map(read_row, job_folders(sweep_folder))
     return [row for row in rows if row is not None and row.sweep == sweep]
 
 
 def exit_code_of(rows: Sequence[SweepJob]) -> int:
-    """Return the code of the first job that failed by itself, else of the first stopped one."""
+    """Return the code of the first job that failed by itself, or else of the first stopped job."""
     failed = sorted(rows, key=lambda row: row.status == Status.INTERRUPTED)
     return next((row.exit_code for row in failed if row.exit_code), 0)
 
@@ -296,7 +298,7 @@ def link_outside(folder: Path, job: int, sweep_folder: Path) -> None:
 
 
 def job_folders(sweep_folder: Path) -> Iterator[Path]:
-    """Yield every run folder of a sweep; ``hydra.sweep.subdir`` may have several levels, and lead
+    """Yield every run folder of a sweep. ``hydra.sweep.subdir`` may have several levels, and lead
     out of it."""
     for link in sorted(sweep_folder.glob(f"{_LINK}*")):
         if link.is_symlink() and (link / JOB_FILE).exists():
@@ -311,7 +313,7 @@ def job_folders(sweep_folder: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class SweepTable:
-    """The content of ``sweep.json``; a sweep that runs has no rows yet."""
+    """The content of ``sweep.json``. A running sweep has no rows yet."""
 
     sweep: str
     launcher: str
@@ -322,7 +324,7 @@ class SweepTable:
     schema: int = SCHEMA
     # a shell command, for any working directory
     resume_command: str | None = None
-    # of the command
+    # The overrides of the command.
     overrides: tuple[str, ...] = ()
     direction: str = MAXIMIZE  # or MINIMIZE: which result is best
     repeat: int = 1  # jobs of each point, which differ in their seeds
@@ -338,28 +340,28 @@ class SweepTable:
         return "largest" if self.sign > 0 else "smallest"
 
     def write(self, folder: Path) -> None:
-        """Write ``sweep.json``; raise ``OSError`` if that is not possible."""
+        """Write ``sweep.json``. Raises OSError if that is not possible."""
         content = {**vars(self), "jobs": [row.as_json() for row in self.jobs]}
         write_json(folder / SWEEP_FILE, content, indent=2)
 
 
 def read_table(folder: Path) -> SweepTable | None:
-    """Return the table in a sweep folder; None if there is none that can be read."""
+    """Return the table in a sweep folder, or None if there is none that can be read."""
     with contextlib.suppress(MalformedEventError):
         return from_json(SweepTable, read_object(folder / SWEEP_FILE))
     return None
 
 
 def is_anothers(sweep_folder: Path, sweep: str) -> bool:
-    """Return whether another sweep than the one with this id has begun in a folder, which was
-    removed while this one ran. Whoever writes into it calls this first."""
+    """Return whether another sweep has started in a folder that was removed while the sweep with
+    this id ran. Code that writes into the folder calls this first."""
     table = read_table(sweep_folder)
     return bool(sweep) and table is not None and table.sweep != sweep
 
 
 def storage_in(folder: Path) -> JournalStorage:
-    """Return the storage of the study in ``folder``. It takes no lock of its own: a sweep has one
-    launcher, and Optuna's lock is broken after 30 s."""
+    """Return the storage of the study in ``folder``. It takes no extra lock, because a sweep has a
+    single launcher, and Optuna breaks its lock after 30 s."""
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 

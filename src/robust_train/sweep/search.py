@@ -1,7 +1,7 @@
-"""A search: Optuna says what to try next, each time a job can start.
+"""A search: Optuna chooses the next trial, each time a job can start.
 
-The study is one file in the sweep's folder, and only that: a later launch that goes on with it
-reads there which trials there are.
+The study is a single file in the sweep's folder. A later launch that continues it reads its trials
+there.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _SEEDS_APART = 1_000_003
 
 
 class Search(Jobs):
-    """Trials of what is ``swept``; each has a job for each of ``seeds``."""
+    """Trials of the ``swept`` keys. Each has a job for each of ``seeds``."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Search(Jobs):
                 pruner=pruner if pruner else NopPruner(),
                 load_if_exists=True,
             )
-        except Exception as error:  # of any kind: a file that is damaged
+        except Exception as error:  # A damaged file raises any kind of error.
             raise ConfigError(
                 f"{self._folder / STUDY_FILE}: {named_line(error)}; choose another "
                 "hydra.sweep.dir, or move the file away to begin the search again"
@@ -104,16 +104,18 @@ class Search(Jobs):
         for name, value in begun.items():
             self._study.set_user_attr(name, value)
         # the jobs of trials that ended in an earlier launch are a part of this one
-        over = {one.number for one in self._trials() if one.state.is_finished()}
+        over = {trial.number for trial in self._trials() if trial.state.is_finished()}
         sweep = queue.sweep.table.sweep
-        drawn = (*self._space, *(one.partition("=")[0] for one in seeds[0]))
+        drawn = (*self._space, *(seed.partition("=")[0] for seed in seeds[0]))
         changed = set[str]()
         for folder in job_folders(self._folder):
             row = read_row(folder)
             if row and row.trial in over and row.sweep != sweep:
                 replace(row, sweep=sweep, reused=True).write(folder)
                 changed |= {*fixed} ^ {
-                    one for one in row.overrides if one.partition("=")[0] not in drawn
+                    override
+                    for override in row.overrides
+                    if override.partition("=")[0] not in drawn
                 }
         if others := public_command(of_jobs(sorted(changed))):
             log.warning(
@@ -128,7 +130,7 @@ class Search(Jobs):
         return self._is_over and not self._waiting
 
     def next(self) -> tuple[int, Sequence[str]] | None:
-        """Return the next job of a trial that was left, or of a new one."""
+        """Return the next job of an unfinished trial, or of a new trial."""
         if not self._waiting:
             trial = self._next_trial()
             if trial is None:
@@ -142,11 +144,13 @@ class Search(Jobs):
         return super().next()
 
     def _next_trial(self) -> Trial | None:
-        """Return a trial that an earlier launch has left, or a new one, with a value of each key;
-        None if there were as many as wanted."""
+        """Return a trial that an earlier launch left, or a new trial, with a value of each key.
+        None if there are enough trials."""
         trials = self._trials()
         left = [
-            one for one in trials if not one.state.is_finished() and one.number not in self._had
+            trial
+            for trial in trials
+            if not trial.state.is_finished() and trial.number not in self._had
         ]
         if left:
             self._study.sampler = self._sampler(left[0].number)
@@ -175,7 +179,7 @@ class Search(Jobs):
         return _made(wanted)
 
     def reported(self, job: int, values: Sequence[ValueReported]) -> str:
-        """Report a job's values to its trial; return why the pruner stops it, if it does."""
+        """Report a job's values to its trial, and return why the pruner stops it, if it does."""
         if not self.prunes:
             return ""
         trial = self._had[job]
@@ -224,7 +228,8 @@ def drop_torn_line(path: Path) -> None:
 
 
 def _made(wanted: Any) -> Any:
-    """Return what the ``_target_`` of a sampler or pruner makes; its arguments may have one too."""
+    """Return the sampler or pruner that its ``_target_`` creates. Its arguments may have a
+    ``_target_`` too."""
     # not by Hydra's `instantiate`, which asks from 1.4 on for a list of what may be made
     if isinstance(wanted, list):
         return [_made(each) for each in wanted]
@@ -249,8 +254,8 @@ def _is_final(row: SweepJob) -> bool:
 
 
 def distribution(override: Override) -> BaseDistribution:
-    """Return what a key may be, as Hydra's grammar has it; ``tag(log, …)`` by magnitude. Raises
-    ConfigError: Optuna has nothing like it."""
+    """Return the distribution of a key, from Hydra's grammar. ``tag(log, …)`` means by magnitude.
+    Raises ConfigError if Optuna lacks such a distribution."""
     value: Any = override.value()
     is_log = "log" in getattr(value, "tags", ())
     try:

@@ -1,6 +1,6 @@
-"""What Hydra runs in this process: a job, or a sweep and its jobs; and how it ends.
+"""The job, or the sweep with its jobs, that Hydra runs in this process, and its end.
 
-There is one :data:`session`, because Hydra itself makes the callback and calls the task.
+A single `session` exists, because Hydra itself creates the callback and calls the task.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Sweep:
 
     table: SweepTable  # the content of ``sweep.json`` while it runs
     folder: Path
-    # of the folder; the jobs of `gpu_queue`, which are forks, hold it as well
+    # The folder's lock. The jobs of `gpu_queue`, which are forks, hold it too.
     lock: RunLock
     notifier: Notifier
     # jobs that our launcher knows of, by number
@@ -115,13 +115,13 @@ class Sweep:
     pid: int = field(default_factory=os.getpid)
 
     def rows(self) -> list[SweepJob]:
-        """Return the jobs so far, by number, with known ones that have left nothing on disk."""
+        """Return the jobs so far, by number, including known jobs that left nothing on disk."""
         found = {row.job: row for row in read_rows(self.folder, self.table.sweep)}
         rows = self.known | found
         return [rows[number] for number in sorted(rows)]
 
     def show_and_write(self) -> int:
-        """Show the table and write the files; return the exit code that the jobs ask for."""
+        """Show the table and write the files, and return the exit code that the jobs ask for."""
         rows = self.rows()
         folder = self.folder
         if is_anothers(folder, self.table.sweep):
@@ -188,7 +188,7 @@ class Sweep:
 
 @dataclass
 class HydraSession:
-    """What this process runs, one thing at a time, and how it ends."""
+    """The job or sweep that this process runs, one at a time, and its end."""
 
     sweep: Sweep | None = None  # the sweep that runs
     job: SweepJob | None = None  # that of a sweep, or one that is refused
@@ -198,7 +198,7 @@ class HydraSession:
     check: Callable[[DictConfig], None] | None = None
     # what the user typed; Hydra is given more
     arguments: list[str] | None = None
-    sweep_folder: Path = Path()  # of the job
+    sweep_folder: Path = Path()  # the job's sweep folder
     _refusals: set[str] = field(default_factory=set)
 
     def restore_arguments(self) -> None:
@@ -230,8 +230,9 @@ class HydraSession:
             print(message, file=standard_error())
 
     def begin(self, config: DictConfig) -> None:
-        """Begin a sweep, before its first job: lock its folder and write ``sweep.json``. Raises
-        ConfigError: a live sweep holds the folder, or it cannot be used; nothing was written."""
+        """Start a sweep, before its first job: lock its folder and write ``sweep.json``. Raises
+        ConfigError if a live sweep holds the folder, or it cannot be used. Then nothing was
+        written."""
         # an earlier sweep of this process that an error has ended
         self.finish()
         if not OmegaConf.is_interpolation(config.hydra.sweep, "subdir"):
@@ -281,8 +282,8 @@ class HydraSession:
         atexit.register(self.finish)
 
     def finish(self) -> int:
-        """Finish the sweep, once; return the exit code that the jobs ask for.
-        Safe to call again, and where there was no sweep."""
+        """Finish the sweep, once, and return the exit code that follows from the jobs. It may be
+        called again, and without a sweep."""
         sweep = self.sweep
         self.sweep = None
         if sweep is not None and sweep.pid == os.getpid():
@@ -308,13 +309,13 @@ def sweep_folder_of(config: DictConfig) -> Path:
 
 
 def repeat_of(config: DictConfig) -> int:
-    """Return how many jobs each point of a sweep has; 1 with other sweepers than ours."""
+    """Return how many jobs each point of a sweep has. 1 with other sweepers than ours."""
     return int(config.hydra.sweeper.get("repeat") or 1)
 
 
 def prepare(config: DictConfig, folder: Path) -> SweepJob:
-    """Return a sweep's job that is about to start in a folder, which is made ready for it; one that
-    is not to run has ended."""
+    """Prepare a folder for a sweep's job that is about to start, and return the job. A job that
+    must not run has already ended."""
     own = SweepJob(
         config.hydra.job.num,
         tuple(map(str, config.hydra.overrides.task)),
@@ -365,12 +366,12 @@ def fail_fast(settings: RobustConfig, job: SweepJob, folder: Path) -> None:
 
 
 class SweepCallback(Callback):
-    """Records a sweep, whichever launcher runs its jobs. Instantiated by Hydra from
-    ``hydra.callbacks``; pickled into the jobs' processes."""
+    """Records a sweep, whichever launcher runs its jobs. Hydra creates it from ``hydra.callbacks``,
+    and it is pickled into the jobs' processes."""
 
     def __init__(self) -> None:
         self._launcher = ""  # known where the sweep begins
-        # of this process, when it began a job of a sweep
+        # This process's directory when it started a job of a sweep.
         self._working_directory: str | None = None
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
@@ -417,7 +418,7 @@ class SweepCallback(Callback):
         restore_mask(os.environ)
         speak_of_keys_in(config)
         folder = Path(str(config.hydra.runtime.output_dir))
-        # of a project's file: Hydra has just written its value
+        # The URLs of a project's file: Hydra has just written their value.
         if hide_urls(config):
             file = folder / str(config.hydra.output_subdir) / "config.yaml"
             with contextlib.suppress(OSError):

@@ -50,7 +50,7 @@ def sweep(
     lines += arguments  # comes last, and counts
     parser = OverridesParser.create(config_loader=context.config_loader)
     by_key = {override.get_key_element(): override for override in parser.parse_overrides(lines)}
-    swept = {k: one for k, one in by_key.items() if one.is_sweep_override()}
+    swept = {k: override for k, override in by_key.items() if override.is_sweep_override()}
     fixed = [
         f"{key}={override.get_value_element_as_str()}"
         for key, override in by_key.items()
@@ -87,14 +87,14 @@ def _combinations(
                 "hydra/sweeper=robust_optuna searches an interval"
             )
         own = [f"{key}={value}" for value in override.sweep_string_iterator()]
-        jobs = [[*job, one] for job in jobs for one in own]
+        jobs = [[*job, override] for job in jobs for override in own]
     return [job + seed for job in jobs for seed in seeds]
 
 
 def _seeds(
     settings: SweeperSettings, config: DictConfig, by_key: Mapping[str, Override]
 ) -> list[list[str]]:
-    """Return the overrides of each repetition of a point; none without ``repeat``."""
+    """Return the overrides of each repetition of a point, or none without ``repeat``."""
     if settings.repeat == 1:
         return [[]]
     key = settings.seed_key

@@ -49,7 +49,7 @@ def best_first(table: SweepTable) -> list[list[SweepJob]]:
 
 
 def point_table(points: Sequence[Sequence[SweepJob]]) -> list[str]:
-    """Return what each point has reached over its seeds; failed ones are named."""
+    """Return the result of each point over its seeds, with the names of failed seeds."""
     lines: list[Sequence[object]] = []
     shared = []
     for rows in points:
@@ -73,9 +73,9 @@ def point_table(points: Sequence[Sequence[SweepJob]]) -> list[str]:
 
 
 def screen_table(rows: Sequence[SweepJob], values: Mapping[int, float] | None = None) -> list[str]:
-    """Return jobs in plain columns; of the overrides only those in which they differ.
+    """Return jobs in plain columns, with only those overrides in which they differ.
 
-    ``values``: what jobs have reported last, by number; then only those that run are shown.
+    ``values`` has the last reports of jobs, by number. If given, only running jobs are shown.
     """
     same = common([row.overrides for row in rows])
     shown = [
@@ -104,16 +104,16 @@ def _cells(row: SweepJob, overrides: str, values: Mapping[int, float]) -> list[o
 
 
 def common(overrides: Sequence[Sequence[str]]) -> list[str]:
-    """Return the overrides that all jobs have; none of a single job."""
+    """Return the overrides that all jobs share, or none for a single job."""
     if len(overrides) < 2:
         return []
     everywhere = set(overrides[0]).intersection(*overrides)
-    return [one for one in overrides[0] if one in everywhere]
+    return [override for override in overrides[0] if override in everywhere]
 
 
 def without(overrides: Sequence[str], others: Sequence[str]) -> str:
-    """Return the overrides that are not among the others, without secrets, as one text."""
-    return " ".join(public_command([one for one in overrides if one not in others]))
+    """Return the overrides that are not among the others, without secrets, as a text."""
+    return " ".join(public_command([override for override in overrides if override not in others]))
 
 
 def title(table: SweepTable) -> str:
@@ -124,7 +124,7 @@ def title(table: SweepTable) -> str:
 
 
 def tally(rows: Sequence[SweepJob]) -> str:
-    """Return one line: how many jobs ended how."""
+    """Count the jobs by the way they ended, in one line."""
     counts = Counter(row.status.replace("_", " ") for row in rows)
     done = counts.pop(Status.COMPLETED, 0)
     others = "".join(f", {n} {status}" for status, n in sorted(counts.items()))
@@ -132,8 +132,8 @@ def tally(rows: Sequence[SweepJob]) -> str:
 
 
 def unranked(rows: Sequence[SweepJob]) -> list[str]:
-    """Return a line for each reason why jobs that completed have no rank; none of jobs that return
-    nothing at all, which nobody wants to rank."""
+    """Return a line for each reason why completed jobs have no rank, except for jobs without any
+    result, which need no rank."""
     if not has_results(rows):
         return []
     jobs: dict[str, list[str]] = {}
@@ -153,7 +153,7 @@ def has_results(rows: Sequence[SweepJob]) -> bool:
 
 
 def as_csv(rows: Sequence[SweepJob]) -> str:
-    """Return the content of ``sweep.csv``: a line of names, then one line a job."""
+    """Return the content of ``sweep.csv``: a line of names, then a line per job."""
     text = io.StringIO()
     writer = csv.DictWriter(text, rows[0].as_row(), lineterminator="\n")
     writer.writeheader()
@@ -172,7 +172,7 @@ def _cell(value: Any) -> Any:
 
 
 def short_result(result: Any) -> str:
-    """Return a result for one cell of a table."""
+    """Return a result for a cell of a table."""
     if result is None:
         return "-"
     if isinstance(result, float):

@@ -1,5 +1,5 @@
 """The built-in trainer, image classification: a product on top of the library.
 
-``trainer.py`` is the story; of the rest only the configs refer to this package.
-What the user can mend is a `ConfigError` of one line, with the key, its value and the way out.
+``trainer.py`` is the story. Outside this package, only the configs refer to it. A user's mistake
+raises a `ConfigError` of one line, with the key, its value and the fix.
 """

@@ -34,8 +34,8 @@ SILENCE_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Images:
-    """Some images of a data set and their classes, from 0; ``pixels`` are those of digits, rows ×
-    columns of 0 to 255, where ``names`` are no files."""
+    """Some images of a data set and their classes, from 0. For digits, ``names`` are not files, and
+    ``pixels`` has the images, rows × columns of 0 to 255."""
 
     names: Sequence[str]
     labels: Sequence[int]
@@ -61,7 +61,7 @@ class Images:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model needs to know of a data set; ``size`` is None if image sizes differ."""
+    """The facts about a data set that a model needs. ``size`` is None if image sizes differ."""
 
     num_classes: int
     size: int | None = None
@@ -79,7 +79,8 @@ class Splits:
 
 
 def open_data(cfg: Any) -> Splits:
-    """Open the data set of a checked ``cfg``; fetch it first if it is absent and may be fetched."""
+    """Open the data set of a checked ``cfg``, after fetching it if it is missing and may be
+    fetched."""
     require("PIL.Image", f"dataset={cfg.name}")
     splits = _DATASETS[cfg.name](cfg)
     known = splits.shape.num_classes
@@ -101,7 +102,7 @@ def open_data(cfg: Any) -> Splits:
 
 def stratified_split(source: Images, fraction: float) -> tuple[Images, Images]:
     """Split images into two parts, the second with the same share of every class. A class keeps at
-    least one image in the first part; a class of two or more gives at least one to the second. The
+    least 1 image in the first part. A class of 2 or more images has at least 1 in the second. The
     split depends on the labels alone."""
     generator = torch.Generator().manual_seed(_SPLIT_SEED)
     first: list[int] = []
@@ -116,8 +117,8 @@ def stratified_split(source: Images, fraction: float) -> tuple[Images, Images]:
 
 
 def _with_validation(train: Images, test: Images, num_classes: int) -> Splits:
-    """Return the parts of a data set with one held-out split: it is for the test alone, and a tenth
-    of the training images is for validation."""
+    """Return the parts of a data set with a held-out split, which is for the test alone. A tenth of
+    the training images is for validation."""
     train, validation = stratified_split(train, _VALIDATION_FRACTION)
     return Splits(train, validation, test, Shape(num_classes))
 
@@ -167,7 +168,7 @@ def _open_image_folder(cfg: Any) -> Splits:
 
 
 def _classes_in(folder: Path) -> list[str]:
-    return sorted(one.name for one in folder.iterdir() if one.is_dir() and one.name[0] != ".")
+    return sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")
 
 
 def _read_classes(folder: Path, classes: Sequence[str]) -> Images:
@@ -191,9 +192,9 @@ def _read_classes(folder: Path, classes: Sequence[str]) -> Images:
 def _open_flowers102(cfg: Any) -> Splits:
     """Open Oxford 102 Flowers (Nilsback & Zisserman 2008) with its official splits.
 
-    ``imagelabels.mat`` and ``setid.mat`` are MATLAB files that count classes and images from 1;
-    images are ``jpg/image_00001.jpg`` and so on. torchvision only fetches them: to open them it
-    insists on the checksums, and so refuses a subset of the data set.
+    ``imagelabels.mat`` and ``setid.mat`` are MATLAB files that count classes and images from 1.
+    Images are ``jpg/image_00001.jpg`` and so on. torchvision only fetches them, because it checks
+    checksums when it opens a data set, and so refuses a subset of it.
     """
     folder = _fetched(
         cfg,
@@ -230,9 +231,9 @@ def _matlab_values(path: Path, key: str) -> list[int]:
 def _open_cub200(cfg: Any) -> Splits:
     """Open Caltech-UCSD Birds-200-2011 (Wah et al. 2011) with its official splits.
 
-    Its text files have one line an image, ``<image id> <value>``, ids and classes counted from 1:
-    ``images.txt`` (path under ``images/``), ``image_class_labels.txt``, ``train_test_split.txt``
-    (1 for training). A tenth of the training images is for validation.
+    Its text files have a line per image, ``<image id> <value>``, ids and classes counted from 1:
+    ``images.txt`` (path under ``images/``), ``image_class_labels.txt``, ``train_test_split.txt`` (1
+    for training). A tenth of the training images is for validation.
     """
     folder = _fetched(
         cfg,
@@ -298,15 +299,16 @@ def _fetched(
     name: str,
     expected: Sequence[str],  # names in the folder
     url: str,
-    # by torchvision.datasets, into a root
+    # A function of torchvision.datasets that fetches into a root.
     fetch: Callable[[Any, Path], object],
 ) -> Path:
-    """Return the data set's folder, ``cfg.root / name`` or ``cfg.root``; fetch it if absent."""
+    """Return the data set's folder, ``cfg.root / name`` or ``cfg.root``, after fetching it if it is
+    missing."""
     root = Path(cfg.root).expanduser()
     folders = (root / name, root)
 
     def is_there(folder: Path) -> bool:
-        return all((folder / one).exists() for one in expected)
+        return all((folder / name).exists() for name in expected)
 
     if not any(map(is_there, folders)):
         way_out = f"use dataset.root=<folder that has {name}/ with {', '.join(expected)}>"
@@ -329,8 +331,8 @@ def _fetched(
 
 
 def _fetch_whole(fetch: Callable[[Path], object], root: Path, name: str) -> None:
-    """Fetch ``root / name`` by way of a folder of our own: what fails half-way leaves nothing, and
-    jobs that fetch at the same time replace each other's files by the same ones."""
+    """Fetch ``root / name`` through a temporary folder, so that a failure half-way leaves no files,
+    and jobs that fetch at the same time replace each other's files by equal files."""
     before = socket.getdefaulttimeout()
     root.mkdir(parents=True, exist_ok=True)
     socket.setdefaulttimeout(SILENCE_SECONDS)

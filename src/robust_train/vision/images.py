@@ -1,7 +1,7 @@
 """Images as batches of tensors: decoded and augmented, in the order of an epoch, read ahead.
 
 The position in an epoch is a number of samples, and their order depends on seed and epoch alone: a
-run resumes at the very sample where it stopped, also with smaller micro-batches.
+run resumes at exactly the sample where it stopped, even with smaller micro-batches.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ImageSpec:
 
 class ImageDataset(Dataset[Any]):
     """A split as the tensors a model takes. Keys are (epoch, index): a sample's augmentation
-    depends on these and the seed alone, not on workers or micro-batches. ``augment`` is one of
+    depends on these and the seed alone, not on workers or micro-batches. ``augment`` is a value of
     ``dataset.augment``."""
 
     def __init__(
@@ -82,7 +82,7 @@ class ImageDataset(Dataset[Any]):
         """Return the image C×H×W and its label."""
         epoch, index = key
         image = self._decode(index)
-        # of integers alone: the same in every process
+        # A hash of integers is the same in every process.
         seed = hash((self.seed, epoch, index))
         with torch.random.fork_rng(devices=()):
             torch.default_generator.manual_seed(seed)
@@ -119,7 +119,7 @@ class ImageDataset(Dataset[Any]):
 
 
 def collate(samples: Sequence[Any]) -> Batch | ConfigError:
-    """Stack samples to a batch; pass an error of the data set through."""
+    """Stack samples into a batch, and pass on an error of the data set."""
     if isinstance(samples[0], ConfigError):
         return samples[0]
     return (
@@ -130,9 +130,9 @@ def collate(samples: Sequence[Any]) -> Batch | ConfigError:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How samples are grouped: ``effective_batch`` of all ranks in an optimizer step, of which an
-    epoch's last one may have fewer; each rank reads its share ``at_once`` samples at a time.
-    ``seed`` fixes each epoch's order."""
+    """How samples are grouped. An optimizer step has ``effective_batch`` samples of all ranks, or
+    fewer at the end of an epoch. Each rank reads its share ``at_once`` samples at a time. ``seed``
+    fixes each epoch's order."""
 
     num_samples: int
     effective_batch: int
@@ -170,7 +170,7 @@ def in_order(samples: Sequence[int], size: int) -> list[Sequence[int]]:
 
 def read_at_once(effective_batch: int) -> int:
     """Return the samples to read at once while the micro-batch size is unknown. Workers read ahead
-    in such parts, so a large effective batch must not be a single one."""
+    in such parts, so a large effective batch must not be a single part."""
     samples = max(n for n in range(1, _READ_AT_MOST + 1) if effective_batch % n == 0)
     too_few = 4 * samples < min(_READ_AT_MOST, effective_batch)
     return effective_batch if too_few else samples
@@ -216,7 +216,7 @@ def _prepare_worker(worker: int) -> None:
 
 
 def joined(batches: Sequence[Batch]) -> Batch:
-    """Return the samples of all ``batches`` as one; a lone one stays in pinned memory."""
+    """Join the samples of all ``batches``. A lone batch stays in pinned memory."""
     if len(batches) == 1:
         return batches[0]
     return (

@@ -53,7 +53,7 @@ class CnnConfig:
 
 @dataclass(frozen=True)
 class BackboneConfig:
-    """What the models on a timm backbone share."""
+    """Keys that the models on a timm backbone share."""
 
     name: str = key(MISSING, "name of the model")
     backbone: str = key(MISSING, "the backbone, a name of timm's")
@@ -68,7 +68,7 @@ class BackboneConfig:
 
 @dataclass(frozen=True)
 class LinearProbeConfig(BackboneConfig):
-    """``model=linear_probe``: a frozen backbone and one trained linear layer."""
+    """``model=linear_probe``: a frozen backbone and a trained linear layer."""
 
     name: str = key("linear_probe", "name of the model")
     backbone: str = key(
@@ -124,7 +124,7 @@ class DatasetConfig:
 
 @dataclass(frozen=True)
 class ImageFolderConfig(DatasetConfig):
-    """``dataset=image_folder``: one folder of images a class."""
+    """``dataset=image_folder``: a folder of images per class."""
 
     name: str = key("image_folder", "name of the data set")
     root: str = key(MISSING, "folder of the data: `<root>/train/<class>/<image>`")
@@ -169,8 +169,8 @@ DATASETS: Mapping[str, type] = {
 
 
 def check_config(cfg: DictConfig) -> None:
-    """Check ``model``, ``dataset`` and ``logger``; touch neither data nor device. Raises
-    ConfigError: a value is not accepted."""
+    """Check ``model``, ``dataset`` and ``logger``, without touching data or device. Raises
+    ConfigError if a value is not accepted."""
     logger_of(cfg)
     read(ImageTrainingConfig, cfg.training, "training.")
     for group, options in (("model", MODELS), ("dataset", DATASETS)):
@@ -181,7 +181,7 @@ def check_config(cfg: DictConfig) -> None:
 
 
 def logger_of(cfg: DictConfig) -> str:
-    """Return ``logger`` of the config. Raises ConfigError: there is no such logger."""
+    """Return ``logger`` of the config. Raises ConfigError if it does not exist."""
     name = str(cfg.get("logger") or "none")
     if name not in LOGGERS:
         raise ConfigError(f"logger={name}: {meant(name, LOGGERS)}")

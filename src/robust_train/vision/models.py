@@ -38,7 +38,7 @@ _WIDEST_FACTOR = 8
 
 
 def build_model(cfg: Any, data: Shape) -> tuple[nn.Module, ImageSpec]:
-    """Build a model on the CPU, with weights; return it and the images that it takes.
+    """Build a model on the CPU, with weights. Returns it and the format of images that it takes.
     ``requires_grad`` marks the trained part."""
     if cfg.name == "cnn":
         size = cfg.image_size or data.size or _PHOTOGRAPH_SIZE
@@ -119,7 +119,7 @@ def _stage(before: int, after: int, *, halve: bool) -> nn.Sequential:
 
 
 class LinearProbe(nn.Module):
-    """A frozen backbone, in evaluation mode and outside autograd, and one trained linear layer."""
+    """A frozen backbone, in evaluation mode and outside autograd, and a trained linear layer."""
 
     def __init__(self, backbone: nn.Module, num_classes: int, dropout: float) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class LinearProbe(nn.Module):
 
 def add_lora(module: nn.Module, cfg: Any) -> nn.Module:
     """Add low-rank adapters (Hu et al. 2021, arXiv:2106.09685) by peft in ``cfg.target_modules``.
-    The classifier is trained as well; everything else is frozen."""
+    The classifier is trained too, and everything else is frozen."""
     peft = require("peft", "model=lora")
     heads = classifier_names(module)
     layers = [
@@ -154,7 +154,7 @@ def add_lora(module: nn.Module, cfg: Any) -> nn.Module:
     ]
     for target in cfg.target_modules:
         if not any(name == target or name.endswith("." + target) for name in layers):
-            # as users write them: attn.qkv for blocks.0.attn.qkv
+            # Users write attn.qkv for blocks.0.attn.qkv.
             short = dict.fromkeys(re.sub(r"^(?:.*\.)?\d+\.(?=\D)", "", name) for name in layers)
             raise ConfigError(
                 f"model.target_modules: {cfg.backbone} has no layer {target!r}; it has "
@@ -182,7 +182,7 @@ def set_train_mode(module: nn.Module) -> None:
 
 
 def enable_gradient_checkpointing(module: nn.Module) -> bool:
-    """Recompute activations in the backward pass; return whether the model supports it."""
+    """Recompute activations in the backward pass, and return whether the model supports it."""
     target: Any = module
     if not hasattr(target, "set_grad_checkpointing") and hasattr(target, "get_base_model"):
         target = target.get_base_model()  # peft's
@@ -194,8 +194,9 @@ def enable_gradient_checkpointing(module: nn.Module) -> bool:
 
 
 def trained_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return the part of the state dict that training changes, sharing its memory. Of a frozen
-    backbone with an adapter or a head these alone; of a model trained as a whole all."""
+    """Return the part of the state dict that training changes, sharing its memory. With a frozen
+    backbone, that is the adapters or the head. With a model trained as a whole, that is
+    everything."""
     trained: set[str] = set()
     for prefix, layer in module.named_modules():
         own = dict(layer.named_parameters(prefix, recurse=False))
@@ -219,7 +220,8 @@ def load_trained_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 def build_backbone(cfg: Any, num_classes: int) -> nn.Module:
     """Build the timm model ``cfg.backbone`` for square RGB images of ``cfg.image_size`` pixels.
-    ``cfg.weights`` takes precedence over ``cfg.pretrained``; 0 classes give pooled features."""
+    ``cfg.weights`` takes precedence over ``cfg.pretrained``. With 0 classes, it returns pooled
+    features."""
     timm = require("timm", f"model={cfg.name}")
     published = _published(timm, cfg.backbone)
     options = {"num_classes": num_classes, "drop_rate": cfg.dropout}
@@ -287,7 +289,8 @@ def _check_patches(cfg: Any, model: nn.Module) -> None:
 
 
 def _check_hub(backbone: str, repository: str | None) -> None:
-    """Notice in seconds that the hub cannot be reached; its client tries for 46 s (version 2.4)."""
+    """Find out within seconds that the hub is unreachable. Its client tries for 46 s (version
+    2.4)."""
     hub = require("huggingface_hub", f"model.backbone={backbone}")
     if repository is None or hub.constants.HF_HUB_OFFLINE:
         return
@@ -309,8 +312,8 @@ def _check_hub(backbone: str, repository: str | None) -> None:
 def _load_weights(model: nn.Module, cfg: Any, *, heads: tuple[str, ...]) -> None:
     """Load the file ``cfg.weights``, if there is one: ``.safetensors`` or a state dict by
     ``torch.save``, bare or under a key such as ``model`` (this trainer's own ``final.pt``),
-    converted as timm does. A classifier (``heads``) for another number of classes is left out;
-    everything else must fit."""
+    converted as timm does. A classifier (``heads``) for another number of classes is left out.
+    Everything else must fit."""
     if cfg.weights is None:
         return
     path = Path(cfg.weights).expanduser()

@@ -28,8 +28,8 @@ class Reporter:
     """Report steps and epochs. A context manager: it owns the curves.
 
     Every ``log_every_steps`` steps are a log line, unless the launcher shows them on a terminal.
-    Reading the loss waits for the device, so it is read only then and once a second; the value
-    sent is its mean since the last of those steps.
+    Reading the loss waits for the device, so it is read only then and once a second. The reported
+    value is its mean since the last report.
     """
 
     def __init__(self, run: Run, cfg: DictConfig) -> None:
@@ -66,7 +66,7 @@ class Reporter:
         samples: int,
         lr: float,
         *,
-        finite: bool = False,  # as of `LossAverage.add`
+        finite: bool = False,  # passed to `LossAverage.add`
     ) -> None:
         """Report that optimizer step ``position.step`` is done, with its mean loss."""
         step = position.step
@@ -85,7 +85,7 @@ class Reporter:
                 log.info(
                     "step %d/%d: loss %.4f, learning rate %.2e", step, self._total_steps, value, lr
                 )
-        # at most ten a second are sent
+        # At most ten reports a second are sent.
         if self._run.progress(step, total_steps=self._total_steps, lr=lr, **self._unsent):
             self._unsent = {}
 
@@ -133,7 +133,8 @@ class Reporter:
 
 
 def _open_board(cfg: DictConfig, run: Run, step: int) -> SummaryWriter | None:
-    """Return the writer of a run that resumes from ``step``; None if nothing draws its curves."""
+    """Return the writer of a run that resumes from ``step``, or None if nothing draws its
+    curves."""
     if logger_of(cfg) == "none":
         return None
     try:

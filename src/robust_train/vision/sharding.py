@@ -1,7 +1,7 @@
 """The built-in trainer's model sharded over the ranks (FSDP2): ``training.sharding=fsdp``.
 
 Its checkpoint is a folder with each rank's shards, which ``torch.distributed.checkpoint`` writes,
-and all else; ``checkpoints.read_newest`` reads it.
+and all other values. ``checkpoints.read_newest`` reads it.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
 def folder_writer() -> Callable[[Content, Path], Path]:
     """Return what writes a checkpoint of all ranks' shards, also while training goes on. Every rank
     has to call it."""
-    group: Any = dist.new_group(backend="gloo")  # of its own
+    group: Any = dist.new_group(backend="gloo")  # a separate group
     return partial(write_shards, group)
 
 
 def whole(weights: dict[str, Tensor], *, keeps: bool) -> dict[str, Any]:
-    """Return whole tensors on the host in place of sharded ones. Every rank has to call it;
-    ``keeps``: this rank wants them, others get None."""
+    """Return whole tensors on the host instead of sharded tensors. Every rank has to call it. A
+    rank with ``keeps`` gets them, others get None."""
 
     def gathered(_: str, tensor: Any) -> Any:
         # one at a time: a rank holds one whole tensor beside its share
@@ -82,7 +82,8 @@ def whole(weights: dict[str, Tensor], *, keeps: bool) -> dict[str, Any]:
 
 
 def shares(model: nn.Module, optimizer: torch.optim.Optimizer) -> Share:
-    """Return what gives this rank's share of a tensor of a checkpoint; see ``read_newest``."""
+    """Return a function that loads this rank's shard of a checkpoint's tensor, for
+    ``read_newest``."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     own = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     own |= {f"optimizer.state.{index}": parameter for index, parameter in enumerate(parameters)}
@@ -100,9 +101,9 @@ def shares(model: nn.Module, optimizer: torch.optim.Optimizer) -> Share:
 
 
 def write_shards(group: dist.ProcessGroup, content: Content, path: Path) -> Path:
-    """Write a folder that is there once all ranks of ``group`` have written; they all call it.
-    Return its path, which the first rank knows: ``path-again`` if ``path`` is there already. Raises
-    CheckpointError on all ranks if one cannot write; nothing of the attempt is left."""
+    """Write a folder that appears once all ranks of ``group`` have written. All have to call it.
+    Returns its path, which the first rank chooses: ``path-again`` if ``path`` exists already.
+    Raises CheckpointError on all ranks if a rank cannot write, and then leaves no files."""
     shards: dict[str, Tensor] = {}
 
     def set_apart(name: str, tensor: Tensor) -> Tensor:
@@ -118,7 +119,7 @@ def write_shards(group: dist.ProcessGroup, content: Content, path: Path) -> Path
         shutil.rmtree(writer.path, ignore_errors=True)
         rank, (error, _) = next(iter(failure.failures.items()))
         if isinstance(error, OSError):
-            # of one about a part
+            # Its text names a part of the folder.
             why = error.strerror
             if not why:
                 why = str(error).rpartition(": ")[2]
@@ -154,7 +155,7 @@ class _FolderWriter(FileSystemWriter):
         metadata.storage_meta = None
         write_atomically(metadata, Path(self.path, INDEX))
         write_atomically(self._values, Path(self.path, VALUES))
-        # of the same step; it stays until this one has a manifest
+        # An earlier folder of the same step stays until this folder has a manifest.
         while self.final.exists():
             self.final = self.final.with_name(f"{self.final.name}-again")
         Path(self.path).rename(self.final)

@@ -1,4 +1,4 @@
-"""What a step is made of: number format, loss, optimizer, schedule; and what is counted."""
+"""The parts of a step: number format, loss, optimizer, schedule and counters."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Precision:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Return images and labels on ``device``; copies from pinned memory do not block."""
+    """Return images and labels on ``device``. Copies from pinned memory do not block."""
     images_BCHW, labels_B = (part.to(device, non_blocking=device.type == "cuda") for part in batch)
     return images_BCHW, labels_B
 
@@ -65,8 +65,8 @@ def make_optimizer(
     parameters: Iterable[nn.Parameter], *, lr: float, weight_decay: float, fused: bool = False
 ) -> torch.optim.AdamW:
     """Return AdamW (Loshchilov & Hutter 2017, arXiv:1711.05101) for the trained parameters. Vectors
-    (biases, norms' scales) do not decay. ``fused``: one kernel on a GPU, which leaves a bad update
-    out by itself, so that the host does not wait for it."""
+    (biases, norms' scales) do not decay. ``fused`` runs a single kernel on a GPU, which skips a bad
+    update itself, so that the host does not wait for it."""
     trained = [p for p in parameters if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
@@ -76,8 +76,8 @@ def make_optimizer(
 
 
 def with_own_kernels(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return a saved state of an optimizer with the kernels of this one: one device's checkpoint
-    may be resumed on another."""
+    """Return a saved optimizer state with the kernels of this optimizer, because a job may resume
+    on another device."""
     fused = optimizer.defaults.get("fused")
     groups = [{**group, "fused": fused} for group in state["param_groups"]]
     return {**state, "param_groups": groups}
@@ -131,8 +131,8 @@ class LossAverage:
         self._samples: Tensor | int = samples
 
     def add(self, mean_loss: Tensor, samples: int, *, finite: bool = False) -> None:
-        """Add the mean loss of ``samples`` samples; with ``finite`` not one that is not finite,
-        whose update was left out."""
+        """Add the mean loss of ``samples`` samples. With ``finite``, leave out a loss that is not
+        finite, whose update was skipped."""
         if not finite:
             self._total = self._total + mean_loss * samples
             self._samples = self._samples + samples

@@ -88,7 +88,7 @@ def train(cfg: DictConfig, run: Run) -> dict[str, float | str]:
 
     Raises:
         ConfigError: the configuration, the data or the weights cannot be used.
-        TrainingStopped: a stop was requested; a checkpoint was saved.
+        TrainingStopped: a stop was requested, and a checkpoint was saved.
     """
     check_config(cfg)
     device = torch.device(cfg.device)
@@ -131,7 +131,7 @@ class Training:
         self.precision = Precision(device, mixed=training.mixed_precision)
         self.is_sharded = run.world_size > 1 and training.sharding == "fsdp"
         self.net = self._on_device(module)
-        self.model = self.net  # in its wrapper, if there is one
+        self.model = self.net  # wrapped, if it has a wrapper
         self.optimizer = make_optimizer(
             self.net.parameters(),
             lr=training.lr,
@@ -151,8 +151,8 @@ class Training:
             copies=run.world_size if self.is_sharded else 1,
         )
         self.has_checkpoint = run.resume_checkpoint is not None
-        self.score: Score | None = None  # of the last validation
-        self.best: Best | None = None  # of the epochs so far
+        self.score: Score | None = None  # the last validation's
+        self.best: Best | None = None  # the best epoch so far
 
     def _plan(self) -> BatchPlan:
         run = self.run
@@ -199,7 +199,7 @@ class Training:
         return module
 
     def resume(self) -> None:
-        """Resume from the last intact checkpoint, if there is one."""
+        """Resume from the last intact checkpoint, if any."""
         run = self.run
         if run.is_main:
             self.folder.remove_leftovers(run.resume_checkpoint)
@@ -223,7 +223,7 @@ class Training:
         self.reporter.begin(self.position, self._total_steps())
 
     def _skip_to(self, step: int) -> None:
-        """Pass over the data of this epoch up to where ``step`` would be: training diverged."""
+        """Skip the data of this epoch up to ``step``, because training diverged on it."""
         position = self.position
         steps = max(step - self.position.step, 0)
         for _ in range(min(steps, self.plan.steps_left(position.samples))):
@@ -284,6 +284,7 @@ class Training:
                 self.train_set, list(itertools.chain.from_iterable(reads)), position.epoch
             )
         )
+        decides_late = all(group.get("fused") for group in self.optimizer.param_groups)
         if run.should_stop():
             self._save_and_stop()
         for own, read in zip(steps, reads, strict=True):
@@ -300,7 +301,8 @@ class Training:
             position.samples += samples
             if is_step:
                 position.step += 1
-                # a fused optimizer's update may have been left out
+            # a fused optimizer's answer is that of the step before
+            if is_step or decides_late:
                 leaves_out = live_of(run).losses.leaves_out
                 self.epoch_loss.add(loss, samples, finite=leaves_out)
                 self.reporter.step(position, loss, samples, lr, finite=leaves_out)
@@ -320,7 +322,7 @@ class Training:
         )
 
     def _gradients_of(self, batch: Batch, samples: int) -> Tensor:
-        """Accumulate the gradients of one optimizer step and return its mean loss."""
+        """Accumulate the gradients of an optimizer step, and return its mean loss."""
         scaler = self.precision.scaler
 
         def loss_of_part(batch: Batch) -> Tensor:
@@ -342,7 +344,7 @@ class Training:
             )
             return loss
         except Exception as error:
-            # of a sharded model all ranks have to save
+            # With a sharded model, all ranks have to save.
             can_save = not self.is_sharded or isinstance(error, RankFailure)
             if can_save and classify_failure(error).kind.is_memory:
                 # the step is undone, so the next attempt repeats nothing before it; a failure to
@@ -353,10 +355,10 @@ class Training:
 
     @torch.no_grad()
     def _evaluate(self, source: Images) -> Score:
-        """Score the model; stop if requested.
+        """Score the model, and stop if requested.
 
-        Each of several ranks scores its share, and all get the score of the whole. The model is
-        without a wrapper, or the ranks would wait for each other in it.
+        With several ranks, each scores its share, and all get the total. The model has no wrapper,
+        in which the ranks would wait for each other.
         """
         run = self.run
         size = self.plan.at_once

@@ -26,7 +26,8 @@ while not os.path.exists("go"):
 """
 
 
-def test_a_detached_job_outlives_its_terminal_and_is_followed_by_its_id(world, capfdbinary):
+def test_a_detached_job_outlives_its_terminal(world, capfdbinary):
+    """Afterwards its id is enough to follow it."""
     (world.folder / "train.py").write_text(_SCRIPT)
     run = [sys.executable, "-m", "robust_train.cli.main", "run", "--detach", "device=cpu"]
     command = [*run, "--", sys.executable, "train.py"]
@@ -55,7 +56,7 @@ def test_a_detached_job_outlives_its_terminal_and_is_followed_by_its_id(world, c
     assert "trains False" in printed
 
 
-def test_what_cannot_be_run_is_refused_in_the_foreground(tmp_path, capfd, monkeypatch):
+def test_what_cannot_run_is_refused_in_the_foreground(tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["run", "--detach", "device=tpu", "--", "true"]) == 2
     assert capfd.readouterr().err.startswith("device=tpu: must be")
@@ -65,7 +66,8 @@ def test_what_cannot_be_run_is_refused_in_the_foreground(tmp_path, capfd, monkey
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_what_ends_the_command_before_its_job_has_begun_ends_the_job(tmp_path, monkeypatch, signum):
+def test_an_interrupted_start_ends_the_job_too(tmp_path, monkeypatch, signum):
+    """Whatever ends the command before the job has begun ends the job."""
     file = tmp_path / "pid"
     code = f"import os, time; open('{file}', 'w').write(str(os.getpid())); time.sleep(60)"
     monkeypatch.setattr(sys, "orig_argv", ["python", "-c", code])
@@ -79,7 +81,8 @@ def test_what_ends_the_command_before_its_job_has_begun_ends_the_job(tmp_path, m
     assert not psutil.pid_exists(int(file.read_text()))
 
 
-def test_where_a_logout_kills_the_job_gets_a_scope_or_its_user_a_line(tmp_path, monkeypatch):
+def test_a_detached_job_survives_the_users_logout(tmp_path, monkeypatch):
+    """If a logout kills, the job gets a systemd scope, or its user a line that says what to do."""
     monkeypatch.setenv("PATH", str(tmp_path))
     assert detach.past_logout() == ([], ""), "no systemd"
     for answer in ("b false", "b true"):

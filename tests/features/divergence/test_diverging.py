@@ -45,7 +45,7 @@ def outcomes(ended):
 @pytest.mark.parametrize(
     ("fault", "how"), [("bad", "step"), pytest.param("overflow", "fused", marks=SLOW)]
 )
-def test_the_update_of_a_bad_batch_is_left_out_and_nothing_else(world, tmp_path, fault, how):
+def test_a_bad_batch_costs_only_its_own_update(world, tmp_path, fault, how):
     ended = trained(world, fault, how)
     assert outcomes(ended) == ["completed"], ended.output
     assert ended.attempts[0]["skipped_updates"] == 1
@@ -70,9 +70,10 @@ SAID = {
         pytest.param("damage", "plain", "device=cpu", "interrupted", 20, marks=SLOW),
     ],
 )
-def test_a_job_goes_back_to_before_the_fault_and_ends_as_without_it(
+def test_a_diverged_job_resumes_from_before_the_fault(
     world, tmp_path, fault, how, overrides, ends, back_to
 ):
+    """It ends as a job without the fault does."""
     ended = trained(world, fault, how, overrides)
     assert outcomes(ended) == [ends, "completed"], ended.output
     assert Path(ended.attempts[1]["resumed_from"]).name == f"step-{back_to:03d}.pt"
@@ -81,7 +82,8 @@ def test_a_job_goes_back_to_before_the_fault_and_ends_as_without_it(
 
 
 @pytest.mark.slow
-def test_a_learning_rate_too_high_is_lowered_where_the_trainer_reads_it(world, tmp_path):
+def test_a_learning_rate_too_high_is_lowered(world, tmp_path):
+    """This needs a trainer that reads the rate."""
     ended = trained(world, "lr", "plain", "training.lr=2")
     assert outcomes(ended) == ["diverged", "completed"], ended.output
     assert "from the beginning with 0.5 times the learning rate" in ended.output
@@ -89,7 +91,7 @@ def test_a_learning_rate_too_high_is_lowered_where_the_trainer_reads_it(world, t
 
 
 @pytest.mark.slow
-def test_where_nothing_helps_one_line_has_step_loss_and_checkpoint(world):
+def test_giving_up_names_step_loss_and_checkpoint(world):
     ended = trained(world, "bad", "constant lr")
     assert ended.returncode == 1
     assert outcomes(ended) == ["diverged", "diverged"], ended.output
@@ -109,7 +111,7 @@ def test_with_ignore_it_trains_on(world):
 
 
 @pytest.mark.slow
-def test_a_script_is_started_again_with_a_lower_learning_rate(world):
+def test_a_script_restarts_with_a_lower_learning_rate(world):
     argv = f"[{sys.executable},{diverging_trainers.__file__},'{{learning_rate}}']"
     script = ("trainer=command", f"trainer.argv={argv}", "training.lr=0.2", "device=cpu")
     ended = world.run(*script)
@@ -118,7 +120,8 @@ def test_a_script_is_started_again_with_a_lower_learning_rate(world):
 
 
 @pytest.mark.slow
-def test_the_built_in_trainer_leaves_updates_out_and_tries_a_lower_rate(world):
+def test_the_built_in_trainer_recovers_from_divergence(world):
+    """It skips updates and tries a lower learning rate."""
     overrides = ("training.lr=1e30", "training.max_grad_norm=0", "training.epochs=1")
     # on a slow machine a checkpoint of the only good step would be due
     overrides += ("training.checkpoint_every_minutes=60",)
@@ -138,14 +141,14 @@ def after(losses, plan):
     return seen
 
 
-def test_a_loss_has_to_stay_bad_to_count_as_diverged():
+def test_only_a_loss_that_stays_bad_has_diverged():
     plan, nan = DivergenceKeys(patience=3), float("nan")
     assert after([1.0, nan, nan, 1.0, nan, nan], plan).diverged(plan) == ""
     diverged = after([1.0, 0.5, nan, float("inf"), nan], plan).diverged(plan)
     assert diverged == "the loss is nan since step 3; the last good one was 0.5 at step 2"
 
 
-def test_spikes_count_where_they_are_asked_for_and_last():
+def test_lasting_spikes_count_if_they_are_asked_for():
     noise = [1.0 + 0.01 * (number % 7) for number in range(40)]
     plan = DivergenceKeys(patience=2, spike_sigma=6.0)
     high = [*noise, *[5.0] * 20]
@@ -172,13 +175,13 @@ def saved(folder, *checkpoints):
         ("unknown unknown unknown unknown", [3, 4]),
     ],
 )
-def test_rotation_keeps_the_last_checkpoint_that_is_known_to_be_good(tmp_path, losses, left):
+def test_rotation_keeps_the_last_checkpoint_known_good(tmp_path, losses, left):
     saved(tmp_path, *enumerate(losses.split(), start=1))
     rotate(tmp_path, "j", keep=2)
     assert [one.step for one in of_job(tmp_path, "j")] == left
 
 
-def test_what_was_saved_after_it_diverged_is_not_resumed_from(tmp_path):
+def test_no_checkpoint_saved_after_divergence_is_resumed(tmp_path):
     saving = Saving(tmp_path, 1)
     saving.job = "j"
     saved(saving.folder, (10, "finite"), (20, "finite"), (30, "finite"), (40, "diverged"))
@@ -220,7 +223,8 @@ def test_a_loss_of_any_library_is_looked_at(tmp_path, number):
         train()
 
 
-def test_a_fused_optimizer_counts_a_step_later_and_raises_after_too_many(tmp_path):
+def test_a_fused_optimizer_counts_skips_a_step_later(tmp_path):
+    """It raises after too many of them."""
     reported = []
     run = Run(run_dir=tmp_path, report=reported.append)
     guarded(run, patience=1)

@@ -76,13 +76,13 @@ def test_a_status_has_what_is_known(changes, lines):
     assert status_lines(replace(RUNNING, **changes), 1.0, 160) == lines
 
 
-def test_of_a_trainer_that_reports_no_samples_steps_are_counted():
+def test_steps_are_counted_if_no_samples_are_reported():
     shown = replace(RUNNING, attempt=RUNNING.attempt.having(SpeedNote((SLOW,))))
     assert "0.008333 steps/s · 10:00:00 left" in status_lines(shown, 0.0, 160)[2]
 
 
 @pytest.mark.parametrize("columns", [20, 80, 120, 160])
-def test_no_line_of_the_status_is_wider_than_the_terminal(columns):
+def test_no_status_line_is_wider_than_the_terminal(columns):
     for state in ("starting", "waiting", "running", "between attempts", "stopping"):
         shown = replace(RUNNING, state=state, reason="why " * 40, waiting={"reason": "why " * 40})
         lines = status_lines(shown, 90.0, columns)
@@ -120,7 +120,8 @@ def shown_on(terminal):
             return written.decode()
 
 
-def test_a_line_between_two_bars_is_whole_and_the_bars_go_on_below_it(terminal):
+def test_a_line_between_two_bars_stays_whole(terminal):
+    """The bars resume below it."""
     reads, descriptor = terminal
     resize(descriptor, 80)
     with LiveArea(descriptor) as area:
@@ -138,7 +139,8 @@ def test_a_line_between_two_bars_is_whole_and_the_bars_go_on_below_it(terminal):
 
 
 @pytest.mark.parametrize("columns", [80, 120, 160])
-def test_output_scrolls_above_the_status_and_bars_stay_whole(terminal, columns):
+def test_output_scrolls_above_the_status(terminal, columns):
+    """Progress bars stay whole."""
     reads, descriptor = terminal
     resize(descriptor, columns)
     area = LiveArea(descriptor)
@@ -193,7 +195,7 @@ def test_a_terminal_that_is_gone_ends_nothing(terminal):
         area.show([Text("running")])
 
 
-def test_the_last_lines_are_left_alone_while_the_shell_has_the_terminal(terminal, monkeypatch):
+def test_the_shells_last_lines_are_left_alone(terminal, monkeypatch):
     reads, descriptor = terminal
     of_the_shell = ("os.tcgetpgrp", lambda descriptor: 1)
     with LiveArea(descriptor) as area:
@@ -211,7 +213,8 @@ def test_the_last_lines_are_left_alone_while_the_shell_has_the_terminal(terminal
     assert "\x1b" not in shown_on(reads)
 
 
-def test_ctrl_z_leaves_no_status_for_the_shell_to_write_into(terminal, monkeypatch):
+def test_ctrl_z_leaves_the_shell_no_status(terminal, monkeypatch):
+    """The shell would write into it."""
     reads, descriptor = terminal
     stopped = []
     monkeypatch.setattr("os.kill", lambda pid, signum: stopped.append((pid, signum)))

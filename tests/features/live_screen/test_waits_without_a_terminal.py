@@ -8,7 +8,7 @@ from robust_train.features.live_screen.launcher import LiveScreen
 from robust_train.queue.waiting import WaitStatus
 
 
-def test_without_a_terminal_each_look_gives_one_log_line(caplog):
+def test_without_a_terminal_each_look_logs_one_line(caplog):
     status = WaitStatus(60.0, checks=1, obstacles="busy", position=0)
     surroundings = SimpleNamespace(owns_terminal=False)
     screen = LiveScreen(SimpleNamespace(plan=SimpleNamespace(surroundings=surroundings)))

@@ -33,7 +33,7 @@ def samples_of(world):
     return read_samples(world.run_dir / FILE_NAME)
 
 
-def test_the_last_sample_before_a_sigkill_is_on_disk(own_trainers):
+def test_the_last_sample_before_a_sigkill_is_kept(own_trainers):
     process = start(own_trainers)
     journal = own_trainers.run_dir / "journal.jsonl"
     wait_until(
@@ -54,7 +54,7 @@ def test_the_last_sample_before_a_sigkill_is_on_disk(own_trainers):
     assert samples_of(own_trainers)[-1].step >= min(step, 100)
 
 
-def test_the_gpu_as_a_whole_is_sampled_under_nvmls_number(own_trainers, cuda_machine_with):
+def test_the_whole_gpu_is_sampled_by_nvml_index(own_trainers, cuda_machine_with):
     machine = cuda_machine_with(
         Gpu(uuid=A, total_mib=24000, free_mib=5000), Gpu(uuid=B, total_mib=24000, free_mib=20000)
     )
@@ -100,11 +100,11 @@ sys.exit(os.path.getsize(folder / "memory.jsonl") == before)
 
 
 @pytest.mark.slow
-def test_samples_go_on_after_two_threads_have_forked_at_once(tmp_path):
+def test_sampling_survives_two_threads_that_fork_at_once(tmp_path):
     subprocess.run([sys.executable, "-c", FORKS_AT_ONCE, tmp_path], check=True)
 
 
-def test_nvml_stays_open_for_a_minute_and_not_for_days(machine_with):
+def test_nvml_stays_open_for_a_minute_only(machine_with):
     """An open session blocks ``nvidia-smi --gpu-reset``; a minute is 50 ms here."""
     machine = machine_with(Gpu(), Gpu())
     open_and_asked = machine.python(
@@ -133,7 +133,7 @@ def test_nvml_stays_open_for_a_minute_and_not_for_days(machine_with):
     assert open_and_asked[0] < open_and_asked[1]
 
 
-def test_workers_are_forked_beside_a_sampler_that_is_always_at_it(own_trainers, cuda_machine_with):
+def test_workers_can_fork_despite_a_busy_sampler(own_trainers, cuda_machine_with):
     world = own_trainers.with_environ(cuda_machine_with(Gpu(uuid=A), Gpu(uuid=B)).environ)
     ended = world.run("forks_workers_that_ask_nvml", code=0)
     assert ended.summary["result"] == 8 * 8 * 2
@@ -161,7 +161,8 @@ def test_the_file_stays_small_and_keeps_earlier_attempts(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_disk_that_is_full_is_warned_about_once_and_tears_nothing(tmp_path, caplog):
+def test_a_full_disk_is_warned_about_once(tmp_path, caplog):
+    """No line of the file is torn."""
     path = tmp_path / FILE_NAME
     file = SampleFile(path)
     samples = [Sample(float(number), 1, "cpu", number) for number in range(10)]
@@ -180,13 +181,13 @@ def test_a_disk_that_is_full_is_warned_about_once_and_tears_nothing(tmp_path, ca
     assert read_samples(path) == [samples[0], *samples[5:]]
 
 
-def test_a_killed_attempt_is_judged_by_what_it_had_sampled(own_trainers):
+def test_a_killed_attempt_is_judged_by_its_samples(own_trainers):
     ended = own_trainers.run("dies_at_once", "max_retries=0", code=1)
     assert ended.attempts[0]["memory_returned"] is None
     assert ended.attempts[0]["memory_stability"]["kind"] == "unknown"
 
 
-def test_memory_whose_stability_cannot_be_computed_costs_a_warning(tmp_path, monkeypatch, caplog):
+def test_an_unknown_stability_costs_only_a_warning(tmp_path, monkeypatch, caplog):
     def fails(*given):
         raise MemoryError("no room")
 

@@ -49,7 +49,8 @@ def attempt(
 @example(0, 100, 5.409498088190067, False)  # a rate whose two roundings once differed
 # in one of seventy attempts of a hundred samples, chance hides the floor of the sawtooth
 @given(st.integers(0, 10**6), st.integers(150, 3000), st.floats(0.2, 20), st.booleans())
-def test_a_leak_is_found_beneath_the_sawtooth_with_its_rate(seed, steps, mib_per_step, on_gpu):
+def test_a_leak_is_found_beneath_a_sawtooth(seed, steps, mib_per_step, on_gpu):
+    """Its rate is found as well."""
     samples = attempt(
         steps, lambda step: 2 * GIB + step * mib_per_step * MIB, seed=seed, on_gpu=on_gpu
     )
@@ -77,7 +78,7 @@ def test_warm_up_sawtooth_and_spikes_are_no_leak(seed, steps, per_step, on_gpu):
     st.integers(0, 10**6),
     st.lists(st.tuples(st.floats(0, 1), st.floats(-1, 3)), min_size=1, max_size=2),
 )
-def test_another_level_after_a_change_of_the_batch_is_no_leak(seed, changes):
+def test_a_changed_batch_changes_the_level_without_leaking(seed, changes):
     def level(step):
         return 3 * GIB + sum(by * GIB / 2 for at, by in changes if step >= 1000 * at)
 
@@ -157,13 +158,13 @@ bytes_ = st.none() | st.integers(0, 2**50)
         max_size=60,
     )
 )
-def test_nothing_that_can_be_in_a_file_upsets_it(samples):
+def test_nothing_in_a_samples_file_upsets_the_assessment(samples):
     found = stability(samples)
     assert found.kind in ("stable", "growing", "fragmenting", "unknown")
     assert found.sentence.startswith(found.kind)
 
 
-def test_the_samples_of_an_attempt_are_assessed_at_its_end(tmp_path, caplog):
+def test_samples_are_assessed_as_their_attempt_ends(tmp_path, caplog):
     assert attempt_stability(tmp_path, 1) is None
     samples = [Sample(n, 1 + n // 500, "cpu", n, resident=n % 500 * MIB) for n in range(1000)]
     samples[500:] = [replace(sample, resident=MIB) for sample in samples[500:]]

@@ -36,7 +36,8 @@ def written_down(ended):
 
 
 @IN_ANY_PROCESS
-def test_epochs_milestones_and_the_final_clean_up_are_in_log_and_journal(own_trainers, isolation):
+def test_memory_at_milestones_is_in_log_and_journal(own_trainers, isolation):
+    """Milestones are epochs and the final clean-up, among others."""
     ended = own_trainers.run(
         "ends_epochs",
         f"isolation={isolation}",
@@ -59,9 +60,8 @@ def test_epochs_milestones_and_the_final_clean_up_are_in_log_and_journal(own_tra
 
 
 @IN_ANY_PROCESS
-def test_what_fills_the_memory_is_written_down_while_the_failed_functions_hold_it(
-    own_trainers, isolation
-):
+def test_what_fills_the_memory_is_recorded_in_time(own_trainers, isolation):
+    """The failed functions still hold it then."""
     ended = own_trainers.run(
         "runs_out_in_a_function",
         f"isolation={isolation}",
@@ -90,7 +90,7 @@ def test_what_fills_the_memory_is_written_down_while_the_failed_functions_hold_i
 
 
 @pytest.mark.parametrize("time", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(9))])
-def test_memory_that_is_full_to_the_last_byte_leaves_room_to_record_it(own_trainers, time):
+def test_completely_full_memory_leaves_room_to_record_it(own_trainers, time):
     ended = own_trainers.run(
         "fills_the_memory_to_the_last_byte", "min_batch_size=64", "memory.samples=false", code=1
     )
@@ -136,9 +136,7 @@ def of_type(reported, kind):
         (KeyError("for a debugger"), {"clear_after": ("save", "epoch")}, [], []),
     ],
 )
-def test_nothing_is_written_down_for_a_bug_or_where_it_is_turned_off(
-    tmp_path, error, memory, files, cleared
-):
+def test_bugs_and_disabled_records_write_no_memory_record(tmp_path, error, memory, files, cleared):
     run, reported = looked_after(tmp_path, **memory)
     with pytest.raises(type(error)), trained(run):
         raise error
@@ -150,7 +148,8 @@ def test_nothing_is_written_down_for_a_bug_or_where_it_is_turned_off(
     assert [event.reason for event in of_type(reported, MemoryCleared)] == cleared
 
 
-def test_running_out_inside_a_step_is_written_down_once_an_attempt(tmp_path):
+def test_running_out_in_steps_is_recorded_once(tmp_path):
+    """There is one record for each attempt."""
     run, reported = looked_after(tmp_path)
     model = nn.Linear(1, 1)
 
@@ -170,7 +169,8 @@ def test_running_out_inside_a_step_is_written_down_once_an_attempt(tmp_path):
     assert json.loads((tmp_path / "oom-attempt-1.json").read_text())["tensors"]
 
 
-def test_a_record_that_cannot_be_written_costs_a_warning_and_hides_nothing(tmp_path, caplog):
+def test_a_failed_memory_record_costs_only_a_warning(tmp_path, caplog):
+    """The error of the trainer is not hidden."""
     caplog.set_level("INFO", "robust_train")
     (tmp_path / "oom-attempt-1.json").mkdir()  # a folder where the file should be
     run, reported = looked_after(tmp_path)
@@ -187,9 +187,8 @@ def test_a_record_that_cannot_be_written_costs_a_warning_and_hides_nothing(tmp_p
     assert "all in" not in told[0]
 
 
-def test_an_allocator_that_empties_its_cache_step_after_step_is_a_warning(
-    tmp_path, caplog, monkeypatch
-):
+def test_an_allocator_that_always_clears_is_warned_about(tmp_path, caplog, monkeypatch):
+    """It empties its cache step after step."""
     counts = iter([5, 6, 6, 7, 8, 9, 10, 11])
     monkeypatch.setattr(memory_upkeep, "alloc_retries", lambda index: next(counts))
     run, reported = looked_after(tmp_path)
@@ -219,9 +218,7 @@ def emptied(steps, frequency, threshold, *, comes_back):
 
 
 @given(st.integers(1, 200), st.floats(0, 1))
-def test_memory_is_returned_above_the_threshold_ever_more_rarely_where_it_is_taken_again(
-    frequency, threshold
-):
+def test_memory_soon_taken_again_is_returned_less_often(frequency, threshold):
     is_enough = threshold <= 0.8
     found = emptied(2000, frequency, threshold, comes_back=False)
     assert found == [frequency] * is_enough
@@ -230,7 +227,8 @@ def test_memory_is_returned_above_the_threshold_ever_more_rarely_where_it_is_tak
     assert often[: len(found)] == found
 
 
-def test_after_useless_clearings_a_check_that_finds_little_makes_checks_frequent_again():
+def test_a_useful_check_makes_checks_frequent_again():
+    """Clearings that were useless have made them rare; then a check finds little in use."""
     checks = CacheChecks(10, 0.5)
     shares = {10: 0.8, 30: 0.8, 70: 0.8, 150: 0.1, 160: 0.8}
     seen = []

@@ -55,7 +55,7 @@ def test_the_allocators_history_ends_after_some_hundred_steps(use, tmp_path):
     assert [given.get("enabled", True) for given in calls] == [True, None]
 
 
-def test_after_a_fault_of_the_device_nothing_that_is_asked_hides_it(use, tmp_path, caplog):
+def test_no_memory_query_hides_a_device_fault(use, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     use(is_broken=True)
     run = Run(run_dir=tmp_path)

@@ -93,7 +93,8 @@ def told(tmp_path):
     return ("sh", "-c", note), read
 
 
-def test_a_program_gets_json_and_a_line_once_for_each_thing_that_is_asked_for(told):
+def test_each_requested_event_is_notified_once(told):
+    """A program gets it as JSON and as a line."""
     command, read = told
     notifier = Notifier(NotifyConfig(command, on=("waiting", "stalled")))
     for state in (NEW, WAITING, replace(WAITING, updated=5.0)):
@@ -112,7 +113,8 @@ def test_a_program_gets_json_and_a_line_once_for_each_thing_that_is_asked_for(to
     assert not notifier.has_failed
 
 
-def test_a_disk_that_takes_no_checkpoint_is_notified_of_once_until_it_does(told):
+def test_a_failing_disk_is_notified_of_once(told):
+    """The next notification needs a checkpoint in between."""
     command, read = told
     notifier = Notifier(NotifyConfig(command))
     failed = CheckpointFailed("No space left on device")
@@ -145,8 +147,8 @@ def test_a_failed_delivery_is_one_line(command, problem, caplog):
     assert notifier.has_failed
 
 
-def test_a_delivery_that_cannot_begin_or_be_ended_costs_a_line_and_not_the_job(monkeypatch, caplog):
-    """No room for its files; a program of another user's, as by sudo."""
+def test_a_failed_delivery_costs_only_a_line(monkeypatch, caplog):
+    """There is no room for its files, or the program runs as another user, for example by sudo."""
     with monkeypatch.context() as patch:
         patch.setattr(tempfile, "tempdir", "/nowhere")
         Notifier(NotifyConfig(("true",))).send("failed", "text", {})
@@ -159,7 +161,8 @@ def test_a_delivery_that_cannot_begin_or_be_ended_costs_a_line_and_not_the_job(m
     assert problems == ["No such file or directory", "it took too long"]
 
 
-def test_a_signal_cuts_the_last_deliveries_short_and_the_job_stays_completed(tmp_path, caplog):
+def test_a_signal_cuts_the_last_deliveries_short(tmp_path, caplog):
+    """The job stays completed."""
     begun = tmp_path / "begun"
 
     def stop_when_it_is_being_delivered():
@@ -178,7 +181,8 @@ def test_a_signal_cuts_the_last_deliveries_short_and_the_job_stays_completed(tmp
     assert "ended by a signal" in caplog.text
 
 
-def test_a_delivery_has_a_time_limit_also_if_its_launcher_is_killed(tmp_path):
+def test_a_delivery_ends_without_its_launcher_too(tmp_path):
+    """Its time limit holds even if the launcher is killed."""
     ask = f"import signal; open('{tmp_path}/left', 'w').write(str(signal.alarm(0)))"
     notifier = Notifier(NotifyConfig((sys.executable, "-c", ask)))
     notifier.send("failed", "text", {})
@@ -201,7 +205,7 @@ def test_urls_are_those_of_one_launch():
         assert notifications(checked(cfg).notify, environ).urls == tuple(urls)
 
 
-def test_a_launched_job_tells_and_leaves_no_url_behind(tmp_path, capfd, monkeypatch, posted):
+def test_a_launched_job_notifies_and_leaks_no_url(tmp_path, capfd, monkeypatch, posted):
     pytest.importorskip("apprise")
     (url, bodies), sent, seen = posted, [], {}
     cfg = {"notify": {"command": "tell me", "urls": [url]}, "device": "cpu", "isolation": "none"}
@@ -229,7 +233,8 @@ def with_the_secret(folder):
     return [path for path in files if b"open-sesame" in path.read_bytes()]
 
 
-def test_urls_leave_the_config_and_hydras_part_of_it():
+def test_urls_are_removed_from_all_recorded_configs():
+    """Hydra's part of the config is among them."""
     GlobalHydra.instance().clear()
     with initialize_config_module("robust_train.configs", version_base="1.3"):
         overrides = [f"notify.urls=['{URL}']", "seed=1"]
@@ -265,7 +270,7 @@ def posted():
 
 
 @pytest.mark.slow
-def test_a_sweep_tells_a_url_once_and_writes_it_nowhere(world, posted):
+def test_a_sweep_notifies_once_and_writes_no_url(world, posted):
     pytest.importorskip("apprise")
     url, bodies = posted
     # in a project's own file: Hydra composes each job of a sweep anew from it

@@ -20,8 +20,8 @@ def test_a_completed_job_stays_completed_without_figures(tmp_path, monkeypatch, 
     assert "goodput cannot be computed: MemoryError: no room" in caplog.text
 
 
-def test_a_page_that_fails_is_named_and_costs_nothing_else(tmp_path, monkeypatch, caplog):
-    """What the features before it have found is in the summary by then."""
+def test_a_page_that_fails_costs_nothing_else(tmp_path, monkeypatch, caplog):
+    """The failure is named, and what earlier features found is in the summary already."""
 
     def fails(sources):
         written = json.loads((tmp_path / "summary.json").read_text())

@@ -76,7 +76,8 @@ def asking(attempt):
     return attempt()
 
 
-def test_a_checkpoint_is_answered_when_it_is_saved_or_cannot_be(asking):
+def test_a_checkpoint_request_is_answered_after_saving(asking):
+    """It is answered as well if the checkpoint cannot be saved."""
     assert not asking.run.should_save()
     for _ in range(2):
         asking.ask("checkpoint")
@@ -93,7 +94,8 @@ def test_a_checkpoint_is_answered_when_it_is_saved_or_cannot_be(asking):
     assert not asking.run.should_save(), "it is not tried for ever"
 
 
-def test_a_trainer_is_given_one_round_of_its_loop_to_show_its_habits(asking):
+def test_a_trainer_gets_one_round_before_a_refusal(asking):
+    """One round of its loop shows which hooks it calls."""
     asking.ask("checkpoint")
     asking.run.progress(1)
     assert not asking.run.should_stop()
@@ -105,7 +107,7 @@ def test_a_trainer_is_given_one_round_of_its_loop_to_show_its_habits(asking):
     assert not asking.run.should_save()
 
 
-def test_who_looks_late_in_its_loop_is_not_refused(asking):
+def test_a_late_look_in_the_loop_is_accepted(asking):
     asking.ask("checkpoint")
     for step in range(1, 10):
         asking.run.progress(step)
@@ -113,7 +115,7 @@ def test_who_looks_late_in_its_loop_is_not_refused(asking):
     assert not asking.has_replied(), "it is in the middle of something"
 
 
-def test_a_batch_that_must_not_be_split_is_not_halved_on_request(asking):
+def test_no_request_halves_an_unsplittable_batch(asking):
     live_of(asking.run).parts.split_by(MicroBatchPlan(batch_size=8))
     live_of(asking.run).parts.keep_batch("nobody accumulates")
     asking.ask("halve_batch")
@@ -149,7 +151,7 @@ def test_halving_before_the_first_split_waits_for_it(asking):
 
 
 @pytest.mark.parametrize("has_other", [False, True], ids=["alone", "beside another's hook"])
-def test_an_optimizers_step_is_a_boundary_if_no_other_hook_is_there(attempt, has_other):
+def test_without_other_hooks_the_optimizer_step_takes_requests(attempt, has_other):
     hooks = _global_optimizer_post_hooks
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
     with contextlib.ExitStack() as others:
@@ -173,7 +175,7 @@ def test_an_optimizers_step_is_a_boundary_if_no_other_hook_is_there(attempt, has
         assert len(hooks) == has_other
 
 
-def test_no_hook_is_left_of_a_request_that_comes_as_the_trainer_ends(attempt):
+def test_a_request_at_the_end_leaves_no_hook(attempt):
     """The thread takes requests until the last checkpoint is written: after the end of training."""
     asking = attempt()
     asking.requests.end(None)
@@ -183,7 +185,7 @@ def test_no_hook_is_left_of_a_request_that_comes_as_the_trainer_ends(attempt):
     assert not _global_optimizer_post_hooks
 
 
-def test_two_threads_of_a_trainer_do_not_carry_out_the_same_request(asking):
+def test_no_request_is_carried_out_by_two_threads(asking):
     for _ in range(20):
         asking.ask("explode")
     with ThreadPoolExecutor(8) as threads:
@@ -193,7 +195,8 @@ def test_two_threads_of_a_trainer_do_not_carry_out_the_same_request(asking):
     assert not find_requests(asking.path.parent, TAKEN)
 
 
-def test_one_request_for_the_launcher_and_one_of_another_rank_are_left_alone(attempt):
+def test_requests_for_others_are_left_alone(attempt):
+    """One is for the launcher and one for another rank."""
     asking = attempt(rank=1, world_size=2)
     path = asking.path / "1.json"
     path.write_text('{"verb": "figures"}')
@@ -204,8 +207,8 @@ def test_one_request_for_the_launcher_and_one_of_another_rank_are_left_alone(att
     assert path.exists()
 
 
-def test_a_signal_that_interrupts_the_handler_of_another_holds_nothing_up(tmp_path):
-    """As a SIGTERM of the launcher's where the attempt has just received its own."""
+def test_a_signal_within_a_handler_blocks_nothing(tmp_path):
+    """For example the launcher's SIGTERM when the attempt has just received its own."""
     run = Run(run_dir=tmp_path)
     interrupted = threading.Event()
 

@@ -54,7 +54,8 @@ class Watched:
         return self.sent[before:]
 
 
-def test_a_wait_for_data_that_was_measured_is_named_after_ten_minutes_and_until_it_is_over():
+def test_a_long_wait_for_data_is_named():
+    """It is measured for ten minutes, and named until it is over."""
     job = Watched()
     waiting = replace(STEADY, data_share=0.4)
     assert job.trains(9.5, waiting) == []
@@ -65,13 +66,14 @@ def test_a_wait_for_data_that_was_measured_is_named_after_ten_minutes_and_until_
     assert job.trains(30, replace(STEADY, between_share=0.97)) == [], "that may be anything"
 
 
-def test_the_rank_for_which_the_others_wait_is_named():
+def test_the_rank_that_others_wait_for_is_named():
     ranks = [replace(STEADY, seconds_alone_per_step=s) for s in (0.2, 0.3, 0.2, 0.2)]
     (slow,) = Watched().trains(12, *ranks)
     assert (slow.what, slow.share) == ("rank 1", 0.333)
 
 
-def test_neither_silence_nor_slow_steps_are_explained_by_what_nobody_measured():
+def test_nothing_is_explained_without_a_measurement():
+    """Neither silence nor slow steps."""
     job = Watched()
     job.trains(5, replace(STEADY, data_share=0.5))
     assert job.trains(30) == [], "a validation, perhaps"
@@ -82,12 +84,13 @@ def test_neither_silence_nor_slow_steps_are_explained_by_what_nobody_measured():
     assert job.trains(30, slower) == []
 
 
-def test_a_gpu_says_whether_heat_or_power_slows_it_down(machine_with):
+def test_slowing_by_heat_or_power_is_named(machine_with):
     machine = machine_with(Gpu(throttle=0x20 | 0x80), Gpu(throttle=0x1), Gpu())
     assert machine.python(OF_A_GPU) == {"GPU 0": "GPU 0 is throttled (too hot, power brake)"}
 
 
-def test_a_neighbour_on_the_same_gpu_is_named_where_the_jobs_own_processes_are_known(machine_with):
+def test_a_neighbour_on_the_gpu_is_named(machine_with):
+    """This needs the numbers of the job's own processes."""
     machine = machine_with(Gpu(), Gpu())
     imports = OF_A_GPU[: OF_A_GPU.index("print")]
     process = machine.start(imports + OF_A_NEIGHBOUR)

@@ -50,16 +50,16 @@ def share(limit, pulse):
 
 
 @given(pulses(), st.floats(1, 1e5))
-def test_a_number_counts_from_the_last_progress_or_before_it_from_the_last_sign_of_life(
-    pulse, limit
-):
+def test_a_limit_counts_from_the_last_progress(pulse, limit):
+    """Before any progress it counts from the last sign of life."""
     assert standstill(0, pulse) is None, "never"
     since = pulse.alive if pulse.reported is None else pulse.reported
     assert (share(limit, pulse) >= 1) == ((pulse.now - since) / limit >= 1)
 
 
 @given(pulses())
-def test_a_learned_limit_is_ten_minutes_of_silence_at_least_and_half_an_hour_at_the_start(pulse):
+def test_a_learned_limit_has_lower_bounds(pulse):
+    """Ten minutes of silence, and half an hour at the start."""
     stands = standstill(None, pulse)
     least = STARTUP_SECONDS if pulse.reported is None else SHORTEST_SECONDS
     assert stands.limit_seconds >= max(least, 5 * pulse.longest)
@@ -69,21 +69,24 @@ def test_a_learned_limit_is_ten_minutes_of_silence_at_least_and_half_an_hour_at_
 
 
 @given(pulses(), st.none() | st.floats(1, 1e5), st.floats(0, 1))
-def test_a_later_sign_of_life_never_brings_the_end_nearer(pulse, limit, part):
+def test_a_sign_of_life_never_shortens_the_limit(pulse, limit, part):
     later = replace(pulse, alive=pulse.alive + part * (pulse.now - pulse.alive))
     assert share(limit, later) <= share(limit, pulse)
 
 
 @given(pulses(), st.none() | st.floats(1, 1e5))
-def test_after_progress_all_of_the_time_is_left_and_nothing_learned_is_lost(pulse, limit):
+def test_progress_renews_all_of_the_time(pulse, limit):
+    """Nothing that was learned is lost."""
     after = pulse.after_progress()
     assert share(limit, after) == 0
     assert after.longest >= pulse.longest
 
 
 @given(st.lists(st.floats(0.1, 4.99), max_size=30), st.floats(1, 590))
-def test_a_job_is_left_alone_while_no_pause_is_five_times_the_longest_before(factors, first):
-    """Evaluation and checkpoints are such pauses."""
+def test_ordinary_pauses_do_not_count_as_hanging(factors, first):
+    """A job may pause for five times its longest pause so far; evaluation and checkpoints are such
+    pauses.
+    """
     pulse = replace(Pulse(), now=first).after_progress()
     for factor in factors:
         pulse = replace(pulse, now=pulse.now + factor * pulse.longest)
@@ -186,13 +189,15 @@ def test_an_attempt_hangs(watched, scene):
     watched.lives_through(scene)
 
 
-def test_half_of_the_time_is_warned_of_once_and_a_hang_says_for_how_long_it_lasts(watched):
+def test_a_hang_is_warned_of_once_halfway(watched):
+    """The end says for how long it hung."""
     watched.lives_through("quiet 1750, begins, progress, quiet 590")
     assert [type(event) for event in watched.events] == [StallWarning, StallWarning]
     assert watched.wait(100).what.startswith("no progress for 10 min")
 
 
-def test_a_suspended_attempt_does_not_hang_but_one_of_which_a_part_is_stopped_does(watched):
+def test_a_suspended_attempt_does_not_hang(watched):
+    """One of which only a part is stopped does."""
     watched.watch.event(Progress(1))
     watched.signal(signal.SIGSTOP, *watched.pids)
     assert watched.wait(2000) is None
@@ -202,7 +207,7 @@ def test_a_suspended_attempt_does_not_hang_but_one_of_which_a_part_is_stopped_do
     assert stands.seconds < 700
 
 
-def test_time_in_which_the_launcher_was_suspended_does_not_count(watched, clock):
+def test_time_of_a_suspended_launcher_does_not_count(watched, clock):
     watched.watch.event(Progress(1))
     for _ in range(3):
         clock.now += 86_400.0
@@ -210,7 +215,7 @@ def test_time_in_which_the_launcher_was_suspended_does_not_count(watched, clock)
     assert watched.wait(500) is None
 
 
-def test_a_long_pause_counts_in_the_next_launch_of_the_job(watched, tmp_path):
+def test_a_long_pause_counts_in_later_launches(watched, tmp_path):
     watched.lives_through("progress, quiet 400, progress")
     learned = watched.events[-1]
     assert isinstance(learned, PauseLearned)
@@ -226,7 +231,8 @@ def test_a_long_pause_counts_in_the_next_launch_of_the_job(watched, tmp_path):
         assert folder.state.longest_pause is None
 
 
-def test_who_copies_or_downloads_is_at_work_though_it_needs_no_cpu_time(tmp_path, clock):
+def test_copying_and_downloading_count_as_work(tmp_path, clock):
+    """They need no CPU time."""
     watched = Watched(tmp_path, clock, runs="cat /dev/zero > /dev/null")
     try:
         watched.lives_through("quiet 4000, progress, quiet 7000")
@@ -234,7 +240,8 @@ def test_who_copies_or_downloads_is_at_work_though_it_needs_no_cpu_time(tmp_path
         watched.close()
 
 
-def test_a_file_that_is_written_anew_now_and_then_is_no_sign_of_life(watched, monkeypatch):
+def test_a_file_rewritten_now_and_then_proves_nothing(watched, monkeypatch):
+    """It is not a sign of life."""
     looks = itertools.count()
     monkeypatch.setattr(stall_watch, "bytes_moved_by", lambda process: next(looks) // 32 * 10**6)
     watched.lives_through("progress, quiet 590, hangs 100")
@@ -243,8 +250,8 @@ def test_a_file_that_is_written_anew_now_and_then_is_no_sign_of_life(watched, mo
 @pytest.mark.parametrize(
     ("percent", "others", "hangs"), [(0, 0, True), (90, 0, False), (90, 5, True)]
 )
-def test_a_busy_gpu_of_its_own_is_a_sign_of_life(machine_with, percent, others, hangs):
-    """It is not if others, whose number is beyond any process's, compute there as well."""
+def test_a_busy_gpu_is_a_sign_of_life(machine_with, percent, others, hangs):
+    """It is not if others compute there as well; their process numbers are beyond any process's."""
     compute = [(2**30 + number, 100) for number in range(others)]
     machine = machine_with(Gpu(utilization=percent, compute=compute), Gpu(utilization=90))
     assert hangs is machine.python(
@@ -297,14 +304,15 @@ OF_ONE = 'Current thread 0x1 (most recent call first):\n  File "a.py", line 1 in
 OF_A_PROGRAM = "process 7 (sleep 9, sleeping)"
 
 
-def test_the_innermost_frames_that_are_no_librarys_are_named():
+def test_the_innermost_frames_outside_libraries_are_named():
     assert where_it_stands(STACKS) == OF_RANKS
     assert where_it_stands(OF_ONE) == "at a.py:1 in f"
     assert where_it_stands(f"{OF_A_PROGRAM}\n\n") == OF_A_PROGRAM
     assert where_it_stands("") == ""
 
 
-def test_ranks_that_read_their_pipe_are_asked_for_the_flight_recorders_dump(tmp_path):
+def test_reading_ranks_dump_the_flight_recorder(tmp_path):
+    """Ranks that read their pipe are asked for its dump."""
     settings = nccl_variables({}, tmp_path, 1)
     stem = settings["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"]
     assert not list(tmp_path.iterdir())
@@ -320,7 +328,7 @@ def test_ranks_that_read_their_pipe_are_asked_for_the_flight_recorders_dump(tmp_
     assert not list(tmp_path.iterdir())
 
 
-def test_what_the_user_has_set_of_the_flight_recorder_stays(tmp_path):
+def test_the_users_flight_recorder_settings_stay(tmp_path):
     assert nccl_variables({"TORCH_FR_DUMP_TEMP_FILE": "/x"}, tmp_path, 1) == {}
     newer = nccl_variables({"TORCH_FR_BUFFER_SIZE": "9"}, tmp_path, 1)
     assert "TORCH_NCCL_TRACE_BUFFER_SIZE" not in newer, "the user's own size stands"

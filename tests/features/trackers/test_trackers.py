@@ -40,9 +40,8 @@ def mlflow(monkeypatch):
     return begin
 
 
-def test_wandb_gets_the_jobs_id_where_it_may_be_installed_and_the_user_has_set_none(
-    tmp_path, monkeypatch
-):
+def test_wandb_gets_the_jobs_id(tmp_path, monkeypatch):
+    """It gets none if the user has set an id, or if wandb cannot be installed here."""
     for name in ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_SWEEP_ID"):
         assert given(tmp_path, {name: ""}) == {}, "also an empty one"
     for is_there, expected in ((None, {}), (object(), WANDB)):
@@ -78,7 +77,8 @@ class Trackio(types.ModuleType):
         self.current_run.set(types.SimpleNamespace(project="digits", name=name))
 
 
-def test_trackio_gets_the_name_of_its_run_beside_those_of_others(tmp_path, mlflow, monkeypatch):
+def test_trackio_gets_the_name_of_its_run(tmp_path, mlflow, monkeypatch):
+    """Runs of others may exist in the same project."""
     mlflow("first")
     TrackerNote(tmp_path, "abc").poll()
     sys.modules["mlflow"].active_run = lambda: None
@@ -115,7 +115,7 @@ trackio.finish()
     assert names[0] == names[1]
 
 
-def test_a_script_that_uses_our_run_has_its_mlflow_run_noted(tmp_path, mlflow):
+def test_a_scripts_own_mlflow_run_is_noted(tmp_path, mlflow):
     """Only the script's own process sees which run is active."""
     job = begin_job(tmp_path, resume=True).job
     run = ScriptRun({f"{PREFIX}RUN_DIR": str(tmp_path)})
@@ -125,7 +125,7 @@ def test_a_script_that_uses_our_run_has_its_mlflow_run_noted(tmp_path, mlflow):
     assert later["MLFLOW_RUN_ID"] == "first"
 
 
-def test_what_is_wrong_costs_the_note_and_nothing_else(tmp_path, mlflow):
+def test_a_broken_tracker_costs_only_its_note(tmp_path, mlflow):
     mlflow("first")
     TrackerNote(tmp_path, "").poll()
     TrackerNote(tmp_path, None).poll()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from robust_train.features.data_loader_workers.record import WorkersKnob
+from robust_train.features.data_loader_workers.record import WorkersFinding, WorkersKnob
 from robust_train.model.failure import Clue, FailureKind
 from robust_train.model.spec import Retry
 from robust_train.policy.context import FailureContext
@@ -20,11 +20,12 @@ def fewer_workers(context: FailureContext) -> Retry | None:
     The built-in trainer can. If workers die, training without any is tried once.
     """
     evidence = context.evidence
+    seen = evidence.of(WorkersFinding)
     last = context.last.of(WorkersKnob)
     is_host = context.failure.kind is FailureKind.HOST_OOM
     # where a worker died there were some
-    has_none = evidence.no_workers or (is_host and evidence.workers == 0)
-    holds_little = is_host and evidence.workers_hold_most is False
+    has_none = seen.no_workers or (is_host and seen.workers == 0)
+    holds_little = is_host and seen.workers_hold_most is False
     if has_none or holds_little or _workers_are_fixed(context):
         return None
     if evidence.clue in (Clue.IMPORT, Clue.MODEL):
@@ -61,9 +62,10 @@ def workers_after_all(context: FailureContext) -> Retry | None:
 
 def _workers_are_fixed(context: FailureContext) -> bool:
     """Return whether the trainer had as many workers although it was given fewer."""
-    seen = context.evidence.workers
+    seen = context.evidence.of(WorkersFinding).workers
     given = context.last.of(WorkersKnob).num_workers
     return bool(seen) and any(
-        one.spec.of(WorkersKnob).num_workers > given and one.evidence.workers == seen
+        one.spec.of(WorkersKnob).num_workers > given
+        and one.evidence.of(WorkersFinding).workers == seen
         for one in context.history[:-1]
     )

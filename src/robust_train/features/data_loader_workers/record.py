@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from robust_train.model.attempt import Attempt, Note
+from robust_train.model.events import Event
+from robust_train.model.failure import Finding
 from robust_train.model.spec import Knob
 
 if TYPE_CHECKING:
@@ -32,3 +35,42 @@ class WorkersKnob(Knob):
             config.training, num_workers=self.num_workers, prefetch_factor=self.prefetch_factor
         )
         return replace(config, training=training)
+
+
+@dataclass(frozen=True)
+class WorkersSeen(Event):
+    """The data-loader workers among the processes of an attempt that has ended."""
+
+    name = "workers_seen"
+    is_journaled = False
+    count: int
+    hold_most: bool
+
+
+@dataclass(frozen=True)
+class WorkersNote(Note):
+    """The workers that were seen; in no file but that of a failure. None if unknown."""
+
+    folds = (WorkersSeen,)
+
+    workers_seen: int | None = None
+    they_held_most: bool | None = None
+
+    def after(self, event: Event, attempt: Attempt) -> WorkersNote:
+        """Return the note after workers were seen."""
+        if not isinstance(event, WorkersSeen):
+            return self
+        return WorkersNote(event.count, event.hold_most)
+
+
+@dataclass(frozen=True)
+class WorkersFinding(Finding):
+    """The share of data-loader workers in a lack of host memory, or in their own death."""
+
+    behind = "library"
+
+    # the trainer has read no number of data-loader workers
+    no_workers: bool = False
+    workers: int | None = None  # data-loader workers among its processes
+    # they held most of the memory that ran out; None if unknown
+    workers_hold_most: bool | None = None

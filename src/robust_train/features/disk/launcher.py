@@ -55,6 +55,8 @@ class Disk(InLauncher):
             Path(path),
             lacks_file=lacks_file,
         )
+        if has_earlier:
+            has_earlier = self.job.look_for_checkpoint() is not None
         evidence = replace(failure.evidence, has_checkpoint=has_earlier, clue=Clue.DAMAGED)
         return replace(failure, evidence=evidence)
 

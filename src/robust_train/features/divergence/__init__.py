@@ -7,6 +7,11 @@ FEATURE = Feature(
     "divergence",
     launcher=f"{__name__}.launcher:Divergence",
     attempt=f"{__name__}.attempt:WatchesLosses",
-    parts=(f"{__name__}.record:DivergenceNote", f"{__name__}.record:DivergenceKnob"),
+    parts=(
+        f"{__name__}.record:DivergenceNote",
+        f"{__name__}.record:DivergenceKnob",
+        f"{__name__}.record:DivergedFinding",
+        f"{__name__}.record:RepeatFinding",
+    ),
     keys=(DivergenceKeys,),
 )

@@ -16,6 +16,7 @@ from robust_train.attempt.hooks import InAttempt
 from robust_train.attempt.live import LiveAttempt
 from robust_train.attempt.losses import COMPUTED, GIVEN, LossWatch
 from robust_train.features.divergence.model import DivergenceKeys
+from robust_train.features.divergence.record import DivergedFinding, RepeatFinding
 from robust_train.files import plain
 from robust_train.model.errors import TrainingDiverged
 from robust_train.model.events import UpdateSkipped
@@ -120,6 +121,7 @@ class Guard(LossWatch):
     leaves_out = True
 
     def __init__(self, live: LiveAttempt, divergence: DivergenceKeys) -> None:
+        super().__init__()
         self.divergence = divergence
         self.losses = Losses()
         self._live = live
@@ -197,15 +199,16 @@ class Guard(LossWatch):
         loss = self._loss
         self._loss = None
         done = update(optimizer, loss, scaler, max_grad_norm)
+        moved = self.has_moved(number, done)
         if done.is_bad is None:
-            return done.moved
+            return moved
         if not done.waits:
             self._count_update(number, bool(done.is_bad))
-            return done.moved
+            return moved
         earlier = self._late_updates.swap(number, done.is_bad)
         if earlier is not None:
             self._count_update(earlier[0], bool(earlier[1]))
-        return done.moved
+        return moved
 
     def _count_update(self, step: int, was_left_out: bool) -> None:
         """Count a step whose update was left out; raise after too many in a row."""
@@ -246,12 +249,9 @@ class Guard(LossWatch):
             # from there its data was passed over already
             if saves.passes_over and before.step == begun:
                 bad += max(saves.skips_to - begun, 0)
-        evidence = Evidence(
-            good_step=good,
-            bad_step=bad,
-            has_checkpoint=before is not None,
-            passes_over=saves.passes_over,
-            reads_lr=self._live.has_read("lr"),
+        evidence = Evidence(has_checkpoint=before is not None).having(
+            DivergedFinding(good, bad),
+            RepeatFinding(saves.passes_over, reads_lr=self._live.has_read("lr")),
         )
         return TrainingDiverged(Failure(FailureKind.DIVERGED, f"{message}; {last}", evidence))
 

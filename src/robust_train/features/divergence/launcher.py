@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
+from robust_train.features.divergence.record import DivergedFinding
 from robust_train.folder.checkpoints import spoil
 from robust_train.launcher.hooks import History, InLauncher
 from robust_train.model.attempt import Attempt
 
 
 class Divergence(InLauncher):
-    """Marks the checkpoints of an attempt that diverged."""
+    """Undoes what an attempt saved after it diverged."""
 
     def evidence(self, attempt: Attempt, history: History) -> Attempt:
-        """Mark what was saved after the last good step.
+        """Mark what was saved after the last good step, which is no progress.
 
-        Another rank may have recorded a checkpoint after the rank that diverged had looked.
+        Another rank may have recorded a checkpoint after the rank that diverged had looked, so the
+        disk decides whether there is one to go back to.
         """
-        evidence = attempt.evidence
-        if evidence.bad_step is not None and evidence.good_step is not None:
+        failure = attempt.failure
+        steps = attempt.evidence.of(DivergedFinding)
+        if failure is None or steps.bad_step is None:
+            return attempt
+        if steps.good_step is not None:
             folder = self.job.plan.run_dir / "checkpoints"
             with contextlib.suppress(OSError):
-                spoil(folder, self.job.beginning.job, evidence.good_step)
-        return attempt
+                spoil(folder, self.job.beginning.job, steps.good_step)
+        has_checkpoint = self.job.look_for_checkpoint() is not None
+        evidence = replace(failure.evidence, has_checkpoint=has_checkpoint)
+        attempt = replace(attempt, failure=replace(failure, evidence=evidence))
+        good = steps.good_step or 0
+        if attempt.saved_step is None or attempt.saved_step <= good:
+            return attempt
+        return replace(attempt, saved_step=good, checkpoint=None)

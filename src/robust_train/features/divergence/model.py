@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from robust_train.config.values import FROM_0, FROM_1, key
-from robust_train.features.divergence.record import DivergenceKnob
+from robust_train.features.divergence.record import DivergedFinding, DivergenceKnob, RepeatFinding
 from robust_train.model.feature import FeatureKeys
 from robust_train.model.spec import Retry
 from robust_train.policy.context import FailureContext
@@ -49,7 +49,7 @@ def before_it_diverged(context: FailureContext) -> Retry | None:
 def lower_learning_rate(context: FailureContext) -> Retry | None:
     """Retry from the last checkpoint before it with a lower learning rate."""
     tries = context.failures_without_progress - context.evidence.has_checkpoint
-    if not context.evidence.reads_lr:
+    if not context.evidence.of(RepeatFinding).reads_lr:
         return None
     if tries > context.config.retries:
         return None
@@ -58,8 +58,8 @@ def lower_learning_rate(context: FailureContext) -> Retry | None:
 
 
 def _back(context: FailureContext, action: str, lr_factor: float, with_less: str) -> Retry:
-    bad = context.evidence.bad_step or 0
-    skips = bad if context.evidence.passes_over else 0
+    bad = context.evidence.of(DivergedFinding).bad_step or 0
+    skips = bad if context.evidence.of(RepeatFinding).passes_over else 0
     data = f"; the data up to step {skips} is skipped" if skips else ""
     where = "from it" if context.evidence.has_checkpoint else "from the beginning"
     how = f": again {where}{with_less}{data}"

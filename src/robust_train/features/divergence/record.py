@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from robust_train.model.attempt import Attempt, Note
 from robust_train.model.events import CheckpointSaved, Event, UpdateSkipped
+from robust_train.model.failure import Finding
 from robust_train.model.spec import Knob
 
 if TYPE_CHECKING:
@@ -30,10 +31,31 @@ class DivergenceKnob(Knob):
 
 
 @dataclass(frozen=True)
+class DivergedFinding(Finding):
+    """The steps with which training diverged."""
+
+    behind = "library"
+
+    good_step: int | None = None  # the last one before it
+    bad_step: int | None = None  # the last one that was seen
+
+
+@dataclass(frozen=True)
+class RepeatFinding(Finding):
+    """Whether the trainer can train in another way than it did when it diverged."""
+
+    behind = "has_checkpoint"
+
+    passes_over: bool = False  # it can pass over data, see `DivergenceKnob.skips_to`
+    reads_lr: bool = False  # it takes the learning rate that it is given
+
+
+@dataclass(frozen=True)
 class DivergenceNote(Note):
     """What guards an attempt, and what that has cost."""
 
     behind = "saved_step"
+    folds = (CheckpointSaved, UpdateSkipped)
 
     # the last checkpoint that is known to be good stays
     is_guarded: bool = False
@@ -42,7 +64,7 @@ class DivergenceNote(Note):
     def after(self, event: Event, attempt: Attempt) -> DivergenceNote:
         """Return the note after a checkpoint, or an update that was left out."""
         match event:
-            case CheckpointSaved(loss="diverged"):
+            case CheckpointSaved(is_useful=False):
                 return self
             case CheckpointSaved():
                 return replace(self, is_guarded=event.is_guarded)

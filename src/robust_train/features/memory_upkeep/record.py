@@ -15,6 +15,7 @@ class UpkeepNote(Note):
     """What the final clean-up of an attempt returned."""
 
     behind = "memory"
+    folds = (MemoryCleared,)
 
     memory_returned: Mapping[str, Json] | None = None
 

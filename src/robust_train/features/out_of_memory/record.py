@@ -25,6 +25,8 @@ class SplitNote(Note):
     That splitting would change the loss is the kernel's to know: other features heed it as well.
     """
 
+    folds = (SplitChecked,)
+
     # the attempt has ended since a step cannot be computed in parts: why
     cannot_split: str = ""
 

@@ -12,6 +12,8 @@ from robust_train.model.events import CheckpointUnused, Event
 class ScriptCheckpointsNote(Note):
     """Which file of a script cannot be resumed from; in no file."""
 
+    folds = (CheckpointUnused,)
+
     # path of its newest checkpoint, if that is cut off
     not_whole: str | None = None
 

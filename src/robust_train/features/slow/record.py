@@ -13,6 +13,7 @@ class SlowNote(Note):
     """What slows an attempt down."""
 
     behind = "micro_batch"
+    folds = (Slow,)
 
     slow: str = ""  # what slows it down now, a sentence
 

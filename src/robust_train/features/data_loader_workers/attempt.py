@@ -1,0 +1,21 @@
+"""Whether the trainer takes the number of data-loader workers that it is given."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from robust_train.attempt.hooks import InAttempt
+from robust_train.attempt.loading import WORKERS
+from robust_train.features.data_loader_workers.record import WorkersFinding
+from robust_train.model.failure import Failure, FailureKind
+
+
+class ReadsWorkers(InAttempt):
+    """Finds out whether fewer workers can be asked for."""
+
+    def evidence(self, failure: Failure) -> Failure:
+        """Return a lack of host memory with whether the trainer reads a number of workers."""
+        if failure.kind is not FailureKind.HOST_OOM or self.live.supports(WORKERS):
+            return failure
+        finding = replace(failure.evidence.of(WorkersFinding), no_workers=True)
+        return replace(failure, evidence=failure.evidence.having(finding))

@@ -1,0 +1,88 @@
+"""Counts the data-loader workers of an attempt, and what they hold of its memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from robust_train.children.interpreters import Interpreter
+from robust_train.config.attempt import AttemptRequest
+from robust_train.features.data_loader_workers.record import (
+    WorkersFinding,
+    WorkersNote,
+    WorkersSeen,
+)
+from robust_train.host.linux import TICK_SECONDS
+from robust_train.host.memory import Workers, find_workers
+from robust_train.launcher.hooks import End, History, InLauncher, Watch
+from robust_train.model.attempt import Attempt
+from robust_train.model.events import Event
+from robust_train.model.failure import FailureKind
+
+_OF_THE_HOST = (FailureKind.HOST_OOM, FailureKind.WORKER_DEATH)
+_LONGEST_BETWEEN_LOOKS = 60.0
+# of the attempt's time, from its beginning: none that were seen by then are none at all
+_LATE = 1 / 3
+
+
+class WorkersWatch(Watch):
+    """Looks for data-loader workers, less often as time goes by."""
+
+    def __init__(
+        self, request: AttemptRequest, pids: Sequence[int], send: Callable[[Event], None]
+    ) -> None:
+        super().__init__(request, pids, send)
+        self._send = send
+        self._workers = Workers()  # at the last look that found some
+        self._began = time.monotonic()
+        self._looked = self._began
+        self._look_at = self._began + TICK_SECONDS
+
+    def poll(self, living: Mapping[int, Interpreter]) -> End | None:
+        """Count the workers if that is due."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return None
+        found = find_workers([one.pid for one in living.values()])
+        if found.count:
+            self._workers = found
+        self._looked = now
+        pause = max(now - self._began, TICK_SECONDS)
+        self._look_at = now + min(pause, _LONGEST_BETWEEN_LOOKS)
+        return None
+
+    def close(self) -> None:
+        """Record the workers. That there are none is known only if a look was late enough."""
+        seconds = time.monotonic() - self._began
+        is_late = self._looked - self._began >= _LATE * seconds
+        workers = self._workers
+        if workers.count or is_late:
+            self._send(WorkersSeen(workers.count, workers.hold_most))
+
+
+class DataLoaderWorkers(InLauncher):
+    """Adds the workers to what is known of a lack of host memory."""
+
+    def evidence(self, attempt: Attempt, history: History) -> Attempt:
+        """Return a lack of host memory, or the death of a worker, with the workers.
+
+        A process that is refused memory has reached a limit of its own, for which workers do not
+        matter. They do if the kernel counts the memory of all processes.
+        """
+        failure = attempt.failure
+        if failure is None or failure.kind not in _OF_THE_HOST:
+            return attempt
+        note = attempt.of(WorkersNote)
+        workers = note.workers_seen
+        if failure.kind is FailureKind.WORKER_DEATH and not workers:
+            # one that died early was there between two looks
+            workers = None
+        is_of_all = failure.evidence.library in ("kernel", "os", "ray")
+        finding = replace(
+            failure.evidence.of(WorkersFinding),
+            workers=workers,
+            workers_hold_most=note.they_held_most if is_of_all else False,
+        )
+        evidence = failure.evidence.having(finding)
+        return replace(attempt, failure=replace(failure, evidence=evidence))

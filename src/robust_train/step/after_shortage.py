@@ -1,0 +1,74 @@
+"""What a step does when memory ran out in one of its parts: the decision, apart from the deed.
+
+    a part runs ──went through──────────────────────────────▶ the next part
+        │
+        └─ memory ran out
+             ├─ gradients of earlier batches can leave the GPU ─▶ REPEAT_WITH_ROOM, same size
+             ├─ something cannot be put back ───────────────────▶ CANNOT_REPEAT, the attempt ends
+             ├─ a smaller size is left ─────────────────────────▶ REPEAT_SMALLER
+             ├─ the next smaller size leaves a lone sample ─────▶ CANNOT_REPEAT, the attempt ends
+             └─ no smaller size is left ────────────────────────▶ EXHAUSTED, the attempt ends
+
+With several ranks, every rank comes to the same end: the one whose memory ran out reports its
+answer, and the others repeat or end with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from robust_train.step.splitting import bounds
+
+
+class Answer(Enum):
+    """What follows after memory ran out in a part."""
+
+    REPEAT_WITH_ROOM = "the step is repeated at the same size"
+    REPEAT_SMALLER = "the step is repeated in smaller parts"
+    CANNOT_REPEAT = "the attempt ends, because the step cannot be repeated"
+    EXHAUSTED = "the attempt ends, because no smaller size is left"
+
+
+@dataclass(frozen=True)
+class AfterShortage:
+    """The answer; with the reason if the step cannot be repeated."""
+
+    answer: Answer
+    reason: str = ""
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the step is run again."""
+        return self.answer in (Answer.REPEAT_WITH_ROOM, Answer.REPEAT_SMALLER)
+
+    @property
+    def shrinks(self) -> bool:
+        """Whether the size that was used is known to be too large."""
+        return self.answer in (Answer.REPEAT_SMALLER, Answer.EXHAUSTED)
+
+
+def decide(smaller: int | None, used: int, batches: Iterable[int], *, least: int) -> AfterShortage:
+    """Return what follows if the step could be repeated.
+
+    Args:
+        smaller: the next smaller size, in samples; None if none is left.
+        used: the size at which memory ran out.
+        batches: the number of samples of each batch of the step.
+        least: the fewest samples that a part may have.
+    """
+    if smaller is None:
+        return AfterShortage(Answer.EXHAUSTED)
+    if any(not _is_cut_further(samples, smaller, used, least) for samples in batches):
+        reason = "BatchNorm cannot take a lone sample, which smaller parts would have"
+        return AfterShortage(Answer.CANNOT_REPEAT, reason)
+    return AfterShortage(Answer.REPEAT_SMALLER)
+
+
+def _is_cut_further(samples: int, smaller: int, used: int, least: int) -> bool:
+    """Return whether a batch has smaller parts at the smaller size, or is smaller anyway."""
+    if samples < used:
+        return True
+    parts = bounds(samples, smaller, least=least)
+    return max(stop - start for start, stop in parts) < used
