@@ -84,7 +84,7 @@ KEYS = {"seed": 1, "model": {"name": "vit", "width": 64}, "optim": {"lr": 0.1, "
         {**KEYS, "output_dir": "/elsewhere"},
     ],
 )
-def test_seeds_names_and_rates_keep_a_job_the_same(other):
+def test_seeds_names_and_rates_change_no_job(other):
     assert fingerprint("train.py", KEYS) == fingerprint("train.py", other)
 
 
