@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,9 +45,11 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from robust_train import compat  # noqa: E402
 from robust_train.attempt.checkpoints import HostCopies  # noqa: E402
+from robust_train.attempt.reports import Reports  # noqa: E402
 from robust_train.children.interpreters import Interpreters, preparation  # noqa: E402
 from robust_train.failures import classify_failure  # noqa: E402
 from robust_train.features.memory_samples.sampler import Sampler  # noqa: E402
+from robust_train.folder.checkpoints import write_atomically  # noqa: E402
 from robust_train.gpu.cuda_order import started_driver  # noqa: E402
 from robust_train.gpu.inventory import close_session, read_inventory  # noqa: E402
 from robust_train.gpu.processes import find_holders  # noqa: E402
@@ -60,6 +62,7 @@ from robust_train.memory.cuda import alloc_retries  # noqa: E402
 from robust_train.memory.stats import memory_in_use  # noqa: E402
 from robust_train.model.errors import UserError  # noqa: E402
 from robust_train.model.failure import Clue, FailureKind  # noqa: E402
+from robust_train.queue.registry import QueuedJob, Registry  # noqa: E402
 from robust_train.readable import GIB, MIB, first_line  # noqa: E402
 from robust_train.step.batcher import MicroBatcher  # noqa: E402
 from robust_train.step.oom_handler import retry_on_oom  # noqa: E402
@@ -68,6 +71,7 @@ from robust_train.step.update import LateFigures, update  # noqa: E402
 
 EVIDENCE = ROOT / "docs" / "gpu"
 TIMED = ("vit_base_patch16_224", "resnet50")
+NOBODY = 65534
 SHRINK = 1
 """Sizes are divided by it where a stand-in runs the probes without a GPU."""
 
@@ -359,6 +363,51 @@ def is_repeated(
     yield equal(f"{name}: repeats of the step", 2, repeats)
     yield below(f"{name}: gradients differ by", most, largest_difference(found, expected))
     yield below(f"{name}: memory left behind", 1, left / MIB, " MiB")
+
+
+class Tower(nn.Module):
+    """A billion weights in sixty layers, each computed again in the backward pass."""
+
+    def __init__(self, late: Pass) -> None:
+        super().__init__()
+        width = side(4096)
+        self.late = late
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(60))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            x = x + checkpoint(self.step, x, layer, number == 30, use_reentrant=False)
+        return x.float().square().mean(dim=(1, 2))
+
+    def step(self, x: torch.Tensor, layer: nn.Module, is_late: bool) -> torch.Tensor:
+        x = nn.functional.gelu(layer(nn.functional.layer_norm(x, x.shape[-1:])))
+        return self.late(x) if is_late else x
+
+
+def probe_large() -> Checks:
+    """Memory runs out in the middle of the backward pass of a model of a billion weights."""
+    with torch.device("cuda"):
+        net = Tower(Late.apply).bfloat16()
+        x = torch.randn(32, 64, side(4096)).bfloat16()
+    # room for two copies of the gradients and for activations, but not for what Late asks for
+    gc.collect()
+    limit_to(torch.cuda.memory_allocated() + 7 * GIB)
+    yield segments()
+
+    def loss_of(part: torch.Tensor) -> torch.Tensor:
+        return net(part).mean()
+
+    yield from is_repeated("1B, checkpoint, bf16", loss_of, x, net, most=1e-2)
+
+    def step(limit: int | None) -> None:
+        Late.most = limit
+        MicroBatcher(32).backward(loss_of, x, net)
+        net.zero_grad()
+
+    step(None)
+    whole, repeated = (milliseconds(partial(step, limit)) for limit in (None, 8))
+    yield figure("… its step, and a repeated one", f"{whole:.0f} ms, {repeated:.0f} ms")
+    yield below("… time lost", 2, (repeated - whole) / 1000, " s")
 
 
 def probe_second() -> Checks:
@@ -662,6 +711,17 @@ def probe_update() -> Checks:
     for number in range(3):
         step(number)
     yield equal("what waits for the GPU, fused", "nothing", what_waits(lambda: step(3)))
+    sent: list[Any] = []
+    reports = Reports(sent.append, is_main=True)
+
+    def report(number: int) -> None:
+        loss = batcher.backward(lambda part: model(part).square().mean(), x, model)
+        reports.progress(number, None, {"loss": loss})
+
+    waits = what_waits(lambda: report(4))
+    reports.send_last_progress()
+    yield equal("… with run.progress(loss=tensor)", "nothing", waits)
+    yield equal("losses that are reported", [True], [one.metrics["loss"] > 0 for one in sent])
     for name, make in OPTIMIZERS.items():
         left_out, without = (weights_after(make, skips=skips) for skips in (False, True))
         differ = largest_difference(left_out, without)
@@ -721,6 +781,14 @@ def probe_saves() -> Checks:
         is_whole = all(bool((one == number).all()) for one in copied["model"].values())
         yield equal(f"{which} copy is of the moment of the save", True, is_whole)
         yield figure(f"training stands still for the {which} one", f"{stall:.2f} s")
+    # a part of it, which a disk takes in seconds
+    few = {name: copied["model"][name] for name in list(state)[:4]}
+    written = write_atomically({"model": few}, Path(tempfile.mkdtemp()) / "copy.pt")
+    on_disk = torch.load(written, weights_only=True)["model"]
+    is_same = all(bool((one == number).all()) for one in on_disk.values())
+    yield equal("on disk it is of that moment, too", True, is_same)
+    del few, on_disk
+    written.unlink()
     counted = sum(arena.taken for arena in copies.arenas.values())
     if (taken := pinned_bytes()) is None or before is None:
         yield not_checked("pinned memory", "this torch does not tell (host_memory_stats)")
@@ -1048,6 +1116,44 @@ def probe_crowded() -> Checks:
     yield equal("when there is room again", "completed at batch 64", said_of(attempts[-1]))
 
 
+def probe_slices() -> Checks:
+    """A job whose time slice is over saves, leaves the GPU, and resumes once no one waits."""
+    if os.geteuid() != 0:
+        yield not_checked("a time slice", "only root can show it another user's job")
+        return
+    folder = Path(tempfile.mkdtemp())
+    go = folder / "go"
+    os.environ |= {"GO_FILE": str(go), "ROBUST_TRAIN_QUEUE_DIR": str(folder / "queue")}
+    registry = Registry(folder / "queue")
+    room = int(0.97 * gpu().total_bytes)
+    run = folder / "run"
+    rule = ("gpu_check_interval_seconds=1", "allow_cpu_fallback=false", "gpu_slice_minutes=0")
+    process = start_job(run, "is_sliced", *rule)
+    try:
+        journal = run / "journal.jsonl"
+        if not appears(journal, process, 60, '"checkpoint"'):
+            yield not_checked("a time slice", "the job has not begun")
+            return
+        held = free_bytes()
+        other = registry.enter(QueuedJob(reserved_bytes=room, only=(gpu().uuid,)))
+        other.update(replace(other.job, polled_at=time.monotonic() + 1e6))
+        os.fchown(other.fd, NOBODY, -1)
+        is_paused = appears(journal, process, 60, "attempt_ended")
+        yield equal("the slice ends while another user waits", True, is_paused)
+        deadline = time.monotonic() + 10
+        while free_bytes() < held + GIB and time.monotonic() < deadline:
+            time.sleep(0.02)
+        yield below("the GPU lacks of what the job held", 64, (held + GIB - free_bytes()) / MIB)
+        other.release()
+    finally:
+        go.touch()
+        registry.close()
+    done = ended(process, run)
+    outcomes = [(one["outcome"], one["action"]) for one in done["attempts"]]
+    yield equal("attempts", [("interrupted", "queue_again"), ("completed", "none")], outcomes)
+    yield equal("steps lost or repeated", 0, done["result"])
+
+
 def said_of(attempt: dict[str, Any]) -> str:
     return f"{attempt['outcome']} at batch {attempt['batch_size']}"
 
@@ -1138,7 +1244,9 @@ def probe_pytest() -> Checks:
         yield Check("pytest -m gpu", "exit code 0", said[:120], done.returncode == 0)
 
 
-BOTH = frozenset(("step", "retry", "shared", "optimizer", "fraction", "tight", "graph", "clear"))
+BOTH = frozenset(
+    ("step", "large", "retry", "shared", "optimizer", "fraction", "tight", "graph", "clear")
+)
 """Probes that run with expandable segments and without."""
 
 PROBES: dict[str, tuple[Callable[[], Checks], int]] = {
@@ -1149,12 +1257,14 @@ PROBES: dict[str, tuple[Callable[[], Checks], int]] = {
     "step": (probe_step, 150),
     "update": (probe_update, 60),
     "saves": (probe_saves, 60),
+    "large": (probe_large, 120),
     "standby": (probe_standby, 60),
     "lost": (probe_lost, 100),
     "fault": (probe_fault, 150),
     "speed": (probe_speed, 600),
     "teardown": (probe_teardown, 100),
     "crowded": (probe_crowded, 200),
+    "slices": (probe_slices, 200),
     "context": (probe_context, 60),
     "second": (probe_second, 60),
     "generator": (probe_generator, 60),

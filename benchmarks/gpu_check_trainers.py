@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from robust_train import TrainingStopped
+
 GIB = 2**30
 
 
@@ -58,6 +60,27 @@ def fills_eight_gib(cfg: Any, run: Any) -> int:
     run.progress(1)
     blocks = [torch.empty(GIB // 4, dtype=torch.uint8, device=cfg.device) for _ in range(32)]
     return len(blocks)
+
+
+def is_sliced(cfg: Any, run: Any) -> int:
+    """Hold a GiB and count steps; save and stop when that is asked for."""
+    device = cfg.device if torch.cuda.is_available() else "cpu"
+    held = torch.ones(GIB, dtype=torch.uint8, device=device)
+    state = {"count": torch.zeros(1, device=device)}
+    step: int = run.load(state)
+    run.save(state, step)
+    # until the one who waits is gone, and for as long as it takes to see that the slice is over
+    until = Path(os.environ["GO_FILE"])
+    while step < 10 or not until.exists():
+        step += 1
+        state["count"] += 1
+        run.progress(step)
+        if run.should_stop():
+            run.save(state, step)
+            raise TrainingStopped
+        time.sleep(0.05)
+    del held
+    return int(state["count"].item()) - step
 
 
 class RunsOut(torch.autograd.Function):

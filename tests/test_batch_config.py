@@ -2,12 +2,16 @@
 key that are refused."""
 
 import pytest
+from omegaconf import OmegaConf
 
 from attempts import built
 from refused_values import config_of, recorded, refusal_of
 from robust_train.config.attempt import for_attempt, trainer_config
 from robust_train.config.checks import checked
+from robust_train.config.composition import complete
+from robust_train.config.keys import Group, schema
 from robust_train.features.retry_rules.model import RetryKeys
+from robust_train.model.errors import ConfigError
 from robust_train.model.spec import AttemptSpec, RetryRule
 from robust_train.policy.sizes import PolicySettings
 
@@ -46,6 +50,29 @@ def test_meaningless_values_are_refused_as_recorded(words, line):
     refusal = refusal_of(words)
     assert refusal == line
     assert "\n" not in refusal
+
+
+CLOSED_GROUPS = [
+    name
+    for name, member in schema().root.members.items()
+    if isinstance(member, Group) and not member.is_open
+]
+
+
+@pytest.mark.parametrize("read", [complete, lambda given: checked(OmegaConf.create(given))])
+@pytest.mark.parametrize("given", [3, None, [1], "https://user:password@host"])
+@pytest.mark.parametrize("group", CLOSED_GROUPS)
+def test_a_value_for_a_group_names_keys(group, given, read):
+    with pytest.raises(ConfigError) as refused:
+        read({group: given})
+    line = str(refused.value)
+    assert line.startswith(group)
+    assert "is a group of keys, not a value; it has" in line
+    for name in schema().root.members[group].members:
+        assert f"{group}.{name}" in line
+    assert "Keys" not in line
+    assert "\n" not in line
+    assert group != "notify" or "password" not in line
 
 
 def test_a_script_has_rules_for_its_exit_codes():

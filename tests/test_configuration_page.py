@@ -16,6 +16,8 @@ from robust_train.config.keys import Schema, group_of, schema
 from robust_train.config.projects import builds_on_ours
 from robust_train.config.schema import RobustConfig
 from robust_train.features.detach.model import DetachKeys
+from robust_train.features.expandable_segments.model import SegmentsKeys
+from robust_train.features.stall.model import StallKeys
 from robust_train.model.errors import ConfigError
 from robust_train.vision.keys import check_config
 
@@ -67,8 +69,12 @@ def test_documented_types_are_those_of_the_code():
     }
     config = checked(complete(given))
     assert (config.training.batch_size, config.seed, config.training.epochs) == (32, 7, 3)
-    assert config.training.checkpoint_every_minutes is config.memory.expandable_segments is None
-    assert config.stall_timeout_seconds == 150
+    assert (
+        config.training.checkpoint_every_minutes
+        is config.of(SegmentsKeys).expandable_segments
+        is None
+    )
+    assert config.of(StallKeys).timeout_seconds == 150
     assert config.notify.command == ("notify-send", "a job")
     assert config.notify.on == ("failed",)
     with pytest.raises(AttributeError):

@@ -156,6 +156,15 @@ def test_a_probe_passes_on_a_stand_in(h200, probe):
     assert [check for check in checks if not check.passed] == []
 
 
+@pytest.mark.slow
+def test_a_large_model_s_step_is_repeated(h200):
+    """The time that it loses is another one there, and segments are not known."""
+    checks = {check.what: check for check in gpu_check.probe_large()}
+    checks.pop("… time lost")
+    checks.pop("segments are expandable")
+    assert [check for check in checks.values() if not check.passed] == []
+
+
 OTHER_STEPS = gpu_check.STEPS[1:]
 
 
@@ -179,7 +188,7 @@ def test_saves_are_whole_and_their_memory_visible(h200, monkeypatch):
         ("second", "ok"),
         ("training", "figure"),
     ]
-    assert marks[4:] == [("pinned", "DIFFERS"), ("pinned", "ok")]
+    assert marks[4:] == [("on", "ok"), ("pinned", "DIFFERS"), ("pinned", "ok")]
     monkeypatch.setattr(gpu_check, "pinned_bytes", lambda: None)
     assert [check.mark for check in gpu_check.probe_saves()][-1] == "not checked"
 
@@ -435,3 +444,18 @@ def test_the_checks_trainers_run_on_stand_ins(h200, monkeypatch, tmp_path):
     assert (seen["fraction"], seen["expandable"], seen["count"]) == (0.95, True, 1)
     with pytest.raises(RuntimeError, match="illegal"):
         trainers.faults_once(cfg, run)
+
+
+@pytest.mark.slow
+def test_a_job_leaves_after_its_time_slice(h200, monkeypatch, cuda_machine_with):
+    """Its memory is back when the simulated NVML says so."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can show it another user's job")
+    total = 139 * 1024
+    machine = cuda_machine_with(Gpu(uuid="GPU-0000", total_mib=total, free_mib=total))
+    for name, value in machine.environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(gpu_check, "GIB", 0)
+    checks = list(gpu_check.probe_slices())
+    assert [(one.what, one.seen) for one in checks if not one.passed] == []
+    assert len(checks) == 4

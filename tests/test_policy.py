@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from attempts import KEYS_OF_A_PROJECT, decided, failed, gpu, keys_at_the_root, policy
+from attempts import KEYS_OF_A_PROJECT, decided, failed, gpu, keys_at_the_root, policy, with_key
 from robust_train.config.projects import Words
 from robust_train.failures.advice import with_advice
 from robust_train.features.retry_rules.model import RetryKeys
@@ -117,8 +117,8 @@ def test_a_projects_messages_use_its_users_keys(data):
             RetryKeys(data.draw(st.sampled_from([(), (RetryRule("retry", message="theirs"),)]))),
         ),
         preserve_effective_batch_size=data.draw(st.sampled_from([None, True, False])),
-        min_num_gpus=data.draw(st.sampled_from([None, 1])),
     )
+    config = with_key(config, "min_num_gpus", data.draw(st.sampled_from([None, 1])))
     settings = type(settings).of(config)
     words = Words(config.theirs)
     said, spec = "training.batch_size=8: their own words", first_attempt(settings, gpus[:1])
@@ -208,7 +208,7 @@ def test_fewer_gpus_keep_the_effective_batch(batch_size, accumulation, ranks, fe
     counts = settings.fewer_ranks(ranks)
     assert list(counts) == sorted(counts, reverse=True)
     for count in counts:
-        assert settings.config.min_num_gpus <= count < ranks
+        assert keys["min_num_gpus"] <= count < ranks
         fewer = on_gpus(settings, (), Retry(spec, "wait", ""), spec.gpus[:count]).spec
         assert (fewer.ranks, len(fewer.gpus)) == (count, count)
         again = [fewer] + [

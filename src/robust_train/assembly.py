@@ -76,13 +76,17 @@ def _schema(places: Mapping[str, str]) -> Schema:
 
 SCHEMA = _schema(
     {
-        "features.memory_upkeep.model:CacheKeys": "memory.expandable_segments",
-        "features.memory_samples.model:SamplesKeys": "memory.clear_after",
-        "features.memory_upkeep.model:SnapshotKeys": "memory.clear_after",
+        "features.expandable_segments.model:SegmentsKeys": "memory.fraction",
+        "features.memory_upkeep.model:CacheKeys": "memory.fraction",
+        "features.memory_upkeep.model:ClearKeys": "memory.fraction",
+        "features.memory_samples.model:SamplesKeys": "memory.fraction",
+        "features.memory_upkeep.model:SnapshotKeys": "memory.fraction",
+        "features.fewer_gpus.model:FewerGpusKeys": "num_gpus",
         "features.time_slices.model:TimeSliceKeys": "queue_priority",
         "features.detach.model:DetachKeys": "allow_cpu_fallback",
         "features.retry_rules.model:RetryKeys": "preserve_effective_batch_size",
         "features.divergence.model:DivergenceKeys": "preserve_effective_batch_size",
+        "features.stall.model:StallKeys": "stop_grace_seconds",
     }
 )
 """All keys. Features' keys stand on the page, and in YAML, behind these keys of the kernel, in this

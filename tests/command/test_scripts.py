@@ -656,3 +656,18 @@ def test_a_refused_command_leaves_no_folder(words, scripts):
     started = warm.start(words, scripts.folder, scripts.world.environ)
     scripts.world.end(started).was_refused([])
     assert list(scripts.folder.glob("outputs/*")) == []
+
+
+@pytest.mark.parametrize("by_the_user", [False, True])
+def test_a_program_gets_no_variables_for_our_hydra(world, by_the_user):
+    """With ours, its own Hydra would raise its errors and look for its configs in our package."""
+    names = "HYDRA_FULL_ERROR", "HYDRA_MAIN_MODULE"
+    for name in names:
+        world.environ.pop(name, None)
+    if by_the_user:
+        world.environ |= dict.fromkeys(names, "1")
+    code = f"import os; print('given', [os.environ.get(name) for name in {names}])"
+    argv = json.dumps([sys.executable, "-c", code])
+    ended = world.run("trainer=command", f"trainer.argv={argv}", "device=cpu", code=0)
+    given = "1" if by_the_user else None
+    assert f"given {[given, given]}" in ended.stdout

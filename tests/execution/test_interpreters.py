@@ -130,18 +130,26 @@ def test_answers_are_read_despite_unread_words():
         assert [event.culprit for event in read_events(ours)] == ["a_library"]
 
 
-ASKS_TORCH = "import torch\nHAS_GPU = torch.cuda.is_available()\n"
+ASKS_TORCH = """
+import os, pathlib, torch
+torch.cuda.is_available()
+pathlib.Path(os.environ["ANSWER_FILE"]).write_text(str(torch.cuda._nvml_based_avail()))
+"""
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("libraries")
 def test_a_standby_may_ask_torch_for_gpus(interpreters, tmp_path, monkeypatch):
+    """torch asks NVML then, and starts no driver."""
+    answer = tmp_path / "answer"
+    monkeypatch.setenv("ANSWER_FILE", str(answer))
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "asks_torch.py").write_text(ASKS_TORCH)
     one = interpreters.start()
     one.prepare(preparation(["asks_torch"], is_standby=True))
     interpreters.await_prepared([one])
     assert one.is_usable
+    assert answer.read_text() == "True"
 
 
 WORDS = ("trainer._target_=trainers.hides_a_helper", "max_retries=1")

@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import warm
+from disks import fill, small_disk
 from forked_ranks import of_ranks
 from framework_config import framework_config
 from robust_train.attempt.run import live_of
@@ -15,7 +16,7 @@ from robust_train.config.checks import unchecked
 from robust_train.config.placeholders import MicroBatchPlan
 from robust_train.host.votes import Votes
 from robust_train.model.errors import UserError
-from watched_run import WatchedRun
+from watched_run import RunOnAFullDisk, WatchedRun
 
 accelerate = pytest.importorskip("accelerate", reason="the extra [accelerate] is not installed")
 ON_EACH_NODE = accelerate.utils.ProjectConfiguration(save_on_each_node=True)
@@ -76,6 +77,18 @@ def _train(folder, cfg, run=None, loss=_mean_square, **options):
             optimizer.step()
             optimizer.zero_grad()
     return accelerator.unwrap_model(model).weight.detach(), run
+
+
+def test_the_last_step_waits_for_room(tmp_path):
+    """What is saved is what training has ended with, although an earlier save had failed."""
+    with small_disk(tmp_path / "disk", "size=1m"):
+        run = RunOnAFullDisk(tmp_path / "disk", fill(tmp_path / "disk"))
+        weight, _ = _train(run.run_dir, framework_config(8), run)
+        assert list(run.saved_at) == [9]
+        assert live_of(run).saving.owed is None
+        saved = run.last_checkpoint / "model.safetensors"
+        content = pytest.importorskip("safetensors.torch").load_file(saved)
+        assert torch.equal(content["weight"], weight)
 
 
 def test_a_second_loop_is_refused_in_one_line(tmp_path):

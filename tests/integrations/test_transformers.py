@@ -6,11 +6,12 @@ import pytest
 import torch
 from running_out import recorded
 
+from disks import fill, small_disk
 from framework_config import SILENT, framework_config
 from robust_train.attempt.run import live_of
 from robust_train.model.errors import TrainingDiverged, TrainingStopped, UserError
 from taking_part import guarded
-from watched_run import WatchedRun
+from watched_run import RunOnAFullDisk, WatchedRun
 
 transformers = pytest.importorskip(
     "transformers", reason="the extra [transformers] is not installed"
@@ -131,6 +132,15 @@ def test_custom_batches_are_warned_of_before_resuming(tmp_path, caplog):
     assert "of the _Buckets" not in caplog.text
     _fit(tmp_path / "rest", framework_config(4, 2), run.saved_at[4], kind=_OwnBuckets)
     assert "Trainer: passes over as many batches of the _Buckets" in caplog.text
+
+
+def test_the_last_step_waits_for_room(tmp_path):
+    """What is saved is what training has ended with, although an earlier save had failed."""
+    with small_disk(tmp_path / "disk", "size=1m"):
+        run = RunOnAFullDisk(tmp_path / "disk", fill(tmp_path / "disk"))
+        _fit(run.run_dir, framework_config(8), run=run)
+        assert list(run.saved_at) == [9]
+        assert live_of(run).saving.owed is None
 
 
 def test_a_second_fit_is_refused_in_one_line(tmp_path):

@@ -66,7 +66,7 @@ DRAWS = "import random\ndef train(cfg): return random.random()\n"
         ("from seeding import train", "train", None),
     ],
 )
-def test_seeds_outside_of_attempts_are_named(world, given, trainer, why):
+def test_seeds_that_attempts_lack_are_named(world, given, trainer, why):
     """The same numbers in each attempt are what they are set for."""
     (world.folder / "elsewhere.py").write_text(DRAWS)
     (world.folder / "seeding.py").write_text(DRAWS.replace("return", "random.seed(1); return"))
@@ -152,7 +152,7 @@ torch.backends.cudnn.benchmark = True
         ("partial", "main()", ([], [])),
     ],
 )
-def test_settings_beside_a_trainer_by_value_are_found(trainer, called, lost):
+def test_effects_beside_a_pickled_trainer_are_found(trainer, called, lost):
     found = effects_beside_value(ast.parse(SETS + called), trainer)
     assert ([*found.calls], [*found.names]) == lost
 
@@ -164,6 +164,6 @@ def test_settings_beside_a_trainer_by_value_are_found(trainer, called, lost):
         ("import tools\ndef train(cfg): tools.set_seed(cfg.seed)", []),
     ],
 )
-def test_settings_beside_another_module_are_found(module, calls):
+def test_effects_beside_an_imported_trainer_are_found(module, calls):
     found = effects_beside_module(ast.parse(SETS + "main()"), ast.parse(module))
     assert [*found.calls] == calls

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from journals import HOSTILE, Journal, write_failed, write_recovered, write_sweep
+from journals import HOSTILE, STARTED, Journal, write_failed, write_recovered, write_sweep
 from robust_train.cli.main import main
+from robust_train.model.events import JobEnded
 from robust_train.report.html import write_report
 from robust_train.report.sources import read_sources
 from robust_train.sweep.record import SweepJob, SweepTable
@@ -52,6 +53,25 @@ def test_an_unwritable_report_fails_only_its_command(run, capsys, caplog):
     assert not list(run.glob("*.tmp"))
     assert main(["report", str(run)]) == 1
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_stop_has_one_word_on_the_page(tmp_path):
+    """Ctrl-C twice in a job's life is no trouble that it had."""
+    journal = Journal(tmp_path)
+    stop = {"message": "stopped after step 4", "action": "stopped", "reason": "interrupted"}
+    for number in (1, 2):
+        journal(0, STARTED)
+        journal.start(number)
+        journal.steps(number, 1, 4)
+        journal.end(number, "interrupted", **stop)
+        journal(1, JobEnded("interrupted", "interrupted by SIGINT"))
+    assert main(["report", str(tmp_path)]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "→ interrupted" not in page
+    assert "Interrupted." not in page
+    assert page.count("stopped after step 4") == 2
+    for cell in page.split('data-label="outcome"')[1:]:
+        assert cell.partition("</td>")[0].endswith("stopped")
 
 
 def test_hostile_texts_stay_texts(tmp_path):

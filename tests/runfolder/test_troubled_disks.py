@@ -2,6 +2,8 @@
 
 import errno
 import os
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from command_world import CommandWorld
 from disks import fill, small_disk
 from robust_train.attempt import ending, last_save
 from robust_train.attempt.run import Run, live_of
+from robust_train.features.disk.launcher import Disk
 from robust_train.folder.checkpoints import (
     CheckpointError,
     Manifest,
@@ -21,6 +24,7 @@ from robust_train.folder.checkpoints import (
 from robust_train.folder.identity import begin_job, wait_until_readable
 from robust_train.model.errors import ConfigError, RunFolderUnavailableError, TrainingStopped
 from robust_train.model.events import CheckpointFailed, CheckpointSaved
+from robust_train.model.failure import Failure, FailureKind
 
 STATE_BYTES = 2_000_000
 
@@ -167,6 +171,30 @@ def test_training_without_any_checkpoint_is_not_repeated(tmp_path, caplog):
     run.checkpoint_failed("No space left on device")
     with pytest.raises(CheckpointError):
         last_save.save_owed_checkpoint(live_of(run))
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "what_follows"),
+    [
+        (None, "training begins again, for no checkpoint is known"),
+        (Path("step-5"), "training goes on"),
+    ],
+)
+def test_a_wait_for_space_says_what_follows(tmp_path, caplog, checkpoint, what_follows):
+    """A script whose own save failed loses all its steps if it has no checkpoint."""
+    with small_disk(tmp_path / "disk"):
+        filler = fill(tmp_path / "disk")
+        message = f"OSError: [Errno 28] No space left on device: '{tmp_path}/disk/mine.pt'"
+        last = SimpleNamespace(failure=Failure(FailureKind.DISK_FULL, message))
+        job = SimpleNamespace(
+            state=SimpleNamespace(attempt=last),
+            plan=SimpleNamespace(run_dir=tmp_path / "disk"),
+            checkpoint=checkpoint,
+            sleep=lambda seconds: filler.unlink(),
+        )
+        Disk(job).before(None)
+    told = f"no space is left in {tmp_path}/disk: waiting for space, then {what_follows}"
+    assert caplog.messages == [told]
 
 
 def test_a_failed_save_does_not_cost_the_next(full):

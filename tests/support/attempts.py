@@ -10,6 +10,7 @@ from robust_train.assembly import FEATURES, load_remedies
 from robust_train.config.attempt import AttemptRequest
 from robust_train.config.checks import checked
 from robust_train.config.composition import complete
+from robust_train.config.keys import schema
 from robust_train.config.schema import RobustConfig, TrainerConfig, TrainingConfig
 from robust_train.config.trainers import TrainerRef
 from robust_train.features.retry_rules.model import RetryKeys, decided_by_rule, with_rule
@@ -46,12 +47,15 @@ def policy(
         num_workers=num_workers,
         gradient_checkpointing=gradient_checkpointing,
     )
+    kernels = {item.name for item in fields(RobustConfig)}
     config = RobustConfig(
         training=training,
         trainer=TrainerConfig(target),
         of_features=(RetryKeys(rules),),
-        **{"min_gpu_memory_mb": 0, **keys},
+        **{"min_gpu_memory_mb": 0, **{name: keys[name] for name in keys if name in kernels}},
     )
+    for name in keys.keys() - kernels:
+        config = with_key(config, name, keys[name])
     settings = PolicySettings.of(
         config,
         may_use_expandable_segments=may_use_expandable_segments,
@@ -59,6 +63,13 @@ def policy(
     )
     asked = with_figures(settings.asked, expandable_segments=expandable_segments)
     return replace(settings, asked=asked)
+
+
+def with_key(config, name, value) -> RobustConfig:
+    """The config with another value of a key at the root that a feature declares."""
+    having = (keys for keys in schema().features if not keys.group and hasattr(keys, name))
+    owner = next(having)
+    return config.having(replace(config.of(owner), **{name: value}))
 
 
 KEYS_OF_A_PROJECT = {

@@ -38,3 +38,19 @@ class WatchedRun(Run):
     @property
     def last_checkpoint(self) -> Path:
         return Path(self.of("checkpoint")[-1]["path"])
+
+
+class RunOnAFullDisk(WatchedRun):
+    """A run whose disk, which the file ``filler`` fills, has room once two saves have failed."""
+
+    def __init__(self, folder, filler, **more):
+        self._filler = filler
+        self.failures = 0
+        super().__init__(folder, **more)
+
+    def _keep(self, event):
+        super()._keep(event)
+        if self.events[-1]["event"] == "checkpoint_failed":
+            self.failures += 1
+            if self.failures > 1:
+                self._filler.unlink(missing_ok=True)

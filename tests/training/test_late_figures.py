@@ -69,7 +69,7 @@ def reporting(sent):
     return Reports(note, is_main=True)
 
 
-def test_a_gpu_loss_is_read_a_step_later(sent):
+def test_a_loss_waits_for_the_next_report(sent):
     report = reporting(sent)
     assert report.progress(1, None, {"loss": OnGpu(0.5), "lr": 0.1})
     assert sent == []
@@ -102,7 +102,7 @@ def test_an_unreported_step_sends_what_has_arrived(sent, monkeypatch):
 
 
 @pytest.mark.parametrize("stands", [False, True], ids=["held", "not due"])
-def test_figures_lost_in_a_fault_are_omitted(sent, stands):
+def test_figures_lost_to_a_fault_are_omitted(sent, stands):
     report = reporting(sent)
     reports.time.stands = stands
     fault = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
@@ -137,7 +137,7 @@ LATE = [True, *AT_ONCE[:-1]]
 
 @pytest.mark.parametrize("has_scaler", [False, True], ids=["plain", "scaler"])
 @pytest.mark.parametrize(("fused", "expected"), [(False, AT_ONCE), (True, LATE)])
-def test_a_fused_update_is_answered_a_step_later(has_scaler, fused, expected):
+def test_a_fused_update_is_answered_late(has_scaler, fused, expected):
     """An overflow too, which fused optimizers once took for an update."""
     weight = torch.nn.Parameter(torch.zeros(4))
     optimizer = torch.optim.AdamW([weight], lr=0.1, fused=fused)
@@ -146,7 +146,7 @@ def test_a_fused_update_is_answered_a_step_later(has_scaler, fused, expected):
     assert weight.isfinite().all()
 
 
-def test_overflows_are_answered_without_a_loss_watch():
+def test_unwatched_overflows_are_answered_late_too():
     weight = torch.nn.Parameter(torch.zeros(4))
     optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)

@@ -34,12 +34,13 @@ def test_the_built_in_trainer_works_on_a_gpu(tmp_path, caplog):
         hooked(first, MemoryUpkeep, checked(cfg))
         with pytest.raises(TrainingStopped):
             call_trainer(train, cfg, checked(cfg), first)
+        # The second run may replace this checkpoint by newer ones, if it takes long.
+        saved = torch.load(first.last_checkpoint, weights_only=True)
         second = WatchedRun(tmp_path, resume=first.last_checkpoint)
         hooked(second, MemoryUpkeep, checked(cfg))
         result = call_trainer(train, cfg, checked(cfg), second)
     assert result["steps"] == 6
     assert 0 < gpu.fraction < 1, "memory.fraction"
-    saved = torch.load(first.last_checkpoint, weights_only=True)
     assert "cuda" in saved["rng"]
     live_of(second).speed.send()
     assert second.of("speed")

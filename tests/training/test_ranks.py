@@ -130,7 +130,7 @@ class Group:
         ((0, 1, 1), [False, False, False]),
     ],
 )
-def test_messages_over_other_groups_are_seen(messages, seen):
+def test_first_parts_show_messages_over_other_groups(messages, seen):
     """A thread that sends now and then is not taken for the function."""
     own, other, silent = Group(), Group(), Group()
     groups = OtherGroups()
@@ -143,7 +143,7 @@ def test_messages_over_other_groups_are_seen(messages, seen):
     assert answers == seen
 
 
-def test_a_group_made_in_a_part_is_seen():
+def test_a_group_made_in_a_part_counts():
     groups = OtherGroups()
     for _ in range(2):
         groups.begin_part([])

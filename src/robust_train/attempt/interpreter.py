@@ -288,13 +288,14 @@ def _modules_to_share() -> tuple[str, ...]:
     """Return the imported modules that lie in site-packages, or are ours: an editable installation
     has ours elsewhere. The user's may change between two attempts."""
     folders = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
-    return tuple(
-        name
-        for name, module in list(sys.modules.items())
-        if name.startswith("robust_train.")
-        or str(getattr(module, "__file__", None) or "").startswith(folders)
-        if getattr(getattr(module, "__spec__", None), "name", None) == name
-    )
+    names = []
+    for name, module in list(sys.modules.items()):
+        is_ours = name.startswith("robust_train.")
+        is_installed = str(getattr(module, "__file__", None) or "").startswith(folders)
+        can_be_imported = getattr(getattr(module, "__spec__", None), "name", None) == name
+        if can_be_imported and (is_ours or is_installed):
+            names.append(name)
+    return tuple(names)
 
 
 def _run_rank(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -88,6 +89,29 @@ def save_owed_checkpoint(live: LiveAttempt) -> None:
         "training is over, and no checkpoint of it could be saved (%s); it is not trained again",
         unsaved,
     )
+
+
+def save_last_again(live: LiveAttempt, save: Callable[[], object]) -> None:
+    """Let a framework save the state that training has just ended with, if the disk did not take
+    its last checkpoint: no copy of that is kept, and the trainer may change the weights next.
+
+    What the disk refuses for another reason than room stays owed. Several ranks save together, and
+    only the first one knows that it failed, so theirs stays owed too.
+
+    Raises:
+        TrainingStopped: as above.
+    """
+    unsaved = live.saving.owed
+    if unsaved is None or live.world_size > 1 or not is_of_full_disk(unsaved):
+        return
+
+    def write() -> None:
+        with live.saves.raising():
+            save()
+            live.saves.finish()
+
+    with contextlib.suppress(CheckpointError):
+        write_when_there_is_room(live, write)
 
 
 def _waited_for_room(live: LiveAttempt, failed: CheckpointError) -> bool:

@@ -46,9 +46,9 @@ class LossWatch:
 
     def has_moved(self, number: int, done: Update) -> bool:
         """Return what :meth:`step` returns for an update."""
-        from robust_train.step.update import LateAnswers
-
         if self._answers is None:
+            from robust_train.step.update import LateAnswers
+
             self._answers = LateAnswers()
         return self._answers.moved(number, done)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from pathlib import Path
@@ -61,6 +62,7 @@ class Saves:
         self._failed = failed
         self._folder: CheckpointFolder | None = None
         self._has_position = False
+        self._raises = False
 
     def keep_newest(self, keep: int) -> None:
         """Let this many checkpoints of `run.save` stay."""
@@ -149,10 +151,22 @@ class Saves:
         try:
             write()
         except CheckpointError as error:
+            if self._raises:
+                raise
             if self._is_main:
                 kept = "earlier ones are kept" if self.has_checkpoint else "none is saved yet"
                 log.warning("%s; training goes on, %s", error, kept)
             self._failed(error)
+
+    @contextlib.contextmanager
+    def raising(self) -> Iterator[None]:
+        """Let a checkpoint that cannot be written be an error in here, not a warning: its caller
+        tries again."""
+        self._raises = True
+        try:
+            yield
+        finally:
+            self._raises = False
 
     @property
     def has_checkpoint(self) -> bool:

@@ -15,13 +15,14 @@ from robust_train.config.projects import lightning_of, ours, without_ours
 def call_task(task: Callable[..., Any], cfg: Any, run: Run) -> Any:
     """Return the result of a project's ``main`` in an attempt, with Lightning's ``fit`` replaced by
     ours."""
-    own = ours(cfg)
+    config = ours(cfg)
     cfg = without_ours(cfg)
     adopted: Any = contextlib.nullcontext()
-    if name := lightning_of(cfg):
+    name = lightning_of(cfg)
+    if name:
         importlib.import_module(name)  # the name under which our `fit` will use it
         from robust_train.integrations.lightning import adopted_fit
 
-        adopted = adopted_fit(own, run)
+        adopted = adopted_fit(config, run)
     with adopted:
         return call_with_run(task, cfg, run)

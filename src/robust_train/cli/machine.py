@@ -64,8 +64,8 @@ def machine(inventory: Inventory, jobs: Sequence[QueuedJob]) -> dict[str, Json]:
     holders = find_holders(inventory.gpus)
     shown = {gpu.uuid for gpu in visible.gpus}
     idle = {uuid: seconds for job in jobs for uuid, seconds in job.idle().items()}
-    found = [asdict(gpu) for gpu in inventory.gpus]
-    for gpu in found:
+    gpus = [asdict(gpu) for gpu in inventory.gpus]
+    for gpu in gpus:
         gpu["visible"] = gpu["uuid"] in shown
         gpu["idle_seconds"] = idle.get(gpu["uuid"])
         for process in gpu["processes"] or ():
@@ -76,7 +76,7 @@ def machine(inventory: Inventory, jobs: Sequence[QueuedJob]) -> dict[str, Json]:
         "driver_version": inventory.driver_version,
         "problem": inventory.problem,
         "warning": visible.warning or None,
-        "gpus": found,
+        "gpus": gpus,
         "skipped": [asdict(lost) for lost in inventory.skipped],
     }
 
@@ -121,33 +121,33 @@ def queue(arguments: Namespace) -> Answer:
     if not is_made(path):
         data: dict[str, Json] = {"directory": str(path), "jobs": [], "excluded": []}
         return Answer(data, [nothing])
-    now = time.monotonic()  # of the records: to read the GPUs may take long
+    now = time.monotonic()  # when the records are read: reading the GPUs may take long
     with contextlib.closing(Registry(path)) as registry:
-        found = registry.jobs()
+        jobs_now = registry.jobs()
         excluded = registry.exclusions()
         limit = registry.gpu_limit()
         warnings = []
         gpus: Sequence[GpuInfo] = ()
-        if found:
+        if jobs_now:
             inventory = read_inventory(processes=False)
             gpus = registry.marked(inventory.gpus)
             if not inventory.answered:
                 warnings.append(str(inventory.problem))
-    plan = Plan(found, gpus, now, limit)
-    jobs = [_job_as_json(job, found, gpus, plan, now) for job in found]
+    plan = Plan(jobs_now, gpus, now, limit)
+    jobs = [_job_as_json(job, jobs_now, gpus, plan, now) for job in jobs_now]
     jobs.sort(key=lambda job: job["position"] or 0)
     shown: list[str | Table] = [nothing]
     if jobs:
         shown = [Table(_OF_JOBS, [_job_row(job) for job in jobs])]
     shown += [f"job {job['id']}: {job['reason']}" for job in jobs if job["reason"]]
-    shown += describe(found, gpus) if arguments.verbose else ()
+    shown += describe(jobs_now, gpus) if arguments.verbose else ()
     shown += [f"{gpu.uuid}: {gpu.sentence()}" for gpu in excluded]
     data = {"directory": str(path), "jobs": jobs, "excluded": [asdict(gpu) for gpu in excluded]}
     return Answer(data, shown, warnings)
 
 
 def _job_as_json(
-    job: QueuedJob, found: Sequence[QueuedJob], gpus: Sequence[GpuInfo], plan: Plan, now: float
+    job: QueuedJob, jobs: Sequence[QueuedJob], gpus: Sequence[GpuInfo], plan: Plan, now: float
 ) -> dict[str, Json]:
     indexes = {gpu.uuid: gpu.index for gpu in gpus}
     idle = job.idle()
@@ -162,7 +162,7 @@ def _job_as_json(
         reasons.append("a GPU is free for it")
     else:
         reasons.append(who_goes_first(job, plan.order))
-        reasons.append(why_waiting(job, found, gpus, plan, {}))
+        reasons.append(why_waiting(job, jobs, gpus, plan, {}))
     return {
         "id": job.shown_id,
         "state": job.state,
@@ -191,7 +191,7 @@ def _job_as_json(
 
 def _about_launcher(job: QueuedJob) -> list[str]:
     """Return what does not fit the launcher that a job's record names."""
-    # by number alone: the time of its start and the namespace can be made up as well
+    # The number alone identifies the process: its start time and namespace can be made up too.
     with contextlib.suppress(psutil.Error, ValueError, OverflowError):
         user = psutil.Process(job.pid).uids().real
         if user != job.owner:
@@ -202,7 +202,8 @@ def _about_launcher(job: QueuedJob) -> list[str]:
     if is_hidden(job.pid) or is_there(job.pid, job.started):
         return []
     ended = f"its launcher (pid {job.pid}) has ended"
-    if left := processes_of(job.id, job.owner):
+    left = processes_of(job.id, job.owner)
+    if left:
         stop = f"robust-train stop {job.shown_id}"
         return [f"{ended} and left {named(left)}: {stop}"]
     return [f"{ended}, and what is left of it is not visible here"]

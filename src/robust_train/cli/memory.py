@@ -80,25 +80,25 @@ def info(arguments: Namespace) -> Answer:
         run = choose_run(arguments.run, command="memory info --run")
         answer = ask(run, "memory_info")
         live = {"run": run.id, **answer}
-        found = Answer({"live_run": live}, _described(run, answer))
+        answer_shown = Answer({"live_run": live}, _described(run, answer))
     except NotDoneError as problem:
         if arguments.run is not None:
             raise
         is_none = isinstance(problem, NothingAliveError)
         warnings = [] if is_none else [str(problem)]
-        found = Answer({"live_run": None}, warnings=warnings)
-    return _with_machine(found, arguments)
+        answer_shown = Answer({"live_run": None}, warnings=warnings)
+    return _with_machine(answer_shown, arguments)
 
 
-def _with_machine(found: Answer, arguments: Namespace) -> Answer:
+def _with_machine(answer: Answer, arguments: Namespace) -> Answer:
     """Return an answer with what ``gpus`` shows, and the host's memory."""
     machine = gpus(arguments)
     host = read_host_memory()
-    known = {"available_bytes": host.available, "total_bytes": host.total}
-    shown = list(found.shown) + list(machine.shown)
+    figures = {"available_bytes": host.available, "total_bytes": host.total}
+    shown = list(answer.shown) + list(machine.shown)
     if host.total is not None and host.available is not None:
         shown.append(f"host memory: {host.available // MIB} of {host.total // MIB} MiB available")
-    return replace(found, data={**found.data, **machine.data, "host": known}, shown=shown)
+    return replace(answer, data={**answer.data, **machine.data, "host": figures}, shown=shown)
 
 
 def enable(arguments: Namespace) -> Answer:
@@ -192,11 +192,11 @@ def choose(
         ancestors: the caller itself and all its parents.
     """
     processes, others = listed
-    known = {process.pid: process for process in processes}
+    by_pid = {process.pid: process for process in processes}
     targets = []
     refusals = {}
-    for pid in dict.fromkeys(named) if named else known:
-        process = known.get(pid)
+    for pid in dict.fromkeys(named) if named else by_pid:
+        process = by_pid.get(pid)
         if pid in ancestors:
             refusals[pid] = "is this command itself, or what it was started from"
         elif process is None:

@@ -77,8 +77,10 @@ def _with_overrides(command: str, folder: Path, overrides: list[str]) -> str:
     run = COMMANDS["run"]
     keys = {key_of(override) for override in overrides}
     same = {name for option in run.options if key_of(option.key) in keys for name in option.names}
-    own, program = split(run, words[begin:])
-    kept = [word for word in own if word.partition("=")[0] not in same and key_of(word) not in keys]
+    options, program = split(run, words[begin:])
+    kept = [
+        word for word in options if word.partition("=")[0] not in same and key_of(word) not in keys
+    ]
     words[begin:] = [*kept, *overrides, "--", *program]
     return f"cd {shlex.quote(directory)} && {shlex.join(words)}"
 

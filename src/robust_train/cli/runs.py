@@ -68,7 +68,8 @@ About = dict[str, Json]  # State of a run, or its answer, as `--json` prints it
 
 def status(arguments: Namespace) -> Answer:
     """Show the state of a run, which may have ended, or of a sweep and its jobs."""
-    if (sweep := sweep_at(arguments.which)) is not None:
+    sweep = sweep_at(arguments.which)
+    if sweep is not None:
         return _sweep_status(sweep)
     run = choose_run(arguments.which, dead_too=True)
     about = live.status(run)
@@ -132,7 +133,8 @@ def request(arguments: Namespace) -> Answer:
 
 def stop(arguments: Namespace) -> Answer:
     """Ask a live run, or a sweep with its jobs, to save checkpoints and end."""
-    if (sweep := sweep_at(arguments.which)) is not None:
+    sweep = sweep_at(arguments.which)
+    if sweep is not None:
         return _stop_sweep(sweep)
     run = choose_run(arguments.which, command="stop")
     if run.is_orphaned:
@@ -252,8 +254,8 @@ def _exit_code_in(sweep_folder: Path) -> int | None:
 
 def _attempts_in(run_dir: Path) -> list[int]:
     """Return the numbers of the attempts that have a log."""
-    found = (_NAME.fullmatch(path.name) for path in run_dir.glob(_LOG.format("*")))
-    return sorted(int(match[1]) for match in found if match)
+    matches = (_NAME.fullmatch(path.name) for path in run_dir.glob(_LOG.format("*")))
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def output_of(
@@ -341,10 +343,10 @@ def best(arguments: Namespace) -> Answer:
     direction = MINIMIZE if arguments.minimize else table.direction
     table = replace(table, jobs=tuple(rows) or table.jobs, direction=direction)
     first = next(iter(best_first(table)), [])
-    known = [row for row in first if row.value is not None]
-    if not known:
+    ranked = [row for row in first if row.value is not None]
+    if not ranked:
         raise NotDoneError(f"{folder}: no job has completed with a number")
-    row = max(known, key=lambda row: table.sign * (row.value or 0.0))
+    row = max(ranked, key=lambda row: table.sign * (row.value or 0.0))
     summary = read_summary(row.path)
     checkpoint = None
     if summary is not None and summary.checkpoint is not None:
@@ -354,7 +356,7 @@ def best(arguments: Namespace) -> Answer:
         "direction": direction,
         "result": row.result,
         **lacked_by_json(row.result),
-        "values": values_of(known),
+        "values": values_of(ranked),
         "overrides": row.overrides,
         "folder": row.folder,
         "checkpoint": checkpoint,

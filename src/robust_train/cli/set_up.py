@@ -198,9 +198,9 @@ def completion(arguments: Namespace) -> int:
     from robust_train.config.refusals import all_keys
 
     words = [f"{group}={name}" for group, names in groups().items() for name in names]
-    found = all_keys(())
-    groups_of_keys = {key.rpartition(".")[0] for key in found}
-    words += [f"{key}=" for key in found if key not in groups_of_keys]
+    keys = all_keys(())
+    groups_of_keys = {key.rpartition(".")[0] for key in keys}
+    words += [f"{key}=" for key in keys if key not in groups_of_keys]
     words += _OF_HYDRA
     first_words = dict.fromkeys(name.partition(" ")[0] for name in COMMANDS)
     # commands of two words first: the first case that matches counts

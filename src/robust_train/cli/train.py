@@ -22,10 +22,12 @@ from typing import Any, NoReturn
 
 from robust_train.compat import HYDRAS_OWN
 from robust_train.config.search_path import OF_COMMANDS, OURS, asking_for
+from robust_train.config.values import SET_FOR_HYDRA_VARIABLE
 from robust_train.host.engine import guest_rank
 from robust_train.host.loggers import standard_error
 from robust_train.model.errors import EXIT_BAD_CONFIG, EXIT_FAILED, ConfigError
 
+_MAIN_MODULE = "HYDRA_MAIN_MODULE"
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 # a project's own config need not name our callback
 _RECORD_SWEEPS = "++hydra.callbacks.robust_sweep._target_=robust_train.sweep.session.SweepCallback"
@@ -89,6 +91,10 @@ def hydra_main(
         version_base: the version of Hydra whose behaviour to follow. By default, Hydra 1.3 warns
             and follows 1.1: ``main`` runs in the run folder, and without ``config_path`` the
             configs are next to the file that defines it.
+
+    Returns:
+        A decorator. The decorated ``main()``, called without arguments, composes the config and
+        runs the job.
     """
 
     def decorate(task: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,7 +150,8 @@ def _prepare_process() -> None:
     from robust_train.host.screen import open_closed_streams
 
     open_closed_streams()
-    if (lack := why_unusable()) is not None:
+    lack = why_unusable()
+    if lack is not None:
         print(lack, file=standard_error())
         sys.exit(lack.exit_code)
 
@@ -187,7 +194,8 @@ def _open(
     from robust_train.config.refusals import explain, explain_option
     from robust_train.sweep.session import session
 
-    if (mistake := explain_option(arguments, config_name, config_path)) is not None:
+    mistake = explain_option(arguments, config_name, config_path)
+    if mistake is not None:
         print(mistake, file=standard_error())
         return EXIT_BAD_CONFIG
     try:
@@ -195,21 +203,27 @@ def _open(
     except ConfigError as error:
         print(error, file=standard_error())
         return EXIT_BAD_CONFIG
+    set_for_hydra = []
     if name:
         # names the log file; Hydra would name it after the module that defines the task
-        os.environ.setdefault("HYDRA_MAIN_MODULE", name)
+        if _MAIN_MODULE not in os.environ:
+            os.environ[_MAIN_MODULE] = name
+            set_for_hydra.append(_MAIN_MODULE)
     else:
         # a project's config may lack the keys of its group
-        own = ["++" * argument.startswith("robust.") + argument for argument in arguments]
-        sys.argv[1:] = own
+        overrides = ["++" * argument.startswith("robust.") + argument for argument in arguments]
+        sys.argv[1:] = overrides
         more.append(_RECORD_SWEEPS)
     sys.argv[1:] = compat.with_overrides(sys.argv[1:], more)
     session.sets_exit_code = True
     session.arguments = arguments
     session.check = jobs.check if name else None
     wants_traceback = os.environ.get(_FULL_ERROR) == "1"
-    # otherwise Hydra prints errors its own way and exits with 1
-    os.environ[_FULL_ERROR] = "1"
+    if not wants_traceback:
+        # otherwise Hydra prints errors its own way and exits with 1
+        os.environ[_FULL_ERROR] = "1"
+        set_for_hydra.append(_FULL_ERROR)
+    os.environ[SET_FOR_HYDRA_VARIABLE] = " ".join(set_for_hydra)
     composes_once = bool(name) and not may_set_mode(arguments)
     code = 0
     try:
@@ -236,6 +250,7 @@ def _open(
         discard_early()
         if not wants_traceback:
             del os.environ[_FULL_ERROR]
+        del os.environ[SET_FOR_HYDRA_VARIABLE]
     try:
         # jobs in processes of their own leave their exit codes in their run folders
         of_the_jobs = session.finish()
@@ -245,8 +260,8 @@ def _open(
 
 
 def _answer(name: str) -> None:
-    """Print the help or the version of our own script, and end, if that is what was asked for. Have
-    a trainer's module found in the working directory, as ``python -m`` does."""
+    """Print the help or the version of our own script and end, if the arguments ask for that.
+    Otherwise make modules of the working directory importable, as ``python -m`` does."""
     arguments = sys.argv[1:]
     if {"--help", "-h"} & set(arguments):
         print(help_text(name), end="")
@@ -275,7 +290,8 @@ def _exit_code_of(
     if isinstance(error, REFUSALS):
         print(explained(error), file=standard_error())
         return exit_code_of(error)
-    if problem := known_problem(error):
+    problem = known_problem(error)
+    if problem:
         print(problem[0], file=standard_error())
         return session.exit_code if session.exit_code else problem[1]
     return None
@@ -309,12 +325,12 @@ def _for_guest(arguments: list[str], name: str) -> list[str]:
     for word in ("-m", "--multirun"):
         if word in arguments:
             raise ConfigError(f"{word}: not as a rank of {guest.engine}; leave it out")
-    found = []
+    overrides = []
     if name and not any(argument.startswith("hydra.run.dir=") for argument in arguments):
-        found.append(f"hydra.run.dir={guest.folder}")
+        overrides.append(f"hydra.run.dir={guest.folder}")
     if guest.rank:  # rank 0 alone writes the config and the log file
-        found += ["hydra.output_subdir=null", "hydra/job_logging=stdout"]
-    return found
+        overrides += ["hydra.output_subdir=null", "hydra/job_logging=stdout"]
+    return overrides
 
 
 def _start_early(arguments: list[str]) -> None:
@@ -372,7 +388,7 @@ more: --cfg job (every key with its value), --hydra-help (Hydra's options), --ve
 
 def help_text(name: str) -> str:
     """Return the help of ``train_robust.py`` or ``train.py``, by the command that was run."""
-    choices = [f"  {group:<8} {', '.join(found)}" for group, found in groups().items()]
+    choices = [f"  {group:<8} {', '.join(names)}" for group, names in groups().items()]
     command = sys.argv[0]
     return _HELP.format(
         command=command if command.startswith("robust-train ") else f"python {name}.py",
@@ -383,9 +399,9 @@ def help_text(name: str) -> str:
 def groups() -> dict[str, list[str]]:
     """Return the choices of each config group that people choose from."""
     package = OF_COMMANDS.removeprefix("pkg://")
-    found: dict[str, list[str]] = {}
+    files_of: dict[str, list[str]] = {}
     for group in ("model", "dataset", "trainer"):
         files = [file.name for file in resources.files(f"{package}.{group}").iterdir()]
         names = [name.removesuffix(".yaml") for name in files if name.endswith(".yaml")]
-        found[group] = sorted(names)
-    return found
+        files_of[group] = sorted(names)
+    return files_of

@@ -45,6 +45,7 @@ def checked(cfg: DictConfig) -> RobustConfig:
     own = ours(cfg)
     theirs = their_keys(cfg)
     prefix = "" if theirs is None else f"{GROUP}."
+    refuse_values_of_groups(own, prefix)
     _resolve_all(own, prefix)
     _refuse_near_misses(own, prefix)
     if missing := sorted(OmegaConf.missing_keys(own)):
@@ -161,6 +162,23 @@ def _resolve_all(cfg: DictConfig, prefix: str = "") -> None:
             _resolve_all(value, f"{name}.")
 
 
+def refuse_values_of_groups(cfg: DictConfig, prefix: str = "") -> None:
+    """Refuse a value in the place of a group of ours, such as ``retry=3``, before OmegaConf names
+    the class that declares the group."""
+    for name, group in schema().root.members.items():
+        if not isinstance(group, Group) or group.is_open or name not in cfg:
+            continue
+        if OmegaConf.is_interpolation(cfg, name) or OmegaConf.is_missing(cfg, name):
+            continue
+        value = cfg[name]
+        if not isinstance(value, DictConfig):
+            given = f"{prefix}{name}"
+            if not is_secret(f"{name}="):
+                given += f"={value}"
+            keys = ", ".join(f"{prefix}{name}.{key}" for key in group.members)
+            raise ConfigError(f"{given}: is a group of keys, not a value; it has {keys}")
+
+
 def _refuse_near_misses(cfg: DictConfig, prefix: str) -> None:
     """Refuse likely typos: the root is open, so they would pass unseen. All in a
     project's group ``robust`` are ours, those in its open groups too."""
@@ -275,8 +293,6 @@ def _mistakes(config: RobustConfig) -> Iterator[str]:
     if config.min_batch_size > size:
         least = config.min_batch_size
         yield f"min_batch_size={least}: must not be above training.batch_size={size}"
-    if (config.min_num_gpus or 1) > gpus:
-        yield f"min_num_gpus={config.min_num_gpus}: must not be above num_gpus={gpus}"
     if config.runs_inline and gpus > 1:
         yield (
             f"num_gpus={gpus}: every GPU needs a process of its own; leave isolation=none out, or "

@@ -17,7 +17,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from robust_train.compat import register_resolver, set_nodes, typed_nodes
-from robust_train.config.checks import unknown
+from robust_train.config.checks import refuse_values_of_groups, unknown
 from robust_train.config.keys import Group, Key, group_of, schema
 from robust_train.config.projects import GROUP, defaults_for_theirs, is_theirs, ours
 from robust_train.config.schema import TrainerConfig, TrainingConfig
@@ -119,6 +119,7 @@ def complete(cfg: Mapping[str, Any] | DictConfig) -> DictConfig:
 
 def _complete(cfg: Any, prefix: str = "") -> DictConfig:
     base = _GROUPS if prefix else _GROUPS | {"training": _FOLLOWING}
+    refuse_values_of_groups(cfg, prefix)
     try:
         merged = OmegaConf.merge(open_root(schema().root), base, cfg)
     except OmegaConfBaseException as error:

@@ -15,13 +15,11 @@ from omegaconf import MISSING
 
 from robust_train.config.values import (
     AUTO,
-    CLEARED_AFTER,
     EVENTS,
     FROM_0,
     FROM_1,
     POSITIVE,
     POSITIVE_SHARE,
-    cleared_after,
     device_name,
     events,
     group,
@@ -108,21 +106,6 @@ class MemoryConfig:
         0.95,
         "share of the GPU's memory that an attempt's tensors and cache may take",
         range=POSITIVE_SHARE,
-    )
-    expandable_segments: bool | None = key(
-        None,
-        "CUDA allocator setting against fragmentation",
-        more="`auto`: for a function on one GPU, not for scripts, several GPUs or under WSL; an "
-        "exported variable takes precedence",
-        choices=(AUTO, True, False),
-        written=AUTO,
-    )
-    clear_after: tuple[str, ...] = key(
-        CLEARED_AFTER,
-        "empty it after a `save`, an `epoch`; clear a failed trainer's frames after a `failure`",
-        more="Without `failure` they are left to a debugger",
-        accepts="list",
-        read=cleared_after,
     )
 
 
@@ -235,12 +218,6 @@ class RobustConfig(PlainConfig):
         more="([several GPUs](several-gpus.md))",
         range=FROM_1,
     )
-    min_num_gpus: int | None = key(
-        None,
-        "go on with as few GPUs as this if there are no more in time; `null`: never fewer",
-        more="At the start or after one has failed, at the same effective batch",
-        range=FROM_1,
-    )
     min_gpu_memory_mb: int = key(
         4000,
         "memory that must be free on each GPU before it is taken; `auto`: as measured",
@@ -305,14 +282,6 @@ class RobustConfig(PlainConfig):
     stop_grace_seconds: float = key(
         20.0, "time for a last checkpoint after Ctrl-C or SIGTERM", unit="seconds", range=FROM_0
     )
-    stall_timeout_minutes: float | None = key(
-        None,
-        "without progress for this long, end the attempt and resume; `0`: never",
-        more="`auto`: learned from the job ([hangs](hangs.md))",
-        unit="minutes",
-        range=FROM_0,
-        written=AUTO,
-    )
     retry_pause_seconds: float = key(
         10.0,
         "pause before a retry after a network failure; doubles each time",
@@ -372,6 +341,11 @@ class RobustConfig(PlainConfig):
         """
         having = (one for one in self.of_features if hasattr(one, name))
         return getattr(next(having, None), name, None)
+
+    def without(self, name: str) -> RobustConfig:
+        """Return the config with the defaults of the feature that declares a key."""
+        others = tuple(keys for keys in self.of_features if not hasattr(keys, name))
+        return replace(self, of_features=others)
 
     def having(self, keys: FeatureKeys) -> RobustConfig:
         """Return the config with other values of a feature's keys."""
@@ -462,8 +436,3 @@ class RobustConfig(PlainConfig):
     def min_gpu_memory_bytes(self) -> int:
         """Free memory that a GPU needs to be taken."""
         return self.min_gpu_memory_mb * MIB
-
-    @property
-    def stall_timeout_seconds(self) -> float | None:
-        """After how long without progress an attempt counts as hanging; 0: never, None: learned."""
-        return None if self.stall_timeout_minutes is None else 60 * self.stall_timeout_minutes

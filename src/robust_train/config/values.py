@@ -21,6 +21,10 @@ CLEARED_AFTER = ("save", "epoch", "failure")
 URLS_VARIABLE = "ROBUST_TRAIN_NOTIFY_URLS"
 """Where the URLs of ``notify.urls`` are kept, which may hold passwords."""
 
+SET_FOR_HYDRA_VARIABLE = "ROBUST_TRAIN_SET_FOR_HYDRA"
+"""Names the variables that a command has set for its own Hydra. Attempts do without them: a program
+that uses Hydra itself is to find them as they are without us."""
+
 
 @dataclass(frozen=True)
 class Range:

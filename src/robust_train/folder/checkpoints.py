@@ -68,7 +68,7 @@ START = Position()
 
 
 USELESS = frozenset({"diverged", "damaged"})
-"""Values of :attr:`Manifest.loss` of a checkpoint that no attempt resumes from."""
+"""Values of `loss` of a checkpoint that no attempt resumes from."""
 
 
 @dataclass(frozen=True)
@@ -142,14 +142,14 @@ def mark(folder: Path, job: str, loss_of: Callable[[Manifest], str]) -> None:
 def spoil(folder: Path, job: str, good_step: int, since: float = math.inf) -> None:
     """Exclude checkpoints of diverged training from resumption. These are checkpoints after
     ``good_step`` or, if their step is unknown, written at ``since`` or later. Proven checkpoints
-    stay proven, and finite checkpoints up to that step become proven."""
+    stay proven, and finite checkpoints before that step become proven."""
 
-    def loss_of(one: Manifest) -> str:
-        is_after = one.time >= since if one.step is None else one.step > good_step
-        if is_after and one.loss != "proven":
+    def loss_of(manifest: Manifest) -> str:
+        is_after = manifest.time >= since if manifest.step is None else manifest.step > good_step
+        if is_after and manifest.loss != "proven":
             return "diverged"
-        is_followed = one.step is not None and one.step < good_step
-        return "proven" if is_followed and one.loss == "finite" else one.loss
+        is_followed = manifest.step is not None and manifest.step < good_step
+        return "proven" if is_followed and manifest.loss == "finite" else manifest.loss
 
     mark(folder, job, loss_of)
 
@@ -185,13 +185,13 @@ def _bad_part(file: Path) -> str:
 def content_of(path: Path) -> int:
     """Return a checksum of all files that have none of their own, such as those of safetensors.
     Raises OSError."""
-    found = 0
+    checksum = 0
     for file in _files_of(path):
         if not _is_zip(file):
             with file.open("rb") as opened:
                 while block := opened.read(_BLOCK_BYTES):
-                    found = zlib.crc32(block, found)
-    return found
+                    checksum = zlib.crc32(block, checksum)
+    return checksum
 
 
 def pass_over_damaged(folder: Path, job: str, path: Path, *, lacks_file: bool = False) -> bool:
@@ -201,10 +201,9 @@ def pass_over_damaged(folder: Path, job: str, path: Path, *, lacks_file: bool = 
     with contextlib.suppress(OSError):
         if not lacks_file and is_readable(path):
             return False
-        own = of_job(folder, job)
-        before = (
-            manifest for manifest in own if manifest.path != path and manifest.loss not in USELESS
-        )
+        manifests = of_job(folder, job)
+        others = (manifest for manifest in manifests if manifest.path != path)
+        before = (manifest for manifest in others if manifest.loss not in USELESS)
         if any(state_of(manifest) == "whole" for manifest in before):
             mark(
                 folder, job, lambda manifest: "damaged" if manifest.path == path else manifest.loss
@@ -236,8 +235,8 @@ def newest_checkpoint(folder: Path, job: str) -> Manifest | None:
                 return newer
             # now all of it is read; without a checksum to compare with, nothing is read for one
             damage = damage_in(path, reads=True)
-            known = manifest.content
-            is_same = damage or known is None or known == content_of(path)
+            content = manifest.content
+            is_same = damage or content is None or content == content_of(path)
             state = "whole" if is_same else "changed"
         if damage:
             log.warning("checkpoint %s is damaged (%s) and is skipped", path, damage)
@@ -258,24 +257,24 @@ def newest_checkpoint(folder: Path, job: str) -> Manifest | None:
 _OURS = "step-0.pt"
 
 
-def _unlisted(folder: Path, known: Manifest) -> Manifest | None:
-    """Return the newest whole checkpoint without a manifest whose name is like ``known`` but with
+def _unlisted(folder: Path, newest: Manifest) -> Manifest | None:
+    """Return the newest whole checkpoint without a manifest whose name is like ``newest`` but with
     greater numbers, or None. Raises OSError as above."""
     listed = read_manifests(folder)
     if any(manifest.loss == "diverged" for manifest in listed):
         return None  # it may be spoiled as well
-    own = {manifest.path for manifest in listed}
-    shape, numbers = _shape(known.path.name)
-    found = []
+    listed_paths = {manifest.path for manifest in listed}
+    shape, numbers = _shape(newest.path.name)
+    unlisted = []
     for path in folder.absolute().iterdir() if folder.is_dir() else ():
         its_shape, its_numbers = _shape(path.name)
-        if its_shape == shape and its_numbers > numbers and path not in own:
-            found.append((its_numbers, path))
-    for its_numbers, path in sorted(found, reverse=True):
+        if its_shape == shape and its_numbers > numbers and path not in listed_paths:
+            unlisted.append((its_numbers, path))
+    for its_numbers, path in sorted(unlisted, reverse=True):
         if is_readable(path):
             log.warning("checkpoint %s has no manifest, but is whole: using it", path)
-            step = None if known.step is None else max(its_numbers[-1], known.step + 1)
-            return replace(known, step=step, path=path)
+            step = None if newest.step is None else max(its_numbers[-1], newest.step + 1)
+            return replace(newest, step=step, path=path)
     return None
 
 
@@ -332,21 +331,21 @@ def rotate(folder: Path, job: str, keep: int) -> None:
     checkpoint that is proven to be good stays too; until one is proven, the oldest that may be good
     stays."""
     try:
-        own = [
+        manifests = [
             manifest
             for manifest in of_job(folder, job)
             if manifest.path.parent == folder.absolute() and manifest.path.name.startswith("step-")
         ]
         whole = [
             manifest
-            for manifest in own
+            for manifest in manifests
             if manifest.loss not in USELESS and state_of(manifest) == "whole"
         ]
         good = [manifest for manifest in whole if manifest.loss == "proven"][-1:]
         if not good:
             good = [manifest for manifest in whole if manifest.loss == "finite"][:1]
-        kept = good + whole[-keep:] + sorted(own, key=lambda manifest: manifest.time)[-1:]
-        for manifest in own:
+        kept = good + whole[-keep:] + sorted(manifests, key=lambda manifest: manifest.time)[-1:]
+        for manifest in manifests:
             is_older = whole and manifest.order < whole[-1].order
             is_of_no_use = is_older or manifest.loss in USELESS
             if is_of_no_use and manifest not in kept:
@@ -361,8 +360,8 @@ def rotate(folder: Path, job: str, keep: int) -> None:
 
 def of_job(folder: Path, job: str) -> list[Manifest]:
     """Return the manifests of ``job``, the newest checkpoint last. Raises OSError as below."""
-    own = (manifest for manifest in read_manifests(folder) if manifest.job == job)
-    return sorted(own, key=lambda manifest: manifest.order)
+    manifests = (manifest for manifest in read_manifests(folder) if manifest.job == job)
+    return sorted(manifests, key=lambda manifest: manifest.order)
 
 
 def read_manifests(folder: Path) -> list[Manifest]:
@@ -372,12 +371,12 @@ def read_manifests(folder: Path) -> list[Manifest]:
         names = os.listdir(folder)
     except _GONE:
         return []
-    found = []
+    manifests = []
     for name in names:
         if name.endswith(SUFFIX) and not name.startswith("."):
             with contextlib.suppress(FileNotFoundError):
-                found.append(_read(folder.absolute() / name))
-    return list(filter(None, found))
+                manifests.append(_read(folder.absolute() / name))
+    return list(filter(None, manifests))
 
 
 def state_of(manifest: Manifest) -> State:
@@ -425,12 +424,12 @@ def size_of(path: Path) -> int:
 def checksum_of(path: Path) -> int:
     """Return a checksum of the end of each file. A file of ``torch.save`` has the checksums of all
     its parts there, so the cost does not grow with the size. Raises OSError."""
-    found = 0
+    checksum = 0
     for file in _files_of(path):
         with file.open("rb") as opened:
             opened.seek(max(os.fstat(opened.fileno()).st_size - _END_BYTES, 0))
-            found = zlib.crc32(opened.read(), found)
-    return found
+            checksum = zlib.crc32(opened.read(), checksum)
+    return checksum
 
 
 def _file_of(folder: Path, path: Path) -> Path:

@@ -40,9 +40,9 @@ class Journal:
         line = (text + "\n").encode(errors="replace")
         if event.is_frequent:
             # each rank's own, and each event of the trainer's
-            own = event.event_name if isinstance(event, UserEvent) else ""
+            user_name = event.event_name if isinstance(event, UserEvent) else ""
             rank = getattr(event, "rank", None) or ""
-            kind = self._spacing.known(f"{event.name} {own} {rank}")
+            kind = self._spacing.known(f"{event.name} {user_name} {rank}")
             self._held.pop(kind, None)
             if not self._spacing.passes(kind, len(line)):
                 self._held[kind] = line

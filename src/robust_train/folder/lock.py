@@ -84,7 +84,7 @@ class Holder:
 
 
 class RunLock:
-    """Holds a run folder's lock for job id ``job`` until :meth:`release`, or until every holder has
+    """Holds a run folder's lock for job id ``job`` until `release`, or until every holder has
     ended. ``hold`` has the descriptors that an attempt and its child processes keep open. It is
     empty if the disk cannot lock.
 
@@ -221,7 +221,7 @@ def refusal(run_dir: Path) -> str | None:
 
 
 def wait_until_free(run_dir: Path) -> None:
-    """Wait, and refuse, as :class:`RunLock` does, before anything in the folder is written."""
+    """Wait, and refuse, as `RunLock` does, before anything in the folder is written."""
     _wait_until(lambda: not is_held(run_dir), run_dir)
 
 
@@ -277,7 +277,8 @@ def _end_leftovers(run_dir: Path) -> None:
         named(left),
         ORPHAN_SECONDS,
     )
-    if left := end_processes_of(holder.job, os.geteuid(), ORPHAN_SECONDS):
+    left = end_processes_of(holder.job, os.geteuid(), ORPHAN_SECONDS)
+    if left:
         log.warning("%s cannot be ended: it hangs in the kernel", named(left))
 
 

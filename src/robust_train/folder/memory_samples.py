@@ -42,8 +42,8 @@ class Sample:
 
 def encode(sample: Sample) -> str:
     """Return the sample as a line of the file, without its end."""
-    known = {name: value for name, value in vars(sample).items() if value is not None}
-    return json.dumps(known, separators=(",", ":"))
+    fields = {name: value for name, value in vars(sample).items() if value is not None}
+    return json.dumps(fields, separators=(",", ":"))
 
 
 def read_samples(path: Path) -> list[Sample]:
@@ -80,14 +80,14 @@ class Stability:
 
 
 def attempt_stability(run_dir: Path, attempt: int) -> Stability | None:
-    """Return and log :func:`stability` of one attempt of a run folder, or None without samples."""
+    """Return and log `stability` of one attempt of a run folder, or None without samples."""
     samples = [s for s in read_samples(run_dir / FILE_NAME) if s.attempt == attempt]
     if not samples:
         return None
-    found = stability(samples)
-    if found.kind not in ("unknown", "stable"):  # the summary has these
-        log.warning("attempt %d: memory is %s", attempt, found.sentence)
-    return found
+    result = stability(samples)
+    if result.kind not in ("unknown", "stable"):  # the summary has these
+        log.warning("attempt %d: memory is %s", attempt, result.sentence)
+    return result
 
 
 def stability(samples: Sequence[Sample]) -> Stability:
@@ -98,16 +98,20 @@ def stability(samples: Sequence[Sample]) -> Stability:
     tensors that accumulate are a leak, and memory that the caching allocator accumulates although
     tensors do not is fragmentation. The process's own host memory counts on the CPU and on the GPU.
     """
-    own = [s for s in samples if s.attempt == samples[-1].attempt and s.step is not None]
-    if not own:
+    samples_of_attempt = [
+        s for s in samples if s.attempt == samples[-1].attempt and s.step is not None
+    ]
+    if not samples_of_attempt:
         reason = "the trainer reported no steps" if samples else "no samples"
         return Stability("unknown", f"unknown ({reason})")
-    own.sort(key=lambda sample: sample.step or 0)
-    on_gpu = any(sample.allocated is not None for sample in own)
-    allocated = _floors([(s.step, s.allocated) for s in own])
-    reserved = _floors([(s.step, s.reserved) for s in own])
+    samples_of_attempt.sort(key=lambda sample: sample.step or 0)
+    on_gpu = any(sample.allocated is not None for sample in samples_of_attempt)
+    allocated = _floors([(s.step, s.allocated) for s in samples_of_attempt])
+    reserved = _floors([(s.step, s.reserved) for s in samples_of_attempt])
     # a data set that is mapped into memory makes `resident` grow as it is read
-    host = _floors([(s.step, s.resident if s.anonymous is None else s.anonymous) for s in own])
+    host = _floors(
+        [(s.step, s.resident if s.anonymous is None else s.anonymous) for s in samples_of_attempt]
+    )
     if not (allocated if on_gpu else host):
         return Stability("unknown", "unknown (too few samples after the warm-up)")
     where = "host memory " if on_gpu else ""
@@ -128,11 +132,11 @@ def stability(samples: Sequence[Sample]) -> Stability:
 def _floors(samples: Sequence[tuple[int | None, int | None]]) -> list[tuple[int, int]]:
     """Return step and value of the floor of each sixth of the steps after the warm-up, empty if a
     sixth has too few samples. A tenth of the samples may lie below: the last sample often does."""
-    known = [(step, size) for step, size in samples if step is not None and size is not None]
+    sized = [(step, size) for step, size in samples if step is not None and size is not None]
     spans: list[list[tuple[int, int]]] = [[] for _ in range(_SPANS)]
-    first, last = (known[0][0], known[-1][0]) if known else (0, 0)
+    first, last = (sized[0][0], sized[-1][0]) if sized else (0, 0)
     begin = first + _WARM_UP_SHARE * (last - first)
-    for step, size in known:
+    for step, size in sized:
         if step > begin:
             span = int(_SPANS * (step - begin) / (last - begin))
             spans[min(span, _SPANS - 1)].append((size, step))

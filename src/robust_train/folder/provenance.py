@@ -143,9 +143,9 @@ def _forms() -> re.Pattern[str]:
 def public_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that matter to training, without secrets."""
     names = [
-        one
-        for one in environ
-        if _MATTERS.fullmatch(one) and not _SECRET.search(one) and not _forms().search(environ[one])
+        name
+        for name in filter(_MATTERS.fullmatch, environ)
+        if not _SECRET.search(name) and not _forms().search(environ[name])
     ]
     return {name: _public_text(environ[name]) for name in sorted(names)}
 
@@ -165,13 +165,13 @@ def variables_named(
                     texts.append(file.read(_MOST_OF_A_PROGRAM))
     names: set[str] = set()
     for text in texts:
-        own = {
-            found[1]
-            for found in _ASSIGNED.finditer(text)
-            if not re.search(rf"\$\{{?{found[1]}\b", found[2])
+        assigned = {
+            match[1]
+            for match in _ASSIGNED.finditer(text)
+            if not re.search(rf"\$\{{?{match[1]}\b", match[2])
         }
         used = {name for found in _READ.findall(text) for name in found if name}
-        names |= used - own
+        names |= used - assigned
     return {
         name: environ.get(name)
         for name in sorted(names)
@@ -191,13 +191,13 @@ def changed_variables(before: Mapping[str, Json], job: str, now: Mapping[str, Js
         job: the identity of the job. The launch of another job is not compared.
         now: the result of `variables_named`.
     """
-    known = before.get("command_variables")
-    if before.get("job") != job or not isinstance(known, dict):
+    earlier = before.get("command_variables")
+    if before.get("job") != job or not isinstance(earlier, dict):
         return ""
     changed = [
-        f"{name} was {_value_in_words(known[name])} and is {_value_in_words(now[name])}"
+        f"{name} was {_value_in_words(earlier[name])} and is {_value_in_words(now[name])}"
         for name in now
-        if name in known and known[name] != now[name]
+        if name in earlier and earlier[name] != now[name]
     ]
     return "; ".join(changed)
 
@@ -242,13 +242,13 @@ def config_digests(composed: Sequence[Path], command: Sequence[str] = ()) -> dic
 def changed_files(before: Mapping[str, Json], digests: Mapping[str, Json]) -> list[str]:
     """Return the config files that were others in ``before``, the content of ``environment.json``
     of an earlier launch."""
-    known = before.get("config_files")
-    if not isinstance(known, dict):
+    earlier = before.get("config_files")
+    if not isinstance(earlier, dict):
         return []
     return [
         os.path.relpath(path)
         for path, digest in digests.items()
-        if known.get(path, digest) != digest
+        if earlier.get(path, digest) != digest
     ]
 
 
@@ -348,16 +348,16 @@ def _git(folder: str, arguments: str) -> str | None:
     run."""
     command = ["git", "-c", "core.fsmonitor=false", "-C", folder]
     variables = {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
-    found = printed_by(command + arguments.split(), GIT_SECONDS, variables)
-    return None if found is None else found.decode(errors="replace")
+    printed = printed_by(command + arguments.split(), GIT_SECONDS, variables)
+    return None if printed is None else printed.decode(errors="replace")
 
 
 def _packages() -> dict[str, str]:
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
         with contextlib.suppress(Exception):  # a broken one
-            found.setdefault(distribution.metadata["Name"], distribution.version)
-    return dict(sorted(found.items(), key=lambda pair: str(pair[0]).lower()))
+            versions.setdefault(distribution.metadata["Name"], distribution.version)
+    return dict(sorted(versions.items(), key=lambda pair: str(pair[0]).lower()))
 
 
 def _driver() -> str | None:
@@ -365,7 +365,8 @@ def _driver() -> str | None:
     lasts as long as the job, which blocks a reset of the GPUs."""
     with contextlib.suppress(OSError):
         text = Path("/proc/driver/nvidia/version").read_text()
-        if (found := re.search(r"Kernel Module\D*?([\d.]+)", text)) is not None:
+        found = re.search(r"Kernel Module\D*?([\d.]+)", text)
+        if found is not None:
             return found[1]
     return None
 
@@ -412,7 +413,7 @@ _PLAIN = re.compile(r"[\w/. @%+-]*", re.ASCII)
 
 def resume_command(run_dir: Path, *, is_named: bool = False) -> str | None:
     """Return the shell command that resumes this process's job from any working directory, or None
-    if it holds what is not kept, for a part of a sweep, or where no command started the job.
+    if it holds what is not kept, for a part of a sweep, or if no command started the job.
 
     ``is_named`` means that the program that calls ``launch`` names the run folder itself.
     """
@@ -422,7 +423,8 @@ def resume_command(run_dir: Path, *, is_named: bool = False) -> str | None:
             return None
         return _with_folder("hydra.run.dir", run_dir, str(hydra.runtime.cwd))
     words = command()
-    if arguments := arguments_of_run(words):
+    arguments = arguments_of_run(words)
+    if arguments:
         if not any(word.startswith("--run-dir") for word in words):
             words[arguments:arguments] = ["--run-dir", str(run_dir)]
         return _from(words)
@@ -438,7 +440,7 @@ def resume_command(run_dir: Path, *, is_named: bool = False) -> str | None:
 
 
 def sweep_resume_command(folder: Path, cwd: str) -> str | None:
-    """Return the shell command that resumes this process's sweep; None as above."""
+    """Return the shell command that resumes this process's sweep, or None as `resume_command`."""
     return _with_folder("hydra.sweep.dir", folder, cwd)
 
 

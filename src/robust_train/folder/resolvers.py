@@ -158,10 +158,10 @@ def resolvers_of(run_dir: Path | None) -> Resolvers:
 
 def _values_in(run_dir: Path, job: str) -> dict[Call, Any]:
     content = read_object(run_dir / FILE)
-    found: dict[Call, Any] = {}
+    values: dict[Call, Any] = {}
     with contextlib.suppress(KeyError, TypeError):
         if content["job"] == job:
-            for one in content["values"]:
-                call = one["key"], one["resolver"], tuple(one["arguments"])
-                found[call] = one["value"]
-    return found
+            for entry in content["values"]:
+                call = entry["key"], entry["resolver"], tuple(entry["arguments"])
+                values[call] = entry["value"]
+    return values

@@ -84,8 +84,8 @@ class KnownRun:
 
     def is_of(self, directory: str) -> bool:
         """Return whether it was started in this directory, or the directory lies in its folder."""
-        own = None if self.state is None else self.state.working_directory
-        return own == directory or Path(directory).is_relative_to(self.run_dir)
+        started_in = None if self.state is None else self.state.working_directory
+        return started_in == directory or Path(directory).is_relative_to(self.run_dir)
 
     @property
     def live_pids(self) -> tuple[int, ...]:
@@ -100,14 +100,14 @@ class KnownRun:
     @property
     def pid(self) -> int | None:
         """The launcher's process id, on its host."""
-        known = self.state or self.holder
-        return None if known is None else known.pid
+        source = self.state or self.holder
+        return None if source is None else source.pid
 
     @property
     def is_here(self) -> bool:
         """Whether it runs, or ran, on this host."""
-        known = self.state or self.holder
-        return known is None or known.host == socket.gethostname()
+        source = self.state or self.holder
+        return source is None or source.host == socket.gethostname()
 
     @property
     def is_orphaned(self) -> bool:
@@ -148,16 +148,16 @@ class KnownRun:
     def about(self) -> dict[str, Json]:
         """Return all that is known, for programs, with the ``last_state`` of a run that died."""
         status = self.status
-        known: dict[str, Json] = {"id": self.id, "pid": self.pid}
+        facts: dict[str, Json] = {"id": self.id, "pid": self.pid}
         if self.state is not None:
             content = self.state.about().items()
-            known = {k: v for k, v in content if v is not None or k == "waiting"}
+            facts = {k: v for k, v in content if v is not None or k == "waiting"}
             until = time.time() if self.alive else self.state.updated
-            known["seconds_in_state"] = round(max(until - self.state.since, 0.0), 1)
-            known["seconds"] = round(self.state.seconds(until), 1)
+            facts["seconds_in_state"] = round(max(until - self.state.since, 0.0), 1)
+            facts["seconds"] = round(self.state.seconds(until), 1)
             if status == DIED:
-                known["last_state"] = self.state.state
-        return {**known, "run_dir": str(self.run_dir), "alive": self.alive, "state": status}
+                facts["last_state"] = self.state.state
+        return {**facts, "run_dir": str(self.run_dir), "alive": self.alive, "state": status}
 
 
 def read_run(
@@ -258,19 +258,21 @@ def choose_run(which: str | None, *, dead_too: bool = False, command: str = "sta
     at_path = _run_at(Path(os.path.expanduser(which)))
     if at_path is not None and (at_path.alive or dead_too):
         return at_path
-    known = find_runs()
-    meant = [at_path] if at_path is not None else _meant(known, which)
-    found = [run for run in meant if run.alive]
-    if not found and dead_too:
-        found = meant[-1:]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise NoLiveRunError(f"{which} means {len(found)} runs; name one:{_listed(found, command)}")
+    runs = find_runs()
+    meant = [at_path] if at_path is not None else _meant(runs, which)
+    chosen = [run for run in meant if run.alive]
+    if not chosen and dead_too:
+        chosen = meant[-1:]
+    if len(chosen) == 1:
+        return chosen[0]
+    if chosen:
+        raise NoLiveRunError(
+            f"{which} means {len(chosen)} runs; name one:{_listed(chosen, command)}"
+        )
     if meant:
         last = meant[-1]
         raise NoLiveRunError(f"{which} is not alive: {last.id} {last.status}{_goes_on(last)}")
-    alive = [run for run in known if run.alive]
+    alive = [run for run in runs if run.alive]
     hint = "robust-train ps lists them"
     if alive:
         hint = f"alive are:{_listed(alive, command)}"
@@ -279,14 +281,14 @@ def choose_run(which: str | None, *, dead_too: bool = False, command: str = "sta
 
 def _default_run(command: str) -> KnownRun:
     """Return the run that a command means which names none."""
-    known = find_runs()
-    alive = [run for run in known if run.alive]
+    runs = find_runs()
+    alive = [run for run in runs if run.alive]
     # a disk may be shared with other hosts
     alive = [run for run in alive if run.is_here] or alive
     if len(alive) == 1:
         return alive[0]
     here = os.getcwd()
-    of_directory = [run for run in known if run.is_of(here)]
+    of_directory = [run for run in runs if run.is_of(here)]
     alive_here = [run for run in alive if run in of_directory]
     if len(alive_here) == 1:
         return alive_here[0]
@@ -297,8 +299,8 @@ def _default_run(command: str) -> KnownRun:
         raise NoLiveRunError(
             f"{len(alive_here or alive)} runs of yours are alive; name one:{listed}"
         )
-    if known:
-        listed = _listed(known[-_MOST_LISTED:], command)
+    if runs:
+        listed = _listed(runs[-_MOST_LISTED:], command)
         raise NothingAliveError(
             "no run of yours is alive, and none was started in this directory; the last "
             f"ones elsewhere:{listed}"
@@ -338,9 +340,9 @@ def _meant(runs: Sequence[KnownRun], which: str) -> list[KnownRun]:
         lambda run: folder in run.run_dir.parents,
     )
     for is_meant in ways:
-        found = [run for run in runs if is_meant(run)]
-        if found:
-            return found
+        meant = [run for run in runs if is_meant(run)]
+        if meant:
+            return meant
     return []
 
 
@@ -360,12 +362,12 @@ def _listed(runs: Sequence[KnownRun], command: str) -> str:
 
 def _links(directory: Path) -> dict[str, Path]:
     """Return names and targets of the links in the directory, the oldest first."""
-    found = {}
+    links = {}
     with contextlib.suppress(OSError):
         for name in sorted(os.listdir(directory)):
             with contextlib.suppress(OSError):
-                found[name] = Path(os.readlink(directory / name))
-    return found
+                links[name] = Path(os.readlink(directory / name))
+    return links
 
 
 def _surplus(links: Mapping[str, Path], most: int) -> list[str]:

@@ -34,12 +34,12 @@ def tracker_environment(
 
     If the trainer does not share the packages of this process, it may import others.
     """
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     has_wandb = not shares_packages or importlib.util.find_spec("wandb") is not None
     if has_wandb and not any(name in environ for name in _WANDB_ITSELF):
-        found |= {WANDB_ID: job, WANDB_RESUME: "allow"}
+        variables |= {WANDB_ID: job, WANDB_RESUME: "allow"}
     noted = _read_note(run_dir, job, environ.get(_MLFLOW_SERVER))
-    return found | {name: run for name, run in noted.items() if name not in environ}
+    return variables | {name: run for name, run in noted.items() if name not in environ}
 
 
 def _read_note(run_dir: Path, job: str, server: str | None) -> dict[str, str]:

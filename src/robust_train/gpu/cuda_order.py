@@ -75,15 +75,15 @@ def order_in_this_process() -> tuple[str, ...] | None:
 def _enumerate(driver: ctypes.CDLL) -> tuple[str, ...]:
     count = ctypes.c_int()
     _check("cuDeviceGetCount", driver.cuDeviceGetCount(ctypes.byref(count)))
-    found = []
+    uuids = []
     for ordinal in range(count.value):
         device = ctypes.c_int()
         _check("cuDeviceGet", driver.cuDeviceGet(ctypes.byref(device), ordinal))
         raw = (ctypes.c_ubyte * 16)()
         # version 1 has a slice's parent's UUID
         _check("cuDeviceGetUuid_v2", driver.cuDeviceGetUuid_v2(raw, device))
-        found.append(str(uuid.UUID(bytes=bytes(raw))))
-    return tuple(found)
+        uuids.append(str(uuid.UUID(bytes=bytes(raw))))
+    return tuple(uuids)
 
 
 def _check(call: str, code: int) -> None:

@@ -93,7 +93,8 @@ def find_gpu(name: str) -> GpuInfo | None:
 
 def ask_health_again() -> None:
     """Make the next call read the GPUs' health again, however recently it was read."""
-    if (session := known_session()) is not None:
+    session = known_session()
+    if session is not None:
         session.health.clear()
 
 
@@ -258,13 +259,13 @@ class NvmlSession:
         # MIG may be turned on at any time; most GPUs know no such mode
         mig = self._optional(self.nvml.nvmlDeviceGetMigMode, device.handle)
         if mig is not None and mig[0] == self.nvml.NVML_DEVICE_MIG_ENABLE:
-            found = self._read_slices(device, processes)
+            gpus_read = self._read_slices(device, processes)
         else:
-            found = [self._read_device(device, processes)]
+            gpus_read = [self._read_device(device, processes)]
         why = self._health_of(device)
         if why is None:
-            return found
-        return [replace(gpu, unusable=why, owned=False) for gpu in found]
+            return gpus_read
+        return [replace(gpu, unusable=why, owned=False) for gpu in gpus_read]
 
     def _device(self, index: int, handle: Any, parent: _Device | None = None) -> _Device:
         name = self._optional(self.nvml.nvmlDeviceGetName, handle)
@@ -384,9 +385,9 @@ class NvmlSession:
         computing = {process.pid for process in compute or ()}
         used: dict[int, int | None] = {}
         for process in (*(compute or ()), *(graphics or ())):
-            known = used.get(process.pid)
+            earlier = used.get(process.pid)
             size = process.usedGpuMemory
-            used[process.pid] = size if known is None else max(known, size or 0)
+            used[process.pid] = size if earlier is None else max(earlier, size or 0)
         return tuple(GpuProcess(pid, size, pid in computing) for pid, size in used.items())
 
     def _list_processes(self, handle: Any, kind: str) -> list[Any] | None:

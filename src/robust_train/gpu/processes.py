@@ -53,13 +53,13 @@ def find_holders(gpus: Iterable[GpuInfo]) -> dict[int, GpuUser]:
     if not sees_host_pids():
         return {}
     pids = {process.pid for gpu in gpus for process in gpu.processes or ()}
-    found = {}
+    holders = {}
     for pid in sorted(pids):
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
             user = user_name(process.uids().effective)
-            found[pid] = GpuUser(_command(process), user)
-    return found
+            holders[pid] = GpuUser(_command(process), user)
+    return holders
 
 
 def list_cuda_processes(inventory: Inventory) -> tuple[list[CudaProcess], dict[int, str]]:
@@ -95,7 +95,7 @@ def list_cuda_processes(inventory: Inventory) -> tuple[list[CudaProcess], dict[i
                 "outside of this container"
             )
             continue
-        known = [size for size in sizes.values() if size is not None]
+        known_sizes = [size for size in sizes.values() if size is not None]
         processes.append(
             CudaProcess(
                 pid,
@@ -103,7 +103,7 @@ def list_cuda_processes(inventory: Inventory) -> tuple[list[CudaProcess], dict[i
                 command,
                 started,
                 tuple(sizes),
-                sum(known) if len(known) == len(sizes) else None,
+                sum(known_sizes) if len(known_sizes) == len(sizes) else None,
             )
         )
     return processes, others
@@ -179,9 +179,9 @@ def is_shared(gpu: GpuInfo, ours: Collection[int]) -> bool:
     """Return whether a process that is not among ``ours`` computes on a GPU, as far as is known.
     A container may not know NVML's numbers, so only processes beyond the number of ours show it."""
     others = [
-        one.pid
-        for one in gpu.processes or ()
-        if one.computes and one.pid not in ours and not is_mps_server(one.pid)
+        process.pid
+        for process in gpu.processes or ()
+        if process.computes and process.pid not in ours and not is_mps_server(process.pid)
     ]
     return len(others) > (0 if sees_host_pids() else len(ours))
 
@@ -233,24 +233,24 @@ def footprint(allocated_bytes: int, gpu_name: str = "") -> int:
 def learned_context_bytes(gpu_name: str) -> int:
     """Return the largest context of this user's jobs on GPUs of this model, 0 if unknown. If NVML
     lists no processes, return the smallest upper bound."""
-    known = _learned()
-    measured = known.get(gpu_name)
-    return measured if measured else known.get(gpu_name + _AT_MOST, 0)
+    contexts = _learned()
+    measured = contexts.get(gpu_name)
+    return measured if measured else contexts.get(gpu_name + _AT_MOST, 0)
 
 
 def learn_context_bytes(gpu_name: str, figures: Mapping[str, int]) -> None:
     """Remember what an attempt measured. Never raises: a guess is all that is lost."""
-    known = _learned()
+    contexts = _learned()
     measured = figures.get("context_bytes", 0)
     at_most = figures.get("context_at_most_bytes", 0)
     name = gpu_name + _AT_MOST
-    learned = dict(known)
+    learned = dict(contexts)
     if measured in _PLAUSIBLE:
-        learned[gpu_name] = max(measured, known.get(gpu_name, 0))
+        learned[gpu_name] = max(measured, contexts.get(gpu_name, 0))
     if at_most in _PLAUSIBLE_AT_MOST:  # others' memory only adds
-        learned[name] = min(at_most, known.get(name, at_most))
+        learned[name] = min(at_most, contexts.get(name, at_most))
     path = _contexts_file()
-    if learned != known and path is not None:
+    if learned != contexts and path is not None:
         with contextlib.suppress(OSError):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_json(path, learned, indent=2)
@@ -267,5 +267,7 @@ def _contexts_file() -> Path | None:
 
 def _learned() -> dict[str, int]:
     path = _contexts_file()
-    known = {} if path is None else read_object(path)
-    return {name: size for name, size in known.items() if type(size) is int and size in _PLAUSIBLE}
+    contexts = {} if path is None else read_object(path)
+    return {
+        name: size for name, size in contexts.items() if type(size) is int and size in _PLAUSIBLE
+    }

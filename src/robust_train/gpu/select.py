@@ -119,6 +119,9 @@ def find_best_device(min_memory_mb: int = 4000) -> torch.device:
 
     Args:
         min_memory_mb: the required free memory, in MiB.
+
+    Returns:
+        ``cuda:0`` and so on as this process counts, or ``cpu``.
     """
     import torch
 
@@ -143,14 +146,14 @@ def _addressable_gpus() -> tuple[dict[GpuInfo, int], str]:
         # what the environment contains now no longer counts
         inventory = read_inventory(processes=False)
         here = {gpu.uuid.partition("-")[2]: gpu for gpu in inventory.gpus}
-        found = {here[uuid]: n for n, uuid in enumerate(started) if uuid in here}
-        return found, inventory.problem or "CUDA sees no GPU in this process"
+        numbers = {here[uuid]: n for n, uuid in enumerate(started) if uuid in here}
+        return numbers, inventory.problem or "CUDA sees no GPU in this process"
     if VARIABLE not in os.environ:
         # a mask of numbers would mean other GPUs under another order, so not beside a mask
         os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     visible = visible_gpus(read_inventory(processes=False), os.environ)
     if visible.warning:
         log.warning("%s", visible.warning)
-    known = {gpu: visible.ordinal(gpu.uuid) for gpu in visible.gpus}
-    found = {gpu: ordinal for gpu, ordinal in known.items() if ordinal is not None}
-    return found, visible.why_none
+    ordinals = {gpu: visible.ordinal(gpu.uuid) for gpu in visible.gpus}
+    numbers = {gpu: ordinal for gpu, ordinal in ordinals.items() if ordinal is not None}
+    return numbers, visible.why_none

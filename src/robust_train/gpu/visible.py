@@ -160,14 +160,14 @@ def resolve_mask(mask: str | None, cuda_order: Sequence[GpuInfo]) -> Visible:
         keys.append(key)
     for entry, key in zip(entries, keys, strict=False):
         try:
-            found = _find(key, cuda_order)
+            gpu_at = _find(key, cuda_order)
         except _NotThereError as error:
             mistake = _mistake(mask, entry, str(error), len(shown))
             return Visible(tuple(shown), warning=mistake)
-        if found in shown:
+        if gpu_at in shown:
             repeated = "names a GPU for the second time"
             return Visible(warning=_mistake(mask, entry, repeated, 0))
-        shown.append(found)
+        shown.append(gpu_at)
     ignored = entries[len(keys) :]
     # a trailing comma hides nothing
     if shown and not any(entry.strip() for entry in ignored):
@@ -248,8 +248,9 @@ def _order_is_uncertain(inventory: Inventory, environ: Mapping[str, str]) -> boo
 
 
 def _in_cuda_order(listed: Sequence[GpuInfo], uuids: Sequence[str]) -> list[GpuInfo]:
-    known = {gpu.uuid.partition("-")[2]: gpu for gpu in listed}
+    gpu_by_uuid = {gpu.uuid.partition("-")[2]: gpu for gpu in listed}
     reason = "NVML does not list it"
     return [
-        known[uuid] if uuid in known else _unreadable(f"GPU-{uuid}", -1, reason) for uuid in uuids
+        gpu_by_uuid[uuid] if uuid in gpu_by_uuid else _unreadable(f"GPU-{uuid}", -1, reason)
+        for uuid in uuids
     ]

@@ -18,7 +18,7 @@ def use_expandable_segments(
 ) -> bool:
     """Decide whether the allocator uses expandable segments from the start.
 
-    ``setting`` is ``memory.expandable_segments``, None if ``auto``; the user's environment
+    ``setting`` is ``memory.expandable_segments``, None if ``auto``. The user's environment
     overrides it. Expandable segments avoid most fragmentation, but fail at the first allocation
     under WSL2, and break CUDA graphs over NCCL's peer-to-peer transport as well as vLLM's
     all-reduce: so ``auto`` uses them only on a single GPU, for a trainer with which that
@@ -49,15 +49,15 @@ def allocator_settings(environ: Mapping[str, str], *, expandable_segments: bool)
 
 def exported_expandable_segments(environ: Mapping[str, str]) -> bool | None:
     """Return the setting in the user's own environment, None if there is none."""
-    found = re.search(r"expandable_segments\s*:\s*(\w+)", _exported(environ))
-    return None if found is None else found.group(1).lower() == "true"
+    match = re.search(r"expandable_segments\s*:\s*(\w+)", _exported(environ))
+    return None if match is None else match.group(1).lower() == "true"
 
 
 def exported_fraction(environ: Mapping[str, str]) -> float:
     """Return the share of a GPU that the user's own environment leaves the allocator (torch 2.9 and
     later), 1 if that sets none: how people share a GPU."""
-    found = re.search(r"per_process_memory_fraction\s*:\s*([\d.]+)", _exported(environ))
-    return 1.0 if found is None else float(found[1])
+    match = re.search(r"per_process_memory_fraction\s*:\s*([\d.]+)", _exported(environ))
+    return 1.0 if match is None else float(match[1])
 
 
 def _exported(environ: Mapping[str, str]) -> str:

@@ -115,7 +115,7 @@ def kill_descendants(
     deadline = time.monotonic() + _KILL_SECONDS
     pause = 0.002
     while True:
-        left = [found.pid for found in children(recursive=True) if _is_killed(found, is_ours)]
+        left = [child.pid for child in children(recursive=True) if _is_killed(child, is_ours)]
         if not left or time.monotonic() >= deadline:
             return left
         time.sleep(pause)
@@ -174,12 +174,12 @@ def _warn_of_limit(most: int) -> None:
 
 def marked_processes() -> dict[int, list[int]]:
     """Return the processes of jobs, of all users, by their marks."""
-    found: dict[int, list[int]] = {}
+    marked: dict[int, list[int]] = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         mark = mark_of(pid)
         if mark is not None:
-            found.setdefault(mark, []).append(int(pid))
-    return found
+            marked.setdefault(mark, []).append(int(pid))
+    return marked
 
 
 def processes_of(
@@ -188,25 +188,25 @@ def processes_of(
     marked: Callable[[], Mapping[int, Sequence[int]]] = marked_processes,
 ) -> list[psutil.Process]:
     """Return the living processes of a job, except its launcher and this one."""
-    found = []
+    living = []
     for pid in marked().get(job_mark(job), ()):
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
             has_ended = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
             if not has_ended and process.uids().real == uid and pid != os.getpid():
-                found.append(process)
-    return found
+                living.append(process)
+    return living
 
 
 def named(processes: Iterable[psutil.Process]) -> str:
     """Return processes as people look for them: ``pid 17 (python), pid 18 (sleep)``."""
-    found = []
+    names = []
     for process in processes:
         name = "?"
         with contextlib.suppress(psutil.Error):
             name = one_line(process.name())
-        found.append(f"pid {process.pid} ({name})")
-    return ", ".join(found)
+        names.append(f"pid {process.pid} ({name})")
+    return ", ".join(names)
 
 
 def end_processes_of(job: str, uid: int, grace_seconds: float) -> list[psutil.Process]:

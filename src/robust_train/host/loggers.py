@@ -217,8 +217,8 @@ def show_lines() -> None:
     _lines.is_job = True
     is_untouched = logger.propagate and not logger.disabled
     if logger.disabled or not logger.hasHandlers():
-        own = sys.stdout if is_untouched else sys.stderr
-        _lines.screen = _lines.screen or own
+        stream = sys.stdout if is_untouched else sys.stderr
+        _lines.screen = _lines.screen or stream
         logger.setLevel(logger.level or logging.INFO)
 
 

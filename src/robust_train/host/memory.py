@@ -37,18 +37,18 @@ class HostMemory:
     peak: int
     data: int  # writable private memory, which RLIMIT_DATA limits
     available: int  # what a new program could get, here and within the cgroup
-    total: int  # of the machine, or of the cgroup if that has less
+    total: int  # memory of the machine, or of the cgroup if that has less
 
 
 def read_host_memory() -> HostMemory:
     """Return the figures of this moment for this process."""
-    own = own_memory()
+    memory = own_memory()
     machine = psutil.virtual_memory()
     rooms = [(machine.total, machine.available)] + cgroup_rooms()
     return HostMemory(
-        resident=own.get("VmRSS", 0),
-        peak=own.get("VmHWM", 0),
-        data=own.get("VmData", 0),
+        resident=memory.get("VmRSS", 0),
+        peak=memory.get("VmHWM", 0),
+        data=memory.get("VmData", 0),
         available=min(available for _, available in rooms),
         total=min(total for total, _ in rooms),
     )
@@ -68,9 +68,9 @@ def own_memory(status: Path = Path("/proc/self/status")) -> dict[str, int]:
 
 def room_left() -> int:
     """Return what this process can still take, within its limits and the machine's memory."""
-    own = own_memory()
+    memory = own_memory()
     rooms = [read_host_memory().available]
-    rooms += [max(most - own.get(used, 0), 0) for most, used, _ in process_limits()]
+    rooms += [max(most - memory.get(used, 0), 0) for most, used, _ in process_limits()]
     return min(rooms)
 
 
@@ -92,17 +92,17 @@ def resident_bytes(process: psutil.Process) -> tuple[int, int]:
 
 
 def resident_bytes_of_tree(process: psutil.Process) -> tuple[int, int]:
-    """Return :func:`resident_bytes` of a process and its descendants. Pages of files count once, as
+    """Return `resident_bytes` of a process and its descendants. Pages of files count once, as
     those of the process that has most. Pages that a fork still shares with its parent count for
     both: only a walk through all of them could separate them."""
-    own = 0
+    own_bytes = 0
     shared = 0
     for member in [process] + process.children(recursive=True):
         with contextlib.suppress(psutil.Error):
             resident, anonymous = resident_bytes(member)
-            own = own + anonymous
+            own_bytes = own_bytes + anonymous
             shared = max(shared, resident - anonymous)
-    return own + shared, own
+    return own_bytes + shared, own_bytes
 
 
 def largest_resident() -> int:
@@ -151,15 +151,15 @@ def memory_folders(root: Path = Path("/")) -> list[Path]:
         cgroups |= dict.fromkeys(controllers.split(","), path)
     kind = "cgroup" if "memory" in cgroups else "cgroup2"
     controller = "memory" if cgroups.get("memory") else ""
-    own = PurePosixPath(cgroups.get(controller, ".."))
+    cgroup = PurePosixPath(cgroups.get(controller, ".."))
     # In a container, a cgroup may have the name that the machine or the container sees. A path with
     # `..` leads out of the namespace.
     mounts = _CGROUP_MOUNT.finditer(_read(root / "proc/self/mountinfo"))
-    for mount in mounts if ".." not in own.parts else ():
+    for mount in mounts if ".." not in cgroup.parts else ():
         mounted = _unescaped(mount["root"])
         has_memory = kind == "cgroup2" or "memory" in mount["options"].split(",")
-        if mount["kind"] == kind and has_memory and own.is_relative_to(mounted):
-            below = own.relative_to(mounted)
+        if mount["kind"] == kind and has_memory and cgroup.is_relative_to(mounted):
+            below = cgroup.relative_to(mounted)
             folder = root / _unescaped(mount["point"]).lstrip("/") / below
             above = len(below.parts) if kind == "cgroup2" else 0
             return [folder] + list(folder.parents)[:above]
@@ -197,8 +197,8 @@ class OomKillWatch:
 
 def _kills(path: Path) -> int | None:
     """Return ``oom_kill`` of ``memory.events``, ``memory.oom_control`` or ``/proc/vmstat``."""
-    found = _KILL_COUNT.search(_read(path))
-    return None if found is None else int(found[1])
+    match = _KILL_COUNT.search(_read(path))
+    return None if match is None else int(match[1])
 
 
 def _unescaped(field: str) -> str:
@@ -235,7 +235,7 @@ def find_workers(pids: Sequence[int]) -> Workers:
     are ``multiprocessing`` processes without children.
     """
     tree: dict[int, psutil.Process] = {}
-    known: dict[int, dict[str, Any]] = {}
+    infos: dict[int, dict[str, Any]] = {}
     for pid in pids:
         with contextlib.suppress(psutil.Error):
             root = psutil.Process(pid)
@@ -243,8 +243,8 @@ def find_workers(pids: Sequence[int]) -> Workers:
             tree |= {child.pid: child for child in root.children(recursive=True)}
     for pid, process in tree.items():
         with contextlib.suppress(psutil.Error):
-            known[pid] = process.as_dict(["ppid", "name", "cmdline"], ad_value="")
-    started = {pid: process for pid, process in known.items() if _is_started(process, known)}
+            infos[pid] = process.as_dict(["ppid", "name", "cmdline"], ad_value="")
+    started = {pid: process for pid, process in infos.items() if _is_started(process, infos)}
     workers = {pid for pid, process in started.items() if process["name"] == _OF_TORCH}
     if not workers:
         parents = {process["ppid"] for process in started.values()}
@@ -256,10 +256,10 @@ def find_workers(pids: Sequence[int]) -> Workers:
     return Workers(len(workers), theirs > sum(others))
 
 
-def _is_started(one: Mapping[str, Any], known: Mapping[int, Mapping[str, Any]]) -> bool:
+def _is_started(info: Mapping[str, Any], infos: Mapping[int, Mapping[str, Any]]) -> bool:
     """Return whether multiprocessing has started it: a fork has its parent's command line."""
-    words = one["cmdline"]
-    parent = known.get(one["ppid"])
+    words = info["cmdline"]
+    parent = infos.get(info["ppid"])
     return parent is not None and (
         words == parent["cmdline"] or any(name in word for word in words for name in _STARTED)
     )

@@ -51,9 +51,11 @@ def main() -> None:
                 break
             marks += data
     interpreters = {int(word[1:]) for word in marks.split() if word.startswith(b"i")}
-    own = [int(word) for word in marks.split() if word.isdigit()]
-    if own:
-        end_marked(own[-1], os.getuid(), int(stop_signal), float(grace_seconds), interpreters)
+    mark_numbers = [int(word) for word in marks.split() if word.isdigit()]
+    if mark_numbers:
+        end_marked(
+            mark_numbers[-1], os.getuid(), int(stop_signal), float(grace_seconds), interpreters
+        )
 
 
 def end_marked(
@@ -89,15 +91,15 @@ def mark_of(pid: int | str) -> int | None:
 def _marked(mark: int, uid: int) -> dict[int, tuple[int, bool]]:
     """Return a user's living processes with a mark, except this process, each with its parent and
     whether it is a fork that runs the parent's program."""
-    found = {}
+    marked = {}
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
             state, parent, *fields = file.read().rpartition(b")")[2].split()
             is_meant = os.fstat(file.fileno()).st_uid == uid and mark_of(pid) == mark
             if is_meant and pid != os.getpid() and state not in (b"Z", b"X"):
                 is_fork = bool(int(fields[4]) & _PF_FORKNOEXEC)
-                found[pid] = int(parent), is_fork
-    return found
+                marked[pid] = int(parent), is_fork
+    return marked
 
 
 if __name__ == "__main__":

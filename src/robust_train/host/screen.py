@@ -2,7 +2,7 @@
 
 A terminal under Ctrl-S, a dead ssh, ``| less``: what cannot be shown is kept for a while, then
 dropped, which a line reports once the reader is back. Nothing is lost from an attempt's log.
-On a terminal a :class:`LiveArea` shows a status below all output.
+On a terminal a `LiveArea` shows a status below all output.
 """
 
 from __future__ import annotations
@@ -156,7 +156,8 @@ def show(descriptor: int, data: bytes, source: object = None) -> None:
 def settle(descriptor: int, source: object) -> None:
     """Let what ``source`` has left unfinished on a terminal scroll away."""
     with contextlib.suppress(OSError):
-        if (area := screen_of(descriptor).area) is not None:
+        area = screen_of(descriptor).area
+        if area is not None:
             area.settle(source)
 
 

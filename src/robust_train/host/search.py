@@ -25,10 +25,10 @@ def is_found(pattern: str, text: str) -> bool:
     command = (sys.executable, "-I", "-S", "-c", SEARCH)
     given = json.dumps([pattern, text]).encode()
     try:
-        found = subprocess.run(command, input=given, capture_output=True, timeout=LIMIT_SECONDS)
-        if found.returncode == 0:
-            return found.stdout.strip() == b"True"
-        why = f"its process ended with {found.returncode}"
+        done = subprocess.run(command, input=given, capture_output=True, timeout=LIMIT_SECONDS)
+        if done.returncode == 0:
+            return done.stdout.strip() == b"True"
+        why = f"its process ended with {done.returncode}"
     except subprocess.TimeoutExpired:
         why = f"it takes more than {LIMIT_SECONDS:g} s, as nested repetition like (a+)+ does"
     except OSError as error:

@@ -133,8 +133,8 @@ class SignalWatch:
             if signum == signal.SIGTERM and UNDER_SUBMITIT in os.environ:
                 # comes with every preemption and is not its signal to requeue
                 continue
-            for one in (signum, forwarded):
-                self._previous[one] = signal.signal(one, self._on_signal)
+            for number in (signum, forwarded):
+                self._previous[number] = signal.signal(number, self._on_signal)
         # The parent may have blocked the signal, and then nothing could stop this process.
         mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._previous)
         self._blocked = mask & self._previous.keys()
@@ -202,12 +202,12 @@ class SignalWatch:
             previous(self.received, None)
 
     def check(self) -> None:
-        """Raise :class:`JobInterrupted` if a signal has come that no handler takes."""
+        """Raise `JobInterrupted` if a signal has come that no handler takes."""
         if self._handler is None:
             self.raise_if_received()
 
     def raise_if_received(self) -> None:
-        """Raise :class:`JobInterrupted` if a signal has come."""
+        """Raise `JobInterrupted` if a signal has come."""
         if self.received:
             raise JobInterrupted(self.received)
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from omegaconf import DictConfig
 
+from robust_train.attempt.last_save import save_last_again
 from robust_train.attempt.run import Run, live_of
 from robust_train.compat import prepared_schedulers
 from robust_train.integrations.sample_order import StepShares, take_over
@@ -55,7 +56,8 @@ class RobustLoop:
     ) -> None:
         _check(accelerator, run)
         refuse_saving_on_each_node("Accelerator", accelerator.project_configuration)
-        if (its_log := logging.getLogger("accelerate")).level == logging.NOTSET:
+        its_log = logging.getLogger("accelerate")
+        if its_log.level == logging.NOTSET:
             # it has twelve lines for a checkpoint, we one
             its_log.setLevel(logging.WARNING)
         self.accelerator = accelerator
@@ -85,7 +87,8 @@ class RobustLoop:
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the remaining epochs, counted from 0. An earlier attempt may have started the
         first."""
-        if (path := self.run.resume_checkpoint) is not None:
+        path = self.run.resume_checkpoint
+        if path is not None:
             if self.accelerator.num_processes == 1 and any(path.glob("pytorch_model_fsdp*")):
                 raise UserError(
                     f"{path}: has the shards of several ranks, which accelerate cannot read in one "
@@ -109,6 +112,7 @@ class RobustLoop:
             if self.epoch < count and self._saved_step is None:
                 self.save()
         live_of(self.run).saves.finish()
+        save_last_again(live_of(self.run), self.save)
 
     def batches(self) -> Iterator[Any]:
         """Yield the remaining batches of the current epoch. Taking the next batch ends the step.

@@ -1,4 +1,4 @@
-"""Lightning under the launcher: :func:`fit` instead of ``trainer.fit``.
+"""Lightning under the launcher: `fit` instead of ``trainer.fit``.
 
 ::
 
@@ -93,7 +93,7 @@ def fit(
 
 
 def _fit(
-    own: Callable[..., None],
+    fit: Callable[..., None],
     trainer: Any,
     model: Any,
     data: Any,
@@ -120,7 +120,7 @@ def _fit(
     if has_data:
         is_module = hasattr(data, "train_dataloader")
         options["datamodule" if is_module else "train_dataloaders"] = data
-    if "weights_only" in compat.signature_as_written(own).parameters:
+    if "weights_only" in compat.signature_as_written(fit).parameters:
         # the job's own file, whose hyperparameters may be modules and functions
         options.setdefault("weights_only", False)
     try:
@@ -133,11 +133,11 @@ def _fit(
                 options["ckpt_path"] = str(path)
                 # it would search again; what it has found is in the checkpoint
                 trainer.callbacks = [
-                    one
-                    for one in trainer.callbacks
-                    if type(one) is not _callbacks.LearningRateFinder
+                    callback
+                    for callback in trainer.callbacks
+                    if type(callback) is not _callbacks.LearningRateFinder
                 ]
-            own(model, **options)
+            fit(model, **options)
     except Stopped as stopped:
         raise TrainingStopped(str(stopped)) from None
     except SystemExit:
@@ -153,9 +153,9 @@ def _fit(
 @contextlib.contextmanager
 def adopted_fit(cfg: DictConfig, run: Run) -> Iterator[None]:
     """Replace the first ``trainer.fit`` of a program that was not written for us by `fit`."""
-    own = _pytorch.Trainer.fit
+    fit_of_lightning = _pytorch.Trainer.fit
 
-    @wraps(own)
+    @wraps(fit_of_lightning)
     def adopting(
         trainer: Any,
         model: Any,
@@ -180,7 +180,7 @@ def adopted_fit(cfg: DictConfig, run: Run) -> Iterator[None]:
         elif not compat.searches(trainer):
             with Words(live_of(run).their_keys).of_errors():
                 if reason is None:
-                    fit = partial(own, trainer)
+                    fit = partial(fit_of_lightning, trainer)
                     _fit(fit, trainer, model, data, cfg=cfg, run=run, **options)
                     return
                 _check_ranks(trainer, run)
@@ -188,13 +188,13 @@ def adopted_fit(cfg: DictConfig, run: Run) -> Iterator[None]:
             log.warning("%s; this fit is Lightning's own, without checkpoints of ours", reason)
             keep_batch(run, reason)
         options |= {"train_dataloaders": train_dataloaders, "datamodule": datamodule}
-        own(trainer, model, **options)
+        fit_of_lightning(trainer, model, **options)
 
     _pytorch.Trainer.fit = adopting
     try:
         yield
     finally:
-        _pytorch.Trainer.fit = own
+        _pytorch.Trainer.fit = fit_of_lightning
 
 
 def _with_batch_of(data: Any, cfg: DictConfig, run: Run) -> DictConfig:
@@ -209,23 +209,23 @@ def _with_batch_of(data: Any, cfg: DictConfig, run: Run) -> DictConfig:
     if not hasattr(data, "train_dataloader") or type(theirs) is not int:
         return cfg
     steps = cfg.training.gradient_accumulation_steps
-    asked = live_of(run).parts.asked
-    if asked is None:
-        asked = AttemptSpec((), cfg.training.batch_size, steps)
-    if theirs in (cfg.training.batch_size, asked.batch_size):
+    spec = live_of(run).parts.asked
+    if spec is None:
+        spec = AttemptSpec((), cfg.training.batch_size, steps)
+    if theirs in (cfg.training.batch_size, spec.batch_size):
         return cfg
     name = type(data).__name__
-    if _sets_batch(cfg, asked):
+    if _sets_batch(cfg, spec):
         raise UserError(
-            f"{name}.batch_size={theirs}, but training.batch_size={asked.batch_size}: one has to "
+            f"{name}.batch_size={theirs}, but training.batch_size={spec.batch_size}: one has to "
             "follow the other; leave training.batch_size out, or write "
             "batch_size=${training.batch_size} in the config of the data module"
         )
-    micro_batch = -(-theirs * asked.gradient_accumulation_steps // steps)
+    micro_batch = -(-theirs * spec.gradient_accumulation_steps // steps)
     log.info(
         "%s.batch_size=%d is the job's batch size, as no training.batch_size is given", name, theirs
     )
-    live_of(run).parts.set_asked(asked.with_batch(theirs, None))
+    live_of(run).parts.set_asked(spec.with_batch(theirs, None))
     live_of(run).parts.split_by(replace(live_of(run).parts.plan, batch_size=micro_batch))
     live_of(run).parts.stop_splitting()  # An earlier fit of this trainer may have split.
     if run.is_main:
@@ -236,10 +236,10 @@ def _with_batch_of(data: Any, cfg: DictConfig, run: Run) -> DictConfig:
     return cfg
 
 
-def _sets_batch(cfg: DictConfig, asked: AttemptSpec) -> bool:
+def _sets_batch(cfg: DictConfig, spec: AttemptSpec) -> bool:
     """Return whether the user has set the batch size. A default given explicitly counts too."""
     if (
-        asked.batch_size != TrainingConfig.batch_size
+        spec.batch_size != TrainingConfig.batch_size
         or cfg.training.get("effective_batch_size") is not None
     ):
         return True
@@ -282,7 +282,8 @@ def _check(trainer: Any, cfg: DictConfig, run: Run) -> None:
             "Trainer: has an accumulation of its own; leave accumulate_grad_batches out and set "
             "training.gradient_accumulation_steps"
         )
-    if (reason := _counts_micro_batches(trainer)) is not None:
+    reason = _counts_micro_batches(trainer)
+    if reason is not None:
         raise UserError(f"{reason}; shorten the data set instead (torch.utils.data.Subset)")
     if isinstance(trainer.val_check_interval, int):
         log.warning(
@@ -335,17 +336,17 @@ def _give(owner: Any, name: str, value: int) -> bool:
 
 
 def _result(trainer: Any, model: Any, data: Any, metric: str | None, validation: Any) -> Any:
-    found = logged(trainer)
+    figures = logged(trainer)
     source = type(model if data is None else data)
     inherited = _pytorch.LightningDataModule.val_dataloader
     can_validate = validation is not None or (
         getattr(source, "val_dataloader", inherited) is not inherited
     )
-    is_there = bool(found) if metric is None else metric in found
+    is_there = bool(figures) if metric is None else metric in figures
     if not is_there and trainer.enable_validation and can_validate:
         # an attempt that resumes after the last step trains and logs nothing
         trainer.validate(
             model, validation, datamodule=data if validation is None else None, verbose=False
         )
-        found |= logged(trainer)
-    return result_of(metric, found)
+        figures |= logged(trainer)
+    return result_of(metric, figures)

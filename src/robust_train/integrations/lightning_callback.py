@@ -1,4 +1,4 @@
-"""The callback that :func:`robust_train.integrations.lightning.fit` adds to a trainer, and its
+"""The callback that `fit` adds to a trainer, and its
 position in samples."""
 
 from __future__ import annotations

@@ -60,10 +60,10 @@ def recover_in_steps(trainer: Any, model: Any, run: Run, callback: Any) -> None:
 def _keep_evaluation_batches(trainer: Any, run: Run, callback: Any, *, can_split: bool) -> None:
     """Give loaders of validation and test the batches that they had in the job's first attempt,
     because figures and the effect of ``limit_val_batches`` depend on them."""
-    own: int = callback.shares.micro_batch
+    micro_batch: int = callback.shares.micro_batch
     spec = live_of(run).parts.asked
-    asked = own if spec is None else spec.batch_size
-    if asked == own:
+    batch_size = micro_batch if spec is None else spec.batch_size
+    if batch_size == micro_batch:
         return
     process = trainer.strategy.process_dataloader
 
@@ -72,8 +72,8 @@ def _keep_evaluation_batches(trainer: Any, run: Run, callback: Any, *, can_split
         log.warning(
             "Lightning: evaluates in batches of %d, no longer %d: limit_val_batches=2 and the like "
             "are less data, and figures of batches may differ from those of earlier attempts",
-            own,
-            asked,
+            micro_batch,
+            batch_size,
         )
 
     def process_dataloader(loader: Any) -> Any:
@@ -81,9 +81,9 @@ def _keep_evaluation_batches(trainer: Any, run: Run, callback: Any, *, can_split
         is_of_evaluation = type(batches) is BatchSampler and not isinstance(
             batches.sampler, SampleOrder
         )
-        if is_of_evaluation and batches.batch_size == own:
+        if is_of_evaluation and batches.batch_size == micro_batch:
             if can_split:
-                batches.batch_size = asked
+                batches.batch_size = batch_size
             else:
                 warn()
         return process(loader)
@@ -165,23 +165,24 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
             return loss
 
         is_last = not accumulates_now(trainer)
-        found = self._step.run_batch(
+        results = self._step.run_batch(
             batch,
             body,
             is_last=is_last,
             loss_of=loss_of,
             function=trainer.lightning_module.training_step,
         )
-        self._logs.log(found)
+        self._logs.log(results)
         if is_last:
             self._step = None
-        (result, _), _ = found[0]
-        return result if len(found) == 1 else self._merged(found)
+        (result, _), _ = results[0]
+        return result if len(results) == 1 else self._merged(results)
 
-    def _merged(self, found: _Found) -> Any:
+    def _merged(self, outcomes: _Found) -> Any:
         merged = _automatic.ClosureResult(None)
-        results = [result for (result, _), _ in found]
-        merged.extra = self._in_step.joined([(result.extra, part) for (result, _), part in found])
+        results = [result for (result, _), _ in outcomes]
+        extras = [(result.extra, part) for (result, _), part in outcomes]
+        merged.extra = self._in_step.joined(extras)
         losses = [result.loss for result in results if result.loss is not None]
         merged.loss = sum(losses) if losses else None
         return merged
@@ -205,9 +206,9 @@ def _evaluate(
             logged.loss = loss if isinstance(loss, Tensor) else None
             return result, logged
 
-    found = in_step.evaluate(trainer.model, batch, body)
-    logs.log(found)
-    return in_step.joined([(result, part) for (result, _), part in found])
+    results = in_step.evaluate(trainer.model, batch, body)
+    logs.log(results)
+    return in_step.joined([(result, part) for (result, _), part in results])
 
 
 _Aggregator: Any = _aggregation.BaseAggregator
@@ -293,26 +294,26 @@ class _Logs:
         finally:
             del results.log
 
-    def log(self, found: _Found) -> None:
+    def log(self, outcomes: _Found) -> None:
         """Log the values of a batch's parts, each once."""
         results = logged_by(self._trainer)
-        parts = [one for (_, one), _ in found]
+        parts = [part for (_, part), _ in outcomes]
         for key in dict.fromkeys(key for part in parts for key in part.values):
-            own = [part for part in parts if key in part.values]
-            value, figure, options = own[0].values[key]
+            logging_parts = [part for part in parts if key in part.values]
+            value, figure, options = logging_parts[0].values[key]
             reduce_fx = options["reduce_fx"]
             kind = str(getattr(reduce_fx, "__name__", reduce_fx)).lower()
             if isinstance(value, Tensor) and kind not in _MEANS:
-                self._compare(key, own)
+                self._compare(key, logging_parts)
             if len(parts) > 1:
-                sizes = [part.values[key][2]["batch_size"] for part in own]
+                sizes = [part.values[key][2]["batch_size"] for part in logging_parts]
                 if None not in sizes:
                     options["batch_size"] = sum(sizes)
-                figures = [part.values[key][1] for part in own]
+                figures = [part.values[key][1] for part in logging_parts]
                 if isinstance(value, Tensor):
-                    value = self._joined(key[1], own, figures, kind)
+                    value = self._joined(key[1], logging_parts, figures, kind)
                 elif isinstance(figure, Tensor):
-                    latest = self._latest(key[1], value, own, figures, options)
+                    latest = self._latest(key[1], value, logging_parts, figures, options)
                     setattr(value, LATEST, latest)
             hook, name, _ = key
             results.log(hook, name, value, **options)
@@ -402,8 +403,9 @@ class _Logs:
         if key[1] in self._are_losses:
             return
         several = (part for part in parts if part.samples > 1)
-        if (one := next(several, None)) is not None:
-            self._are_losses[key[1]] = one.is_loss(one.values[key][1])
+        part = next(several, None)
+        if part is not None:
+            self._are_losses[key[1]] = part.is_loss(part.values[key][1])
 
     def _joined(
         self, name: str, parts: Sequence[_OfPart], figures: Sequence[Tensor], kind: str
@@ -437,8 +439,8 @@ def _states_of(metric: Any) -> _States:
     """Return a metric's states, to know later what was added, empty if they are large, or not
     known, as of an old torchmetrics."""
     states: _States = getattr(metric, "metric_state", {})
-    found = [state for state in states.values() if isinstance(state, Tensor)]
-    if not all(map(is_small, found)):
+    tensors = [state for state in states.values() if isinstance(state, Tensor)]
+    if not all(map(is_small, tensors)):
         return {}
     return {
         name: state.clone() if isinstance(state, Tensor) else len(state)

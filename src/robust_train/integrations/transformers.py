@@ -1,4 +1,4 @@
-"""transformers' ``Trainer`` under the launcher: :func:`training_arguments` and :func:`fit`.
+"""transformers' ``Trainer`` under the launcher: `training_arguments` and `fit`.
 
 ::
 
@@ -19,6 +19,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from robust_train.attempt.checkpoints import together
+from robust_train.attempt.last_save import save_last_again
 from robust_train.attempt.run import Run, live_of
 from robust_train.compat import load_best, save_trainer, saving_through
 from robust_train.config.trainers import require
@@ -55,7 +56,7 @@ def training_arguments(cfg: DictConfig, run: Run) -> dict[str, Any]:
     how many to keep, and the checkpoint to resume from.
     """
     training = cfg.training
-    asked = live_of(run).parts.asked
+    spec = live_of(run).parts.asked
     workers = training.num_workers
     checkpoint = run.resume_checkpoint
     return {
@@ -63,7 +64,7 @@ def training_arguments(cfg: DictConfig, run: Run) -> dict[str, Any]:
         "use_cpu": cfg.device == "cpu",
         "per_device_train_batch_size": training.batch_size,
         # a figure of each batch is averaged: the same batches in all of the job's attempts
-        "per_device_eval_batch_size": (training.batch_size if asked is None else asked.batch_size),
+        "per_device_eval_batch_size": (training.batch_size if spec is None else spec.batch_size),
         "gradient_accumulation_steps": training.gradient_accumulation_steps,
         "resume_from_checkpoint": None if checkpoint is None else str(checkpoint),
         "auto_find_batch_size": False,
@@ -117,6 +118,10 @@ def fit(trainer: Any, *, cfg: DictConfig, run: Run, metric: str | None = None) -
     try:
         try:
             trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+            live_of(run).saves.finish()
+            if not trainer.args.load_best_model_at_end:
+                # else these weights are no longer those of the last step
+                save_last_again(live_of(run), lambda: save_trainer(trainer))
         except _AlreadyDone:
             log.info("training was complete already")
             if trainer.args.load_best_model_at_end:
@@ -336,11 +341,11 @@ def _numbers(logs: Mapping[str, object]) -> dict[str, float]:
 
 def _result(trainer: Any, metric: str | None) -> Any:
     state = trainer.state
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for entry in state.log_history:
         if entry["step"] == state.global_step:
-            found |= _numbers(entry)
-    is_evaluated = any(name.startswith("eval_") for name in found)
+            figures |= _numbers(entry)
+    is_evaluated = any(name.startswith("eval_") for name in figures)
     if trainer.eval_dataset is not None and not is_evaluated:
-        found |= _numbers(trainer.evaluate())
-    return result_of(metric, found)
+        figures |= _numbers(trainer.evaluate())
+    return result_of(metric, figures)

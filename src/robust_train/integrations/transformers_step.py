@@ -43,14 +43,15 @@ def recover_in_steps(trainer: Any, run: Run) -> None:
     args = trainer.args
     loss = TrainersLoss(trainer)
     in_step = InStep(run, "transformers")
-    own = args.gradient_accumulation_steps, run.world_size
-    asked = live_of(run).parts.asked
-    if asked and (asked.gradient_accumulation_steps, asked.ranks) != own:
-        loss.weigh_as(asked)
+    accumulation = args.gradient_accumulation_steps, run.world_size
+    spec = live_of(run).parts.asked
+    if spec and (spec.gradient_accumulation_steps, spec.ranks) != accumulation:
+        loss.weigh_as(spec)
     if args.optim in ("lomo", "adalomo"):
         in_step.keep_batch(f"optim={args.optim.value} {STEPS_IN_BACKWARD}")
         return
-    if (reason := _why_not(trainer)) is not None:
+    reason = _why_not(trainer)
+    if reason is not None:
         in_step.say(reason, on_all_ranks=True)
         _evaluate_in_own_batches(trainer, run)
     else:
@@ -60,17 +61,17 @@ def recover_in_steps(trainer: Any, run: Run) -> None:
 def _evaluate_in_own_batches(trainer: Any, run: Run) -> None:
     """Evaluate in this attempt's batches, for the job's cannot be repeated in parts."""
     args = trainer.args
-    asked = live_of(run).parts.asked
-    own = args.per_device_train_batch_size
+    spec = live_of(run).parts.asked
+    batch_size = args.per_device_train_batch_size
     evaluated = args.per_device_eval_batch_size
-    if asked is None or own == asked.batch_size or evaluated != asked.batch_size:
+    if spec is None or batch_size == spec.batch_size or evaluated != spec.batch_size:
         return
-    args.per_device_eval_batch_size = own
+    args.per_device_eval_batch_size = batch_size
     log.warning(
         "transformers: evaluates in batches of %d, no longer %d, so eval_loss, a mean over "
         "batches, may differ from that of earlier attempts",
-        own,
-        asked.batch_size,
+        batch_size,
+        spec.batch_size,
     )
 
 
@@ -87,27 +88,27 @@ class TrainersLoss:
 
     # --- in an attempt that splits the batch in another way than the job was asked for ---
 
-    def weigh_as(self, asked: AttemptSpec) -> None:
+    def weigh_as(self, spec: AttemptSpec) -> None:
         """Give losses that the Trainer adds up although they are means of their micro-batch the
-        weight that they have with the split ``asked`` for."""
-        self._asked = asked
+        weight that they have with the split of ``spec``."""
+        self._asked = spec
         self._trainer.compute_loss = self._compute_weighted
 
     def _compute_weighted(self, model: nn.Module, inputs: Any, *args: Any, **named: Any) -> Any:
         items = named.get("num_items_in_batch")
         weight = self._weight(model, inputs, items) if model.training else 1.0
-        found = self._compute(model, inputs, *args, **named)
+        result = self._compute(model, inputs, *args, **named)
         if weight == 1.0:
-            return found
-        if isinstance(found, tuple):
-            loss, outputs = found
+            return result
+        if isinstance(result, tuple):
+            loss, outputs = result
             return loss * weight, outputs
-        return found * weight
+        return result * weight
 
     def _weight(self, model: nn.Module, inputs: Any, items: Any) -> float:
         trainer = self._trainer
-        asked = self._asked
-        assert asked is not None
+        spec = self._asked
+        assert spec is not None
         is_scaled = trainer.loss_is_scaled_for_ga
         if is_scaled is None:
             has_items = trainer.model_accepts_loss_kwargs and items is not None
@@ -117,19 +118,19 @@ class TrainersLoss:
         steps = trainer.args.gradient_accumulation_steps
         now = trainer.current_gradient_accumulation_steps
         # fewer in an epoch's last step
-        before = -(-now * asked.gradient_accumulation_steps // steps)
+        before = -(-now * spec.gradient_accumulation_steps // steps)
         of_ranks: float = 1.0
         if trainer.args.average_tokens_across_devices and items is not None:
             # the Trainer multiplies by their number
-            of_ranks = asked.ranks / trainer.args.world_size
+            of_ranks = spec.ranks / trainer.args.world_size
         if not self._has_said:
             self._has_said = True
             log.info(
                 "transformers: the loss ignores num_items_in_batch, so the Trainer adds up the "
                 "means of a step's micro-batches; they are weighted as the job's first %d × %d, "
                 "now that there are %d × %d. A mean over tokens counts each micro-batch alike",
-                asked.gradient_accumulation_steps,
-                asked.batch_size,
+                spec.gradient_accumulation_steps,
+                spec.batch_size,
                 steps,
                 trainer.args.per_device_train_batch_size,
             )
@@ -149,8 +150,8 @@ class TrainersLoss:
             once = self._of(model, few, items)
             twice = self._of(model, few, items * 2)
             # the mean over samples without labels is NaN
-            found = bool(twice.abs() <= 0.75 * once.abs())
-            self._is_sum = all(of_all_ranks(found)) if self._asked else found
+            is_mean = bool(twice.abs() <= 0.75 * once.abs())
+            self._is_sum = all(of_all_ranks(is_mean)) if self._asked else is_mean
         return self._is_sum
 
     def items(self, model: nn.Module, data: Any, items: Any = None) -> float | Tensor:
@@ -175,9 +176,9 @@ class TrainersLoss:
             without = labels.clone()
             without[..., 0] = _IGNORED
             items = labels.ne(_IGNORED).sum()
-            known = self._of(model, few, items)
+            loss_of_few = self._of(model, few, items)
             other = self._of(model, type(few)({**few, "labels": without}), items)
-            self._shifts = bool(torch.isclose(known, other, rtol=1e-5, atol=0))
+            self._shifts = bool(torch.isclose(loss_of_few, other, rtol=1e-5, atol=0))
         return shifts_labels(self._trainer) if self._shifts is None else self._shifts
 
     @torch.no_grad()
@@ -226,11 +227,11 @@ class LoggedOfPasses:
         """Merge the values that passes with these ``weights`` have added since."""
         for mode, lists in logged_of_passes(self._trainer).items():
             for name, values in lists.items():
-                known = len(self._lists.get(mode, {}).get(name, ()))
-                added = values[known:]
+                count = len(self._lists.get(mode, {}).get(name, ()))
+                added = values[count:]
                 if len(added) == len(weights) and any(weights):
                     shares = zip(added, weights, strict=True)
-                    values[known:] = [sum(v * w for v, w in shares) / sum(weights)]
+                    values[count:] = [sum(v * w for v, w in shares) / sum(weights)]
 
 
 class StepsInParts(_TrainerCallback):  # type: ignore[misc]
@@ -297,7 +298,7 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
             return self._loss.items(model, data, num_items_in_batch)
 
         is_last = self._trainer.accelerator.gradient_state.sync_gradients
-        found = self._step.run_batch(
+        results = self._step.run_batch(
             inputs,
             body,
             count=count,
@@ -307,7 +308,7 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
         )
         if is_last:
             self._step = None
-        shares: list[Tensor] = [share for share, _ in found]
+        shares: list[Tensor] = [share for share, _ in results]
         return sum(shares[1:], shares[0]).to(self._trainer.args.device)
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -319,14 +320,14 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
             with passes.part(part):
                 return self._prediction_step(model, part.data, *args, **kwargs)
 
-        found = self._in_step.evaluate(model, inputs, body)
-        if len(found) == 1:
-            return found[0][0]
-        results = (result for result, _ in found)
+        outcomes = self._in_step.evaluate(model, inputs, body)
+        if len(outcomes) == 1:
+            return outcomes[0][0]
+        results = (result for result, _ in outcomes)
         losses, logits, labels = zip(*results, strict=True)
         loss = None
         if losses[0] is not None:
-            items = [float(self._loss.items(model, part.data)) for _, part in found]
+            items = [float(self._loss.items(model, part.data)) for _, part in outcomes]
             pairs = zip(losses, items, strict=True)
             loss = sum(_share(result, n / max(sum(items), 1)) for result, n in pairs)
         return loss, _concatenated(logits), _concatenated(labels)

@@ -173,12 +173,11 @@ class RankDriver(Driver):
         """Return what was decided after the last start, and send it to the other ranks."""
         # the engine decides on devices and the number of ranks: all ranks stay where they are
         config = replace(
-            policy.config,
+            policy.config.without("min_num_gpus"),
             device="cpu",
             auto_device=False,
             allow_cpu_fallback=False,
             wait_for_gpu=False,
-            min_num_gpus=None,
         )
         policy = replace(policy, config=config)
         spec = replace(first_attempt(policy, ()), gpus=gpus)

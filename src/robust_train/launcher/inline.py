@@ -127,7 +127,9 @@ class InlineExecutor:
                 flags=self._flags,
             )
         # a debugger may need what the frames hold
-        clears = "failure" in request.config.memory.clear_after and not process_ends
+        cleared_after = request.config.chosen("clear_after")
+        keeps_frames = cleared_after is not None and "failure" not in cleared_after
+        clears = not keeps_frames and not process_ends
         if error is not None and clears:
             try:
                 left = release_and_check(error, self._memory_at_first, keep_traceback=was_bug)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from robust_train.config.attempt import AttemptRequest, for_attempt, trainer_config
+from robust_train.config.values import SET_FOR_HYDRA_VARIABLE
 from robust_train.folder.hydra_state import hydra_config
 from robust_train.gpu.visible import mask_for
 from robust_train.launcher.plan import Plan
@@ -80,7 +81,10 @@ def attempt_environment(
     by_index: bool = False,
 ) -> dict[str, str]:
     """Return the launcher's environment with what an attempt is to use: only its GPUs (or none)
-    are visible."""
+    are visible, and nothing that a command has set for its own Hydra."""
+    for_hydra = environ.get(SET_FOR_HYDRA_VARIABLE, "").split()
+    left_out = {SET_FOR_HYDRA_VARIABLE, *for_hydra}
+    environ = {name: value for name, value in environ.items() if name not in left_out}
     for kind in parts_like(Knob):
         environ = spec.of(kind).exported(environ)
     return {

@@ -114,20 +114,20 @@ class StartingMemory:
                 )
         if not sizes:
             return None
-        found = tensors.largest_alive(_TOP_OF_A_TRY, sizes, self._storages)
-        largest = "; ".join(map(str, found)) or "in no tensor that Python knows"
+        alive = tensors.largest_alive(_TOP_OF_A_TRY, sizes, self._storages)
+        largest = "; ".join(map(str, alive)) or "in no tensor that Python knows"
         return f"the failed try has left {', '.join(sizes.values())}; the largest: {largest}"
 
 
 def release_and_check(
     error: BaseException,  # what ended the try
-    start: StartingMemory,  # from before the first try
+    start: StartingMemory,  # as it was before the first try
     *,
     # False if it is not shown again. An emptied frame still keeps its function, and so the
     # variables of a closure.
     keep_traceback: bool = True,
 ) -> str | None:
-    """Drop the gradients of a failed try, do :func:`release_memory`, and describe what is left."""
+    """Drop the gradients of a failed try, do `release_memory`, and describe what is left."""
     for leaf in tensors.leaves_in(error):
         leaf.grad = None
     release_memory(error)
@@ -191,13 +191,19 @@ def _never_stepped(optimizer: Any) -> bool:
 
 @dataclass(frozen=True)
 class Cleared:
-    """The result of clearing."""
+    """The result of clearing.
 
-    before: MemoryStats  # the current device's figures before
-    after: MemoryStats  # and after
-    # the largest tensors that are still alive; only with `force`
+    Attributes:
+        before: the current device's figures before.
+        after: its figures after.
+        held: the largest tensors that are still alive. Only with ``force``.
+        done: a description of what else was done.
+    """
+
+    before: MemoryStats
+    after: MemoryStats
     held: tuple[tensors.LiveTensor, ...] = ()
-    done: str = ""  # what else was done
+    done: str = ""
 
     @property
     def freed(self) -> int:
@@ -229,10 +235,13 @@ def clear_gpu_memory(force: bool = False) -> Cleared:
     not call this in every step.
 
     Args:
-        force: also drop what an ordinary collection leaves alone: objects that ``gc.freeze`` has
+        force: also drop objects that an ordinary collection keeps: those that ``gc.freeze`` has
             frozen, the collector's own list of garbage, and the frames of the last uncaught
             exception. Then name the largest tensors that are left. That takes some seconds if large
             libraries are loaded.
+
+    Returns:
+        The figures before and after, in bytes, and the tensors that are left with ``force``.
     """
     before = get_gpu_memory_stats()
     if force:
@@ -246,7 +255,7 @@ clear_cuda_memory = clear_gpu_memory
 
 
 def cleanup_model_memory(model: nn.Module, *, keep_weights: bool = True) -> Cleared:
-    """Free what training ``model`` has taken: gradients, optimizers' states, weights.
+    """Free the memory that training ``model`` took: gradients, optimizer states, weights.
 
     Optimizers are found by the parameters that they hold. Weights (parameters and buffers) go to
     the host.
@@ -254,18 +263,21 @@ def cleanup_model_memory(model: nn.Module, *, keep_weights: bool = True) -> Clea
     Args:
         model: any module.
         keep_weights: False replaces the weights by empty tensors, for all other holders too: the
-            model cannot be used any more.
+            model can no longer be used.
+
+    Returns:
+        The figures before and after, in bytes.
     """
     torch = sys.modules["torch"]
     before = get_gpu_memory_stats()
     gc.collect()
-    own = set(model.parameters())
+    parameters = set(model.parameters())
     optimizers = 0
     for optimizer in tensors.live_objects(torch.optim.Optimizer):
-        if any(own.intersection(group["params"]) for group in optimizer.param_groups):
+        if any(parameters.intersection(group["params"]) for group in optimizer.param_groups):
             optimizer.state.clear()
             optimizers += 1
-    own.clear()
+    parameters.clear()
     model.zero_grad(set_to_none=True)
     if keep_weights:
         model.cpu()

@@ -54,7 +54,7 @@ def device_index(device: str) -> int | None:
 
 
 def ordinal_of(device: Any) -> int | None:
-    """Return CUDA's number of ``device``, :data:`HOST` for the CPU, None if it has no number.
+    """Return CUDA's number of ``device``, `HOST` for the CPU, None if it has no number.
     Raises ValueError: it names no device."""
     if isinstance(device, int) and device >= 0:
         return device
@@ -87,7 +87,7 @@ def _gpu_number(torch: Any, ordinal: int | None) -> int:
 
 def busiest_gpu(torch: Any) -> int:
     """Return the GPU on which this process holds the most memory, or CUDA's current GPU if it holds
-    none. A trainer may put its model on another GPU than the current one."""
+    none. A trainer may put its model on a GPU that is not the current GPU."""
     held = list(map(torch.cuda.memory_reserved, range(torch.cuda.device_count())))
     return held.index(max(held)) if any(held) else int(torch.cuda.current_device())
 
@@ -223,7 +223,7 @@ def enable_memory_efficient_settings(
 
 
 def apply_to_allocator(torch: Any, settings: str) -> str:
-    """Apply settings to the allocator of this process; return what was done, in a sentence."""
+    """Apply settings to the allocator of this process, and describe that in a sentence."""
     try:
         set_allocator_settings(torch, settings)
     except (RuntimeError, ValueError) as error:
@@ -282,7 +282,7 @@ def set_memory_fraction(fraction: float = 0.8, device: Any = None) -> MemoryLimi
 
     Args:
         fraction: over 0, up to 1.
-        device: as in :func:`robust_train.memory.get_gpu_memory_stats`.
+        device: as in `get_gpu_memory_stats`.
 
     Raises:
         ValueError: the fraction or device is invalid, or the process already uses more host memory

@@ -74,12 +74,12 @@ def write_out_of_memory(
     try:
         started = time.monotonic()
         path = run_dir / f"oom-attempt-{attempt}.json"
-        asked = failure.evidence.requested_bytes
+        requested = failure.evidence.requested_bytes
         event = OutOfMemory(
             failure.kind,
             failure.message,
             step=step,
-            requested_bytes=asked,
+            requested_bytes=requested,
             tensors=path.name,
             snapshot=_dump_snapshot(path.with_suffix(".pickle")),
         )
@@ -98,7 +98,7 @@ def write_out_of_memory(
             log.warning("cannot write %s: %s", path, problem.strerror)
             event = replace(event, tensors=None)
         largest_bytes = tensors[0].bytes if tensors else 0
-        least = _WORTH_NAMING * max(asked or 0, largest_bytes)
+        least = _WORTH_NAMING * max(requested or 0, largest_bytes)
         named = [str(tensor) for tensor in tensors[:_LOGGED] if tensor.bytes >= least]
         if named:
             where = f"; all in {event.tensors}" if event.tensors else ""
@@ -139,8 +139,9 @@ _OPTIONS = {
 def perform(verb: str, options: Mapping[str, object], run_dir: Path) -> dict[str, object]:
     """Carry out a request in this process.
 
-    Returns: ``before`` and ``after`` (the fields of :class:`robust_train.memory.MemoryStats`),
-        ``sentence`` for people, and further results of the verb, all in JSON's types.
+    Returns:
+        ``before`` and ``after`` (the fields of `MemoryStats`), ``sentence`` for people, and
+        further results of the verb, all in JSON's types.
 
     Raises:
         ValueError: an unknown verb or option, or an invalid value. The message is one line for the
@@ -150,9 +151,10 @@ def perform(verb: str, options: Mapping[str, object], run_dir: Path) -> dict[str
     if verb not in _OPTIONS:
         raise ValueError(f"no such request: {verb}; accepted are {', '.join(_OPTIONS)}")
     accepted = _OPTIONS[verb]
-    if unknown := next((name for name in options if name != accepted), None):
-        known = f"accepted is {accepted}" if accepted else "it has none"
-        raise ValueError(f"{verb} has no option {unknown}: {known}")
+    unknown = next((name for name in options if name != accepted), None)
+    if unknown:
+        accepted_options = f"accepted is {accepted}" if accepted else "it has none"
+        raise ValueError(f"{verb} has no option {unknown}: {accepted_options}")
     before = get_gpu_memory_stats()
     answer: dict[str, object] = {}
     if verb == "memory_clear":

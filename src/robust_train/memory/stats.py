@@ -114,11 +114,16 @@ def get_gpu_memory_stats(device: Any = None) -> MemoryStats:
 
 
 get_cuda_memory_info = get_gpu_memory_stats
-"""The other name that people know :func:`get_gpu_memory_stats` by."""
+"""The other name that people know `get_gpu_memory_stats` by."""
 
 
 def print_cuda_memory_info(device: Any = None, *, file: IO[str] | None = None) -> None:
-    """Print the figures of `get_gpu_memory_stats`, each on its own line, in MiB."""
+    """Print the figures of `get_gpu_memory_stats`, each on its own line, in MiB.
+
+    Args:
+        device: as in `get_gpu_memory_stats`.
+        file: an open text file. None: standard output.
+    """
     stats = get_gpu_memory_stats(device)
     note = f" ({stats.note})" if stats.note else ""
     print(f"{'device':<18}  {stats.device}{note}", file=file)
@@ -130,18 +135,31 @@ def print_cuda_memory_info(device: Any = None, *, file: IO[str] | None = None) -
 
 
 def log_gpu_memory_stats(prefix: str = "", device: Any = None) -> MemoryStats:
-    """Log the figures of `get_gpu_memory_stats` in a line that starts with ``prefix``, and return
-    them."""
+    """Log the figures of `get_gpu_memory_stats` in a line that starts with ``prefix``.
+
+    Args:
+        prefix: the start of the line, followed by a colon. Empty: none.
+        device: as in `get_gpu_memory_stats`.
+
+    Returns:
+        The figures, in bytes.
+    """
     stats = get_gpu_memory_stats(device)
     log.info("%s%s", f"{prefix}: " if prefix else "", stats.description)
     return stats
 
 
 def reset_peak_memory_stats(device: Any = None) -> MemoryStats:
-    """Reset the peaks to what is in use now, and return the figures after that.
+    """Reset the peaks to the memory in use now.
 
-    Without CUDA it is the peak of this process's resident memory, if the kernel allows that. Blocks
-    that a :class:`GPUMemoryContext` watches at the moment keep their peaks.
+    Without CUDA, this resets the peak of this process's resident memory, if the kernel allows it.
+    Blocks inside a `GPUMemoryContext` keep their peaks.
+
+    Args:
+        device: as in `get_gpu_memory_stats`.
+
+    Returns:
+        The figures after the reset, in bytes.
     """
     with _peaks_lock:
         was_reset = _reset_peak(device)
@@ -165,7 +183,7 @@ class GPUMemoryContext:
 
     Args:
         name: the block's name in the log. Without a name, nothing is logged.
-        device: as in :func:`robust_train.memory.get_gpu_memory_stats`.
+        device: as in `get_gpu_memory_stats`.
 
     Attributes:
         device: ``cuda:0``, or ``cpu`` if the figures are the host's: resident memory.
@@ -256,7 +274,7 @@ def memory_in_use(*, context: bool = True) -> dict[str, int]:
 
 
 def describe_memory(figures: Mapping[str, int]) -> str:
-    """Return the figures of :func:`memory_in_use` as a line for people."""
+    """Return the figures of `memory_in_use` as a line for people."""
     if "allocated" in figures:
         allocated = figures["allocated"]
         peak = figures["max_allocated"]
@@ -279,12 +297,12 @@ def beside_cache(torch: Any, index: int) -> dict[str, int]:
         return {}
     computing = [process for process in gpu.processes or () if process.computes]
     # In a container this process may have another number. Then it is known only if it is alone.
-    own = [process for process in computing if process.pid == os.getpid()] or computing
+    candidates = [process for process in computing if process.pid == os.getpid()] or computing
     name = "context_at_most_bytes"
     used = gpu.used_bytes
-    if len(own) == 1 and own[0].used_bytes is not None:
+    if len(candidates) == 1 and candidates[0].used_bytes is not None:
         name = "context_bytes"
-        used = own[0].used_bytes
+        used = candidates[0].used_bytes
     beside = used - torch.cuda.memory_reserved(index)
     return {name: beside} if beside > 0 else {}
 
@@ -367,8 +385,8 @@ def _now_and_peak(device: Any) -> tuple[str, int, int]:
     """Return the device, and its bytes in use now and at the peak."""
     gpu = cuda.started_gpu(device)
     if gpu is None:
-        own = host.own_memory()
-        return "cpu", own.get("VmRSS", 0), own.get("VmHWM", 0)
+        memory = host.own_memory()
+        return "cpu", memory.get("VmRSS", 0), memory.get("VmHWM", 0)
     torch, index = gpu
     now = torch.cuda.memory_allocated(index)
     return f"cuda:{index}", now, torch.cuda.max_memory_allocated(index)

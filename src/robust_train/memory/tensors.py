@@ -30,10 +30,10 @@ def live_objects(base: Any) -> list[Any]:
 def live_tensors() -> list[Any]:
     """Return every tensor that Python knows, including gradients. Empty if torch is not loaded."""
     torch = sys.modules.get("torch")
-    found = {} if torch is None else {id(t): t for t in live_objects(torch.Tensor)}
-    gradients = [t.grad for t in found.values() if t.is_leaf and t.requires_grad]
-    found |= {id(gradient): gradient for gradient in gradients if gradient is not None}
-    return list(found.values())
+    live = {} if torch is None else {id(t): t for t in live_objects(torch.Tensor)}
+    gradients = [t.grad for t in live.values() if t.is_leaf and t.requires_grad]
+    live |= {id(gradient): gradient for gradient in gradients if gradient is not None}
+    return list(live.values())
 
 
 def storage_of(tensor: Any) -> StorageKey | None:
@@ -47,9 +47,11 @@ def storage_of(tensor: Any) -> StorageKey | None:
 
 def storages(tensors: Iterable[Any]) -> dict[StorageKey, int]:
     """Return the bytes of each storage that the tensors share."""
-    found = {storage_of(tensor): tensor for tensor in tensors}
+    storage_of_tensor = {storage_of(tensor): tensor for tensor in tensors}
     return {
-        key: tensor.untyped_storage().nbytes() for key, tensor in found.items() if key is not None
+        key: tensor.untyped_storage().nbytes()
+        for key, tensor in storage_of_tensor.items()
+        if key is not None
     }
 
 
@@ -115,7 +117,7 @@ def largest_tensors(
 def largest_alive(
     top: int, devices: Collection[str] | None = None, known: Collection[StorageKey] = ()
 ) -> list[LiveTensor]:
-    """Return :func:`largest_tensors` as values, without those in ``known`` storages."""
+    """Return `largest_tensors` as values, without those in ``known`` storages."""
     wanted = training_devices() if devices is None else devices
     alive = live_tensors()
     by_storage = {storage_of(tensor): tensor for tensor in alive}
@@ -186,7 +188,7 @@ def leaves_in(error: BaseException) -> list[Any]:
         return []
     # a function that runs may hold models of which the failed one knew nothing
     running = {frame for frame, _ in traceback.walk_stack(inspect.currentframe())}
-    found: dict[int, Any] = {}
+    leaves_by_id: dict[int, Any] = {}
     for frame in frames_of(error):
         for value in () if frame in running else frame.f_locals.values():
             leaves: Iterable[Any] = ()
@@ -194,8 +196,8 @@ def leaves_in(error: BaseException) -> list[Any]:
                 leaves = value.parameters()
             elif isinstance(value, torch.Tensor) and value.requires_grad:
                 leaves = [value] if value.is_leaf else leaves_of(value)
-            found |= {id(leaf): leaf for leaf in leaves if leaf.requires_grad}
-    return list(found.values())
+            leaves_by_id |= {id(leaf): leaf for leaf in leaves if leaf.requires_grad}
+    return list(leaves_by_id.values())
 
 
 # --- to the host ---
@@ -211,6 +213,12 @@ def safe_tensor_to_cpu(value: _T) -> _T:
     are passed on unchanged. A tensor that occurs twice is a single tensor in the result. Nothing is
     allocated on the GPU: torch's own ``cpu()`` first makes a contiguous copy there of a tensor with
     gaps. A tensor that is on the host already shares its memory with the result.
+
+    Args:
+        value: tensors in any nesting of containers, or any other value.
+
+    Returns:
+        The same structure, with detached tensors on the host.
     """
     torch = sys.modules.get("torch")
     if torch is None:
@@ -224,7 +232,7 @@ def safe_tensor_to_cpu(value: _T) -> _T:
 
 
 WALKED = object()
-"""What a change returns for a value that :func:`rebuilt` is to walk into."""
+"""What a change returns for a value that `rebuilt` is to walk into."""
 
 
 def rebuilt(

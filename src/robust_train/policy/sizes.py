@@ -159,7 +159,7 @@ class PolicySettings:
         Each divides the effective batch size, where that is to be preserved.
         """
         total = self.asked.effective_batch_size
-        least = self.config.min_num_gpus or ranks
+        least = self.config.chosen("min_num_gpus") or ranks
         may_change = not self.accumulates and self.config.preserve_effective_batch_size is not True
         return tuple(
             fewer

@@ -46,14 +46,14 @@ def _devices(trained: Sequence[TimedAttempt]) -> str:
     names = []
     for attempt in trained:
         counts = Counter(gpu.name for gpu in attempt.spec.gpus)
-        own = " and ".join(f"{number} × {name}" for name, number in counts.items())
-        names.append(own or "the CPU")
+        devices = " and ".join(f"{number} × {name}" for name, number in counts.items())
+        names.append(devices or "the CPU")
     return " on " + ", then on ".join(name for name, _ in groupby(names))
 
 
 def _libraries(story: Story) -> str:
-    known = [f"{label} {story.about[key]}" for key, label in _LIBRARIES if story.about.get(key)]
-    return f" ({', '.join(known)})" if known else ""
+    versions = [f"{label} {story.about[key]}" for key, label in _LIBRARIES if story.about.get(key)]
+    return f" ({', '.join(versions)})" if versions else ""
 
 
 _LIBRARIES = (("torch", "PyTorch"), ("cuda", "CUDA"))

@@ -109,8 +109,8 @@ class Story:
     # what was run: `trainer`, `model`, `dataset`, `overrides`, `command`, and with what:
     # `git commit`, `torch`, `cuda`, `driver`, `gpu` …
     about: Mapping[str, str]
-    # as in `summary.json`; `unfinished` if no end is recorded, because the job still runs or its
-    # process died; `empty` if nothing at all is
+    # The status in `summary.json`. `unfinished` if no end is recorded, because the job still runs
+    # or its process died. `empty` if nothing is recorded.
     status: str
     result: Any
     # how long it took until its end, or its last record
@@ -139,8 +139,8 @@ class Story:
     @property
     def peak_memory_bytes(self) -> int | None:
         """Of all attempts on the device that was used last, or None if not known."""
-        own = (a for a in self.attempts if a.device == self.attempts[-1].device)
-        return max((a.peak_memory_bytes or 0 for a in own), default=0) or None
+        on_last_device = (a for a in self.attempts if a.device == self.attempts[-1].device)
+        return max((a.peak_memory_bytes or 0 for a in on_last_device), default=0) or None
 
     def as_json(self) -> Any:
         """Return the story with JSON's types, schema first."""
@@ -159,9 +159,9 @@ def spans_of(
     spans: list[Span] = []
     now = starts[0] if starts else 0.0
     for number, launch in enumerate(launches, start=1):
-        own = [a for a in attempts if bisect_right(starts, a.started) == number]
+        attempts_of_launch = [a for a in attempts if bisect_right(starts, a.started) == number]
         away = Span("stopped", now, launch.start)
-        for span in (away, *_of_launch(launch, own, kept)):
+        for span in (away, *_of_launch(launch, attempts_of_launch, kept)):
             # In a damaged journal, two attempts may overlap.
             if span.end > max(span.start, now):
                 spans.append(replace(span, start=max(span.start, now)))
@@ -292,7 +292,10 @@ def memory_of(samples: Iterable[Sample]) -> tuple[DeviceMemory, ...]:
     grouped: dict[str, list[Sample]] = {}
     for sample in samples:
         grouped.setdefault(sample.device, []).append(sample)
-    return tuple(DeviceMemory(device, tuple(own)) for device, own in grouped.items())
+    return tuple(
+        DeviceMemory(device, tuple(samples_of_device))
+        for device, samples_of_device in grouped.items()
+    )
 
 
 def curves_of(entries: Sequence[Entry], kept: Mapping[int, float]) -> tuple[Curve, ...]:
@@ -307,9 +310,9 @@ def curves_of(entries: Sequence[Entry], kept: Mapping[int, float]) -> tuple[Curv
                 if value is not None and event.step is not None:
                     points.setdefault((name, number), []).append((event.step, value))
     curves = []
-    for (name, attempt), own in points.items():
-        good = [point for point in own if point[0] <= kept[attempt]]
-        rest = own[len(good) :]
+    for (name, attempt), curve in points.items():
+        good = [point for point in curve if point[0] <= kept[attempt]]
+        rest = curve[len(good) :]
         if good:
             curves.append(Curve(name, attempt, tuple(good)))
         if rest:
@@ -320,7 +323,7 @@ def curves_of(entries: Sequence[Entry], kept: Mapping[int, float]) -> tuple[Curv
 def marks_of(entries: Sequence[Entry], attempts: Sequence[TimedAttempt]) -> tuple[Mark, ...]:
     """Return the marks of a journal, oldest first."""
     by_number = {attempt.number: attempt for attempt in attempts}
-    found = [
+    marks = [
         (kind, entry.time, text, by_number[entry.attempt])
         for entry in entries
         if entry.attempt in by_number
@@ -329,17 +332,17 @@ def marks_of(entries: Sequence[Entry], attempts: Sequence[TimedAttempt]) -> tupl
     for before, after in itertools.pairwise(attempts):
         if before.spec.device_key != after.spec.device_key:
             text = f"{before.device} → {after.device}"
-            found.append(("device", after.started, text, after))
+            marks.append(("device", after.started, text, after))
         if before.batch_size != after.batch_size:
             text = f"micro-batch {before.batch_size} → {after.batch_size}"
-            found.append(("batch", after.started, text, after))
-    for one in attempts:
-        if one.outcome in OOM:
-            text = f"attempt {one.number}: {one.message or 'out of memory'}"
-            found.append(("oom", one.ended, text, one))
+            marks.append(("batch", after.started, text, after))
+    for attempt in attempts:
+        if attempt.outcome in OOM:
+            text = f"attempt {attempt.number}: {attempt.message or 'out of memory'}"
+            marks.append(("oom", attempt.ended, text, attempt))
     return tuple(
         Mark(kind, time, text, attempt.number, attempt.device)
-        for kind, time, text, attempt in sorted(found, key=lambda change: change[1])
+        for kind, time, text, attempt in sorted(marks, key=lambda change: change[1])
     )
 
 

@@ -84,20 +84,20 @@ def goodput_from(sources: Sources) -> dict[str, float] | None:
 def _with_samples(attempt: TimedAttempt, samples: Sequence[Sample]) -> TimedAttempt:
     """Raise an attempt's peak to that of its samples. If it has no end, let it last to the last
     sample."""
-    own = [sample for sample in samples if sample.attempt == attempt.number]
-    figures = [s.resident if s.device == "cpu" else s.allocated for s in own]
+    samples_of_attempt = [sample for sample in samples if sample.attempt == attempt.number]
+    figures = [s.resident if s.device == "cpu" else s.allocated for s in samples_of_attempt]
     peak = max([attempt.peak_memory_bytes or 0, *(figure or 0 for figure in figures)])
     ended = attempt.ended
     if attempt.outcome == UNFINISHED:
-        ended = max([ended, *(sample.time for sample in own)])
+        ended = max([ended, *(sample.time for sample in samples_of_attempt)])
     return replace(attempt, peak_memory_bytes=peak or None, ended=ended)
 
 
 def _stability(attempts: Sequence[TimedAttempt]) -> str | None:
     """Return how memory developed in the last attempt that trained."""
     trained = [attempt for attempt in attempts if attempt.training_began is not None]
-    known: Mapping[str, Json] | None = None
+    noted: Mapping[str, Json] | None = None
     if trained:
-        known = trained[-1].noted("memory_stability", None)
-    sentence = str((known or {}).get("sentence") or "unknown")
+        noted = trained[-1].noted("memory_stability", None)
+    sentence = str((noted or {}).get("sentence") or "unknown")
     return None if sentence.startswith("unknown") else sentence

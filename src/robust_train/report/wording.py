@@ -69,11 +69,13 @@ def sentence_of(story: Story) -> str:
     parts = [_ending(story)]
     has_ended = story.status in ("completed", "failed", "interrupted", "pruned")
     troubles = list(_troubles(attempts[:-1] if has_ended else attempts))
-    if more := len(troubles[_MOST_TROUBLES:]):
+    more = len(troubles[_MOST_TROUBLES:])
+    if more:
         troubles[_MOST_TROUBLES:] = [counted(more, "more failed attempt")]
     if troubles:
         parts.append(_sentence(", then ".join(troubles)))
-    if inside := _inside_steps(story):
+    inside = _inside_steps(story)
+    if inside:
         parts.append(f"Memory ran out {inside} inside a step, which was repeated in smaller parts.")
     if is_completed and len(attempts) > 1 and wall > 0:
         useful = percent(story.seconds["useful"] / wall)
@@ -117,7 +119,7 @@ def _ending(story: Story) -> str:
 
 
 def batch_in_words(attempt: Attempt) -> str:
-    """Return ``micro-batch 64 → 16 × accumulation 4 × 2 processes``; the arrow leads to the size to
+    """Return ``micro-batch 64 → 16 × accumulation 4 × 2 processes``. The arrow leads to the size to
     which its trainer changed it."""
     spec = attempt.spec
     if not spec.has_batch:
@@ -158,20 +160,24 @@ def _is_good(attempt: TimedAttempt, step: int) -> bool:
 
 
 def _troubles(attempts: Sequence[TimedAttempt]) -> Iterator[str]:
-    failed = [a for a in attempts if a.outcome not in ("completed", UNFINISHED)]
+    failed = [
+        attempt
+        for attempt in attempts
+        if attempt.outcome not in ("completed", UNFINISHED) and attempt.action != "stopped"
+    ]
     for (outcome, where), group in itertools.groupby(
         failed, key=lambda a: (a.outcome, a.spec.where)
     ):
-        own = list(group)
-        sizes = dict.fromkeys(str(a.batch_size) for a in own if a.batch_size)
+        members = list(group)
+        sizes = dict.fromkeys(str(a.batch_size) for a in members if a.batch_size)
         times = ""
         size = ""
         if outcome in OOM and sizes:
             size = f" at micro-batch {', '.join(sizes)}"
-        elif len(own) > 1:
-            times = f" {len(own)} times"
+        elif len(members) > 1:
+            times = f" {len(members)} times"
         # a process without a launcher's GPU chose its device itself
-        place = f" on {where}" if own[0].spec.gpus else ""
+        place = f" on {where}" if members[0].spec.gpus else ""
         yield f"{outcome_in_words(outcome)}{times}{place}{size}"
 
 
@@ -183,16 +189,17 @@ def advice_of(story: Story, keys: Mapping[str, str] | None) -> Iterator[Advice]:
     """Yield findings and advice, most promising first, or none if nothing was tight. ``keys`` are a
     project's keys that stand for ours."""
     words = Words(keys)
-    for one in _advice_of(story, keys):
-        steps = tuple(map(words.text, one.steps))
-        overrides = words.text(one.overrides or "") or None
-        yield replace(one, steps=steps, overrides=overrides)
+    for advice in _advice_of(story, keys):
+        steps = tuple(map(words.text, advice.steps))
+        overrides = words.text(advice.overrides or "") or None
+        yield replace(advice, steps=steps, overrides=overrides)
 
 
 def _advice_of(story: Story, keys: Mapping[str, str] | None) -> Iterator[Advice]:
     yield from _what_worked(story)
     yield from _failures(story.attempts)
-    if inside := _inside_steps(story):
+    inside = _inside_steps(story)
+    if inside:
         yield Advice(
             f"Memory ran out {inside} inside a step.",
             ("set training.batch_size to a size that fits: then no step is repeated",),
@@ -207,8 +214,8 @@ def _advice_of(story: Story, keys: Mapping[str, str] | None) -> Iterator[Advice]
                 "keeps the whole graph that it was computed by",
             ),
         )
-    for one in speed_advice(story.attempts, keys):
-        yield Advice(_sentence(one))
+    for finding in speed_advice(story.attempts, keys):
+        yield Advice(_sentence(finding))
 
 
 def _what_worked(story: Story) -> Iterator[Advice]:
@@ -254,10 +261,10 @@ def _finding(attempt: TimedAttempt, failure: Failure) -> str:
         "reserved but unused": evidence.reserved_unallocated_bytes,
     }
     figures = [f"{memory(n)} {what}" for what, n in sizes.items() if n is not None]
-    known = f" ({', '.join(figures)})" if figures else ""
+    in_brackets = f" ({', '.join(figures)})" if figures else ""
     what = "GPU memory" if failure.kind is FailureKind.DEVICE_OOM else "Host memory"
     size = "" if attempt.batch_size is None else f" at micro-batch {attempt.batch_size}"
-    return f"{what} ran out in attempt {attempt.number} on {attempt.spec.where}{size}{known}."
+    return f"{what} ran out in attempt {attempt.number} on {attempt.spec.where}{size}{in_brackets}."
 
 
 def _tightness(device: DeviceMemory) -> Iterator[Advice]:
@@ -289,8 +296,8 @@ def speed_advice(
     """Yield what would make the job faster, by the last attempt whose speed is known."""
     measured = [attempt for attempt in attempts if speed_of(attempt)]
     for last in measured[-1:]:
-        for one in itertools.chain(_data(last), _slow_ranks(speed_of(last))):
-            yield Words(keys).text(one)
+        for finding in itertools.chain(_data(last), _slow_ranks(speed_of(last))):
+            yield Words(keys).text(finding)
 
 
 def _data(attempt: Attempt) -> Iterator[str]:
@@ -310,7 +317,8 @@ def _data(attempt: Attempt) -> Iterator[str]:
 
 
 def _slow_ranks(speed: Sequence[Speed]) -> Iterator[str]:
-    if (slowest := slowest_rank(speed)) is None:
+    slowest = slowest_rank(speed)
+    if slowest is None:
         return
     rank, most, usual = slowest
     lost = (most - usual) * min(rank.steps for rank in speed)
@@ -323,8 +331,8 @@ def _slow_ranks(speed: Sequence[Speed]) -> Iterator[str]:
 
 def seconds_per_step(speed: Sequence[Speed]) -> float:
     """Return what a step has lately taken on the slowest rank, or 0 if unknown."""
-    known = (rank.seconds_per_step_now or rank.seconds_per_step for rank in speed)
-    return max(known, default=0.0)
+    seconds = (rank.seconds_per_step_now or rank.seconds_per_step for rank in speed)
+    return max(seconds, default=0.0)
 
 
 def samples_per_second(speed: Sequence[Speed], ranks: int) -> float | None:

@@ -1,4 +1,4 @@
-"""Steps and validations in parts that fit into memory: :meth:`MicroBatcher.backward`, `forward`."""
+"""Steps and validations in parts that fit into memory: `backward`, `forward`."""
 
 from __future__ import annotations
 
@@ -134,12 +134,14 @@ class MicroBatcher:
             training: False for validation, which computes the loss without a backward pass. Then
                 only a part that fails is repeated.
 
-        Returns: The mean loss, of shape ``()``, in training over the samples of all ranks. If
+        Returns:
+            The mean loss, of shape ``()``, in training over the samples of all ranks. If
             ``loss_of`` returned tuples, a tuple of that and the list of the parts' other values.
 
-        Raises: TypeError, ValueError: the number of samples is unknown or 0. UserError: the step of
-            this model cannot be split. The message has the reason. RankFailure: a rank cannot
-            continue.
+        Raises:
+            TypeError, ValueError: the number of samples is unknown or 0.
+            UserError: the step of this model cannot be split. The message has the reason.
+            RankFailure: a rank cannot continue.
         """
         parts = Parts.of(batch, length, split, count)
         if not parts.samples and ranks.here() is None:
@@ -197,7 +199,8 @@ class MicroBatcher:
         If memory runs out, the failed part is repeated in smaller parts. Call it under
         ``torch.no_grad()``. The arguments are those of `backward`.
 
-        Returns: The results of ``function`` for the parts, in order. Each sample occurs once.
+        Returns:
+            The results of ``function`` for the parts, in order. Each sample occurs once.
         """
         parts = Parts.of(batch, length, split)
         step = self._begin("forward", function, parts, model, training=False)
@@ -239,7 +242,7 @@ class MicroBatcher:
         return {"training": self._training.state(), "other": self._other.state()}
 
     def restore(self, state: dict[str, SizeState]) -> None:
-        """Take over :meth:`state`'s result, unless another batch size was requested since."""
+        """Take over `state`'s result, unless another batch size was requested since."""
         self._training.restore(state["training"])
         self._other.restore(state["other"])
 
@@ -278,19 +281,19 @@ class MicroBatcher:
         if search is None or step.start is None:
             return
         with step.undone_after_an_error():
-            found = find_in_step(
+            search_result = find_in_step(
                 search, parts.samples, lambda size: body(parts.part(0, size)), step.start
             )
-        if found is None:
+        if search_result is None:
             return
-        size = found.batch_size
+        size = search_result.batch_size
         effective = search.effective_batch_size
         for sizes in (self._training, self._other):
             sizes.begin_at(size)
-        log.info("training.batch_size=auto: %s", found)
+        log.info("training.batch_size=auto: %s", search_result)
         accumulation = None if size is None else -(-effective // size)
-        result = found.as_json()
-        self._recorder.on_event(BatchSizeFound(size, accumulation, effective, result))
+        as_json = search_result.as_json()
+        self._recorder.on_event(BatchSizeFound(size, accumulation, effective, as_json))
 
 
 def _parts_without_loss(results: Results[Any]) -> dict[tuple[int, int], float]:

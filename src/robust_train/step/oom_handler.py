@@ -115,8 +115,9 @@ class OOMHandler:
     def handle(self, error: BaseException) -> bool:
         """Take a failure: release its memory, restore gradients, and make the batch smaller.
 
-        Returns: Whether to try again. False if the failure has nothing to do with memory, or may
-            not and happened at every size.
+        Returns:
+            Whether to try again. False if the failure is not a lack of memory, or an unclear one
+            that happened at every size.
 
         Raises:
             AttemptsExhaustedError: memory ran out at the smallest batch, or within an optimizer's
@@ -234,6 +235,17 @@ def adaptive_batch_training(
 ) -> T:
     """Call ``train_fn`` with smaller batches until it fits, by an `OOMHandler`.
 
+    Args:
+        train_fn: called with the batch, and with the accumulation if it has that parameter.
+        initial_batch_size: micro-batch of the first call.
+        min_batch_size: the smallest micro-batch to try.
+        gradient_accumulation_steps: accumulation of the first call. It grows as the batch shrinks.
+        max_retries: the number of calls after the first. None: as many as there are sizes.
+        batch_argument: the parameter of ``train_fn`` that is the batch.
+
+    Returns:
+        The result of the call that fits.
+
     Raises:
         TypeError: ``train_fn`` is a generator or a coroutine.
         AttemptsExhaustedError: it does not fit at ``min_batch_size`` either.
@@ -273,6 +285,9 @@ def retry_on_oom(
         max_retries: the number of calls after the first.
         min_batch_size: no call uses a smaller batch.
         batch_argument: the parameter of the function that is the batch.
+
+    Returns:
+        A decorator. The decorated function returns the result of the call that succeeded.
 
     Raises:
         TypeError: on decoration, the function is a generator or coroutine or lacks the parameter.

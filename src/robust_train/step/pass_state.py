@@ -72,9 +72,9 @@ def _weights_in(modules: Iterable[nn.Module]) -> list[Tensor]:
         for weight in weights
         if weight.requires_grad and type(weight) in (Tensor, nn.Parameter)
     ]
-    for found in ([*frozen, *plain], frozen):
-        if sum(weight.nbytes for weight in found) <= _MOST_COPIED:
-            return found
+    for candidates in ([*frozen, *plain], frozen):
+        if sum(weight.nbytes for weight in candidates) <= _MOST_COPIED:
+            return candidates
     return []
 
 

@@ -1,6 +1,6 @@
 """The largest micro-batch that fits, found by trying some and measuring what they need.
 
-What to try is decided in :mod:`robust_train.policy.sizes`.
+What to try is decided in `sizes`.
 """
 
 from __future__ import annotations
@@ -178,6 +178,9 @@ def find_batch_size(
             optimizer's future state is added automatically.
         memory_fraction: the share of the GPU's memory to use at most.
 
+    Returns:
+        The size, in samples, and the measurements that led to it.
+
     Raises:
         AttemptsExhaustedError: memory runs out even at ``min_batch_size``.
         ValueError: a size is below 1, or ``min_batch_size`` above ``max_batch_size``.
@@ -198,7 +201,7 @@ def find_batch_size(
     state_bytes, step_bytes = (0, 0) if model is None else optimizer_bytes(parameters)
     where = device_of(parameters) if device is None else torch.device(device)
     try:
-        found = search_size(
+        search = search_size(
             try_batch,
             start,
             sizes,
@@ -211,10 +214,10 @@ def find_batch_size(
         raise
     finally:
         start.end()
-    log.info("find_batch_size: %s", found)
-    if found.batch_size is None:
-        raise AttemptsExhaustedError(f"find_batch_size: {found}")
-    return found
+    log.info("find_batch_size: %s", search)
+    if search.batch_size is None:
+        raise AttemptsExhaustedError(f"find_batch_size: {search}")
+    return search
 
 
 def find_in_step(
@@ -319,9 +322,9 @@ class Meter:
     def peak(self) -> int:
         """Return the most that was in use."""
         if self.index is None:
-            own = host.own_memory()
+            memory = host.own_memory()
             # pages of libraries that were read meanwhile stay, so they are in the peak as well
-            return own.get("VmHWM", 0) - own.get("RssFile", 0) - own.get("RssShmem", 0)
+            return memory.get("VmHWM", 0) - memory.get("RssFile", 0) - memory.get("RssShmem", 0)
         torch.cuda.synchronize(self.index)
         return torch.cuda.max_memory_allocated(self.index)
 
@@ -331,15 +334,15 @@ class Meter:
             return host.own_memory().get("RssAnon", 0) + host.room_left()
         free, total = torch.cuda.mem_get_info(self.index)
         # the allocator's limit by memory.fraction; torch before 2.8 does not say
-        known = getattr(torch.cuda, "get_per_process_memory_fraction", lambda index: 1.0)
-        share = min(self._share, known(self.index))
+        get_fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda index: 1.0)
+        share = min(self._share, get_fraction(self.index))
         return min(int(share * total), free + torch.cuda.memory_reserved(self.index))
 
 
 def device_of(parameters: Iterable[torch.Tensor]) -> torch.device:
     """Return the GPU that the parameters are on, or the first of their devices. Without parameters,
     return the current GPU if this process started CUDA, else the CPU."""
-    found = list(dict.fromkeys(parameter.device for parameter in parameters))
+    devices = list(dict.fromkeys(parameter.device for parameter in parameters))
     is_on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    found.append(torch.device("cuda" if is_on_gpu else "cpu"))
-    return next((device for device in found if device.type == "cuda"), found[0])
+    devices.append(torch.device("cuda" if is_on_gpu else "cpu"))
+    return next((device for device in devices if device.type == "cuda"), devices[0])

@@ -56,9 +56,9 @@ def taking_part(models: Iterable[nn.Module], function: Any) -> tuple[list[nn.Mod
     modules = modules_below([*models, *others])
     kinds = set(map(type, modules))
     # torch's own hold none
-    own = {kind for kind in kinds if not kind.__module__.startswith("torch.nn.")}
+    user_kinds = {kind for kind in kinds if not kind.__module__.startswith("torch.nn.")}
     for module in modules:
-        if type(module) in own:
+        if type(module) in user_kinds:
             held += vars(module).values()
     return modules, generators_in(held)
 
@@ -75,12 +75,14 @@ def with_modules_inside(attributes: Attributes, modules: list[nn.Module]) -> lis
 
 def parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
     """Return the existing parameters of modules. The first pass creates those of lazy modules."""
-    homes = [own for own, _ in map(tensors_of, modules) if own]
-    found = [parameter for own in homes for parameter in own.values() if parameter is not None]
+    homes = [home for home, _ in map(tensors_of, modules) if home]
+    parameters = [
+        parameter for home in homes for parameter in home.values() if parameter is not None
+    ]
     # Asking each of a thousand in each step takes longer than asking their types.
-    if set(map(type, found)) == {nn.Parameter}:
-        return found
-    return [parameter for parameter in found if not is_lazy(parameter)]
+    if set(map(type, parameters)) == {nn.Parameter}:
+        return parameters
+    return [parameter for parameter in parameters if not is_lazy(parameter)]
 
 
 def _reached(function: Any, most_steps: int = _MOST_STEPS) -> Iterator[Any]:
@@ -109,9 +111,9 @@ def _parts_of(value: Any) -> list[Any]:
 
 
 def _named_in(function: FunctionType) -> list[Any]:
-    found = gc.get_referents(*(function.__closure__ or ()))
-    found += function.__defaults__ or ()
-    found += (function.__kwdefaults__ or {}).values()
+    referents = gc.get_referents(*(function.__closure__ or ()))
+    referents += function.__defaults__ or ()
+    referents += (function.__kwdefaults__ or {}).values()
     for name in names_in(function.__code__):
         value = function.__globals__.get(name)
         # the functions of a library train nothing that they were not given
@@ -119,8 +121,8 @@ def _named_in(function: FunctionType) -> list[Any]:
             isinstance(value, FunctionType) and value.__module__ != function.__module__
         )
         if not is_of_a_library:
-            found.append(value)
-    return found
+            referents.append(value)
+    return referents
 
 
 def names_in(code: CodeType) -> Iterator[str]:

@@ -531,7 +531,7 @@ class Checker:
 
     @contextlib.contextmanager
     def _noting_trouble(self) -> Iterator[None]:
-        """Note an error of the block, which the ranks leave together by :meth:`_exchange`."""
+        """Note an error of the block, which the ranks leave together by `_exchange`."""
         try:
             yield
         except RanOutElsewhereError:
@@ -605,7 +605,7 @@ def _give_statistics(module: Any) -> None:
 
 
 def described(error: Exception) -> str:
-    """Return an error in one line."""
+    """Describe an error in one line."""
     name = type(error).__name__
     text = first_line(error)
     return text if text.startswith(name) else f"{name}: {text}"
@@ -706,10 +706,12 @@ def check_split(
         length: returns the number of samples of such a batch, if that is not its ``len``.
         size: the number of samples in the checked part. None: half of the batch, at least 4.
 
-    Returns: The result. ``is_kept`` is the answer, and ``message`` explains it in one line with the
+    Returns:
+        The result. ``is_kept`` is the answer, and ``message`` explains it in one line with the
         figures.
 
-    Raises: TypeError, ValueError: the number of samples is unknown, or ``size`` is below 2.
+    Raises:
+        TypeError, ValueError: the number of samples is unknown, or ``size`` is below 2.
     """
     if size is not None and size < 2:
         raise ValueError(f"size={size}: must be 2 or more")

@@ -80,19 +80,19 @@ def kind_of_step(parts: Parts, function: Any) -> object:
 
 def structure_of(batch: Any) -> tuple[object, ...]:
     """Return the types and dimensions of what is in a batch, without sizes."""
-    found: list[object] = []
+    structure: list[object] = []
 
     def note(item: Any, name: str) -> Any:
         dimensions = getattr(item, "ndim", None)
         kind = getattr(item, "dtype", None)
         # Names of list items would make a kind of each length.
         place = name if dimensions is not None else ""
-        found.append((place, type(item), kind, dimensions))
+        structure.append((place, type(item), kind, dimensions))
         is_list_of_samples = isinstance(item, list) and dimensions is None
         return item if is_list_of_samples or dimensions is not None else WALKED
 
     rebuilt(batch, note)
-    return tuple(found)
+    return tuple(structure)
 
 
 def code_of(function: Any) -> object:

@@ -147,7 +147,7 @@ def _concatenated(first: Any, last: Any) -> Any:
 
 
 def joined(parts: Sequence[Any], sizes: Sequence[int], *, any_length: bool = False) -> Any:
-    """Invert :func:`part_of` for what was made of the parts.
+    """Invert `part_of` for what was made of the parts.
 
     Entries for samples are put together. A number with a fraction is a mean, any other a count. Of
     the rest the first part's counts.
@@ -177,10 +177,10 @@ def joined(parts: Sequence[Any], sizes: Sequence[int], *, any_length: bool = Fal
     if _is_array(first) or type(first) in (int, float):
         return _number_of(parts, sizes)
     if isinstance(first, Mapping):
-        found = {}
+        content = {}
         for key in first:
-            found[key] = join([part[key] for part in parts])
-        return found if type(first) is dict else type(first)(found)  # type: ignore[call-arg]
+            content[key] = join([part[key] for part in parts])
+        return content if type(first) is dict else type(first)(content)  # type: ignore[call-arg]
     if isinstance(first, list) and is_by_sample:
         return list(itertools.chain.from_iterable(parts))
     if isinstance(first, (list, tuple)):
@@ -280,16 +280,16 @@ class Parts:
 
 
 def _versions_in(batch: Any) -> list[tuple[Any, int]]:
-    found: list[tuple[Any, int]] = []
+    versions: list[tuple[Any, int]] = []
 
     def note(item: Any, name: str) -> Any:
         if not _has_samples(item):
             return WALKED
-        found.append((item, version_of(item)))
+        versions.append((item, version_of(item)))
         return item
 
     rebuilt(batch, note)
-    return found
+    return versions
 
 
 def _is_array(item: Any) -> bool:
@@ -318,7 +318,7 @@ def _is_structure(items: Iterable[Any]) -> bool:
 # --- how large ---
 
 SizeState = dict[str, Any]
-"""What a checkpoint keeps of :class:`MicroBatchSize`."""
+"""What a checkpoint keeps of `MicroBatchSize`."""
 
 
 class MicroBatchSize:
@@ -399,7 +399,7 @@ class MicroBatchSize:
         }
 
     def restore(self, state: SizeState) -> None:
-        """Take over :meth:`state`'s result, unless another size was requested since."""
+        """Take over `state`'s result, unless another size was requested since."""
         requested = self._plan.batch_size
         before = state["requested"]
         # what probes had found is requested by its number afterwards

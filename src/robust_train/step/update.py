@@ -70,19 +70,22 @@ class LateFigures:
         if before is None:
             return None
         earlier, late = before
-        # taken a step ago, so that it does not wait
+        # This copy began a step ago, so that reading it does not wait.
         return earlier, float(late.read())
 
 
 class LateAnswers:
-    """Whether weights have changed: of the update before, where the device decides about one."""
+    """Tells whether an update changed the weights, an update late if the device decides that."""
 
     def __init__(self) -> None:
         self._figures = LateFigures()
 
     def moved(self, step: int, done: Update) -> bool:
-        """Take an update; return whether it, or the one before if that is not known yet, has
-        changed the weights. Of the first one that the device decides about it is not known."""
+        """Take an update, and return whether the weights have changed.
+
+        If the device decides, that is not known yet, and the answer is for the update before. The
+        first such update counts as one that changed them.
+        """
         if done.left_out is None:
             return done.moved
         earlier = self._figures.swap(step, done.left_out)
@@ -136,8 +139,12 @@ def update(
 
 
 def _step_scaled(optimizer: torch.optim.Optimizer, scaler: Any) -> tuple[bool, Tensor | None]:
-    """Step and adapt the scale; return whether the weights have changed, as far as is known, and
-    the figure by which the device leaves the update out, if it decides."""
+    """Step and adapt the scale.
+
+    Returns:
+        Whether the weights have changed, as far as is known, and the figure by which the device
+        leaves the update out, if the device decides.
+    """
     if skips_on_device(optimizer):
         figures = overflow_figures(scaler, optimizer)
         left_out = _any_of(figures) if figures else None
@@ -188,9 +195,9 @@ def _clip(optimizer: torch.optim.Optimizer, most: float | None) -> Tensor:
 
 
 def _is_bad(figures: Iterable[Tensor | None]) -> Tensor | None:
-    known = [figure.detach() for figure in figures if figure is not None]
-    if not known:
+    figures_known = [figure.detach() for figure in figures if figure is not None]
+    if not figures_known:
         return None
     # With a model on several GPUs, the loss and the norm may be on different devices.
-    finite = [torch.isfinite(figure).all().to(known[-1].device) for figure in known]
+    finite = [torch.isfinite(figure).all().to(figures_known[-1].device) for figure in figures_known]
     return ~torch.stack(finite).all()

@@ -67,13 +67,13 @@ def check_jobs(config: DictConfig, check: Check | None) -> None:
     columns = list(_overrides(config))
     until = time.monotonic() + MOST_SECONDS
     most = min(max(map(len, columns), default=1), _MOST_JOBS)
-    found = set[str]()
+    problems = set[str]()
     for number in range(most):
-        job = [own[number % len(own)] for own in columns]
+        job = [column[number % len(column)] for column in columns]
         problem = _problem_of(config, job, check)
-        found.add(str(problem))
+        problems.add(str(problem))
         # the first two differ in all that is swept
-        if problem is not None and len(found) == 1 and number + 1 >= min(most, 2):
+        if problem is not None and len(problems) == 1 and number + 1 >= min(most, 2):
             raise problem
         if time.monotonic() > until:
             return
@@ -99,8 +99,8 @@ def _overrides(config: DictConfig) -> Iterator[list[str]]:
             elif override.is_sweep_override():
                 values = override.sweep_string_iterator()
             key = override.get_key_element()
-            own = [f"{key}={value}" for value in itertools.islice(values, _MOST_JOBS)]
-            yield own or [line]
+            choices = [f"{key}={value}" for value in itertools.islice(values, _MOST_JOBS)]
+            yield choices or [line]
 
 
 def _problem_of(
@@ -141,15 +141,15 @@ def direction_of(config: DictConfig) -> str:
     wanted = settings.sweep_direction
     given = config.hydra.sweeper.get("direction")
     # an enum with Hydra's own Optuna sweeper; with several objectives a list, which ranks no job
-    own = getattr(given, "name", given)
-    if isinstance(own, str):
-        if own not in (MAXIMIZE, MINIMIZE):
-            raise ConfigError(f"hydra.sweeper.direction={own}: must be maximize or minimize")
-        if wanted not in ("auto", own):
+    name = getattr(given, "name", given)
+    if isinstance(name, str):
+        if name not in (MAXIMIZE, MINIMIZE):
+            raise ConfigError(f"hydra.sweeper.direction={name}: must be maximize or minimize")
+        if wanted not in ("auto", name):
             raise ConfigError(
-                f"sweep_direction={wanted}, but hydra.sweeper.direction={own}: leave one out"
+                f"sweep_direction={wanted}, but hydra.sweeper.direction={name}: leave one out"
             )
-        return own
+        return name
     if wanted != "auto":
         return wanted
     objective = settings.objective

@@ -78,11 +78,10 @@ _REFRESH_SECONDS = 0.5
 
 
 class Jobs:
-    """The jobs of a sweep: ``listed`` has their overrides by number. A search adds its jobs one by
-    one."""
+    """The jobs of a sweep. ``listed`` has their overrides by number. A search adds single jobs."""
 
     prunes = False
-    """Whether :meth:`reported` may stop a job."""
+    """Whether `reported` may stop a job."""
 
     def __init__(self, listed: Mapping[int, Sequence[str]]) -> None:
         self.listed = listed
@@ -172,11 +171,12 @@ class GpuQueue:
         for number, overrides in jobs.listed.items():
             self.rows[number] = self._not_started(number, overrides)
         for folder in job_folders(self.folder) if prunes else ():
-            if (found := read_record(folder)) is not None:
-                own = self.rows.get(found.job)
+            record = read_record(folder)
+            if record is not None:
+                row = self.rows.get(record.job)
                 # the folder may hold jobs of other sweeps
-                if found.sweep == table.sweep or (own and own.varies_as(found)):
-                    self._reports.begin(found.job, folder)
+                if record.sweep == table.sweep or (row and row.varies_as(record)):
+                    self._reports.begin(record.job, folder)
         slots = jobs_at_once(
             self._settings,
             self._n_jobs,
@@ -229,9 +229,10 @@ class GpuQueue:
             most = requested_sweep_limit(self.folder)
             if len(self._running) >= (slots if most is None else most):
                 break
-            if (found := self._jobs.next()) is None:
+            next_job = self._jobs.next()
+            if next_job is None:
                 break
-            number, overrides = found
+            number, overrides = next_job
             self._start(number, overrides)
         return bool(self._running) or not (is_over or self._jobs.is_over)
 
@@ -263,8 +264,8 @@ class GpuQueue:
             partial(self._work, config), folder / LOG_FILE, self._signals.__exit__
         )
         self.rows[number] = replace(job, status="starting")
-        own = without(of_jobs(job.overrides), self.sweep.table.overrides)
-        log.info("job %d starts: %s", number, own)
+        differing = without(of_jobs(job.overrides), self.sweep.table.overrides)
+        log.info("job %d starts: %s", number, differing)
 
     def _work(self, config: DictConfig) -> int:
         """Run a job, in its own process."""
@@ -346,11 +347,11 @@ class GpuQueue:
     def _settle(self, number: int, returncode: int) -> None:
         """Handle the end of a job, and record it if the job could not."""
         folder = self.rows[number].path
-        own = replace(self.rows[number], status=Status.STARTED)
+        started = replace(self.rows[number], status=Status.STARTED)
         if self._has_lost_folder():
-            row = row_of(own, Path(), returncode)
+            row = row_of(started, Path(), returncode)
         else:
-            row = row_of(read_record(folder) or own, folder, returncode)
+            row = row_of(read_record(folder) or started, folder, returncode)
             row.write(folder)
         line = f"job {row.job} {row.status}"
         if row.has_completed and row.wall_seconds is not None:
@@ -461,10 +462,11 @@ def count_gpus(wanted: RobustConfig) -> int:
     if wanted.device == "cpu" and not wanted.picks_gpu:
         return 0
     read_end, write_end = os.pipe()
-    if not (child := os.fork()):
+    child = os.fork()
+    if not child:
         with contextlib.suppress(BaseException):
-            found = visible_gpus(read_inventory(processes=False), os.environ)
-            answer = str(len(found.gpus)) if found.inventory.answered else "?"
+            visible = visible_gpus(read_inventory(processes=False), os.environ)
+            answer = str(len(visible.gpus)) if visible.inventory.answered else "?"
             os.write(write_end, answer.encode())
         os._exit(0)
     os.close(write_end)

@@ -95,12 +95,12 @@ def sweep_story_of(folder: Path) -> SweepStory:
         has_story = (row.path / "journal.jsonl").exists()
         story = story_of(read_sources(row.path)) if has_story else None
         jobs[row.job] = JobStory(row, story)
-    found = tuple(job.row for job in jobs.values())
-    points = best_first(replace(table, jobs=found))
+    rows = tuple(job.row for job in jobs.values())
+    points = best_first(replace(table, jobs=rows))
     wall = table.wall_seconds
-    sentence = tally(found)
+    sentence = tally(rows)
     sentence += "." if wall is None else f" in {duration(wall)}."
-    if values_of(found):
+    if values_of(rows):
         sentence += f" The {table.best_is} result is the best."
     is_over = table.status == Status.ENDED
     if not is_over and is_alive(folder, has_ended=False):
@@ -111,7 +111,7 @@ def sweep_story_of(folder: Path) -> SweepStory:
         folder=str(folder),
         is_over=is_over,
         sentence=sentence,
-        jobs=tuple(jobs[row.job] for rows in points for row in rows),
+        jobs=tuple(jobs[row.job] for of_point in points for row in of_point),
     )
 
 
@@ -123,8 +123,8 @@ def sweep_page(sweep: SweepStory) -> str:
     for job in sweep.jobs:
         reports.begin(job.row.job, job.row.path)
         label = str(job.row.job)
-        own = reports.values.get(job.row.job)
-        curves = [tuple(own.items())] if own else []
+        reports_of_job = reports.values.get(job.row.job)
+        curves = [tuple(reports_of_job.items())] if reports_of_job else []
         values.append((label, curves, job.row.is_pruned))
         losses.append((label, _losses(job.story), job.row.is_pruned))
     same = common([job.row.overrides for job in sweep.jobs])
@@ -153,8 +153,8 @@ def sweep_page(sweep: SweepStory) -> str:
 def _losses(story: Story | None) -> list[Sequence[Point]]:
     """Return the curves of the loss of training that were not lost."""
     curves = () if story is None else story.curves
-    own = [c for c in curves if c.name in ("loss", "train_loss") and not c.lost]
-    return [curve.points for curve in own if curve.name == own[0].name]
+    losses = [c for c in curves if c.name in ("loss", "train_loss") and not c.lost]
+    return [curve.points for curve in losses if curve.name == losses[0].name]
 
 
 def _hours(jobs: Sequence[JobStory]) -> str:

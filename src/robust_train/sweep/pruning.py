@@ -38,7 +38,7 @@ class Reports:
     def new(self, job: int, folder: Path) -> list[ValueReported]:
         """Return what a job has reported since the last time."""
         data = b""
-        found = []
+        reports = []
         with contextlib.suppress(OSError), (folder / _JOURNAL).open("rb") as file:
             file.seek(self._read[job])
             data = file.read()
@@ -50,10 +50,10 @@ class Reports:
             with contextlib.suppress(ValueError):
                 event = parse(parse_json(line))
                 if isinstance(event, ValueReported) and self._counts(event, job):
-                    found.append(event)
+                    reports.append(event)
         # a step that is done again after a resume is the same report
-        self.values[job].update((report.step, report.value) for report in found)
-        return found
+        self.values[job].update((report.step, report.value) for report in reports)
+        return reports
 
     def _counts(self, event: ValueReported, job: int) -> bool:
         if not self._mode or event.mode in (None, self._mode):
@@ -71,7 +71,9 @@ class Reports:
     @property
     def last(self) -> dict[int, float]:
         """The last report of each job."""
-        return {job: own[next(reversed(own))] for job, own in self.values.items() if own}
+        return {
+            job: reports[next(reversed(reports))] for job, reports in self.values.items() if reports
+        }
 
     def is_behind(self, job: int, patience: int) -> bool:
         """Return whether a job's best value was worse than another job's, after as many reports, at
@@ -83,10 +85,10 @@ class Reports:
         for number, each in self.values.items():
             signed = [sign * value for value in each.values()]
             best[number] = list(accumulate(signed, max))
-        own = best.pop(job)
-        if len(own) < patience:
+        values = best.pop(job)
+        if len(values) < patience:
             return False
-        for at in range(len(own) - patience, len(own)):
-            if not any(len(other) > at and other[at] > own[at] for other in best.values()):
+        for at in range(len(values) - patience, len(values)):
+            if not any(len(other) > at and other[at] > values[at] for other in best.values()):
                 return False
         return True

@@ -56,16 +56,18 @@ def point_table(points: Sequence[Sequence[SweepJob]]) -> list[str]:
         overrides = [row.overrides for row in rows]
         shared.append(common(overrides))
     everywhere = common(shared)
-    for rows, own in zip(points, shared, strict=True):
+    for rows, common_overrides in zip(points, shared, strict=True):
         values = values_of(rows)
         spread = f" ± {stdev(values):.3g}" if len(values) > 1 else ""
-        failed = ", ".join(without(row.overrides, own) for row in rows if row.exit_code)
+        failed = ", ".join(
+            without(row.overrides, common_overrides) for row in rows if row.exit_code
+        )
         lines.append(
             (
                 rows[0].trial,
                 f"{fmean(values):.6g}{spread}" if values else "-",
                 f"{len(values)} of {len(rows)}",
-                without(own, everywhere),
+                without(common_overrides, everywhere),
                 f"without {failed}" if failed else "",
             )
         )

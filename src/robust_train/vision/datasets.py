@@ -83,20 +83,20 @@ def open_data(cfg: Any) -> Splits:
     fetched."""
     require("PIL.Image", f"dataset={cfg.name}")
     splits = _DATASETS[cfg.name](cfg)
-    known = splits.shape.num_classes
+    num_classes = splits.shape.num_classes
     for what in ("train", "validation", "test"):
         part: Images = getattr(splits, what)
         if not part.labels:
             raise ConfigError(f"dataset.root={cfg.root}: {cfg.name} has no {what} images there")
         for name, label in zip(part.names, part.labels, strict=True):
-            if not 0 <= label < known:
+            if not 0 <= label < num_classes:
                 raise ConfigError(
                     f"dataset.root={cfg.root}: {name} has label {label}; "
-                    f"{cfg.name} has classes 0 to {known - 1}"
+                    f"{cfg.name} has classes 0 to {num_classes - 1}"
                 )
-    wanted = cfg.num_classes or known
-    if wanted < known:
-        raise ConfigError(f"dataset.num_classes={wanted}: {cfg.name} has {known} classes")
+    wanted = cfg.num_classes or num_classes
+    if wanted < num_classes:
+        raise ConfigError(f"dataset.num_classes={wanted}: {cfg.name} has {num_classes} classes")
     return replace(splits, shape=replace(splits.shape, num_classes=wanted))
 
 
@@ -108,7 +108,9 @@ def stratified_split(source: Images, fraction: float) -> tuple[Images, Images]:
     first: list[int] = []
     second: list[int] = []
     for label in sorted(set(source.labels)):
-        members = [index for index, own in enumerate(source.labels) if own == label]
+        members = [
+            index for index, label_of_image in enumerate(source.labels) if label_of_image == label
+        ]
         order = torch.randperm(len(members), generator=generator).tolist()
         count = min(max(round(len(members) * fraction), 1), len(members) - 1)
         second += [members[position] for position in order[:count]]
@@ -173,15 +175,16 @@ def _classes_in(folder: Path) -> list[str]:
 
 def _read_classes(folder: Path, classes: Sequence[str]) -> Images:
     torchvision = require("torchvision.datasets.folder", "dataset=image_folder")
-    own = _classes_in(folder)
-    if unknown := sorted(set(own) - set(classes)):
+    classes_here = _classes_in(folder)
+    unknown = sorted(set(classes_here) - set(classes))
+    if unknown:
         raise ConfigError(
             f"dataset=image_folder: {folder / unknown[0]} is of a class that has no training images"
         )
     try:
         samples = torchvision.make_dataset(
             folder,
-            {name: classes.index(name) for name in own},
+            {name: classes.index(name) for name in classes_here},
             (*torchvision.IMG_EXTENSIONS, ".gif"),
         )
     except (FileNotFoundError, ValueError) as error:  # a class, or all, without an image
@@ -247,11 +250,11 @@ def _open_cub200(cfg: Any) -> Splits:
     names, labels, parts = (_bird_column(folder / name) for name in _CUB200_LISTS)
 
     def split(part: str) -> Images:
-        own = [image for image in names if parts[image] == part]
+        members = [image for image in names if parts[image] == part]
         return _image_files(
             folder / "images.txt",
-            [folder / "images" / names[image] for image in own],
-            [int(labels[image]) for image in own],
+            [folder / "images" / names[image] for image in members],
+            [int(labels[image]) for image in members],
         )
 
     try:

@@ -1,6 +1,6 @@
 """The keys of ``model``, ``dataset`` and ``training`` for the built-in trainer, and their check.
 
-As in :mod:`robust_train.config.schema`, each is declared here once: ``just keys`` writes
+As in `schema`, each is declared here once: ``just keys`` writes
 ``configs/robust/model/``, ``configs/robust/dataset/image_folder.yaml`` and the tables of
 ``docs/built-in-trainer.md``.
 """

@@ -54,10 +54,10 @@ def build_model(cfg: Any, data: Shape) -> tuple[nn.Module, ImageSpec]:
         half = (0.5,) * channels
         return module, ImageSpec(size, channels, half, half)
     module = build_backbone(cfg, 0 if cfg.name == "linear_probe" else data.num_classes)
-    found = require("timm.data", f"model={cfg.name}").resolve_model_data_config(module)
-    mean = tuple(found["mean"])
-    std = tuple(found["std"])
-    images = ImageSpec(cfg.image_size, 3, mean, std, crop=found["crop_pct"])
+    data_config = require("timm.data", f"model={cfg.name}").resolve_model_data_config(module)
+    mean = tuple(data_config["mean"])
+    std = tuple(data_config["std"])
+    images = ImageSpec(cfg.image_size, 3, mean, std, crop=data_config["crop_pct"])
     if cfg.name == "linear_probe":
         module = LinearProbe(module, data.num_classes, cfg.dropout)
     elif cfg.name == "lora":
@@ -199,18 +199,18 @@ def trained_state(module: nn.Module) -> dict[str, Tensor]:
     everything."""
     trained: set[str] = set()
     for prefix, layer in module.named_modules():
-        own = dict(layer.named_parameters(prefix, recurse=False))
+        parameters = dict(layer.named_parameters(prefix, recurse=False))
         # statistics without weights beside them move in training as well
-        has_statistics = isinstance(layer, _BATCH_NORMS) and not own
-        if has_statistics or any(p.requires_grad for p in own.values()):
-            trained.update(name for name, p in own.items() if p.requires_grad)
+        has_statistics = isinstance(layer, _BATCH_NORMS) and not parameters
+        if has_statistics or any(p.requires_grad for p in parameters.values()):
+            trained.update(name for name, p in parameters.items() if p.requires_grad)
             trained.update(name for name, _ in layer.named_buffers(prefix, recurse=False))
     state = module.state_dict()
     return {name: value for name, value in state.items() if name in trained}
 
 
 def load_trained_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load what :func:`trained_state` returned."""
+    """Load what `trained_state` returned."""
     expected = trained_state(module)
     if state.keys() != expected.keys():
         odd = sorted(state.keys() ^ expected.keys())[0]
@@ -319,13 +319,13 @@ def _load_weights(model: nn.Module, cfg: Any, *, heads: tuple[str, ...]) -> None
     path = Path(cfg.weights).expanduser()
     key = f"model.weights={path}"
     of_head = tuple(f"{head}." for head in heads)
-    found = _read(path, key)
+    weights = _read(path, key)
     convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
     if convert is not None:
-        found = convert(found, model)
+        weights = convert(weights, model)
     expected = model.state_dict()
     fitting = {}
-    for name, tensor in found.items():
+    for name, tensor in weights.items():
         if name not in expected or expected[name].shape == tensor.shape:
             fitting[name] = tensor
         elif name.startswith(of_head):

@@ -85,11 +85,11 @@ def shares(model: nn.Module, optimizer: torch.optim.Optimizer) -> Share:
     """Return a function that loads this rank's shard of a checkpoint's tensor, for
     ``read_newest``."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    own = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    own |= {f"optimizer.state.{index}": parameter for index, parameter in enumerate(parameters)}
+    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    tensors |= {f"optimizer.state.{index}": parameter for index, parameter in enumerate(parameters)}
 
     def share(name: str, tensor: Tensor) -> Tensor:
-        mine: Any = own.get(name, own.get(name.rpartition(".")[0]))
+        mine: Any = tensors.get(name, tensors.get(name.rpartition(".")[0]))
         if not hasattr(mine, "device_mesh") or mine.shape != tensor.shape:
             return tensor.clone()
         if tensor.is_meta:

@@ -204,14 +204,14 @@ class Training:
         if run.is_main:
             self.folder.remove_leftovers(run.resume_checkpoint)
         if run.resume_checkpoint is not None:
-            found = read_newest(
+            checkpoint = read_newest(
                 run.resume_checkpoint,
                 REQUIRED,
                 share=sharding.shares(self.net, self.optimizer) if self.is_sharded else None,
                 gather=of_all_ranks,
             )
-            if found is not None:
-                path, content = found
+            if checkpoint is not None:
+                path, content = checkpoint
                 self._restore(content, path)
                 log.info("resumed from %s, step %d", path, self.position.step)
                 self._skip_to(live_of(run).saves.skips_to)
@@ -278,7 +278,7 @@ class Training:
         models.set_train_mode(self.net)
         steps = list(self.plan.steps(position.epoch, position.samples))
         # a rank without a sample of the step takes part in it with one that has no weight
-        reads = [own or [[0]] for own in steps]
+        reads = [share or [[0]] for share in steps]
         batches = live_of(run).speed.waits(
             self._batches(
                 self.train_set, list(itertools.chain.from_iterable(reads)), position.epoch
@@ -287,14 +287,14 @@ class Training:
         decides_late = all(group.get("fused") for group in self.optimizer.param_groups)
         if run.should_stop():
             self._save_and_stop()
-        for own, read in zip(steps, reads, strict=True):
+        for share, read in zip(steps, reads, strict=True):
             samples = self.plan.samples_in_step(position.samples)
             seen = position.epoch * self.plan.num_samples + position.samples
             lr = self.schedule.rate(seen, samples)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             batch = joined(list(itertools.islice(batches, len(read))))
-            loss = self._gradients_of(batch, sum(map(len, own)))
+            loss = self._gradients_of(batch, sum(map(len, share)))
             is_step = run.step(
                 self.optimizer, self.precision.scaler, self.cfg.training.max_grad_norm
             )
@@ -364,10 +364,10 @@ class Training:
         size = self.plan.at_once
         dataset = ImageDataset(source, self.images)
         samples = range(len(dataset))
-        own = in_order(share_of(samples, run.rank, run.world_size), size)
+        batches_of_rank = in_order(share_of(samples, run.rank, run.world_size), size)
         rounds = len(in_order(share_of(samples, 0, run.world_size), size))
         # all ranks take part in every pass; a sample of the last one may not count
-        chunks: list[Sequence[int]] = [*own, *[[0]] * (rounds - len(own))]
+        chunks: list[Sequence[int]] = [*batches_of_rank, *[[0]] * (rounds - len(batches_of_rank))]
         if self.is_sharded:
             sharding.share_buffers(self.net)
 
@@ -384,7 +384,7 @@ class Training:
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         for number, batch in enumerate(self._batches(dataset, chunks, 0)):
             scores = run.forward(score, batch, self.net)
-            if number < len(own):
+            if number < len(batches_of_rank):
                 sums += torch.stack(scores).sum(dim=0)
             if run.should_stop():
                 self._save_and_stop()
@@ -424,7 +424,7 @@ class Training:
         }
 
     def _restore(self, content: Mapping[str, Any], path: Path) -> None:
-        """Restore what :meth:`_content` returned."""
+        """Restore what `_content` returned."""
         self._check_identity(content, path)
         try:
             models.load_trained_state(self.net, content["model"])

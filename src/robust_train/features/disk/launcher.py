@@ -67,9 +67,12 @@ class Disk(InLauncher):
         if failure is None or failure.kind is not FailureKind.DISK_FULL:
             return
         next_line = 0.0
+        what_follows = "training goes on"
+        if self.job.checkpoint is None:
+            what_follows = "training begins again, for no checkpoint is known"
         needed_bytes = failure.evidence.requested_bytes or 0
         while problem := why_full(self.job.plan.run_dir, failure.message, needed_bytes):
             if time.monotonic() >= next_line:
                 next_line = time.monotonic() + _LINE_SECONDS
-                log.warning("%s: waiting for space, then training goes on", problem)
+                log.warning("%s: waiting for space, then %s", problem, what_follows)
             self.job.sleep(_POLL_SECONDS)

@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
+from robust_train.config.values import AUTO, key
 from robust_train.features.expandable_segments.record import SegmentsKnob
 from robust_train.model.failure import Clue
+from robust_train.model.feature import FeatureKeys
 from robust_train.model.spec import Retry
 from robust_train.policy.context import FailureContext
 from robust_train.readable import mib
+
+
+@dataclass(frozen=True)
+class SegmentsKeys(FeatureKeys):
+    """``memory.expandable_segments``."""
+
+    group: ClassVar[str] = "memory"
+    expandable_segments: bool | None = key(
+        None,
+        "CUDA allocator setting against fragmentation",
+        more="`auto`: for a function on one GPU, not for scripts, several GPUs or under WSL; an "
+        "exported variable takes precedence",
+        choices=(AUTO, True, False),
+        written=AUTO,
+    )
 
 
 def expandable_segments(context: FailureContext) -> Retry | None:

@@ -25,7 +25,7 @@ class SegmentsKnob(Knob):
     def asked(cls, config: RobustConfig, environ: Mapping[str, str]) -> SegmentsKnob:
         """Return the user's setting, else the one that suits the job."""
         setting = use_expandable_segments(
-            config.memory.expandable_segments,
+            config.chosen("expandable_segments"),
             environ,
             is_safe=config.traits.takes_expandable_segments,
             gpus=config.num_gpus,

@@ -1,5 +1,6 @@
 """Training that continues on fewer GPUs, where the user allows it."""
 
+from robust_train.features.fewer_gpus.model import FewerGpusKeys
 from robust_train.model.feature import Feature
 
-FEATURE = Feature("fewer_gpus")
+FEATURE = Feature("fewer_gpus", keys=(FewerGpusKeys,))

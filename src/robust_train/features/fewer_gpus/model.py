@@ -2,8 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from robust_train.config.values import FROM_1, key
+from robust_train.model.feature import FeatureKeys
 from robust_train.model.spec import Retry, Room
 from robust_train.policy.context import FailureContext, uuids
+
+
+@dataclass(frozen=True)
+class FewerGpusKeys(FeatureKeys):
+    """``min_num_gpus``."""
+
+    min_num_gpus: int | None = key(
+        None,
+        "go on with as few GPUs as this if there are no more in time; `null`: never fewer",
+        more="At the start or after one has failed, at the same effective batch",
+        range=FROM_1,
+    )
+
+    def mistakes(self, config: Any) -> Iterator[str]:
+        """Yield that fewer GPUs cannot be more than all of them."""
+        gpus = config.num_gpus
+        if (self.min_num_gpus or 1) > gpus:
+            yield f"min_num_gpus={self.min_num_gpus}: must not be above num_gpus={gpus}"
 
 
 def fewer_gpus(context: FailureContext) -> Retry | None:
@@ -18,6 +42,6 @@ def fewer_gpus(context: FailureContext) -> Retry | None:
     room = Room((), least, tuple(sorted(excluded)), counts)
     how = (
         " and no other GPU is available: on with fewer GPUs "
-        f"(min_num_gpus={context.config.min_num_gpus})"
+        f"(min_num_gpus={context.config.of(FewerGpusKeys).min_num_gpus})"
     )
     return context.retry("fewer_gpus", how, room=room)

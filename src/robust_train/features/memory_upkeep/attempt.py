@@ -14,7 +14,7 @@ from robust_train.attempt.hooks import InAttempt
 from robust_train.attempt.live import LiveAttempt
 from robust_train.config.schema import RobustConfig
 from robust_train.failures import classify_failure
-from robust_train.features.memory_upkeep.model import CacheKeys, SnapshotKeys
+from robust_train.features.memory_upkeep.model import CacheKeys, ClearKeys, SnapshotKeys
 from robust_train.host.memory import resident_bytes
 from robust_train.memory.clearing import release_memory, return_memory
 from robust_train.memory.cuda import (
@@ -101,13 +101,14 @@ class MemoryUpkeep(InAttempt):
         self._tight_steps = 0  # in a row that had to empty the cache
         self._has_warned = False
         self._index = device_index(config.device)
-        self._settings = memory = config.memory
+        self._fraction = config.memory.fraction
+        self._clear_after = config.of(ClearKeys).clear_after
         self._cache = cache = config.of(CacheKeys)
         self._takes_snapshots = config.of(SnapshotKeys).snapshot_on_oom
         self._checks = {
             "step": CacheChecks(cache.empty_cache_frequency, cache.empty_cache_threshold),
-            "save": CacheChecks(int("save" in memory.clear_after), 0.0),
-            "epoch": CacheChecks(int("epoch" in memory.clear_after), 0.0),
+            "save": CacheChecks(int("save" in self._clear_after), 0.0),
+            "epoch": CacheChecks(int("epoch" in self._clear_after), 0.0),
         }
         self._has_written_oom = False
         self._is_set_up = False
@@ -165,7 +166,7 @@ class MemoryUpkeep(InAttempt):
         """Return memory that is not in use any more; the frames of ``error`` are emptied."""
         if error is None:
             self._clear("end")
-        elif "failure" in self._settings.clear_after:
+        elif "failure" in self._clear_after:
             # a thorough check of what is left follows
             self._clear("failure", thorough=False, error=error)
 
@@ -188,7 +189,7 @@ class MemoryUpkeep(InAttempt):
 
     def _set_up_cuda(self) -> None:
         """Set the limit as soon as torch is there, which may start CUDA later."""
-        self._is_set_up = limit_when_cuda_starts(self._settings.fraction, self._index)
+        self._is_set_up = limit_when_cuda_starts(self._fraction, self._index)
         has_history = self._index is not None and self._takes_snapshots
         if self._is_set_up and has_history:
             self._end_history = record_history_after_an_oom(self.live.run_dir)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from robust_train.config.values import FROM_0, SHARE, key
+from robust_train.config.values import CLEARED_AFTER, FROM_0, SHARE, cleared_after, key
 from robust_train.model.feature import FeatureKeys
 
 
@@ -21,6 +21,20 @@ class CacheKeys(FeatureKeys):
         0.5, "share of the cache that must be unused for it to be emptied", range=SHARE
     )
     clear_on_start: bool = key(True, "empty the CUDA cache at the start")
+
+
+@dataclass(frozen=True)
+class ClearKeys(FeatureKeys):
+    """``memory.clear_after``."""
+
+    group: ClassVar[str] = "memory"
+    clear_after: tuple[str, ...] = key(
+        CLEARED_AFTER,
+        "empty it after a `save`, an `epoch`; clear a failed trainer's frames after a `failure`",
+        more="Without `failure` they are left to a debugger",
+        accepts="list",
+        read=cleared_after,
+    )
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,11 @@
 """Attempts that hang: noticed, shown with their stacks, ended (``stall_timeout_minutes``)."""
 
+from robust_train.features.stall.model import StallKeys
 from robust_train.model.feature import Feature
 
 FEATURE = Feature(
-    "stall", launcher=f"{__name__}.launcher:Stall", watch=f"{__name__}.launcher:StallWatch"
+    "stall",
+    launcher=f"{__name__}.launcher:Stall",
+    watch=f"{__name__}.launcher:StallWatch",
+    keys=(StallKeys,),
 )

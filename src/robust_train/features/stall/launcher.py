@@ -29,6 +29,7 @@ from robust_train.features.stall.model import (
     SHORTEST_SECONDS,
     WARNING_SHARE,
     Pulse,
+    StallKeys,
     Standstill,
     standstill,
     worth_keeping,
@@ -105,7 +106,7 @@ class Stall(InLauncher):
 
     def request(self, request: AttemptRequest, attempt: Attempt) -> AttemptRequest:
         """Return the request with NCCL's flight recorder, if the attempt has several GPUs."""
-        if self.job.plan.config.stall_timeout_seconds == 0 or len(attempt.spec.gpus) < 2:
+        if self.job.plan.config.of(StallKeys).timeout_seconds == 0 or len(attempt.spec.gpus) < 2:
             return request
         recorder = nccl_variables(request.environ, request.run_dir, request.attempt)
         return replace(request, environ={**request.environ, **recorder})
@@ -121,7 +122,7 @@ class StallWatch(Watch):
         self._request = request
         self._pids = pids
         self._on_event = send
-        self._limit_seconds = request.config.stall_timeout_seconds
+        self._limit_seconds = request.config.of(StallKeys).timeout_seconds
         self._pulse = Pulse(longest=request.longest_pause)
         self._known = request.longest_pause
         self._ticked = time.monotonic()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from robust_train.config.values import AUTO, FROM_0, key
+from robust_train.model.feature import FeatureKeys
 from robust_train.readable import duration
 
 SHORTEST_SECONDS = 600.0
@@ -11,6 +13,25 @@ STARTUP_SECONDS = 1800.0
 _LONGEST_PAUSES = 5.0
 _BUSY_TIMES = 12.0
 WARNING_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class StallKeys(FeatureKeys):
+    """``stall_timeout_minutes``."""
+
+    stall_timeout_minutes: float | None = key(
+        None,
+        "without progress for this long, end the attempt and resume; `0`: never",
+        more="`auto`: learned from the job ([hangs](hangs.md))",
+        unit="minutes",
+        range=FROM_0,
+        written=AUTO,
+    )
+
+    @property
+    def timeout_seconds(self) -> float | None:
+        """After how long without progress an attempt counts as hanging; 0: never, None: learned."""
+        return None if self.stall_timeout_minutes is None else 60 * self.stall_timeout_minutes
 
 
 @dataclass(frozen=True)
