@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 import warm
 from robust_train.readable import MIB
 from simulated_nvml import Gpu
@@ -19,7 +21,10 @@ class Host:
     def __init__(self, tmp_path, machine):
         self.machine = machine
         files = {"READY_FILE": str(tmp_path / "ready"), "GO_FILE": str(tmp_path / "go")}
-        self.world = World(tmp_path).with_environ({**machine.environ, **files})
+        cache = tmp_path / "cache"
+        environ = {**machine.environ, **files, "XDG_CACHE_HOME": str(cache)}
+        self.world = World(tmp_path).with_environ(environ)
+        self.needs_file = cache / "robust-train" / "needs.json"
         self.tmp_path = tmp_path
 
     def start(self, *arguments):
@@ -42,11 +47,15 @@ class Host:
         (job,) = json.loads(done.stdout)["jobs"]
         return job["claim_bytes"] // MIB, (job["gpus"][0]["taken_bytes"] or 0) // MIB
 
+    def has_logged(self, words):
+        return words in (self.world.run_dir / "train_robust.log").read_text()
+
     def need(self, *words):
         environ = {**self.machine.environment(), **self.world.environ}
         return warm.robust_train("need", *words, environ=environ)
 
 
+@pytest.mark.slow
 def test_reservation_follows_and_next_job_begins_with_it(tmp_path, cuda_machine_with):
     host = Host(tmp_path, cuda_machine_with(Gpu(uuid=A)))
     job, pid = host.start(AUTO, "gpu_jobs_per_device=2")
@@ -74,9 +83,10 @@ def test_reservation_follows_and_next_job_begins_with_it(tmp_path, cuda_machine_
     assert "6600 MiB, because earlier runs of this job held 6000 MiB" in second.output
 
 
-def test_declared_memory_stays_the_least(tmp_path, cuda_machine_with):
+@pytest.mark.slow
+def test_shared_gpus_grow_beyond_the_declared_figure(tmp_path, cuda_machine_with):
     host = Host(tmp_path, cuda_machine_with(Gpu(uuid=A)))
-    job, pid = host.start("min_gpu_memory_mb=5000")
+    job, pid = host.start("min_gpu_memory_mb=5000", "gpu_jobs_per_device=2")
     host.hold(pid, 1000)
     host.go()
     wait_until(lambda: host.reserved() == (5000, 1000), "it is measured")
@@ -84,3 +94,57 @@ def test_declared_memory_stays_the_least(tmp_path, cuda_machine_with):
     wait_until(lambda: host.reserved() == (8800, 8000), "it outgrows what was declared")
     host.go("go2")
     host.world.end(job, code=0)
+    assert not host.needs_file.exists(), "a declared figure teaches nothing"
+
+
+def test_a_declared_figure_changes_nothing(tmp_path, cuda_machine_with):
+    """Neither what is reserved nor what is written: the default is a declaration too."""
+    host = Host(tmp_path, cuda_machine_with(Gpu(uuid=A)))
+    job, pid = host.start()
+    host.hold(pid, 8000)
+    host.go()
+    host.go("go2")
+    ended = host.world.end(job, code=0)
+    assert "gpu_peak" not in ended.attempts[0]["memory"]
+    assert not host.needs_file.exists()
+
+
+@pytest.mark.slow
+def test_a_silent_driver_leaves_the_difference(tmp_path, cuda_machine_with):
+    """As in containers, WSL2, MIG and vGPUs: what is used more than before, while alone."""
+    host = Host(tmp_path, cuda_machine_with(Gpu(uuid=A, free_mib=40860)))
+    job, pid = host.start(AUTO, "gpu_jobs_per_device=2")
+    host.machine.update(0, compute=[(pid, None)], free_mib=38860)
+    host.go()
+    wait_until(lambda: host.reserved() == (2200, 2000), "the difference is measured")
+    host.go("go2")
+    ended = host.world.end(job, code=0)
+    assert ended.output.count("counts as the job's") == 1
+
+
+@pytest.mark.slow
+def test_others_beside_a_silent_driver_stop_measuring(tmp_path, cuda_machine_with):
+    """With a process of others on the GPU the declared figure stands, and one line says so."""
+    host = Host(tmp_path, cuda_machine_with(Gpu(uuid=A)))
+    job, pid = host.start(AUTO)
+    host.machine.update(0, compute=[(pid, None), (1, None)], free_mib=20000)
+    wait_until(lambda: host.has_logged("stays as it is"), "it is said")
+    host.go()
+    host.go("go2")
+    ended = host.world.end(job, code=0)
+    assert ended.output.count("the reservation stays as it is") == 1
+    assert "gpu_peak" not in ended.attempts[0]["memory"]
+
+
+@pytest.mark.slow
+def test_a_program_that_takes_all_keeps_its_declaration(tmp_path, cuda_machine_with):
+    host = Host(tmp_path, cuda_machine_with(Gpu(uuid=A)))
+    job, pid = host.start(AUTO, "gpu_jobs_per_device=2")
+    host.hold(pid, 30720)
+    wait_until(lambda: host.has_logged("at once, as JAX"), "it is recognised")
+    host.go()
+    host.go("go2")
+    assert host.reserved()[0] == 4000
+    ended = host.world.end(job, code=0)
+    assert ended.output.count("at once, as JAX") == 1
+    assert not host.needs_file.exists()

@@ -1,5 +1,6 @@
 """How much to reserve, for which jobs, and where that is kept."""
 
+import concurrent.futures
 import json
 import os
 import time
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from robust_train.features.measured_memory.model import (
     FIRST_STEPS,
     QUIET_SECONDS,
+    Sample,
     fingerprint,
     is_measured,
     largest_fitting,
@@ -27,6 +29,7 @@ from robust_train.features.measured_memory.store import (
     read_needs,
     remember,
 )
+from robust_train.host.linux import lock
 from robust_train.readable import GIB, MIB
 
 SIZES = st.integers(1, 4096)
@@ -45,7 +48,7 @@ def test_a_reservation_covers_peak_and_holdings(peak, held):
 @given(BYTES, st.integers(0, 1 << 30), st.sets(SIZES, min_size=2, max_size=6), SIZES)
 def test_affine_memory_is_interpolated_exactly(weights, per_sample, sizes, size):
     """Up to one byte of rounding."""
-    peaks = {one: weights + per_sample * one for one in sizes}
+    peaks = {measured: weights + per_sample * measured for measured in sizes}
     assert abs(peak_at(peaks, size) - (weights + per_sample * size)) <= 1
 
 
@@ -59,7 +62,7 @@ def test_one_peak_answers_for_smaller_sizes_only(peak, measured, size):
 @settings(max_examples=40, deadline=None)
 @given(BYTES, st.integers(1, 1 << 30), st.sets(SIZES, min_size=2, max_size=4), BYTES)
 def test_the_largest_fitting_size_fits(weights, per_sample, sizes, room):
-    peaks = {one: weights + per_sample * one for one in sizes}
+    peaks = {measured: weights + per_sample * measured for measured in sizes}
     fits = largest_fitting(peaks, room)
     if fits:
         assert with_margin(peak_at(peaks, fits)) <= room
@@ -182,3 +185,47 @@ def test_a_torn_file_is_ignored_in_one_line(tmp_path, caplog, content):
     assert str(path) in caplog.text
     remember("job", "A100", 8, GIB, path)
     assert read_needs(path)["job"].on("A100") == {8: GIB}
+
+
+def test_measurements_at_once_are_all_kept(tmp_path):
+    """Reading, changing and writing back is behind a lock, so no writer undoes another."""
+    path = tmp_path / "needs.json"
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda n: remember(f"job {n}", "A100", 8, GIB, path), range(24)))
+    assert len(read_needs(path)) == 24
+
+
+def test_a_lock_that_is_held_costs_one_measurement(tmp_path):
+    path = tmp_path / "needs.json"
+    remember("first", "A100", 8, GIB, path)
+    with path.with_suffix(".lock").open("r+b") as held:
+        assert lock(held.fileno())
+        remember("second", "A100", 8, GIB, path)
+    remember("third", "A100", 8, GIB, path)
+    assert read_needs(path).keys() == {"first", "third"}
+
+
+HELD = 2 * GIB
+
+
+@pytest.mark.parametrize(
+    ("sample", "by_process", "by_difference"),
+    [
+        (Sample(3 * GIB, GIB, (GIB, GIB)), HELD, HELD),
+        (Sample(3 * GIB, GIB, (GIB, None)), None, HELD),
+        (Sample(3 * GIB, GIB, is_listed=False), None, HELD),
+        (Sample(3 * GIB, GIB, (None,), others=1), None, None),
+        (Sample(3 * GIB, GIB, (None,), is_alone=False), None, None),
+        (Sample(GIB, 3 * GIB, is_listed=False), None, 0),
+    ],
+)
+def test_the_difference_counts_only_while_alone(sample, by_process, by_difference):
+    assert sample.by_process() == by_process
+    assert sample.by_difference() == by_difference
+
+
+def test_a_job_without_cuda_holds_nothing():
+    assert Sample(GIB, GIB).is_before_cuda
+    assert Sample(3 * GIB, GIB, others=1).is_before_cuda
+    assert not Sample(3 * GIB, GIB).is_before_cuda, "WSL2 lists no processes"
+    assert not Sample(3 * GIB, GIB, is_listed=False).is_before_cuda

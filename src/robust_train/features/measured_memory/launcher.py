@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from robust_train.config.attempt import AttemptRequest
 from robust_train.features.measured_memory.model import (
     PEAK,
+    Sample,
     is_measured,
     took_all_at_once,
     with_margin,
@@ -31,6 +32,8 @@ from robust_train.model.events import (
     ValueReported,
 )
 from robust_train.model.gpu import GpuInfo
+from robust_train.queue.host_queue import HostQueue
+from robust_train.queue.queue_dir import QueueError
 from robust_train.readable import mib
 
 log = logging.getLogger("robust_train")
@@ -39,6 +42,7 @@ _LEAST_SECONDS = 1.0
 _MOST_SECONDS = 30.0
 _OFTEN_SECONDS = 60.0  # an attempt allocates most of what it will hold in its first minute
 _COST_SHARE = 0.005  # of the time, which reading the GPUs may take
+_FIRST_COST_SHARE = 0.02  # in that minute
 
 
 @dataclass
@@ -60,6 +64,8 @@ class _Attempt:
     next_at: float = 0.0
     is_settled: bool = False
     takes_all: bool = False
+    # UUIDs of GPUs on which another job of the queue has been seen
+    shared: set[str] = field(default_factory=set)
 
     @property
     def peak(self) -> int:
@@ -76,19 +82,25 @@ class _Attempt:
 
 class MeasuredMemory(InLauncher):
     """Asks NVML from the launcher, so whatever a process holds counts: CUDA's context, libraries
-    and all allocators."""
+    and all allocators.
+
+    A job measures itself if its user has left the figure to us, or shares its GPU with other jobs.
+    Others keep the figure that they declare, and nothing is read or written for them.
+    """
 
     def __init__(self, job: JobView) -> None:
         super().__init__(job)
+        config = job.plan.config
         self._attempt: _Attempt | None = None
         self._warned: set[str] = set()
+        self._is_on = config.measures_memory or config.gpu_jobs_per_device > 1
 
     def request(self, request: AttemptRequest, attempt: Attempt) -> AttemptRequest:
         """Note what is used on the GPUs before the attempt begins."""
         self._attempt = None
         uuids = tuple(gpu.uuid for gpu in attempt.spec.gpus)
-        # a session of NVML in an attempt's own process would end with ours
-        if uuids and not self.job.plan.config.runs_inline:
+        # A session of NVML in an attempt's own process would end with ours.
+        if self._is_on and uuids and not self.job.plan.config.runs_inline:
             gpus = read_inventory(processes=False).gpus
             used = {gpu.uuid: gpu.used_bytes for gpu in gpus if gpu.uuid in uuids}
             self._attempt = _Attempt(attempt.number, uuids, used)
@@ -119,10 +131,12 @@ class MeasuredMemory(InLauncher):
         inventory = read_inventory()
         seconds = time.monotonic() - now
         least = _LEAST_SECONDS
+        share = _FIRST_COST_SHARE
         if now - current.began >= _OFTEN_SECONDS:
             least = _MOST_SECONDS / 3
+            share = _COST_SHARE
             close_session()
-        pause = min(max(seconds / _COST_SHARE, least), _MOST_SECONDS)
+        pause = min(max(seconds / share, least), _MOST_SECONDS)
         current.next_at = now + pause
         gpus = {gpu.uuid: gpu for gpu in inventory.gpus}
         if all(uuid in gpus for uuid in current.uuids):
@@ -131,29 +145,40 @@ class MeasuredMemory(InLauncher):
 
     def _held_on(self, gpu: GpuInfo, current: _Attempt) -> int | None:
         """Return what the job's processes hold on a GPU; None if unknown."""
-        listed = gpu.processes
-        mark = job_mark(self.job.driver.devices.queue.job_id)
-        own = [one for one in listed or () if mark_of(one.pid) == mark]
-        sizes = [one.used_bytes for one in own]
-        known = [size for size in sizes if size is not None]
-        if own and len(known) == len(sizes):
-            return sum(known)
-        if listed is not None and not own and sees_host_pids():
-            return None  # it has not begun
-        before = current.used_before.get(gpu.uuid, gpu.used_bytes)
-        if gpu.used_bytes <= before:
-            return None
-        if self.job.plan.config.gpu_jobs_per_device > 1:
+        sample = self._sample_of(gpu, current)
+        held = sample.by_process()
+        if held is not None or sample.is_before_cuda:
+            return held
+        held = sample.by_difference()
+        if held is None:
             self._warn(
-                "NVML does not say what each process holds here, and others may share the GPU: "
-                "the reservation stays at min_gpu_memory_mb"
+                "NVML does not say what each process holds here, and others share the GPU: "
+                "the reservation stays as it is"
             )
-            return None
-        self._warn(
-            "NVML does not say what each process holds here: what the GPU holds more than before "
-            "counts as the job's"
+        elif held:
+            self._warn(
+                "NVML does not say what each process holds here: what the GPU holds more than "
+                "before counts as the job's"
+            )
+        return held or None
+
+    def _sample_of(self, gpu: GpuInfo, current: _Attempt) -> Sample:
+        """Return what NVML says of a GPU, and who is there."""
+        queue = self.job.driver.devices.queue
+        mark = job_mark(queue.job_id)
+        processes = gpu.processes or ()
+        ours = tuple(row.used_bytes for row in processes if mark_of(row.pid) == mark)
+        is_said = bool(ours) and None not in ours
+        if not is_said and gpu.uuid not in current.shared and _has_others(queue, gpu.uuid):
+            current.shared.add(gpu.uuid)
+        return Sample(
+            used_bytes=gpu.used_bytes,
+            before_bytes=current.used_before.get(gpu.uuid, gpu.used_bytes),
+            ours=ours,
+            others=sum(row.computes for row in processes) - len(ours),
+            is_listed=gpu.processes is not None and sees_host_pids(),
+            is_alone=gpu.uuid not in current.shared,
         )
-        return gpu.used_bytes - before
 
     def _follow(
         self,
@@ -187,7 +212,7 @@ class MeasuredMemory(InLauncher):
             current.steps, saved=current.has_saved, quiet_seconds=time.monotonic() - current.grew_at
         )
         need = with_margin(peak)
-        # a declared figure stands, and so does that of an earlier run until this one is measured
+        # A declared figure stands, and so does that of an earlier run until this one is measured.
         if not config.measures_memory or not current.is_settled:
             need = max(need, config.min_gpu_memory_bytes)
         reserved = self.job.driver.devices.queue.follow(held, need)
@@ -209,7 +234,8 @@ class MeasuredMemory(InLauncher):
     def _remember(self, current: _Attempt, attempt: Attempt) -> None:
         """Keep the peak for later runs of the same job at the same micro-batch."""
         gpus = attempt.spec.gpus
-        if not current.is_split and gpus:
+        is_kept = self.job.plan.config.measures_memory and not current.is_split
+        if is_kept and gpus:
             size = attempt.spec.batch_size
             remember(fingerprint_of(self.job.plan), gpus[0].name, size, current.peak)
 
@@ -218,3 +244,11 @@ class MeasuredMemory(InLauncher):
         if line not in self._warned:
             self._warned.add(line)
             log.warning("%s", line)
+
+
+def _has_others(queue: HostQueue, uuid: str) -> bool:
+    """Return whether another job of the queue is on a GPU; True if that is unknown."""
+    try:
+        return any(uuid in job.gpus for job in queue.others())
+    except QueueError:
+        return True

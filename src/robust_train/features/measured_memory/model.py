@@ -8,6 +8,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 FIRST_STEPS = 10
@@ -109,8 +110,8 @@ def peak_at(peaks: Mapping[int, int], micro_batch: int) -> int | None:
         return None
     nearest = sorted(sorted(peaks), key=lambda size: abs(size - micro_batch))
     if len(nearest) == 1:
-        only = nearest[0]
-        return peaks[only] if micro_batch < only else None
+        measured = nearest[0]
+        return peaks[measured] if micro_batch < measured else None
     low, high = sorted(_around(nearest, micro_batch))
     slope = max(peaks[high] - peaks[low], 0) / (high - low)
     return max(math.ceil(peaks[low] + slope * (micro_batch - low)), 0)
@@ -131,15 +132,15 @@ def largest_fitting(peaks: Mapping[int, int], room_bytes: int) -> int | None:
         return None
     fits = 0
     size = 1
-    known = peak_at(peaks, 1)
-    # doubled until it does not fit, then halved into the gap
-    while known is not None and with_margin(known) <= room_bytes and size < 1 << 20:
+    peak = peak_at(peaks, 1)
+    # The size is doubled until it does not fit, then the gap is halved.
+    while peak is not None and with_margin(peak) <= room_bytes and size < 1 << 20:
         fits = size
         size *= 2
-        known = peak_at(peaks, size)
-    if known is None:
-        sizes = [one for one in peaks if with_margin(peaks[one]) <= room_bytes]
-        return max(sizes, default=fits or None)
+        peak = peak_at(peaks, size)
+    if peak is None:
+        fitting = [measured for measured in peaks if with_margin(peaks[measured]) <= room_bytes]
+        return max(fitting, default=fits or None)
     step = (size - fits) // 2
     while step:
         between = peak_at(peaks, fits + step)
@@ -147,6 +148,44 @@ def largest_fitting(peaks: Mapping[int, int], room_bytes: int) -> int | None:
             fits += step
         step //= 2
     return fits
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What NVML says at one moment of a GPU on which a job runs."""
+
+    used_bytes: int  # by whomever
+    before_bytes: int  # by whomever, before the attempt began
+    # what each process of the job holds there, None if NVML does not say
+    ours: tuple[int | None, ...] = ()
+    others: int = 0  # processes of others that NVML lists there
+    is_listed: bool = True  # NVML lists processes, by the numbers that they have here
+    is_alone: bool = True  # no other job of the queue has been there since the attempt began
+
+    def by_process(self) -> int | None:
+        """Return what the job's processes hold there by NVML; None if it does not say."""
+        sizes = [size for size in self.ours if size is not None]
+        return sum(sizes) if sizes and len(sizes) == len(self.ours) else None
+
+    @property
+    def is_before_cuda(self) -> bool:
+        """Whether none of the job's processes has started CUDA yet, as far as can be seen.
+
+        Under WSL2 NVML lists no process at all, so growth of the used memory shows one.
+        """
+        grew = self.used_bytes - self.before_bytes
+        is_seen = bool(self.ours) or (self.others == 0 and grew >= _LEAST_CONTEXT)
+        return self.is_listed and not is_seen
+
+    def by_difference(self) -> int | None:
+        """Return by how much the used memory has grown; None if that may be others' memory."""
+        if not self.is_alone or (self.is_listed and self.others):
+            return None
+        return max(self.used_bytes - self.before_bytes, 0)
+
+
+_LEAST_CONTEXT = 64 << 20
+"""No CUDA context is smaller; less than that the driver itself may take."""
 
 
 def is_measured(

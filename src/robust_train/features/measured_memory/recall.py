@@ -28,11 +28,10 @@ from robust_train.readable import MIB, mib
 log = logging.getLogger("robust_train")
 
 _OF_TRAINING = ("num_workers", "prefetch_factor", "gradient_checkpointing")
-_OF_MEMORY = ("fraction", "expandable_segments")
 
 
 def with_known_need(plan: Plan) -> Plan:
-    """Return the plan of a job with ``min_gpu_memory_mb=auto`` with what it needs, if known."""
+    """Return the plan of a job whose memory is measured with what it needs, if known."""
     config = plan.config
     if not config.measures_memory:
         return plan
@@ -93,10 +92,12 @@ def _keys_of(config: RobustConfig, content: Any) -> Mapping[str, Any]:
         if key in named or key not in ours | {GROUP, "hydra", "trainer"}
     }
     training = asdict(config.training)
-    memory = asdict(config.memory)
     return {
         "project": theirs,
         "num_gpus": config.num_gpus,
         "training": {name: training[name] for name in _OF_TRAINING},
-        "memory": {name: memory[name] for name in _OF_MEMORY},
+        "memory": {
+            "fraction": config.memory.fraction,
+            "expandable_segments": config.chosen("expandable_segments"),
+        },
     }

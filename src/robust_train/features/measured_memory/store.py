@@ -9,12 +9,13 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from robust_train.files import parse_json, read_small, write_json
+from robust_train.host.linux import lock
 
 log = logging.getLogger("robust_train")
 
@@ -24,6 +25,7 @@ MOST_SIZES = 16
 MOST_DAYS = 180
 _MOST_BYTES = 1 << 20
 _LARGEST = 1 << 50
+_LOCK_SECONDS = 1.0
 _VERSION = 1
 
 
@@ -49,11 +51,11 @@ class Need:
         largest."""
         if gpu is not None and gpu in self.peaks:
             return self.peaks[gpu]
-        found: dict[int, int] = {}
+        largest: dict[int, int] = {}
         for sizes in self.peaks.values():
             for size, peak in sizes.items():
-                found[size] = max(peak, found.get(size, 0))
-        return found
+                largest[size] = max(peak, largest.get(size, 0))
+        return largest
 
 
 def needs_file() -> Path:
@@ -75,19 +77,23 @@ def read_needs(path: Path | None = None) -> dict[str, Need]:
         return _decode(parse_json(data))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+    except _UNUSABLE as error:
         log.warning("%s is ignored, and memory is measured again: %s", path, error)
         return {}
+
+
+_UNUSABLE = (OSError, ValueError, TypeError, AttributeError, KeyError, OverflowError)
+"""Whatever a file that anybody may have written makes of its reader."""
 
 
 def _decode(content: Any) -> dict[str, Need]:
     if not isinstance(content, dict) or content.get("version") != _VERSION:
         raise ValueError("it is not a file of this version")
-    return {str(digest): _need_of(one) for digest, one in content["jobs"].items()}
+    return {str(digest): _need_of(row) for digest, row in content["jobs"].items()}
 
 
-def _need_of(one: Any) -> Need:
-    return Need(float(one["seen"]), {str(gpu): _sizes(on) for gpu, on in one["peaks"].items()})
+def _need_of(row: Any) -> Need:
+    return Need(float(row["seen"]), {str(gpu): _sizes(on) for gpu, on in row["peaks"].items()})
 
 
 def _sizes(on: Any) -> dict[int, int]:
@@ -103,17 +109,44 @@ def _bytes(peak: Any) -> int:
 def remember(
     digest: str, gpu: str, micro_batch: int, peak_bytes: int, path: Path | None = None
 ) -> None:
-    """Keep a measurement. Never raises: of two jobs that end at once, one may be forgotten."""
+    """Keep a measurement. Never raises: a disk that is full, or a lock that another process does
+    not release in time, costs what was learned."""
     path = path or needs_file()
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(0o700, parents=True, exist_ok=True)
+        with _locked(path) as is_locked:
+            if is_locked:
+                _write_with(path, digest, gpu, micro_batch, peak_bytes)
+
+
+def _write_with(path: Path, digest: str, gpu: str, micro_batch: int, peak_bytes: int) -> None:
+    """Write the file with one more measurement, without the oldest ones."""
     now = time.time()
     needs = read_needs(path)
     needs[digest] = needs.get(digest, Need()).with_peak(gpu, micro_batch, peak_bytes, now)
     young = {
-        one: need for one, need in needs.items() if abs(now - need.seen) < MOST_DAYS * 24 * 3600
+        name: need for name, need in needs.items() if abs(now - need.seen) < MOST_DAYS * 24 * 3600
     }
-    newest = sorted(young, key=lambda one: young[one].seen)[-MOST_JOBS:]
+    newest = sorted(young, key=lambda name: young[name].seen)[-MOST_JOBS:]
     # sizes become text, as JSON has no other keys
-    jobs = {one: {"seen": young[one].seen, "peaks": young[one].peaks} for one in newest}
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(0o700, parents=True, exist_ok=True)
-        write_json(path, {"version": _VERSION, "jobs": jobs})
+    jobs = {name: {"seen": young[name].seen, "peaks": young[name].peaks} for name in newest}
+    write_json(path, {"version": _VERSION, "jobs": jobs})
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    """Hold the write lock of the file's neighbour: the file itself is replaced by each writer.
+
+    Yields whether the lock was free within a second: the launcher that measures waits no longer.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path.with_suffix(".lock"), flags, 0o600)
+    try:
+        deadline = time.monotonic() + _LOCK_SECONDS
+        is_mine = lock(descriptor)
+        while not is_mine and time.monotonic() < deadline:
+            time.sleep(0.01)
+            is_mine = lock(descriptor)
+        yield is_mine
+    finally:
+        os.close(descriptor)
