@@ -193,6 +193,23 @@ def has_room(
     return all(uuid in states and states[uuid].suits(me) for uuid in me.gpus)
 
 
+def room_on_own_gpus(
+    me: QueuedJob, others: Iterable[QueuedJob], gpus: Sequence[GpuInfo]
+) -> int | None:
+    """Return how much a running job may reserve on each of its GPUs beside all other jobs, with
+    what it has taken; None if one of its GPUs is not among ``gpus``."""
+    taken = dict(zip(me.gpus, me.taken_bytes, strict=True))
+    own = [
+        replace(gpu, free_bytes=gpu.free_bytes + (taken[gpu.uuid] or 0))
+        for gpu in gpus
+        if gpu.uuid in taken
+    ]
+    if len(own) < len(taken):
+        return None
+    states = gpu_states(others, own)
+    return min((max(states[uuid].usable, 0) for uuid in taken), default=None)
+
+
 def queue_order(jobs: Iterable[QueuedJob]) -> list[QueuedJob]:
     """Return the waiting jobs in the order in which they are served.
 
