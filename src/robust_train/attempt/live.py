@@ -264,7 +264,7 @@ class LiveAttempt:
         if is_time and self.losses.allows_checkpoint():
             self.stops.raise_checkpoint()
         self.hooks.boundary("should_save")
-        is_due = self.stops.read_checkpoint()
+        is_due = self.stops.read_checkpoint(is_writing=self.saves.is_writing)
         if is_due:
             self.saving.clock.begin(self.reports.last_step)
             self.speed.pause()
@@ -294,7 +294,6 @@ class LiveAttempt:
     def save_content(self, content: Content, step: int, *, keep: int, suffix: str = ".pt") -> None:
         """Save a dictionary of values and tensors, as a framework has gathered it, as above."""
         self.speed.pause()
-        self.stops.begin_save()
         self.saves.save(content, step, keep=keep, suffix=suffix)
 
     def checkpoint_saved(

@@ -30,8 +30,8 @@ class Stops:
         self._saves_last = False
         self._checkpoint_flag_seen = 0
         self._checkpoint_answers: list[Answer] = []
-        # for which a save has begun
-        self._answers_of_save: list[Answer] = []
+        # of requests for which the trainer was told to save
+        self._promised: list[Answer] = []
 
     def request_stop(self) -> None:
         """Ask the trainer to stop at its next step boundary."""
@@ -63,9 +63,14 @@ class Stops:
         """Ask all ranks for a checkpoint at the next step boundary."""
         self._flags.raise_flag(CHECKPOINT)
 
-    def read_checkpoint(self) -> bool:
-        """Return whether to save now: somebody asks for it, or the attempt is to stop."""
-        if self._checkpoint_answers:
+    def read_checkpoint(self, *, is_writing: bool) -> bool:
+        """Return whether to save now: somebody asks for it, or the attempt is to stop.
+
+        Args:
+            is_writing: a checkpoint is being written while training goes on, so that those who were
+                told to save have begun to.
+        """
+        if self._checkpoint_answers or (self._promised and not is_writing):
             self.raise_checkpoint()
         before = self._checkpoint_flag_seen
         self._checkpoint_flag_seen = self._flags.look(CHECKPOINT, self._rank)
@@ -73,6 +78,9 @@ class Stops:
         if self._sees_stop() and not self._saves_last:
             self._saves_last = True
             is_due = True
+        if is_due:
+            self._promised += self._checkpoint_answers
+            self._checkpoint_answers = []
         return is_due
 
     @property
@@ -89,15 +97,10 @@ class Stops:
         if answer in self._checkpoint_answers:
             self._checkpoint_answers.remove(answer)
 
-    def begin_save(self) -> None:
-        """Record that a save begins: what was requested until now needs no other one."""
-        self._answers_of_save += self._checkpoint_answers
-        self._checkpoint_answers = []
-
     def answer_checkpoint(self, reply: dict[str, Json]) -> None:
         """Answer all requests for a checkpoint."""
-        self.begin_save()
-        answers = self._answers_of_save
-        self._answers_of_save = []
+        answers = self._promised + self._checkpoint_answers
+        self._checkpoint_answers = []
+        self._promised = []
         for answer in answers:
             answer(reply)

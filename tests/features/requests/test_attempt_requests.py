@@ -104,9 +104,11 @@ def test_a_request_costs_one_save_in_the_background(asking):
     asking.run.save({}, 1)
     assert not asking.run.should_save()
     assert not asking.has_replied()
+    asking.ask("checkpoint")
+    assert asking.run.should_save(), "the one that is written is older than this request"
     is_free.set()
     live.saves.finish()
-    assert asking.reply()["answer"]["step"] == 1
+    assert asking.reply(1)["answer"]["step"] == 1
 
 
 def test_a_trainer_gets_one_round_before_a_refusal(asking):
