@@ -108,7 +108,8 @@ def what_came_before(context: FailureContext) -> str:
     others = [
         attempt for attempt in context.since_progress[:-1] if attempt.message != failure.message
     ]
-    # The sentence names the first time that the unknown failure came.
+    # An unknown failure repeats the message of the attempt before, which `why_give_up` already
+    # names.
     if not others or others[-1] == context.unknown_before:
         return ""
     before = others[-1]

@@ -141,8 +141,8 @@ class PolicySettings:
         return spec.with_batch(batch_size, accumulation)
 
     def exact_size(self, at_most: int) -> int:
-        """Return the largest micro-batch up to ``at_most`` that divides a rank's samples, 0 if
-        there is none.
+        """Return the largest micro-batch up to ``at_most`` that divides a rank's samples;
+        ``at_most`` if none does.
 
         Inside a step, parts need not divide the samples; across attempts, they do.
         """
