@@ -516,7 +516,8 @@ def is_of_disk(error: BaseException) -> bool:
 
 
 def together(act: Callable[[], Any], gather: Callable[[Any], list[Any]]) -> Any:
-    """Return the result of ``act``. If disk or memory fails on rank 0, all ranks raise that error."""
+    """Return the result of ``act``. If disk or memory fails on rank 0, all ranks raise that
+    error."""
     result = None
     error = None
     try:

@@ -1,4 +1,5 @@
-"""How an attempt reports the exception that ended it. The runner calls it in the attempt's process."""
+"""How an attempt reports the exception that ended it. The runner calls it in the attempt's
+process."""
 
 from __future__ import annotations
 

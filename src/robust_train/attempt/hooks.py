@@ -56,7 +56,8 @@ class InAttempt:
         """End after the trainer has returned, or has raised ``error``."""
 
     def close(self, error: BaseException | None) -> None:
-        """Clean up after the end was reported, if the process continues or the attempt succeeded."""
+        """Clean up after the end was reported, if the process continues or the attempt
+        succeeded."""
 
 
 class AttemptHooks:

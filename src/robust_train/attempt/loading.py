@@ -270,7 +270,8 @@ class NotedValue(AnyNode):
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Be pickled like a plain value: a checkpoint has to be readable without this class, too."""
+        """Be pickled like a plain value: a checkpoint has to be readable without this class,
+        too."""
         return AnyNode, (), self.__getstate__()
 
 

@@ -1,4 +1,5 @@
-"""What an attempt reports to its launcher: its events, its step, the figure that a sweep optimises."""
+"""What an attempt reports to its launcher: its events, its step, the figure that a sweep
+optimises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Whether an attempt has to stop or to save at a step boundary, with the same answer on all ranks."""
+"""Whether an attempt has to stop or to save at a step boundary, with the same answer on all
+ranks."""
 
 from __future__ import annotations
 

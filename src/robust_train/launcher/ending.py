@@ -201,7 +201,8 @@ def _with_file(failure: Failure, attempt: Attempt) -> Failure:
 
 
 def doubt_of(attempt: Attempt) -> str:
-    """Return the sign that a script which ended with 0 may have failed; empty without such a sign."""
+    """Return the sign that a script which ended with 0 may have failed; empty without such a
+    sign."""
     if attempt.failure is not None or not isinstance(attempt.script, ScriptEnded):
         return ""
     output = in_order(without_escapes(attempt.exit.output))
@@ -237,7 +238,8 @@ def without_escapes(text: str) -> str:
 
 
 def error_of(attempt: Attempt) -> BaseException | None:
-    """Return the trainer's exception, None for a script or if it could not be sent to the launcher."""
+    """Return the trainer's exception, None for a script or if it could not be sent to the
+    launcher."""
     ran_inline = attempt.exit.pid is None
     if ran_inline or attempt.script is not None:
         return attempt.exit.error

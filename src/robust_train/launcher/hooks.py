@@ -77,7 +77,8 @@ class Watch:
         """Note that the attempt printed something."""
 
     def poll(self, living: Mapping[int, Interpreter]) -> End | None:
-        """Check its living interpreters, by rank, at least twice a second. The first answer counts."""
+        """Check its living interpreters, by rank, at least twice a second. The first answer
+        counts."""
         return None
 
     def close(self) -> None:

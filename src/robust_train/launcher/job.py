@@ -285,7 +285,8 @@ class Job:
         self.driver.executor.poll()
 
     def _end_with(self, error: BaseException) -> Summary:
-        """Record the end of a job that an error ended; raise the exception that its caller needs."""
+        """Record the end of a job that an error ended; raise the exception that its caller
+        needs."""
         status, reason, raised = failure_of_launcher(error, self.folder.pruned)
         code = getattr(raised, "exit_code", None)
         summary = self._end(status, self.plan.words.text(reason), code)

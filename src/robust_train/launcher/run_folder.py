@@ -254,7 +254,8 @@ class RunFolder:
             )
 
     def acquired(self, gpus: Group) -> None:
-        """Record that the job has a device, after a wait, and that the trainer is being imported."""
+        """Record that the job has a device, after a wait, and that the trainer is being
+        imported."""
         self._lock.check()
         self._change(state="starting", waiting=None)
         self.record(

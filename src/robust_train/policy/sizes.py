@@ -382,7 +382,8 @@ def line(one: tuple[int, float], other: tuple[int, float]) -> Callable[[int], fl
 
 
 def _before(probes: Sequence[Probe], best: Probe, limits: Limits) -> Probe:
-    """Return the next smaller measured size, else a probe of size 0 with the memory in use before."""
+    """Return the next smaller measured size, else a probe of size 0 with the memory in use
+    before."""
     smaller = [p for p in probes if p.batch_size < best.batch_size and p.peak_bytes is not None]
     nothing = Probe(0, limits.rest_bytes)
     return max(smaller, key=lambda p: p.batch_size, default=nothing)

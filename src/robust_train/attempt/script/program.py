@@ -1,4 +1,5 @@
-"""Runs a script's process in an attempt: starts it, forwards signals, and leaves no process behind."""
+"""Runs a script's process in an attempt: starts it, forwards signals, and leaves no process
+behind."""
 
 from __future__ import annotations
 
