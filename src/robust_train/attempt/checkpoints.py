@@ -450,7 +450,7 @@ def _settled(value: Any) -> Any:
 
 def _bytes_of(tensor: Tensor) -> int:
     own = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    # Sparse tensors do not tell their size, but they have less than this.
+    # The size of a sparse tensor is unknown, but less than this.
     return int(own.numel() * own.element_size())
 
 

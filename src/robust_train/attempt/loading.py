@@ -238,7 +238,7 @@ def _takes(signature: inspect.Signature, *arguments: object, **named: object) ->
 
 
 def support_of(trainer: object, has_read: Callable[[str], bool]) -> Callable[[str], bool]:
-    """Return a function that tells whether the trainer supports a feature.
+    """Return a predicate: whether the trainer supports a feature.
 
     It goes by an attribute, ``train.supports = {"gradient_checkpointing"}``, else by the keys that
     the trainer ``has_read``.
@@ -278,7 +278,7 @@ class NotedValue(AnyNode):
 def note_reads(
     cfg: DictConfig, batch_size: object, accumulation: object = None
 ) -> Callable[[str], bool]:
-    """Return a function that tells whether a key whose name has this part has been read since.
+    """Return a predicate: whether a key whose name has this part has been read since.
 
     It covers ``…batch_size`` and ``…accum…`` with these values (references to them are resolved by
     now), ``…workers``, ``gradient_checkpointing`` and ``training.lr``.

@@ -30,7 +30,7 @@ class LossWatch:
         self._answers: LateAnswers | None = None
 
     def take(self, step: int, loss: Any, source: int = GIVEN) -> None:
-        """Receive the loss of a step, which may be a tensor. ``source`` tells who computed it."""
+        """Receive the loss of a step, which may be a tensor. ``source`` names its origin."""
 
     def computed(self, step: int, loss: Tensor) -> None:
         """Receive the loss of a batch of the current step."""

@@ -18,7 +18,7 @@ class Stops:
     Attributes:
         is_cooperative: the trainer has asked whether to stop.
         saves_on_request: the trainer has asked whether to save.
-        has_stopped_trainer: the trainer was told to stop.
+        has_stopped_trainer: the trainer was asked to stop and knows it.
     """
 
     def __init__(self, flags: Flags, rank: int) -> None:

@@ -1,4 +1,7 @@
-"""Acquire the GPUs for a job's first attempt, and offer others for the next ones."""
+"""Acquires the GPUs for a job's first attempt, and offers other GPUs for the next attempts.
+
+The launcher's driver uses it. It is the job's view of the GPUs and of the host's queue.
+"""
 
 from __future__ import annotations
 
@@ -36,27 +39,27 @@ _SETTLE_BAND_BYTES = 256 * MIB
 
 
 class FreeBytes(NamedTuple):
-    """Free memory of a GPU before and after an attempt; None if unknown."""
+    """Free memory of a GPU before and after an attempt. None if unknown."""
 
     before: int | None = None
     after: int | None = None
 
 
 class Devices:
-    """The devices as one job sees them, and what it has reserved of them in the host's queue."""
+    """The devices as one job sees them, and its reservations in the host's queue."""
 
     def __init__(
         self,
         config: RobustConfig,
         job_name: str,  # shown to the other jobs of the host
-        # whose CUDA_VISIBLE_DEVICES bounds the choice
+        # Its CUDA_VISIBLE_DEVICES limits the choice.
         environ: Mapping[str, str],
         run_dir: Path,
-        # how to wait; whatever it raises ends the waiting
+        # Waits; an exception that it raises ends the wait.
         sleep: Callable[[float], None],
-        # called with each status of the waiting
+        # Called with each status of the wait.
         on_wait: Callable[[WaitStatus], None] = lambda status: None,
-        # marks the job's processes and its record in the host's queue; empty: any
+        # Marks the job's processes and its record in the host's queue; empty for any mark.
         token: str = "",
         *,
         job_id: str = "",
@@ -69,9 +72,9 @@ class Devices:
         self._need_bytes = config.min_gpu_memory_bytes
         self._other_ranks_bytes = 0
         self._free_before: dict[str, int] = {}
-        # the GPU that the config names, if any
+        # The GPU that the config names, if it names any.
         self._named: tuple[str, ...] = ()
-        # when the job got its GPUs, by the monotonic clock
+        # When the job got its GPUs, by the monotonic clock.
         self.acquired_at = -math.inf
         self._only: frozenset[str] | None = None  # UUIDs of the GPUs that ``device`` lists
         job = QueuedJob(
@@ -85,14 +88,14 @@ class Devices:
         self.queue = HostQueue(directory, self._read, job, token)
 
     def acquire(self, fewer: Sequence[int] = ()) -> Group:
-        """Return the GPUs to start on, ``num_gpus`` of them, or none at all for the CPU.
+        """Return the GPUs to start on, ``num_gpus`` of them, or none for the CPU.
 
-        If there are not that many in time, one of the numbers ``fewer`` will do.
+        If they are not available in time, one of the numbers ``fewer`` is enough.
 
         Raises:
-            NoDeviceError: nothing suitable, and the CPU is not allowed.
+            NoDeviceError: nothing is suitable, and the CPU is not allowed.
             ConfigError: ``device`` names a GPU that this machine does not have, or one GPU for a
-                job of several; or more is wanted than the GPUs could ever give.
+                job with several, or the job requests more than the GPUs could ever offer.
         """
         config = self._config
         wanted = "auto" if config.picks_gpu else config.device
@@ -108,7 +111,7 @@ class Devices:
         if config.auto_device and not is_used:
             log.warning("device=%s is not used because auto_device=true", config.device)
         visible = self._read(False)
-        # else it is the reason below
+        # Otherwise the warning is the reason below.
         if visible.warning and visible.gpus:
             log.warning("%s", visible.warning)
         if not visible.gpus:
@@ -118,7 +121,7 @@ class Devices:
             visible = self._read(False)
         self._named = _named(wanted, visible)
         request = self._request(config.min_gpu_memory_bytes, self._named)
-        # an unreadable GPU may have more, and an administrator may open a prohibited one
+        # An unreadable GPU may have more memory, and an administrator may allow a prohibited GPU.
         changes = any(not could_ever_fit(gpu, 1) for gpu in visible.gpus)
         default_bytes = RobustConfig.min_gpu_memory_mb * MIB
         if config.num_gpus > 1 or config.min_gpu_memory_bytes > default_bytes:
@@ -140,8 +143,8 @@ class Devices:
         return group
 
     def offers(self) -> Offers:
-        """Return what the next attempt may have now: the GPUs that could be taken, best first and
-        ``free_bytes`` as usable, and the healthy ones that others have."""
+        """Return the devices for the next attempt: the GPUs that could be taken, best first and
+        with usable ``free_bytes``, and the healthy GPUs that other jobs hold."""
         count = self._config.num_gpus
         least = self._config.min_gpu_memory_bytes
         free = [gpu for gpu in self.queue.open_gpus() if can_be_one_of(gpu, count)]
@@ -158,35 +161,35 @@ class Devices:
         return Offers(gpus, tuple(held))
 
     def take(self, group: Group) -> bool:
-        """Reserve the next attempt's GPUs in place of the last one's. Returns False if another job
-        has one by now, and a new choice has to be made."""
+        """Reserve the next attempt's GPUs instead of the last attempt's. Returns False if another
+        job has taken one of them by now, so that a new choice is necessary."""
         return self.queue.take([gpu.uuid for gpu in group], self._need_bytes)
 
     def who_waits(self) -> QueuedJob | None:
-        """Return the job of another user with fewer GPUs that waits for those of this one."""
+        """Return the job of another user with fewer GPUs that waits for this job's GPUs."""
         return self.queue.who_waits()
 
     def leave(self, count: int) -> Room:
-        """Release the GPUs; return what the job waits for, behind all that wait by now."""
-        # none is kept for the job's own interpreters, which have its mark and no attempt
+        """Release the GPUs; return the room to wait for, behind all jobs that wait by now."""
+        # None is kept for the job's own interpreters, which have its mark and no attempt.
         self.queue.take((), 0)
         return Room((), self._need_bytes, counts=(count,))
 
     def begin(self, group: Group) -> None:
-        """Note how much memory is free before an attempt in another process."""
+        """Note the free memory before an attempt in another process."""
         self._free_before = free_bytes(group)
 
     def on_event(self, event: Event) -> None:
-        """Report to the queue how much memory the attempt has reserved on its GPUs."""
+        """Report the memory that the attempt has reserved on its GPUs to the queue."""
         if isinstance(event, MemoryReported) and event.reserved is not None:
             rank = event.rank or 0
             self.queue.report(event.reserved, rank)
-            if rank > 0:  # rank 0's peak is in the outcome, and more exact
+            if rank > 0:  # rank 0's peak is in the outcome, which is more exact
                 self._other_ranks_bytes = max(self._other_ranks_bytes, event.reserved)
 
     def ended(self, attempt: Attempt) -> FreeBytes:
-        """Record that an attempt's processes are gone. Returns the free memory of the GPU on which
-        it failed, before and after, if that is one of the job's own."""
+        """Record that an attempt's processes have ended. Returns the free memory of the GPU on
+        which it failed, before and after, if the job holds that GPU."""
         group = attempt.spec.gpus
         failure = attempt.failure
         self._learn(attempt)
@@ -209,12 +212,12 @@ class Devices:
         return FreeBytes(before.get(uuid), after.get(uuid))
 
     def wait_for_room(self, room: Room, *, for_ever: bool) -> Group | NoGpu:
-        """Wait for free memory: on any GPUs in the queue, with the old ticket, or on the job's own.
-        Returns the GPUs that have it, else why the waiting ended.
+        """Wait for free memory: on any GPUs in the queue, with the old ticket, or on the job's own
+        GPUs. Returns the GPUs, or the reason why the wait ended.
 
         Args:
-            room: what is waited for.
-            for_ever: however long that takes, at one queue position.
+            room: the memory to wait for.
+            for_ever: wait without a time limit, at one queue position.
         """
         only = room.gpu_uuids or self._named
         request = self._request(room.free_bytes, only, room.exclude)
@@ -222,12 +225,13 @@ class Devices:
             request = replace(request, timeout_seconds=math.inf)
         if not room.gpu_uuids:
             return self._wait(request, room.counts)
-        # these are reserved already
+        # These are already reserved.
         alone = HostQueue(None, self._read)
         return Waiting(request, alone, self._on_wait, self._sleep).run()
 
     def _wait(self, request: GpuRequest, counts: Iterable[int]) -> Group | NoGpu:
-        """Wait for the first of ``counts`` that can be had at all, then take what there is."""
+        """Wait for the first of ``counts`` that is possible at all, then take the GPUs that
+        exist."""
         deadline = time.monotonic() + request.timeout_seconds
         why = NoGpu("no GPU is wanted")
         for number, count in enumerate(counts):
@@ -237,7 +241,7 @@ class Devices:
             if not isinstance(found, NoGpu):
                 self.acquired_at = time.monotonic()
                 return found
-            if number == 0 or left:  # the reason of the one that has waited
+            if number == 0 or left:  # the reason of the request that waited
                 why = found
         return why
 
@@ -263,7 +267,7 @@ class Devices:
         return replace(visible, gpus=tuple(gpu for gpu in visible.gpus if gpu.uuid in self._only))
 
     def _learn(self, attempt: Attempt) -> None:
-        """Learn from an attempt how much memory the next one needs."""
+        """Learn from an attempt how much memory the next attempt needs."""
         group = attempt.spec.gpus
         shown = attempt.memory
         peak = max(shown.get("max_allocated", 0), shown.get("reserved", 0), self._other_ranks_bytes)
@@ -275,8 +279,9 @@ class Devices:
             self._need_bytes = max(self._config.min_gpu_memory_bytes, needed)
 
     def _settle(self, group: Group, before: Mapping[str, int]) -> Mapping[str, int]:
-        """Wait some seconds for the memory of an attempt: the driver may return it with a delay.
-        Returns what is free then."""
+        """Wait some seconds for the memory of an attempt, which the driver may return with a delay.
+        Returns the free memory then.
+        """
         deadline = time.monotonic() + _SETTLE_SECONDS
         while True:
             now = _free_bytes(group)
@@ -289,7 +294,12 @@ class Devices:
             self._sleep(0.05)
 
     def _without_gpus(self, visible: Visible) -> Group:
-        """Return no GPU for the CPU where none is visible; raise ConfigError or NoDeviceError."""
+        """Return no GPU, for the CPU, if no GPU is visible.
+
+        Raises:
+            ConfigError: the config asks for a GPU.
+            NoDeviceError: the CPU is not allowed.
+        """
         why = visible.why_none
         if self._config.needs_gpu:
             device = self._config.device
@@ -319,9 +329,9 @@ class Devices:
 
 
 def free_bytes(group: Group) -> dict[str, int]:
-    """Return the free memory of each of the GPUs that answer, by UUID.
+    """Return the free memory of each GPU that answers, by UUID.
 
-    Closes the session: a training takes days, and an open one blocks a reset of any GPU.
+    It closes the session: a training takes days, and an open session blocks a reset of any GPU.
     """
     try:
         return _free_bytes(group)
@@ -339,9 +349,9 @@ def name_for_trainer(group: Group, environ: Mapping[str, str], *, own_process: b
     """Return the value of ``cfg.device`` for the trainer.
 
     Args:
-        group: the attempt's GPUs; each rank's own is set in its process.
+        group: the attempt's GPUs. Each rank sets its own GPU in its process.
         environ: the launcher's environment.
-        own_process: the trainer's process sees only these GPUs.
+        own_process: whether the trainer's process sees only these GPUs.
     """
     if not group:
         return "cpu"
@@ -352,7 +362,7 @@ def name_for_trainer(group: Group, environ: Mapping[str, str], *, own_process: b
 
 
 def _queue_directory(config: RobustConfig, environ: Mapping[str, str]) -> Path | None:
-    """Return where the host's jobs queue; None if this one does not."""
+    """Return the queue directory of the host's jobs, None if this job does not queue."""
     queue = config.gpu_queue
     if queue is False:
         return None
@@ -368,7 +378,7 @@ def _several(devices: str, visible: Visible) -> frozenset[str]:
 
 
 def _named(device: str, visible: Visible) -> tuple[str, ...]:
-    """Return the UUID of the GPU that ``device`` names among the visible ones, if it names one."""
+    """Return the UUID of the visible GPU that ``device`` names, if it names one."""
     if device == "auto":
         return ()
     if device.startswith("cuda"):

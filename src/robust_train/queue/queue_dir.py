@@ -1,7 +1,8 @@
 """The directory in which this host's jobs see each other, and the small files in it.
 
-It is the administrator's: with its sticky bit everyone may add files and remove only their own. A
-file of another user is data: a regular file, not followed, limited in size, parsed or ignored.
+Launchers and commands use it. It belongs to the administrator: with its sticky bit everyone may add
+files and remove only their own. A file of another user is only data: a regular file, read without
+following links, limited in size, parsed or ignored.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from robust_train.model.json import from_json
 log = logging.getLogger("robust_train")
 
 VARIABLE = "ROBUST_TRAIN_QUEUE_DIR"
-"""Names the directory if ``gpu_queue`` does not; takes precedence over the default."""
+"""The variable that names the directory if ``gpu_queue`` does not. It takes precedence over the
+default."""
 
 RUNTIME = Path("/run/lock")
 LIMITS_FILE = "queue.yaml"
@@ -40,13 +42,13 @@ EXCLUDED_SECONDS = 1800.0
 MOST_FILES_PER_USER = 1000
 MOST_BYTES = 32768  # of a file that anyone may have put there
 
-_TEMPORARY = Path("/tmp")  # not $TMPDIR: schedulers give each job another one
+_TEMPORARY = Path("/tmp")  # not $TMPDIR, because schedulers give each job another one
 _NAME = "robust-train"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SHARED_MODE = 0o1777
 _MOST_TEXT = 200
 _EXCLUSION_FILE = re.compile(r"excluded\.([A-Za-z0-9-]{1,80})\.(\d{1,10})", re.ASCII)
-# their locks may hang, or not reach other hosts
+# Locks on these file systems may hang, or not reach other hosts.
 _NOT_LOCAL = re.compile(r"nfs|smb|cifs|fuse|lustre|ceph|k?afs|9p|gpfs|beegfs|gfs2|ocfs2|panfs|coda")
 
 
@@ -69,8 +71,8 @@ class QueueError(NotDoneError):
 
 @dataclass(frozen=True)
 class Exclusion:
-    """A GPU whose hardware failed a job. For half an hour it is excluded for the host's jobs; after
-    that its own health decides, so no file can exclude a GPU for ever."""
+    """A GPU whose hardware failed a job. It is excluded for the host's jobs for half an hour. After
+    that its own health decides, so no file can exclude a GPU without end."""
 
     uuid: str
     by: str  # the job's user
@@ -80,12 +82,12 @@ class Exclusion:
 
     @property
     def seconds_left(self) -> float:
-        """For how long the GPU is excluded."""
-        # a clock that was set back does not end it, nor makes it last
+        """How long the GPU stays excluded."""
+        # A clock that was set back neither ends the exclusion nor extends it.
         return max(EXCLUDED_SECONDS - abs(time.time() - self.time), 0.0)
 
     def sentence(self) -> str:
-        """Return for how long the GPU is excluded, by whom, and why."""
+        """Return how long the GPU is excluded, by whom, and why."""
         return (
             f"excluded for another {self.seconds_left / 60:.0f} min by a job of {self.by}: "
             f"{self.reason} (robust-train doctor --include {self.uuid})"
@@ -122,10 +124,12 @@ class QueueDir:
     def matches(
         self, pattern: re.Pattern[str], without: Collection[str] = ()
     ) -> list[re.Match[str]]:
-        """Return the names that match, sorted.
+        """Return the sorted names that match.
 
-        One user's files beyond a thousand are left out, so they delay no other user. Raises
-        OSError: the directory cannot be listed.
+        A user's files beyond a thousand are ignored, so they delay no other user.
+
+        Raises:
+            OSError: the directory cannot be listed.
         """
         try:
             names = os.listdir(self.fd)
@@ -147,11 +151,11 @@ class QueueDir:
 
     @contextlib.contextmanager
     def creating(self, name: str) -> Iterator[int]:
-        """Yield a descriptor of a new, private file; when the block is left, it has its name and
-        all may read it. If the block raises, or the renaming does, nothing of it stays.
+        """Yield a descriptor of a new, private file. At the end of the block it gets its name and
+        everyone may read it. If the block or the renaming raises, the file is removed.
 
         Raises:
-            OSError: a full disk, or a name that another user has taken.
+            OSError: the disk is full, or another user has taken the name.
         """
         temporary = f"new.{os.urandom(8).hex()}"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -166,7 +170,7 @@ class QueueDir:
             raise
 
     def remove(self, name: str) -> bool:
-        """Remove a file; return False if that is not possible (another user's)."""
+        """Remove a file; return False if that is impossible because it belongs to another user."""
         try:
             os.unlink(name, dir_fd=self.fd)
         except OSError:
@@ -186,7 +190,7 @@ class QueueDir:
             return NO_LIMIT
 
     def exclusions(self) -> list[Exclusion]:
-        """Return the GPUs that are excluded now, each by its last fault."""
+        """Return the GPUs that are excluded now, each with its last fault."""
         found = [
             one
             for one in map(self._read_exclusion, self._exclusion_files())
@@ -196,8 +200,8 @@ class QueueDir:
         return list({one.uuid: one for one in found}.values())
 
     def include(self, uuid: str) -> bool:
-        """Use a GPU as any other again; return False if the caller has nothing against it. Root
-        includes for all."""
+        """End the exclusion of a GPU; return False if the caller has not excluded it. Root ends all
+        exclusions."""
         removed = [
             self.remove(file[0])
             for file in self._exclusion_files()
@@ -206,7 +210,7 @@ class QueueDir:
         return any(removed)
 
     def marked(self, gpus: Sequence[GpuInfo]) -> tuple[GpuInfo, ...]:
-        """Return the GPUs, excluded ones as unusable."""
+        """Return the GPUs, with excluded GPUs as unusable."""
         excluded = {one.uuid: one.sentence() for one in self.exclusions()}
         shown = []
         for gpu in gpus:
@@ -234,7 +238,7 @@ class QueueDir:
 
     @contextlib.contextmanager
     def problems(self, done: str) -> Iterator[None]:
-        """Raise QueueError for an OSError of this block, in which something is ``done``."""
+        """Turn an OSError of this block, in which something is ``done``, into a QueueError."""
         try:
             yield
         except OSError as error:
@@ -246,8 +250,8 @@ class QueueDir:
         return []
 
     def _read_exclusion(self, file: re.Match[str]) -> Exclusion | None:
-        """Return the content of a file; None if it is none, or of another user than its name
-        says."""
+        """Return the content of a file; None if it is not an exclusion, or belongs to another user
+        than its name says."""
         with contextlib.suppress(OSError, ValueError, TypeError, OverflowError):
             data, status = read_small(file[0], MOST_BYTES, self.fd)
             if status.st_uid != int(file[2]):
@@ -257,7 +261,11 @@ class QueueDir:
         return None
 
     def _read_limit(self) -> int:
-        """Return the limit in the file. Raises ValueError: the first mistake in it."""
+        """Return the limit in the file.
+
+        Raises:
+            ValueError: the first mistake in it.
+        """
         try:
             data, status = read_small(self.base / LIMITS_FILE, MOST_BYTES)
         except OSError:
@@ -277,7 +285,11 @@ class QueueDir:
 
 
 def write_whole(fd: int, data: bytes) -> None:
-    """Replace a file's content in place. Raises OSError: the disk took only a part."""
+    """Replace a file's content in place.
+
+    Raises:
+        OSError: the disk took only a part.
+    """
     if os.pwrite(fd, data, 0) != len(data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     os.ftruncate(fd, len(data))
@@ -292,14 +304,14 @@ def directory_for(setting: str | None, environ: Mapping[str, str]) -> Path:
     if chosen:
         return Path(os.path.expanduser(chosen)).absolute()
     runtime = RUNTIME / _NAME
-    # all users of the host have to arrive at the same answer, whoever comes first
+    # All users of the host have to get the same answer, whoever comes first.
     if runtime.is_dir() or _everyone_may_create_in(RUNTIME):
         return runtime
     return _TEMPORARY / _NAME
 
 
 def is_made(path: Path) -> bool:
-    """Return whether a queue directory is there; True also if this user may not look."""
+    """Return whether a queue directory exists; True also if this user may not look."""
     try:
         path.lstat()
     except OSError as error:
@@ -308,16 +320,17 @@ def is_made(path: Path) -> bool:
 
 
 def tmpfiles_line(path: Path) -> str:
-    """Return the line for tmpfiles.d(5) that makes the directory at each boot and gives it to root.
+    """Return the line for tmpfiles.d(5) that creates the directory at each boot and gives it to
+    root.
 
-    systemd writes the boot id (``%b``) as :func:`boot_name` does.
+    systemd writes the boot id (``%b``) in the same way as :func:`boot_name`.
     """
     return f"d {path}/boot-%b 1777 root root -"
 
 
 def file_system_of(path: Path) -> str:
-    """Return the type of the file system that a directory is on, ``ext4``."""
-    # not by psutil, which before 6.0 asks every mount: a dead network disk would hang
+    """Return the type of a directory's file system, for example ``ext4``."""
+    # psutil before 6.0 asks every mount, so a dead network disk would hang it.
     mounts = Path("/proc/self/mounts").read_text(errors="surrogateescape")
     lines = (line.split(" ") for line in mounts.split("\n"))
     types = {words[1]: words[2] for words in lines if len(words) > 2}
@@ -347,7 +360,7 @@ def why_not_done(error: OSError, done: str) -> str:
 
 
 def _checked_owner(path: Path) -> int:
-    """Return the owner of a directory that can be trusted; make the directory if need be."""
+    """Return the owner of a directory that can be trusted. Create the directory if necessary."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):

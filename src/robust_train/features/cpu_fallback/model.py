@@ -1,4 +1,4 @@
-"""The CPU as the last device."""
+"""The CPU as the last device: a remedy, called by the launcher's policy. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from robust_train.policy.context import FailureContext
 
 
 def cpu_fallback(context: FailureContext) -> Retry | None:
-    """Take the CPU at the requested batch, once, where the user allows it."""
+    """Use the CPU at the requested batch, once, if the user allows it."""
     if not context.config.allow_cpu_fallback or "cpu" in context.tried_devices:
         return None
     asked = context.settings.for_ranks(context.settings.cpu_ranks).asked

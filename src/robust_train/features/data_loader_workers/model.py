@@ -1,4 +1,4 @@
-"""Fewer data-loader workers where they hold the memory."""
+"""Fewer data-loader workers, if they hold the memory: remedies of the launcher's policy. Pure."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from robust_train.model.failure import Clue, FailureKind
 from robust_train.model.spec import Retry
 from robust_train.policy.context import FailureContext
 
-# options of torch's DataLoader that it refuses without workers
+# Options of torch's DataLoader that it refuses without workers.
 _NEEDS_WORKERS = re.compile(r"persistent_workers|prefetch_factor|num_workers|multiprocessing")
 
 
 def fewer_workers(context: FailureContext) -> Retry | None:
-    """Halve the data-loader workers where they hold the memory or die, each with less ahead.
+    """Halve the data-loader workers if they hold the memory or die, each with fewer batches ahead.
 
-    Where they hold the memory one is left, since many programs cannot load in the training process.
-    The built-in trainer can. If workers die, training without any is tried once.
+    If they hold the memory, one worker is left, since many programs cannot load in the training
+    process. The built-in trainer can. If workers die, training without workers is tried once.
     """
     evidence = context.evidence
     seen = evidence.of(WorkersFinding)
     last = context.last.of(WorkersKnob)
     is_host = context.failure.kind is FailureKind.HOST_OOM
-    # where a worker died there were some
+    # If a worker died, there were workers.
     has_none = seen.no_workers or (is_host and seen.workers == 0)
     holds_little = is_host and seen.workers_hold_most is False
     if has_none or holds_little or _workers_are_fixed(context):
@@ -46,7 +46,7 @@ def fewer_workers(context: FailureContext) -> Retry | None:
 
 
 def workers_after_all(context: FailureContext) -> Retry | None:
-    """Return to one worker if the trainer has refused to do without any."""
+    """Return to one worker if the trainer has refused to train without workers."""
     before = context.history[-2:-1]
     had_some = any(
         one.spec.of(WorkersKnob).num_workers and one.kind is FailureKind.WORKER_DEATH
@@ -61,7 +61,7 @@ def workers_after_all(context: FailureContext) -> Retry | None:
 
 
 def _workers_are_fixed(context: FailureContext) -> bool:
-    """Return whether the trainer had as many workers although it was given fewer."""
+    """Return whether the trainer had as many workers although its config has fewer."""
     seen = context.evidence.of(WorkersFinding).workers
     given = context.last.of(WorkersKnob).num_workers
     return bool(seen) and any(

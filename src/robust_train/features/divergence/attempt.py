@@ -1,6 +1,6 @@
-"""Whether what an attempt trains is of use: its losses and its updates.
+"""Watches an attempt's losses and updates, in the process that trains, for divergence.
 
-:class:`Losses` is pure; :class:`Guard` reads figures from the device a step late.
+:class:`Losses` is pure. :class:`Guard` reads figures from the device a step late.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ log = logging.getLogger("robust_train")
 _RECENT = 128
 _LEAST_RECENT = 16
 _STEPS_TO_PROVE = 100
-# times `patience`: a spike may pass, a loss that is not finite does not
+# Multiple of `patience` for spikes: a spike may pass, a loss that is not finite does not.
 _SPIKES = 10
-# times `patience`: an update that is left out has not touched the weights
+# Multiple of `patience` for skipped updates, which have not touched the weights.
 _LEFT_OUT = 3
-# median absolute deviation to standard deviation, of a normal distribution
+# Factor from the median absolute deviation to the standard deviation of a normal distribution.
 _SIGMA = 1.4826
 
 
 @dataclass(frozen=True)
 class Losses:
-    """The losses that were reported so far."""
+    """The reported losses so far."""
 
-    good_step: int | None = None  # the last one with a good loss
-    bad_since: int = 0  # first step of the last bad ones in a row
+    good_step: int | None = None  # last step with a good loss
+    bad_since: int = 0  # first step of the current run of bad losses
     bad_loss: float = 0.0
     bad: int = 0  # reports in a row that are not good
     not_finite: int = 0  # of these
-    # good ones; more than the last one if spikes are looked for
+    # Recent good losses; more than the last one only if spikes are detected.
     recent: tuple[float, ...] = ()
 
     def after(self, step: int, loss: float, plan: DivergenceKeys) -> Losses:
-        """Return the losses with one more."""
+        """Return the losses with another loss added."""
         is_finite = math.isfinite(loss)
         if is_finite and not self._is_spike(loss, plan):
             most = _RECENT if plan.spike_sigma else 1
@@ -75,7 +75,7 @@ class Losses:
         return loss - middle > plan.spike_sigma * _SIGMA * spread
 
     def of_checkpoint(self, step: int | None) -> str:
-        """Return what is known of a checkpoint of ``step``, as a manifest has it."""
+        """Return a checkpoint's quality, as its manifest has it."""
         good = self.good_step
         is_before = step is not None and good is not None and step <= good
         if self.not_finite and not is_before:
@@ -83,7 +83,7 @@ class Losses:
         return "unknown" if good is None else "finite"
 
     def diverged(self, plan: DivergenceKeys) -> str:
-        """Return what shows that training has diverged, empty if nothing does."""
+        """Return the evidence that training has diverged, empty if it has not."""
         if self.not_finite >= plan.patience:
             what = f"the loss is {self.bad_loss}"
         elif self.bad >= _SPIKES * plan.patience:
@@ -101,21 +101,21 @@ class Losses:
 
 
 class WatchesLosses(InAttempt):
-    """Puts the guard between training and its losses and updates (``divergence``)."""
+    """Installs the guard between training and its losses and updates (``divergence``)."""
 
     def begin(self) -> None:
-        """Begin to watch, unless divergence is to be ignored."""
+        """Start to watch, unless divergence is ignored."""
         divergence = self.config.of(DivergenceKeys)
         if divergence.action != "ignore":
             self.live.watch(Guard(self.live, divergence))
 
 
 class Guard(LossWatch):
-    """Watches an attempt; raises :class:`TrainingDiverged` when training is of no use any more.
+    """Watches an attempt; raises :class:`TrainingDiverged` when training is no longer useful.
 
     Attributes:
-        divergence: what counts as diverged.
-        losses: what those reported so far show.
+        divergence: the criteria for divergence.
+        losses: the reported losses so far.
     """
 
     leaves_out = True
@@ -129,13 +129,13 @@ class Guard(LossWatch):
         self._source = COMPUTED
         self._late_losses: LateFigures | None = None
         self._late_updates: LateFigures | None = None
-        self._loss: Tensor | None = None  # of the step in progress
-        # updates in a row that were left out, from this step on
+        self._loss: Tensor | None = None  # loss of the current step
+        # Skipped updates in a row, from this step on.
         self._skipped = 0
         self._skips_from = 0
 
     def of_checkpoint(self, step: int | None) -> str:
-        """Return what is known of a checkpoint of ``step``, as a manifest has it."""
+        """Return a checkpoint's quality, as its manifest has it."""
         return self.losses.of_checkpoint(step)
 
     def allows_checkpoint(self) -> bool:
@@ -143,7 +143,7 @@ class Guard(LossWatch):
         return not self.losses.not_finite
 
     def proves(self, step: int) -> bool:
-        """Return whether so much that is good has followed a step that it was good."""
+        """Return whether enough good steps have followed a step to prove it good."""
         good = self.losses.good_step
         return good is not None and good - step >= _STEPS_TO_PROVE
 
@@ -152,13 +152,13 @@ class Guard(LossWatch):
     def computed(self, step: int, loss: Tensor) -> None:
         """Take the loss of a batch."""
         self._loss = loss if self._loss is None else self._loss + loss
-        # `step` looks at it by itself
+        # `step` checks it by itself.
         if self._late_updates is None:
             self.take(step, loss, COMPUTED)
 
     def take(self, step: int, loss: Any, source: int = GIVEN) -> None:
-        """Take the loss of a step; a tensor's is read a step later, where nothing waits for it. One
-        that is computed counts where none is reported, and neither does once one was given."""
+        """Receive the loss of a step. A tensor is read a step later, when nothing waits for it. A
+        computed loss counts only if none is reported, and neither counts after a loss was given."""
         if source < self._source:
             return
         self._source = source
@@ -174,8 +174,12 @@ class Guard(LossWatch):
             self._look_at(step, figure)
 
     def _look_at(self, step: int, loss: float) -> None:
-        """Add a loss; raise if training has diverged."""
-        # what `step` leaves out has spoiled nothing
+        """Add a loss.
+
+        Raises:
+            TrainingDiverged: training has diverged.
+        """
+        # An update that `step` skips has spoiled nothing.
         if self._late_updates is not None and not math.isfinite(loss):
             return
         self.losses = self.losses.after(step, loss, self.divergence)
@@ -191,7 +195,7 @@ class Guard(LossWatch):
     def step(
         self, number: int, optimizer: Optimizer, scaler: Any, max_grad_norm: float | None
     ) -> bool:
-        """End an optimizer step, without an update that would spoil the weights."""
+        """End an optimizer step, and skip an update that would spoil the weights."""
         from robust_train.step.update import update
 
         if not self._late_updates:
@@ -211,7 +215,11 @@ class Guard(LossWatch):
         return moved
 
     def _count_update(self, step: int, was_left_out: bool) -> None:
-        """Count a step whose update was left out; raise after too many in a row."""
+        """Count a step whose update was skipped.
+
+        Raises:
+            TrainingDiverged: too many in a row were skipped.
+        """
         if not was_left_out:
             self._skipped = 0
             return
@@ -228,25 +236,25 @@ class Guard(LossWatch):
                 "diverged: loss or gradient norm was not finite in "
                 f"{self._skipped} updates in a row from step {first} on{self.losses.last_good}"
             )
-            # a trainer may count no step that was left out, though it was given its data
+            # A trainer may not count a skipped step, although it has used its data.
             last = first + self._skipped - 1
             raise self._spoiled(why, first - 1, last)
 
     # --- the end ---
 
     def _spoiled(self, message: str, good: int | None, bad: int) -> TrainingDiverged:
-        """Let no attempt resume from what was saved since the good step; return the error."""
+        """Let no attempt resume from checkpoints after the good step; return the error."""
         saves = self._live.saves
         begun = self._live.reports.steps_before
         if good is None or good <= begun:
-            # none was good in this attempt: so may be what it resumed from
+            # No step of this attempt was good, so its initial checkpoint may be bad too.
             good = begun - 1
         before = saves.spoil(good, self._good_since)
         last = "no checkpoint before it"
         if before is not None:
             step = "" if before.step is None else f" (step {before.step})"
             last = f"the checkpoint before it is {before.path.name}{step}"
-            # from there its data was passed over already
+            # From there its data was already skipped.
             if saves.passes_over and before.step == begun:
                 bad += max(saves.skips_to - begun, 0)
         evidence = Evidence(has_checkpoint=before is not None).having(
@@ -257,7 +265,7 @@ class Guard(LossWatch):
 
 
 def _late_figures() -> LateFigures:
-    # torch comes with it, and the launcher does without
+    # This imports torch, which the launcher does not have.
     from robust_train.step.update import LateFigures
 
     return LateFigures()

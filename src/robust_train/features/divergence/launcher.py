@@ -1,4 +1,4 @@
-"""Checkpoints written after training diverged are not resumed from."""
+"""Excludes checkpoints that were written after training diverged, in the launcher."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from robust_train.model.attempt import Attempt
 
 
 class Divergence(InLauncher):
-    """Undoes what an attempt saved after it diverged."""
+    """Undoes the checkpoints that an attempt saved after it diverged."""
 
     def evidence(self, attempt: Attempt, history: History) -> Attempt:
-        """Mark what was saved after the last good step, which is no progress.
+        """Mark the checkpoints after the last good step, so that they do not count as progress.
 
-        Another rank may have recorded a checkpoint after the rank that diverged had looked, so the
-        disk decides whether there is one to go back to.
+        Another rank may have recorded a checkpoint after the diverged rank had looked, so the disk
+        decides whether an earlier checkpoint exists.
         """
         failure = attempt.failure
         steps = attempt.evidence.of(DivergedFinding)

@@ -1,4 +1,4 @@
-"""What the record of an attempt says of the guard against divergence, and what it may change."""
+"""The guard against divergence in the record of an attempt, and its knob."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class DivergenceKnob(Knob):
 
     behind = "searches"
 
-    lr_factor: float = 1.0  # by which `training.lr` is multiplied
-    # data up to this optimizer step is passed over, where that is possible
+    lr_factor: float = 1.0  # factor of `training.lr`
+    # The data up to this optimizer step are skipped, if possible.
     skips_to: int = 0
 
     def applied(self, config: RobustConfig) -> RobustConfig:
@@ -36,33 +36,33 @@ class DivergedFinding(Finding):
 
     behind = "library"
 
-    good_step: int | None = None  # the last one before it
-    bad_step: int | None = None  # the last one that was seen
+    good_step: int | None = None  # last step before it
+    bad_step: int | None = None  # last step that was seen
 
 
 @dataclass(frozen=True)
 class RepeatFinding(Finding):
-    """Whether the trainer can train in another way than it did when it diverged."""
+    """Whether the trainer can repeat the steps in another way."""
 
     behind = "has_checkpoint"
 
-    passes_over: bool = False  # it can pass over data, see `DivergenceKnob.skips_to`
-    reads_lr: bool = False  # it takes the learning rate that it is given
+    passes_over: bool = False  # whether it can skip data, see `DivergenceKnob.skips_to`
+    reads_lr: bool = False  # whether it uses the learning rate of its config
 
 
 @dataclass(frozen=True)
 class DivergenceNote(Note):
-    """What guards an attempt, and what that has cost."""
+    """Whether an attempt is guarded, and the cost of that."""
 
     behind = "saved_step"
     folds = (CheckpointSaved, UpdateSkipped)
 
-    # the last checkpoint that is known to be good stays
+    # Whether the last checkpoint that is known to be good stays.
     is_guarded: bool = False
-    skipped_updates: int = 0  # loss or gradient norm was not finite
+    skipped_updates: int = 0  # because the loss or the gradient norm was not finite
 
     def after(self, event: Event, attempt: Attempt) -> DivergenceNote:
-        """Return the note after a checkpoint, or an update that was left out."""
+        """Return the note after a checkpoint, or a skipped update."""
         match event:
             case CheckpointSaved(is_useful=False):
                 return self

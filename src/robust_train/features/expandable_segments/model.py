@@ -1,4 +1,4 @@
-"""When the allocator's expandable segments help, and when they are the cause."""
+"""When the allocator's expandable segments help, and when they are the cause. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class SegmentsKeys(FeatureKeys):
 
 
 def expandable_segments(context: FailureContext) -> Retry | None:
-    """Retry without fragmentation: the allocator holds enough memory in pieces too small."""
+    """Retry without fragmentation: the allocator holds enough memory, but in pieces that are too
+    small."""
     last = context.last
     refusals = (Clue.DRIVER, Clue.SEGMENTS)
     is_refused = any(one.evidence.clue in refusals for one in context.history)
@@ -45,7 +46,7 @@ def expandable_segments(context: FailureContext) -> Retry | None:
 
 
 def without_expandable_segments(context: FailureContext) -> Retry | None:
-    """Retry once without them: WSL2 and some vGPUs fail at the first allocation."""
+    """Retry once without expandable segments: WSL2 and some vGPUs fail at the first allocation."""
     last = context.last
     may_choose = context.settings.may_use_expandable_segments
     if not last.gpus or not last.of(SegmentsKnob).expandable_segments or not may_choose:

@@ -1,4 +1,4 @@
-"""What the record of an attempt says of the GPU on which it failed."""
+"""The GPU on which an attempt failed, in the attempt's record."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from robust_train.model.attempt import Note
 
 @dataclass(frozen=True)
 class GpusNote(Note):
-    """How much memory was free on the GPU on which an attempt failed; None if unknown."""
+    """Free memory of the GPU on which an attempt failed. None if unknown."""
 
     behind = "exit"
 
     gpu_free_before_bytes: int | None = None  # before the attempt
-    gpu_free_after_bytes: int | None = None  # when the attempt's process was gone
+    gpu_free_after_bytes: int | None = None  # after the attempt's process had ended

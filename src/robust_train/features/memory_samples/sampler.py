@@ -1,4 +1,4 @@
-"""A thread beside the training writes memory over time, one line of ``memory.jsonl`` a sample.
+"""Writes memory over time, one line of ``memory.jsonl`` per sample, from a thread.
 
 The thread runs in the attempt's own process, because no other process can read that process's
 caching allocator. It starts no CUDA and imports no torch.
@@ -36,8 +36,8 @@ _STOP_SECONDS = 2.0
 
 
 class SampleFile:
-    """The file. It stays small however long a job runs: samples become sparser, and those just
-    before the end are written then. A disk that is full costs samples and one warning."""
+    """The file of samples. It stays small however long a job runs: samples become sparser, and
+    those just before the end are written at the end. A full disk costs samples and one warning."""
 
     _MOST_HELD = 200
 
@@ -47,7 +47,7 @@ class SampleFile:
         self._held: deque[bytes] = deque(maxlen=self._MOST_HELD)
 
     def add(self, sample: Sample) -> None:
-        """Write one more sample, or keep it until :meth:`flush`."""
+        """Write another sample, or keep it until :meth:`flush`."""
         line = (encode(sample) + "\n").encode()
         if self._spacing.passes("sample", len(line)):
             self._held.clear()
@@ -56,7 +56,7 @@ class SampleFile:
             self._held.append(line)
 
     def flush(self) -> None:
-        """Write the samples since the last one that is in the file."""
+        """Write the samples since the last sample in the file."""
         self._file.try_append(b"".join(self._held))
         self._held.clear()
 
@@ -64,17 +64,17 @@ class SampleFile:
 @functools.cache
 def _not_while_forking() -> Any:
     """Return a lock that is held during each sample and during each fork. A data-loader worker is a
-    copy of this process at one moment, locks of NVML's library included; one that was taken by the
-    sampler's thread would never be released there."""
+    copy of this process at one moment, including the locks of NVML's library. A lock that the
+    sampler's thread held would never be released there."""
     lock = threading.RLock()
 
     def after() -> None:
-        # of several threads that fork, those that have it
+        # If several threads fork, the thread that holds the lock releases it.
         with contextlib.suppress(RuntimeError):
             lock.release()
 
     os.register_at_fork(
-        # a driver that hangs must not hang the trainer
+        # A driver that hangs must not hang the trainer.
         before=lambda: lock.acquire(timeout=1.0),
         after_in_parent=after,
         after_in_child=after,
@@ -84,23 +84,23 @@ def _not_while_forking() -> Any:
 
 class Sampler:
     """Takes a sample every ``interval_seconds``, from :meth:`start` to :meth:`stop`. Each sample is
-    written as soon as it is taken, so that it is there however the process ends."""
+    written at once, so it is on the disk however the process ends."""
 
     def __init__(
         self,
-        # where the file belongs; samples of earlier attempts in it are kept
+        # The folder of the file. Samples of earlier attempts in it are kept.
         run_dir: Path,
         attempt: int,  # number of the attempt
-        # what the attempt trains on, in this process's own numbering
+        # The device of the training, in this process's numbering.
         device: str,
-        # returns the last optimizer step that was reported
+        # Returns the last optimizer step that was reported.
         step: Callable[[], int | None],
-        # all that this process has started counts, as where a script trains
+        # Whether all descendants of this process count, because a script trains.
         whole_tree: bool = False,
         interval_seconds: float = _INTERVAL_SECONDS,  # see above
-        # of the time, which samples may take: longer pauses follow expensive ones
+        # The share of the time that samples may take. Longer pauses follow expensive samples.
         cost_share: float = _COST_SHARE,
-        # so long NVML is asked for each sample, and from then on once in that time
+        # For this long every sample asks NVML. After that one sample per such period does.
         nvml_seconds: float = _NVML_SECONDS,
     ) -> None:
         self._file = SampleFile(run_dir / FILE_NAME)
@@ -110,7 +110,7 @@ class Sampler:
         self._gpu_name = ""
         self._gpu: GpuInfo | None = None
         self._nvml_seconds = nvml_seconds
-        self._ask_next = 0.0  # when NVML is to be asked again
+        self._ask_next = 0.0  # when to ask NVML again
         self._often_until = time.monotonic() + nvml_seconds
         self._process = psutil.Process()
         self._resident = resident_bytes_of_tree if whole_tree else resident_bytes
@@ -122,7 +122,7 @@ class Sampler:
         self._pid = os.getpid()
 
     def start(self) -> None:
-        """Begin. On a machine without room for one more thread there are no samples."""
+        """Start. On a machine without room for another thread there are no samples."""
         _not_while_forking()
         try:
             self._thread.start()
@@ -131,7 +131,7 @@ class Sampler:
             self._ended.set()
 
     def stop(self) -> None:
-        """Take one last sample and end; in a forked child, where there is no thread, nothing."""
+        """Take one last sample and end. In a forked child, which has no thread, do nothing."""
         if os.getpid() == self._pid and not self._ended.is_set():
             self._ended.set()
             self._thread.join(_STOP_SECONDS)
@@ -139,7 +139,7 @@ class Sampler:
     def _work(self) -> None:
         try:
             self._sample_until_ended()
-        except Exception as error:  # no figure is worth an attempt
+        except Exception as error:  # an attempt must not fail because of a figure
             why = first_line(error)
             log.warning("memory over time in %s ends: %s", FILE_NAME, why)
 
@@ -153,7 +153,7 @@ class Sampler:
             if is_last:
                 self._file.flush()
                 return
-            # waking up counts as well, which is why it is measured from one to the next
+            # Waking up counts as well, so the cost is measured from one sample to the next.
             cost = time.thread_time() - spent
             spent = time.thread_time()
             is_last = self._ended.wait(max(self._interval_seconds, cost / self._cost_share))
@@ -164,7 +164,7 @@ class Sampler:
         cached = None
         gpu = None
         if self._index is not None:
-            # by the UUID that CUDA knows it by, once that is known
+            # Use the UUID that CUDA reports, once it is known.
             if not self._gpu_name:
                 self._gpu_name = _uuid_of(self._index)
             cached = cached_on(self._index)
@@ -185,8 +185,8 @@ class Sampler:
         )
 
     def _as_nvml_has_it(self) -> GpuInfo | None:
-        """Return the GPU as it is, or was a minute ago at most: an open session of NVML blocks
-        a reset of any GPU of the machine, and an attempt may take days."""
+        """Return the GPU's state, at most a minute old: an open session of NVML blocks a reset of
+        any GPU of the machine, and an attempt may take days."""
         now = time.monotonic()
         if now >= self._ask_next:
             self._gpu = find_gpu(self._gpu_name)
@@ -197,7 +197,8 @@ class Sampler:
 
 
 def _uuid_of(index: int) -> str:
-    """Read ``CUDA_VISIBLE_DEVICES`` if that is clear, else ask torch once CUDA has started."""
+    """Read ``CUDA_VISIBLE_DEVICES`` if that is unambiguous, else ask torch once CUDA has
+    started."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     name = visible[index].strip() if index < len(visible) else ""
     by_pci = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"

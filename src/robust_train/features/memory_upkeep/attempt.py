@@ -1,4 +1,4 @@
-"""The memory of an attempt while it runs: the keys under ``memory:``, at work."""
+"""Applies the keys under ``memory:`` to a running attempt, in the process that trains."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ _STEPS_WITH_HISTORY = 300
 
 
 class Reserve:
-    """A few MiB of address space that are given up when host memory runs out, so that there is room
-    to record the failure. Its pages are never touched, so it takes no memory of the machine."""
+    """A few MiB of address space that are released when host memory runs out, so that there is room
+    to record the failure. Its pages are never touched, so it uses no memory of the machine."""
 
     def __init__(self) -> None:
         self._pages: mmap.mmap | None = None
 
     def hold(self) -> None:
-        """Take the memory, unless it is held; without room there is none."""
+        """Allocate the memory, unless it is held or there is no room."""
         if self._pages is None:
             with contextlib.suppress(OSError):
                 self._pages = mmap.mmap(-1, _RESERVE_BYTES, flags=mmap.MAP_PRIVATE)
 
     def release(self) -> None:
-        """Give the memory up."""
+        """Free the memory."""
         if self._pages is not None:
             self._pages.close()
             self._pages = None
@@ -63,14 +63,14 @@ class Reserve:
 class CacheChecks:
     """The occasions of one kind (steps, saves, epochs) on which the CUDA cache may be emptied.
 
-    It is emptied if tensors leave at least ``threshold`` of the reserved memory unused. Training
-    that takes the memory again has to request it from the driver, which is slow. So the gap to the
-    next check doubles each time that the cache is emptied; a check that finds little resets it.
+    It is emptied if tensors leave at least ``threshold`` of the reserved memory unused. If training
+    needs the memory again, it has to request it from the driver, which is slow. So the gap to the
+    next check doubles each time that the cache is emptied, and a check that finds little resets it.
     """
 
     def __init__(
         self,
-        every: int,  # 0: never
+        every: int,  # 0 for never
         threshold: float,
     ) -> None:
         self._every = every
@@ -78,7 +78,7 @@ class CacheChecks:
         self._gap = self._left = every
 
     def empties(self, unused_share: Callable[[], float]) -> bool:
-        """Return whether to empty the cache on this occasion; only a check calls the function."""
+        """Return whether to empty the cache on this occasion. Only a check calls the function."""
         self._left -= 1
         if self._left > 0 or not self._every:
             return False
@@ -90,15 +90,15 @@ class CacheChecks:
 
 
 class MemoryUpkeep(InAttempt):
-    """Looks after the memory of one attempt.
+    """Maintains the memory of one attempt.
 
     Emptying the cache at the start and during training concerns CUDA only.
     """
 
     def __init__(self, live: LiveAttempt, config: RobustConfig) -> None:
         super().__init__(live, config)
-        self._alloc_retries: int | None = None  # before the present step
-        self._tight_steps = 0  # in a row that had to empty the cache
+        self._alloc_retries: int | None = None  # before the current step
+        self._tight_steps = 0  # steps in a row that had to empty the cache
         self._has_warned = False
         self._index = device_index(config.device)
         self._fraction = config.memory.fraction
@@ -117,14 +117,14 @@ class MemoryUpkeep(InAttempt):
         self._reserve = Reserve()
 
     def begin(self) -> None:
-        """Clear what is left of earlier work, and set the limit."""
+        """Free memory of earlier work, and set the limit."""
         if self._cache.clear_on_start and self._cached().reserved:
             self._clear("start")
         self._set_up_cuda()
         self._reserve.hold()
 
     def boundary(self, what: str) -> None:
-        """Check the cache after a step, when it is time to."""
+        """Check the cache after a step, if a check is due."""
         if what != "progress":
             return
         self._reserve.hold()
@@ -139,12 +139,12 @@ class MemoryUpkeep(InAttempt):
         self.pause("step")
 
     def pause(self, why: str) -> None:
-        """Empty the CUDA cache after a step, save or epoch, if that is due and pays."""
+        """Empty the CUDA cache after a step, save or epoch, if that is due and pays off."""
         if self._checks[why].empties(lambda: self._cached().unused_share):
             self._clear(why, thorough=False)
 
     def ran_out(self, error: BaseException, failure: Failure) -> None:
-        """Record what filled the memory; once an attempt, because it takes time."""
+        """Record what filled the memory, once per attempt, because it takes time."""
         self._reserve.release()
         if not self._has_written_oom:
             self._write_oom(failure)
@@ -152,7 +152,7 @@ class MemoryUpkeep(InAttempt):
     def end(self, error: BaseException | None) -> None:
         """Record what filled the memory, if that ended the attempt.
 
-        Another rank records itself what it has run out of.
+        Another rank records its own lack of memory.
         """
         self._reserve.release()
         is_elsewhere = isinstance(error, RankFailure) and error.is_elsewhere
@@ -163,11 +163,11 @@ class MemoryUpkeep(InAttempt):
                 self._write_oom(failure)
 
     def close(self, error: BaseException | None) -> None:
-        """Return memory that is not in use any more; the frames of ``error`` are emptied."""
+        """Return unused memory. The frames of ``error`` are emptied."""
         if error is None:
             self._clear("end")
         elif "failure" in self._clear_after:
-            # a thorough check of what is left follows
+            # A thorough check of what is left follows.
             self._clear("failure", thorough=False, error=error)
 
     def _watch_allocator(self, step: int) -> None:
@@ -205,7 +205,7 @@ class MemoryUpkeep(InAttempt):
             release_memory(error, thorough=thorough)
         seconds = round(time.perf_counter() - started, 6)
         after = self._in_use()[1]
-        # another thread may have allocated meanwhile
+        # Another thread may have allocated in the meantime.
         returned = max(before - after, 0)
         step = self.live.reports.last_step
         self.live.reports.send(MemoryCleared(reason, of, before, after, returned, seconds, step))
@@ -247,9 +247,9 @@ class MemoryUpkeep(InAttempt):
 
 
 def memory_upkeep(live: LiveAttempt, config: RobustConfig) -> InAttempt:
-    """Return what looks after the memory of an attempt.
+    """Return the hook that maintains the memory of an attempt.
 
-    A program is left alone: it has its own process, and what is logged here would be read as the
+    A program is left alone: it has its own process, and log lines from here would be read as the
     end of its output.
     """
     if config.traits.is_program:

@@ -1,4 +1,4 @@
-"""What the record of an attempt says of its clean-up."""
+"""The clean-up of an attempt in its record."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from robust_train.model.json import Json
 
 @dataclass(frozen=True)
 class UpkeepNote(Note):
-    """What the final clean-up of an attempt returned."""
+    """The memory that the final clean-up of an attempt returned."""
 
     behind = "memory"
     folds = (MemoryCleared,)

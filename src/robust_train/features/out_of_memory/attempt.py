@@ -1,4 +1,4 @@
-"""Warns of a trainer that takes the smaller batch of an attempt, but not its accumulation."""
+"""Warns of a trainer that uses the smaller batch of an attempt, but not its accumulation."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ log = logging.getLogger("robust_train")
 
 
 class Accumulation(InAttempt):
-    """Looks once whether a trainer has read how many batches an optimizer step accumulates."""
+    """Checks once whether a trainer has read how many batches an optimizer step accumulates."""
 
     def __init__(self, live: LiveAttempt, config: RobustConfig) -> None:
         super().__init__(live, config)
         self._is_due = False
 
     def begin(self) -> None:
-        """See whether the attempt accumulates more batches than the job was asked for."""
+        """Check whether the attempt accumulates more batches than the user requested."""
         asked = self.live.parts.asked
         steps = self.config.training.gradient_accumulation_steps
         accumulates_more = asked is not None and steps > asked.gradient_accumulation_steps
-        # A project names the key of its own, and a program has it in its command.
+        # A project has its own key for it, and a program has it in its command.
         has_key = self.config.theirs is None and not self.config.traits.is_program
         self._is_due = self.live.is_main and accumulates_more and has_key
 

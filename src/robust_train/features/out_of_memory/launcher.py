@@ -1,4 +1,4 @@
-"""Evidence of memory that ran out and that no message names."""
+"""Finds a lack of memory that no message names, in the launcher."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ class OutOfMemory(InLauncher):
     """Recognises a lack of memory by figures and by the attempts before."""
 
     def evidence(self, attempt: Attempt, history: History) -> Attempt:
-        """Return an attempt whose unclear failure may have become a lack of memory."""
+        """Reclassify an unclear failure if it shows a lack of memory."""
         return with_shortage(attempt, history)

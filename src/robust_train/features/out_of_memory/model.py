@@ -1,4 +1,5 @@
-"""What helps when memory runs out: room elsewhere, smaller parts, another GPU, a new process."""
+"""Remedies for a lack of memory: room elsewhere, smaller parts, another GPU, a new process.
+Pure."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from robust_train.policy.sizes import largest_up_to
 from robust_train.readable import mib
 
 ALIKE = 0.9
-"""Share of a GPU's free memory that another must have to count as much like it."""
+"""A GPU with this share of another GPU's free memory counts as similar."""
 
 
 def room_taken_by_others(context: FailureContext) -> Retry | None:
-    """Retry the same batch where others left room, or when there is room again."""
+    """Retry the same batch on a GPU with room, or when there is room again."""
     taken, needed = blamed_on_others(context.attempt)
     here = (context.last.device_key, context.last.batch_size)
     tries = sum(
@@ -53,7 +54,7 @@ def halve_batch(context: FailureContext) -> Retry | None:
 
 
 def less_for_workers(context: FailureContext) -> Retry | None:
-    """Halve the micro-batch where memory was what a data-loader worker died of."""
+    """Halve the micro-batch if a data-loader worker ran out of memory."""
     is_memory = context.evidence.clue in (Clue.KILLED, Clue.SHARED_MEMORY)
     if not is_memory and context.evidence.library != "kernel":
         return None
@@ -61,7 +62,8 @@ def less_for_workers(context: FailureContext) -> Retry | None:
 
 
 def half_after_internal_errors(context: FailureContext) -> Retry | None:
-    """Retry with half the micro-batch once: cuBLAS and cuDNN often report a lack of memory so."""
+    """Retry once with half the micro-batch: cuBLAS and cuDNN often report running out of memory
+    this way."""
     earlier = context.earlier_at_same_step
     if context.evidence.library not in ("cublas", "cudnn") or not earlier:
         return None
@@ -74,10 +76,10 @@ def half_after_internal_errors(context: FailureContext) -> Retry | None:
 
 
 def switch_gpu(context: FailureContext) -> Retry | None:
-    """Take the best GPU not tried yet, if it offers more memory than the one that failed.
+    """Use the best GPU not tried yet, if it offers more memory than the failed GPU.
 
-    Of several GPUs that share a step, all that offer no more than the failed one are exchanged:
-    the next one of them would run out at the same size.
+    If several GPUs share a step, all GPUs that offer no more than the failed GPU are exchanged: the
+    next of them would run out at the same size.
     """
     had, short = _shortest(context)
     offers = [gpu for gpu in untried(context) if gpu.free_bytes > had]
@@ -85,8 +87,8 @@ def switch_gpu(context: FailureContext) -> Retry | None:
     if not group:
         return None
     offered = min(gpu.free_bytes for gpu in group)
-    # memory is near-affine in the micro-batch with a constant part above zero, so k times the
-    # memory holds at least k times the micro-batch that almost fitted
+    # Memory is near-affine in the micro-batch with a constant part above zero, so k times the
+    # memory holds at least k times the micro-batch that almost fitted.
     at_most = context.last.batch_size * offered / max(had, 1)
     how = (
         f"{context.at_size}; {device_name(group)} has {mib(offered)} free "
@@ -98,10 +100,10 @@ def switch_gpu(context: FailureContext) -> Retry | None:
 
 
 def second_opinion(context: FailureContext) -> Retry | None:
-    """Try one more GPU with about as much free memory, at the last size, before the CPU.
+    """Try another GPU with about as much free memory, at the last size, before the CPU.
 
-    An attempt costs a minute, the CPU days. Where memory runs out there at the same step,
-    the GPU is not the cause, and others like it are not tried.
+    An attempt costs a minute, the CPU days. If memory runs out there at the same step, the GPU is
+    not the cause, and similar GPUs are not tried.
     """
     had, short = _shortest(context)
     if _confirmed_by_another_gpu(context):
@@ -114,14 +116,14 @@ def second_opinion(context: FailureContext) -> Retry | None:
 
 
 def _confirmed_by_another_gpu(context: FailureContext) -> bool:
-    """Return whether memory ran out so on another GPU with no less, at this step and size."""
+    """Return whether a GPU with at least as much free memory also ran out at this step and size."""
     had, _ = _shortest(context)
     here = set(uuids(context.failed_gpus))
     for earlier in context.earlier_at_same_step:
         there = earlier.failed_gpus
         if not here or not there or here.intersection(uuids(there)):
             continue
-        # that shows how much others took, not how much the step needs
+        # That failure shows how much others took, not how much the step needs.
         if blamed_on_others(earlier)[0]:
             continue
         had_no_less = min(gpu.free_bytes for gpu in there) >= had
@@ -131,7 +133,7 @@ def _confirmed_by_another_gpu(context: FailureContext) -> bool:
 
 
 def _shortest(context: FailureContext) -> tuple[int, Group]:
-    """Return the free memory that did not suffice, and the attempt's GPUs that had no more."""
+    """Return the free memory that was too little, and the attempt's GPUs that had no more."""
     had = min((gpu.free_bytes for gpu in context.failed_gpus), default=0)
     return had, tuple(gpu for gpu in context.last.gpus if gpu.free_bytes <= had)
 
@@ -145,7 +147,7 @@ def again_after_progress(context: FailureContext) -> Retry | None:
 
 
 def split_all_the_same(context: FailureContext) -> Retry | None:
-    """Split steps although that changes the loss, when no remedy is left that keeps it."""
+    """Split steps although that changes the loss, if no remedy is left that keeps it."""
     if not context.keeps_loss or not context.has_retries:
         return None
     how = ": steps are computed in smaller parts from here on, although that changes this loss"
@@ -153,8 +155,8 @@ def split_all_the_same(context: FailureContext) -> Retry | None:
 
 
 def sizes_left(context: FailureContext) -> Retry | None:
-    """Go on with sizes that no one has tried, on the device with the most memory: an attempt costs
-    a minute, the CPU days. Not where ``max_retries`` is given."""
+    """Continue with untried sizes on the device with the most memory: an attempt costs a minute,
+    the CPU days. Not offered if ``max_retries`` is set."""
     last = context.last
     if context.config.max_retries is not None or not last.has_batch:
         return None

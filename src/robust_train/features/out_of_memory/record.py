@@ -1,4 +1,4 @@
-"""What an attempt may do when a step runs out of memory, and what the record says of that."""
+"""What an attempt may do when a step runs out of memory, in its spec and its record."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ class SplitLossKnob(Knob):
 
 @dataclass(frozen=True)
 class SplitNote(Note):
-    """Why a step could not be computed in parts; in no file.
+    """Why a step could not be computed in parts. In no file.
 
-    That splitting would change the loss is the kernel's to know: other features heed it as well.
+    Whether splitting would change the loss is a field of the kernel, because other features use it
+    too.
     """
 
     folds = (SplitChecked,)
 
-    # the attempt has ended since a step cannot be computed in parts: why
+    # Why a step cannot be computed in parts, if that ended the attempt.
     cannot_split: str = ""
 
     def after(self, event: Event, attempt: Attempt) -> SplitNote:

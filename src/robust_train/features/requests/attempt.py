@@ -1,8 +1,8 @@
-"""The attempt's side of ``requests/``: a thread polls, the trainer's own thread carries out.
+"""The attempt's side of ``requests/``: a thread polls, and the trainer's thread carries out.
 
-What changes anything waits for a step boundary: a call of ``run.progress`` and its like, or for
-trainers that never use ``run`` the end of an optimizer's step. What only reads is answered at once
-by the thread. Without requests a boundary costs the look at an empty list.
+A request that changes something waits for a step boundary: a call like ``run.progress``, or for
+trainers that never use ``run`` the end of an optimizer's step. The thread itself answers requests
+that only read. Without requests a boundary costs one look at an empty list.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ log = logging.getLogger("robust_train")
 
 _READ_ONLY = frozenset({"figures", "memory_info"})
 _ROUNDS = 2
-"""Boundaries of one kind after which the trainer has gone through its loop once, so that its habits
+"""After this many boundaries of a kind, the trainer has gone through its loop once, so its habits
 are known."""
 
 
 @dataclass
 class _Pending:
-    """A request that waits for a boundary, and how often each kind of boundary came since."""
+    """A request that waits for a boundary, with the number of boundaries of each kind since."""
 
     request: Request
     seen: Counter[str] = field(default_factory=Counter)
@@ -46,18 +46,18 @@ class _Pending:
 
 
 class Requests(InAttempt):
-    """Takes and carries out the requests to one attempt, on its first rank. What is not answered at
-    its end stays ``.taken``: the launcher knows what comes next."""
+    """Takes and carries out the requests to one attempt, on rank 0. Requests that are not answered
+    at its end stay ``.taken``, because the launcher knows what comes next."""
 
     def __init__(self, live: LiveAttempt, config: RobustConfig) -> None:
         super().__init__(live, config)
-        self.waiting: list[_Pending] = []  # for a step boundary
+        self.waiting: list[_Pending] = []  # requests that wait for a step boundary
         self._is_busy = threading.Lock()
         self._stop_watching: Callable[[], None] | None = None
 
     def tick(self) -> None:
-        """Take new requests; those that only read are carried out at once."""
-        # those of another job that has the folder by now are not for this one
+        """Take new requests. Those that only read are carried out at once."""
+        # Another job may have the folder by now, and its requests are not for this attempt.
         if not self.live.saving.owns_folder():
             return
         for request in find_requests(self.live.run_dir):
@@ -73,14 +73,14 @@ class Requests(InAttempt):
                 )
 
     def close(self, error: BaseException | None) -> None:
-        """Watch the optimizer no more: by now no tick takes another request."""
+        """Stop watching the optimizer: from here on no tick takes another request."""
         if self._stop_watching is not None:
             self._stop_watching()
 
     def boundary(self, what: str) -> None:
-        """Carry out what can be, between two steps of the trainer's loop."""
+        """Carry out the possible requests, between two steps of the trainer's loop."""
         if not self.waiting or not self._is_busy.acquire(blocking=False):
-            return  # another thread of the trainer is at it
+            return  # another thread of the trainer is doing it
         try:
             for waiting in list(self.waiting):
                 waiting.seen[what] += 1
@@ -90,24 +90,28 @@ class Requests(InAttempt):
             self._is_busy.release()
 
     def _carry_out(self, waiting: _Pending) -> bool:
-        """Return whether the request is done with: carried out, refused, or failed."""
+        """Return whether the request is finished: carried out, refused, or failed."""
         verb = waiting.request.verb
         try:
             reply = self._reply(waiting)
         except RefusedError as refusal:
             problem = Words(self.live.their_keys).text(str(refusal))
             reply = {"error": problem}
-        except (ValueError, OSError) as error:  # of an option, or of a file
+        except (ValueError, OSError) as error:  # a bad option, or a file
             reply = {"error": f"{verb}: {error}"}
-        except Exception as error:  # must not end the training
+        except Exception as error:  # a request must not end the training
             reply = {"error": f"{verb}: {named_line(error)}"}
         if reply:
             waiting.request.answer(reply)
         return reply is not None
 
     def _reply(self, waiting: _Pending) -> Reply | None:
-        """Do what is requested. None: not at this boundary yet; empty: answered later. Raises
-        RefusedError: this trainer cannot do it."""
+        """Carry out a request. Returns None if this boundary is not the right one, and an empty
+        reply if the answer comes later.
+
+        Raises:
+            RefusedError: this trainer cannot do it.
+        """
         request = waiting.request
         verb = waiting.request.verb
         if verb == "figures":
@@ -121,7 +125,7 @@ class Requests(InAttempt):
         answer = perform(verb, request.options, self.live.run_dir)
         if verb not in _READ_ONLY:
             sentence = str(answer.get("sentence"))
-            # clearing and limiting log their sentence themselves
+            # Clearing and limiting log their sentence themselves.
             if verb not in ("memory_clear", "memory_fraction"):
                 log.info("%s on request: %s", verb, sentence)
             self.live.reports.send(RequestDone(verb, self.live.reports.last_step, sentence))

@@ -1,4 +1,5 @@
-"""The rule that applies to a failure is part of its evidence, and decides before any remedy."""
+"""Applies the user's rules in the launcher: a rule is part of the evidence, and precedes all
+remedies."""
 
 from __future__ import annotations
 
@@ -12,11 +13,12 @@ class RetryRules(InLauncher):
     """Finds the user's rule for each failure, and follows it."""
 
     def evidence(self, attempt: Attempt, history: History) -> Attempt:
-        """Return an attempt with the number of the rule that applies; a stopped one has none."""
+        """Add the number of the rule that applies to the attempt. An attempt that was stopped has
+        none."""
         if not self.job.driver.has_remedies or self.job.was_stopped(attempt):
             return attempt
         return with_rule(self.job.policy, tuple(history), attempt)
 
     def overrule(self, history: History) -> Decision | None:
-        """Return what the rule decides."""
+        """Return the rule's decision."""
         return decided_by_rule(self.job.policy, tuple(history))

@@ -1,4 +1,4 @@
-"""What the record of an attempt says of the user's rules."""
+"""The user's rule in the record of an attempt."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from robust_train.model.attempt import Note
 
 @dataclass(frozen=True)
 class RuleNote(Note):
-    """Which of the user's rules applies to a failure; in no file."""
+    """The user's rule that applies to a failure. In no file."""
 
     rule: int | None = None  # its number in `retry.rules`

@@ -1,4 +1,4 @@
-"""What helps when a script cannot read its checkpoint."""
+"""The remedy for a checkpoint that its script cannot read. Pure."""
 
 from __future__ import annotations
 

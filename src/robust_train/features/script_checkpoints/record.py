@@ -1,4 +1,4 @@
-"""What the record of an attempt says of the checkpoints that its script writes."""
+"""The checkpoints that a script writes, in the record of an attempt."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from robust_train.model.events import CheckpointUnused, Event
 
 @dataclass(frozen=True)
 class ScriptCheckpointsNote(Note):
-    """Which file of a script cannot be resumed from; in no file."""
+    """The script's file that cannot be resumed from. In no file."""
 
     folds = (CheckpointUnused,)
 
-    # path of its newest checkpoint, if that is cut off
+    # Path of its newest checkpoint, if that is incomplete.
     not_whole: str | None = None
 
     def after(self, event: Event, attempt: Attempt) -> ScriptCheckpointsNote:

@@ -9,16 +9,16 @@ from robust_train.model.spec import Speed, slowest_rank
 from robust_train.readable import number, percent
 
 MUCH = 0.2
-"""Of the time: what costs less is not worth a line."""
+"""A share of the time. A cause that costs less is not worth a line."""
 
 
 def hindrances(
-    speeds: Collection[Speed],  # of each rank, lately
-    # seconds a step, of the job's fastest half minute with this micro-batch; 0 if unknown
+    speeds: Collection[Speed],  # each rank's recent speed
+    # Seconds per step, in the job's fastest half minute with this micro-batch; 0 if unknown.
     best: float,
-    on_gpu: Mapping[str, str],  # what hinders the GPUs just now, by kind
+    on_gpu: Mapping[str, str],  # what slows the GPUs down now, by kind
 ) -> dict[str, Slow]:
-    """Return what costs much, by its kind. What was not measured is no cause."""
+    """Return the causes of slowness by kind. Causes that were not measured are left out."""
     waited = max((one.data_share or 0 for one in speeds), default=0)
     text = f"training waits for data {percent(waited)} of the time"
     found = [Slow("data", text, waited)]
@@ -33,6 +33,6 @@ def hindrances(
 
 
 def lost_share(speeds: Collection[Speed], best: float) -> float:
-    """Return which share of a step's time the fastest steps did without."""
+    """Return the share of a step's time that the fastest steps did not need."""
     now = max((one.seconds_per_step_now or 0.0 for one in speeds), default=0.0)
     return 1 - best / now if best and now else 0.0

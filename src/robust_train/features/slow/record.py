@@ -1,4 +1,4 @@
-"""What the record of an attempt says of slow training."""
+"""Slow training in the record of an attempt."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from robust_train.model.events import Event, Slow
 
 @dataclass(frozen=True)
 class SlowNote(Note):
-    """What slows an attempt down."""
+    """The cause that slows an attempt down."""
 
     behind = "micro_batch"
     folds = (Slow,)
 
-    slow: str = ""  # what slows it down now, a sentence
+    slow: str = ""  # the current cause, a sentence
 
     def after(self, event: Event, attempt: Attempt) -> SlowNote:
-        """Return the note with what slows the attempt down by now."""
+        """Return the note with the current cause."""
         return SlowNote(event.text) if isinstance(event, Slow) else self
