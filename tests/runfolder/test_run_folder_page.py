@@ -35,12 +35,8 @@ def events_table():
 
 def state_table():
     """A row for each field of the state."""
-    comments = re.findall(
-        r"((?:^    # .*\n)*)^    (\w+): [^#\n]*(?:# (.*))?$", inspect.getsource(RunState), re.M
-    )
-    comment_of = {
-        name: (above.replace("    # ", "") + beside).strip() for above, name, beside in comments
-    }
+    described = inspect.cleandoc(RunState.__doc__).split("Attributes:\n")[1]
+    comment_of = dict(re.findall(r"^    (\w+): (.*(?:\n     .*)*)", described, re.M))
     rows = []
     for item in dataclasses.fields(RunState):
         meaning = " ".join(comment_of[item.name].split())

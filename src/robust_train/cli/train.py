@@ -91,6 +91,10 @@ def hydra_main(
         version_base: the version of Hydra whose behaviour to follow. By default, Hydra 1.3 warns
             and follows 1.1: ``main`` runs in the run folder, and without ``config_path`` the
             configs are next to the file that defines it.
+
+    Returns:
+        A decorator. The decorated ``main()``, called without arguments, composes the config and
+        runs the job.
     """
 
     def decorate(task: Callable[..., Any]) -> Callable[..., Any]:
@@ -256,8 +260,8 @@ def _open(
 
 
 def _answer(name: str) -> None:
-    """Print the help or the version of our own script, and end, if that is what was asked for. Have
-    a trainer's module found in the working directory, as ``python -m`` does."""
+    """Print the help or the version of our own script and end, if the arguments ask for that.
+    Otherwise make modules of the working directory importable, as ``python -m`` does."""
     arguments = sys.argv[1:]
     if {"--help", "-h"} & set(arguments):
         print(help_text(name), end="")

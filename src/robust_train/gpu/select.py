@@ -119,6 +119,9 @@ def find_best_device(min_memory_mb: int = 4000) -> torch.device:
 
     Args:
         min_memory_mb: the required free memory, in MiB.
+
+    Returns:
+        ``cuda:0`` and so on as this process counts, or ``cpu``.
     """
     import torch
 

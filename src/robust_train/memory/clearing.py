@@ -191,13 +191,19 @@ def _never_stepped(optimizer: Any) -> bool:
 
 @dataclass(frozen=True)
 class Cleared:
-    """The result of clearing."""
+    """The result of clearing.
 
-    before: MemoryStats  # the current device's figures before
-    after: MemoryStats  # and after
-    # the largest tensors that are still alive; only with `force`
+    Attributes:
+        before: the current device's figures before.
+        after: its figures after.
+        held: the largest tensors that are still alive. Only with ``force``.
+        done: a description of what else was done.
+    """
+
+    before: MemoryStats
+    after: MemoryStats
     held: tuple[tensors.LiveTensor, ...] = ()
-    done: str = ""  # what else was done
+    done: str = ""
 
     @property
     def freed(self) -> int:

@@ -1,6 +1,6 @@
-"""Acquires the GPUs for a job's first attempt, and offers other GPUs for the next attempts.
+"""Acquire the GPUs for a job's first attempt, and offer GPUs for the attempts after it.
 
-The launcher's driver uses it. It is the job's view of the GPUs and of the host's queue.
+In the launcher. It joins what NVML shows, the job's keys and the host's queue.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SETTLE_BAND_BYTES = 256 * MIB
 
 
 class FreeBytes(NamedTuple):
-    """Free memory of a GPU before and after an attempt. None if unknown."""
+    """Free memory of a GPU before and after an attempt, in bytes, or None if unknown."""
 
     before: int | None = None
     after: int | None = None
@@ -52,14 +52,14 @@ class Devices:
         self,
         config: RobustConfig,
         job_name: str,  # shown to the other jobs of the host
-        # Its CUDA_VISIBLE_DEVICES limits the choice.
+        # Its CUDA_VISIBLE_DEVICES bounds the choice.
         environ: Mapping[str, str],
         run_dir: Path,
-        # Waits; an exception that it raises ends the wait.
+        # Waits some seconds. An exception ends the waiting.
         sleep: Callable[[float], None],
-        # Called with each status of the wait.
+        # Called with each status of the waiting.
         on_wait: Callable[[WaitStatus], None] = lambda status: None,
-        # Marks the job's processes and its record in the host's queue; empty for any mark.
+        # Marks the job's processes and its record in the queue. Empty: a new token.
         token: str = "",
         *,
         job_id: str = "",
@@ -72,11 +72,11 @@ class Devices:
         self._need_bytes = config.min_gpu_memory_bytes
         self._other_ranks_bytes = 0
         self._free_before: dict[str, int] = {}
-        # The GPU that the config names, if it names any.
+        # The GPU that the config names, if any.
         self._named: tuple[str, ...] = ()
-        # When the job got its GPUs, by the monotonic clock.
+        # The time when the job got its GPUs, by the monotonic clock.
         self.acquired_at = -math.inf
-        self._only: frozenset[str] | None = None  # UUIDs of the GPUs that ``device`` lists
+        self._only: frozenset[str] | None = None  # UUIDs that ``device`` lists
         job = QueuedJob(
             job=job_id,
             name=job_name,
@@ -88,14 +88,14 @@ class Devices:
         self.queue = HostQueue(directory, self._read, job, token)
 
     def acquire(self, fewer: Sequence[int] = ()) -> Group:
-        """Return the GPUs to start on, ``num_gpus`` of them, or none for the CPU.
+        """Return ``num_gpus`` GPUs to start on, or none for the CPU.
 
-        If they are not available in time, one of the numbers ``fewer`` is enough.
+        If not that many become free in time, any of the numbers ``fewer`` will do.
 
         Raises:
-            NoDeviceError: nothing is suitable, and the CPU is not allowed.
-            ConfigError: ``device`` names a GPU that this machine does not have, or one GPU for a
-                job with several, or the job requests more than the GPUs could ever offer.
+            NoDeviceError: no GPU is suitable, and the CPU is not allowed.
+            ConfigError: ``device`` names a GPU that this machine does not have, or a single GPU for
+                a job of several, or the job wants more than the GPUs could ever give.
         """
         config = self._config
         wanted = "auto" if config.picks_gpu else config.device
@@ -111,7 +111,7 @@ class Devices:
         if config.auto_device and not is_used:
             log.warning("device=%s is not used because auto_device=true", config.device)
         visible = self._read(False)
-        # Otherwise the warning is the reason below.
+        # Without GPUs, the warning is the reason below.
         if visible.warning and visible.gpus:
             log.warning("%s", visible.warning)
         if not visible.gpus:
@@ -121,7 +121,7 @@ class Devices:
             visible = self._read(False)
         self._named = _named(wanted, visible)
         request = self._request(config.min_gpu_memory_bytes, self._named)
-        # An unreadable GPU may have more memory, and an administrator may allow a prohibited GPU.
+        # An unreadable GPU may have more, and an administrator may open a prohibited GPU.
         changes = any(not could_ever_fit(gpu, 1) for gpu in visible.gpus)
         default_bytes = RobustConfig.min_gpu_memory_mb * MIB
         if config.num_gpus > 1 or config.min_gpu_memory_bytes > default_bytes:
@@ -143,8 +143,11 @@ class Devices:
         return group
 
     def offers(self) -> Offers:
-        """Return the devices for the next attempt: the GPUs that could be taken, best first and
-        with usable ``free_bytes``, and the healthy GPUs that other jobs hold."""
+        """Return the GPUs for the next attempt.
+
+        These are the GPUs that could be taken now, best first, with the usable memory as
+        ``free_bytes``, and the healthy GPUs that other jobs have.
+        """
         count = self._config.num_gpus
         least = self._config.min_gpu_memory_bytes
         free = [gpu for gpu in self.queue.open_gpus() if can_be_one_of(gpu, count)]
@@ -161,17 +164,20 @@ class Devices:
         return Offers(gpus, tuple(held))
 
     def take(self, group: Group) -> bool:
-        """Reserve the next attempt's GPUs instead of the last attempt's. Returns False if another
-        job has taken one of them by now, so that a new choice is necessary."""
+        """Reserve the next attempt's GPUs in place of the last attempt's.
+
+        Returns:
+            False if another job has taken any of them, so that a new choice is needed.
+        """
         return self.queue.take([gpu.uuid for gpu in group], self._need_bytes)
 
     def who_waits(self) -> QueuedJob | None:
-        """Return the job of another user with fewer GPUs that waits for this job's GPUs."""
+        """Return the job of another user with fewer GPUs that waits for GPUs of this job."""
         return self.queue.who_waits()
 
     def leave(self, count: int) -> Room:
-        """Release the GPUs; return the room to wait for, behind all jobs that wait by now."""
-        # None is kept for the job's own interpreters, which have its mark and no attempt.
+        """Release the GPUs, and return what the job then waits for, behind all waiting jobs."""
+        # No GPU is kept for the job's own interpreters, which have its mark and no attempt.
         self.queue.take((), 0)
         return Room((), self._need_bytes, counts=(count,))
 
@@ -188,8 +194,12 @@ class Devices:
                 self._other_ranks_bytes = max(self._other_ranks_bytes, event.reserved)
 
     def ended(self, attempt: Attempt) -> FreeBytes:
-        """Record that an attempt's processes have ended. Returns the free memory of the GPU on
-        which it failed, before and after, if the job holds that GPU."""
+        """Record that an attempt's processes have ended.
+
+        Returns:
+            The free memory, before and after, of the GPU on which it failed, if that is a GPU of
+            the job.
+        """
         group = attempt.spec.gpus
         failure = attempt.failure
         self._learn(attempt)
@@ -212,12 +222,14 @@ class Devices:
         return FreeBytes(before.get(uuid), after.get(uuid))
 
     def wait_for_room(self, room: Room, *, for_ever: bool) -> Group | NoGpu:
-        """Wait for free memory: on any GPUs in the queue, with the old ticket, or on the job's own
-        GPUs. Returns the GPUs, or the reason why the wait ended.
+        """Wait for free memory, on the job's own GPUs or, with the old ticket, on any GPUs.
 
         Args:
-            room: the memory to wait for.
-            for_ever: wait without a time limit, at one queue position.
+            room: the memory and the GPUs to wait for.
+            for_ever: wait without a limit, at the same queue position.
+
+        Returns:
+            The GPUs that have it, or why the waiting ended.
         """
         only = room.gpu_uuids or self._named
         request = self._request(room.free_bytes, only, room.exclude)
@@ -225,24 +237,23 @@ class Devices:
             request = replace(request, timeout_seconds=math.inf)
         if not room.gpu_uuids:
             return self._wait(request, room.counts)
-        # These are already reserved.
+        # These GPUs are reserved already.
         alone = HostQueue(None, self._read)
         return Waiting(request, alone, self._on_wait, self._sleep).run()
 
     def _wait(self, request: GpuRequest, counts: Iterable[int]) -> Group | NoGpu:
-        """Wait for the first of ``counts`` that is possible at all, then take the GPUs that
-        exist."""
+        """Wait for the first of ``counts``. When the time is over, try the others once."""
         deadline = time.monotonic() + request.timeout_seconds
         why = NoGpu("no GPU is wanted")
         for number, count in enumerate(counts):
             left = max(deadline - time.monotonic(), 0.0)
             request = replace(request, count=count, timeout_seconds=left)
-            found = wait_for_gpus(self.queue, request, self._on_wait, self._sleep)
-            if not isinstance(found, NoGpu):
+            result = wait_for_gpus(self.queue, request, self._on_wait, self._sleep)
+            if not isinstance(result, NoGpu):
                 self.acquired_at = time.monotonic()
-                return found
-            if number == 0 or left:  # the reason of the request that waited
-                why = found
+                return result
+            if number == 0 or left:  # only a request that has waited gives the reason
+                why = result
         return why
 
     def _request(
@@ -280,7 +291,9 @@ class Devices:
 
     def _settle(self, group: Group, before: Mapping[str, int]) -> Mapping[str, int]:
         """Wait some seconds for the memory of an attempt, which the driver may return with a delay.
-        Returns the free memory then.
+
+        Returns:
+            The free memory then, by UUID.
         """
         deadline = time.monotonic() + _SETTLE_SECONDS
         while True:
@@ -294,10 +307,10 @@ class Devices:
             self._sleep(0.05)
 
     def _without_gpus(self, visible: Visible) -> Group:
-        """Return no GPU, for the CPU, if no GPU is visible.
+        """Return an empty group for the CPU if no GPU is visible.
 
         Raises:
-            ConfigError: the config asks for a GPU.
+            ConfigError: ``device`` needs a GPU.
             NoDeviceError: the CPU is not allowed.
         """
         why = visible.why_none
@@ -310,13 +323,13 @@ class Devices:
     def _cpu_or_nothing(self, reason: str, *, has_gpus: bool) -> Group:
         if not self._config.allow_cpu_fallback:
             raise NoDeviceError(f"{reason}, and allow_cpu_fallback is false")
-        asked = self._config.num_gpus
-        if asked > 1:
+        number = self._config.num_gpus
+        if number > 1:
             log.warning(
                 "num_gpus=%d: %s: training on the CPU in one process (in %d with device=cpu)",
-                asked,
+                number,
                 reason,
-                asked,
+                number,
             )
         elif has_gpus:
             log.warning("%s: training on the CPU, which may take many times as long", reason)
@@ -329,7 +342,7 @@ class Devices:
 
 
 def free_bytes(group: Group) -> dict[str, int]:
-    """Return the free memory of each GPU that answers, by UUID.
+    """Return the free memory of the GPUs that answer, in bytes, by UUID.
 
     It closes the session: a training takes days, and an open session blocks a reset of any GPU.
     """
@@ -349,7 +362,7 @@ def name_for_trainer(group: Group, environ: Mapping[str, str], *, own_process: b
     """Return the value of ``cfg.device`` for the trainer.
 
     Args:
-        group: the attempt's GPUs. Each rank sets its own GPU in its process.
+        group: the attempt's GPUs. Each rank sets its own in its process.
         environ: the launcher's environment.
         own_process: whether the trainer's process sees only these GPUs.
     """
@@ -362,7 +375,7 @@ def name_for_trainer(group: Group, environ: Mapping[str, str], *, own_process: b
 
 
 def _queue_directory(config: RobustConfig, environ: Mapping[str, str]) -> Path | None:
-    """Return the queue directory of the host's jobs, None if this job does not queue."""
+    """Return the queue directory of the host, or None if this job does not queue."""
     queue = config.gpu_queue
     if queue is False:
         return None
@@ -374,7 +387,7 @@ def _queue_directory(config: RobustConfig, environ: Mapping[str, str]) -> Path |
 
 def _several(devices: str, visible: Visible) -> frozenset[str]:
     """Return the UUIDs of the visible GPUs that ``devices`` lists."""
-    return frozenset(uuid for one in devices.split(",") for uuid in _named(one, visible))
+    return frozenset(uuid for device in devices.split(",") for uuid in _named(device, visible))
 
 
 def _named(device: str, visible: Visible) -> tuple[str, ...]:

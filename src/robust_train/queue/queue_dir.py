@@ -40,9 +40,9 @@ LIMITS_FILE = "queue.yaml"
 NO_LIMIT = 1 << 30
 EXCLUDED_SECONDS = 1800.0
 MOST_FILES_PER_USER = 1000
-MOST_BYTES = 32768  # of a file that anyone may have put there
+MOST_BYTES = 32768  # the most that is read of a file that anyone may have put there
 
-_TEMPORARY = Path("/tmp")  # not $TMPDIR, because schedulers give each job another one
+_TEMPORARY = Path("/tmp")  # not $TMPDIR: schedulers set another one for each job
 _NAME = "robust-train"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SHARED_MODE = 0o1777
@@ -71,8 +71,8 @@ class QueueError(NotDoneError):
 
 @dataclass(frozen=True)
 class Exclusion:
-    """A GPU whose hardware failed a job. It is excluded for the host's jobs for half an hour. After
-    that its own health decides, so no file can exclude a GPU without end."""
+    """A GPU whose hardware failed a job. For half an hour it is excluded for the host's jobs. Then
+    its own health decides, so no file can exclude a GPU for ever."""
 
     uuid: str
     by: str  # the job's user
@@ -82,8 +82,8 @@ class Exclusion:
 
     @property
     def seconds_left(self) -> float:
-        """How long the GPU stays excluded."""
-        # A clock that was set back neither ends the exclusion nor extends it.
+        """For how long the GPU is excluded."""
+        # A clock that was set back neither ends the exclusion nor prolongs it.
         return max(EXCLUDED_SECONDS - abs(time.time() - self.time), 0.0)
 
     def sentence(self) -> str:
@@ -136,23 +136,25 @@ class QueueDir:
         except (FileNotFoundError, NotADirectoryError):  # removed
             return []
         named = sorted({*names}.difference(without))
-        found = [match for match in map(pattern.fullmatch, named) if match]
-        if len(found) <= MOST_FILES_PER_USER:
-            return found
-        own = Counter[int]()
+        matches = [match for match in map(pattern.fullmatch, named) if match]
+        if len(matches) <= MOST_FILES_PER_USER:
+            return matches
+        counts = Counter[int]()
         kept = []
-        for match in found:
+        for match in matches:
             with contextlib.suppress(OSError):
                 status = os.stat(match[0], dir_fd=self.fd, follow_symlinks=False)
-                own[status.st_uid] += 1
-                if own[status.st_uid] <= MOST_FILES_PER_USER:
+                counts[status.st_uid] += 1
+                if counts[status.st_uid] <= MOST_FILES_PER_USER:
                     kept.append(match)
         return kept
 
     @contextlib.contextmanager
     def creating(self, name: str) -> Iterator[int]:
-        """Yield a descriptor of a new, private file. At the end of the block it gets its name and
-        everyone may read it. If the block or the renaming raises, the file is removed.
+        """Yield a descriptor of a new, private file.
+
+        After the block, the file has its name, and everyone may read it. If the block or the
+        renaming raises an exception, the file is removed.
 
         Raises:
             OSError: the disk is full, or another user has taken the name.
@@ -170,7 +172,7 @@ class QueueDir:
             raise
 
     def remove(self, name: str) -> bool:
-        """Remove a file; return False if that is impossible because it belongs to another user."""
+        """Remove a file. Returns False if that is not possible, as for another user's file."""
         try:
             os.unlink(name, dir_fd=self.fd)
         except OSError:
@@ -190,18 +192,21 @@ class QueueDir:
             return NO_LIMIT
 
     def exclusions(self) -> list[Exclusion]:
-        """Return the GPUs that are excluded now, each with its last fault."""
-        found = [
-            one
-            for one in map(self._read_exclusion, self._exclusion_files())
-            if one is not None and one.seconds_left
+        """Return the exclusions that hold now, for each GPU by its last fault."""
+        exclusions = [
+            exclusion
+            for exclusion in map(self._read_exclusion, self._exclusion_files())
+            if exclusion is not None and exclusion.seconds_left
         ]
-        found.sort(key=lambda one: one.seconds_left)
-        return list({one.uuid: one for one in found}.values())
+        exclusions.sort(key=lambda exclusion: exclusion.seconds_left)
+        return list({exclusion.uuid: exclusion for exclusion in exclusions}.values())
 
     def include(self, uuid: str) -> bool:
-        """End the exclusion of a GPU; return False if the caller has not excluded it. Root ends all
-        exclusions."""
+        """Use a GPU again like any other. Root includes it for all users.
+
+        Returns:
+            False if the caller has not excluded it.
+        """
         removed = [
             self.remove(file[0])
             for file in self._exclusion_files()
@@ -211,7 +216,7 @@ class QueueDir:
 
     def marked(self, gpus: Sequence[GpuInfo]) -> tuple[GpuInfo, ...]:
         """Return the GPUs, with excluded GPUs as unusable."""
-        excluded = {one.uuid: one.sentence() for one in self.exclusions()}
+        excluded = {exclusion.uuid: exclusion.sentence() for exclusion in self.exclusions()}
         shown = []
         for gpu in gpus:
             if gpu.uuid in excluded:
@@ -221,8 +226,11 @@ class QueueDir:
         return tuple(shown)
 
     def exclude(self, uuid: str, job: str, reason: str) -> bool:
-        """Record that a GPU's hardware failed a job; return False if the directory takes no more
-        files."""
+        """Record that a GPU's hardware failed a job.
+
+        Returns:
+            False if the directory takes no more files.
+        """
         name = f"excluded.{uuid}.{os.geteuid()}"
         if _EXCLUSION_FILE.fullmatch(name) is None:
             return False
@@ -250,8 +258,8 @@ class QueueDir:
         return []
 
     def _read_exclusion(self, file: re.Match[str]) -> Exclusion | None:
-        """Return the content of a file; None if it is not an exclusion, or belongs to another user
-        than its name says."""
+        """Return a file's exclusion, or None if it has none or its owner is not the user in its
+        name."""
         with contextlib.suppress(OSError, ValueError, TypeError, OverflowError):
             data, status = read_small(file[0], MOST_BYTES, self.fd)
             if status.st_uid != int(file[2]):
@@ -273,12 +281,12 @@ class QueueDir:
         if status.st_uid != 0 or status.st_mode & 0o022:
             who = user_name(status.st_uid)
             raise ValueError(f"{who} or others may write it (chown root, chmod 644)")
-        found = None
+        content = None
         with contextlib.suppress(yaml.YAMLError, ValueError):
-            found = yaml.safe_load(data) or {}
-        if not isinstance(found, dict) or found.keys() - {"max_gpus_per_user"}:
+            content = yaml.safe_load(data) or {}
+        if not isinstance(content, dict) or content.keys() - {"max_gpus_per_user"}:
             raise ValueError("its only key is max_gpus_per_user")
-        limit = found.get("max_gpus_per_user", NO_LIMIT)
+        limit = content.get("max_gpus_per_user", NO_LIMIT)
         if type(limit) is not int or limit < 1:
             raise ValueError("max_gpus_per_user is a number of GPUs from 1")
         return limit
@@ -304,14 +312,14 @@ def directory_for(setting: str | None, environ: Mapping[str, str]) -> Path:
     if chosen:
         return Path(os.path.expanduser(chosen)).absolute()
     runtime = RUNTIME / _NAME
-    # All users of the host have to get the same answer, whoever comes first.
+    # All users of the host must reach the same answer, whoever comes first.
     if runtime.is_dir() or _everyone_may_create_in(RUNTIME):
         return runtime
     return _TEMPORARY / _NAME
 
 
 def is_made(path: Path) -> bool:
-    """Return whether a queue directory exists; True also if this user may not look."""
+    """Return whether a queue directory exists. True also if this user may not look."""
     try:
         path.lstat()
     except OSError as error:
@@ -329,8 +337,8 @@ def tmpfiles_line(path: Path) -> str:
 
 
 def file_system_of(path: Path) -> str:
-    """Return the type of a directory's file system, for example ``ext4``."""
-    # psutil before 6.0 asks every mount, so a dead network disk would hang it.
+    """Return the type of the file system that a directory is on, ``ext4``."""
+    # psutil before 6.0 asks every mount, so that a dead network disk would hang.
     mounts = Path("/proc/self/mounts").read_text(errors="surrogateescape")
     lines = (line.split(" ") for line in mounts.split("\n"))
     types = {words[1]: words[2] for words in lines if len(words) > 2}
@@ -351,7 +359,7 @@ def boot_name() -> str:
 
 
 def why_not_done(error: OSError, done: str) -> str:
-    """Return what is wrong with a directory in which something could not be done."""
+    """Describe the problem of a directory in which something could not be ``done``."""
     if error.errno == errno.ENOSPC:
         return f"is on a file system that is full ({error.strerror}): make room there"
     if error.errno == errno.EDQUOT:
@@ -360,7 +368,7 @@ def why_not_done(error: OSError, done: str) -> str:
 
 
 def _checked_owner(path: Path) -> int:
-    """Return the owner of a directory that can be trusted. Create the directory if necessary."""
+    """Return the owner of a directory that can be trusted. Creates the directory if needed."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):

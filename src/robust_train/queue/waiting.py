@@ -1,6 +1,6 @@
-"""Waits until GPUs have room, with the host's other jobs or alone: a loop of polls.
+"""Wait until GPUs have room, with the host's other jobs or alone: a loop over polls.
 
-The launcher calls it before the first attempt, and before a retry that needs room.
+Launchers use it before the first attempt, and between attempts.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from robust_train.readable import MIB, as_clock, counted, mib, ordinal, shortene
 
 _CLOSING_SECONDS = 2.0
 _STATUS_SECONDS = 1.0
-# The first waiting job polls most often, and those behind it less, all within UNSEEN_SECONDS.
+# The first waiting job polls most often, and jobs behind it less, all within UNSEEN_SECONDS.
 _SHORTEST_PAUSE_SECONDS = 0.2
 _POSITION_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 2.0
-# Reading the records takes a tenth of the time, as long as the pauses allow it.
+# Reading the records takes a tenth of the time, as far as the longest pause allows that.
 _LISTING_FACTOR = 10.0
 _SETTLE_SECONDS = 5.0
 _UNANSWERED_SECONDS = 1.0
@@ -37,7 +37,7 @@ _UNANSWERED_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class NoGpu:
-    """The reason why the job gets no GPUs."""
+    """The job does not get GPUs, and the reason."""
 
     reason: str
 
@@ -48,11 +48,11 @@ class WaitStatus(Event):
 
     is_journaled = False
 
-    seconds_left: float  # until the wait ends; may be infinite
+    seconds_left: float  # time until the waiting ends, may be infinite
     checks: int = 0  # grows by one with each poll that is reported
-    # Why no GPU is available now, the nearest obstacle first.
+    # The reasons why no GPU will do now, the nearest obstacle first.
     obstacles: str = ""
-    # Place in the queue of the host's jobs, 1 for the first; 0 without a queue.
+    # The position in the queue of the host's jobs, from 1. 0 without a queue.
     position: int = 0
 
     def sentence(self) -> str:
@@ -70,10 +70,10 @@ def wait_for_gpus(
     request: GpuRequest,
     # Called each second, and after each poll in vain.
     on_status: Callable[[WaitStatus], None] = lambda status: None,
-    # Waits some seconds. An exception that it raises (Ctrl-C) ends the wait.
+    # Waits some seconds. An exception, such as of Ctrl-C, ends the waiting.
     sleep: Callable[[float], None] = time.sleep,
 ) -> Group | NoGpu:
-    """Wait for GPUs and reserve them. A job that returns keeps its ticket.
+    """Wait for GPUs and reserve them. A job that comes back keeps its ticket.
 
     Raises:
         ConfigError: the job could never start under the administrator's limit.
@@ -91,9 +91,9 @@ def wait_for_gpus(
 class Waiting:
     """The polls of one job, until it has its GPUs or gives up.
 
-    Every poll reads the records of other jobs. It reads the GPUs, which costs more, only if a
-    record has changed, for some seconds after that, and once per check interval. Without other
-    jobs, whoever sees a free GPU first gets it.
+    Each poll reads the records of other jobs. Reading the GPUs costs more, so it is done only if a
+    record has changed, for some seconds after that, and once per check interval. Without a queue,
+    the first job that finds a GPU free has it.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Waiting:
         self._me = QueuedJob()
         self._position = 0
         self._obstacles = ""
-        # Only programs outside of the queue are in the way: a call of the driver can name them.
+        # Only programs outside of the queue are in the way. To name them costs a driver call.
         self._strangers_only = False
         self._next_read = self._settle_until = 0.0
         self._pause_seconds = 0.0
@@ -150,14 +150,17 @@ class Waiting:
         return group
 
     def poll(self) -> Group:
-        """Return the job's GPUs if the plan gives it any, with the ``free_bytes`` that it can count
-        on. Otherwise return none, and note the reason."""
+        """Try once, and return the GPUs that the plan gives to the job, if any.
+
+        Their ``free_bytes`` are the bytes that the job can count on. Otherwise the obstacles are
+        noted for the next status.
+        """
         started = time.monotonic()
         others = self._queue.others()
         cost_seconds = time.monotonic() - started
         seen = [replace(job, polled_at=float(job.is_polling(started))) for job in others]
         if seen != self._seen:
-            # The memory of a job that has ended returns a little later.
+            # The memory of a job that has ended comes back a little later.
             settling = 0.0 if self._seen is None else _SETTLE_SECONDS
             self._settle_until = started + settling
             self._seen = seen
@@ -178,7 +181,7 @@ class Waiting:
         return group
 
     def _decide(self, others: Sequence[QueuedJob], now: float) -> Group:
-        """Plan with the job list read at ``now``. Reading the GPUs can take seconds."""
+        """Decide with the jobs as they were ``now``, because reading the GPUs may take seconds."""
         visible = self._queue.read()
         usable = (gpu.uuid for gpu in visible.gpus if self._request.allows(gpu))
         only = tuple(usable) if visible.inventory.answered else ()
@@ -197,7 +200,7 @@ class Waiting:
             uuids = [gpu.uuid for gpu in group]
             if self._queue.announce(uuids, me.reserved_bytes):
                 return group
-            # Another job announced the same, so try again at the next poll.
+            # Another job has announced the same GPUs, so try again at the next poll.
             self._next_read = 0.0
         in_the_way = any(set(job.gpus) & set(me.only) for job in others)
         self._strangers_only = decided.order[0] == me and not in_the_way
@@ -216,7 +219,7 @@ class Waiting:
         )
 
     def _strangers(self) -> str:
-        """Return the programs outside of the queue that are in the way."""
+        """Name the programs outside of the queue that are in the way."""
         visible = self._queue.read(True)
         gpus = [gpu for gpu in visible.gpus if self._request.allows(gpu)]
         if not gpus:
@@ -234,7 +237,7 @@ class Waiting:
 
 
 def why_pointless(request: GpuRequest, visible: Visible) -> str:
-    """Return why waiting cannot help, empty if it can."""
+    """Return why no amount of waiting would help, or an empty text if it could."""
     if not visible.inventory.answered:
         return ""
     if not visible.gpus:

@@ -178,6 +178,9 @@ def find_batch_size(
             optimizer's future state is added automatically.
         memory_fraction: the share of the GPU's memory to use at most.
 
+    Returns:
+        The size, in samples, and the measurements that led to it.
+
     Raises:
         AttemptsExhaustedError: memory runs out even at ``min_batch_size``.
         ValueError: a size is below 1, or ``min_batch_size`` above ``max_batch_size``.

@@ -49,7 +49,7 @@ class WorkersSeen(Event):
 
 @dataclass(frozen=True)
 class WorkersNote(Note):
-    """The workers that were seen. Only a failure's file has them. None if unknown."""
+    """The workers that were seen, None if unknown. Only the record of a failure has them."""
 
     folds = (WorkersSeen,)
 

@@ -1,4 +1,4 @@
-"""Ends the command in the foreground once the job in the background has started."""
+"""Ends the foreground command once the job in the background has started."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from robust_train.queue.waiting import WaitStatus
 
 
 class Detach(InLauncher):
-    """Reports to the foreground that the job waits or trains."""
+    """Tells the foreground command that the job waits or trains."""
 
     def event(self, event: Event, attempt: Attempt | None) -> None:
-        """End the foreground with the information that its user needs about the job."""
+        """Send the foreground command the lines that it prints before it ends."""
         if isinstance(event, WaitStatus | AttemptStarted):
             state = self.job.state
             folder = self.job.plan.run_dir

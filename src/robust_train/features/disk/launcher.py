@@ -1,4 +1,4 @@
-"""Recognises a disk that ended an attempt, and waits for it, in the launcher."""
+"""Recognises a disk that ended an attempt, and waits until a full disk has space again."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _LINE_SECONDS = 60.0
 
 
 class Disk(InLauncher):
-    """Finds the disk's part in a failure, and waits until a full disk has space again."""
+    """Adds the disk's part to the evidence of a failure, and waits for space before a retry."""
 
     def evidence(self, attempt: Attempt, history: History) -> Attempt:
-        """Add the disk's evidence to a failure.
+        """Return the attempt with the disk's evidence of its failure.
 
         If the file system became read-only because of an error, an attempt that could not write
         there failed because of the disk. Otherwise that is the user's mistake. A checkpoint that
-        its script could not read is skipped from now on.
+        its script could not read is passed over from now on.
         """
         failure = attempt.failure
         if failure is None:
@@ -42,7 +42,7 @@ class Disk(InLauncher):
         return replace(attempt, failure=failure)
 
     def _with_damaged(self, attempt: Attempt, failure: Failure) -> Failure:
-        """Add to the failure whether a checkpoint exists before the unreadable checkpoint."""
+        """Return the failure with whether a checkpoint exists before an unreadable checkpoint."""
         path = attempt.checkpoint or attempt.resumed_from
         lacks_file = f"No such file or directory: '{path}/" in failure.message
         is_damaged = lacks_file or failure.evidence.clue == Clue.DAMAGED

@@ -1,6 +1,6 @@
-"""Watches an attempt's losses and updates, in the process that trains, for divergence.
+"""Watches the losses and updates of an attempt for divergence.
 
-:class:`Losses` is pure. :class:`Guard` reads figures from the device a step late.
+`Losses` is pure. `Guard` reads figures from the device a step late.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Losses:
     recent: tuple[float, ...] = ()
 
     def after(self, step: int, loss: float, plan: DivergenceKeys) -> Losses:
-        """Return the losses with another loss added."""
+        """Return the losses and another loss."""
         is_finite = math.isfinite(loss)
         if is_finite and not self._is_spike(loss, plan):
             most = _RECENT if plan.spike_sigma else 1
@@ -71,7 +71,7 @@ class Losses:
         if not plan.spike_sigma or len(self.recent) < _LEAST_RECENT:
             return False
         middle = statistics.median(self.recent)
-        spread = statistics.median(abs(one - middle) for one in self.recent)
+        spread = statistics.median(abs(value - middle) for value in self.recent)
         return loss - middle > plan.spike_sigma * _SIGMA * spread
 
     def of_checkpoint(self, step: int | None) -> str:
@@ -111,11 +111,11 @@ class WatchesLosses(InAttempt):
 
 
 class Guard(LossWatch):
-    """Watches an attempt; raises :class:`TrainingDiverged` when training is no longer useful.
+    """Watches an attempt; raises `TrainingDiverged` when training has become useless.
 
     Attributes:
-        divergence: the criteria for divergence.
-        losses: the reported losses so far.
+        divergence: the thresholds of divergence.
+        losses: the losses so far.
     """
 
     leaves_out = True
@@ -152,13 +152,16 @@ class Guard(LossWatch):
     def computed(self, step: int, loss: Tensor) -> None:
         """Take the loss of a batch."""
         self._loss = loss if self._loss is None else self._loss + loss
-        # `step` checks it by itself.
+        # `step` takes its own loss.
         if self._late_updates is None:
             self.take(step, loss, COMPUTED)
 
     def take(self, step: int, loss: Any, source: int = GIVEN) -> None:
-        """Receive the loss of a step. A tensor is read a step later, when nothing waits for it. A
-        computed loss counts only if none is reported, and neither counts after a loss was given."""
+        """Take the loss of a step.
+
+        A tensor is read a step later, when reading it does not wait. A reported loss replaces a
+        computed loss, and a given loss replaces both.
+        """
         if source < self._source:
             return
         self._source = source
@@ -174,12 +177,8 @@ class Guard(LossWatch):
             self._look_at(step, figure)
 
     def _look_at(self, step: int, loss: float) -> None:
-        """Add a loss.
-
-        Raises:
-            TrainingDiverged: training has diverged.
-        """
-        # An update that `step` skips has spoiled nothing.
+        """Add a loss. Raises TrainingDiverged if training has diverged."""
+        # An update that `step` left out has spoiled nothing.
         if self._late_updates is not None and not math.isfinite(loss):
             return
         self.losses = self.losses.after(step, loss, self.divergence)
@@ -215,10 +214,10 @@ class Guard(LossWatch):
         return moved
 
     def _count_update(self, step: int, was_left_out: bool) -> None:
-        """Count a step whose update was skipped.
+        """Count a step whose update was left out.
 
         Raises:
-            TrainingDiverged: too many in a row were skipped.
+            TrainingDiverged: too many in a row.
         """
         if not was_left_out:
             self._skipped = 0
@@ -243,18 +242,18 @@ class Guard(LossWatch):
     # --- the end ---
 
     def _spoiled(self, message: str, good: int | None, bad: int) -> TrainingDiverged:
-        """Let no attempt resume from checkpoints after the good step; return the error."""
+        """Exclude the checkpoints after the good step from resumption, and return the error."""
         saves = self._live.saves
         begun = self._live.reports.steps_before
         if good is None or good <= begun:
-            # No step of this attempt was good, so its initial checkpoint may be bad too.
+            # No step of this attempt was good, so its first checkpoint may be spoiled too.
             good = begun - 1
         before = saves.spoil(good, self._good_since)
         last = "no checkpoint before it"
         if before is not None:
             step = "" if before.step is None else f" (step {before.step})"
             last = f"the checkpoint before it is {before.path.name}{step}"
-            # From there its data was already skipped.
+            # Training from there has already passed over its data.
             if saves.passes_over and before.step == begun:
                 bad += max(saves.skips_to - begun, 0)
         evidence = Evidence(has_checkpoint=before is not None).having(
@@ -265,7 +264,7 @@ class Guard(LossWatch):
 
 
 def _late_figures() -> LateFigures:
-    # This imports torch, which the launcher does not have.
+    # This imports torch, which the launcher does not.
     from robust_train.step.update import LateFigures
 
     return LateFigures()

@@ -15,10 +15,10 @@ class Divergence(InLauncher):
     """Undoes the checkpoints that an attempt saved after it diverged."""
 
     def evidence(self, attempt: Attempt, history: History) -> Attempt:
-        """Mark the checkpoints after the last good step, so that they do not count as progress.
+        """Mark the checkpoints after the last good step, which do not count as progress.
 
-        Another rank may have recorded a checkpoint after the diverged rank had looked, so the disk
-        decides whether an earlier checkpoint exists.
+        Another rank may have recorded a checkpoint after the diverged rank looked, so the disk
+        decides whether a checkpoint is left to resume from.
         """
         failure = attempt.failure
         steps = attempt.evidence.of(DivergedFinding)

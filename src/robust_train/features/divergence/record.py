@@ -1,4 +1,4 @@
-"""The guard against divergence in the record of an attempt, and its knob."""
+"""The fields of an attempt's record about divergence, and the settings that a retry may change."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class DivergenceKnob(Knob):
 
     behind = "searches"
 
-    lr_factor: float = 1.0  # factor of `training.lr`
-    # The data up to this optimizer step are skipped, if possible.
+    lr_factor: float = 1.0  # the factor of `training.lr`
+    # data up to this optimizer step is passed over, where that is possible
     skips_to: int = 0
 
     def applied(self, config: RobustConfig) -> RobustConfig:
@@ -52,7 +52,7 @@ class RepeatFinding(Finding):
 
 @dataclass(frozen=True)
 class DivergenceNote(Note):
-    """Whether an attempt is guarded, and the cost of that."""
+    """Whether an attempt is guarded, and how many updates the guard left out."""
 
     behind = "saved_step"
     folds = (CheckpointSaved, UpdateSkipped)

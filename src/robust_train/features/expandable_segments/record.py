@@ -23,7 +23,7 @@ class SegmentsKnob(Knob):
 
     @classmethod
     def asked(cls, config: RobustConfig, environ: Mapping[str, str]) -> SegmentsKnob:
-        """Return the user's setting, else the setting that suits the job."""
+        """Return the user's setting, or else the setting that suits the job."""
         setting = use_expandable_segments(
             config.chosen("expandable_segments"),
             environ,

@@ -1,5 +1,4 @@
-"""The key and the remedy for fewer GPUs with the same effective batch. Pure, in the launcher's
-policy."""
+"""The key ``min_num_gpus``, and the remedy that continues on fewer GPUs."""
 
 from __future__ import annotations
 
@@ -25,14 +24,14 @@ class FewerGpusKeys(FeatureKeys):
     )
 
     def mistakes(self, config: Any) -> Iterator[str]:
-        """Yield a conflict if the smallest number of GPUs exceeds their number."""
+        """Yield a message if the minimum is above ``num_gpus``."""
         gpus = config.num_gpus
         if (self.min_num_gpus or 1) > gpus:
             yield f"min_num_gpus={self.min_num_gpus}: must not be above num_gpus={gpus}"
 
 
 def fewer_gpus(context: FailureContext) -> Retry | None:
-    """Continue with fewer GPUs at the same effective batch, if the user allows it."""
+    """Continue on fewer GPUs at the same effective batch, if the user allows it."""
     excluded = {*context.faulty}
     if context.failure.rank is not None:
         excluded.update(uuids(context.failed_gpus))

@@ -1,4 +1,4 @@
-"""Asks the queue about an attempt's GPUs after its processes have ended."""
+"""Adds the queue's figures of an attempt's GPUs to its evidence, once its processes ended."""
 
 from __future__ import annotations
 

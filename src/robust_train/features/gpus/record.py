@@ -1,4 +1,4 @@
-"""The GPU on which an attempt failed, in the attempt's record."""
+"""The fields of an attempt's record about the GPU on which it failed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from robust_train.model.attempt import Note
 
 @dataclass(frozen=True)
 class GpusNote(Note):
-    """Free memory of the GPU on which an attempt failed. None if unknown."""
+    """Free memory of the GPU on which an attempt failed, in bytes, or None if unknown."""
 
     behind = "exit"
 

@@ -1,4 +1,4 @@
-"""The memory over time in the record of an attempt."""
+"""The fields of an attempt's record about its memory over time."""
 
 from __future__ import annotations
 

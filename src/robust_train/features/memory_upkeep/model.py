@@ -1,4 +1,4 @@
-"""The keys of an attempt's memory while it runs. Steps are optimizer steps, and 0 means never."""
+"""The keys for the memory of a running attempt. Steps are optimizer steps."""
 
 from __future__ import annotations
 

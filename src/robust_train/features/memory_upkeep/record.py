@@ -1,4 +1,4 @@
-"""The clean-up of an attempt in its record."""
+"""The field of an attempt's record about its clean-up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from robust_train.model.json import Json
 
 @dataclass(frozen=True)
 class UpkeepNote(Note):
-    """The memory that the final clean-up of an attempt returned."""
+    """The figures of an attempt's final clean-up."""
 
     behind = "memory"
     folds = (MemoryCleared,)

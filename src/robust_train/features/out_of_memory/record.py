@@ -1,4 +1,4 @@
-"""What an attempt may do when a step runs out of memory, in its spec and its record."""
+"""The setting that splits steps although that changes the loss, and why a step was not split."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class SplitLossKnob(Knob):
 
 @dataclass(frozen=True)
 class SplitNote(Note):
-    """Why a step could not be computed in parts. In no file.
+    """Why a step could not be computed in parts. No file has it.
 
-    Whether splitting would change the loss is a field of the kernel, because other features use it
-    too.
+    Whether splitting would change the loss is in the kernel's record, because other features need
+    it too.
     """
 
     folds = (SplitChecked,)
 
-    # Why a step cannot be computed in parts, if that ended the attempt.
+    # The reason, if the attempt ended because a step cannot be computed in parts.
     cannot_split: str = ""
 
     def after(self, event: Event, attempt: Attempt) -> SplitNote:

@@ -46,8 +46,10 @@ class _Pending:
 
 
 class Requests(InAttempt):
-    """Takes and carries out the requests to one attempt, on rank 0. Requests that are not answered
-    at its end stay ``.taken``, because the launcher knows what comes next."""
+    """Takes and carries out the requests to an attempt, on its first rank.
+
+    A request without an answer at its end stays ``.taken``: the launcher knows what follows.
+    """
 
     def __init__(self, live: LiveAttempt, config: RobustConfig) -> None:
         super().__init__(live, config)
@@ -56,8 +58,8 @@ class Requests(InAttempt):
         self._stop_watching: Callable[[], None] | None = None
 
     def tick(self) -> None:
-        """Take new requests. Those that only read are carried out at once."""
-        # Another job may have the folder by now, and its requests are not for this attempt.
+        """Take new requests, and carry out at once those that only read."""
+        # those of another job that has the folder by now are not for this one
         if not self.live.saving.owns_folder():
             return
         for request in find_requests(self.live.run_dir):
@@ -97,7 +99,7 @@ class Requests(InAttempt):
         except RefusedError as refusal:
             problem = Words(self.live.their_keys).text(str(refusal))
             reply = {"error": problem}
-        except (ValueError, OSError) as error:  # a bad option, or a file
+        except (ValueError, OSError) as error:  # the value of an option, or the content of a file
             reply = {"error": f"{verb}: {error}"}
         except Exception as error:  # a request must not end the training
             reply = {"error": f"{verb}: {named_line(error)}"}
@@ -106,8 +108,10 @@ class Requests(InAttempt):
         return reply is not None
 
     def _reply(self, waiting: _Pending) -> Reply | None:
-        """Carry out a request. Returns None if this boundary is not the right one, and an empty
-        reply if the answer comes later.
+        """Carry out a request.
+
+        Returns:
+            The answer. None if this boundary is too early, empty if the answer follows later.
 
         Raises:
             RefusedError: this trainer cannot do it.

@@ -1,4 +1,4 @@
-"""The user's rule in the record of an attempt."""
+"""The note of the user rule that applies to a failure."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from robust_train.model.attempt import Note
 
 @dataclass(frozen=True)
 class RuleNote(Note):
-    """The user's rule that applies to a failure. In no file."""
+    """The user rule that applies to a failure. No file has it."""
 
     rule: int | None = None  # its number in `retry.rules`

@@ -1,4 +1,4 @@
-"""The checkpoints that a script writes, in the record of an attempt."""
+"""The note of an attempt about the checkpoints that its script writes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from robust_train.model.events import CheckpointUnused, Event
 
 @dataclass(frozen=True)
 class ScriptCheckpointsNote(Note):
-    """The script's file that cannot be resumed from. In no file."""
+    """The file of a script that cannot be resumed from. No file of ours has it."""
 
     folds = (CheckpointUnused,)
 
