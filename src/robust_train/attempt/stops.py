@@ -31,7 +31,7 @@ class Stops:
         self._saves_last = False
         self._checkpoint_flag_seen = 0
         self._checkpoint_answers: list[Answer] = []
-        # of requests for which the trainer was told to save
+        # Of requests for which the trainer was asked to save.
         self._promised: list[Answer] = []
 
     def request_stop(self) -> None:
@@ -68,8 +68,8 @@ class Stops:
         """Return whether to save now: a checkpoint was requested, or the attempt has to stop.
 
         Args:
-            is_writing: a checkpoint is being written while training goes on, so that those who were
-                told to save have begun to.
+            is_writing: whether a checkpoint is being written in the background. The trainer then
+                has started the save that was requested, and is not asked for another one.
         """
         if self._checkpoint_answers or (self._promised and not is_writing):
             self.raise_checkpoint()
