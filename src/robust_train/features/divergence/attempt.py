@@ -128,7 +128,8 @@ class Guard(LossWatch):
         self._good_since = time.time()  # about when the last good loss was reported
         self._source = COMPUTED
         self._late_losses: LateFigures | None = None
-        self._late_updates: LateFigures | None = None
+        # `step` ends the optimizer steps, and looks at their losses
+        self._makes_updates = False
         self._loss: Tensor | None = None  # of the step in progress
         # updates in a row that were left out, from this step on
         self._skipped = 0
@@ -152,8 +153,7 @@ class Guard(LossWatch):
     def computed(self, step: int, loss: Tensor) -> None:
         """Take the loss of a batch."""
         self._loss = loss if self._loss is None else self._loss + loss
-        # `step` looks at it by itself
-        if self._late_updates is None:
+        if not self._makes_updates:
             self.take(step, loss, COMPUTED)
 
     def take(self, step: int, loss: Any, source: int = GIVEN) -> None:
@@ -164,7 +164,10 @@ class Guard(LossWatch):
         self._source = source
         if hasattr(loss, "detach"):
             if not self._late_losses:
-                self._late_losses = _late_figures()
+                # torch comes with it, and the launcher does without
+                from robust_train.step.update import LateFigures
+
+                self._late_losses = LateFigures()
             earlier = self._late_losses.swap(step, loss)
             if earlier is not None:
                 self._look_at(*earlier)
@@ -176,7 +179,7 @@ class Guard(LossWatch):
     def _look_at(self, step: int, loss: float) -> None:
         """Add a loss; raise if training has diverged."""
         # what `step` leaves out has spoiled nothing
-        if self._late_updates is not None and not math.isfinite(loss):
+        if self._makes_updates and not math.isfinite(loss):
             return
         self.losses = self.losses.after(step, loss, self.divergence)
         if not self.losses.bad:
@@ -194,21 +197,13 @@ class Guard(LossWatch):
         """End an optimizer step, without an update that would spoil the weights."""
         from robust_train.step.update import update
 
-        if not self._late_updates:
-            self._late_updates = _late_figures()
+        self._makes_updates = True
         loss = self._loss
         self._loss = None
-        done = update(optimizer, loss, scaler, max_grad_norm)
-        moved = self.has_moved(number, done)
-        if done.is_bad is None:
-            return moved
-        if not done.waits:
-            self._count_update(number, bool(done.is_bad))
-            return moved
-        earlier = self._late_updates.swap(number, done.is_bad)
-        if earlier is not None:
-            self._count_update(earlier[0], bool(earlier[1]))
-        return moved
+        answer = self.answer_after(number, update(optimizer, loss, scaler, max_grad_norm))
+        if answer.checked is not None:
+            self._count_update(*answer.checked)
+        return answer.moved
 
     def _count_update(self, step: int, was_left_out: bool) -> None:
         """Count a step whose update was left out; raise after too many in a row."""
@@ -254,10 +249,3 @@ class Guard(LossWatch):
             RepeatFinding(saves.passes_over, reads_lr=self._live.has_read("lr")),
         )
         return TrainingDiverged(Failure(FailureKind.DIVERGED, f"{message}; {last}", evidence))
-
-
-def _late_figures() -> LateFigures:
-    # torch comes with it, and the launcher does without
-    from robust_train.step.update import LateFigures
-
-    return LateFigures()
