@@ -101,6 +101,18 @@ def test_an_unreported_step_sends_what_has_arrived(sent, monkeypatch):
     assert sent[1:] == [(2, {"loss": 0.25})]
 
 
+def test_a_dict_of_figures_is_named_once(sent, caplog):
+    """Nothing would look for a loss in it."""
+    report = reporting(sent)
+    for step in (1, 2):
+        report.progress(step, None, {"metrics": {"loss": 0.5}, "lr": 0.1})
+    report.send_last_progress()
+    assert len(sent) == 2
+    (line,) = caplog.messages
+    assert line.startswith("run.progress: metrics is a dict")
+    assert line.endswith("pass **metrics")
+
+
 @pytest.mark.parametrize("stands", [False, True], ids=["held", "not due"])
 def test_figures_lost_to_a_fault_are_omitted(sent, stands):
     report = reporting(sent)
