@@ -157,7 +157,7 @@ def direction_of(config: DictConfig) -> str:
     if not objective:
         objective = config.get("optimized_metric")
     if not objective and given is None and not settings.is_built_in:
-        # a project may return its loss, and nothing but a name tells it from an accuracy
+        # A trainer may return its loss, and a figure without a name shows no direction.
         log.info("the largest result is best; sweep_direction=minimize says otherwise")
     if not (objective and SMALLEST_IS_BEST.search(str(objective).lower())):
         return MAXIMIZE
