@@ -25,6 +25,8 @@ MEASURED = (
     r"|before_bytes|after_bytes|returned_bytes|peak_memory_bytes"
 )
 PLACEHOLDERS = {
+    # an attempt that ends early has a figure or none, as there was time for
+    r'"speed": \[[^\]]*\]': '"speed": <speed>',
     rf'"({MEASURED})": [\d.e+-]+': r'"\1": <\1>',
     r'"steps": \d+(,\s+"seconds_per_step")': r'"steps": <steps>\1',
     r'"(python|torch|cuda|host|user)": "[^"]*"': r'"\1": "<\1>"',

@@ -35,16 +35,13 @@ def events_table():
 
 def state_table():
     """A row for each field of the state."""
-    comments = re.findall(
-        r"((?:^    # .*\n)*)^    (\w+): [^#\n]*(?:# (.*))?$", inspect.getsource(RunState), re.M
-    )
-    told = {
-        name: (above.replace("    # ", "") + beside).strip() for above, name, beside in comments
-    }
+    described = inspect.cleandoc(RunState.__doc__).split("Attributes:\n")[1]
+    comment_of = dict(re.findall(r"^    (\w+): (.*(?:\n     .*)*)", described, re.M))
     rows = []
     for item in dataclasses.fields(RunState):
-        meaning = " ".join(told[item.name].split())
-        meaning += "." * bool(meaning)
+        meaning = " ".join(comment_of[item.name].split())
+        if meaning:
+            meaning = meaning.rstrip(".") + "."
         rows.append(f"| `{item.name}` | {_plain(meaning)} |")
     return "\n".join(rows)
 

@@ -168,7 +168,8 @@ class OutputPump:
         for number, stream in enumerate(self.streams):
             stream.fit()
             for _ in range(_MOST_READS):  # signals and events come in between
-                if not (data := stream.read()):
+                data = stream.read()
+                if not data:
                     break
                 moved = True
                 flush_output()

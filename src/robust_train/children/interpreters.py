@@ -192,10 +192,10 @@ class Interpreters:
             )
         set_mark(process.pid, self._mark)
         self._send_to_reaper(f"i{process.pid}")
-        one = Interpreter(process, ours)
-        self.running[one.pid] = one
-        self._uncollected.append(one)
-        return one
+        interpreter = Interpreter(process, ours)
+        self.running[interpreter.pid] = interpreter
+        self._uncollected.append(interpreter)
+        return interpreter
 
     def mark(self, job: str) -> None:
         """Mark all processes of the job with its id, by which others recognise them."""
@@ -211,8 +211,8 @@ class Interpreters:
     def poll(self) -> bool:
         """See which interpreters have ended, which sets ``returncode``, and pass on what they have
         printed, and return whether there was anything."""
-        for one in self._uncollected:
-            one.collect()
+        for interpreter in self._uncollected:
+            interpreter.collect()
         self._uncollected = [
             interpreter for interpreter in self._uncollected if interpreter.is_running
         ]
@@ -230,8 +230,8 @@ class Interpreters:
             channels = [interpreter.channel.fileno() for interpreter in pending]
             readable(self.pump.descriptors + channels, TICK_SECONDS)
             self.poll()
-            for one in pending:
-                list(one.read())
+            for interpreter in pending:
+                list(interpreter.read())
             tick()
 
     def collect_orphans(self) -> None:
@@ -258,15 +258,15 @@ class Interpreters:
     def _is_ours(self, process: psutil.Process) -> bool:
         return reaper.mark_of(process.pid) == self._mark
 
-    def end(self, one: Interpreter) -> None:
+    def end(self, interpreter: Interpreter) -> None:
         """End an interpreter that is no longer needed."""
-        one.signal(signal.SIGKILL)
-        self.forget(one)
+        interpreter.signal(signal.SIGKILL)
+        self.forget(interpreter)
 
-    def forget(self, one: Interpreter) -> None:
+    def forget(self, interpreter: Interpreter) -> None:
         """Release an interpreter that has ended or is given up."""
-        self.running.pop(one.pid, None)
-        one.channel.close()
+        self.running.pop(interpreter.pid, None)
+        interpreter.channel.close()
 
     def close(self) -> None:
         """End all interpreters. In a fork of this process, only close its descriptors."""
@@ -274,12 +274,13 @@ class Interpreters:
             return
         self.is_open = False
         is_owner = os.getpid() == self._owner
-        for one in tuple(self.running.values()):
+        for interpreter in tuple(self.running.values()):
             if is_owner:
-                one.signal(signal.SIGKILL)
-            self.forget(one)
+                interpreter.signal(signal.SIGKILL)
+            self.forget(interpreter)
         if is_owner:
-            if left := self.kill_leftovers():
+            left = self.kill_leftovers()
+            if left:
                 log.warning("processes %s of the attempt cannot be ended", left)
             self.poll()
             self._reaper.kill()

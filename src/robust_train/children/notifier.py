@@ -173,9 +173,9 @@ class Notifier:
         now = time.time()
         summary = read_summary(Path(state.run_dir)) if event == "completed" else None
         result = None if summary is None else summary.objective
-        known = state.about()
+        facts = state.about()
         about = {
-            **{name: known.get(name) for name in _FIELDS},
+            **{name: facts.get(name) for name in _FIELDS},
             "job": state.name,
             "result": result,
             "seconds": round(state.seconds(now), 1),
@@ -234,7 +234,8 @@ class Notifier:
         for delivery in tuple(self._deliveries):
             if delivery.process.poll() is not None or time.monotonic() >= delivery.until:
                 self._deliveries.remove(delivery)
-                if problem := delivery.ended():
+                problem = delivery.ended()
+                if problem:
                     self._log_failure(delivery.name, problem)
 
     def _log_failure(self, name: str, problem: str) -> None:

@@ -18,7 +18,8 @@ def call_task(task: Callable[..., Any], cfg: Any, run: Run) -> Any:
     config = ours(cfg)
     cfg = without_ours(cfg)
     adopted: Any = contextlib.nullcontext()
-    if name := lightning_of(cfg):
+    name = lightning_of(cfg)
+    if name:
         importlib.import_module(name)  # the name under which our `fit` will use it
         from robust_train.integrations.lightning import adopted_fit
 

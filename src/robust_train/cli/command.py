@@ -123,8 +123,8 @@ class Table:
         for column in self.columns:
             table.add_column(column)
         for row in self.rows:
-            # as text: a name may contain what rich reads as markup. A UUID is there to be copied,
-            # so it folds rather than lose its end
+            # A cell is a Text, because a name may contain what rich reads as markup. A UUID is to
+            # be copied, so it folds rather than lose its end.
             table.add_row(*(Text(cell_text(cell), overflow="fold") for cell in row))
         Console().print(table)
 

@@ -77,10 +77,10 @@ def doctor(arguments: Namespace) -> Answer:
     if not inventory.may_run(cuda):  # torch is not imported
         versions = inventory.cuda_versions(cuda)
         doubt = f"CUDA probably cannot work: {versions} (a guess; doctor --probe tries it)"
-    known = machine(inventory, jobs)
+    listing = machine(inventory, jobs)
     busy = {uuid: job.shown_id for job in jobs for uuid in job.gpus}
     usable = []
-    for gpu, row in zip(inventory.gpus, known["gpus"], strict=True):
+    for gpu, row in zip(inventory.gpus, listing["gpus"], strict=True):
         hidden = None if row["visible"] else f"hidden by {VARIABLE}"
         row["why_not"] = (None if gpu.owned else gpu.unusable) or hidden
         row["why_no_room"] = _why_no_room(gpu, busy.get(gpu.uuid))
@@ -101,11 +101,11 @@ def doctor(arguments: Namespace) -> Answer:
             doubt = None if passed else doubt
         result = {"index": gpu.index, "uuid": gpu.uuid}
         probes.append({**result, "passed": passed, "result": text})
-    for row in known["gpus"]:
+    for row in listing["gpus"]:
         row["why_not"] = row["why_not"] or doubt
         row["usable"] = row["why_not"] is None
-    is_fine = any(row["usable"] for row in known["gpus"]) and queue["problem"] is None
-    data = {**known, **_facts(inventory), "queue": queue, "probes": probes}
+    is_fine = any(row["usable"] for row in listing["gpus"]) and queue["problem"] is None
+    data = {**listing, **_facts(inventory), "queue": queue, "probes": probes}
     return Answer(
         data,
         _shown(data),
@@ -148,8 +148,8 @@ def _cuda_order(inventory: Inventory) -> str | None:
         uuids = cuda_order(environ)
     except CudaOrderError as error:
         return f"unknown ({error})"
-    known = {gpu.uuid.partition("-")[2]: gpu.index for gpu in inventory.gpus}
-    numbers = ", ".join(str(known.get(uuid, "?")) for uuid in uuids)
+    indexes = {gpu.uuid.partition("-")[2]: gpu.index for gpu in inventory.gpus}
+    numbers = ", ".join(str(indexes.get(uuid, "?")) for uuid in uuids)
     return f"NVML's GPUs {numbers} (in NVML's order with CUDA_DEVICE_ORDER=PCI_BUS_ID)"
 
 
@@ -186,8 +186,8 @@ def _shown(data: dict[str, Json]) -> list[str | Table]:
             f"  {gpu['uuid']}",
         ]
     lines += [f"GPU {lost['index']}: {lost['reason']}" for lost in data["skipped"]]
-    for one in data["probes"]:
-        lines.append(f"probe of GPU {one['index']}: {one['result']}")
+    for probe in data["probes"]:
+        lines.append(f"probe of GPU {probe['index']}: {probe['result']}")
     queue = data["queue"]
     directory = queue["directory"]
     if queue["problem"]:
@@ -195,7 +195,8 @@ def _shown(data: dict[str, Json]) -> list[str | Table]:
     else:
         where = f"{directory} on {queue['file_system']}"
         lines.append(f"queue: {where}, {counted(queue['jobs'], 'job')}")
-    if line := queue.get("tmpfiles_line"):
+    line = queue.get("tmpfiles_line")
+    if line:
         lines.append(
             f"queue: {directory} belongs to {queue['owner']}, who could remove reservations of "
             "others. This line in /etc/tmpfiles.d/robust-train.conf makes root its owner at the "

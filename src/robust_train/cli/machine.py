@@ -35,7 +35,7 @@ _OF_GPUS = (
     "held by",
     "note",
 )
-_OF_JOBS = ("id", "#", "state", "job", "user", "MiB", "GPU", "for")
+_OF_JOBS = ("id", "#", "state", "job", "user", "MiB", "held", "GPU", "for")
 _LONGEST_NAME = 20  # the table of jobs fits 80 columns
 
 
@@ -121,7 +121,7 @@ def queue(arguments: Namespace) -> Answer:
     if not is_made(path):
         data: dict[str, Json] = {"directory": str(path), "jobs": [], "excluded": []}
         return Answer(data, [nothing])
-    now = time.monotonic()  # of the records: to read the GPUs may take long
+    now = time.monotonic()  # when the records are read: reading the GPUs may take long
     with contextlib.closing(Registry(path)) as registry:
         jobs_now = registry.jobs()
         excluded = registry.exclusions()
@@ -147,7 +147,7 @@ def queue(arguments: Namespace) -> Answer:
 
 
 def _job_as_json(
-    job: QueuedJob, found: Sequence[QueuedJob], gpus: Sequence[GpuInfo], plan: Plan, now: float
+    job: QueuedJob, jobs: Sequence[QueuedJob], gpus: Sequence[GpuInfo], plan: Plan, now: float
 ) -> dict[str, Json]:
     indexes = {gpu.uuid: gpu.index for gpu in gpus}
     idle = job.idle()
@@ -162,7 +162,7 @@ def _job_as_json(
         reasons.append("a GPU is free for it")
     else:
         reasons.append(who_goes_first(job, plan.order))
-        reasons.append(why_waiting(job, found, gpus, plan, {}))
+        reasons.append(why_waiting(job, jobs, gpus, plan, {}))
     return {
         "id": job.shown_id,
         "state": job.state,
@@ -191,7 +191,7 @@ def _job_as_json(
 
 def _about_launcher(job: QueuedJob) -> list[str]:
     """Return what does not fit the launcher that a job's record names."""
-    # by number alone: the time of its start and the namespace can be made up as well
+    # The number alone identifies the process: its start time and namespace can be made up too.
     with contextlib.suppress(psutil.Error, ValueError, OverflowError):
         user = psutil.Process(job.pid).uids().real
         if user != job.owner:
@@ -202,7 +202,8 @@ def _about_launcher(job: QueuedJob) -> list[str]:
     if is_hidden(job.pid) or is_there(job.pid, job.started):
         return []
     ended = f"its launcher (pid {job.pid}) has ended"
-    if left := processes_of(job.id, job.owner):
+    left = processes_of(job.id, job.owner)
+    if left:
         stop = f"robust-train stop {job.shown_id}"
         return [f"{ended} and left {named(left)}: {stop}"]
     return [f"{ended}, and what is left of it is not visible here"]
@@ -214,6 +215,7 @@ def _job_row(job: dict[str, Json]) -> list[object]:
     numbers = [gpu["index"] for gpu in job["gpus"] if gpu["index"] is not None]
     # those that have vanished have no number any more
     names = [gpu["uuid"] for gpu in job["gpus"] if gpu["index"] is None]
+    held = [gpu["taken_bytes"] for gpu in job["gpus"] if gpu["taken_bytes"] is not None]
     if numbers:
         names.insert(0, f"GPU {', '.join(map(str, numbers))}")
     return [
@@ -223,6 +225,7 @@ def _job_row(job: dict[str, Json]) -> list[object]:
         shortened(job["name"], _LONGEST_NAME),
         job["user"],
         claim if many == 1 else f"{many} × {claim}",
+        max(held) // MIB if held else None,
         ", ".join(names),
         as_clock(int(job["seconds_in_state"])),
     ]

@@ -32,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     open_closed_streams()
-    if (lack := why_unusable()) is not None:
+    lack = why_unusable()
+    if lack is not None:
         print(f"robust-train: {lack}", file=sys.stderr)
         return lack.exit_code
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -48,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return 130
     except (OSError, RuntimeError) as error:
-        if (limit := limit_reached(error)) is not None:
+        limit = limit_reached(error)
+        if limit is not None:
             print(f"robust-train: {limit}", file=sys.stderr)
             return limit.exit_code
         if not isinstance(error, OSError):
@@ -71,7 +73,8 @@ def _run(words: list[str]) -> int:
     if words[0] == "--version":
         print(f"robust-train {version('robust-train')}")
         return 0
-    if (members := members_of(words[0])) and _HELP & set(words[1:2]):
+    members = members_of(words[0])
+    if members and _HELP & set(words[1:2]):
         print(_listing({"commands": members.values()}))
         return 0
     command, rest = find(words)
@@ -99,12 +102,14 @@ def find(words: Sequence[str]) -> tuple[Command, list[str]]:
     Raises NotDoneError if it does not exist. The message names the command that was probably meant.
     """
     for length in (2, 1):
-        if (command := COMMANDS.get(" ".join(words[:length]))) is not None:
+        command = COMMANDS.get(" ".join(words[:length]))
+        if command is not None:
             return command, list(words[length:])
     first = words[0]
     second = words[1] if words[1:] else ""
     members = members_of(first)
-    if near := difflib.get_close_matches(second, members, n=1):
+    near = difflib.get_close_matches(second, members, n=1)
+    if near:
         problem = f"{first}: {second}: did you mean {near[0]}?"
     elif members:
         what = f"{second}: no such action" if second else "an action is needed"
@@ -119,7 +124,8 @@ def _meant(word: str) -> str:
     by_last_word = {name.split()[-1]: name for name in reversed(COMMANDS)}
     if word in OTHER_NAMES:
         return f"did you mean {OTHER_NAMES[word]}?"
-    if near := difflib.get_close_matches(word, by_last_word, n=1):
+    near = difflib.get_close_matches(word, by_last_word, n=1)
+    if near:
         return f"did you mean {by_last_word[near[0]]}?"
     return f"there are {', '.join(dict.fromkeys(name.split()[0] for name in COMMANDS))}"
 
@@ -149,7 +155,8 @@ class _Parser(argparse.ArgumentParser):
 def parser_of(command: Command) -> argparse.ArgumentParser:
     """Return the parser of a command's arguments, without the program that it runs."""
     epilog = load(command.epilog) if command.epilog else ""
-    if members := " | ".join(members_of(command.name)):
+    members = " | ".join(members_of(command.name))
+    if members:
         epilog += f"\nsee also: robust-train {command.name} {members}\n"
     about = command.about
     if not about:

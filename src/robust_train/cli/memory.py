@@ -90,15 +90,15 @@ def info(arguments: Namespace) -> Answer:
     return _with_machine(answer_shown, arguments)
 
 
-def _with_machine(found: Answer, arguments: Namespace) -> Answer:
+def _with_machine(answer: Answer, arguments: Namespace) -> Answer:
     """Return an answer with what ``gpus`` shows, and the host's memory."""
     machine = gpus(arguments)
     host = read_host_memory()
     figures = {"available_bytes": host.available, "total_bytes": host.total}
-    shown = list(found.shown) + list(machine.shown)
+    shown = list(answer.shown) + list(machine.shown)
     if host.total is not None and host.available is not None:
         shown.append(f"host memory: {host.available // MIB} of {host.total // MIB} MiB available")
-    return replace(found, data={**found.data, **machine.data, "host": figures}, shown=shown)
+    return replace(answer, data={**answer.data, **machine.data, "host": figures}, shown=shown)
 
 
 def enable(arguments: Namespace) -> Answer:

@@ -61,9 +61,11 @@ def list_jobs(arguments: Namespace) -> Answer:
     shown = lines if whole else lines[-USUALLY:]
     parts: list[str | Table] = [_table([_row(line) for line in shown], arguments.paths)]
     parts += filter(None, map(_how_it_goes_on, shown))
-    if mistakes := len(runs) - len(trained):
+    mistakes = len(runs) - len(trained)
+    if mistakes:
         parts.append(f"refused before training: {counted(mistakes, 'job')}; --all shows them")
-    if older := len(lines) - len(shown):
+    older = len(lines) - len(shown)
+    if older:
         parts.append(f"older: {older}; --all shows them")
     if any(line.sweep is not None for line in shown):
         parts.append("the jobs of a sweep: robust-train ps FOLDER")
@@ -85,19 +87,20 @@ def _jobs_of(arguments: Namespace, runs: Sequence[KnownRun]) -> Answer:
     sweep = sweep_at(arguments.which)
     if sweep is None:
         raise UsageError(f"{arguments.which}: not a sweep folder")
-    own = [run for run in runs if sweep in run.run_dir.parents]
-    if not own:
+    jobs = [run for run in runs if sweep in run.run_dir.parents]
+    if not jobs:
         raise UsageError(f"{sweep}: no job of this sweep is on your list")
-    records = [read_record(run.run_dir) for run in own]
+    records = [read_record(run.run_dir) for run in jobs]
     overrides = [() if record is None else record.overrides for record in records]
     same = common(overrides)
     rows = []
-    for run, words in zip(own, overrides, strict=True):
+    for run, words in zip(jobs, overrides, strict=True):
         row = _row(Listed([run]))
-        if own_words := without(words, same):
+        own_words = without(words, same)
+        if own_words:
             row[4] = own_words
         rows.append(row)
-    return Answer({"runs": [about_run(run) for run in own[::-1]]}, [_table(rows, arguments.paths)])
+    return Answer({"runs": [about_run(run) for run in jobs[::-1]]}, [_table(rows, arguments.paths)])
 
 
 def _never_trained(run: KnownRun) -> bool:

@@ -25,7 +25,7 @@ def remove_runs(arguments: Namespace) -> Answer:
     now = time.time()
     rows = []
     kept = []
-    found: list[dict[str, Json]] = []
+    removable: list[dict[str, Json]] = []
     for run in find_runs():
         state = run.state
         if state is None or run.alive or not run.is_here:
@@ -37,7 +37,7 @@ def remove_runs(arguments: Namespace) -> Answer:
         if why_not:
             kept.append(f"{run.run_dir} stays: {why_not}")
             continue
-        found.append(
+        removable.append(
             {"id": run.id, "run_dir": str(run.run_dir), "age_seconds": round(age), "bytes": size}
         )
         rows.append((run.id, run.status, state.name, duration(age), mib(size), run.run_dir))
@@ -50,20 +50,20 @@ def remove_runs(arguments: Namespace) -> Answer:
     else:
         if not arguments.json:
             Table(_COLUMNS, rows).print()
-        shown = f"would remove {_counted(found)} (--dry-run)"
+        shown = f"would remove {_counted(removable)} (--dry-run)"
         if not arguments.dry_run:
-            if not confirmed(f"remove {_counted(found)}?", arguments):
+            if not confirmed(f"remove {_counted(removable)}?", arguments):
                 return Answer(shown=["nothing was removed"], exit_code=EXIT_FAILED)
-            found = [run for run in found if _remove(Path(run["run_dir"]), kept)]
-            shown = f"removed {_counted(found)}"
-    data = {"dry_run": arguments.dry_run, "runs": found, "kept": kept}
+            removable = [run for run in removable if _remove(Path(run["run_dir"]), kept)]
+            shown = f"removed {_counted(removable)}"
+    data = {"dry_run": arguments.dry_run, "runs": removable, "kept": kept}
     return Answer(data, [shown], kept)
 
 
-def _counted(found: list[dict[str, Json]]) -> str:
+def _counted(folders: list[dict[str, Json]]) -> str:
     """Return how many run folders there are and their size."""
-    size = sum(run["bytes"] for run in found)
-    return f"{counted(len(found), 'run folder')}, {mib(size)}"
+    size = sum(run["bytes"] for run in folders)
+    return f"{counted(len(folders), 'run folder')}, {mib(size)}"
 
 
 def _remove(folder: Path, kept: list[str]) -> bool:

@@ -68,7 +68,8 @@ About = dict[str, Json]  # State of a run, or its answer, as `--json` prints it
 
 def status(arguments: Namespace) -> Answer:
     """Show the state of a run, which may have ended, or of a sweep and its jobs."""
-    if (sweep := sweep_at(arguments.which)) is not None:
+    sweep = sweep_at(arguments.which)
+    if sweep is not None:
         return _sweep_status(sweep)
     run = choose_run(arguments.which, dead_too=True)
     about = live.status(run)
@@ -132,7 +133,8 @@ def request(arguments: Namespace) -> Answer:
 
 def stop(arguments: Namespace) -> Answer:
     """Ask a live run, or a sweep with its jobs, to save checkpoints and end."""
-    if (sweep := sweep_at(arguments.which)) is not None:
+    sweep = sweep_at(arguments.which)
+    if sweep is not None:
         return _stop_sweep(sweep)
     run = choose_run(arguments.which, command="stop")
     if run.is_orphaned:

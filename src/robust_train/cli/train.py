@@ -91,6 +91,10 @@ def hydra_main(
         version_base: the version of Hydra whose behaviour to follow. By default, Hydra 1.3 warns
             and follows 1.1: ``main`` runs in the run folder, and without ``config_path`` the
             configs are next to the file that defines it.
+
+    Returns:
+        A decorator. The decorated ``main()``, called without arguments, composes the config and
+        runs the job.
     """
 
     def decorate(task: Callable[..., Any]) -> Callable[..., Any]:
@@ -146,7 +150,8 @@ def _prepare_process() -> None:
     from robust_train.host.screen import open_closed_streams
 
     open_closed_streams()
-    if (lack := why_unusable()) is not None:
+    lack = why_unusable()
+    if lack is not None:
         print(lack, file=standard_error())
         sys.exit(lack.exit_code)
 
@@ -189,7 +194,8 @@ def _open(
     from robust_train.config.refusals import explain, explain_option
     from robust_train.sweep.session import session
 
-    if (mistake := explain_option(arguments, config_name, config_path)) is not None:
+    mistake = explain_option(arguments, config_name, config_path)
+    if mistake is not None:
         print(mistake, file=standard_error())
         return EXIT_BAD_CONFIG
     try:
@@ -254,8 +260,8 @@ def _open(
 
 
 def _answer(name: str) -> None:
-    """Print the help or the version of our own script, and end, if that is what was asked for. Have
-    a trainer's module found in the working directory, as ``python -m`` does."""
+    """Print the help or the version of our own script and end, if the arguments ask for that.
+    Otherwise make modules of the working directory importable, as ``python -m`` does."""
     arguments = sys.argv[1:]
     if {"--help", "-h"} & set(arguments):
         print(help_text(name), end="")
@@ -284,7 +290,8 @@ def _exit_code_of(
     if isinstance(error, REFUSALS):
         print(explained(error), file=standard_error())
         return exit_code_of(error)
-    if problem := known_problem(error):
+    problem = known_problem(error)
+    if problem:
         print(problem[0], file=standard_error())
         return session.exit_code if session.exit_code else problem[1]
     return None
@@ -318,12 +325,12 @@ def _for_guest(arguments: list[str], name: str) -> list[str]:
     for word in ("-m", "--multirun"):
         if word in arguments:
             raise ConfigError(f"{word}: not as a rank of {guest.engine}; leave it out")
-    found = []
+    overrides = []
     if name and not any(argument.startswith("hydra.run.dir=") for argument in arguments):
-        found.append(f"hydra.run.dir={guest.folder}")
+        overrides.append(f"hydra.run.dir={guest.folder}")
     if guest.rank:  # rank 0 alone writes the config and the log file
-        found += ["hydra.output_subdir=null", "hydra/job_logging=stdout"]
-    return found
+        overrides += ["hydra.output_subdir=null", "hydra/job_logging=stdout"]
+    return overrides
 
 
 def _start_early(arguments: list[str]) -> None:

@@ -144,12 +144,12 @@ def spoil(folder: Path, job: str, good_step: int, since: float = math.inf) -> No
     ``good_step`` or, if their step is unknown, written at ``since`` or later. Proven checkpoints
     stay proven, and finite checkpoints before that step become proven."""
 
-    def loss_of(one: Manifest) -> str:
-        is_after = one.time >= since if one.step is None else one.step > good_step
-        if is_after and one.loss != "proven":
+    def loss_of(manifest: Manifest) -> str:
+        is_after = manifest.time >= since if manifest.step is None else manifest.step > good_step
+        if is_after and manifest.loss != "proven":
             return "diverged"
-        is_followed = one.step is not None and one.step < good_step
-        return "proven" if is_followed and one.loss == "finite" else one.loss
+        is_followed = manifest.step is not None and manifest.step < good_step
+        return "proven" if is_followed and manifest.loss == "finite" else manifest.loss
 
     mark(folder, job, loss_of)
 
@@ -201,10 +201,9 @@ def pass_over_damaged(folder: Path, job: str, path: Path, *, lacks_file: bool = 
     with contextlib.suppress(OSError):
         if not lacks_file and is_readable(path):
             return False
-        own = of_job(folder, job)
-        before = (
-            manifest for manifest in own if manifest.path != path and manifest.loss not in USELESS
-        )
+        manifests = of_job(folder, job)
+        others = (manifest for manifest in manifests if manifest.path != path)
+        before = (manifest for manifest in others if manifest.loss not in USELESS)
         if any(state_of(manifest) == "whole" for manifest in before):
             mark(
                 folder, job, lambda manifest: "damaged" if manifest.path == path else manifest.loss
@@ -258,24 +257,24 @@ def newest_checkpoint(folder: Path, job: str) -> Manifest | None:
 _OURS = "step-0.pt"
 
 
-def _unlisted(folder: Path, known: Manifest) -> Manifest | None:
-    """Return the newest whole checkpoint without a manifest whose name is like ``known`` but with
+def _unlisted(folder: Path, newest: Manifest) -> Manifest | None:
+    """Return the newest whole checkpoint without a manifest whose name is like ``newest`` but with
     greater numbers, or None. Raises OSError as above."""
     listed = read_manifests(folder)
     if any(manifest.loss == "diverged" for manifest in listed):
         return None  # it may be spoiled as well
-    own = {manifest.path for manifest in listed}
-    shape, numbers = _shape(known.path.name)
+    listed_paths = {manifest.path for manifest in listed}
+    shape, numbers = _shape(newest.path.name)
     unlisted = []
     for path in folder.absolute().iterdir() if folder.is_dir() else ():
         its_shape, its_numbers = _shape(path.name)
-        if its_shape == shape and its_numbers > numbers and path not in own:
+        if its_shape == shape and its_numbers > numbers and path not in listed_paths:
             unlisted.append((its_numbers, path))
     for its_numbers, path in sorted(unlisted, reverse=True):
         if is_readable(path):
             log.warning("checkpoint %s has no manifest, but is whole: using it", path)
-            step = None if known.step is None else max(its_numbers[-1], known.step + 1)
-            return replace(known, step=step, path=path)
+            step = None if newest.step is None else max(its_numbers[-1], newest.step + 1)
+            return replace(newest, step=step, path=path)
     return None
 
 
@@ -387,12 +386,12 @@ def read_manifests(folder: Path) -> list[Manifest]:
         names = os.listdir(folder)
     except _GONE:
         return []
-    found = []
+    manifests = []
     for name in names:
         if name.endswith(SUFFIX) and not name.startswith("."):
             with contextlib.suppress(FileNotFoundError):
-                found.append(_read(folder.absolute() / name))
-    return list(filter(None, found))
+                manifests.append(_read(folder.absolute() / name))
+    return list(filter(None, manifests))
 
 
 def state_of(manifest: Manifest) -> State:

@@ -1,4 +1,4 @@
-"""The job that a run folder belongs to, and the checkpoint where that job resumes: the disk
+"""The job that a run folder belongs to, and the checkpoint from which that job resumes: the disk
 decides.
 
 ``job.json`` holds the identity of the job. It stays the same through all launches until the job has
@@ -82,7 +82,8 @@ def wait_until_readable(read: Callable[[], T], *, sleep: Callable[[float], None]
         try:
             return read()
         except OSError as error:
-            if (limit := limit_reached(error)) is not None:
+            limit = limit_reached(error)
+            if limit is not None:
                 raise limit from error
             what = error.filename or "the run folder"
             problem = f"{what}: cannot be read now ({error.strerror or error})"
@@ -138,9 +139,9 @@ def begin_job(
         _set_aside(folder)
         job = replace(job, cleared=True)
         _write(run_dir, job)
-    known = wait_until_readable(lambda: read_manifests(folder), sleep=sleep)
-    _check_progress(run_dir, job, known, max_launches)
-    most = max([attempts] + [manifest.attempt for manifest in known])
+    manifests = wait_until_readable(lambda: read_manifests(folder), sleep=sleep)
+    _check_progress(run_dir, job, manifests, max_launches)
+    most = max([attempts] + [manifest.attempt for manifest in manifests])
     return Beginning(job.id, most, resume_from(run_dir, job.id, sleep=sleep))
 
 

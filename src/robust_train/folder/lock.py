@@ -277,7 +277,8 @@ def _end_leftovers(run_dir: Path) -> None:
         named(left),
         ORPHAN_SECONDS,
     )
-    if left := end_processes_of(holder.job, os.geteuid(), ORPHAN_SECONDS):
+    left = end_processes_of(holder.job, os.geteuid(), ORPHAN_SECONDS)
+    if left:
         log.warning("%s cannot be ended: it hangs in the kernel", named(left))
 
 

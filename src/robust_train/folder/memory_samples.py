@@ -84,10 +84,10 @@ def attempt_stability(run_dir: Path, attempt: int) -> Stability | None:
     samples = [s for s in read_samples(run_dir / FILE_NAME) if s.attempt == attempt]
     if not samples:
         return None
-    found = stability(samples)
-    if found.kind not in ("unknown", "stable"):  # the summary has these
-        log.warning("attempt %d: memory is %s", attempt, found.sentence)
-    return found
+    result = stability(samples)
+    if result.kind not in ("unknown", "stable"):  # the summary has these
+        log.warning("attempt %d: memory is %s", attempt, result.sentence)
+    return result
 
 
 def stability(samples: Sequence[Sample]) -> Stability:

@@ -143,9 +143,9 @@ def _forms() -> re.Pattern[str]:
 def public_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that matter to training, without secrets."""
     names = [
-        one
-        for one in environ
-        if _MATTERS.fullmatch(one) and not _SECRET.search(one) and not _forms().search(environ[one])
+        name
+        for name in filter(_MATTERS.fullmatch, environ)
+        if not _SECRET.search(name) and not _forms().search(environ[name])
     ]
     return {name: _public_text(environ[name]) for name in sorted(names)}
 
@@ -166,9 +166,9 @@ def variables_named(
     names: set[str] = set()
     for text in texts:
         assigned = {
-            found[1]
-            for found in _ASSIGNED.finditer(text)
-            if not re.search(rf"\$\{{?{found[1]}\b", found[2])
+            match[1]
+            for match in _ASSIGNED.finditer(text)
+            if not re.search(rf"\$\{{?{match[1]}\b", match[2])
         }
         used = {name for found in _READ.findall(text) for name in found if name}
         names |= used - assigned
@@ -365,7 +365,8 @@ def _driver() -> str | None:
     lasts as long as the job, which blocks a reset of the GPUs."""
     with contextlib.suppress(OSError):
         text = Path("/proc/driver/nvidia/version").read_text()
-        if (found := re.search(r"Kernel Module\D*?([\d.]+)", text)) is not None:
+        found = re.search(r"Kernel Module\D*?([\d.]+)", text)
+        if found is not None:
             return found[1]
     return None
 
@@ -412,7 +413,7 @@ _PLAIN = re.compile(r"[\w/. @%+-]*", re.ASCII)
 
 def resume_command(run_dir: Path, *, is_named: bool = False) -> str | None:
     """Return the shell command that resumes this process's job from any working directory, or None
-    if it holds what is not kept, for a part of a sweep, or where no command started the job.
+    if it holds what is not kept, for a part of a sweep, or if no command started the job.
 
     ``is_named`` means that the program that calls ``launch`` names the run folder itself.
     """
@@ -422,7 +423,8 @@ def resume_command(run_dir: Path, *, is_named: bool = False) -> str | None:
             return None
         return _with_folder("hydra.run.dir", run_dir, str(hydra.runtime.cwd))
     words = command()
-    if arguments := arguments_of_run(words):
+    arguments = arguments_of_run(words)
+    if arguments:
         if not any(word.startswith("--run-dir") for word in words):
             words[arguments:arguments] = ["--run-dir", str(run_dir)]
         return _from(words)
@@ -438,7 +440,7 @@ def resume_command(run_dir: Path, *, is_named: bool = False) -> str | None:
 
 
 def sweep_resume_command(folder: Path, cwd: str) -> str | None:
-    """Return the shell command that resumes this process's sweep; None as above."""
+    """Return the shell command that resumes this process's sweep, or None as `resume_command`."""
     return _with_folder("hydra.sweep.dir", folder, cwd)
 
 

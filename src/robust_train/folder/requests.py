@@ -122,10 +122,10 @@ def _read_own(path: Path) -> dict[str, Json]:
     data, status = read_small(path, _MAX_BYTES)
     if status.st_uid not in (os.geteuid(), 0):
         raise PermissionError(1, f"it belongs to user {status.st_uid}")
-    found = parse_json(data)
-    if not isinstance(found, dict):
+    content = parse_json(data)
+    if not isinstance(content, dict):
         raise ValueError("no object")
-    return found
+    return content
 
 
 def request_sweep_stop(folder: Path) -> None:

@@ -161,7 +161,7 @@ def _values_in(run_dir: Path, job: str) -> dict[Call, Any]:
     values: dict[Call, Any] = {}
     with contextlib.suppress(KeyError, TypeError):
         if content["job"] == job:
-            for one in content["values"]:
-                call = one["key"], one["resolver"], tuple(one["arguments"])
-                values[call] = one["value"]
+            for entry in content["values"]:
+                call = entry["key"], entry["resolver"], tuple(entry["arguments"])
+                values[call] = entry["value"]
     return values

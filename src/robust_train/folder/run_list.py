@@ -84,8 +84,8 @@ class KnownRun:
 
     def is_of(self, directory: str) -> bool:
         """Return whether it was started in this directory, or the directory lies in its folder."""
-        own = None if self.state is None else self.state.working_directory
-        return own == directory or Path(directory).is_relative_to(self.run_dir)
+        started_in = None if self.state is None else self.state.working_directory
+        return started_in == directory or Path(directory).is_relative_to(self.run_dir)
 
     @property
     def live_pids(self) -> tuple[int, ...]:
@@ -148,16 +148,16 @@ class KnownRun:
     def about(self) -> dict[str, Json]:
         """Return all that is known, for programs, with the ``last_state`` of a run that died."""
         status = self.status
-        known: dict[str, Json] = {"id": self.id, "pid": self.pid}
+        facts: dict[str, Json] = {"id": self.id, "pid": self.pid}
         if self.state is not None:
             content = self.state.about().items()
-            known = {k: v for k, v in content if v is not None or k == "waiting"}
+            facts = {k: v for k, v in content if v is not None or k == "waiting"}
             until = time.time() if self.alive else self.state.updated
-            known["seconds_in_state"] = round(max(until - self.state.since, 0.0), 1)
-            known["seconds"] = round(self.state.seconds(until), 1)
+            facts["seconds_in_state"] = round(max(until - self.state.since, 0.0), 1)
+            facts["seconds"] = round(self.state.seconds(until), 1)
             if status == DIED:
-                known["last_state"] = self.state.state
-        return {**known, "run_dir": str(self.run_dir), "alive": self.alive, "state": status}
+                facts["last_state"] = self.state.state
+        return {**facts, "run_dir": str(self.run_dir), "alive": self.alive, "state": status}
 
 
 def read_run(
@@ -258,8 +258,8 @@ def choose_run(which: str | None, *, dead_too: bool = False, command: str = "sta
     at_path = _run_at(Path(os.path.expanduser(which)))
     if at_path is not None and (at_path.alive or dead_too):
         return at_path
-    known = find_runs()
-    meant = [at_path] if at_path is not None else _meant(known, which)
+    runs = find_runs()
+    meant = [at_path] if at_path is not None else _meant(runs, which)
     chosen = [run for run in meant if run.alive]
     if not chosen and dead_too:
         chosen = meant[-1:]
@@ -272,7 +272,7 @@ def choose_run(which: str | None, *, dead_too: bool = False, command: str = "sta
     if meant:
         last = meant[-1]
         raise NoLiveRunError(f"{which} is not alive: {last.id} {last.status}{_goes_on(last)}")
-    alive = [run for run in known if run.alive]
+    alive = [run for run in runs if run.alive]
     hint = "robust-train ps lists them"
     if alive:
         hint = f"alive are:{_listed(alive, command)}"

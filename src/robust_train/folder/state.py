@@ -42,42 +42,64 @@ _MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class RunState:
-    """State of a job. Bytes and seconds (of the epoch), or None if unknown."""
+    """The state of a job, as ``state.json`` records it. Times are seconds of the epoch.
 
-    # the job's id in all its launches: the first eight digits of `job`
+    Attributes:
+        id: the job's id in all its launches: the first eight digits of `job`.
+        name: `job_name`, or the name of model and dataset, function or script.
+        run_dir: the path of the folder when the job started.
+        pid: the launcher's process on `host`.
+        host: the launcher's host.
+        user: the name of the job's user.
+        started: when this launch began.
+        since: when the job entered this state.
+        state: `starting`, `waiting`, `running`, `between attempts`, `stopping`, or how the job
+            ended: `completed`, `failed`, `no_device`, `interrupted`, `pruned`.
+        updated: when this was written.
+        schema: version of the format.
+        earlier_ids: ids of the jobs that this folder had before.
+        working_directory: where the command was run.
+        ended: when the job ended. None: it has not.
+        job: identity of the job through all its launches.
+        earlier_seconds: duration of the job's earlier launches.
+        waiting: the wait for a GPU: `position`, `reason`, `seconds_left` (null after a time
+            slice: no limit).
+        attempt: the last attempt, as in `summary.json`.
+        checkpoint: the last checkpoint that was reported.
+        checkpoint_step: its step.
+        longest_pause: seconds between two reports of progress, at most.
+        reason: why the last attempt, or the job, ended.
+        exit_code: None until the job has ended.
+        resume_command: the command of `robust-train resume`. None: started without a command of
+            ours, by an engine such as torchrun, or with a secret.
+        was_asked_to_end: a person asked, as far as is known.
+    """
+
     id: str
-    # `job_name`, or the name of model and dataset, function or script
     name: str
-    run_dir: str  # where the folder was when the job started
-    pid: int  # of the launcher, on `host`
+    run_dir: str
+    pid: int
     host: str
     user: str
-    started: float  # when this launch began
-    since: float  # when it came into this state
-    # `starting`, `waiting`, `running`, `between attempts`, `stopping`, or how the job ended:
-    # `completed`, `failed`, `no_device`, `interrupted`, `pruned`
+    started: float
+    since: float
     state: str = "starting"
-    updated: float = 0.0  # when this was written
+    updated: float = 0.0
     schema: int = SCHEMA
-    # ids of the jobs that this folder has had before
     earlier_ids: tuple[str, ...] = ()
-    working_directory: str = ""  # where the command was typed
-    ended: float | None = None  # when the job ended; None: it has not
-    job: str | None = None  # identity of the job through all its launches
-    earlier_seconds: float = 0.0  # duration of the job's launches before
-    # for a GPU: `position`, `reason`, `seconds_left` (null after a time slice: no limit)
+    working_directory: str = ""
+    ended: float | None = None
+    job: str | None = None
+    earlier_seconds: float = 0.0
     waiting: Mapping[str, Json] | None = None
-    attempt: Attempt | None = None  # the last one, as in `summary.json`
-    checkpoint: str | None = None  # the last one that was reported
+    attempt: Attempt | None = None
+    checkpoint: str | None = None
     checkpoint_step: int | None = None
-    # between two reports of progress, seconds
     longest_pause: float | None = None
-    reason: str | None = None  # why the last attempt, or the job, ended
-    exit_code: int | None = None  # of the job that ended
-    # of `robust-train resume`; None: started without a command of ours, by an engine such as
-    # torchrun, or with a secret
+    reason: str | None = None
+    exit_code: int | None = None
     resume_command: str | None = None
-    was_asked_to_end: bool = False  # by a person, as far as is known
+    was_asked_to_end: bool = False
 
     def seconds(self, now: float) -> float:
         """Return the duration of all launches of the job until its end, or ``now``."""
@@ -206,30 +228,39 @@ _NOT_IN_FILE = ("run_dir", "earlier_seconds", "error")
 
 @dataclass(frozen=True)
 class Summary:
-    """How a job went."""
+    """The result of a job: what ``launch`` returns and ``summary.json`` records.
 
-    # `completed`, `failed`, `no_device`, `interrupted` or `pruned`
+    Attributes:
+        status: `completed`, `failed`, `no_device`, `interrupted` or `pruned`.
+        run_dir: the run folder.
+        reason: one sentence. Of a completed job only if its success is in doubt.
+        result: the trainer's return value, in JSON's types.
+        wall_seconds: the time from the launcher's start of the job to its end.
+        wait_seconds: the part of it that was spent waiting for a GPU.
+        goodput: seconds of the time of all launches, by use, and `share`, the useful share.
+        checkpoint: the last checkpoint that a trainer reported.
+        best: the best checkpoint that a trainer kept. In the file only if there is one.
+        environment: the short form of `environment.json`.
+        advice: sentences that say what would make the job faster.
+        attempts: the attempts of this launch, in order.
+        earlier_seconds: the duration of the job's earlier launches. Not in the file.
+        error: the trainer's own exception. Not in the file.
+    """
+
     status: str
-    run_dir: Path = Path()  # the run folder
-    # one sentence; of `completed` only if that is in doubt
+    run_dir: Path = Path()
     reason: str | None = None
-    result: Any = None  # what the trainer returned, in JSON's types
-    # from the launcher's start of the job to its end
+    result: Any = None
     wall_seconds: float | None = None
-    wait_seconds: float | None = None  # of those, waiting for a GPU
-    # parts of the time of all launches, in seconds, and `share`, the useful one's
+    wait_seconds: float | None = None
     goodput: Mapping[str, float] | None = None
-    checkpoint: Path | None = None  # the last one that a trainer reported
-    # the best one that a trainer kept; in the file only if there is one
+    checkpoint: Path | None = None
     best: Mapping[str, Json] | None = None
-    # the short form of `environment.json`
     environment: Mapping[str, Json] | None = None
-    # what would make the job faster, a sentence each
     advice: tuple[str, ...] = ()
-    attempts: tuple[Attempt, ...] = ()  # of this launch, first to last
-    # --- of the job that has just ended, not in the file ---
-    earlier_seconds: float = 0.0  # duration of the job's launches before
-    error: BaseException | None = None  # the trainer's own exception
+    attempts: tuple[Attempt, ...] = ()
+    earlier_seconds: float = 0.0
+    error: BaseException | None = None
 
     def __repr__(self) -> str:
         what = "result" if self.reason is None else "reason"
@@ -274,17 +305,17 @@ class Summary:
 
     def as_json(self) -> dict[str, Json]:
         """Return the content of ``summary.json``."""
-        known = {
+        fields = {
             name: as_json(value) for name, value in vars(self).items() if name not in _NOT_IN_FILE
         }
         for name in ("wall_seconds", "wait_seconds"):
-            if known[name] is not None:
-                known[name] = round(known[name], 3)
-        known["checkpoint"] = None if self.checkpoint is None else str(self.checkpoint)
-        known |= lacked_by_json(self.result)
+            if fields[name] is not None:
+                fields[name] = round(fields[name], 3)
+        fields["checkpoint"] = None if self.checkpoint is None else str(self.checkpoint)
+        fields |= lacked_by_json(self.result)
         if self.best is None:
-            del known["best"]
-        content: dict[str, Json] = strict_json({"schema": SCHEMA, **known})
+            del fields["best"]
+        content: dict[str, Json] = strict_json({"schema": SCHEMA, **fields})
         return content
 
     def write(self) -> None:

@@ -93,7 +93,8 @@ def find_gpu(name: str) -> GpuInfo | None:
 
 def ask_health_again() -> None:
     """Make the next call read the GPUs' health again, however recently it was read."""
-    if (session := known_session()) is not None:
+    session = known_session()
+    if session is not None:
         session.health.clear()
 
 

@@ -95,7 +95,7 @@ def list_cuda_processes(inventory: Inventory) -> tuple[list[CudaProcess], dict[i
                 "outside of this container"
             )
             continue
-        known = [size for size in sizes.values() if size is not None]
+        known_sizes = [size for size in sizes.values() if size is not None]
         processes.append(
             CudaProcess(
                 pid,
@@ -103,7 +103,7 @@ def list_cuda_processes(inventory: Inventory) -> tuple[list[CudaProcess], dict[i
                 command,
                 started,
                 tuple(sizes),
-                sum(known) if len(known) == len(sizes) else None,
+                sum(known_sizes) if len(known_sizes) == len(sizes) else None,
             )
         )
     return processes, others
@@ -179,9 +179,9 @@ def is_shared(gpu: GpuInfo, ours: Collection[int]) -> bool:
     """Return whether a process that is not among ``ours`` computes on a GPU, as far as is known.
     A container may not know NVML's numbers, so only processes beyond the number of ours show it."""
     others = [
-        one.pid
-        for one in gpu.processes or ()
-        if one.computes and one.pid not in ours and not is_mps_server(one.pid)
+        process.pid
+        for process in gpu.processes or ()
+        if process.computes and process.pid not in ours and not is_mps_server(process.pid)
     ]
     return len(others) > (0 if sees_host_pids() else len(ours))
 

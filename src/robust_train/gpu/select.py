@@ -119,6 +119,9 @@ def find_best_device(min_memory_mb: int = 4000) -> torch.device:
 
     Args:
         min_memory_mb: the required free memory, in MiB.
+
+    Returns:
+        ``cuda:0`` and so on as this process counts, or ``cpu``.
     """
     import torch
 
@@ -151,6 +154,6 @@ def _addressable_gpus() -> tuple[dict[GpuInfo, int], str]:
     visible = visible_gpus(read_inventory(processes=False), os.environ)
     if visible.warning:
         log.warning("%s", visible.warning)
-    known = {gpu: visible.ordinal(gpu.uuid) for gpu in visible.gpus}
-    numbers = {gpu: ordinal for gpu, ordinal in known.items() if ordinal is not None}
+    ordinals = {gpu: visible.ordinal(gpu.uuid) for gpu in visible.gpus}
+    numbers = {gpu: ordinal for gpu, ordinal in ordinals.items() if ordinal is not None}
     return numbers, visible.why_none

@@ -18,7 +18,7 @@ def use_expandable_segments(
 ) -> bool:
     """Decide whether the allocator uses expandable segments from the start.
 
-    ``setting`` is ``memory.expandable_segments``, None if ``auto``; the user's environment
+    ``setting`` is ``memory.expandable_segments``, None if ``auto``. The user's environment
     overrides it. Expandable segments avoid most fragmentation, but fail at the first allocation
     under WSL2, and break CUDA graphs over NCCL's peer-to-peer transport as well as vLLM's
     all-reduce: so ``auto`` uses them only on a single GPU, for a trainer with which that

@@ -36,7 +36,11 @@ class GuestRank:
 
     @property
     def folder(self) -> Path:
-        """A run folder named by the engine's job; ConfigError if the job has no name of its own."""
+        """A run folder named by the engine's job.
+
+        Raises:
+            ConfigError: the job has no name of its own.
+        """
         if not self.job:
             raise ConfigError(
                 "the run folder has to be the same for all ranks and restarts: give "
@@ -46,7 +50,7 @@ class GuestRank:
 
 
 def guest_rank(environ: Mapping[str, str]) -> GuestRank | None:
-    """Return which rank of an engine's job this process is; None if it is an ordinary launcher.
+    """Return this process's rank in an engine's job, or None if it is an ordinary launcher.
 
     Raises:
         ConfigError: the engine's variables contradict each other.
@@ -133,8 +137,9 @@ def first_host(hosts: str) -> str:
 def _tasks_here(environ: Mapping[str, str], node: int, tasks: int) -> int:
     """Return how many tasks of the step this node has: ``SLURM_STEP_TASKS_PER_NODE=2(x3),1``."""
     counts: list[int] = []
-    for one in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
-        if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", one):
+    for entry in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry)
+        if match:
             counts += [int(match[1])] * int(match[2] or 1)
     return counts[node] if node < len(counts) else tasks
 

@@ -200,13 +200,13 @@ def processes_of(
 
 def named(processes: Iterable[psutil.Process]) -> str:
     """Return processes as people look for them: ``pid 17 (python), pid 18 (sleep)``."""
-    found = []
+    names = []
     for process in processes:
         name = "?"
         with contextlib.suppress(psutil.Error):
             name = one_line(process.name())
-        found.append(f"pid {process.pid} ({name})")
-    return ", ".join(found)
+        names.append(f"pid {process.pid} ({name})")
+    return ", ".join(names)
 
 
 def end_processes_of(job: str, uid: int, grace_seconds: float) -> list[psutil.Process]:

@@ -37,7 +37,7 @@ class HostMemory:
     peak: int
     data: int  # writable private memory, which RLIMIT_DATA limits
     available: int  # what a new program could get, here and within the cgroup
-    total: int  # of the machine, or of the cgroup if that has less
+    total: int  # memory of the machine, or of the cgroup if that has less
 
 
 def read_host_memory() -> HostMemory:
@@ -235,7 +235,7 @@ def find_workers(pids: Sequence[int]) -> Workers:
     are ``multiprocessing`` processes without children.
     """
     tree: dict[int, psutil.Process] = {}
-    known: dict[int, dict[str, Any]] = {}
+    infos: dict[int, dict[str, Any]] = {}
     for pid in pids:
         with contextlib.suppress(psutil.Error):
             root = psutil.Process(pid)
@@ -243,8 +243,8 @@ def find_workers(pids: Sequence[int]) -> Workers:
             tree |= {child.pid: child for child in root.children(recursive=True)}
     for pid, process in tree.items():
         with contextlib.suppress(psutil.Error):
-            known[pid] = process.as_dict(["ppid", "name", "cmdline"], ad_value="")
-    started = {pid: process for pid, process in known.items() if _is_started(process, known)}
+            infos[pid] = process.as_dict(["ppid", "name", "cmdline"], ad_value="")
+    started = {pid: process for pid, process in infos.items() if _is_started(process, infos)}
     workers = {pid for pid, process in started.items() if process["name"] == _OF_TORCH}
     if not workers:
         parents = {process["ppid"] for process in started.values()}
@@ -256,10 +256,10 @@ def find_workers(pids: Sequence[int]) -> Workers:
     return Workers(len(workers), theirs > sum(others))
 
 
-def _is_started(one: Mapping[str, Any], known: Mapping[int, Mapping[str, Any]]) -> bool:
+def _is_started(info: Mapping[str, Any], infos: Mapping[int, Mapping[str, Any]]) -> bool:
     """Return whether multiprocessing has started it: a fork has its parent's command line."""
-    words = one["cmdline"]
-    parent = known.get(one["ppid"])
+    words = info["cmdline"]
+    parent = infos.get(info["ppid"])
     return parent is not None and (
         words == parent["cmdline"] or any(name in word for word in words for name in _STARTED)
     )

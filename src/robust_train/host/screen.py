@@ -156,7 +156,8 @@ def show(descriptor: int, data: bytes, source: object = None) -> None:
 def settle(descriptor: int, source: object) -> None:
     """Let what ``source`` has left unfinished on a terminal scroll away."""
     with contextlib.suppress(OSError):
-        if (area := screen_of(descriptor).area) is not None:
+        area = screen_of(descriptor).area
+        if area is not None:
             area.settle(source)
 
 

@@ -133,8 +133,8 @@ class SignalWatch:
             if signum == signal.SIGTERM and UNDER_SUBMITIT in os.environ:
                 # comes with every preemption and is not its signal to requeue
                 continue
-            for one in (signum, forwarded):
-                self._previous[one] = signal.signal(one, self._on_signal)
+            for number in (signum, forwarded):
+                self._previous[number] = signal.signal(number, self._on_signal)
         # The parent may have blocked the signal, and then nothing could stop this process.
         mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._previous)
         self._blocked = mask & self._previous.keys()
@@ -190,6 +190,11 @@ class SignalWatch:
         finally:
             self._handler = before
 
+    @property
+    def can_stop(self) -> bool:
+        """Whether any signal stops the job: outside the main thread none does."""
+        return bool(self._previous)
+
     def watches(self, signum: int) -> bool:
         """Return whether that signal stops the job."""
         return signum in self._previous
@@ -227,6 +232,7 @@ class SignalWatch:
             self._is_paused = True
         else:
             # someone ends the job, whose attempt is stopping already
+            self._counts[is_forwarded] += 1
             self._ended_by = signum
             self.is_pausing = False
             return

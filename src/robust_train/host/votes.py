@@ -42,7 +42,7 @@ class Flags(Protocol):
         """Return which raising of ``flag`` is due at this look of ``rank``, 0 for none."""
 
     def raise_flag(self, flag: str) -> None:
-        """Have every rank see ``flag``."""
+        """Show ``flag`` to every rank."""
 
 
 class OneRank:
@@ -95,7 +95,7 @@ class Votes:
             return due if due and self._words[mine] >= due else 0
 
     def raise_flag(self, flag: str) -> None:
-        """Have all ranks see ``flag``.
+        """Show ``flag`` to all ranks.
 
         A flag that ends the attempt stays due for good. A checkpoint that some ranks have yet to
         see does not become due again, because the others would see it twice.

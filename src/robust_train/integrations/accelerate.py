@@ -56,7 +56,8 @@ class RobustLoop:
     ) -> None:
         _check(accelerator, run)
         refuse_saving_on_each_node("Accelerator", accelerator.project_configuration)
-        if (its_log := logging.getLogger("accelerate")).level == logging.NOTSET:
+        its_log = logging.getLogger("accelerate")
+        if its_log.level == logging.NOTSET:
             # it has twelve lines for a checkpoint, we one
             its_log.setLevel(logging.WARNING)
         self.accelerator = accelerator
@@ -86,7 +87,8 @@ class RobustLoop:
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the remaining epochs, counted from 0. An earlier attempt may have started the
         first."""
-        if (path := self.run.resume_checkpoint) is not None:
+        path = self.run.resume_checkpoint
+        if path is not None:
             if self.accelerator.num_processes == 1 and any(path.glob("pytorch_model_fsdp*")):
                 raise UserError(
                     f"{path}: has the shards of several ranks, which accelerate cannot read in one "

@@ -93,7 +93,7 @@ def fit(
 
 
 def _fit(
-    own: Callable[..., None],
+    fit: Callable[..., None],
     trainer: Any,
     model: Any,
     data: Any,
@@ -120,7 +120,7 @@ def _fit(
     if has_data:
         is_module = hasattr(data, "train_dataloader")
         options["datamodule" if is_module else "train_dataloaders"] = data
-    if "weights_only" in compat.signature_as_written(own).parameters:
+    if "weights_only" in compat.signature_as_written(fit).parameters:
         # the job's own file, whose hyperparameters may be modules and functions
         options.setdefault("weights_only", False)
     try:
@@ -133,11 +133,11 @@ def _fit(
                 options["ckpt_path"] = str(path)
                 # it would search again; what it has found is in the checkpoint
                 trainer.callbacks = [
-                    one
-                    for one in trainer.callbacks
-                    if type(one) is not _callbacks.LearningRateFinder
+                    callback
+                    for callback in trainer.callbacks
+                    if type(callback) is not _callbacks.LearningRateFinder
                 ]
-            own(model, **options)
+            fit(model, **options)
     except Stopped as stopped:
         raise TrainingStopped(str(stopped)) from None
     except SystemExit:
@@ -236,10 +236,10 @@ def _with_batch_of(data: Any, cfg: DictConfig, run: Run) -> DictConfig:
     return cfg
 
 
-def _sets_batch(cfg: DictConfig, asked: AttemptSpec) -> bool:
+def _sets_batch(cfg: DictConfig, spec: AttemptSpec) -> bool:
     """Return whether the user has set the batch size. A default given explicitly counts too."""
     if (
-        asked.batch_size != TrainingConfig.batch_size
+        spec.batch_size != TrainingConfig.batch_size
         or cfg.training.get("effective_batch_size") is not None
     ):
         return True
@@ -282,7 +282,8 @@ def _check(trainer: Any, cfg: DictConfig, run: Run) -> None:
             "Trainer: has an accumulation of its own; leave accumulate_grad_batches out and set "
             "training.gradient_accumulation_steps"
         )
-    if (reason := _counts_micro_batches(trainer)) is not None:
+    reason = _counts_micro_batches(trainer)
+    if reason is not None:
         raise UserError(f"{reason}; shorten the data set instead (torch.utils.data.Subset)")
     if isinstance(trainer.val_check_interval, int):
         log.warning(

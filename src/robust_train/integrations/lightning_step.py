@@ -178,10 +178,11 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
         (result, _), _ = results[0]
         return result if len(results) == 1 else self._merged(results)
 
-    def _merged(self, found: _Found) -> Any:
+    def _merged(self, outcomes: _Found) -> Any:
         merged = _automatic.ClosureResult(None)
-        results = [result for (result, _), _ in found]
-        merged.extra = self._in_step.joined([(result.extra, part) for (result, _), part in found])
+        results = [result for (result, _), _ in outcomes]
+        extras = [(result.extra, part) for (result, _), part in outcomes]
+        merged.extra = self._in_step.joined(extras)
         losses = [result.loss for result in results if result.loss is not None]
         merged.loss = sum(losses) if losses else None
         return merged
@@ -205,9 +206,9 @@ def _evaluate(
             logged.loss = loss if isinstance(loss, Tensor) else None
             return result, logged
 
-    found = in_step.evaluate(trainer.model, batch, body)
-    logs.log(found)
-    return in_step.joined([(result, part) for (result, _), part in found])
+    results = in_step.evaluate(trainer.model, batch, body)
+    logs.log(results)
+    return in_step.joined([(result, part) for (result, _), part in results])
 
 
 _Aggregator: Any = _aggregation.BaseAggregator
@@ -293,10 +294,10 @@ class _Logs:
         finally:
             del results.log
 
-    def log(self, found: _Found) -> None:
+    def log(self, outcomes: _Found) -> None:
         """Log the values of a batch's parts, each once."""
         results = logged_by(self._trainer)
-        parts = [one for (_, one), _ in found]
+        parts = [part for (_, part), _ in outcomes]
         for key in dict.fromkeys(key for part in parts for key in part.values):
             logging_parts = [part for part in parts if key in part.values]
             value, figure, options = logging_parts[0].values[key]
@@ -402,8 +403,9 @@ class _Logs:
         if key[1] in self._are_losses:
             return
         several = (part for part in parts if part.samples > 1)
-        if (one := next(several, None)) is not None:
-            self._are_losses[key[1]] = one.is_loss(one.values[key][1])
+        part = next(several, None)
+        if part is not None:
+            self._are_losses[key[1]] = part.is_loss(part.values[key][1])
 
     def _joined(
         self, name: str, parts: Sequence[_OfPart], figures: Sequence[Tensor], kind: str

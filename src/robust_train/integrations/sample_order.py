@@ -153,16 +153,16 @@ class SampleOrder(Sampler[Any]):
     def _draw(self, epoch: int) -> list[Any]:
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
-        own = getattr(self._sampler, "generator", None)
+        generator = getattr(self._sampler, "generator", None)
         seed = self._seed_of(epoch)
         before = GeneratorStates()
         seed_everything(seed)
         try:
-            if isinstance(own, torch.Generator):
+            if isinstance(generator, torch.Generator):
                 # the order is as without one: accelerate adds one where there are ranks
                 if isinstance(self._sampler, RandomSampler):
                     seed = int(torch.empty((), dtype=torch.int64).random_())
-                own.manual_seed(seed)
+                generator.manual_seed(seed)
             return list(itertools.islice(self._sampler, self.samples))
         finally:
             before.restore()

@@ -255,7 +255,8 @@ class InStep:
         if self.is_on and not self._has_begun:
             # the framework has made its optimizer by now
             self._has_begun = True
-            if (reason := why_not_again(model)) is not None:
+            reason = why_not_again(model)
+            if reason is not None:
                 self.keep_batch(reason)
         shared = self._shared(model) if self.is_on else None
         if shared is None:
@@ -277,11 +278,11 @@ class InStep:
         step = self._batcher.open_evaluation(kind, model, shared)
         return step.run_batch(batch, body)
 
-    def joined(self, found: Sequence[tuple[Any, Part]]) -> Any:
+    def joined(self, results: Sequence[tuple[Any, Part]]) -> Any:
         """Join the results of a batch's parts. Runs out of memory if they do not fit."""
         try:
             return splitting.joined(
-                [result for result, _ in found], [len(part) for _, part in found]
+                [result for result, _ in results], [len(part) for _, part in results]
             )
         except ValueError as error:
             self.say(f"the results of parts cannot be put together: {error}")

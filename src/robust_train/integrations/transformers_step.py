@@ -50,7 +50,8 @@ def recover_in_steps(trainer: Any, run: Run) -> None:
     if args.optim in ("lomo", "adalomo"):
         in_step.keep_batch(f"optim={args.optim.value} {STEPS_IN_BACKWARD}")
         return
-    if (reason := _why_not(trainer)) is not None:
+    reason = _why_not(trainer)
+    if reason is not None:
         in_step.say(reason, on_all_ranks=True)
         _evaluate_in_own_batches(trainer, run)
     else:
@@ -87,22 +88,22 @@ class TrainersLoss:
 
     # --- in an attempt that splits the batch in another way than the job was asked for ---
 
-    def weigh_as(self, asked: AttemptSpec) -> None:
+    def weigh_as(self, spec: AttemptSpec) -> None:
         """Give losses that the Trainer adds up although they are means of their micro-batch the
-        weight that they have with the split ``asked`` for."""
-        self._asked = asked
+        weight that they have with the split of ``spec``."""
+        self._asked = spec
         self._trainer.compute_loss = self._compute_weighted
 
     def _compute_weighted(self, model: nn.Module, inputs: Any, *args: Any, **named: Any) -> Any:
         items = named.get("num_items_in_batch")
         weight = self._weight(model, inputs, items) if model.training else 1.0
-        found = self._compute(model, inputs, *args, **named)
+        result = self._compute(model, inputs, *args, **named)
         if weight == 1.0:
-            return found
-        if isinstance(found, tuple):
-            loss, outputs = found
+            return result
+        if isinstance(result, tuple):
+            loss, outputs = result
             return loss * weight, outputs
-        return found * weight
+        return result * weight
 
     def _weight(self, model: nn.Module, inputs: Any, items: Any) -> float:
         trainer = self._trainer
@@ -319,14 +320,14 @@ class StepsInParts(_TrainerCallback):  # type: ignore[misc]
             with passes.part(part):
                 return self._prediction_step(model, part.data, *args, **kwargs)
 
-        found = self._in_step.evaluate(model, inputs, body)
-        if len(found) == 1:
-            return found[0][0]
-        results = (result for result, _ in found)
+        outcomes = self._in_step.evaluate(model, inputs, body)
+        if len(outcomes) == 1:
+            return outcomes[0][0]
+        results = (result for result, _ in outcomes)
         losses, logits, labels = zip(*results, strict=True)
         loss = None
         if losses[0] is not None:
-            items = [float(self._loss.items(model, part.data)) for _, part in found]
+            items = [float(self._loss.items(model, part.data)) for _, part in outcomes]
             pairs = zip(losses, items, strict=True)
             loss = sum(_share(result, n / max(sum(items), 1)) for result, n in pairs)
         return loss, _concatenated(logits), _concatenated(labels)

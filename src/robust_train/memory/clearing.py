@@ -114,14 +114,14 @@ class StartingMemory:
                 )
         if not sizes:
             return None
-        found = tensors.largest_alive(_TOP_OF_A_TRY, sizes, self._storages)
-        largest = "; ".join(map(str, found)) or "in no tensor that Python knows"
+        alive = tensors.largest_alive(_TOP_OF_A_TRY, sizes, self._storages)
+        largest = "; ".join(map(str, alive)) or "in no tensor that Python knows"
         return f"the failed try has left {', '.join(sizes.values())}; the largest: {largest}"
 
 
 def release_and_check(
     error: BaseException,  # what ended the try
-    start: StartingMemory,  # from before the first try
+    start: StartingMemory,  # as it was before the first try
     *,
     # False if it is not shown again. An emptied frame still keeps its function, and so the
     # variables of a closure.
@@ -191,13 +191,19 @@ def _never_stepped(optimizer: Any) -> bool:
 
 @dataclass(frozen=True)
 class Cleared:
-    """The result of clearing."""
+    """The result of clearing.
 
-    before: MemoryStats  # the current device's figures before
-    after: MemoryStats  # and after
-    # the largest tensors that are still alive; only with `force`
+    Attributes:
+        before: the current device's figures before.
+        after: its figures after.
+        held: the largest tensors that are still alive. Only with ``force``.
+        done: a description of what else was done.
+    """
+
+    before: MemoryStats
+    after: MemoryStats
     held: tuple[tensors.LiveTensor, ...] = ()
-    done: str = ""  # what else was done
+    done: str = ""
 
     @property
     def freed(self) -> int:

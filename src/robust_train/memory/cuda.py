@@ -87,7 +87,7 @@ def _gpu_number(torch: Any, ordinal: int | None) -> int:
 
 def busiest_gpu(torch: Any) -> int:
     """Return the GPU on which this process holds the most memory, or CUDA's current GPU if it holds
-    none. A trainer may put its model on another GPU than the current one."""
+    none. A trainer may put its model on a GPU that is not the current GPU."""
     held = list(map(torch.cuda.memory_reserved, range(torch.cuda.device_count())))
     return held.index(max(held)) if any(held) else int(torch.cuda.current_device())
 
@@ -223,7 +223,7 @@ def enable_memory_efficient_settings(
 
 
 def apply_to_allocator(torch: Any, settings: str) -> str:
-    """Apply settings to the allocator of this process; return what was done, in a sentence."""
+    """Apply settings to the allocator of this process, and describe that in a sentence."""
     try:
         set_allocator_settings(torch, settings)
     except (RuntimeError, ValueError) as error:

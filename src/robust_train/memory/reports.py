@@ -151,7 +151,8 @@ def perform(verb: str, options: Mapping[str, object], run_dir: Path) -> dict[str
     if verb not in _OPTIONS:
         raise ValueError(f"no such request: {verb}; accepted are {', '.join(_OPTIONS)}")
     accepted = _OPTIONS[verb]
-    if unknown := next((name for name in options if name != accepted), None):
+    unknown = next((name for name in options if name != accepted), None)
+    if unknown:
         accepted_options = f"accepted is {accepted}" if accepted else "it has none"
         raise ValueError(f"{verb} has no option {unknown}: {accepted_options}")
     before = get_gpu_memory_stats()

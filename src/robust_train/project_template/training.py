@@ -28,7 +28,7 @@ def train(cfg: DictConfig, run: Run) -> float:
     samples = cfg.training.batch_size * cfg.training.gradient_accumulation_steps
     draws = torch.Generator()
     for step in range(first + 1, cfg.spirals.steps + 1):
-        # by the step's own seed, so that a resumed job draws what it would have drawn
+        # Each step has its own seed, so that a resumed job draws what it would have drawn.
         draws.manual_seed(cfg.seed * 2**32 + step)
         chosen = torch.randint(len(points), (samples,), generator=draws)
         optimizer.zero_grad()

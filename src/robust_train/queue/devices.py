@@ -1,4 +1,7 @@
-"""Acquire the GPUs for a job's first attempt, and offer others for the next ones."""
+"""Acquire the GPUs for a job's first attempt, and offer GPUs for the attempts after it.
+
+In the launcher. It joins what NVML shows, the job's keys and the host's queue.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ _SETTLE_BAND_BYTES = 256 * MIB
 
 
 class FreeBytes(NamedTuple):
-    """Free memory of a GPU before and after an attempt; None if unknown."""
+    """Free memory of a GPU before and after an attempt, in bytes, or None if unknown."""
 
     before: int | None = None
     after: int | None = None
@@ -49,14 +52,14 @@ class Devices:
         self,
         config: RobustConfig,
         job_name: str,  # shown to the other jobs of the host
-        # whose CUDA_VISIBLE_DEVICES bounds the choice
+        # Its CUDA_VISIBLE_DEVICES bounds the choice.
         environ: Mapping[str, str],
         run_dir: Path,
-        # how to wait; whatever it raises ends the waiting
+        # Waits some seconds. An exception ends the waiting.
         sleep: Callable[[float], None],
-        # called with each status of the waiting
+        # Called with each status of the waiting.
         on_wait: Callable[[WaitStatus], None] = lambda status: None,
-        # marks the job's processes and its record in the host's queue; empty: any
+        # Marks the job's processes and its record in the queue. Empty: a new token.
         token: str = "",
         *,
         job_id: str = "",
@@ -69,11 +72,11 @@ class Devices:
         self._need_bytes = config.min_gpu_memory_bytes
         self._other_ranks_bytes = 0
         self._free_before: dict[str, int] = {}
-        # the GPU that the config names, if any
+        # The GPU that the config names, if any.
         self._named: tuple[str, ...] = ()
-        # when the job got its GPUs, by the monotonic clock
+        # The time when the job got its GPUs, by the monotonic clock.
         self.acquired_at = -math.inf
-        self._only: frozenset[str] | None = None  # UUIDs of the GPUs that ``device`` lists
+        self._only: frozenset[str] | None = None  # UUIDs that ``device`` lists
         job = QueuedJob(
             job=job_id,
             name=job_name,
@@ -85,14 +88,14 @@ class Devices:
         self.queue = HostQueue(directory, self._read, job, token)
 
     def acquire(self, fewer: Sequence[int] = ()) -> Group:
-        """Return the GPUs to start on, ``num_gpus`` of them, or none at all for the CPU.
+        """Return ``num_gpus`` GPUs to start on, or none for the CPU.
 
-        If there are not that many in time, one of the numbers ``fewer`` will do.
+        If not that many become free in time, any of the numbers ``fewer`` will do.
 
         Raises:
-            NoDeviceError: nothing suitable, and the CPU is not allowed.
-            ConfigError: ``device`` names a GPU that this machine does not have, or one GPU for a
-                job of several; or more is wanted than the GPUs could ever give.
+            NoDeviceError: no GPU is suitable, and the CPU is not allowed.
+            ConfigError: ``device`` names a GPU that this machine does not have, or a single GPU for
+                a job of several, or the job wants more than the GPUs could ever give.
         """
         config = self._config
         wanted = "auto" if config.picks_gpu else config.device
@@ -108,7 +111,7 @@ class Devices:
         if config.auto_device and not is_used:
             log.warning("device=%s is not used because auto_device=true", config.device)
         visible = self._read(False)
-        # else it is the reason below
+        # Without GPUs, the warning is the reason below.
         if visible.warning and visible.gpus:
             log.warning("%s", visible.warning)
         if not visible.gpus:
@@ -118,7 +121,7 @@ class Devices:
             visible = self._read(False)
         self._named = _named(wanted, visible)
         request = self._request(config.min_gpu_memory_bytes, self._named)
-        # an unreadable GPU may have more, and an administrator may open a prohibited one
+        # An unreadable GPU may have more, and an administrator may open a prohibited GPU.
         changes = any(not could_ever_fit(gpu, 1) for gpu in visible.gpus)
         default_bytes = RobustConfig.min_gpu_memory_mb * MIB
         if config.num_gpus > 1 or config.min_gpu_memory_bytes > default_bytes:
@@ -140,8 +143,11 @@ class Devices:
         return group
 
     def offers(self) -> Offers:
-        """Return what the next attempt may have now: the GPUs that could be taken, best first and
-        ``free_bytes`` as usable, and the healthy ones that others have."""
+        """Return the GPUs for the next attempt.
+
+        These are the GPUs that could be taken now, best first, with the usable memory as
+        ``free_bytes``, and the healthy GPUs that other jobs have.
+        """
         count = self._config.num_gpus
         least = self._config.min_gpu_memory_bytes
         free = [gpu for gpu in self.queue.open_gpus() if can_be_one_of(gpu, count)]
@@ -158,17 +164,21 @@ class Devices:
         return Offers(gpus, tuple(held))
 
     def take(self, group: Group) -> bool:
-        """Reserve the next attempt's GPUs in place of the last one's. Returns False if another job
-        has one by now, and a new choice has to be made."""
-        return self.queue.take([gpu.uuid for gpu in group], self._need_bytes)
+        """Reserve the next attempt's GPUs in place of the last attempt's.
+
+        Returns:
+            False if another job has taken any of them, so that a new choice is needed.
+        """
+        offered = min((gpu.free_bytes for gpu in group), default=0)
+        return self.queue.take([gpu.uuid for gpu in group], self._need_bytes, offered)
 
     def who_waits(self) -> QueuedJob | None:
-        """Return the job of another user with fewer GPUs that waits for those of this one."""
+        """Return the job of another user with fewer GPUs that waits for GPUs of this job."""
         return self.queue.who_waits()
 
     def leave(self, count: int) -> Room:
-        """Release the GPUs; return what the job waits for, behind all that wait by now."""
-        # none is kept for the job's own interpreters, which have its mark and no attempt
+        """Release the GPUs, and return what the job then waits for, behind all waiting jobs."""
+        # No GPU is kept for the job's own interpreters, which have its mark and no attempt.
         self.queue.take((), 0)
         return Room((), self._need_bytes, counts=(count,))
 
@@ -185,8 +195,12 @@ class Devices:
                 self._other_ranks_bytes = max(self._other_ranks_bytes, event.reserved)
 
     def ended(self, attempt: Attempt) -> FreeBytes:
-        """Record that an attempt's processes are gone. Returns the free memory of the GPU on which
-        it failed, before and after, if that is one of the job's own."""
+        """Record that an attempt's processes have ended.
+
+        Returns:
+            The free memory, before and after, of the GPU on which it failed, if that is a GPU of
+            the job.
+        """
         group = attempt.spec.gpus
         failure = attempt.failure
         self._learn(attempt)
@@ -209,12 +223,14 @@ class Devices:
         return FreeBytes(before.get(uuid), after.get(uuid))
 
     def wait_for_room(self, room: Room, *, for_ever: bool) -> Group | NoGpu:
-        """Wait for free memory: on any GPUs in the queue, with the old ticket, or on the job's own.
-        Returns the GPUs that have it, else why the waiting ended.
+        """Wait for free memory, on the job's own GPUs or, with the old ticket, on any GPUs.
 
         Args:
-            room: what is waited for.
-            for_ever: however long that takes, at one queue position.
+            room: the memory and the GPUs to wait for.
+            for_ever: wait without a limit, at the same queue position.
+
+        Returns:
+            The GPUs that have it, or why the waiting ended.
         """
         only = room.gpu_uuids or self._named
         request = self._request(room.free_bytes, only, room.exclude)
@@ -222,23 +238,23 @@ class Devices:
             request = replace(request, timeout_seconds=math.inf)
         if not room.gpu_uuids:
             return self._wait(request, room.counts)
-        # these are reserved already
+        # These GPUs are reserved already.
         alone = HostQueue(None, self._read)
         return Waiting(request, alone, self._on_wait, self._sleep).run()
 
     def _wait(self, request: GpuRequest, counts: Iterable[int]) -> Group | NoGpu:
-        """Wait for the first of ``counts`` that can be had at all, then take what there is."""
+        """Wait for the first of ``counts``. When the time is over, try the others once."""
         deadline = time.monotonic() + request.timeout_seconds
         why = NoGpu("no GPU is wanted")
         for number, count in enumerate(counts):
             left = max(deadline - time.monotonic(), 0.0)
             request = replace(request, count=count, timeout_seconds=left)
-            found = wait_for_gpus(self.queue, request, self._on_wait, self._sleep)
-            if not isinstance(found, NoGpu):
+            result = wait_for_gpus(self.queue, request, self._on_wait, self._sleep)
+            if not isinstance(result, NoGpu):
                 self.acquired_at = time.monotonic()
-                return found
-            if number == 0 or left:  # the reason of the one that has waited
-                why = found
+                return result
+            if number == 0 or left:  # only a request that has waited gives the reason
+                why = result
         return why
 
     def _request(
@@ -272,11 +288,17 @@ class Devices:
             name = group[0].name if group else ""
             learn_context_bytes(name, shown)
             needed = footprint(peak, name)
+            # the estimate may be more than there was, and no GPU would ever do
+            had = max((self._free_before.get(gpu.uuid, gpu.free_bytes) for gpu in group), default=0)
+            needed = min(needed, max(had, peak))
             self._need_bytes = max(self._config.min_gpu_memory_bytes, needed)
 
     def _settle(self, group: Group, before: Mapping[str, int]) -> Mapping[str, int]:
-        """Wait some seconds for the memory of an attempt: the driver may return it with a delay.
-        Returns what is free then."""
+        """Wait some seconds for the memory of an attempt, which the driver may return with a delay.
+
+        Returns:
+            The free memory then, by UUID.
+        """
         deadline = time.monotonic() + _SETTLE_SECONDS
         while True:
             now = _free_bytes(group)
@@ -289,7 +311,12 @@ class Devices:
             self._sleep(0.05)
 
     def _without_gpus(self, visible: Visible) -> Group:
-        """Return no GPU for the CPU where none is visible; raise ConfigError or NoDeviceError."""
+        """Return an empty group for the CPU if no GPU is visible.
+
+        Raises:
+            ConfigError: ``device`` needs a GPU.
+            NoDeviceError: the CPU is not allowed.
+        """
         why = visible.why_none
         if self._config.needs_gpu:
             device = self._config.device
@@ -300,13 +327,13 @@ class Devices:
     def _cpu_or_nothing(self, reason: str, *, has_gpus: bool) -> Group:
         if not self._config.allow_cpu_fallback:
             raise NoDeviceError(f"{reason}, and allow_cpu_fallback is false")
-        asked = self._config.num_gpus
-        if asked > 1:
+        number = self._config.num_gpus
+        if number > 1:
             log.warning(
                 "num_gpus=%d: %s: training on the CPU in one process (in %d with device=cpu)",
-                asked,
+                number,
                 reason,
-                asked,
+                number,
             )
         elif has_gpus:
             log.warning("%s: training on the CPU, which may take many times as long", reason)
@@ -319,7 +346,7 @@ class Devices:
 
 
 def free_bytes(group: Group) -> dict[str, int]:
-    """Return the free memory of each of the GPUs that answer, by UUID.
+    """Return the free memory of the GPUs that answer, in bytes, by UUID.
 
     Closes the session: a training takes days, and an open one blocks a reset of any GPU.
     """
@@ -339,7 +366,7 @@ def name_for_trainer(group: Group, environ: Mapping[str, str], *, own_process: b
     """Return the value of ``cfg.device`` for the trainer.
 
     Args:
-        group: the attempt's GPUs; each rank's own is set in its process.
+        group: the attempt's GPUs. Each rank sets its own in its process.
         environ: the launcher's environment.
         own_process: the trainer's process sees only these GPUs.
     """
@@ -352,7 +379,7 @@ def name_for_trainer(group: Group, environ: Mapping[str, str], *, own_process: b
 
 
 def _queue_directory(config: RobustConfig, environ: Mapping[str, str]) -> Path | None:
-    """Return where the host's jobs queue; None if this one does not."""
+    """Return the queue directory of the host, or None if this job does not queue."""
     queue = config.gpu_queue
     if queue is False:
         return None
@@ -364,7 +391,7 @@ def _queue_directory(config: RobustConfig, environ: Mapping[str, str]) -> Path |
 
 def _several(devices: str, visible: Visible) -> frozenset[str]:
     """Return the UUIDs of the visible GPUs that ``devices`` lists."""
-    return frozenset(uuid for one in devices.split(",") for uuid in _named(one, visible))
+    return frozenset(uuid for device in devices.split(",") for uuid in _named(device, visible))
 
 
 def _named(device: str, visible: Visible) -> tuple[str, ...]:

@@ -38,15 +38,15 @@ LIMITS_FILE = "queue.yaml"
 NO_LIMIT = 1 << 30
 EXCLUDED_SECONDS = 1800.0
 MOST_FILES_PER_USER = 1000
-MOST_BYTES = 32768  # of a file that anyone may have put there
+MOST_BYTES = 32768  # the most that is read of a file that anyone may have put there
 
-_TEMPORARY = Path("/tmp")  # not $TMPDIR: schedulers give each job another one
+_TEMPORARY = Path("/tmp")  # not $TMPDIR: schedulers set another one for each job
 _NAME = "robust-train"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SHARED_MODE = 0o1777
 _MOST_TEXT = 200
 _EXCLUSION_FILE = re.compile(r"excluded\.([A-Za-z0-9-]{1,80})\.(\d{1,10})", re.ASCII)
-# their locks may hang, or not reach other hosts
+# Locks on these file systems may hang, or not reach other hosts.
 _NOT_LOCAL = re.compile(r"nfs|smb|cifs|fuse|lustre|ceph|k?afs|9p|gpfs|beegfs|gfs2|ocfs2|panfs|coda")
 
 
@@ -69,8 +69,8 @@ class QueueError(NotDoneError):
 
 @dataclass(frozen=True)
 class Exclusion:
-    """A GPU whose hardware failed a job. For half an hour it is excluded for the host's jobs; after
-    that its own health decides, so no file can exclude a GPU for ever."""
+    """A GPU whose hardware failed a job. For half an hour it is excluded for the host's jobs. Then
+    its own health decides, so no file can exclude a GPU for ever."""
 
     uuid: str
     by: str  # the job's user
@@ -81,7 +81,7 @@ class Exclusion:
     @property
     def seconds_left(self) -> float:
         """For how long the GPU is excluded."""
-        # a clock that was set back does not end it, nor makes it last
+        # A clock that was set back neither ends the exclusion nor prolongs it.
         return max(EXCLUDED_SECONDS - abs(time.time() - self.time), 0.0)
 
     def sentence(self) -> str:
@@ -132,23 +132,25 @@ class QueueDir:
         except (FileNotFoundError, NotADirectoryError):  # removed
             return []
         named = sorted({*names}.difference(without))
-        found = [match for match in map(pattern.fullmatch, named) if match]
-        if len(found) <= MOST_FILES_PER_USER:
-            return found
-        own = Counter[int]()
+        matches = [match for match in map(pattern.fullmatch, named) if match]
+        if len(matches) <= MOST_FILES_PER_USER:
+            return matches
+        counts = Counter[int]()
         kept = []
-        for match in found:
+        for match in matches:
             with contextlib.suppress(OSError):
                 status = os.stat(match[0], dir_fd=self.fd, follow_symlinks=False)
-                own[status.st_uid] += 1
-                if own[status.st_uid] <= MOST_FILES_PER_USER:
+                counts[status.st_uid] += 1
+                if counts[status.st_uid] <= MOST_FILES_PER_USER:
                     kept.append(match)
         return kept
 
     @contextlib.contextmanager
     def creating(self, name: str) -> Iterator[int]:
-        """Yield a descriptor of a new, private file; when the block is left, it has its name and
-        all may read it. If the block raises, or the renaming does, nothing of it stays.
+        """Yield a descriptor of a new, private file.
+
+        After the block, the file has its name, and everyone may read it. If the block or the
+        renaming raises an exception, the file is removed.
 
         Raises:
             OSError: a full disk, or a name that another user has taken.
@@ -166,7 +168,7 @@ class QueueDir:
             raise
 
     def remove(self, name: str) -> bool:
-        """Remove a file; return False if that is not possible (another user's)."""
+        """Remove a file. Returns False if that is not possible, as for another user's file."""
         try:
             os.unlink(name, dir_fd=self.fd)
         except OSError:
@@ -186,18 +188,21 @@ class QueueDir:
             return NO_LIMIT
 
     def exclusions(self) -> list[Exclusion]:
-        """Return the GPUs that are excluded now, each by its last fault."""
-        found = [
-            one
-            for one in map(self._read_exclusion, self._exclusion_files())
-            if one is not None and one.seconds_left
+        """Return the exclusions that hold now, for each GPU by its last fault."""
+        exclusions = [
+            exclusion
+            for exclusion in map(self._read_exclusion, self._exclusion_files())
+            if exclusion is not None and exclusion.seconds_left
         ]
-        found.sort(key=lambda one: one.seconds_left)
-        return list({one.uuid: one for one in found}.values())
+        exclusions.sort(key=lambda exclusion: exclusion.seconds_left)
+        return list({exclusion.uuid: exclusion for exclusion in exclusions}.values())
 
     def include(self, uuid: str) -> bool:
-        """Use a GPU as any other again; return False if the caller has nothing against it. Root
-        includes for all."""
+        """Use a GPU again like any other. Root includes it for all users.
+
+        Returns:
+            False if the caller has not excluded it.
+        """
         removed = [
             self.remove(file[0])
             for file in self._exclusion_files()
@@ -206,8 +211,8 @@ class QueueDir:
         return any(removed)
 
     def marked(self, gpus: Sequence[GpuInfo]) -> tuple[GpuInfo, ...]:
-        """Return the GPUs, excluded ones as unusable."""
-        excluded = {one.uuid: one.sentence() for one in self.exclusions()}
+        """Return the GPUs, with excluded GPUs as unusable."""
+        excluded = {exclusion.uuid: exclusion.sentence() for exclusion in self.exclusions()}
         shown = []
         for gpu in gpus:
             if gpu.uuid in excluded:
@@ -217,8 +222,11 @@ class QueueDir:
         return tuple(shown)
 
     def exclude(self, uuid: str, job: str, reason: str) -> bool:
-        """Record that a GPU's hardware failed a job; return False if the directory takes no more
-        files."""
+        """Record that a GPU's hardware failed a job.
+
+        Returns:
+            False if the directory takes no more files.
+        """
         name = f"excluded.{uuid}.{os.geteuid()}"
         if _EXCLUSION_FILE.fullmatch(name) is None:
             return False
@@ -246,8 +254,8 @@ class QueueDir:
         return []
 
     def _read_exclusion(self, file: re.Match[str]) -> Exclusion | None:
-        """Return the content of a file; None if it is none, or of another user than its name
-        says."""
+        """Return a file's exclusion, or None if it has none or its owner is not the user in its
+        name."""
         with contextlib.suppress(OSError, ValueError, TypeError, OverflowError):
             data, status = read_small(file[0], MOST_BYTES, self.fd)
             if status.st_uid != int(file[2]):
@@ -265,12 +273,12 @@ class QueueDir:
         if status.st_uid != 0 or status.st_mode & 0o022:
             who = user_name(status.st_uid)
             raise ValueError(f"{who} or others may write it (chown root, chmod 644)")
-        found = None
+        content = None
         with contextlib.suppress(yaml.YAMLError, ValueError):
-            found = yaml.safe_load(data) or {}
-        if not isinstance(found, dict) or found.keys() - {"max_gpus_per_user"}:
+            content = yaml.safe_load(data) or {}
+        if not isinstance(content, dict) or content.keys() - {"max_gpus_per_user"}:
             raise ValueError("its only key is max_gpus_per_user")
-        limit = found.get("max_gpus_per_user", NO_LIMIT)
+        limit = content.get("max_gpus_per_user", NO_LIMIT)
         if type(limit) is not int or limit < 1:
             raise ValueError("max_gpus_per_user is a number of GPUs from 1")
         return limit
@@ -292,14 +300,14 @@ def directory_for(setting: str | None, environ: Mapping[str, str]) -> Path:
     if chosen:
         return Path(os.path.expanduser(chosen)).absolute()
     runtime = RUNTIME / _NAME
-    # all users of the host have to arrive at the same answer, whoever comes first
+    # All users of the host must reach the same answer, whoever comes first.
     if runtime.is_dir() or _everyone_may_create_in(RUNTIME):
         return runtime
     return _TEMPORARY / _NAME
 
 
 def is_made(path: Path) -> bool:
-    """Return whether a queue directory is there; True also if this user may not look."""
+    """Return whether a queue directory exists. True also if this user may not look."""
     try:
         path.lstat()
     except OSError as error:
@@ -317,7 +325,7 @@ def tmpfiles_line(path: Path) -> str:
 
 def file_system_of(path: Path) -> str:
     """Return the type of the file system that a directory is on, ``ext4``."""
-    # not by psutil, which before 6.0 asks every mount: a dead network disk would hang
+    # psutil before 6.0 asks every mount, so that a dead network disk would hang.
     mounts = Path("/proc/self/mounts").read_text(errors="surrogateescape")
     lines = (line.split(" ") for line in mounts.split("\n"))
     types = {words[1]: words[2] for words in lines if len(words) > 2}
@@ -338,7 +346,7 @@ def boot_name() -> str:
 
 
 def why_not_done(error: OSError, done: str) -> str:
-    """Return what is wrong with a directory in which something could not be done."""
+    """Describe the problem of a directory in which something could not be ``done``."""
     if error.errno == errno.ENOSPC:
         return f"is on a file system that is full ({error.strerror}): make room there"
     if error.errno == errno.EDQUOT:
@@ -347,7 +355,7 @@ def why_not_done(error: OSError, done: str) -> str:
 
 
 def _checked_owner(path: Path) -> int:
-    """Return the owner of a directory that can be trusted; make the directory if need be."""
+    """Return the owner of a directory that can be trusted. Creates the directory if needed."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):

@@ -1,14 +1,15 @@
-"""The jobs of this host: one record file each in the queue directory, alive while it is locked.
+"""The jobs of this host. Each has a record file in the queue directory, and lives while that is
+locked. Launchers and the commands that show the queue use it.
 
-The lock belongs to the launcher and to every process that inherits the descriptor, its attempt and
-all that this starts. The kernel releases it with the last of them, and what is left is a file that
-its owner's next job removes. A process that has closed the descriptor is known by its job's mark
-(`host/linux.py`): while one lives, the job keeps its GPUs. A lock of another user on a record has
-no effect: it is taken before the file gets its name, and to probe it is to ask for a write lock.
+The lock belongs to the launcher and to every process that inherits the descriptor: its attempt and
+all children of the attempt. The kernel releases it with the last of them. The file that is left is
+removed by the next job of its owner. A process that has closed the descriptor is known by its job's
+mark (`host/linux.py`): while it lives, the job keeps its GPUs. A lock of another user on a record
+has no effect: the owner locks the file before it gets its name, and a probe asks for a write lock.
 
 No lock covers several records. A job announces what it takes in its own record, then reads all
-others again (``HostQueue.announce``): of two jobs that take the same GPU at once at least one sees
-the other. So no process can keep the others from deciding.
+others again (``HostQueue.announce``): if two jobs take the same GPU at once, at least one sees the
+other. So no process can keep the others from deciding.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ from robust_train.queue.queue_dir import MOST_BYTES, QueueDir, write_whole
 
 IDLE_SECONDS = 3600
 UNSEEN_SECONDS = 5.0
-"""A waiting job that has not polled for so long is passed: it is stopped, or its driver hangs."""
+"""A waiting job that has not polled for this long is passed: it is stopped, or its driver hangs."""
 
 _RECORD_FILE = re.compile(r"record\.(\d{1,15})\.([0-9a-f]{6})", re.ASCII)
 _UUID = re.compile(r"[A-Za-z0-9/_-]{1,100}", re.ASCII)
 _JOB = re.compile(r"[0-9a-f]{0,32}", re.ASCII)
 _LAST_TICKET = 10**15 - 1
-# this process or the machine can open nothing at all
+# This process or the machine cannot open any file.
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _PAGE_BYTES = 4096
 _MOST_TEXT = 300
@@ -52,42 +53,42 @@ _CHECKSUM = 9  # eight digits and a space
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """A living job of this host as its record shows it. Times are of the host's monotonic clock."""
+    """A living job of this host, as its record shows it. Times are of the monotonic clock."""
 
-    # of the record, from the file's name, which no other user can make up
+    # The record's id, from the file's name, which no other user can make up.
     id: str = ""
-    # orders the queue, lower goes first; kept for the whole life of the job
+    # The order in the queue: lower goes first. A job keeps it for its whole life.
     ticket: int = 0
     owner: int = 0  # user id
     name: str = ""
     run_dir: str = ""
-    pid: int = 0  # of its launcher
+    pid: int = 0  # the launcher's process
     started: float = 0.0  # when that process started, seconds since boot
     reserved_bytes: int = 0  # memory that it needs on each of its `count` GPUs
     count: int = 1
-    # maximum number of jobs per GPU that it accepts, including itself
+    # The maximum number of jobs per GPU that it accepts, including itself.
     jobs_per_device: int = 1
-    # UUIDs of the GPUs that it may use; none while its driver does not answer
+    # UUIDs of the GPUs that it may use. Empty while its driver does not answer.
     only: tuple[str, ...] = ()
-    # UUIDs of its GPUs in the order of its ranks, none while it waits; more than `count` for the
-    # moment in which it moves
+    # UUIDs of its GPUs in the order of its ranks. Empty while it waits, more than `count` for the
+    # moment in which it moves.
     gpus: tuple[str, ...] = ()
-    # least that its attempt has allocated on each of them; None if unknown
+    # Memory that its attempt has allocated on each of them, at least. None if unknown.
     taken_bytes: tuple[int | None, ...] = ()
-    # its attempt has ended, and the memory is not back yet
+    # Its attempt has ended, and the memory is not back yet.
     draining: bool = False
     queued_at: float = 0.0
     since: float = 0.0  # when it began to wait, to run or to drain
     polled_at: float = 0.0  # when it last tried to get GPUs
-    # for how many seconds each of its GPUs has been idle, as last seen; none if never
+    # Seconds for which each of its GPUs has been idle, as last seen. Empty if never seen.
     idle_seconds: tuple[int, ...] = ()
     urgency: int = 1  # among the jobs of its user: 0 low, 1 normal, 2 high
-    pid_namespace: str = ""  # in which its launcher has that number
+    pid_namespace: str = ""  # the namespace in which `pid` is the launcher
     job: str = ""  # the job's id, as commands know it
 
     @property
     def shown_id(self) -> str:
-        """The job's id; that of its record if an older version wrote it."""
+        """The job's id, or the id of its record if an older version wrote that."""
         return self.job or self.id
 
     @property
@@ -99,33 +100,33 @@ class QueuedJob:
 
     @property
     def order(self) -> tuple[int, float, str]:
-        """First come, first served; lower goes first."""
+        """The sorting key of the queue: first come, first served."""
         return self.ticket, self.queued_at, self.id
 
     def on(self, gpus: Sequence[str], **changes: Any) -> QueuedJob:
         """Return the job with these GPUs, on which it has taken nothing yet."""
-        own = replace(
+        candidate = replace(
             self, gpus=tuple(gpus), taken_bytes=(None,) * len(gpus), idle_seconds=(), draining=False
         )
-        return replace(own, **changes)
+        return replace(candidate, **changes)
 
     @property
     def is_here(self) -> bool:
-        """Whether this process numbers processes as its launcher does."""
+        """Whether this process is in the launcher's process namespace."""
         return self.pid_namespace == own_pid_namespace()
 
     def lives_on(
         self, marked: Callable[[], Mapping[int, Sequence[int]]] = marked_processes
     ) -> bool:
-        """Return whether processes of it are left on its GPUs."""
+        """Return whether processes of the job are left on its GPUs."""
         return bool(self.gpus and processes_of(self.id, self.owner, marked))
 
     def is_polling(self, now: float) -> bool:
-        """Return whether it would take GPUs if it got some."""
+        """Return whether the job would take GPUs that it is given."""
         return now - self.polled_at < UNSEEN_SECONDS
 
     def idle(self) -> dict[str, int]:
-        """Return for how many seconds GPUs of it have been idle, for those over an hour."""
+        """Return the seconds for which its GPUs have been idle, if that is over an hour."""
         times = zip(self.gpus, self.idle_seconds, strict=False)
         return {uuid: seconds for uuid, seconds in times if seconds >= IDLE_SECONDS}
 
@@ -133,7 +134,7 @@ class QueuedJob:
 def encode(job: QueuedJob) -> bytes:
     """Return the content of the job's record: a checksum and a line of JSON, padded to pages.
 
-    A write replaces it in place; the checksum shows who reads meanwhile that it is half written.
+    A write replaces it in place. The checksum shows to readers whether it is half written.
     """
     values = asdict(job)
     for key in ("id", "ticket", "owner"):
@@ -148,19 +149,19 @@ def encode(job: QueuedJob) -> bytes:
 
 @functools.lru_cache(maxsize=256)  # most records are the same at the next poll
 def decode(data: bytes, job_id: str, ticket: int, owner: int) -> QueuedJob | None:
-    """Return the job in a record's content; None if it is anything else."""
+    """Return the job in a record's content, or None if the content is anything else."""
     line = data[_CHECKSUM:].rstrip()
     try:
         checksum = int(data[: _CHECKSUM - 1], 16)
         if len(data) > MOST_BYTES or checksum != zlib.crc32(line):
             return None
-        own = {"id": job_id, "ticket": ticket, "owner": owner}
-        job = from_json(QueuedJob, {**parse_json(line), **own})
+        identity = {"id": job_id, "ticket": ticket, "owner": owner}
+        job = from_json(QueuedJob, {**parse_json(line), **identity})
     except (ValueError, TypeError, OverflowError):
         return None
     figures = itertools.chain(vars(job).values(), job.taken_bytes, job.idle_seconds)
     is_possible = (
-        all(0 <= one <= _LARGEST for one in figures if isinstance(one, (int, float)))
+        all(0 <= figure <= _LARGEST for figure in figures if isinstance(figure, (int, float)))
         and min(job.count, job.jobs_per_device) >= 1
         and _JOB.fullmatch(job.job) is not None
         and job.pid < 2**31
@@ -178,17 +179,17 @@ class Registry(QueueDir):
 
     def __init__(self, base: Path) -> None:
         super().__init__(base)
-        self._known: dict[str, QueuedJob] = {}  # by record, as last read
+        self._known: dict[str, QueuedJob] = {}  # jobs by the name of their record, as last read
         self._dead: set[str] = set()
-        """Names of records whose jobs have ended: one never comes to life again."""
+        """Names of records whose jobs have ended. Such a job never comes to life again."""
 
     def jobs(self) -> list[QueuedJob]:
-        """Return the living jobs in the order of their tickets; remove what own dead ones left.
+        """Return the living jobs in the order of their tickets, and remove records of dead jobs.
 
         Raises:
             QueueError: the records cannot be read, so that no one knows what is reserved.
         """
-        # removed: newcomers see another one
+        # The directory was removed, so newcomers see a new directory.
         if os.fstat(self.fd).st_nlink == 0:
             removed = self.fd
             super().__init__(self.base)
@@ -205,7 +206,7 @@ class Registry(QueueDir):
     def _look_at(
         self, record: re.Match[str], marked: Callable[[], Mapping[int, Sequence[int]]]
     ) -> QueuedJob | None:
-        """Return a record's job if it lives; else remove what is left, if it is this user's."""
+        """Return a record's job if it lives. Else remove the record, if it is this user's."""
         name = record[0]
         try:
             fd = open_regular(name, self.fd)
@@ -228,15 +229,16 @@ class Registry(QueueDir):
             os.close(fd)
 
     def enter(self, job: QueuedJob, token: str = "") -> Reservation:
-        """Queue a job behind all living ones; ``token``: the last part of its id. One that comes
-        back has the ticket that it had before, and gets a later one.
+        """Queue a job behind all living jobs, with ``token`` as the last part of its id.
+
+        A job that comes back has its earlier ticket, and gets a later ticket.
 
         Raises:
             QueueError: the file cannot be made or written.
         """
-        # its old record may be known as dead, and no name comes to life again
-        last = max((one.ticket for one in self.jobs()), default=0)
-        # several jobs may get the same ticket: the time at which they came orders them
+        # Its old record may be known as dead, and a name never comes to life again.
+        last = max((job.ticket for job in self.jobs()), default=0)
+        # Several jobs may get the same ticket. The time at which they came orders them.
         ticket = min(1 + max(last, job.ticket), _LAST_TICKET)
         if not token:
             token = os.urandom(3).hex()
@@ -257,7 +259,7 @@ class Registry(QueueDir):
 
 
 def _read(fd: int, record: re.Match[str], owner: int) -> QueuedJob | None:
-    """Return the job in a record; read it once more if its owner writes it just now."""
+    """Return the job in a record. Reads again if its owner is writing it."""
     ticket = int(record[1])
     for _ in range(2):
         with contextlib.suppress(OSError):
@@ -270,7 +272,7 @@ def _read(fd: int, record: re.Match[str], owner: int) -> QueuedJob | None:
 class Reservation:
     """This job's own record: its queue position, and later its reservation on its GPUs.
 
-    Whoever has its descriptor ``fd`` open keeps it alive; -1 once released.
+    Every process that has its descriptor ``fd`` open keeps it alive. -1 once released.
     """
 
     def __init__(self, registry: Registry, job: QueuedJob, name: str) -> None:
@@ -283,16 +285,16 @@ class Reservation:
         """Replace the record, under the same ticket.
 
         Raises:
-            QueueError: it cannot be written; the old record and its lock still stand.
+            QueueError: it cannot be written. The old record and its lock remain.
         """
         if self.fd < 0:
             return
-        # one that is as it was before a race that it lost has its own
+        # A job that goes back after a lost race keeps its own time.
         if job.state != self.job.state and job.since == self.job.since:
             job = replace(job, since=time.monotonic())
         if os.fstat(self.fd).st_nlink == 0:
-            # someone has removed it. An attempt that runs has the old descriptor alone, so only
-            # the launcher keeps this reservation until the next attempt
+            # Someone has removed it. A running attempt has only the old descriptor, so the
+            # launcher alone keeps this reservation until the next attempt.
             old = self.fd
             self.fd = self._create(job)
             os.close(old)
@@ -302,7 +304,7 @@ class Reservation:
         self.job = job
 
     def release(self) -> None:
-        """Release the reservation. What is left of the job on its GPUs keeps it all the same."""
+        """Release the reservation. Processes of the job that are left on its GPUs still keep it."""
         if self.fd < 0:
             return
         fd = self.fd

@@ -1,4 +1,7 @@
-"""Wait until there is room on GPUs, with the host's other jobs or alone: a loop over polls."""
+"""Wait until GPUs have room, with the host's other jobs or alone: a loop over polls.
+
+Launchers use it before the first attempt, and between attempts.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,11 @@ from robust_train.readable import MIB, as_clock, counted, mib, ordinal, shortene
 
 _CLOSING_SECONDS = 2.0
 _STATUS_SECONDS = 1.0
-# the first waiting job polls most often, those behind it less; all within UNSEEN_SECONDS
+# The first waiting job polls most often, and jobs behind it less, all within UNSEEN_SECONDS.
 _SHORTEST_PAUSE_SECONDS = 0.2
 _POSITION_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 2.0
-# to read the records takes a tenth of the time, as long as the pauses allow it
+# Reading the records takes a tenth of the time, as far as the longest pause allows that.
 _LISTING_FACTOR = 10.0
 _SETTLE_SECONDS = 5.0
 _UNANSWERED_SECONDS = 1.0
@@ -34,7 +37,7 @@ _UNANSWERED_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class NoGpu:
-    """There are no GPUs for the job: why."""
+    """The job does not get GPUs, and the reason."""
 
     reason: str
 
@@ -45,11 +48,11 @@ class WaitStatus(Event):
 
     is_journaled = False
 
-    seconds_left: float  # until the waiting ends; may be infinite
+    seconds_left: float  # time until the waiting ends, may be infinite
     checks: int = 0  # grows by one with each poll that is reported
-    # why no GPU does now, the nearest obstacle first
+    # The reasons why no GPU will do now, the nearest obstacle first.
     obstacles: str = ""
-    # in the queue of the host's jobs, 1 for the first; 0 without a queue
+    # The position in the queue of the host's jobs, from 1. 0 without a queue.
     position: int = 0
 
     def sentence(self) -> str:
@@ -65,12 +68,12 @@ class WaitStatus(Event):
 def wait_for_gpus(
     queue: HostQueue,
     request: GpuRequest,
-    # called each second, and after each poll in vain
+    # Called each second, and after each poll in vain.
     on_status: Callable[[WaitStatus], None] = lambda status: None,
-    # waits some seconds; what it raises (Ctrl-C) ends the waiting
+    # Waits some seconds. An exception, such as of Ctrl-C, ends the waiting.
     sleep: Callable[[float], None] = time.sleep,
 ) -> Group | NoGpu:
-    """Wait for GPUs and reserve them; a job that comes back keeps its ticket.
+    """Wait for GPUs and reserve them. A job that comes back keeps its ticket.
 
     Raises:
         ConfigError: the job could never start under the administrator's limit.
@@ -88,9 +91,9 @@ def wait_for_gpus(
 class Waiting:
     """The polls of one job, until it has its GPUs or gives up.
 
-    The records of other jobs are read at each poll; the GPUs, which cost more, only if a record has
-    changed, for some seconds after that, and once per check interval. Without other jobs the first
-    to find a GPU free has it.
+    Each poll reads the records of other jobs. Reading the GPUs costs more, so it is done only if a
+    record has changed, for some seconds after that, and once per check interval. Without a queue,
+    the first job that finds a GPU free has it.
     """
 
     def __init__(
@@ -111,7 +114,7 @@ class Waiting:
         self._me = QueuedJob()
         self._position = 0
         self._obstacles = ""
-        # only programs outside of the queue are in the way: to name them costs the driver a call
+        # Only programs outside of the queue are in the way. To name them costs a driver call.
         self._strangers_only = False
         self._next_read = self._settle_until = 0.0
         self._pause_seconds = 0.0
@@ -122,7 +125,7 @@ class Waiting:
         Returns at once if no amount of waiting could help. GPUs that vanish later may come back.
 
         Raises:
-            QueueError: the queue directory cannot be used any more.
+            QueueError: the queue directory can no longer be used.
         """
         pointless = why_pointless(self._request, self._queue.read())
         if pointless:
@@ -133,7 +136,7 @@ class Waiting:
             if has_moved or now >= self._next_report:
                 self._report()
             left = max(self._deadline - now, 0.0)
-            # one that has lost a race may find another GPU
+            # A job that has lost a race may find another GPU.
             if not left and self._next_read:
                 return NoGpu(self._why_in_vain())
             if now >= self._next_status:
@@ -147,14 +150,17 @@ class Waiting:
         return group
 
     def poll(self) -> Group:
-        """Return the job's GPUs if the plan gives it any, ``free_bytes`` as far as it can count on
-        them; else none, and why not is known."""
+        """Try once, and return the GPUs that the plan gives to the job, if any.
+
+        Their ``free_bytes`` are the bytes that the job can count on. Otherwise the obstacles are
+        noted for the next status.
+        """
         started = time.monotonic()
         others = self._queue.others()
         cost_seconds = time.monotonic() - started
         seen = [replace(job, polled_at=float(job.is_polling(started))) for job in others]
         if seen != self._seen:
-            # the memory of a job that has ended comes back a little later
+            # The memory of a job that has ended comes back a little later.
             settling = 0.0 if self._seen is None else _SETTLE_SECONDS
             self._settle_until = started + settling
             self._seen = seen
@@ -175,7 +181,7 @@ class Waiting:
         return group
 
     def _decide(self, others: Sequence[QueuedJob], now: float) -> Group:
-        """Do it with the jobs as they were ``now``: to read the GPUs may take seconds."""
+        """Decide with the jobs as they were ``now``, because reading the GPUs may take seconds."""
         visible = self._queue.read()
         usable = (gpu.uuid for gpu in visible.gpus if self._request.allows(gpu))
         only = tuple(usable) if visible.inventory.answered else ()
@@ -194,7 +200,7 @@ class Waiting:
             uuids = [gpu.uuid for gpu in group]
             if self._queue.announce(uuids, me.reserved_bytes):
                 return group
-            # another job announced the same: try again at the next poll
+            # Another job has announced the same GPUs, so try again at the next poll.
             self._next_read = 0.0
         in_the_way = any(set(job.gpus) & set(me.only) for job in others)
         self._strangers_only = decided.order[0] == me and not in_the_way
@@ -213,7 +219,7 @@ class Waiting:
         )
 
     def _strangers(self) -> str:
-        """Return which programs outside of the queue are in the way."""
+        """Name the programs outside of the queue that are in the way."""
         visible = self._queue.read(True)
         gpus = [gpu for gpu in visible.gpus if self._request.allows(gpu)]
         if not gpus:
@@ -231,7 +237,7 @@ class Waiting:
 
 
 def why_pointless(request: GpuRequest, visible: Visible) -> str:
-    """Return why no amount of waiting would help, empty if it could."""
+    """Return why no amount of waiting would help, or an empty text if it could."""
     if not visible.inventory.answered:
         return ""
     if not visible.gpus:

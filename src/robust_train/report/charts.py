@@ -141,7 +141,8 @@ def _memory_chart(story: Story, device: DeviceMemory, clock: Clock) -> Chart:
         x, y = _over_time(device.samples, name, clock)
         lines.append(Line(label, style, x, y, is_area=name != "reserved"))
     total = device.most("gpu_total")
-    if is_near := highest > total / 2 > 0:
+    is_near = highest > total / 2 > 0
+    if is_near:
         legend.append(("level", f"{memory(total)} in all"))
     bands = [
         Band(clock(attempt.started), clock(attempt.ended), str(attempt.number))
@@ -165,9 +166,9 @@ def _over_time(
         if x:
             x.append(x[-1] + 1e-4)
             y.append(None)
-        known = [sample for sample in group if getattr(sample, name) is not None]
-        x += [round(clock(sample.time), 4) for sample in known]
-        y += [getattr(sample, name) for sample in known]
+        measured = [sample for sample in group if getattr(sample, name) is not None]
+        x += [round(clock(sample.time), 4) for sample in measured]
+        y += [getattr(sample, name) for sample in measured]
     return x, y
 
 
@@ -199,7 +200,8 @@ def curve_charts(story: Story) -> list[Chart]:
     order = sorted(groups, key=lambda name: (name != "loss", name == "lr"))
     has_several = len(story.attempts) > 1
     charts = [_curve_chart(name, groups[name], has_several) for name in order[:_MOST_CHARTS]]
-    if more := ", ".join(order[_MOST_CHARTS:]):
+    more = ", ".join(order[_MOST_CHARTS:])
+    if more:
         charts[-1] = replace(charts[-1], note=f"Not drawn: {more}.")
     return charts
 
@@ -215,9 +217,9 @@ def _curve_chart(name: str, curves: Sequence[Curve], has_several: bool) -> Chart
             is_lost=one.lost,
         )
         # lost ones lie behind
-        for one in sorted(curves, key=lambda one: not one.lost)
+        for one in sorted(curves, key=lambda curve: not curve.lost)
     ]
-    legend = [(styles[one], f"{one}, last {number(value)}") for one, value in last.items()]
+    legend = [(styles[line], f"{line}, last {number(value)}") for line, value in last.items()]
     if any(curve.lost for curve in curves):
         legend.append(("lost-line", "lost: done again, or not saved"))
     caption = name[:1].upper() + name[1:].replace("_", " ")
@@ -274,20 +276,20 @@ def value_over(caption: str, points: Sequence[tuple[str, float, bool]], note: st
     low = min(places)
     high = max(places)
     is_log = low > 0 and high / low > _LOG_RATIO
-    found: dict[bool, dict[float, float]] = {True: {}, False: {}}
+    values: dict[bool, dict[float, float]] = {True: {}, False: {}}
     for place, (_, value, is_pruned) in zip(places, points, strict=True):
-        while place in found[is_pruned]:  # a line has one value at each place
+        while place in values[is_pruned]:  # a line has one value at each place
             place = math.nextafter(place, math.inf)
-        found[is_pruned][place] = value
+        values[is_pruned][place] = value
     lines = [
         _line(
             "pruned" if is_pruned else "completed",
             "c4" if is_pruned else "c1",
-            sorted(own.items()),
+            sorted(line.items()),
             is_lost=is_pruned,
         )
-        for is_pruned, own in found.items()
-        if own
+        for is_pruned, line in values.items()
+        if line
     ]
     room = 0.05 * (high - low) or 0.5
     low, high = (low / 1.2, high * 1.2) if is_log else (low - room, high + room)

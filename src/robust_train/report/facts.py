@@ -109,8 +109,8 @@ class Story:
     # what was run: `trainer`, `model`, `dataset`, `overrides`, `command`, and with what:
     # `git commit`, `torch`, `cuda`, `driver`, `gpu` …
     about: Mapping[str, str]
-    # as in `summary.json`; `unfinished` if no end is recorded, because the job still runs or its
-    # process died; `empty` if nothing at all is
+    # The status in `summary.json`. `unfinished` if no end is recorded, because the job still runs
+    # or its process died. `empty` if nothing is recorded.
     status: str
     result: Any
     # how long it took until its end, or its last record
@@ -310,9 +310,9 @@ def curves_of(entries: Sequence[Entry], kept: Mapping[int, float]) -> tuple[Curv
                 if value is not None and event.step is not None:
                     points.setdefault((name, number), []).append((event.step, value))
     curves = []
-    for (name, attempt), own in points.items():
-        good = [point for point in own if point[0] <= kept[attempt]]
-        rest = own[len(good) :]
+    for (name, attempt), curve in points.items():
+        good = [point for point in curve if point[0] <= kept[attempt]]
+        rest = curve[len(good) :]
         if good:
             curves.append(Curve(name, attempt, tuple(good)))
         if rest:
@@ -336,10 +336,10 @@ def marks_of(entries: Sequence[Entry], attempts: Sequence[TimedAttempt]) -> tupl
         if before.batch_size != after.batch_size:
             text = f"micro-batch {before.batch_size} → {after.batch_size}"
             marks.append(("batch", after.started, text, after))
-    for one in attempts:
-        if one.outcome in OOM:
-            text = f"attempt {one.number}: {one.message or 'out of memory'}"
-            marks.append(("oom", one.ended, text, one))
+    for attempt in attempts:
+        if attempt.outcome in OOM:
+            text = f"attempt {attempt.number}: {attempt.message or 'out of memory'}"
+            marks.append(("oom", attempt.ended, text, attempt))
     return tuple(
         Mark(kind, time, text, attempt.number, attempt.device)
         for kind, time, text, attempt in sorted(marks, key=lambda change: change[1])

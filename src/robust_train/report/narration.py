@@ -54,7 +54,8 @@ def show_end(explain: Callable[[Summary], object], summary: Summary, how_to_go_o
         if len(attempts) > 1 or summary.status != "completed" or len(attempts[0].sizes) > 1:
             say = _logging_of(summary)
             say("attempts:\n%s", attempts_table(attempts))
-        if memory := gpu_memory_summary(summary.attempts[-1]):
+        memory = gpu_memory_summary(summary.attempts[-1])
+        if memory:
             log.info("%s", memory)
     explain(summary)
     conclude(summary, how_to_go_on)
@@ -80,8 +81,8 @@ def _earlier(run_dir: Path) -> Sequence[Entry]:
     ]
     if not starts:
         return ()
-    last, own = starts[-1]
-    first = next(number for number, job in starts if job == own)
+    last, job = starts[-1]
+    first = next(number for number, started in starts if started == job)
     return entries[first:last]
 
 
@@ -184,7 +185,8 @@ def conclude(summary: Summary, how_to_go_on: str) -> None:
         result = summary.objective
         text = number_text(result) if isinstance(result, float) else str(result)
         ending += f"; result: {shortened(text, 100)}"
-        if (figure := figure_of(summary.result)) is not None:
+        figure = figure_of(summary.result)
+        if figure is not None:
             ending += f" ({figure.replace('_', ' ')})"
     elif summary.status == "completed" and last is not None and last.script is None:
         ending += "; result: none"  # a forgotten return would cost a sweep
@@ -199,7 +201,8 @@ def conclude(summary: Summary, how_to_go_on: str) -> None:
         log.info("speed: %s", speed_text(speed, last.spec.ranks))
     for sentence in summary.advice:
         log.info("to be faster: %s", sentence)
-    if (best := summary.best) is not None:
+    best = summary.best
+    if best is not None:
         figure = str(best["figure"]).replace("_", " ")
         value = number_text(best["value"])
         say("best checkpoint: %s (%s %s after step %s)", best["path"], figure, value, best["step"])

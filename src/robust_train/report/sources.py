@@ -180,8 +180,8 @@ def attempts_of(entries: Sequence[Entry]) -> tuple[TimedAttempt, ...]:
             groups.setdefault(entry.attempt, []).append(entry)
         if isinstance(entry.event, CheckpointSaved):
             saved[entry.event.path] = entry.event.step or 0
-    found = [_attempt(number, group, saved) for number, group in groups.items()]
-    return tuple(attempt for attempt in found if attempt is not None)
+    attempts = [_attempt(number, group, saved) for number, group in groups.items()]
+    return tuple(attempt for attempt in attempts if attempt is not None)
 
 
 def _attempt(
@@ -203,9 +203,9 @@ def _attempt(
                 )
             case AttemptEnded():
                 # its record may have the time of a clock that was set back
-                own = attempt or event.record
+                begun = attempt or event.record
                 ended = time
-                attempt = replace(event.record, number=number, started=own.started)
+                attempt = replace(event.record, number=number, started=begun.started)
             case DecidedAgain() if attempt is not None:
                 attempt = replace(attempt, action=event.action, reason=event.reason)
             case _ if attempt is not None and attempt.seconds is None:

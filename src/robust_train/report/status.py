@@ -68,7 +68,8 @@ def _how_far(state: RunState, attempt: Attempt) -> list[str]:
     if step is not None:
         parts.append(f"step {of_all(step, total)}")
     speed = speed_of(attempt)
-    if seconds := seconds_per_step(speed):
+    seconds = seconds_per_step(speed)
+    if seconds:
         rate = samples_per_second(speed, attempt.spec.ranks)
         steps = f"{number(1 / seconds)} steps/s"
         parts.append(steps if rate is None else f"{number(rate)} samples/s")
@@ -80,7 +81,8 @@ def _how_far(state: RunState, attempt: Attempt) -> list[str]:
         parts.append(slow)
     if attempt.loss is not None:
         parts.append(f"loss {number(attempt.loss)}")
-    if used := attempt.memory.get("allocated", attempt.memory.get("resident")):
+    used = attempt.memory.get("allocated", attempt.memory.get("resident"))
+    if used:
         parts.append(f"memory {memory(used)}")
     if state.checkpoint is not None:
         saved = state.checkpoint_step

@@ -78,11 +78,13 @@ def sentence_of(story: Story) -> str:
     parts = [_ending(story)]
     has_ended = story.status in ("completed", "failed", "interrupted", "pruned")
     troubles = list(_troubles(attempts[:-1] if has_ended else attempts))
-    if more := len(troubles[_MOST_TROUBLES:]):
+    more = len(troubles[_MOST_TROUBLES:])
+    if more:
         troubles[_MOST_TROUBLES:] = [counted(more, "more failed attempt")]
     if troubles:
         parts.append(_sentence(", then ".join(troubles)))
-    if inside := _inside_steps(story):
+    inside = _inside_steps(story)
+    if inside:
         parts.append(f"Memory ran out {inside} inside a step, which was repeated in smaller parts.")
     if is_completed and len(attempts) > 1 and wall > 0:
         useful = percent(story.seconds["useful"] / wall)
@@ -126,12 +128,12 @@ def _ending(story: Story) -> str:
 
 
 def batch_in_words(attempt: Attempt) -> str:
-    """Return ``micro-batch 64 → 16 × accumulation 4 × 2 processes``; the arrow leads to the size to
+    """Return ``micro-batch 64 → 16 × accumulation 4 × 2 processes``. The arrow leads to the size to
     which its trainer changed it."""
     spec = attempt.spec
     if not spec.has_batch:
         return "an unknown micro-batch"
-    size = "auto" if spec.searches else " → ".join(map(str, attempt.sizes))
+    size = "auto" if spec.noted("searches", False) else " → ".join(map(str, attempt.sizes))
     steps = f" × accumulation {spec.accumulation}" if spec.accumulation != 1 else ""
     return f"micro-batch {size}{steps}{by_processes(spec.ranks)}"
 
@@ -196,16 +198,17 @@ def advice_of(story: Story, keys: Mapping[str, str] | None) -> Iterator[Advice]:
     """Yield findings and advice, most promising first, or none if nothing was tight. ``keys`` are a
     project's keys that stand for ours."""
     words = Words(keys)
-    for one in _advice_of(story, keys):
-        steps = tuple(map(words.text, one.steps))
-        overrides = words.text(one.overrides or "") or None
-        yield replace(one, steps=steps, overrides=overrides)
+    for advice in _advice_of(story, keys):
+        steps = tuple(map(words.text, advice.steps))
+        overrides = words.text(advice.overrides or "") or None
+        yield replace(advice, steps=steps, overrides=overrides)
 
 
 def _advice_of(story: Story, keys: Mapping[str, str] | None) -> Iterator[Advice]:
     yield from _what_worked(story)
     yield from _failures(story.attempts)
-    if inside := _inside_steps(story):
+    inside = _inside_steps(story)
+    if inside:
         yield Advice(
             f"Memory ran out {inside} inside a step.",
             ("set training.batch_size to a size that fits: then no step is repeated",),
@@ -220,8 +223,8 @@ def _advice_of(story: Story, keys: Mapping[str, str] | None) -> Iterator[Advice]
                 "keeps the whole graph that it was computed by",
             ),
         )
-    for one in speed_advice(story.attempts, keys):
-        yield Advice(_sentence(one))
+    for finding in speed_advice(story.attempts, keys):
+        yield Advice(_sentence(finding))
 
 
 def _what_worked(story: Story) -> Iterator[Advice]:
@@ -302,8 +305,8 @@ def speed_advice(
     """Yield what would make the job faster, by the last attempt whose speed is known."""
     measured = [attempt for attempt in attempts if speed_of(attempt)]
     for last in measured[-1:]:
-        for one in itertools.chain(_data(last), _slow_ranks(speed_of(last))):
-            yield Words(keys).text(one)
+        for finding in itertools.chain(_data(last), _slow_ranks(speed_of(last))):
+            yield Words(keys).text(finding)
 
 
 def _data(attempt: Attempt) -> Iterator[str]:
@@ -323,7 +326,8 @@ def _data(attempt: Attempt) -> Iterator[str]:
 
 
 def _slow_ranks(speed: Sequence[Speed]) -> Iterator[str]:
-    if (slowest := slowest_rank(speed)) is None:
+    slowest = slowest_rank(speed)
+    if slowest is None:
         return
     rank, most, usual = slowest
     lost = (most - usual) * min(rank.steps for rank in speed)

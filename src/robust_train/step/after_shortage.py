@@ -1,4 +1,4 @@
-"""What a step does when memory ran out in one of its parts: the decision, apart from the deed.
+"""Decide how a step continues after memory ran out in a part of it. The engine carries it out.
 
     a part runs ──went through──────────────────────────────▶ the next part
         │
@@ -23,7 +23,7 @@ from robust_train.step.splitting import bounds
 
 
 class Answer(Enum):
-    """What follows after memory ran out in a part."""
+    """How a step continues after memory ran out in a part."""
 
     REPEAT_WITH_ROOM = "the step is repeated at the same size"
     REPEAT_SMALLER = "the step is repeated in smaller parts"
@@ -33,7 +33,7 @@ class Answer(Enum):
 
 @dataclass(frozen=True)
 class AfterShortage:
-    """The answer; with the reason if the step cannot be repeated."""
+    """The answer, with the reason if the step cannot be repeated."""
 
     answer: Answer
     reason: str = ""
@@ -50,10 +50,10 @@ class AfterShortage:
 
 
 def decide(smaller: int | None, used: int, batches: Iterable[int], *, least: int) -> AfterShortage:
-    """Return what follows if the step could be repeated.
+    """Return how a step continues that could be repeated.
 
     Args:
-        smaller: the next smaller size, in samples; None if none is left.
+        smaller: the next smaller size, in samples, or None if no smaller size is left.
         used: the size at which memory ran out.
         batches: the number of samples of each batch of the step.
         least: the fewest samples that a part may have.

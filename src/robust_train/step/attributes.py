@@ -144,10 +144,10 @@ class _Plan:
                 if issubclass(kind, LazyModuleMixin):
                     lazy.append(place)
                 continue
-            own = _names_to_hold(kind, home)
-            if own:
-                names.append((place, own))
-            others = tuple(name for name in home if name not in _OF_MODULES and name not in own)
+            held = _names_to_hold(kind, home)
+            if held:
+                names.append((place, held))
+            others = tuple(name for name in home if name not in _OF_MODULES and name not in held)
             if others:
                 plain.append((place, others, _reader_of(others)))
             none = [] if _is_torchs(kind) else _names_of_none(kind, home)
@@ -214,7 +214,7 @@ class Attributes:
         self._age = 0
         self._modules: list[nn.Module] = []
         self._plain: list[tuple[Any, ...]] = []
-        self._held: dict[int, dict[str, Any]] = {}  # by the module's place
+        self._held: dict[int, dict[str, Any]] = {}  # keys are positions of modules
         self._copies = Copies()
         self._small: list[Tensor | None] = []
         self._versions: list[tuple[int, int]] = []
@@ -261,14 +261,14 @@ class Attributes:
         now = versions_of(self._small)
         both = zip(self._small, self._versions, now, strict=True)
         self._copies.restore({id(t) for t, at, now_at in both if at != now_at})
-        found = {
+        plain = {
             place: dict(zip(names, values[1:], strict=True))
             for (place, names, _), values in zip(self._plan.plain, self._plain, strict=True)
         }
         for place, module in enumerate(self._modules):
             if place in self._plan.left_alone:
                 continue
-            before = found.get(place, {}) | self._held.get(place, {})
+            before = plain.get(place, {}) | self._held.get(place, {})
             for name in _put_back(module, before):
                 if name not in self._named:
                     self._named.add(name)
@@ -314,14 +314,14 @@ class Attributes:
 
     def _hold_container(self, value: Any, level: int) -> Any:
         length = len(value)
-        found = value.values() if isinstance(value, dict) else value
-        if length <= _MOST_PLAIN and _PLAIN.issuperset(map(type, found)):
+        content = value.values() if isinstance(value, dict) else value
+        if length <= _MOST_PLAIN and _PLAIN.issuperset(map(type, content)):
             return _HeldContainer(value, None, copy(value))
         if length > _MOST_OTHERS:
             return _LongContainer(id(value), length, _ends_of(value, length))
         outer = self._has_passing
         self._has_passing = False
-        items: Any = self._hold_all(found, level)
+        items: Any = self._hold_all(content, level)
         if isinstance(value, dict):
             items = dict(zip(value, items, strict=True))
         original = value

@@ -26,7 +26,7 @@ class Buffers:
         """Take what modules have now as the values to go back to."""
         homes = [home for _, home in map(tensors_of, modules) if home]
         self._homes = [(home, dict(home)) for home in homes]
-        now = [buffer for _, found in self._homes for buffer in found.values()]
+        now = [buffer for _, buffers in self._homes for buffer in buffers.values()]
         self._copies.take(now)
 
     @property
@@ -37,6 +37,6 @@ class Buffers:
     def restore(self) -> None:
         """Put the tensors and values of the start back."""
         self._copies.restore()
-        for home, found in self._homes:
-            for name, one in found.items():
-                home[name] = one
+        for home, buffers in self._homes:
+            for name, buffer in buffers.items():
+                home[name] = buffer

@@ -60,30 +60,30 @@ class Copies:
     def _arrange(self, now: list[Tensor | None]) -> None:
         versions = versions_of(self._others)
         both = zip(self._others, self._versions, versions, strict=True)
-        self._changing |= {id(one) for one, at, now_at in both if at != now_at}
+        self._changing |= {id(tensor) for tensor, at, now_at in both if at != now_at}
         pairs = (zip(*group, strict=True) for group in self._groups)
         copies = {id(t): copy for copy, t in itertools.chain(*pairs)}
         self._now = now
         groups: defaultdict[Any, tuple[list[Tensor], list[Tensor]]]
         groups = defaultdict(lambda: ([], []))
         self._others = []
-        for one in now:
-            if one is None:
+        for tensor in now:
+            if tensor is None:
                 continue
             # made by the first pass, or never changed in place
-            is_kept = not (is_lazy(one) or one.is_inference())
-            is_copied = is_small(one, self._most_bytes) or id(one) in self._changing
+            is_kept = not (is_lazy(tensor) or tensor.is_inference())
+            is_copied = is_small(tensor, self._most_bytes) or id(tensor) in self._changing
             if not (is_kept and is_copied):
-                self._others.append(one)
+                self._others.append(tensor)
                 continue
-            copy = copies.get(id(one))
-            if copy is None or _FORM(copy) != _FORM(one):
-                copy = torch.empty_like(one)
-            targets, sources = groups[one.device, one.dtype]
+            copy = copies.get(id(tensor))
+            if copy is None or _FORM(copy) != _FORM(tensor):
+                copy = torch.empty_like(tensor)
+            targets, sources = groups[tensor.device, tensor.dtype]
             targets.append(copy)
-            sources.append(one)
+            sources.append(tensor)
         self._groups = list(groups.values())
-        self._forms = [_FORM(t) for _, found in self._groups for t in found]
+        self._forms = [_FORM(t) for _, sources in self._groups for t in sources]
         self._versions = versions_of(self._others)
 
     @property

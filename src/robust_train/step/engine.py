@@ -65,12 +65,12 @@ Results = list[tuple[T, Part]]
 
 
 class CannotSplitError(Exception):
-    """What a part does cannot be done for a smaller one; the message has the reason."""
+    """The pass over a part cannot be made over a smaller part. The message has the reason."""
 
 
 @dataclass(frozen=True)
 class Batch(Generic[T]):
-    """A batch of a step: its parts, the pass over one, and its loss without a backward pass."""
+    """A batch of a step: its parts, the pass over a part, and its loss without a backward pass."""
 
     parts: Parts
     body: Body[T]
@@ -82,11 +82,11 @@ class Batch(Generic[T]):
 class PartEnd:
     """How the pass over a part ended.
 
-    It has not gone through if memory ran out, on this rank, or on one that computes with it.
+    It has not gone through if memory ran out on this rank or on a rank that computes with it.
     """
 
     went_through: bool
-    # If memory ran out on this rank: what it was, and how the step is repeated.
+    # If memory ran out on this rank: the failure, and how the step is repeated.
     failure: Failure | None = None
     answer: AfterShortage | None = None
 
@@ -94,7 +94,7 @@ class PartEnd:
 class Step(Generic[T]):
     """A step in progress: the batches so far, and what is needed to run them again.
 
-    Most steps have one batch. A framework that accumulates hands over several, one after the other.
+    Most steps have one batch. A framework that accumulates hands over several in turn.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Step(Generic[T]):
         recorder: Recorder,
         *,
         training: bool = True,
-        part_start: Callable[[], PartStart] = PartStart,  # of such a part
+        part_start: Callable[[], PartStart] = PartStart,  # for parts that stand for themselves
     ) -> None:
         self.repeats = 0  # how often passes of this step started over
         self.start = start
@@ -115,15 +115,15 @@ class Step(Generic[T]):
         self._is_training = training
         self._part_start = part_start
         self._batches: list[Batch[T]] = []
-        self._items = 1.0  # what this rank's mean counts among those of all
-        self._ran_out: RanOut | None = None  # on this rank, the last time
+        self._items = 1.0  # the weight of this rank's mean among all ranks
+        self._ran_out: RanOut | None = None  # the last time on this rank
         self._host_ran_out = False
-        # what memory ran out with in this step, without its frames
+        # The error with which memory ran out in this step, without its frames.
         self._shortage: BaseException | None = None
-        self._agrees = True  # the other ranks come to the same agreement
+        self._agrees = True  # the other ranks reach the same agreement
 
     def run(self, batch: Batch[T], *, is_last: bool = True) -> Results[T]:
-        """Run a batch; return what the body returned for each of its parts.
+        """Run a batch, and return what the body returned for each of its parts.
 
         If memory runs out, the step's batches so far go through their bodies again in smaller
         parts. If that does not help, or with any other error, the step is undone. In validation of
@@ -160,7 +160,7 @@ class Step(Generic[T]):
         return results
 
     def _run_each(self, batch: Batch[T]) -> Results[T]:
-        """Run a batch of which each part stands for itself: only one that fails is repeated."""
+        """Run a batch whose parts stand for themselves: only a part that fails is repeated."""
         self._agrees = False
         self._batches = [batch]
         parts = batch.parts
@@ -193,9 +193,11 @@ class Step(Generic[T]):
     def end(
         self, loss: Tensor | None = None, *, items: float = 1.0, returns_more: bool = False
     ) -> tuple[Tensor | None, bool]:
-        """End the step on all ranks; return the mean of their losses, each a mean of ``items``.
+        """End the step on all ranks.
 
-        With it whether on any rank the bodies returned more than a loss.
+        Returns:
+            The mean of all ranks' losses, each a mean of ``items``, and whether the bodies of any
+            rank returned more than a loss.
         """
         assert self.start is not None
         with self.undone_after_an_error():
@@ -248,7 +250,7 @@ class Step(Generic[T]):
         return contextlib.nullcontext()
 
     def cannot_repeat(self) -> str | None:
-        """Return why memory that runs out now has to end the attempt; None if it does not."""
+        """Return why memory that runs out now has to end the attempt, or None if it does not."""
         if cuda.holds_graphs():
             # torch shows both as private pools of segments
             return "a CUDA graph was captured, or a memory pool is in use, which keeps its memory"
@@ -263,7 +265,7 @@ class Step(Generic[T]):
     # --- the passes ---
 
     def _pass(self, batches: list[Batch[T]]) -> Results[T] | None:
-        """Run batches; return the results of the last one, None if memory ran out."""
+        """Run batches. Return the results of the last batch, or None if memory ran out."""
         results: Results[T] = []
         for number, batch in enumerate(batches):
             if number and self.start is not None:
@@ -276,7 +278,7 @@ class Step(Generic[T]):
         return results
 
     def _parts_of(self, batch: Batch[T], used: int) -> Iterator[Part]:
-        """Yield a batch's parts; with a sharded model as many as the other ranks have."""
+        """Yield a batch's parts. With a sharded model, every rank yields the same number."""
         parts = batch.parts
         with_samples = bounds(parts.samples, used, least=self._least_part)
         wants_check = len(with_samples) > 1 and self._is_unchecked(batch)
@@ -296,7 +298,7 @@ class Step(Generic[T]):
 
     @functools.cached_property
     def _least_part(self) -> int:
-        """The fewest samples in a part: BatchNorm in training cannot take a lone one."""
+        """The fewest samples in a part: BatchNorm in training cannot take a single sample."""
         if self._size.refuses_lone_samples:
             return 2
         if self.start is None or not self._is_training:
@@ -375,7 +377,7 @@ class Step(Generic[T]):
         raise shortage from error
 
     def _tell_other_ranks(self, failure: Failure, error: BaseException) -> None:
-        """Let the other ranks end as well; they may save before that."""
+        """Tell the other ranks to end as well. They may save before that."""
         if not self._agrees:
             return
         self._undo()
@@ -384,7 +386,7 @@ class Step(Generic[T]):
             raise RankFailure(rank, failure, is_elsewhere=False) from error
 
     def _goes_through(self, part: Part, body: Body[T], used: int, results: Results[T]) -> bool:
-        """Run one part; return False if memory ran out, when all that the pass held is free."""
+        """Run a part. Return False if memory ran out, once all that the pass held is free."""
         end = self._run_part(part, body, used, results)
         # Nothing refers to the exception any longer, so that what its frames held can be freed.
         is_done = end.went_through
@@ -399,10 +401,10 @@ class Step(Generic[T]):
         return is_done
 
     def _run_part(self, part: Part, body: Body[T], used: int, results: Results[T]) -> PartEnd:
-        """Run one part, and decide what follows if memory runs out in it.
+        """Run a part, and decide what follows if memory runs out in it.
 
         Raises:
-            Exception: what the part raised, if the step is not repeated.
+            Exception: the error of the part, if the step is not repeated.
         """
         is_watched = self.start is not None and self.refuses_collectives
         if is_watched:
@@ -503,7 +505,7 @@ class Step(Generic[T]):
     def _is_cut_after_a_shortage(self, part: Part) -> bool:
         """Return whether a part is smaller than the batch because memory ran out in this step.
 
-        An error that such a part raises is no evidence of a bug: the whole batch did not raise it.
+        An error that such a part raises does not show a bug: the whole batch did not raise it.
         """
         return not part.is_whole and self.repeats > 0 and self.start is not None
 
@@ -526,7 +528,7 @@ class Step(Generic[T]):
         self._recorder.changes_in_place(changed)
 
     def _agree(self, *, returns_more: bool = False) -> RankReport | None:
-        """Agree with the other ranks how this step, or part, went; None if there are none."""
+        """Agree with the other ranks on how this step or part went. None without other ranks."""
         self._recorder.speed.alone_until_now()
         ran_out_here = self._ran_out
         size = self._size

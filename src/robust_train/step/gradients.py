@@ -28,13 +28,13 @@ class LaidAside:
     @property
     def may_leave(self) -> bool:
         """Whether it takes memory of a GPU that it can leave, as a view into a bucket cannot."""
-        one = self.gradient
-        is_plain = type(one) is Tensor and not one.is_sparse
+        gradient = self.gradient
+        is_plain = type(gradient) is Tensor and not gradient.is_sparse
         return (
             is_plain
-            and is_on_gpu(one)
+            and is_on_gpu(gradient)
             and not self._is_away
-            and one.untyped_storage().nbytes() == one.nbytes
+            and gradient.untyped_storage().nbytes() == gradient.nbytes
         )
 
     def leave(self) -> None:
@@ -72,7 +72,7 @@ class LaidAside:
 def are_zeros(gradients: Sequence[Tensor]) -> bool:
     """Return whether gradients are all zeros, as ``zero_grad(set_to_none=False)`` leaves them.
 
-    Of other gradients the first one shows it. A GPU is not asked: the host would wait for it.
+    If gradients are not zeros, the first shows it. A GPU is not asked: the host would wait for it.
     """
     return bool(gradients) and all(
         type(gradient) is Tensor
@@ -97,7 +97,7 @@ class _Before:
     parameter: weakref.ref[Tensor]
     gradient: Callable[[], Tensor | None]
     version: int
-    values: Tensor | None = None  # on the host
+    values: Tensor | None = None  # a copy on the host
     version_of_weights: int = -1
 
     @torch.no_grad()
@@ -147,7 +147,7 @@ class GradientsBefore:
     def begin(self, trained: Any) -> None:
         """Note the gradients of all that ``trained`` (modules, functions, arguments) reaches."""
         self._before = {}
-        for parameter in (one for m in modules_of(trained) for one in m.parameters()):
+        for parameter in (parameter for m in modules_of(trained) for parameter in m.parameters()):
             gradient = parameter.grad
             values = None
             if gradient is not None and not self._drops:
@@ -170,7 +170,7 @@ class GradientsBefore:
     @property
     def weights_have_changed(self) -> bool:
         """Whether a backward pass of the call may have updated what was there before it."""
-        parameters = (one.parameter() for one in self._before.values())
+        parameters = (gradient.parameter() for gradient in self._before.values())
         return any(map(steps_in_backward, parameters))
 
     @property
@@ -187,5 +187,5 @@ class GradientsBefore:
             earlier = self._before.get(id(tensor))
             if earlier is None or earlier.parameter() is not tensor:
                 tensor.grad = None
-        restored = [one.restore() for one in self._before.values()]
+        restored = [gradient.restore() for gradient in self._before.values()]
         return all(restored)

@@ -286,6 +286,9 @@ def retry_on_oom(
         min_batch_size: no call uses a smaller batch.
         batch_argument: the parameter of the function that is the batch.
 
+    Returns:
+        A decorator. The decorated function returns the result of the call that succeeded.
+
     Raises:
         TypeError: on decoration, the function is a generator or coroutine or lacks the parameter.
         AttemptsExhaustedError: on a call, memory ran out every time.

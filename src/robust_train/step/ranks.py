@@ -86,8 +86,8 @@ def agree(reports: Sequence[RankReport]) -> RankReport:
 class OtherGroups:
     """Messages over other groups than the default one, in the first two parts of training.
 
-    Later parts are not looked at: a thread that saves a checkpoint has such a group, too, and who
-    has begun a message is not known. No checkpoint is saved before the first parts are done.
+    Later parts are not examined: a thread that saves a checkpoint has such a group too, and the
+    sender of a message is not known. No checkpoint is saved before the first parts are done.
     """
 
     _PARTS = 2
@@ -99,15 +99,15 @@ class OtherGroups:
     def begin_part(self, groups: Iterable[Any]) -> None:
         """Note what the groups of this process have begun."""
         if self._parts < self._PARTS:
-            self._begun = {one: collectives_begun(one) for one in groups}
+            self._begun = {group: collectives_begun(group) for group in groups}
 
     def end_part(self, groups: Iterable[Any], ours: Container[Any]) -> bool:
         """Return whether each of the first parts, of which this is the last, has sent a message
         over a group that is not among ``ours``."""
         if self._parts >= self._PARTS:
             return False
-        others = [one for one in groups if one not in ours]
-        talks = any(collectives_begun(one) > self._begun.get(one, 0) for one in others)
+        others = [group for group in groups if group not in ours]
+        talks = any(collectives_begun(group) > self._begun.get(group, 0) for group in others)
         self._parts = self._parts + 1 if talks else self._PARTS
         return talks and self._parts == self._PARTS
 
@@ -119,8 +119,8 @@ class Ranks:
         self.world: Any = dist.group.WORLD
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
-        # on the host: a message over the GPU would have to wait for all that is queued there. Of
-        # its own: the default group counts the collectives of a user
+        # This group is on the host, because a message over the GPU would wait for everything that
+        # is queued there. It is apart from the default group, which counts a user's collectives.
         self._group: Any = dist.new_group(backend="gloo")
         start_nccl()
         self.replicas = ReplicaFinder()
@@ -532,12 +532,12 @@ def replicas_of(model: nn.Module, function: Any) -> list[Replica]:
     inside = replicas_in(model)
     if inside:
         return inside
-    own = set(map(id, model.parameters()))
+    ids = set(map(id, model.parameters()))
     return [
         replica
         for other in modules_of(function)
         for replica in replicas_in(other)
-        if own & set(map(id, replica.parameters()))
+        if ids & set(map(id, replica.parameters()))
     ]
 
 

@@ -75,8 +75,10 @@ def with_modules_inside(attributes: Attributes, modules: list[nn.Module]) -> lis
 
 def parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
     """Return the existing parameters of modules. The first pass creates those of lazy modules."""
-    homes = [own for own, _ in map(tensors_of, modules) if own]
-    parameters = [parameter for own in homes for parameter in own.values() if parameter is not None]
+    homes = [home for home, _ in map(tensors_of, modules) if home]
+    parameters = [
+        parameter for home in homes for parameter in home.values() if parameter is not None
+    ]
     # Asking each of a thousand in each step takes longer than asking their types.
     if set(map(type, parameters)) == {nn.Parameter}:
         return parameters

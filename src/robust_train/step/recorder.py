@@ -19,7 +19,7 @@ OnOom = Callable[[BaseException, Failure], None]
 
 
 class StepSpeed(Protocol):
-    """What measures the speed of steps."""
+    """The part of the speed meter that a step uses."""
 
     def batch_begins(self, samples: int) -> None:
         """Count from here on as computing a batch."""
@@ -92,7 +92,7 @@ class Recorder:
         )
 
     def exhausted(self, training: bool, failure: Failure, used: int, tried: tuple[int, ...]) -> str:
-        """Log that memory ran out at the smallest size too; return that as a note."""
+        """Log that memory ran out at the smallest size too, and return the line as a note."""
         step = self.step()
         sizes = ", ".join(map(str, tried))
         note = f"step {step}: memory ran out at every micro-batch tried ({sizes})"

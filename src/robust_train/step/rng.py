@@ -15,7 +15,8 @@ from torch import Tensor
 def seed_everything(seed: int) -> None:
     """Seed Python, NumPy if it is imported, and torch on every device."""
     random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
         numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
@@ -35,7 +36,8 @@ def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "python": [version, list(internal), gauss],
     }
-    if (numpy := sys.modules.get("numpy")) is not None:
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
         state["numpy"] = list(numpy.random.get_state())
         state["numpy"][1] = state["numpy"][1].tolist()
     if device is not None and device.type == "cuda":
@@ -58,15 +60,16 @@ def restore_rng(state: Mapping[str, Any], device: torch.device | None = None) ->
 class GeneratorStates:
     """The states at this moment, to go back to within this process. Of all GPUs, whichever the
     model is on: a generator's state lies on the host, and reading it makes no CUDA context.
-    ``own`` are generators that the user has made: of torch, NumPy or Python."""
+    ``generators`` are further ones, of torch, NumPy or Python, that the user has made."""
 
-    def __init__(self, own: Iterable[Any] = ()) -> None:
+    def __init__(self, generators: Iterable[Any] = ()) -> None:
         self._states: list[tuple[Any, Callable[[Any], object]]] = [
-            *map(_state_and_setter, own),
+            *map(_state_and_setter, generators),
             (torch.get_rng_state(), torch.set_rng_state),
             (random.getstate(), random.setstate),
         ]
-        if (numpy := sys.modules.get("numpy")) is not None:
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
             state = numpy.random.get_state()
             self._states.append((state, numpy.random.set_state))
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -84,31 +87,33 @@ class GeneratorStates:
         return all(_are_equal(state, at) for (state, _), (at, _) in pairs)
 
 
-def _are_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return all(_are_equal(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return all(map(_are_equal, one, other))
-    return bool((one == other).all()) if hasattr(one, "all") else one == other
+def _are_equal(state: Any, other: Any) -> bool:
+    if isinstance(state, Tensor):
+        return torch.equal(state, other)
+    if isinstance(state, dict):
+        return all(_are_equal(state[key], other[key]) for key in state)
+    if isinstance(state, (list, tuple)):
+        return all(map(_are_equal, state, other))
+    return bool((state == other).all()) if hasattr(state, "all") else state == other
 
 
 def _state_and_setter(generator: Any) -> tuple[Any, Callable[[Any], object]]:
     if isinstance(generator, random.Random):
         return generator.getstate(), generator.setstate
     # what a generator of NumPy's draws from
-    if (bits := getattr(generator, "bit_generator", None)) is not None:
+    bits = getattr(generator, "bit_generator", None)
+    if bits is not None:
         return bits.state, partial(setattr, bits, "state")
     return generator.get_state(), generator.set_state
 
 
 def generators_in(values: Sequence[Any]) -> list[Any]:
     kinds: tuple[type, ...] = (torch.Generator, random.Random)
-    if (numpy := sys.modules.get("numpy")) is not None:
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
         kinds += (numpy.random.Generator, numpy.random.RandomState)
-    found = {kind for kind in set(map(type, values)) if issubclass(kind, kinds)}
-    found.discard(random.SystemRandom)  # the system's has no state
-    if not found:
+    types = {kind for kind in set(map(type, values)) if issubclass(kind, kinds)}
+    types.discard(random.SystemRandom)  # the system's has no state
+    if not types:
         return []
-    return list({value for value in values if type(value) in found})
+    return list({value for value in values if type(value) in types})

@@ -70,12 +70,12 @@ class Ledger:
         self._vote = vote
         self._roots = weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]]()
         self._records: dict[object, list[Collective]] = {}
-        self._part: object = None  # None: a pass that is no part
+        self._part: object = None  # None during a pass that is not a part
         self._has_weight = True
         self._now: list[Collective] | None = None
-        # of a collective, on this rank
+        # The error of a collective on this rank.
         self._failed: BaseException | None = None
-        self.sent = 0  # by sharded models over the default group
+        self.sent = 0  # collectives of sharded models over the default group
         self.groups: set[Any] = set()  # over which sharded models send
 
     def roots_in(self, models: Iterable[nn.Module]) -> tuple[Any, ...]:
@@ -120,7 +120,8 @@ class Ledger:
             BaseException: the error of a collective that failed under way. The progress of the
                 others is unknown, so the step cannot be repeated and the attempt ends.
         """
-        if (failed := self._failed) is not None:
+        failed = self._failed
+        if failed is not None:
             self._failed = None
             raise failed
         now = self._now
@@ -160,7 +161,7 @@ class Ledger:
     def _noted(
         self, is_gathered: bool, output: Tensor, given: Tensor, group: Any, op: Any
     ) -> Iterator[None]:
-        """Record a collective once it has been sent, and the error of one that failed under way."""
+        """Record a collective once it has been sent, or its error if sending failed."""
         if self._now is not None and self._part not in self._records and self._vote(False):
             self._now = None
             raise RanOutElsewhereError

@@ -605,7 +605,7 @@ def _give_statistics(module: Any) -> None:
 
 
 def described(error: Exception) -> str:
-    """Return an error in one line."""
+    """Describe an error in one line."""
     name = type(error).__name__
     text = first_line(error)
     return text if text.startswith(name) else f"{name}: {text}"

@@ -177,10 +177,10 @@ def joined(parts: Sequence[Any], sizes: Sequence[int], *, any_length: bool = Fal
     if _is_array(first) or type(first) in (int, float):
         return _number_of(parts, sizes)
     if isinstance(first, Mapping):
-        found = {}
+        content = {}
         for key in first:
-            found[key] = join([part[key] for part in parts])
-        return found if type(first) is dict else type(first)(found)  # type: ignore[call-arg]
+            content[key] = join([part[key] for part in parts])
+        return content if type(first) is dict else type(first)(content)  # type: ignore[call-arg]
     if isinstance(first, list) and is_by_sample:
         return list(itertools.chain.from_iterable(parts))
     if isinstance(first, (list, tuple)):

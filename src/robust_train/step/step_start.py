@@ -46,7 +46,8 @@ class Watch:
         """Raise UserError if no step of ``model`` can start over. This is checked once."""
         if model in self._checked:
             return
-        if (reason := why_not_again(model)) is not None:
+        reason = why_not_again(model)
+        if reason is not None:
             raise UserError(
                 f"run.backward: {reason}, so a step cannot start over where memory runs out; "
                 "step after run.backward, or call loss.backward() yourself"
@@ -137,13 +138,13 @@ class StepStart:
     def _lay_aside(self, parameters: Iterable[Tensor]) -> None:
         if not self._keeps_gradients:
             return
-        found = [
+        gradients = [
             (parameter, parameter.grad) for parameter in parameters if parameter.grad is not None
         ]
-        if are_zeros([gradient for _, gradient in found]):
-            self._zeros += found
+        if are_zeros([gradient for _, gradient in gradients]):
+            self._zeros += gradients
             return
-        for parameter, gradient in found:
+        for parameter, gradient in gradients:
             self._aside.append(LaidAside(parameter, gradient))
             parameter.grad = None
         if self._watch.keeps_aside_on_host:
@@ -156,8 +157,8 @@ class StepStart:
         size = sum(gradient.gradient.nbytes for gradient in leaving)
         if not leaving or size > _MOST_OF_HOST * room_left():
             return False
-        for one in leaving:
-            one.leave()
+        for gradient in leaving:
+            gradient.leave()
         return True
 
     def make_room(self) -> bool:
@@ -180,8 +181,8 @@ class StepStart:
 
     def parameters(self) -> list[Tensor]:
         """Return what the step trains, each once."""
-        found = (parameter for model in self.models for parameter in model.parameters())
-        return list(dict.fromkeys(found))
+        parameters = (parameter for model in self.models for parameter in model.parameters())
+        return list(dict.fromkeys(parameters))
 
     def make_gradients(self) -> None:
         """Give every parameter a gradient of zeros, as in all parts of a step but the first."""
@@ -229,8 +230,8 @@ class StepStart:
             return
         self.is_open = False
         with torch.no_grad():
-            for one in self._aside:
-                one.add()
+            for gradient in self._aside:
+                gradient.add()
         self._aside = []
         self._zeros = []
         for attributes in self._attributes:

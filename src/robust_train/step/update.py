@@ -70,7 +70,7 @@ class LateFigures:
         if before is None:
             return None
         earlier, late = before
-        # taken a step ago, so that it does not wait
+        # This copy began a step ago, so that reading it does not wait.
         return earlier, float(late.read())
 
 
@@ -78,10 +78,10 @@ class LateFigures:
 class Answer:
     """What the host knows of updates after one more of them."""
 
-    # whether the weights have changed: in this update, or in the one before if the device decides;
-    # true for the first one that the device decides about
+    # Whether the weights have changed in this update, or in the one before if the device decides.
+    # The first such update counts as one that changed them.
     moved: bool
-    # a step, and whether its loss or norm was not finite; None if that is not known yet
+    # A step, and whether its loss or norm was not finite. None if that is not known yet.
     checked: tuple[int, bool] | None = None
 
 
@@ -172,8 +172,12 @@ def update(
 
 
 def _step_scaled(optimizer: torch.optim.Optimizer, scaler: Any) -> tuple[bool, Tensor | None]:
-    """Step and adapt the scale; return whether the weights have changed, as far as is known, and
-    the figure by which the device leaves the update out, if it decides."""
+    """Step and adapt the scale.
+
+    Returns:
+        Whether the weights have changed, as far as is known, and the figure by which the device
+        leaves the update out, if the device decides.
+    """
     if skips_on_device(optimizer):
         figures = overflow_figures(scaler, optimizer)
         left_out = _any_of(figures) if figures else None

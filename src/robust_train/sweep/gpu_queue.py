@@ -78,8 +78,7 @@ _REFRESH_SECONDS = 0.5
 
 
 class Jobs:
-    """The jobs of a sweep: ``listed`` has their overrides by number. A search adds its jobs one by
-    one."""
+    """The jobs of a sweep. ``listed`` has their overrides by number. A search adds single jobs."""
 
     prunes = False
     """Whether `reported` may stop a job."""
@@ -172,7 +171,8 @@ class GpuQueue:
         for number, overrides in jobs.listed.items():
             self.rows[number] = self._not_started(number, overrides)
         for folder in job_folders(self.folder) if prunes else ():
-            if (record := read_record(folder)) is not None:
+            record = read_record(folder)
+            if record is not None:
                 row = self.rows.get(record.job)
                 # the folder may hold jobs of other sweeps
                 if record.sweep == table.sweep or (row and row.varies_as(record)):
@@ -229,7 +229,8 @@ class GpuQueue:
             most = requested_sweep_limit(self.folder)
             if len(self._running) >= (slots if most is None else most):
                 break
-            if (next_job := self._jobs.next()) is None:
+            next_job = self._jobs.next()
+            if next_job is None:
                 break
             number, overrides = next_job
             self._start(number, overrides)
@@ -346,11 +347,11 @@ class GpuQueue:
     def _settle(self, number: int, returncode: int) -> None:
         """Handle the end of a job, and record it if the job could not."""
         folder = self.rows[number].path
-        own = replace(self.rows[number], status=Status.STARTED)
+        started = replace(self.rows[number], status=Status.STARTED)
         if self._has_lost_folder():
-            row = row_of(own, Path(), returncode)
+            row = row_of(started, Path(), returncode)
         else:
-            row = row_of(read_record(folder) or own, folder, returncode)
+            row = row_of(read_record(folder) or started, folder, returncode)
             row.write(folder)
         line = f"job {row.job} {row.status}"
         if row.has_completed and row.wall_seconds is not None:
@@ -461,7 +462,8 @@ def count_gpus(wanted: RobustConfig) -> int:
     if wanted.device == "cpu" and not wanted.picks_gpu:
         return 0
     read_end, write_end = os.pipe()
-    if not (child := os.fork()):
+    child = os.fork()
+    if not child:
         with contextlib.suppress(BaseException):
             visible = visible_gpus(read_inventory(processes=False), os.environ)
             answer = str(len(visible.gpus)) if visible.inventory.answered else "?"

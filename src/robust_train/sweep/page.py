@@ -95,12 +95,12 @@ def sweep_story_of(folder: Path) -> SweepStory:
         has_story = (row.path / "journal.jsonl").exists()
         story = story_of(read_sources(row.path)) if has_story else None
         jobs[row.job] = JobStory(row, story)
-    found = tuple(job.row for job in jobs.values())
-    points = best_first(replace(table, jobs=found))
+    rows = tuple(job.row for job in jobs.values())
+    points = best_first(replace(table, jobs=rows))
     wall = table.wall_seconds
-    sentence = tally(found)
+    sentence = tally(rows)
     sentence += "." if wall is None else f" in {duration(wall)}."
-    if values_of(found):
+    if values_of(rows):
         sentence += f" The {table.best_is} result is the best."
     is_over = table.status == Status.ENDED
     if not is_over and is_alive(folder, has_ended=False):
@@ -111,7 +111,7 @@ def sweep_story_of(folder: Path) -> SweepStory:
         folder=str(folder),
         is_over=is_over,
         sentence=sentence,
-        jobs=tuple(jobs[row.job] for rows in points for row in rows),
+        jobs=tuple(jobs[row.job] for of_point in points for row in of_point),
     )
 
 

@@ -85,10 +85,10 @@ class Reports:
         for number, each in self.values.items():
             signed = [sign * value for value in each.values()]
             best[number] = list(accumulate(signed, max))
-        own = best.pop(job)
-        if len(own) < patience:
+        values = best.pop(job)
+        if len(values) < patience:
             return False
-        for at in range(len(own) - patience, len(own)):
-            if not any(len(other) > at and other[at] > own[at] for other in best.values()):
+        for at in range(len(values) - patience, len(values)):
+            if not any(len(other) > at and other[at] > values[at] for other in best.values()):
                 return False
         return True

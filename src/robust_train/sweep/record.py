@@ -87,7 +87,7 @@ class SweepJob:
     total_steps: int | None = None
     result: Any = None  # the objective
     wall_seconds: float | None = None
-    wait_seconds: float | None = None  # of those, waiting for a GPU
+    wait_seconds: float | None = None  # the part of them spent waiting for a GPU
     reused: bool = False  # completed in an earlier launch of the sweep
     # one sentence for any end but `completed`; of that only if it is in doubt
     reason: str | None = None
@@ -177,19 +177,19 @@ class SweepJob:
         return from_json(cls, with_lacked_by_json(content))
 
 
-def begun(own: SweepJob, earlier: SweepJob | None, *, resume: bool) -> tuple[SweepJob, bool]:
+def begun(job: SweepJob, earlier: SweepJob | None, *, resume: bool) -> tuple[SweepJob, bool]:
     """Return the record of a job that is about to start in a folder that may have an ``earlier``
     record, and whether the folder's content belongs to this job, to be resumed.
 
     A job that is over joins this launch as it is.
     """
     if earlier is None:
-        return own, resume
+        return job, resume
     # resumed anyway: put back into the queue by Slurm
-    stays = own.varies_as(earlier) and (resume or earlier.sweep == own.sweep)
+    stays = job.varies_as(earlier) and (resume or earlier.sweep == job.sweep)
     if not stays or not (earlier.has_completed or earlier.is_pruned):
-        return own, stays
-    mine = {n: getattr(own, n) for n in ("job", "overrides", "sweep", "trial")}
+        return job, stays
+    mine = {n: getattr(job, n) for n in ("job", "overrides", "sweep", "trial")}
     return replace(earlier, **mine, reused=True), True
 
 

@@ -117,7 +117,8 @@ class Search(Jobs):
                     for override in row.overrides
                     if override.partition("=")[0] not in drawn
                 }
-        if others := public_command(of_jobs(sorted(changed))):
+        others = public_command(of_jobs(sorted(changed)))
+        if others:
             log.warning(
                 "the trials that are over count, though not all had the same overrides (%s); "
                 "another hydra.sweep.dir begins a new search",
@@ -183,10 +184,10 @@ class Search(Jobs):
         if not self.prunes:
             return ""
         trial = self._had[job]
-        known = self._trials()[job].intermediate_values
+        reported = self._trials()[job].intermediate_values
         for event in values:
             # reported before it was resumed; and Optuna counts from 0
-            if event.step in known or event.step < 0:
+            if event.step in reported or event.step < 0:
                 continue
             trial.report(event.value, event.step)
             if trial.should_prune():
@@ -236,7 +237,8 @@ def _made(wanted: Any) -> Any:
     if not isinstance(wanted, dict):
         return wanted
     arguments = {key: _made(value) for key, value in wanted.items()}
-    if (target := arguments.pop("_target_", None)) is None:
+    target = arguments.pop("_target_", None)
+    if target is None:
         return arguments
     try:
         with warnings.catch_warnings():

@@ -117,8 +117,8 @@ class Sweep:
 
     def rows(self) -> list[SweepJob]:
         """Return the jobs so far, by number, including known jobs that left nothing on disk."""
-        found = {row.job: row for row in read_rows(self.folder, self.table.sweep)}
-        rows = self.known | found
+        recorded = {row.job: row for row in read_rows(self.folder, self.table.sweep)}
+        rows = self.known | recorded
         return [rows[number] for number in sorted(rows)]
 
     def show_and_write(self) -> int:
@@ -318,18 +318,19 @@ def repeat_of(config: DictConfig) -> int:
 def prepare(config: DictConfig, folder: Path) -> SweepJob:
     """Prepare a folder for a sweep's job that is about to start, and return the job. A job that
     must not run has already ended."""
-    own = SweepJob(
+    job = SweepJob(
         config.hydra.job.num,
         tuple(map(str, config.hydra.overrides.task)),
         os.environ.get(SWEEP_VARIABLE, ""),
         folder=str(folder),
         trial=config.hydra.job.num // repeat_of(config),
     )
-    if is_anothers(sweep_folder_of(config), own.sweep):
-        return own.refused(LOST % sweep_folder_of(config))
-    if (problem := refusal(folder)) is not None:
-        return own.refused(problem)  # what a live job has there stays
-    job, stays = begun(own, read_row(folder), resume=unchecked(config).resume)
+    if is_anothers(sweep_folder_of(config), job.sweep):
+        return job.refused(LOST % sweep_folder_of(config))
+    problem = refusal(folder)
+    if problem is not None:
+        return job.refused(problem)  # what a live job has there stays
+    job, stays = begun(job, read_row(folder), resume=unchecked(config).resume)
     if not job.is_running:
         digests = config_digests(composed_files(config))
         changed = ", ".join(changed_files(read_environment(folder), digests))
@@ -349,7 +350,7 @@ def prepare(config: DictConfig, folder: Path) -> SweepJob:
             (folder / "summary.json").unlink(missing_ok=True)
         except OSError as error:
             # not run over it: a checkpoint of another job must not be mistaken for this one's
-            return own.refused(f"{folder}: cannot move aside what it holds: {error.strerror}")
+            return job.refused(f"{folder}: cannot move aside what it holds: {error.strerror}")
         if sweep_stop_requested(sweep_folder_of(config)):
             reason = "the sweep was stopped"
             job = replace(job, status=Status.NOT_STARTED, reason=reason)
@@ -427,7 +428,8 @@ class SweepCallback(Callback):
                 cfg = OmegaConf.load(file)
                 OmegaConf.update(cfg, "notify.urls", None)
                 OmegaConf.save(cfg, file)
-        if problem := misplaced_launcher(config, self._launcher):
+        problem = misplaced_launcher(config, self._launcher)
+        if problem:
             session.job = SweepJob(0, ()).refused(problem)
         elif config.hydra.mode == RunMode.MULTIRUN:
             with contextlib.suppress(OSError):  # it was removed
@@ -479,5 +481,6 @@ def restore_mask(environ: MutableMapping[str, str]) -> None:
     """Restore the user's CUDA_VISIBLE_DEVICES, which submitit's local executor overwrites."""
     if environ.get("SUBMITIT_EXECUTOR") == "local" and _OWN_MASK in environ:
         environ.pop(_MASK, None)
-        if (mask := json.loads(environ[_OWN_MASK])) is not None:
+        mask = json.loads(environ[_OWN_MASK])
+        if mask is not None:
             environ[_MASK] = mask

@@ -38,7 +38,8 @@ def sweep(
             "is started on; leave the launcher out"
         )
     content: Any = OmegaConf.to_container(OmegaConf.create(dict(given)))
-    if unknown := sorted(content.keys() - vars(SweeperSettings()).keys()):
+    unknown = sorted(content.keys() - vars(SweeperSettings()).keys())
+    if unknown:
         raise ConfigError(f"hydra.sweeper.{unknown[0]}: no such key")
     try:
         settings = from_json(SweeperSettings, content)
@@ -86,8 +87,8 @@ def _combinations(
                 f"{override.input_line}: a grid needs values, as by range(1,10) or choice(1,2); "
                 "hydra/sweeper=robust_optuna searches an interval"
             )
-        own = [f"{key}={value}" for value in override.sweep_string_iterator()]
-        jobs = [[*job, override] for job in jobs for override in own]
+        overrides = [f"{key}={value}" for value in override.sweep_string_iterator()]
+        jobs = [[*job, override] for job in jobs for override in overrides]
     return [job + seed for job in jobs for seed in seeds]
 
 

@@ -175,15 +175,16 @@ def _classes_in(folder: Path) -> list[str]:
 
 def _read_classes(folder: Path, classes: Sequence[str]) -> Images:
     torchvision = require("torchvision.datasets.folder", "dataset=image_folder")
-    own = _classes_in(folder)
-    if unknown := sorted(set(own) - set(classes)):
+    classes_here = _classes_in(folder)
+    unknown = sorted(set(classes_here) - set(classes))
+    if unknown:
         raise ConfigError(
             f"dataset=image_folder: {folder / unknown[0]} is of a class that has no training images"
         )
     try:
         samples = torchvision.make_dataset(
             folder,
-            {name: classes.index(name) for name in own},
+            {name: classes.index(name) for name in classes_here},
             (*torchvision.IMG_EXTENSIONS, ".gif"),
         )
     except (FileNotFoundError, ValueError) as error:  # a class, or all, without an image

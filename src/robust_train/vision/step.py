@@ -107,7 +107,7 @@ class CosineSchedule:
 @dataclass
 class EpochPosition:
     """The position of a run, in terms that no split into micro-batches changes: optimizer steps
-    done, the current epoch from 0, and its samples that are done; all of them during validation.
+    done, the current epoch from 0, and its samples that are done (all during validation).
     """
 
     step: int = 0

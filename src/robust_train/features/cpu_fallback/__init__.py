@@ -1,4 +1,4 @@
-"""The CPU, where the user allows it and no GPU can do the job."""
+"""The CPU as the last device, if the user allows it and no GPU can do the job."""
 
 from robust_train.model.feature import Feature
 

@@ -1,4 +1,4 @@
-"""The CPU as the last device."""
+"""The remedy that ends on the CPU. The policy, in the launcher, asks it after all others."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from robust_train.policy.context import FailureContext
 
 
 def cpu_fallback(context: FailureContext) -> Retry | None:
-    """Take the CPU at the requested batch, once, where the user allows it."""
+    """Retry on the CPU at the requested batch, once, if the user allows it."""
     if not context.config.allow_cpu_fallback or "cpu" in context.tried_devices:
         return None
-    asked = context.settings.for_ranks(context.settings.cpu_ranks).asked
+    request = context.settings.for_ranks(context.settings.cpu_ranks).asked
     how = " and no other GPU is available: on the CPU"
     if context.failure.kind is FailureKind.DEVICE_OOM:
         how = f"{context.at_size} and no GPU has more to offer"
@@ -19,7 +19,7 @@ def cpu_fallback(context: FailureContext) -> Retry | None:
         "cpu_fallback",
         how,
         gpus=(),
-        ranks=asked.ranks,
-        batch_size=asked.batch_size,
-        parts=context.last.with_same("gradient_checkpointing", asked).parts,
+        ranks=request.ranks,
+        batch_size=request.batch_size,
+        parts=context.last.with_same("gradient_checkpointing", request).parts,
     )

@@ -22,19 +22,19 @@ from robust_train.model.failure import FailureKind
 
 _OF_THE_HOST = (FailureKind.HOST_OOM, FailureKind.WORKER_DEATH)
 _LONGEST_BETWEEN_LOOKS = 60.0
-# of the attempt's time, from its beginning: none that were seen by then are none at all
+# A share of the attempt's time from its start. If no workers were seen by then, there are none.
 _LATE = 1 / 3
 
 
 class WorkersWatch(Watch):
-    """Looks for data-loader workers, less often as time goes by."""
+    """Looks for data-loader workers, ever less often."""
 
     def __init__(
         self, request: AttemptRequest, pids: Sequence[int], send: Callable[[Event], None]
     ) -> None:
         super().__init__(request, pids, send)
         self._send = send
-        self._workers = Workers()  # at the last look that found some
+        self._workers = Workers()  # those of the last look that found any
         self._began = time.monotonic()
         self._looked = self._began
         self._look_at = self._began + TICK_SECONDS
@@ -44,9 +44,9 @@ class WorkersWatch(Watch):
         now = time.monotonic()
         if now < self._look_at:
             return None
-        found = find_workers([one.pid for one in living.values()])
-        if found.count:
-            self._workers = found
+        workers = find_workers([process.pid for process in living.values()])
+        if workers.count:
+            self._workers = workers
         self._looked = now
         pause = max(now - self._began, TICK_SECONDS)
         self._look_at = now + min(pause, _LONGEST_BETWEEN_LOOKS)

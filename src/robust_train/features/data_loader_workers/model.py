@@ -1,4 +1,4 @@
-"""Fewer data-loader workers where they hold the memory."""
+"""The remedies that start fewer data-loader workers when these hold the memory or die."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _NEEDS_WORKERS = re.compile(r"persistent_workers|prefetch_factor|num_workers|mul
 
 
 def fewer_workers(context: FailureContext) -> Retry | None:
-    """Halve the data-loader workers where they hold the memory or die, each with less ahead.
+    """Halve the data-loader workers if they hold the memory or die, each with less ahead.
 
-    Where they hold the memory one is left, since many programs cannot load in the training process.
-    The built-in trainer can. If workers die, training without any is tried once.
+    If they hold the memory, one worker is left, since many programs cannot load in the training
+    process. The built-in trainer can. If workers die, training without any is tried once.
     """
     evidence = context.evidence
     seen = evidence.of(WorkersFinding)
@@ -34,7 +34,8 @@ def fewer_workers(context: FailureContext) -> Retry | None:
     prefetch = last.prefetch_factor
     if context.config.theirs is None:  # a project has no key for it
         prefetch = max(prefetch // 2, 1)
-    has_tried_none = any(one.spec.of(WorkersKnob).num_workers == 0 for one in context.history)
+    tried = {attempt.spec.of(WorkersKnob).num_workers for attempt in context.history}
+    has_tried_none = 0 in tried
     may_have_none = context.config.is_built_in or not (is_host or has_tried_none)
     workers = workers if may_have_none else max(workers, 1)
     if workers >= last.num_workers:
@@ -46,11 +47,11 @@ def fewer_workers(context: FailureContext) -> Retry | None:
 
 
 def workers_after_all(context: FailureContext) -> Retry | None:
-    """Return to one worker if the trainer has refused to do without any."""
+    """Return to a single worker if the trainer refused to train without workers."""
     before = context.history[-2:-1]
     had_some = any(
-        one.spec.of(WorkersKnob).num_workers and one.kind is FailureKind.WORKER_DEATH
-        for one in before
+        attempt.spec.of(WorkersKnob).num_workers and attempt.kind is FailureKind.WORKER_DEATH
+        for attempt in before
     )
     is_refused = _NEEDS_WORKERS.search(context.failure.message)
     knob = context.last.of(WorkersKnob)
@@ -65,7 +66,7 @@ def _workers_are_fixed(context: FailureContext) -> bool:
     seen = context.evidence.of(WorkersFinding).workers
     given = context.last.of(WorkersKnob).num_workers
     return bool(seen) and any(
-        one.spec.of(WorkersKnob).num_workers > given
-        and one.evidence.of(WorkersFinding).workers == seen
-        for one in context.history[:-1]
+        attempt.spec.of(WorkersKnob).num_workers > given
+        and attempt.evidence.of(WorkersFinding).workers == seen
+        for attempt in context.history[:-1]
     )

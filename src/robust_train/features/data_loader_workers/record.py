@@ -49,7 +49,7 @@ class WorkersSeen(Event):
 
 @dataclass(frozen=True)
 class WorkersNote(Note):
-    """The workers that were seen; in no file but that of a failure. None if unknown."""
+    """The workers that were seen, None if unknown. Only the record of a failure has them."""
 
     folds = (WorkersSeen,)
 

@@ -1,4 +1,4 @@
-"""Jobs in the background, where a logout does not end them (``detach=true``)."""
+"""Jobs in the background, which a logout does not end (``detach=true``)."""
 
 from robust_train.features.detach.model import DetachKeys
 from robust_train.model.feature import Feature

@@ -1,4 +1,4 @@
-"""The command in the foreground ends once the job in the background has begun."""
+"""Ends the foreground command once the job in the background has started."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from robust_train.queue.waiting import WaitStatus
 
 
 class Detach(InLauncher):
-    """Says to the foreground that the job waits or trains."""
+    """Tells the foreground command that the job waits or trains."""
 
     def event(self, event: Event, attempt: Attempt | None) -> None:
-        """End the foreground with what its user needs to know of the job."""
+        """Send the foreground command the lines that it prints before it ends."""
         if isinstance(event, WaitStatus | AttemptStarted):
             state = self.job.state
             folder = self.job.plan.run_dir

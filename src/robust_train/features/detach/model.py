@@ -1,4 +1,4 @@
-"""The key of jobs in the background."""
+"""The key ``detach``."""
 
 from __future__ import annotations
 

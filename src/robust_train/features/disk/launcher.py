@@ -1,4 +1,4 @@
-"""A disk that ended an attempt: recognised afterwards, and waited for."""
+"""Recognises a disk that ended an attempt, and waits until a full disk has space again."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _LINE_SECONDS = 60.0
 
 
 class Disk(InLauncher):
-    """Says what the disk has to do with a failure, and waits until a full one has space again."""
+    """Adds the disk's part to the evidence of a failure, and waits for space before a retry."""
 
     def evidence(self, attempt: Attempt, history: History) -> Attempt:
-        """Return the attempt with what the disk says of its failure.
+        """Return the attempt with the disk's evidence of its failure.
 
         If the file system became read-only because of an error, an attempt that could not write
-        there failed because of the disk; otherwise that is the user's mistake. A checkpoint that
+        there failed because of the disk. Otherwise that is the user's mistake. A checkpoint that
         its script could not read is passed over from now on.
         """
         failure = attempt.failure
@@ -72,7 +72,7 @@ class Disk(InLauncher):
         return replace(failure, message=message)
 
     def _with_damaged(self, attempt: Attempt, failure: Failure) -> Failure:
-        """Return the failure with whether a checkpoint comes before one that cannot be read."""
+        """Return the failure with whether a checkpoint exists before an unreadable checkpoint."""
         path = attempt.checkpoint or attempt.resumed_from
         lacks_file = f"No such file or directory: '{path}/" in failure.message
         is_damaged = lacks_file or failure.evidence.clue == Clue.DAMAGED

@@ -1,4 +1,4 @@
-"""Training whose loss is no longer usable: noticed, undone, repeated."""
+"""Training whose loss can no longer be used is noticed, undone and repeated."""
 
 from robust_train.features.divergence.model import DivergenceKeys
 from robust_train.model.feature import Feature

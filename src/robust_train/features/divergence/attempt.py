@@ -1,6 +1,6 @@
-"""Whether what an attempt trains is of use: its losses and its updates.
+"""Watches the losses and updates of an attempt for divergence.
 
-:class:`Losses` is pure; :class:`Guard` reads figures from the device a step late.
+`Losses` is pure. `Guard` reads figures from the device a step late.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Losses:
     recent: tuple[float, ...] = ()
 
     def after(self, step: int, loss: float, plan: DivergenceKeys) -> Losses:
-        """Return the losses with one more."""
+        """Return the losses and another loss."""
         is_finite = math.isfinite(loss)
         if is_finite and not self._is_spike(loss, plan):
             most = _RECENT if plan.spike_sigma else 1
@@ -71,7 +71,7 @@ class Losses:
         if not plan.spike_sigma or len(self.recent) < _LEAST_RECENT:
             return False
         middle = statistics.median(self.recent)
-        spread = statistics.median(abs(one - middle) for one in self.recent)
+        spread = statistics.median(abs(value - middle) for value in self.recent)
         return loss - middle > plan.spike_sigma * _SIGMA * spread
 
     def of_checkpoint(self, step: int | None) -> str:
@@ -104,18 +104,18 @@ class WatchesLosses(InAttempt):
     """Puts the guard between training and its losses and updates (``divergence``)."""
 
     def begin(self) -> None:
-        """Begin to watch, unless divergence is to be ignored."""
+        """Start to watch, unless divergence is ignored."""
         divergence = self.config.of(DivergenceKeys)
         if divergence.action != "ignore":
             self.live.watch(Guard(self.live, divergence))
 
 
 class Guard(LossWatch):
-    """Watches an attempt; raises :class:`TrainingDiverged` when training is of no use any more.
+    """Watches an attempt; raises `TrainingDiverged` when training has become useless.
 
     Attributes:
-        divergence: what counts as diverged.
-        losses: what those reported so far show.
+        divergence: the thresholds of divergence.
+        losses: the losses so far.
     """
 
     leaves_out = True
@@ -153,18 +153,22 @@ class Guard(LossWatch):
     def computed(self, step: int, loss: Tensor) -> None:
         """Take the loss of a batch."""
         self._loss = loss if self._loss is None else self._loss + loss
+        # `step` takes its own loss.
         if not self._makes_updates:
             self.take(step, loss, COMPUTED)
 
     def take(self, step: int, loss: Any, source: int = GIVEN) -> None:
-        """Take the loss of a step; a tensor's is read a step later, where nothing waits for it. One
-        that is computed counts where none is reported, and neither does once one was given."""
+        """Take the loss of a step.
+
+        A tensor is read a step later, when reading it does not wait. A reported loss replaces a
+        computed loss, and a given loss replaces both.
+        """
         if source < self._source:
             return
         self._source = source
         if hasattr(loss, "detach"):
             if not self._late_losses:
-                # torch comes with it, and the launcher does without
+                # This imports torch, which the launcher does not.
                 from robust_train.step.update import LateFigures
 
                 self._late_losses = LateFigures()
@@ -177,8 +181,8 @@ class Guard(LossWatch):
             self._look_at(step, figure)
 
     def _look_at(self, step: int, loss: float) -> None:
-        """Add a loss; raise if training has diverged."""
-        # what `step` leaves out has spoiled nothing
+        """Add a loss. Raises TrainingDiverged if training has diverged."""
+        # An update that `step` left out has spoiled nothing.
         if self._makes_updates and not math.isfinite(loss):
             return
         self.losses = self.losses.after(step, loss, self.divergence)
@@ -206,7 +210,11 @@ class Guard(LossWatch):
         return answer.moved
 
     def _count_update(self, step: int, was_left_out: bool) -> None:
-        """Count a step whose update was left out; raise after too many in a row."""
+        """Count a step whose update was left out.
+
+        Raises:
+            TrainingDiverged: too many in a row.
+        """
         if not was_left_out:
             self._skipped = 0
             return
@@ -230,18 +238,18 @@ class Guard(LossWatch):
     # --- the end ---
 
     def _spoiled(self, message: str, good: int | None, bad: int) -> TrainingDiverged:
-        """Let no attempt resume from what was saved since the good step; return the error."""
+        """Exclude the checkpoints after the good step from resumption, and return the error."""
         saves = self._live.saves
         begun = self._live.reports.steps_before
         if good is None or good <= begun:
-            # none was good in this attempt: so may be what it resumed from
+            # No step of this attempt was good, so its first checkpoint may be spoiled too.
             good = begun - 1
         before = saves.spoil(good, self._good_since)
         last = "no checkpoint before it"
         if before is not None:
             step = "" if before.step is None else f" (step {before.step})"
             last = f"the checkpoint before it is {before.path.name}{step}"
-            # from there its data was passed over already
+            # Training from there has already passed over its data.
             if saves.passes_over and before.step == begun:
                 bad += max(saves.skips_to - begun, 0)
         evidence = Evidence(has_checkpoint=before is not None).having(

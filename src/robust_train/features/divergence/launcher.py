@@ -15,10 +15,10 @@ class Divergence(InLauncher):
     """Undoes what an attempt saved after it diverged."""
 
     def evidence(self, attempt: Attempt, history: History) -> Attempt:
-        """Mark what was saved after the last good step, which is no progress.
+        """Mark the checkpoints after the last good step, which do not count as progress.
 
-        Another rank may have recorded a checkpoint after the rank that diverged had looked, so the
-        disk decides whether there is one to go back to.
+        Another rank may have recorded a checkpoint after the diverged rank looked, so the disk
+        decides whether a checkpoint is left to resume from.
         """
         failure = attempt.failure
         steps = attempt.evidence.of(DivergedFinding)

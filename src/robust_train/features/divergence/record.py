@@ -1,4 +1,4 @@
-"""What the record of an attempt says of the guard against divergence, and what it may change."""
+"""The fields of an attempt's record about divergence, and the settings that a retry may change."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 class DivergenceKnob(Knob):
     """How an attempt repeats steps with which training diverged."""
 
-    behind = "searches"
+    behind = "accumulates"
 
-    lr_factor: float = 1.0  # by which `training.lr` is multiplied
+    lr_factor: float = 1.0  # the factor of `training.lr`
     # data up to this optimizer step is passed over, where that is possible
     skips_to: int = 0
 
@@ -52,7 +52,7 @@ class RepeatFinding(Finding):
 
 @dataclass(frozen=True)
 class DivergenceNote(Note):
-    """What guards an attempt, and what that has cost."""
+    """Whether an attempt is guarded, and how many updates the guard left out."""
 
     behind = "saved_step"
     folds = (CheckpointSaved, UpdateSkipped)

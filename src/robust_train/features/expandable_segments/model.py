@@ -30,10 +30,10 @@ class SegmentsKeys(FeatureKeys):
 
 
 def expandable_segments(context: FailureContext) -> Retry | None:
-    """Retry without fragmentation: the allocator holds enough memory in pieces too small."""
+    """Retry with expandable segments if the allocator holds enough memory in pieces too small."""
     last = context.last
     refusals = (Clue.DRIVER, Clue.SEGMENTS)
-    is_refused = any(one.evidence.clue in refusals for one in context.history)
+    is_refused = any(attempt.evidence.clue in refusals for attempt in context.history)
     if is_refused or not context.settings.may_use_expandable_segments:
         return None
     has_them = last.of(SegmentsKnob).expandable_segments
@@ -45,7 +45,7 @@ def expandable_segments(context: FailureContext) -> Retry | None:
 
 
 def without_expandable_segments(context: FailureContext) -> Retry | None:
-    """Retry once without them: WSL2 and some vGPUs fail at the first allocation."""
+    """Retry once without them, because WSL2 and some vGPUs fail at the first allocation."""
     last = context.last
     may_choose = context.settings.may_use_expandable_segments
     if not last.gpus or not last.of(SegmentsKnob).expandable_segments or not may_choose:

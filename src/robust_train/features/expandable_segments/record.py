@@ -23,7 +23,7 @@ class SegmentsKnob(Knob):
 
     @classmethod
     def asked(cls, config: RobustConfig, environ: Mapping[str, str]) -> SegmentsKnob:
-        """Return the user's setting, else the one that suits the job."""
+        """Return the user's setting, or else the setting that suits the job."""
         setting = use_expandable_segments(
             config.chosen("expandable_segments"),
             environ,
@@ -33,6 +33,6 @@ class SegmentsKnob(Knob):
         return cls(setting)
 
     def exported(self, environ: Mapping[str, str]) -> Mapping[str, str]:
-        """Return the environment with the setting; what the user has exported stays."""
+        """Return the environment with the setting. A variable that the user exported stays."""
         setting = allocator_settings(environ, expandable_segments=self.expandable_segments)
         return {**environ, VARIABLE: setting}

@@ -1,4 +1,4 @@
-"""Training that continues on fewer GPUs, where the user allows it."""
+"""Training continues on fewer GPUs, if the user allows it."""
 
 from robust_train.features.fewer_gpus.model import FewerGpusKeys
 from robust_train.model.feature import Feature

@@ -1,4 +1,4 @@
-"""Fewer GPUs that share the same effective batch."""
+"""The key ``min_num_gpus``, and the remedy that continues on fewer GPUs."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class FewerGpusKeys(FeatureKeys):
     )
 
     def mistakes(self, config: Any) -> Iterator[str]:
-        """Yield that fewer GPUs cannot be more than all of them."""
+        """Yield a message if the minimum is above ``num_gpus``."""
         gpus = config.num_gpus
         if (self.min_num_gpus or 1) > gpus:
             yield f"min_num_gpus={self.min_num_gpus}: must not be above num_gpus={gpus}"
 
 
 def fewer_gpus(context: FailureContext) -> Retry | None:
-    """Go on with fewer GPUs at the same effective batch, where the user allows it."""
+    """Continue on fewer GPUs at the same effective batch, if the user allows it."""
     excluded = {*context.faulty}
     if context.failure.rank is not None:
         excluded.update(uuids(context.failed_gpus))

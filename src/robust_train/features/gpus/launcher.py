@@ -1,4 +1,4 @@
-"""What the queue knows of an attempt's GPUs once its processes are gone."""
+"""Adds the queue's figures of an attempt's GPUs to its evidence, once its processes ended."""
 
 from __future__ import annotations
 

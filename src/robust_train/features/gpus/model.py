@@ -1,4 +1,4 @@
-"""What helps when a GPU fails or is taken: a new process, another GPU, a wait."""
+"""The remedies for a GPU that fails or is taken: a new process, another GPU, a wait."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def busy_gpu_again(context: FailureContext) -> Retry | None:
 
 
 def wait_for_turn(context: FailureContext) -> Retry | None:
-    """Retry on the next available GPU: another job was faster on this one."""
+    """Retry on the next available GPU, because another job has taken this GPU."""
     config = context.config
     ours = uuids(context.last.gpus)
     is_taken = bool(ours) and not {*uuids(context.offers.gpus)}.issuperset(ours)

@@ -1,4 +1,4 @@
-"""What the record of an attempt says of the GPU on which it failed."""
+"""The fields of an attempt's record about the GPU on which it failed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from robust_train.model.attempt import Note
 
 @dataclass(frozen=True)
 class GpusNote(Note):
-    """How much memory was free on the GPU on which an attempt failed; None if unknown."""
+    """Free memory of the GPU on which an attempt failed, in bytes, or None if unknown."""
 
     behind = "exit"
 

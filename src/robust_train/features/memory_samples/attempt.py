@@ -1,4 +1,4 @@
-"""Samples the memory of an attempt in a thread beside the training."""
+"""Samples the memory of an attempt in a thread of its process."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from robust_train.features.memory_samples.sampler import Sampler
 class TakesSamples(InAttempt):
     """Starts and stops the sampler (``memory.samples``).
 
-    Ranks that robust-train starts share a step alike, so rank 0 samples for all of them. Those of
-    an engine, which run in its processes, may be on several hosts, so each takes its own samples.
+    Ranks that robust-train starts share a step equally, so rank 0 samples for all of them. Ranks of
+    an engine may be on several hosts, so each takes its own samples.
     """
 
     def __init__(self, live: LiveAttempt, config: RobustConfig) -> None:
@@ -30,7 +30,7 @@ class TakesSamples(InAttempt):
             )
 
     def begin(self) -> None:
-        """Begin to sample."""
+        """Start sampling."""
         if self._sampler is not None:
             self._sampler.start()
 

@@ -1,4 +1,4 @@
-"""What the record of an attempt says of its memory over time."""
+"""The fields of an attempt's record about its memory over time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A thread beside the training writes memory over time, one line of ``memory.jsonl`` a sample.
+"""A thread of the attempt writes a line to ``memory.jsonl`` for each sample of its memory.
 
 The thread runs in the attempt's own process, because no other process can read that process's
 caching allocator. It starts no CUDA and imports no torch.
@@ -36,8 +36,8 @@ _STOP_SECONDS = 2.0
 
 
 class SampleFile:
-    """The file. It stays small however long a job runs: samples become sparser, and those just
-    before the end are written then. A disk that is full costs samples and one warning."""
+    """Writes the file, which stays small however long a job runs: samples become sparser, and the
+    last of them are written at the end. A full disk costs samples and one warning."""
 
     _MOST_HELD = 200
 
@@ -47,7 +47,7 @@ class SampleFile:
         self._held: deque[bytes] = deque(maxlen=self._MOST_HELD)
 
     def add(self, sample: Sample) -> None:
-        """Write one more sample, or keep it until :meth:`flush`."""
+        """Write a sample, or keep it until `flush`."""
         line = (encode(sample) + "\n").encode()
         if self._spacing.passes("sample", len(line)):
             self._held.clear()
@@ -56,20 +56,22 @@ class SampleFile:
             self._held.append(line)
 
     def flush(self) -> None:
-        """Write the samples since the last one that is in the file."""
+        """Write the samples that are not in the file yet."""
         self._file.try_append(b"".join(self._held))
         self._held.clear()
 
 
 @functools.cache
 def _not_while_forking() -> Any:
-    """Return a lock that is held during each sample and during each fork. A data-loader worker is a
-    copy of this process at one moment, locks of NVML's library included; one that was taken by the
-    sampler's thread would never be released there."""
+    """Return a lock that is held during each sample and during each fork.
+
+    A data-loader worker is a copy of this process at a moment, including the locks of NVML's
+    library. A lock that the sampler's thread held then would never be released there.
+    """
     lock = threading.RLock()
 
     def after() -> None:
-        # of several threads that fork, those that have it
+        # Only a thread that has the lock can release it.
         with contextlib.suppress(RuntimeError):
             lock.release()
 
@@ -93,14 +95,14 @@ class Sampler:
         attempt: int,  # number of the attempt
         # what the attempt trains on, in this process's own numbering
         device: str,
-        # returns the last optimizer step that was reported
+        # Returns the last optimizer step that was reported.
         step: Callable[[], int | None],
-        # all that this process has started counts, as where a script trains
+        # All children of this process count, as for a script.
         whole_tree: bool = False,
         interval_seconds: float = _INTERVAL_SECONDS,  # see above
-        # of the time, which samples may take: longer pauses follow expensive ones
+        # The share of the time that samples may take. Longer pauses follow expensive samples.
         cost_share: float = _COST_SHARE,
-        # so long NVML is asked for each sample, and from then on once in that time
+        # For this long NVML is asked for each sample, and then once in that time.
         nvml_seconds: float = _NVML_SECONDS,
     ) -> None:
         self._file = SampleFile(run_dir / FILE_NAME)
@@ -122,7 +124,7 @@ class Sampler:
         self._pid = os.getpid()
 
     def start(self) -> None:
-        """Begin. On a machine without room for one more thread there are no samples."""
+        """Start the thread. A machine without room for another thread gets no samples."""
         _not_while_forking()
         try:
             self._thread.start()
@@ -131,7 +133,7 @@ class Sampler:
             self._ended.set()
 
     def stop(self) -> None:
-        """Take one last sample and end; in a forked child, where there is no thread, nothing."""
+        """Take a last sample and end. Does nothing in a forked child, which has no such thread."""
         if os.getpid() == self._pid and not self._ended.is_set():
             self._ended.set()
             self._thread.join(_STOP_SECONDS)
@@ -164,7 +166,7 @@ class Sampler:
         cached = None
         gpu = None
         if self._index is not None:
-            # by the UUID that CUDA knows it by, once that is known
+            # NVML is asked by the UUID that CUDA has for the GPU, once that is known.
             if not self._gpu_name:
                 self._gpu_name = _uuid_of(self._index)
             cached = cached_on(self._index)

@@ -48,7 +48,7 @@ class Reserve:
         self._pages: mmap.mmap | None = None
 
     def hold(self) -> None:
-        """Take the memory, unless it is held; without room there is none."""
+        """Reserve the memory if it is not reserved yet and there is room."""
         if self._pages is None:
             with contextlib.suppress(OSError):
                 self._pages = mmap.mmap(-1, _RESERVE_BYTES, flags=mmap.MAP_PRIVATE)
@@ -61,11 +61,11 @@ class Reserve:
 
 
 class CacheChecks:
-    """The occasions of one kind (steps, saves, epochs) on which the CUDA cache may be emptied.
+    """The occasions of a kind (steps, saves, epochs) on which the CUDA cache may be emptied.
 
     It is emptied if tensors leave at least ``threshold`` of the reserved memory unused. Training
     that takes the memory again has to request it from the driver, which is slow. So the gap to the
-    next check doubles each time that the cache is emptied; a check that finds little resets it.
+    next check doubles each time that the cache is emptied. A check that finds little resets it.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class CacheChecks:
         self._gap = self._left = every
 
     def empties(self, unused_share: Callable[[], float]) -> bool:
-        """Return whether to empty the cache on this occasion; only a check calls the function."""
+        """Return whether to empty the cache on this occasion. Only a check calls the function."""
         self._left -= 1
         if self._left > 0 or not self._every:
             return False
@@ -90,7 +90,7 @@ class CacheChecks:
 
 
 class MemoryUpkeep(InAttempt):
-    """Looks after the memory of one attempt.
+    """Empties the CUDA cache of an attempt, and returns its memory at the end.
 
     Emptying the cache at the start and during training concerns CUDA only.
     """
@@ -144,7 +144,7 @@ class MemoryUpkeep(InAttempt):
             self._clear(why, thorough=False)
 
     def ran_out(self, error: BaseException, failure: Failure) -> None:
-        """Record what filled the memory; once an attempt, because it takes time."""
+        """Record the largest users of memory, once per attempt because it takes time."""
         self._reserve.release()
         if not self._has_written_oom:
             self._write_oom(failure)
@@ -163,11 +163,11 @@ class MemoryUpkeep(InAttempt):
                 self._write_oom(failure)
 
     def close(self, error: BaseException | None) -> None:
-        """Return memory that is not in use any more; the frames of ``error`` are emptied."""
+        """Return memory that is no longer in use, and empty the frames of ``error``."""
         if error is None:
             self._clear("end")
         elif "failure" in self._clear_after:
-            # a thorough check of what is left follows
+            # A thorough check of the rest follows.
             self._clear("failure", thorough=False, error=error)
 
     def _watch_allocator(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""The keys of an attempt's memory while it runs. Steps are optimizer steps, 0 is never."""
+"""The keys for the memory of a running attempt. Steps are optimizer steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from robust_train.model.feature import FeatureKeys
 
 @dataclass(frozen=True)
 class CacheKeys(FeatureKeys):
-    """When the CUDA cache is emptied, beside ``memory.clear_after``."""
+    """When the CUDA cache is emptied, in addition to ``memory.clear_after``."""
 
     group: ClassVar[str] = "memory"
     empty_cache_frequency: int = key(

@@ -1,4 +1,4 @@
-"""What the record of an attempt says of its clean-up."""
+"""The field of an attempt's record about its clean-up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from robust_train.model.json import Json
 
 @dataclass(frozen=True)
 class UpkeepNote(Note):
-    """What the final clean-up of an attempt returned."""
+    """The figures of an attempt's final clean-up."""
 
     behind = "memory"
     folds = (MemoryCleared,)

@@ -20,9 +20,9 @@ class Accumulation(InAttempt):
 
     def begin(self) -> None:
         """See whether the attempt accumulates more batches than the job was asked for."""
-        asked = self.live.parts.asked
+        request = self.live.parts.asked
         steps = self.config.training.gradient_accumulation_steps
-        accumulates_more = asked is not None and steps > asked.gradient_accumulation_steps
+        accumulates_more = request is not None and steps > request.gradient_accumulation_steps
         # A project names the key of its own, and a program has it in its command.
         has_key = self.config.theirs is None and not self.config.traits.is_program
         self._is_due = self.live.is_main and accumulates_more and has_key

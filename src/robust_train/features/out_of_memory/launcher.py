@@ -1,4 +1,4 @@
-"""Evidence of memory that ran out and that no message names."""
+"""Finds evidence of a lack of memory in failures whose message does not name it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from robust_train.model.attempt import Attempt
 
 
 class OutOfMemory(InLauncher):
-    """Recognises a lack of memory by figures and by the attempts before."""
+    """Recognises a lack of memory by figures and by earlier attempts."""
 
     def evidence(self, attempt: Attempt, history: History) -> Attempt:
-        """Return an attempt whose unclear failure may have become a lack of memory."""
+        """Return the attempt, with a lack of memory as its failure if the evidence shows that."""
         return with_shortage(attempt, history)

@@ -1,4 +1,4 @@
-"""What helps when memory runs out: room elsewhere, smaller parts, another GPU, a new process."""
+"""The remedies when memory runs out: room elsewhere, smaller parts, another GPU, a new process."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from robust_train.policy.sizes import largest_up_to
 from robust_train.readable import mib
 
 ALIKE = 0.9
-"""Share of a GPU's free memory that another must have to count as much like it."""
+"""The share of a GPU's free memory that makes another GPU count as equally large."""
 
 
 def room_taken_by_others(context: FailureContext) -> Retry | None:
-    """Retry the same batch where others left room, or when there is room again."""
+    """Retry the same batch on a GPU with room, or when this GPU has room again."""
     taken, needed = blamed_on_others(context.attempt)
     here = (context.last.device_key, context.last.batch_size)
-    tries = sum(
-        (one.spec.device_key, one.spec.batch_size) == here for one in context.since_progress
-    )
+    places = [
+        (attempt.spec.device_key, attempt.spec.batch_size) for attempt in context.since_progress
+    ]
+    tries = places.count(here)
     if not taken or tries > context.config.retries:
         return None
     why = f", but others took {mib(taken)} of it meanwhile"
@@ -53,7 +54,7 @@ def halve_batch(context: FailureContext) -> Retry | None:
 
 
 def less_for_workers(context: FailureContext) -> Retry | None:
-    """Halve the micro-batch where memory was what a data-loader worker died of."""
+    """Halve the micro-batch if a data-loader worker died of a lack of memory."""
     is_memory = context.evidence.clue in (Clue.KILLED, Clue.SHARED_MEMORY)
     if not is_memory and context.evidence.library != "kernel":
         return None
@@ -66,7 +67,7 @@ def half_after_internal_errors(context: FailureContext) -> Retry | None:
     if context.evidence.library not in ("cublas", "cudnn") or not earlier:
         return None
     last = context.last
-    was_halved = any(one.spec.batch_size > last.batch_size for one in earlier)
+    was_halved = any(attempt.spec.batch_size > last.batch_size for attempt in earlier)
     if was_halved or not context.has_smaller or not context.gpus_are_available:
         return None
     why = f"{context.what_failed}, again at this step, as it may for lack of memory: "
@@ -74,10 +75,10 @@ def half_after_internal_errors(context: FailureContext) -> Retry | None:
 
 
 def switch_gpu(context: FailureContext) -> Retry | None:
-    """Take the best GPU not tried yet, if it offers more memory than the one that failed.
+    """Take the best GPU not tried yet, if it offers more memory than the GPU that failed.
 
-    Of several GPUs that share a step, all that offer no more than the failed one are exchanged:
-    the next one of them would run out at the same size.
+    If several GPUs share a step, all that offer no more than the failed GPU are exchanged, because
+    the next of them would run out at the same size.
     """
     had, short = _shortest(context)
     offers = [gpu for gpu in untried(context) if gpu.free_bytes > had]
@@ -98,10 +99,10 @@ def switch_gpu(context: FailureContext) -> Retry | None:
 
 
 def second_opinion(context: FailureContext) -> Retry | None:
-    """Try one more GPU with about as much free memory, at the last size, before the CPU.
+    """Try another GPU with about as much free memory, at the last size, before the CPU.
 
-    An attempt costs a minute, the CPU days. Where memory runs out there at the same step,
-    the GPU is not the cause, and others like it are not tried.
+    An attempt costs a minute, the CPU days. If memory runs out there at the same step, the GPU is
+    not the cause, and similar GPUs are not tried.
     """
     had, short = _shortest(context)
     if _confirmed_by_another_gpu(context):
@@ -114,14 +115,14 @@ def second_opinion(context: FailureContext) -> Retry | None:
 
 
 def _confirmed_by_another_gpu(context: FailureContext) -> bool:
-    """Return whether memory ran out so on another GPU with no less, at this step and size."""
+    """Return whether memory also ran out on another GPU with no less, at this step and size."""
     had, _ = _shortest(context)
     here = set(uuids(context.failed_gpus))
     for earlier in context.earlier_at_same_step:
         there = earlier.failed_gpus
         if not here or not there or here.intersection(uuids(there)):
             continue
-        # that shows how much others took, not how much the step needs
+        # That shows how much others took, not how much the step needs.
         if blamed_on_others(earlier)[0]:
             continue
         had_no_less = min(gpu.free_bytes for gpu in there) >= had
@@ -137,7 +138,7 @@ def _shortest(context: FailureContext) -> tuple[int, Group]:
 
 
 def again_after_progress(context: FailureContext) -> Retry | None:
-    """Repeat in a new process as long as each attempt saves a later checkpoint: memory leaks."""
+    """Repeat in a new process while each attempt saves a later checkpoint: memory leaks."""
     if not context.got_further or context.failed_before_training:
         return None
     how = f", but got further: the same again from {context.saved}"
@@ -153,8 +154,11 @@ def split_all_the_same(context: FailureContext) -> Retry | None:
 
 
 def sizes_left(context: FailureContext) -> Retry | None:
-    """Go on with sizes that no one has tried, on the device with the most memory: an attempt costs
-    a minute, the CPU days. Not where ``max_retries`` is given."""
+    """Continue with untried sizes on the device with the most memory, unless ``max_retries`` is
+    given.
+
+    An attempt costs a minute, the CPU days.
+    """
     last = context.last
     if context.config.max_retries is not None or not last.has_batch:
         return None
@@ -164,9 +168,9 @@ def sizes_left(context: FailureContext) -> Retry | None:
         return None
     now = {gpu.uuid: gpu for gpu in context.offers.gpus if gpu.unusable is None}
     tried = []
-    for one in context.history:
-        names = uuids(one.spec.gpus)
-        if not names or one.spec.ranks != last.ranks:
+    for attempt in context.history:
+        names = uuids(attempt.spec.gpus)
+        if not names or attempt.spec.ranks != last.ranks:
             continue
         if context.faulty.isdisjoint(names) and now.keys() >= {*names}:
             tried.append(tuple(now[name] for name in names))

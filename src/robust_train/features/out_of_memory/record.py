@@ -1,4 +1,4 @@
-"""What an attempt may do when a step runs out of memory, and what the record says of that."""
+"""The setting that splits steps although that changes the loss, and why a step was not split."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from robust_train.model.spec import Knob
 class SplitLossKnob(Knob):
     """Steps are split although the losses of parts do not add up to the loss of the batch."""
 
-    behind = "searches"
+    behind = "accumulates"
 
     splits_loss: bool = False
 
 
 @dataclass(frozen=True)
 class SplitNote(Note):
-    """Why a step could not be computed in parts; in no file.
+    """Why a step could not be computed in parts. No file has it.
 
-    That splitting would change the loss is the kernel's to know: other features heed it as well.
+    Whether splitting would change the loss is in the kernel's record, because other features need
+    it too.
     """
 
     folds = (SplitChecked,)
 
-    # the attempt has ended since a step cannot be computed in parts: why
+    # The reason, if the attempt ended because a step cannot be computed in parts.
     cannot_split: str = ""
 
     def after(self, event: Event, attempt: Attempt) -> SplitNote:

@@ -46,17 +46,19 @@ class _Pending:
 
 
 class Requests(InAttempt):
-    """Takes and carries out the requests to one attempt, on its first rank. What is not answered at
-    its end stays ``.taken``: the launcher knows what comes next."""
+    """Takes and carries out the requests to an attempt, on its first rank.
+
+    A request without an answer at its end stays ``.taken``: the launcher knows what follows.
+    """
 
     def __init__(self, live: LiveAttempt, config: RobustConfig) -> None:
         super().__init__(live, config)
-        self.waiting: list[_Pending] = []  # for a step boundary
+        self.waiting: list[_Pending] = []  # requests that wait for a step boundary
         self._is_busy = threading.Lock()
         self._stop_watching: Callable[[], None] | None = None
 
     def tick(self) -> None:
-        """Take new requests; those that only read are carried out at once."""
+        """Take new requests, and carry out at once those that only read."""
         # those of another job that has the folder by now are not for this one
         if not self.live.saving.owns_folder():
             return
@@ -97,7 +99,7 @@ class Requests(InAttempt):
         except RefusedError as refusal:
             problem = Words(self.live.their_keys).text(str(refusal))
             reply = {"error": problem}
-        except (ValueError, OSError) as error:  # of an option, or of a file
+        except (ValueError, OSError) as error:  # the value of an option, or the content of a file
             reply = {"error": f"{verb}: {error}"}
         except Exception as error:  # must not end the training
             reply = {"error": f"{verb}: {named_line(error)}"}
@@ -106,8 +108,14 @@ class Requests(InAttempt):
         return reply is not None
 
     def _reply(self, waiting: _Pending) -> Reply | None:
-        """Do what is requested. None: not at this boundary yet; empty: answered later. Raises
-        RefusedError: this trainer cannot do it."""
+        """Carry out a request.
+
+        Returns:
+            The answer. None if this boundary is too early, empty if the answer follows later.
+
+        Raises:
+            RefusedError: this trainer cannot do it.
+        """
         request = waiting.request
         verb = waiting.request.verb
         if verb == "figures":

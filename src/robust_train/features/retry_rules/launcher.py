@@ -12,7 +12,7 @@ class RetryRules(InLauncher):
     """Finds the user's rule for each failure, and follows it."""
 
     def evidence(self, attempt: Attempt, history: History) -> Attempt:
-        """Return an attempt with the number of the rule that applies; a stopped one has none."""
+        """Return the attempt with the number of the rule that applies, if it was not stopped."""
         if not self.job.driver.has_remedies or self.job.was_stopped(attempt):
             return attempt
         return with_rule(self.job.policy, tuple(history), attempt)

@@ -48,9 +48,9 @@ class RetryKeys(FeatureKeys):
 
 
 def with_rule(settings: PolicySettings, earlier: tuple[Attempt, ...], attempt: Attempt) -> Attempt:
-    """Return the attempt with the number of the user's rule that applies to it, if there is one.
+    """Return the attempt with the number of the user rule that applies to it, if any.
 
-    With the rule ``exclude_gpu`` it is a failure of the GPU.
+    Under the rule ``exclude_gpu``, the failure counts as a failure of the GPU.
     """
     failure = attempt.failure
     if failure is None:
@@ -86,7 +86,7 @@ def decided_by_rule(settings: PolicySettings, history: tuple[Attempt, ...]) -> D
 
 
 def _decision(context: FailureContext, number: int) -> Decision | None:
-    """Return what a rule of the user's decides; None leaves it to the remedies."""
+    """Return the decision of a user rule, or None to leave it to the remedies."""
     why = _why(context)
     match context.config.of(RetryKeys).rules[number].then:
         case "stop":
@@ -124,7 +124,8 @@ def _fits(rule: RetryRule, attempt: Attempt) -> bool:
     failure = attempt.failure
     if failure is None or rule.exit_code not in (None, attempt.exit_code):
         return False
-    names = {name for one in attempt.exceptions for name in (one, one.rpartition(".")[2])}
+    short_names = {exception.rpartition(".")[2] for exception in attempt.exceptions}
+    names = short_names.union(attempt.exceptions)
     if rule.exception and rule.exception not in names:
         return False
     texts = (failure.message, attempt.traceback or "", attempt.exit.output)
@@ -134,7 +135,7 @@ def _fits(rule: RetryRule, attempt: Attempt) -> bool:
 
 
 def _can(rule: RetryRule, context: FailureContext) -> bool:
-    """Return whether what the rule demands is possible: else the next one, or a remedy, decides."""
+    """Return whether a rule can be followed. Otherwise the next rule, or a remedy, decides."""
     if rule.then == EXCLUDE_GPU:
         return bool(context.last.gpus)
     if rule.then != "smaller_batch":

@@ -1,4 +1,4 @@
-"""What the record of an attempt says of the user's rules."""
+"""The note of the user rule that applies to a failure."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from robust_train.model.attempt import Note
 
 @dataclass(frozen=True)
 class RuleNote(Note):
-    """Which of the user's rules applies to a failure; in no file."""
+    """The user rule that applies to a failure. No file has it."""
 
     rule: int | None = None  # its number in `retry.rules`

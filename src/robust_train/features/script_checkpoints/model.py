@@ -1,4 +1,4 @@
-"""What helps when a script cannot read its checkpoint."""
+"""The remedy for a script that cannot read its checkpoint."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from robust_train.policy.context import FailureContext
 
 
 def earlier_checkpoint(context: FailureContext) -> Retry | None:
-    """Retry once from the checkpoint before the one that the script could not read."""
+    """Retry once from the checkpoint before the checkpoint that the script could not read."""
     if context.evidence.clue != Clue.DAMAGED or not context.evidence.has_checkpoint:
         return None
     if context.failures_without_progress > 1:

@@ -1,4 +1,4 @@
-"""What the record of an attempt says of the checkpoints that its script writes."""
+"""The note of an attempt about the checkpoints that its script writes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from robust_train.model.events import CheckpointUnused, Event
 
 @dataclass(frozen=True)
 class ScriptCheckpointsNote(Note):
-    """Which file of a script cannot be resumed from; in no file."""
+    """The file of a script that cannot be resumed from. No file of ours has it."""
 
     folds = (CheckpointUnused,)
 

@@ -59,7 +59,7 @@ class SlowTraining(InLauncher):
 
 
 class SlowWatch:
-    """Watches one attempt on these GPUs; ``on_event`` takes :class:`Slow`."""
+    """Watches an attempt on these GPUs, and passes `Slow` events to ``on_event``."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class SlowWatch:
                 self._best = 0.0
 
     def poll(self) -> None:
-        """Look for what costs much, twice a minute; send what has done so for long, or no more."""
+        """Look for hindrances twice a minute, and send the worst lasting one if it changed."""
         now = self._now()
         if now < self._next_poll:
             return
@@ -98,23 +98,25 @@ class SlowWatch:
         if not self._is_seen:
             self._warn_if_elsewhere()
         speeds = list(self._speed.values())
-        longest = max((3 * one.seconds_per_step for one in speeds), default=0.0)
+        longest = max((3 * speed.seconds_per_step for speed in speeds), default=0.0)
         if now - self._measured_at > max(2 * _POLL_SECONDS, longest):
             speeds = []  # a validation, perhaps: nothing is measured
         is_slow = lost_share(speeds, self._best) > MUCH
         on_gpu = _on_gpus(self._gpus) if is_slow and self._gpus else {}
-        found = hindrances(speeds, self._best, on_gpu)
-        self._since = {what: self._since.get(what, now) for what in found}
-        long = [one for what, one in found.items() if now - self._since[what] >= LONG_SECONDS]
-        worst = max(long, key=lambda one: one.share, default=Slow())
+        present = hindrances(speeds, self._best, on_gpu)
+        self._since = {what: self._since.get(what, now) for what in present}
+        lasting = [what for what in present if now - self._since[what] >= LONG_SECONDS]
+        worst = max(
+            [present[what] for what in lasting], key=lambda slow: slow.share, default=Slow()
+        )
         if worst.what != self._sent:
             self._sent = worst.what
             self._on_event(replace(worst, share=round(worst.share, 3)))
 
     def _warn_if_elsewhere(self) -> None:
-        here, own, _ = _computing(self._gpus)
-        self._is_seen = bool(own)
-        on = {index for process in own for index in process.gpus}
+        here, ours, _ = _computing(self._gpus)
+        self._is_seen = bool(ours)
+        on = {index for process in ours for index in process.gpus}
         if elsewhere := sorted(on - here.keys()):
             log.warning(
                 "the trainer computes on GPU %s, which is not reserved for it: it sets "
@@ -124,20 +126,20 @@ class SlowWatch:
 
 
 def _on_gpus(gpus: Group) -> dict[str, str]:
-    """Return what hinders these GPUs now: heat or power, or processes that are not the job's."""
-    here, own, others = _computing(gpus)
-    found = {
+    """Describe what hinders these GPUs now: heat or power, or processes of others."""
+    here, ours, others = _computing(gpus)
+    reasons = {
         f"GPU {index}": f"GPU {index} is throttled ({gpu.throttled})"
         for index, gpu in here.items()
         if gpu.throttled
     }
-    # without own ones, which numbers are the job's is not known
-    for process in others if own else ():
+    # If no process here is ours, it is unknown which numbers are the job's.
+    for process in others if ours else ():
         shared = [index for index in process.gpus if index in here]
         if shared:
             who = f"process {process.pid} of {process.user} computes on GPU {shared[0]} too"
-            found[f"process {process.pid}"] = who
-    return found
+            reasons[f"process {process.pid}"] = who
+    return reasons
 
 
 def _computing(gpus: Group) -> tuple[dict[int, GpuInfo], list[CudaProcess], list[CudaProcess]]:
@@ -148,5 +150,5 @@ def _computing(gpus: Group) -> tuple[dict[int, GpuInfo], list[CudaProcess], list
     here = {gpu.index: gpu for gpu in inventory.gpus if gpu.uuid in uuids}
     pids = {child.pid for child in children(recursive=True)}
     listed, _ = list_cuda_processes(inventory)
-    own = [process for process in listed if process.pid in pids]
-    return here, own, [one for one in listed if one not in own]
+    ours = [process for process in listed if process.pid in pids]
+    return here, ours, [process for process in listed if process not in ours]

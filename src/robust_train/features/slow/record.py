@@ -1,4 +1,4 @@
-"""What the record of an attempt says of slow training."""
+"""The field of an attempt's record about slow training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from robust_train.model.events import Event, Slow
 
 @dataclass(frozen=True)
 class SlowNote(Note):
-    """What slows an attempt down."""
+    """The hindrance that slows an attempt down."""
 
     behind = "micro_batch"
     folds = (Slow,)

@@ -1,4 +1,4 @@
-"""Experiment trackers go on in one run through all attempts of a job."""
+"""Experiment trackers continue one run through all attempts of a job."""
 
 from robust_train.model.feature import Feature
 

@@ -31,8 +31,8 @@ def killed_again(context: FailureContext) -> Retry | None:
 
 
 def crashed_once_more(context: FailureContext) -> Retry | None:
-    """Retry once after a segmentation fault, which may be a cosmic ray; twice it is a bug."""
-    crashes = [one.evidence.clue == Clue.CRASHED for one in context.since_progress]
+    """Retry once after a segmentation fault, which may be a cosmic ray. Twice, it is a bug."""
+    crashes = [attempt.evidence.clue == Clue.CRASHED for attempt in context.since_progress]
     if context.evidence.clue != Clue.CRASHED or sum(crashes) > 1:
         return None
     return context.retry("retry", f": once more, from {context.saved}")
