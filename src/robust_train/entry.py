@@ -37,6 +37,11 @@ from robust_train.report.narration import print_failure, show_end
 
 log = logging.getLogger("robust_train")
 
+_RUN_DIR_IN_CONFIG = (
+    "run_dir in the config is the trainer's own key; the run folder is an argument of its own: "
+    "launch(…, run_dir=…)"
+)
+
 
 def launch(
     trainer: Trainer | None,
@@ -72,6 +77,8 @@ def launch(
             summary = summary_of_earlier_launch()
             if summary is None or run_dir is not None:
                 whole = complete(with_resumed_values(cfg or {}, run_dir))
+                if run_dir is None and "run_dir" in whole and not HydraConfig.initialized():
+                    log.warning("%s", _RUN_DIR_IN_CONFIG)
                 explain = print_failure if ends_here else _say_nothing
                 summary = run_job(trainer, whole, run_dir, explain=explain)
         except (ConfigError, KeyboardInterrupt) as error:
