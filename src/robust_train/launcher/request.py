@@ -19,12 +19,7 @@ from robust_train.queue.devices import name_for_trainer
 
 
 def request_for(
-    attempt: Attempt,
-    plan: Plan,
-    asked: AttemptSpec,
-    *,
-    longest_pause: float = 0.0,
-    is_first: bool = True,
+    attempt: Attempt, plan: Plan, asked: AttemptSpec, *, is_first: bool = True
 ) -> AttemptRequest:
     """Return the request for an attempt that begins.
 
@@ -32,7 +27,6 @@ def request_for(
         attempt: the attempt.
         plan: of the job.
         asked: the split of the batch that the job was asked for.
-        longest_pause: between two reports in the job so far, in seconds.
         is_first: whether the attempt is the first one of its launch.
     """
     spec = attempt.spec
@@ -54,7 +48,6 @@ def request_for(
         resume_checkpoint=Path(resumed_from) if resumed_from else None,
         environ=environ,
         cwd=os.getcwd(),
-        longest_pause=longest_pause,
         asked=asked,
         is_first=is_first,
         start_method=_start_method(),

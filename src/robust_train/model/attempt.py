@@ -71,9 +71,9 @@ class Exit:
     output: str = field(default="", repr=False)  # the end of what it printed
     # the last lack of memory that a script's log reports, also above that end
     shortage: str = field(default="", repr=False)
-    # what its threads were doing at a stall or crash
+    # what its threads were doing when it crashed, or was ended
     stacks: str = field(default="", repr=False)
-    stalled: str = ""  # what stood still, for an attempt that was ended for it
+    failure: Failure | None = None  # why the launcher has ended it; None if it has not
     was_stopped: bool = False  # the launcher had asked it to stop
     was_hurried: bool = False  # a second signal has killed it at once
     oom_killed: bool | None = None  # by the kernel; None if unknown
