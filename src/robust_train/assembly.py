@@ -31,6 +31,7 @@ FEATURES = _load(
     "features.retry_rules",
     "features.gpus",
     "features.memory_samples",
+    "features.measured_memory",
     "features.time_slices",
     "features.stall",
     "features.trackers",

@@ -219,7 +219,13 @@ class RobustConfig(PlainConfig):
         range=FROM_1,
     )
     min_gpu_memory_mb: int = key(
-        4000, "memory that must be free on each GPU before it is taken", unit="MiB", range=FROM_0
+        4000,
+        "memory that must be free on each GPU before it is taken; `auto`: as measured",
+        more="([queue](queue.md#memory-as-measured))",
+        accepts="integer or `auto`",
+        unit="MiB",
+        range=FROM_0,
+        read=integer_or_auto,
     )
     wait_for_gpu: bool = key(True, "wait until that much is free")
     gpu_wait_timeout_minutes: float = key(60.0, "longest wait", unit="minutes", range=FROM_0)
@@ -315,6 +321,8 @@ class RobustConfig(PlainConfig):
     # not keys: what the checks have settled
     # `training.batch_size=auto`: batch_size is the largest to try
     finds_batch_size: bool = False
+    # `min_gpu_memory_mb=auto`: the default stands until a feature knows better
+    measures_memory: bool = False
     # a project's keys that stand for ours; None: all of ours are at the root
     theirs: dict[str, str] | None = None
     # the keys of features that do not all have their defaults

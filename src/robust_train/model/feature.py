@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -35,6 +35,10 @@ class Feature:
     # subclasses of `launcher.hooks.InLauncher` and `attempt.hooks.InAttempt`; empty: no part there
     launcher: str = ""
     attempt: str = ""
+    # function of the plan of a job that returns it with what the feature knows beforehand
+    plans: str = field(default="", kw_only=True)
+    # functions of a command's arguments by its name: the data of its answer, and its lines
+    commands: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     # read with `config.of(…)`; several classes if other keys stand between them on the page
     keys: tuple[type[FeatureKeys], ...] = ()
 
