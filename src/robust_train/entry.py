@@ -23,7 +23,7 @@ from robust_train.config.projects import Words, their_keys
 from robust_train.config.schema import RobustConfig
 from robust_train.config.trainers import Trainer, end_import_at_launch
 from robust_train.folder.hydra_state import chosen_folder, sweep_folder
-from robust_train.folder.provenance import resumed_overrides
+from robust_train.folder.resume_command import resumed_overrides
 from robust_train.folder.state import Summary, summary_of_earlier_launch
 from robust_train.host.engine import guest_rank
 from robust_train.host.job_logging import logged_to_screen, shorten_lines

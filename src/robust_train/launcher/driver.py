@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from robust_train.config.attempt import AttemptRequest
-from robust_train.folder.provenance import resumed_by_hand
+from robust_train.folder.resume_command import resumed_by_hand
 from robust_train.folder.state import RunState
 from robust_train.host.signals import SignalWatch
 from robust_train.launcher.plan import Plan

@@ -71,9 +71,9 @@ class Exit:
     output: str = field(default="", repr=False)  # the end of the output
     # The last lack of memory in a script's log, which may stand above that end.
     shortage: str = field(default="", repr=False)
-    # The stacks of its threads at a stall or crash.
+    # The stacks of its threads when it crashed or was ended.
     stacks: str = field(default="", repr=False)
-    stalled: str = ""  # what stood still, if the launcher ended it for that
+    failure: Failure | None = None  # why the launcher ended it, None if it did not
     was_stopped: bool = False  # whether the launcher had asked it to stop
     was_hurried: bool = False  # whether a second signal killed it at once
     # whether the kernel killed it for lack of memory; None if unknown
