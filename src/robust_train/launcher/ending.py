@@ -23,9 +23,10 @@ from robust_train.failures.exits import by_oom_killer, in_order
 from robust_train.failures.printed import since_progress
 from robust_train.failures.stack import TRACEBACK, NativeStack, native_stack_in
 from robust_train.launcher.plan import Plan
-from robust_train.model.attempt import Attempt, Exit
+from robust_train.model.attempt import Attempt
 from robust_train.model.errors import ConfigError, JobInterrupted, NoDeviceError, limit_reached
 from robust_train.model.events import Failed, Finished, RankDied, ScriptEnded
+from robust_train.model.exit import Exit
 from robust_train.model.failure import Clue, Failure, FailureKind
 from robust_train.model.spec import Decision, GiveUp
 

@@ -33,9 +33,9 @@ from robust_train.host.signals import SignalWatch, stop_signal
 from robust_train.host.votes import STOP, Votes
 from robust_train.launcher.ending import RankEnd, event_of, without_escapes
 from robust_train.launcher.hooks import Watch
-from robust_train.model.attempt import Exit
 from robust_train.model.errors import ConfigError
 from robust_train.model.events import CheckpointSaved, Event, Failed, Finished, LibrariesImported
+from robust_train.model.exit import Exit
 from robust_train.model.failure import FailureKind
 from robust_train.model.feature import load_named
 from robust_train.readable import duration, shortened, signal_name
