@@ -201,13 +201,7 @@ class Job:
         start_step = saved_steps.get(resumed_from) if resumed_from else None
         attempt = Attempt(number, spec, time.time(), resumed_from, start_step=start_step or 0)
         self.folder.attempt_starts(attempt)
-        request = request_for(
-            attempt,
-            self.plan,
-            self.policy.asked,
-            longest_pause=self.state.longest_pause or 0.0,
-            is_first=not self.attempts,
-        )
+        request = request_for(attempt, self.plan, self.policy.asked, is_first=not self.attempts)
         return self.hooks.request(request, attempt)
 
     def _conclude(self, attempt: Attempt) -> None:
