@@ -244,6 +244,15 @@ def test_a_reduced_group_waits_for_its_size():
     assert decided(settings, (again,), group[:3]).room.counts == (2,)
 
 
+def test_a_users_rule_keeps_the_loss():
+    """A rule that cannot act is skipped: parts of this batch would have another loss."""
+    settings = policy(8, rules=(RetryRule("smaller_batch", message="sum"),))
+    spec = first_attempt(settings, ())
+    for changes, action in (("", "halve_batch"), ("its loss is a sum", "give_up")):
+        bug = failed(spec, FailureKind.BUG, message="a sum", split_changes=changes)
+        assert decided(settings, (bug,)).action == action
+
+
 def test_a_disks_retry_names_the_disk():
     """The error does not name it."""
     settings = policy(8)
