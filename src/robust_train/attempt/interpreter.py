@@ -280,10 +280,10 @@ def _set_start_method(request: AttemptRequest) -> None:
     A module that the launcher has not imported may have chosen a method of its own.
     """
     wanted = request.start_method
-    own = multiprocessing.get_start_method(allow_none=True)
-    if wanted is None or own == wanted:
+    current = multiprocessing.get_start_method(allow_none=True)
+    if wanted is None or current == wanted:
         return
-    if own is None or request.trainer.main is not None:
+    if current is None or request.trainer.main is not None:
         multiprocessing.set_start_method(wanted, force=True)
 
 
@@ -310,8 +310,8 @@ def _run_rank(
     """
     request = begin.request
     rank = begin.rank
-    for own in descriptors[: 1 if rank else 2]:
-        os.set_inheritable(own, False)
+    for descriptor in descriptors[: 1 if rank else 2]:
+        os.set_inheritable(descriptor, False)
     votes = Votes(request.ranks, descriptors[0])
     set_environment(rank, request, begin.store_port)
     torch = set_up(rank, request)

@@ -60,9 +60,9 @@ class Parts:
         """Check the loss of the parts by this rule."""
         self.split_rule = rule
 
-    def set_asked(self, asked: AttemptSpec | None) -> None:
+    def set_asked(self, requested: AttemptSpec | None) -> None:
         """Set the split of the batch that the user requested."""
-        self.asked = asked
+        self.asked = requested
 
     def keep_batch(self, reason: str) -> None:
         """Forbid all attempts to split the batch in another way."""

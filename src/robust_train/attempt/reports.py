@@ -99,7 +99,7 @@ class Reports:
         if now < self._next_progress:
             return False
         self._next_progress = now + _PROGRESS_INTERVAL_SECONDS
-        if any(getattr(one, "is_cuda", False) for one in scalars.values()):
+        if any(getattr(value, "is_cuda", False) for value in scalars.values()):
             self._hold()
         else:
             self.send_last_progress()
@@ -118,8 +118,8 @@ class Reports:
         held = self._held
         if held is None or self._is_muted:
             return
-        late = [one for one in held.metrics.values() if hasattr(one, "has_arrived")]
-        if waits or all(one.has_arrived() for one in late):
+        late = [value for value in held.metrics.values() if hasattr(value, "has_arrived")]
+        if waits or all(value.has_arrived() for value in late):
             self._held = None
             self.send(replace(held, metrics=plain(_read(held.metrics))))
 

@@ -155,8 +155,8 @@ class SplitRule:
     @classmethod
     def named(cls, name: str | None) -> SplitRule:
         """Return the rule with this :attr:`name`; a rule that is not strict without a name."""
-        known = {rule.name: rule for rule in (cls(), cls(False, True), cls(True, True))}
-        return known.get(name or "", cls())
+        rules = {rule.name: rule for rule in (cls(), cls(False, True), cls(True, True))}
+        return rules.get(name or "", cls())
 
     @property
     def name(self) -> str:

@@ -190,7 +190,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
         TypeError, ValueError: it has no signature, like some callables in C.
     """
     signature = own_signature(function)
-    kinds = {one.kind for one in signature.parameters.values()}
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
     wrapped = _wrapped_by(function)
     if wrapped is None or kinds.isdisjoint(VARIADIC):
         return signature
@@ -295,7 +295,9 @@ def job_name(
     both = () if is_own and (model, dataset) == ("cnn", "digits") else (model, dataset)
     name = chosen
     if not name:
-        name = "_".join(str(one) for one in both if one not in (None, "", "none"))
+        name = "_".join(
+            str(name_of_part) for name_of_part in both if name_of_part not in (None, "", "none")
+        )
     path = [part for part in (target or "").split(".") if part != "<locals>"]
     if not name:
         name = name_of_program(argv) if argv else ".".join(path[-2:])

@@ -24,7 +24,7 @@ FORWARDED = {
     )
 }
 """From a sweep to its jobs, or node to node: one that receives the signal itself counts it once."""
-_FORWARDED_AS: dict[int, int] = {own: sent for sent, own in FORWARDED.items()}
+_FORWARDED_AS: dict[int, int] = {original: sent for sent, original in FORWARDED.items()}
 
 UNDER_SUBMITIT = "SUBMITIT_EXECUTOR"
 """Set in the environment of submitit's jobs, where SIGTERM comes with every preemption."""

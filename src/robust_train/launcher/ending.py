@@ -12,7 +12,7 @@ import pickle
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -321,8 +321,8 @@ class RankEnd:
         that left no evidence explains only such consequences.
         """
         if not isinstance(self.ending, Failed):
-            known = {None: 3, -signal.SIGKILL: 0}
-            return known.get(self.returncode, 1), self.at
+            ranking = {None: 3, -signal.SIGKILL: 0}
+            return ranking.get(self.returncode, 1), self.at
         if self.ending.caused_by_rank is not None:
             return 2, self.at
         return (4 if self.ending.failure.kind.follows_from_others else 1), self.at
@@ -337,9 +337,7 @@ def root_cause(ends: Sequence[RankEnd]) -> RankEnd | None:
 def event_of(ends: Sequence[RankEnd]) -> Finished | Failed | RankDied | None:
     """Merge the ends of several ranks into one event; None if all that failed were killed."""
     figures = (end.ending.memory for end in ends if end.ending is not None)
-    memory = max(
-        figures, key=lambda one: one.get("max_allocated", one.get("max_resident", 0)), default={}
-    )
+    memory = max(figures, key=_peak_in, default={})
     root = root_cause(ends)
     first = ends[0].ending
     # Rank 0 has done its last step, so its result counts.
@@ -349,3 +347,8 @@ def event_of(ends: Sequence[RankEnd]) -> Finished | Failed | RankDied | None:
     if root.report is None:
         return RankDied(root.rank, root.pid, root.returncode or 0, memory)
     return replace(root.report, memory=memory)
+
+
+def _peak_in(figures: Mapping[str, int]) -> int:
+    """Return the peak among the figures of a rank's memory: of its GPU, else of the host."""
+    return figures.get("max_allocated", figures.get("max_resident", 0))

@@ -209,7 +209,7 @@ class RankDriver(Driver):
         spec = last.attempt.spec
         if last.was_stopped:
             return Retry(spec, "start", "goes on after a stop of all ranks")
-        attempts = tuple(one.attempt for one in history if not one.was_stopped)
+        attempts = tuple(start.attempt for start in history if not start.was_stopped)
         offers = Offers(spec.gpus)
         decision = decide(policy, self.plan.remedies, attempts, offers)
         while isinstance(decision, Retry) and decision.room is not None:
@@ -292,8 +292,8 @@ def _open_store(guest: GuestRank) -> Store:
     from torch.distributed import TCPStore, rendezvous  # type: ignore[attr-defined]
 
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        found: Store = next(rendezvous("env://", guest.rank, guest.world_size))[0]
-        return found
+        opened: Store = next(rendezvous("env://", guest.rank, guest.world_size))[0]
+        return opened
 
     def open_at(port: int, *, is_ours: bool = False) -> TCPStore:
         return TCPStore(
@@ -396,11 +396,11 @@ def cause_of(ends: Sequence[RankEnd]) -> Failure:
     If all reports are consequences (a lost connection, a request to stop), a rank without a report
     was killed. If every rank was stopped, that is the reason. Pure.
     """
-    counted = [one for one in ends if not one.was_stopped] or ends
-    root = min(counted, key=lambda one: one.order)
+    counted = [end for end in ends if not end.was_stopped] or ends
+    root = min(counted, key=lambda end: end.order)
     if root.report is not None:
         return root.report.failure
-    killed = [str(one.rank) for one in ends if one.ending is None]
+    killed = [str(end.rank) for end in ends if end.ending is None]
     is_one = len(killed) == 1
     what = f"rank {killed[0]} was" if is_one else f"ranks {', '.join(killed)} were"
     return Failure(
@@ -455,13 +455,13 @@ class RankFailures:
         code: dict[int, dict[str, float]] = {}
         for rank in range(attempt.spec.ranks):
             name = f"attempt-{attempt.number}.rank-{rank}.json"
-            found = read_object(self._folder / name)
+            content = read_object(self._folder / name)
             end = RankEnd(rank)
             with contextlib.suppress(MalformedEventError, KeyError, TypeError):
-                event = parse(found["event"])
+                event = parse(content["event"])
                 if isinstance(event, Failed):
-                    code[rank] = dict(found["code"])
-                    end = replace(end, ending=event, at=float(found["at"]))
+                    code[rank] = dict(content["code"])
+                    end = replace(end, ending=event, at=float(content["at"]))
             ends.append(end)
         failure = cause_of(ends)
         return EarlierStart(

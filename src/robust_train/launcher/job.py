@@ -156,13 +156,13 @@ class Job:
         while isinstance(self.decision, Retry) and self.decision.room is not None:
             retry = self.decision
             with self.folder.waiting():
-                found = self.driver.wait_for_room(retry, self.policy, tuple(self.attempts))
-            if isinstance(found, Retry):
-                self.decision = found
+                outcome = self.driver.wait_for_room(retry, self.policy, tuple(self.attempts))
+            if isinstance(outcome, Retry):
+                self.decision = outcome
                 return
             if retry.otherwise is None:
-                raise NoDeviceError(found)
-            self._decide_again(retry.otherwise, "waited_in_vain", found)
+                raise NoDeviceError(outcome)
+            self._decide_again(retry.otherwise, "waited_in_vain", outcome)
 
     def _decide_again(self, decision: Decision | None, why: str, problem: str) -> None:
         """Record another decision after the last attempt, because the first decision cannot be

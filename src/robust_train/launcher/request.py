@@ -25,7 +25,7 @@ from robust_train.queue.devices import name_for_trainer
 def request_for(
     attempt: Attempt,
     plan: Plan,
-    asked: AttemptSpec,
+    requested: AttemptSpec,
     *,
     longest_pause: float = 0.0,
     is_first: bool = True,
@@ -35,7 +35,7 @@ def request_for(
     Args:
         attempt: the attempt.
         plan: the job's plan.
-        asked: the requested split of the batch.
+        requested: the requested split of the batch.
         longest_pause: the longest time between two reports of the job so far, in seconds.
         is_first: whether the attempt is the first one of its launch.
     """
@@ -59,7 +59,7 @@ def request_for(
         environ=environ,
         cwd=os.getcwd(),
         longest_pause=longest_pause,
-        asked=asked,
+        asked=requested,
         is_first=is_first,
         start_method=_start_method(),
         features=tuple(feature.attempt for feature in plan.features if feature.attempt),

@@ -115,14 +115,14 @@ def largest_tensors(
 
 
 def largest_alive(
-    top: int, devices: Collection[str] | None = None, known: Collection[StorageKey] = ()
+    top: int, devices: Collection[str] | None = None, seen: Collection[StorageKey] = ()
 ) -> list[LiveTensor]:
     """Return `largest_tensors` as values, without those in ``known`` storages."""
     wanted = training_devices() if devices is None else devices
     alive = live_tensors()
     by_storage = {storage_of(tensor): tensor for tensor in alive}
     sizes = storages(alive)
-    new = [key for key in sizes if key[0] in wanted and key not in known]
+    new = [key for key in sizes if key[0] in wanted and key not in seen]
     largest = sorted(new, key=lambda key: sizes[key], reverse=True)[:top]
     return [
         LiveTensor(

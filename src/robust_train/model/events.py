@@ -172,8 +172,8 @@ class MemoryReported(EventOfRank):
     def figures(self) -> dict[str, int]:
         """Return the available figures by name."""
         names = ("allocated", "reserved", "max_allocated", "resident", "max_resident")
-        known = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in known.items() if value is not None}
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)

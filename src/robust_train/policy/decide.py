@@ -33,8 +33,8 @@ def first_decision(settings: PolicySettings, gpus: Group) -> Retry:
 
 def first_attempt(settings: PolicySettings, gpus: Group) -> AttemptSpec:
     """Return the requested batch on these GPUs, or on the CPU."""
-    asked = settings.for_ranks(len(gpus) or settings.cpu_ranks).asked
-    return replace(asked, gpus=gpus)
+    requested = settings.for_ranks(len(gpus) or settings.cpu_ranks).asked
+    return replace(requested, gpus=gpus)
 
 
 def decide(

@@ -63,9 +63,9 @@ def why_give_up(context: FailureContext) -> str:
 def _what_was_tried(context: FailureContext) -> str:
     """Return the devices, each with the micro-batches of its attempts, for a sentence."""
     tried: dict[str, list[str]] = {}
-    for one in context.history:
-        size = " down to ".join(map(str, one.sizes)) if one.spec.has_batch else ""
-        tried.setdefault(one.spec.device, []).append(size)
+    for attempt in context.history:
+        size = " down to ".join(map(str, attempt.sizes)) if attempt.spec.has_batch else ""
+        tried.setdefault(attempt.spec.device, []).append(size)
     return "; ".join(
         f"{device} at micro-batch {', '.join(_counted(sizes))}" if any(sizes) else device
         for device, sizes in tried.items()
@@ -120,5 +120,5 @@ def what_came_before(context: FailureContext) -> str:
 
 def cannot_work(failure: Failure) -> str:
     """Return one line: CUDA works with no GPU on this machine, and the two ways out."""
-    advice = "".join(f"; {one}" for one in failure.advice)
+    advice = "".join(f"; {sentence}" for sentence in failure.advice)
     return f"CUDA cannot work here: {failure.message}{advice}"
