@@ -154,8 +154,8 @@ def variables_named(
     words: Sequence[str], cwd: str | Path, environ: Mapping[str, str]
 ) -> dict[str, Json]:
     """Return the environment variables that a command, or a program file that it names, reads by
-    their names, with their values, or None for one that is not set. Secrets are left out, and what
-    a shell has filled in before us cannot be known."""
+    their names, with their values, or None for a variable that is not set. Secrets are left out,
+    and what a shell has filled in before us cannot be known."""
     texts = list(words)
     for word in words:
         path = Path(cwd, word)

@@ -232,7 +232,7 @@ def safe_tensor_to_cpu(value: _T) -> _T:
 
 
 WALKED = object()
-"""What a change returns for a value that `rebuilt` is to walk into."""
+"""The result of a change for a value that `rebuilt` has to walk into."""
 
 
 def rebuilt(

@@ -84,7 +84,7 @@ class LateAnswers:
         """Take an update, and return whether the weights have changed.
 
         If the device decides, that is not known yet, and the answer is for the update before. The
-        first such update counts as one that changed them.
+        first such update counts as an update that changed them.
         """
         if done.left_out is None:
             return done.moved
