@@ -184,6 +184,7 @@ KEYS = {
     "rm": {"dry_run", "runs", "kept"},
     "sweep limit RUN 2": {"error"},
     "ps": {"runs"},
+    "need RUN": {"error"},  # it ran on the CPU
     "queue": {"directory", "jobs", "excluded"},
     "gpus": {"driver_version", "problem", "warning", "gpus", "skipped"},
     "memory info": {*MACHINE, "live_run"},

@@ -65,8 +65,8 @@ def test_a_second_job_starts_after_the_first(shared):
     wait_until(lambda: [j["state"] for j in host.jobs()] == ["running", "waiting"], "it waits")
     table = host.command("queue").stdout
     header, one, two, why = table.splitlines()
-    assert header.split() == ["id", "#", "state", "job", "user", "MiB", "GPU", "for"]
-    assert re.search(r"- +running .* 4000 +GPU 0 ", one), one
+    assert header.split() == ["id", "#", "state", "job", "user", "MiB", "held", "GPU", "for"]
+    assert re.search(r"- +running .* 4000 +- +GPU 0 ", one), one
     assert " 1  waiting" in two
     assert max(map(len, table.splitlines())) <= 80
     assert "\x1b" not in table

@@ -114,7 +114,7 @@ def test_jobs_that_want_every_gpu_take_turns(host, capsys):
         assert main(["queue", "--dir", str(host.base)]) == 0
         rows = capsys.readouterr().out.splitlines()[1:4]
         cells = [re.split(r"  +", row.strip()) for row in rows]
-        assert [row[1:4] + row[5:7] for row in cells] == [
+        assert [row[1:4] + [row[5], row[7]] for row in cells] == [
             ["-", "running", "test", "3 × 4000", "GPU-0, GPU-1, GPU-2"],
             ["1", "waiting", "test", "3 × 4000", "-"],
             ["2", "waiting", "test", "4000", "-"],

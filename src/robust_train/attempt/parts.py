@@ -15,8 +15,7 @@ from robust_train.model.failure import Failure
 
 if TYPE_CHECKING:
     from robust_train.model.spec import AttemptSpec
-    from robust_train.policy.sizes import BatchSearch
-    from robust_train.step.batcher import MicroBatcher
+    from robust_train.step.batcher import MicroBatcher, SizeSearch
     from robust_train.step.split_check import SplitCheck
 
 
@@ -24,8 +23,8 @@ class Parts:
     """Creates the micro-batcher at its first use, from the settings until then.
 
     Attributes:
-        plan: the batcher's initial settings.
-        search: the search for the largest batch that fits, None for no search.
+        plan: how the batcher begins.
+        search: finds the largest batch that fits in the first step, None if nothing is to.
         split_rule: how the loss of the parts is compared with the loss of the whole.
         asked: the split of the batch that the user requested; None for this attempt's split.
         keeps_batch: why no attempt may split the batch in another way; empty if it may.
@@ -37,7 +36,7 @@ class Parts:
         self, reports: Reports, speed: SpeedMeter, ran_out: Callable[[BaseException, Failure], None]
     ) -> None:
         self.plan = MicroBatchPlan()
-        self.search: BatchSearch | None = None
+        self.search: SizeSearch | None = None
         self.split_rule = SplitRule()
         self.asked: AttemptSpec | None = None
         self.keeps_batch = ""
@@ -52,8 +51,8 @@ class Parts:
         """Split as ``plan`` says."""
         self.plan = plan
 
-    def search_with(self, search: BatchSearch) -> None:
-        """Search for the largest batch that fits."""
+    def search_with(self, search: SizeSearch) -> None:
+        """Let ``search`` find the largest batch that fits, in the first step."""
         self.search = search
 
     def check_by(self, rule: SplitRule) -> None:

@@ -255,6 +255,16 @@ _MACHINE = (
         "on them.",
     ),
     Command(
+        "need",
+        "say how much GPU memory a job needs",
+        "of_features:answer",
+        (_JSON,),
+        about="Say how much memory a run held on its GPUs at its peak, what that is made of, the "
+        "smallest GPU of this host that it fits, and the micro-batch that fits each GPU. PROGRAM "
+        "is the id or the folder of a run, or a command line that has run before.",
+        takes_program=True,
+    ),
+    Command(
         "memory info", "show memory by process, and of a live run", "memory:info", (_RUN, _JSON)
     ),
     Command(

@@ -35,7 +35,7 @@ _OF_GPUS = (
     "held by",
     "note",
 )
-_OF_JOBS = ("id", "#", "state", "job", "user", "MiB", "GPU", "for")
+_OF_JOBS = ("id", "#", "state", "job", "user", "MiB", "held", "GPU", "for")
 _LONGEST_NAME = 20  # the table of jobs fits 80 columns
 
 
@@ -215,6 +215,7 @@ def _job_row(job: dict[str, Json]) -> list[object]:
     numbers = [gpu["index"] for gpu in job["gpus"] if gpu["index"] is not None]
     # GPUs that have vanished no longer have a number.
     names = [gpu["uuid"] for gpu in job["gpus"] if gpu["index"] is None]
+    held = [gpu["taken_bytes"] for gpu in job["gpus"] if gpu["taken_bytes"] is not None]
     if numbers:
         names.insert(0, f"GPU {', '.join(map(str, numbers))}")
     return [
@@ -224,6 +225,7 @@ def _job_row(job: dict[str, Json]) -> list[object]:
         shortened(job["name"], _LONGEST_NAME),
         job["user"],
         claim if many == 1 else f"{many} × {claim}",
+        max(held) // MIB if held else None,
         ", ".join(names),
         as_clock(int(job["seconds_in_state"])),
     ]

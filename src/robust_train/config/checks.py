@@ -105,7 +105,15 @@ def _read_all(cfg: DictConfig, prefix: str, *, is_lenient: bool = False) -> Robu
         if isinstance(group, DictConfig):
             name = f"{prefix}{keys.group}." if keys.group else prefix
             config = config.having(read(keys, group, name, is_lenient=is_lenient))
-    return config
+    return _with_memory(config)
+
+
+def _with_memory(config: RobustConfig) -> RobustConfig:
+    """Settle the memory to reserve: ``auto`` begins with the default."""
+    size: int | None = config.min_gpu_memory_mb  # None: auto
+    if size is not None:
+        return config
+    return replace(config, min_gpu_memory_mb=RobustConfig.min_gpu_memory_mb, measures_memory=True)
 
 
 def read(owner: type[T], cfg: DictConfig, prefix: str, *, is_lenient: bool = False) -> T:

@@ -220,7 +220,13 @@ class RobustConfig(PlainConfig):
         range=FROM_1,
     )
     min_gpu_memory_mb: int = key(
-        4000, "memory that must be free on each GPU before it is taken", unit="MiB", range=FROM_0
+        4000,
+        "memory that must be free on each GPU before it is taken; `auto`: as measured",
+        more="([queue](queue.md#memory-as-measured))",
+        accepts="integer or `auto`",
+        unit="MiB",
+        range=FROM_0,
+        read=integer_or_auto,
     )
     wait_for_gpu: bool = key(True, "wait until that much is free")
     gpu_wait_timeout_minutes: float = key(60.0, "longest wait", unit="minutes", range=FROM_0)
@@ -316,7 +322,9 @@ class RobustConfig(PlainConfig):
     # These fields are not keys, but results of the checks. With `training.batch_size=auto`,
     # batch_size is the largest size to try.
     finds_batch_size: bool = False
-    # A project's keys that stand for this package's keys; None if the keys are at the root.
+    # `min_gpu_memory_mb=auto`: the default stands until a feature knows better
+    measures_memory: bool = False
+    # a project's keys that stand for ours; None: all of ours are at the root
     theirs: dict[str, str] | None = None
     # The keys of features that do not all have their defaults.
     of_features: tuple[Any, ...] = ()  # FeatureKeys, which OmegaConf does not take as a type

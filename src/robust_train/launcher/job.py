@@ -137,19 +137,20 @@ class Job:
         retrying(self._next_attempt)
 
     def _next_attempt(self) -> Decision | None:
-        """Run the decided attempt once its devices are available; return the decision after it."""
-        while True:
-            self.signals.check()
-            self._wait_for_room()
-            if not isinstance(self.decision, Retry):
-                return self.decision
-            self.hooks.before(self.decision)
-            spec = self.decision.spec
-            if not self.attempts or self.driver.devices.take(spec.gpus):
-                self._attempt(spec)
-                return self.decision
+        """Run what was decided, once its devices are there; return what is decided after it."""
+        self.signals.check()
+        self._wait_for_room()
+        if not isinstance(self.decision, Retry):
+            return self.decision
+        self.hooks.before(self.decision)
+        spec = self.decision.spec
+        if not self.attempts or self.driver.devices.take(spec.gpus):
+            self._attempt(spec)
+        else:
+            # what is decided then may begin with a pause, so it is not followed here
             problem = f"{spec.device} went to another job meanwhile"
             self._decide_again(self._decide(tuple(self.attempts)), "lost_race", problem)
+        return self.decision
 
     def _wait_for_room(self) -> None:
         """Wait for the GPUs that the decision needs. If the wait is in vain, decide again."""
@@ -198,8 +199,10 @@ class Job:
         if self.attempts:  # the first attempt's checkpoint was read at the start of the launch
             self.checkpoint = self.folder.newest_checkpoint(self.checkpoint, sleep=self.sleep)
         resumed_from = None if self.checkpoint is None else str(self.checkpoint)
-        steps = {attempt.checkpoint: attempt.saved_step for attempt in self.attempts}
-        start_step = steps.get(resumed_from) or 0  # 0 if unknown
+        start_step = 0
+        if resumed_from is not None:
+            steps = {attempt.checkpoint: attempt.saved_step for attempt in self.attempts}
+            start_step = steps.get(resumed_from) or 0  # 0 if unknown
         attempt = Attempt(number, spec, time.time(), resumed_from, start_step=start_step)
         self.folder.attempt_starts(attempt)
         request = request_for(

@@ -24,7 +24,7 @@ from robust_train.folder.provenance import resume_command
 from robust_train.folder.resolvers import Resolvers, resolvers_of
 from robust_train.gpu.visible import numbers_gpus
 from robust_train.host.allocator import exported_expandable_segments, is_wsl
-from robust_train.model.feature import Feature
+from robust_train.model.feature import Feature, load_named
 from robust_train.policy.decide import Remedies
 from robust_train.policy.sizes import PolicySettings
 
@@ -119,7 +119,7 @@ def plan_job(
     folder = run_folder(run_dir, name)
     refuse_other_version(folder, resume=config.resume)
     resumes = config.resume and not guest
-    return Plan(
+    plan = Plan(
         config=config,
         cfg=cfg,
         resolved_cfg=resolved_cfg,
@@ -137,6 +137,10 @@ def plan_job(
         features=features,
         resume_command=resume_command(folder, is_named=run_dir is not None) if resumes else None,
     )
+    for feature in features:
+        if feature.plans:
+            plan = load_named(feature.plans)(plan)
+    return plan
 
 
 def values_used(cfg: DictConfig, config: RobustConfig) -> set[str]:

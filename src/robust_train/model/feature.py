@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -40,8 +40,11 @@ class Feature:
     # there.
     launcher: str = ""
     attempt: str = ""
-    # Read with `config.of(…)`. There are several classes if other keys stand between them on the
-    # page.
+    # function of the plan of a job that returns it with what the feature knows beforehand
+    plans: str = field(default="", kw_only=True)
+    # functions of a command's arguments by its name: the data of its answer, and its lines
+    commands: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    # read with `config.of(…)`; several classes if other keys stand between them on the page
     keys: tuple[type[FeatureKeys], ...] = ()
 
 

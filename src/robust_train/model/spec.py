@@ -34,6 +34,15 @@ class Knob(Part):
         """Return the user's choice, from a job's config and environment."""
         return cls()
 
+    def for_unknown_size(self: K, config: RobustConfig, spec: AttemptSpec) -> K:
+        """Return the choice for an attempt with ``training.batch_size=auto``, which begins with the
+        whole batch, because no size is known for its kind of device."""
+        return self
+
+    def for_known_size(self: K) -> K:
+        """Return the choice for an attempt whose micro-batch is decided."""
+        return self
+
     def applied(self, config: RobustConfig) -> RobustConfig:
         """Apply the choice to an attempt's config."""
         return config
@@ -59,8 +68,6 @@ class AttemptSpec(Record[Knob]):
     has_batch: bool = True
     # False for a trainer that gets no accumulation. Whatever the accumulation is, it makes 1.
     accumulates: bool = True
-    # Whether the attempt searches for its micro-batch before it trains.
-    searches: bool = False
 
     @property
     def effective_batch_size(self) -> int:
@@ -100,10 +107,10 @@ class AttemptSpec(Record[Knob]):
         return "cpu" if self.gpu is None else f"{self.gpu.name} {self.gpu.total_bytes}"
 
     def with_batch(self, batch_size: int | None, accumulation: int | None) -> AttemptSpec:
-        """Return the spec with another split of the batch. None leaves a figure unchanged."""
+        """Return the same with another split of the batch; None leaves a figure as it is."""
+        spec = self.having(*(knob.for_known_size() for knob in self.parts))
         return replace(
-            self,
-            searches=False,
+            spec,
             batch_size=batch_size or self.batch_size,
             gradient_accumulation_steps=accumulation or self.gradient_accumulation_steps,
         )

@@ -21,7 +21,7 @@ from robust_train.gpu.select import can_be_one_of
 from robust_train.gpu.visible import Visible
 from robust_train.model.errors import ConfigError
 from robust_train.model.gpu import GpuInfo
-from robust_train.queue.plan import has_room, open_to, waits_for
+from robust_train.queue.plan import has_room, open_to, room_on_own_gpus, waits_for
 from robust_train.queue.queue_dir import EXCLUDED_SECONDS, LIMITS_FILE, NO_LIMIT, QueueError
 from robust_train.queue.registry import QueuedJob, Registry, Reservation
 
@@ -227,9 +227,13 @@ class HostQueue:
                 return waits_for(me, others, gpus, now, limit)
         return None
 
-    def take(self, uuids: Sequence[str], need_bytes: int) -> bool:
+    def take(self, uuids: Sequence[str], need_bytes: int, offered_bytes: int | None = None) -> bool:
         """Reserve the next attempt's GPUs, in the order of its ranks, in place of the last one's;
-        none for the CPU: everything is released. Returns False if another job has one by now."""
+        none for the CPU: everything is released. Returns False if another job has one by now.
+
+        Of other GPUs than the last ones no more than ``offered_bytes`` is reserved: what each of
+        them had free when the attempt was decided on.
+        """
         if self._reservation is None:
             return True
         before = self._reservation.job
@@ -239,7 +243,8 @@ class HostQueue:
                 self.release()
                 return True
             if set(uuids) != set(before.gpus):
-                return self.announce(uuids, need_bytes)
+                least = need_bytes if offered_bytes is None else min(need_bytes, offered_bytes)
+                return self.announce(uuids, least)
             here = [gpu.free_bytes for gpu in self.open_gpus() if gpu.uuid in uuids]
             room = min(here) if len(here) == len(uuids) else before.reserved_bytes
             if not self.announce(uuids, min(need_bytes, room)):
@@ -261,6 +266,41 @@ class HostQueue:
         if 0 <= rank < len(taken):
             taken[rank] = taken_bytes
             self._show(taken_bytes=tuple(taken))
+
+    def follow(self, held: Sequence[int | None], need_bytes: int) -> int | None:
+        """Reserve what the job needs now, on GPUs where its attempt runs.
+
+        The record grows as far as the other jobs leave room, and is never below what is held: that
+        is so whatever the record says. As in :meth:`announce`, it is written first, then compared.
+
+        Args:
+            held: what its processes hold on each of its GPUs; None if unknown.
+            need_bytes: what it needs on each of them.
+
+        Returns:
+            What is reserved on each GPU by now; None without a reservation.
+        """
+        reservation = self._reservation
+        if reservation is None or reservation.job.draining:
+            return None
+        before = reservation.job
+        if len(held) != len(before.gpus):
+            return None
+        pairs = zip(held, before.taken_bytes, strict=True)
+        taken = tuple(known if new is None else new for new, known in pairs)
+        least = max((size or 0 for size in taken), default=0)
+        wanted = max(need_bytes, least)
+        job = replace(before, taken_bytes=taken, reserved_bytes=wanted)
+        with contextlib.suppress(QueueError):
+            reservation.update(job)
+            if wanted <= before.reserved_bytes:
+                return wanted
+            others = self.others()
+            room = room_on_own_gpus(job, others, self.read().machine)
+            if room is not None and room < wanted:
+                wanted = max(room, least, min(before.reserved_bytes, wanted))
+                reservation.update(replace(job, reserved_bytes=wanted))
+        return reservation.job.reserved_bytes
 
     def drain(self) -> None:
         """Show the other jobs that the attempt has ended; its memory will be free soon."""

@@ -138,7 +138,9 @@ class Plan:
         unseen = len(set(job.only) - self._states.keys())
         if healthy + unseen < job.count:
             return ()
-        doublings = max(self._now - job.queued_at, 0.0) / _DOUBLES_EVERY_SECONDS
+        # a job that comes back has trained since it was queued first
+        waits_since = max(job.queued_at, job.since)
+        doublings = max(self._now - waits_since, 0.0) / _DOUBLES_EVERY_SECONDS
         count = job.count << min(int(doublings), 20)
         nearest = sorted(possible, key=lambda state: state.distance(job))
         return tuple(state.gpu.uuid for state in nearest[:count])
@@ -189,6 +191,23 @@ def has_room(
     if not wanted <= held and len(held | wanted) > gpu_limit:
         return False
     return all(uuid in states and states[uuid].suits(me) for uuid in me.gpus)
+
+
+def room_on_own_gpus(
+    me: QueuedJob, others: Iterable[QueuedJob], gpus: Sequence[GpuInfo]
+) -> int | None:
+    """Return how much a running job may reserve on each of its GPUs beside all other jobs, with
+    what it has taken; None if one of its GPUs is not among ``gpus``."""
+    taken = dict(zip(me.gpus, me.taken_bytes, strict=True))
+    own = [
+        replace(gpu, free_bytes=gpu.free_bytes + (taken[gpu.uuid] or 0))
+        for gpu in gpus
+        if gpu.uuid in taken
+    ]
+    if len(own) < len(taken):
+        return None
+    states = gpu_states(others, own)
+    return min((max(states[uuid].usable, 0) for uuid in taken), default=None)
 
 
 def queue_order(jobs: Iterable[QueuedJob]) -> list[QueuedJob]:

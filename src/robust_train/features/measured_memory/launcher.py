@@ -1,0 +1,254 @@
+"""Measures what a job's processes hold on its GPUs, and lets its reservation follow."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from robust_train.config.attempt import AttemptRequest
+from robust_train.features.measured_memory.model import (
+    PEAK,
+    Sample,
+    is_measured,
+    took_all_at_once,
+    with_margin,
+)
+from robust_train.features.measured_memory.recall import fingerprint_of
+from robust_train.features.measured_memory.store import remember
+from robust_train.gpu.inventory import close_session, read_inventory
+from robust_train.gpu.processes import sees_host_pids
+from robust_train.host.linux import job_mark
+from robust_train.host.reaper import mark_of
+from robust_train.launcher.hooks import History, InLauncher, JobView
+from robust_train.model.attempt import Attempt
+from robust_train.model.events import (
+    CheckpointSaved,
+    EpochEnded,
+    Event,
+    MicroBatchChanged,
+    Progress,
+    ValueReported,
+)
+from robust_train.model.gpu import GpuInfo
+from robust_train.queue.host_queue import HostQueue
+from robust_train.queue.queue_dir import QueueError
+from robust_train.readable import mib
+
+log = logging.getLogger("robust_train")
+
+_LEAST_SECONDS = 1.0
+_MOST_SECONDS = 30.0
+_OFTEN_SECONDS = 60.0  # an attempt allocates most of what it will hold in its first minute
+_COST_SHARE = 0.005  # of the time, which reading the GPUs may take
+_FIRST_COST_SHARE = 0.02  # in that minute
+
+
+@dataclass
+class _Attempt:
+    """What is known of the attempt that runs."""
+
+    number: int
+    uuids: tuple[str, ...]
+    used_before: Mapping[str, int]  # bytes by UUID, before it began
+    began: float = field(default_factory=time.monotonic)
+    peaks: dict[str, int] = field(default_factory=dict)  # bytes by UUID
+    history: list[int] = field(default_factory=list)  # of the fullest GPU, as it rose
+    grew_at: float = field(default_factory=time.monotonic)
+    totals: dict[str, int] = field(default_factory=dict)
+    first_step: int | None = None
+    last_step: int | None = None
+    has_saved: bool = False
+    is_split: bool = False  # a step ran at a smaller micro-batch than the attempt's
+    next_at: float = 0.0
+    is_settled: bool = False
+    takes_all: bool = False
+    # UUIDs of GPUs on which another job of the queue has been seen
+    shared: set[str] = field(default_factory=set)
+
+    @property
+    def peak(self) -> int:
+        """The most that it has held on one GPU."""
+        return max(self.peaks.values(), default=0)
+
+    @property
+    def steps(self) -> int | None:
+        """Optimizer steps since it began; None if it reports none."""
+        if self.first_step is None or self.last_step is None:
+            return None
+        return self.last_step - self.first_step + 1
+
+
+class MeasuredMemory(InLauncher):
+    """Asks NVML from the launcher, so whatever a process holds counts: CUDA's context, libraries
+    and all allocators.
+
+    A job measures itself if its user has left the figure to us, or shares its GPU with other jobs.
+    Others keep the figure that they declare, and nothing is read or written for them.
+    """
+
+    def __init__(self, job: JobView) -> None:
+        super().__init__(job)
+        config = job.plan.config
+        self._attempt: _Attempt | None = None
+        self._warned: set[str] = set()
+        self._is_on = config.measures_memory or config.gpu_jobs_per_device > 1
+
+    def request(self, request: AttemptRequest, attempt: Attempt) -> AttemptRequest:
+        """Note what is used on the GPUs before the attempt begins."""
+        self._attempt = None
+        uuids = tuple(gpu.uuid for gpu in attempt.spec.gpus)
+        # A session of NVML in an attempt's own process would end with ours.
+        if self._is_on and uuids and not self.job.plan.config.runs_inline:
+            gpus = read_inventory(processes=False).gpus
+            used = {gpu.uuid: gpu.used_bytes for gpu in gpus if gpu.uuid in uuids}
+            self._attempt = _Attempt(attempt.number, uuids, used)
+        return request
+
+    def event(self, event: Event, attempt: Attempt | None) -> None:
+        """Count its steps, and note that it has saved or validated."""
+        current = self._attempt
+        if current is None:
+            return
+        if isinstance(event, Progress):
+            if current.first_step is None:
+                current.first_step = event.step
+            current.last_step = event.step
+        elif isinstance(event, (CheckpointSaved, EpochEnded, ValueReported)):
+            current.has_saved = True
+        elif isinstance(event, MicroBatchChanged):
+            current.is_split = True
+
+    def tick(self, attempt: Attempt | None) -> None:
+        """Measure if it is time to."""
+        current = self._attempt
+        if attempt is None or current is None or current.takes_all:
+            return
+        now = time.monotonic()
+        if now < current.next_at:
+            return
+        inventory = read_inventory()
+        seconds = time.monotonic() - now
+        least = _LEAST_SECONDS
+        share = _FIRST_COST_SHARE
+        if now - current.began >= _OFTEN_SECONDS:
+            least = _MOST_SECONDS / 3
+            share = _COST_SHARE
+            close_session()
+        pause = min(max(seconds / share, least), _MOST_SECONDS)
+        current.next_at = now + pause
+        gpus = {gpu.uuid: gpu for gpu in inventory.gpus}
+        if all(uuid in gpus for uuid in current.uuids):
+            held = [self._held_on(gpus[uuid], current) for uuid in current.uuids]
+            self._follow(current, held, attempt, [gpus[uuid] for uuid in current.uuids])
+
+    def _held_on(self, gpu: GpuInfo, current: _Attempt) -> int | None:
+        """Return what the job's processes hold on a GPU; None if unknown."""
+        sample = self._sample_of(gpu, current)
+        held = sample.by_process()
+        if held is not None or sample.is_before_cuda:
+            return held
+        held = sample.by_difference()
+        if held is None:
+            self._warn(
+                "NVML does not say what each process holds here, and others share the GPU: "
+                "the reservation stays as it is"
+            )
+        elif held:
+            self._warn(
+                "NVML does not say what each process holds here: what the GPU holds more than "
+                "before counts as the job's"
+            )
+        return held or None
+
+    def _sample_of(self, gpu: GpuInfo, current: _Attempt) -> Sample:
+        """Return what NVML says of a GPU, and who is there."""
+        queue = self.job.driver.devices.queue
+        mark = job_mark(queue.job_id)
+        processes = gpu.processes or ()
+        ours = tuple(row.used_bytes for row in processes if mark_of(row.pid) == mark)
+        is_said = bool(ours) and None not in ours
+        if not is_said and gpu.uuid not in current.shared and _has_others(queue, gpu.uuid):
+            current.shared.add(gpu.uuid)
+        return Sample(
+            used_bytes=gpu.used_bytes,
+            before_bytes=current.used_before.get(gpu.uuid, gpu.used_bytes),
+            ours=ours,
+            others=sum(row.computes for row in processes) - len(ours),
+            is_listed=gpu.processes is not None and sees_host_pids(),
+            is_alone=gpu.uuid not in current.shared,
+        )
+
+    def _follow(
+        self,
+        current: _Attempt,
+        held: Sequence[int | None],
+        attempt: Attempt,
+        gpus: Sequence[GpuInfo],
+    ) -> None:
+        """Raise the peaks, and change the reservation to what they ask for."""
+        for gpu, size in zip(gpus, held, strict=True):
+            if size is not None and size > current.peaks.get(gpu.uuid, 0):
+                current.peaks[gpu.uuid] = size
+                current.totals[gpu.uuid] = gpu.total_bytes
+                current.grew_at = time.monotonic()
+        peak = current.peak
+        if not peak:
+            return
+        if not current.history or peak > current.history[-1]:
+            current.history.append(peak)
+        config = self.job.plan.config
+        total = min(current.totals.values())
+        if took_all_at_once(current.history, total, has_allocator=bool(attempt.memory)):
+            current.takes_all = True
+            self._warn(
+                f"the program took {mib(peak)} of {mib(total)} at once, as JAX and TensorFlow do "
+                "whatever they need: the reservation stays at min_gpu_memory_mb"
+            )
+            return
+        was_settled = current.is_settled
+        current.is_settled = was_settled or is_measured(
+            current.steps, saved=current.has_saved, quiet_seconds=time.monotonic() - current.grew_at
+        )
+        need = with_margin(peak)
+        # A declared figure stands, and so does that of an earlier run until this one is measured.
+        if not config.measures_memory or not current.is_settled:
+            need = max(need, config.min_gpu_memory_bytes)
+        reserved = self.job.driver.devices.queue.follow(held, need)
+        if current.is_settled and not was_settled:
+            shown = "" if reserved is None else f"; {mib(reserved)} are reserved by now"
+            log.info("the job holds at most %s of a GPU%s", mib(peak), shown)
+            self._remember(current, attempt)
+
+    def evidence(self, attempt: Attempt, history: History) -> Attempt:
+        """Return the attempt with the peak of its GPU memory."""
+        current = self._attempt
+        self._attempt = None
+        if current is None or not current.peak:
+            return attempt
+        if not current.takes_all and (current.is_settled or attempt.failure is None):
+            self._remember(current, attempt)
+        return replace(attempt, memory={**attempt.memory, PEAK: current.peak})
+
+    def _remember(self, current: _Attempt, attempt: Attempt) -> None:
+        """Keep the peak for later runs of the same job at the same micro-batch."""
+        gpus = attempt.spec.gpus
+        is_kept = self.job.plan.config.measures_memory and not current.is_split
+        if is_kept and gpus:
+            size = attempt.spec.batch_size
+            remember(fingerprint_of(self.job.plan), gpus[0].name, size, current.peak)
+
+    def _warn(self, line: str) -> None:
+        """Say a line once."""
+        if line not in self._warned:
+            self._warned.add(line)
+            log.warning("%s", line)
+
+
+def _has_others(queue: HostQueue, uuid: str) -> bool:
+    """Return whether another job of the queue is on a GPU; True if that is unknown."""
+    try:
+        return any(uuid in job.gpus for job in queue.others())
+    except QueueError:
+        return True

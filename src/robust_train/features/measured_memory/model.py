@@ -1,0 +1,214 @@
+"""Which jobs need the same memory, and how much to reserve for one: pure functions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+FIRST_STEPS = 10
+"""Optimizer steps that an attempt takes before its peak counts as measured."""
+
+PEAK = "gpu_peak"
+"""The name of the measured peak among an attempt's figures of memory."""
+
+QUIET_SECONDS = 60.0
+"""A program that reports no steps is measured when its peak has not grown for so long."""
+
+_MARGIN = 10
+"""The part of the peak that is reserved beside it: a tenth."""
+
+_ALL_AT_ONCE = 0.7
+"""JAX takes three quarters of a GPU when it starts, and TensorFlow nearly all of it."""
+
+_NAMES = (
+    r"(?:\w*[_.-])?(?:seed|lr|learning[_-]?rate|name|title|tags?|notes?|comment|version)|"
+    r"(?:job|run|exp|experiment|project|group)[_-]?(?:name|id)|"
+    r"(?:out|output|log|logging|save|run|checkpoint|ckpt)[_-]?(?:dir|path|folder)?"
+)
+_CHANGES_NO_MEMORY = re.compile(_NAMES, re.IGNORECASE)
+"""Keys that distinguish jobs and say nothing about their memory."""
+
+_WITH_A_MEANING = frozenset({"model", "dataset", "data", "trainer"})
+"""Groups in which a name chooses what is trained."""
+
+
+def fingerprint(job: str, keys: Mapping[str, Any], versions: Sequence[str] = ()) -> str:
+    """Return what is the same for all jobs that need the same memory at the same micro-batch.
+
+    Only this digest is kept, so that no value of a key is in the file.
+
+    Args:
+        job: which program or trainer it is.
+        keys: the keys of the job that may change its memory, nested.
+        versions: of what decides about memory, such as torch.
+    """
+    named = {".".join(path): value for path, value in _leaves(keys)}
+    content = json.dumps([job, named, list(versions)], sort_keys=True, default=str)
+    return hashlib.sha256(content.encode()).hexdigest()[:32]
+
+
+def _leaves(keys: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the values that may change memory, with their paths."""
+    if not isinstance(keys, Mapping):
+        yield path, keys
+        return
+    for key, value in keys.items():
+        name = str(key)
+        is_chosen = name == "name" and bool(path) and path[-1] in _WITH_A_MEANING
+        if is_chosen or not _CHANGES_NO_MEMORY.fullmatch(name):
+            yield from _leaves(value, (*path, name))
+
+
+def words_that_matter(argv: Sequence[str]) -> list[str]:
+    """Return a command line without its seeds, names and learning rates."""
+    kept = []
+    is_skipped = False
+    for word in argv:
+        if is_skipped and not word.startswith("-"):
+            is_skipped = False
+            continue
+        is_skipped = False
+        name, equals, _ = word.partition("=")
+        is_option = word.startswith("-") or bool(equals)
+        if is_option and _CHANGES_NO_MEMORY.fullmatch(name.lstrip("-+").rpartition(".")[2]):
+            is_skipped = not equals
+            continue
+        kept.append(word)
+    return kept
+
+
+def program_of(argv: Sequence[str], folder: str) -> list[str]:
+    """Return a command line whose files are known wherever it is run."""
+    return [
+        os.path.realpath(os.path.join(folder, word))
+        if word.endswith((".py", ".sh")) or word.startswith(("./", "../"))
+        else word
+        for word in argv
+    ]
+
+
+def with_margin(peak_bytes: int, held_bytes: int = 0) -> int:
+    """Return what to reserve for a peak: a tenth more, and never less than what is held."""
+    return max(peak_bytes + math.ceil(peak_bytes / _MARGIN), held_bytes)
+
+
+def peak_at(peaks: Mapping[int, int], micro_batch: int) -> int | None:
+    """Return the peak at a micro-batch, from the peaks that were measured at some; None if unknown.
+
+    Memory is affine in the micro-batch: weights and optimizer, and so much for each sample. From
+    one peak only a smaller micro-batch can be answered for: it needs at most as much.
+    """
+    if micro_batch in peaks:
+        return peaks[micro_batch]
+    if not peaks:
+        return None
+    nearest = sorted(sorted(peaks), key=lambda size: abs(size - micro_batch))
+    if len(nearest) == 1:
+        measured = nearest[0]
+        return peaks[measured] if micro_batch < measured else None
+    low, high = sorted(_around(nearest, micro_batch))
+    slope = max(peaks[high] - peaks[low], 0) / (high - low)
+    return max(math.ceil(peaks[low] + slope * (micro_batch - low)), 0)
+
+
+def _around(nearest: Sequence[int], micro_batch: int) -> tuple[int, int]:
+    """Return the nearest size on each side of a micro-batch, else the two nearest."""
+    below = next((size for size in nearest if size < micro_batch), None)
+    above = next((size for size in nearest if size > micro_batch), None)
+    if below is None or above is None:
+        return nearest[0], nearest[1]
+    return below, above
+
+
+def largest_fitting(peaks: Mapping[int, int], room_bytes: int) -> int | None:
+    """Return the largest micro-batch whose reservation fits; 0 if none does, None if unknown."""
+    if not peaks:
+        return None
+    fits = 0
+    size = 1
+    peak = peak_at(peaks, 1)
+    # The size is doubled until it does not fit, then the gap is halved.
+    while peak is not None and with_margin(peak) <= room_bytes and size < 1 << 20:
+        fits = size
+        size *= 2
+        peak = peak_at(peaks, size)
+    if peak is None:
+        fitting = [measured for measured in peaks if with_margin(peaks[measured]) <= room_bytes]
+        return max(fitting, default=fits or None)
+    step = (size - fits) // 2
+    while step:
+        between = peak_at(peaks, fits + step)
+        if between is not None and with_margin(between) <= room_bytes:
+            fits += step
+        step //= 2
+    return fits
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What NVML says at one moment of a GPU on which a job runs."""
+
+    used_bytes: int  # by whomever
+    before_bytes: int  # by whomever, before the attempt began
+    # what each process of the job holds there, None if NVML does not say
+    ours: tuple[int | None, ...] = ()
+    others: int = 0  # processes of others that NVML lists there
+    is_listed: bool = True  # NVML lists processes, by the numbers that they have here
+    is_alone: bool = True  # no other job of the queue has been there since the attempt began
+
+    def by_process(self) -> int | None:
+        """Return what the job's processes hold there by NVML; None if it does not say."""
+        sizes = [size for size in self.ours if size is not None]
+        return sum(sizes) if sizes and len(sizes) == len(self.ours) else None
+
+    @property
+    def is_before_cuda(self) -> bool:
+        """Whether none of the job's processes has started CUDA yet, as far as can be seen.
+
+        Under WSL2 NVML lists no process at all, so growth of the used memory shows one.
+        """
+        grew = self.used_bytes - self.before_bytes
+        is_seen = bool(self.ours) or (self.others == 0 and grew >= _LEAST_CONTEXT)
+        return self.is_listed and not is_seen
+
+    def by_difference(self) -> int | None:
+        """Return by how much the used memory has grown; None if that may be others' memory."""
+        if not self.is_alone or (self.is_listed and self.others):
+            return None
+        return max(self.used_bytes - self.before_bytes, 0)
+
+
+_LEAST_CONTEXT = 64 << 20
+"""No CUDA context is smaller; less than that the driver itself may take."""
+
+
+def is_measured(
+    steps: int | None,  # since the attempt began; None: it reports none
+    *,
+    saved: bool,  # a checkpoint, an epoch or a validation has ended
+    quiet_seconds: float,  # since the peak has grown
+) -> bool:
+    """Return whether an attempt has probably been at its peak."""
+    if steps is None:
+        return quiet_seconds >= QUIET_SECONDS
+    return steps >= FIRST_STEPS and saved
+
+
+def took_all_at_once(peaks: Sequence[int], total_bytes: int, *, has_allocator: bool) -> bool:
+    """Return whether a program takes most of a GPU whatever it needs, as JAX and TensorFlow do.
+
+    Args:
+        peaks: what it held in each sample so far, without zeros.
+        total_bytes: of the GPU.
+        has_allocator: torch reports what its own allocator holds.
+    """
+    if has_allocator or not peaks:
+        return False
+    rises = (after - before for before, after in zip((0, *peaks), peaks, strict=False))
+    return max(peaks) >= _ALL_AT_ONCE * total_bytes and max(rises) >= total_bytes / 2

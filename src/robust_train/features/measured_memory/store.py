@@ -1,0 +1,152 @@
+"""What jobs of this user have needed: one small file, which is only ever a help.
+
+Whatever is wrong with it costs what was learned, and one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from robust_train.files import parse_json, read_small, write_json
+from robust_train.host.linux import lock
+
+log = logging.getLogger("robust_train")
+
+FILE_NAME = "needs.json"
+MOST_JOBS = 200
+MOST_SIZES = 16
+MOST_DAYS = 180
+_MOST_BYTES = 1 << 20
+_LARGEST = 1 << 50
+_LOCK_SECONDS = 1.0
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one kind of job has needed."""
+
+    seen: float = 0.0  # seconds since the epoch
+    # bytes by GPU model and micro-batch
+    peaks: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+
+    def with_peak(self, gpu: str, micro_batch: int, peak_bytes: int, now: float) -> Need:
+        """Return the need with a new measurement, in place of the one of the same kind."""
+        sizes = {**self.peaks.get(gpu, {})}
+        # the last one is the newest
+        sizes.pop(micro_batch, None)
+        sizes[micro_batch] = peak_bytes
+        newest = dict(list(sizes.items())[-MOST_SIZES:])
+        return Need(now, {**self.peaks, gpu: newest})
+
+    def on(self, gpu: str | None) -> Mapping[int, int]:
+        """Return the peaks on a GPU of this model; on any if none was measured there, each the
+        largest."""
+        if gpu is not None and gpu in self.peaks:
+            return self.peaks[gpu]
+        largest: dict[int, int] = {}
+        for sizes in self.peaks.values():
+            for size, peak in sizes.items():
+                largest[size] = max(peak, largest.get(size, 0))
+        return largest
+
+
+def needs_file() -> Path:
+    """Return where needs are kept, beside what else was learned of this user's GPUs."""
+    chosen = os.environ.get("XDG_CACHE_HOME", "")
+    # the XDG Base Directory Specification ignores relative paths
+    if not os.path.isabs(chosen):
+        chosen = os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(chosen) / "robust-train" / FILE_NAME
+
+
+def read_needs(path: Path | None = None) -> dict[str, Need]:
+    """Return what is known, by fingerprint; nothing after one line if the file cannot be used."""
+    path = path or needs_file()
+    try:
+        data, status = read_small(path, _MOST_BYTES)
+        if status.st_uid != os.geteuid():
+            raise ValueError("it belongs to another user")
+        return _decode(parse_json(data))
+    except FileNotFoundError:
+        return {}
+    except _UNUSABLE as error:
+        log.warning("%s is ignored, and memory is measured again: %s", path, error)
+        return {}
+
+
+_UNUSABLE = (OSError, ValueError, TypeError, AttributeError, KeyError, OverflowError)
+"""Whatever a file that anybody may have written makes of its reader."""
+
+
+def _decode(content: Any) -> dict[str, Need]:
+    if not isinstance(content, dict) or content.get("version") != _VERSION:
+        raise ValueError("it is not a file of this version")
+    return {str(digest): _need_of(row) for digest, row in content["jobs"].items()}
+
+
+def _need_of(row: Any) -> Need:
+    return Need(float(row["seen"]), {str(gpu): _sizes(on) for gpu, on in row["peaks"].items()})
+
+
+def _sizes(on: Any) -> dict[int, int]:
+    return {int(size): _bytes(peak) for size, peak in on.items()}
+
+
+def _bytes(peak: Any) -> int:
+    if type(peak) is not int or not 0 < peak < _LARGEST:
+        raise ValueError(f"{peak} is not a size in bytes")
+    return peak
+
+
+def remember(
+    digest: str, gpu: str, micro_batch: int, peak_bytes: int, path: Path | None = None
+) -> None:
+    """Keep a measurement. Never raises: a disk that is full, or a lock that another process does
+    not release in time, costs what was learned."""
+    path = path or needs_file()
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(0o700, parents=True, exist_ok=True)
+        with _locked(path) as is_locked:
+            if is_locked:
+                _write_with(path, digest, gpu, micro_batch, peak_bytes)
+
+
+def _write_with(path: Path, digest: str, gpu: str, micro_batch: int, peak_bytes: int) -> None:
+    """Write the file with one more measurement, without the oldest ones."""
+    now = time.time()
+    needs = read_needs(path)
+    needs[digest] = needs.get(digest, Need()).with_peak(gpu, micro_batch, peak_bytes, now)
+    young = {
+        name: need for name, need in needs.items() if abs(now - need.seen) < MOST_DAYS * 24 * 3600
+    }
+    newest = sorted(young, key=lambda name: young[name].seen)[-MOST_JOBS:]
+    # sizes become text, as JSON has no other keys
+    jobs = {name: {"seen": young[name].seen, "peaks": young[name].peaks} for name in newest}
+    write_json(path, {"version": _VERSION, "jobs": jobs})
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    """Hold the write lock of the file's neighbour: the file itself is replaced by each writer.
+
+    Yields whether the lock was free within a second: the launcher that measures waits no longer.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path.with_suffix(".lock"), flags, 0o600)
+    try:
+        deadline = time.monotonic() + _LOCK_SECONDS
+        is_mine = lock(descriptor)
+        while not is_mine and time.monotonic() < deadline:
+            time.sleep(0.01)
+            is_mine = lock(descriptor)
+        yield is_mine
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,150 @@
+"""A job's reservation follows what NVML says of its processes, and the next job begins with it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import warm
+from robust_train.readable import MIB
+from simulated_nvml import Gpu
+from world import World, wait_until
+
+A = "GPU-aaaaaaaa-0000-0000-0000-000000000000"
+AUTO = "min_gpu_memory_mb=auto"
+TRAINER = "trainer._target_=measured_trainers.holds_memory"
+
+
+class Host:
+    """A machine with one GPU, on which one job at a time holds what the test says."""
+
+    def __init__(self, tmp_path, machine):
+        self.machine = machine
+        files = {"READY_FILE": str(tmp_path / "ready"), "GO_FILE": str(tmp_path / "go")}
+        cache = tmp_path / "cache"
+        environ = {**machine.environ, **files, "XDG_CACHE_HOME": str(cache)}
+        self.world = World(tmp_path).with_environ(environ)
+        self.needs_file = cache / "robust-train" / "needs.json"
+        self.tmp_path = tmp_path
+
+    def start(self, *arguments):
+        """Start a job; return its process and the number of the one that trains."""
+        for name in ("ready", "go", "go2"):
+            (self.tmp_path / name).unlink(missing_ok=True)
+        job = self.world.start(TRAINER, *arguments)
+        ready = self.tmp_path / "ready"
+        pid = wait_until(lambda: ready.exists() and ready.read_text(), "it trains")
+        return job, int(pid)
+
+    def hold(self, pid, mib):
+        self.machine.update(0, compute=[(pid, mib)], free_mib=40960 - mib)
+
+    def go(self, name="go"):
+        (self.tmp_path / name).touch()
+
+    def reserved(self):
+        done = warm.robust_train("queue", "--json", environ=self.machine.environment())
+        (job,) = json.loads(done.stdout)["jobs"]
+        return job["claim_bytes"] // MIB, (job["gpus"][0]["taken_bytes"] or 0) // MIB
+
+    def has_logged(self, words):
+        return words in (self.world.run_dir / "train_robust.log").read_text()
+
+    def need(self, *words):
+        environ = {**self.machine.environment(), **self.world.environ}
+        return warm.robust_train("need", *words, environ=environ)
+
+
+@pytest.mark.slow
+def test_reservation_follows_and_next_job_begins_with_it(tmp_path, cuda_machine_with):
+    host = Host(tmp_path, cuda_machine_with(Gpu(uuid=A)))
+    job, pid = host.start(AUTO, "gpu_jobs_per_device=2")
+    host.hold(pid, 1000)
+    wait_until(lambda: host.reserved() == (4000, 1000), "it holds less than the default")
+    host.go()
+    wait_until(lambda: host.reserved() == (1100, 1000), "the reservation shrinks once measured")
+    host.hold(pid, 6000)
+    wait_until(lambda: host.reserved() == (6600, 6000), "and grows with the peak")
+    host.hold(pid, 3000)
+    wait_until(lambda: host.reserved() == (6600, 3000), "but not back: it was needed once")
+    host.go("go2")
+    first = host.world.end(job, code=0)
+    assert "not measured yet" in first.output
+    (attempt,) = first.attempts
+    assert attempt["memory"]["gpu_peak"] == 6000 * MIB
+    done = host.need("--json", str(Path(first.run_dir)))
+    assert json.loads(done.stdout)["need_bytes"] == 6600 * MIB, done.stderr
+    host.hold(pid, 0)
+    job, pid = host.start(AUTO, "seed=7", "job_name=second")
+    assert host.reserved()[0] == 6600
+    host.go()
+    host.go("go2")
+    second = host.world.end(job, code=0)
+    assert "6600 MiB, because earlier runs of this job held 6000 MiB" in second.output
+
+
+@pytest.mark.slow
+def test_shared_gpus_grow_beyond_the_declared_figure(tmp_path, cuda_machine_with):
+    host = Host(tmp_path, cuda_machine_with(Gpu(uuid=A)))
+    job, pid = host.start("min_gpu_memory_mb=5000", "gpu_jobs_per_device=2")
+    host.hold(pid, 1000)
+    host.go()
+    wait_until(lambda: host.reserved() == (5000, 1000), "it is measured")
+    host.hold(pid, 8000)
+    wait_until(lambda: host.reserved() == (8800, 8000), "it outgrows what was declared")
+    host.go("go2")
+    host.world.end(job, code=0)
+    assert not host.needs_file.exists(), "a declared figure teaches nothing"
+
+
+def test_a_declared_figure_changes_nothing(tmp_path, cuda_machine_with):
+    """Neither what is reserved nor what is written: the default is a declaration too."""
+    host = Host(tmp_path, cuda_machine_with(Gpu(uuid=A)))
+    job, pid = host.start()
+    host.hold(pid, 8000)
+    host.go()
+    host.go("go2")
+    ended = host.world.end(job, code=0)
+    assert "gpu_peak" not in ended.attempts[0]["memory"]
+    assert not host.needs_file.exists()
+
+
+@pytest.mark.slow
+def test_a_silent_driver_leaves_the_difference(tmp_path, cuda_machine_with):
+    """As in containers, WSL2, MIG and vGPUs: what is used more than before, while alone."""
+    host = Host(tmp_path, cuda_machine_with(Gpu(uuid=A, free_mib=40860)))
+    job, pid = host.start(AUTO, "gpu_jobs_per_device=2")
+    host.machine.update(0, compute=[(pid, None)], free_mib=38860)
+    host.go()
+    wait_until(lambda: host.reserved() == (2200, 2000), "the difference is measured")
+    host.go("go2")
+    ended = host.world.end(job, code=0)
+    assert ended.output.count("counts as the job's") == 1
+
+
+@pytest.mark.slow
+def test_others_beside_a_silent_driver_stop_measuring(tmp_path, cuda_machine_with):
+    """With a process of others on the GPU the declared figure stands, and one line says so."""
+    host = Host(tmp_path, cuda_machine_with(Gpu(uuid=A)))
+    job, pid = host.start(AUTO)
+    host.machine.update(0, compute=[(pid, None), (1, None)], free_mib=20000)
+    wait_until(lambda: host.has_logged("stays as it is"), "it is said")
+    host.go()
+    host.go("go2")
+    ended = host.world.end(job, code=0)
+    assert ended.output.count("the reservation stays as it is") == 1
+    assert "gpu_peak" not in ended.attempts[0]["memory"]
+
+
+@pytest.mark.slow
+def test_a_program_that_takes_all_keeps_its_declaration(tmp_path, cuda_machine_with):
+    host = Host(tmp_path, cuda_machine_with(Gpu(uuid=A)))
+    job, pid = host.start(AUTO, "gpu_jobs_per_device=2")
+    host.hold(pid, 30720)
+    wait_until(lambda: host.has_logged("at once, as JAX"), "it is recognised")
+    host.go()
+    host.go("go2")
+    assert host.reserved()[0] == 4000
+    ended = host.world.end(job, code=0)
+    assert ended.output.count("at once, as JAX") == 1
+    assert not host.needs_file.exists()
