@@ -249,7 +249,7 @@ def size_to_begin_with(
     the policy's choices stand.
     """
     spec = spec.with_batch(None, None)
-    own = [one for one in history if one.spec.device_kind == spec.device_kind]
+    alike = [one for one in history if one.spec.device_kind == spec.device_kind]
     if any(
         attempt.kind is None
         or attempt.kind.is_memory
