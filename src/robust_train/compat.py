@@ -58,7 +58,7 @@ def preserve_version_counter(torch: Any, tensor: Any) -> AbstractContextManager[
 
 
 def version_of(tensor: Any) -> int:
-    """Return how often ``tensor`` was changed in place; -1 if that is not counted: for None,
+    """Return how often ``tensor`` was changed in place, or -1 if that is not counted: for None,
     inference tensors, and tensors of a lazy module in its first pass."""
     try:
         return int(getattr(tensor, "_version", -1))
@@ -128,8 +128,8 @@ def deciding_on_host(optimizer: Any) -> Iterator[None]:
 
 
 def found_overflow(scaler: Any, optimizer: Any) -> bool | None:
-    """Return whether a GradScaler met an overflow in the gradients that it has unscaled; None for
-    another kind of scaler. It reads the same figures, and waits for the same kernels, before it
+    """Return whether a GradScaler met an overflow in the gradients that it has unscaled, or None
+    for another kind of scaler. It reads the same figures, and waits for the same kernels, before it
     steps an optimizer that does not decide on the device."""
     figures = overflow_figures(scaler, optimizer)
     return None if figures is None else any(map(bool, figures))
@@ -137,7 +137,7 @@ def found_overflow(scaler: Any, optimizer: Any) -> bool | None:
 
 def overflow_figures(scaler: Any, optimizer: Any) -> list[Any] | None:
     """Return a GradScaler's figures of the gradients that it has unscaled, one per device and not
-    zero after an overflow; None for another kind of scaler."""
+    zero after an overflow, or None for another kind of scaler."""
     try:
         return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
     except (AttributeError, KeyError, TypeError):
@@ -226,7 +226,7 @@ def return_pinned_memory(torch: Any) -> None:
 
 
 def has_context(torch: Any, index: int) -> bool:
-    """Return whether this process has a CUDA context on a GPU; True if torch does not know."""
+    """Return whether this process has a CUDA context on a GPU, or True if torch does not know."""
     ask = getattr(torch._C, "_cuda_hasPrimaryContext", None)
     return True if ask is None else bool(ask(index))
 
@@ -264,8 +264,8 @@ def dump_allocator_snapshot(torch: Any, path: str) -> None:
 
 def watch_optimizer_steps(on_step: Callable[[], None]) -> Callable[[], None] | None:
     """Call ``on_step`` after every step of every torch optimizer of this process. Returns a
-    function that ends this; None if torch is not loaded, or if others have hooks there: adding to
-    them would raise in another thread that iterates over them."""
+    function that ends this, or None if torch is not loaded, or if others have hooks there: adding
+    to them would raise in another thread that iterates over them."""
     optimizer = sys.modules.get("torch.optim.optimizer")
     register = getattr(optimizer, "register_optimizer_step_post_hook", None)
     if register is None or getattr(optimizer, "_global_optimizer_post_hooks", True):
@@ -516,8 +516,8 @@ def format_of(handler: logging.Handler) -> str | None:
 
 
 def torch_cuda_version() -> str | None:
-    """Return the CUDA version that torch was built for, ``none`` for a build without; None if it is
-    unknown. It is read from torch's ``version.py``, since importing torch takes seconds."""
+    """Return the CUDA version that torch was built for, ``none`` for a build without, or None if it
+    is unknown. It is read from torch's ``version.py``, since importing torch takes seconds."""
     version = _version_in_torch("cuda")
     return None if version is None else version[1] or "none"
 
@@ -574,7 +574,7 @@ def hook_and_delay(wrapper: Any) -> tuple[bool, bool]:
 
 
 def collectives_begun(group: Any) -> int:
-    """Return how many collectives a process group has started; constant if they are not counted."""
+    """Return how many collectives a process group has started, constant if they are not counted."""
     try:
         return int(group._get_sequence_number_for_group())
     # A wrapper around several backends may refuse.
@@ -583,7 +583,7 @@ def collectives_begun(group: Any) -> int:
 
 
 def groups_of_process(dist: Any) -> list[Any]:
-    """Return the process groups of this process; none if torch keeps them elsewhere."""
+    """Return the process groups of this process, none if torch keeps them elsewhere."""
     world = getattr(dist.distributed_c10d, "_world", None)
     return list(getattr(world, "pg_map", ()))
 
@@ -638,8 +638,8 @@ TOKENS_SEEN = "_total_train_tokens"
 
 
 def logged_of_passes(trainer: Any) -> dict[str, dict[str, list[float]]]:
-    """Return the figures that a TRL trainer has noted of each pass, by mode and name; empty for
-    others."""
+    """Return the figures that a TRL trainer has noted of each pass, by mode and name. It is empty
+    for others."""
     metrics: Any = getattr(trainer, "_metrics", None)
     modes = list(metrics.values()) if isinstance(metrics, dict) else [None]
     for mode in modes:
@@ -723,7 +723,7 @@ LATEST = "_forward_cache"
 
 
 def logged_by(trainer: Any) -> Any:
-    """Return the values that a Lightning ``Trainer`` has logged in this epoch; None if it cannot
+    """Return the values that a Lightning ``Trainer`` has logged in this epoch, or None if it cannot
     log."""
     return trainer._results
 

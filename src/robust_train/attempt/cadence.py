@@ -318,8 +318,8 @@ class Saving:
             self._list()
 
     def spoiled(self, good_step: int, since: float) -> Manifest | None:
-        """Let no attempt resume from checkpoints after ``good_step``, see :func:`spoil`; return the
-        newest checkpoint before."""
+        """Let no attempt resume from checkpoints after ``good_step``, see :func:`spoil`, and return
+        the newest checkpoint before."""
         if not self.job:
             return None
         with _warned():

@@ -215,8 +215,8 @@ class CheckpointFolder:
         self._saving.clock.copied()
 
     def write_again(self) -> bool:
-        """Write the newest checkpoint once more, if the disk did not take it; return whether its
-        copy still exists.
+        """Write the newest checkpoint once more, if the disk did not take it, and return whether
+        its copy still exists.
 
         Raises:
             CheckpointError: the disk still does not take it.
@@ -500,7 +500,7 @@ def _as_number(value: Any) -> Any:
 
 
 def restore(state: MutableMapping[str, Any], content: Content) -> int:
-    """Put what :func:`contents_of` returned into ``state``; return its step."""
+    """Put what :func:`contents_of` returned into ``state``, and return its step."""
     for name, part in list(state.items()):
         if hasattr(part, "load_state_dict"):
             part.load_state_dict(content[name])
@@ -571,7 +571,7 @@ def read_newest(
     gather: Callable[[Any], list[Any]] = lambda value: [value],
 ) -> tuple[Path, Content] | None:
     """Return the checkpoint ``path``, or the newest intact checkpoint before it in the same folder,
-    with its content; None if none is intact.
+    with its content, or None if none is intact.
 
     It is a file or a folder of shards. The launcher has already compared the checksums of ``path``.
     A file without the keys ``required`` belongs to someone else. ``share`` returns the part of a

@@ -122,8 +122,9 @@ def _pickled(error: BaseException) -> str:
 
 
 def lacks_resolver(raised: BaseException) -> UserError | None:
-    """Return one line about a resolver that this process lacks; None for another error. OmegaConf's
-    frames do not show the reason: the script registered the resolver only in the launcher."""
+    """Return one line about a resolver that this process lacks, or None for another error.
+    OmegaConf's frames do not show the reason: the script registered the resolver only in the
+    launcher."""
     error: BaseException | None = raised
     seen: list[BaseException] = []
     while error is not None and error not in seen:

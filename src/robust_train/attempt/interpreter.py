@@ -304,7 +304,7 @@ def _modules_to_share() -> tuple[str, ...]:
 def _run_rank(
     begin: Begin, channel: socket.socket, report: _Reporter, descriptors: Sequence[int]
 ) -> int:
-    """Run the trainer as one of the ranks; return the process's exit status.
+    """Run the trainer as one of the ranks, and return the process's exit status.
 
     ``descriptors`` begin with the file of the votes, and on rank 0 with the socket of the store.
     """

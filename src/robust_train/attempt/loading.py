@@ -73,7 +73,7 @@ def load(ref: TrainerRef) -> Trainer:
 
 
 def _import_module(ref: TrainerRef) -> tuple[Any, list[str]]:
-    """Import the longest part of the path that is a module; return it and the remaining names."""
+    """Import the longest part of the path that is a module. Returns it and the remaining names."""
     parts = ref.parts()
     for end in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:end])

@@ -26,8 +26,8 @@ class Parts:
         plan: how the batcher begins.
         search: finds the largest batch that fits in the first step, None if nothing is to.
         split_rule: how the loss of the parts is compared with the loss of the whole.
-        asked: the split of the batch that the user requested; None for this attempt's split.
-        keeps_batch: why no attempt may split the batch in another way; empty if it may.
+        asked: the split of the batch that the user requested, or None for this attempt's split.
+        keeps_batch: why no attempt may split the batch in another way, empty if it may.
         last_micro_batch: the smallest micro-batch that running out of memory has led to inside the
             steps of this attempt, None if it never did.
     """

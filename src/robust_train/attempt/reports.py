@@ -1,5 +1,4 @@
-"""What an attempt reports to its launcher: its events, its step, the figure that a sweep
-optimises."""
+"""An attempt's reports to its launcher: its events, its step, the figure that a sweep optimises."""
 
 from __future__ import annotations
 
@@ -91,7 +90,7 @@ class Reports:
         self.last_step = step
 
     def progress(self, step: int, total_steps: int | None, scalars: Mapping[str, float]) -> bool:
-        """Send a step's figures, at most ten times a second; return whether they were sent."""
+        """Send a step's figures, at most ten times a second, and return whether they were sent."""
         self._total_steps = total_steps
         self._unsent = Progress(step, total_steps, scalars)
         self._send_held(waits=False)

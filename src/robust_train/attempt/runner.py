@@ -64,7 +64,7 @@ def run_attempt(
     """Run the trainer and send :class:`Finished` or :class:`Failed`.
 
     Returns:
-        The exception that ended it, for a caller in the same process; None if it completed.
+        The exception that ended it, for a caller in the same process, or None if it completed.
     """
     run = Run(
         run_dir=request.run_dir,
@@ -136,7 +136,7 @@ def figures_of(result: Any, objective: str | None) -> Any:
 
 
 def call_trainer(trainer: Trainer, cfg: DictConfig, config: RobustConfig, run: Run) -> Any:
-    """Call the trainer with its config, and with ``run`` if it takes that; return its result."""
+    """Call the trainer with its config, and with ``run`` if it takes that. Returns its result."""
     live = live_of(run)
     live.configure(config)
     training = config.training

@@ -72,7 +72,7 @@ def unchecked(cfg: DictConfig) -> RobustConfig:
 
 
 def hide_urls(cfg: DictConfig, environ: MutableMapping[str, str] = os.environ) -> bool:
-    """Move ``notify.urls`` out of the config, and of Hydra's part of it, into the environment;
+    """Move ``notify.urls`` out of the config, and of Hydra's part of it, into the environment, and
     return whether there were any."""
     keys = ours(cfg)
     given = OmegaConf.select(keys, "notify.urls", throw_on_missing=False)

@@ -51,7 +51,7 @@ class GuardedEffects:
     def in_words(
         self, script: str, why: str = ' under if __name__ == "__main__":, which does not run'
     ) -> str | None:
-        """Return the effects in one line, with the reason; None if there are none."""
+        """Return the effects in one line, with the reason, or None if there are none."""
         effects = []
         if self.calls:
             effects.append("calls " + ", ".join(f"{call}()" for call in self.calls))
@@ -92,7 +92,7 @@ def effects_lost_in_attempts(trainer: TrainerRef) -> str | None:
 
 
 def _source_of(module: str) -> Path | None:
-    """Return the file of a module without importing it; None if it is unknown."""
+    """Return the file of a module without importing it, or None if it is unknown."""
     loaded = getattr(sys.modules.get(module), "__file__", None)
     if loaded is not None:
         return Path(loaded)
@@ -145,8 +145,8 @@ def effects_beside_module(script: ast.Module, module: ast.Module) -> GuardedEffe
 
 
 def effects_beside_value(script: ast.Module, trainer: str) -> GuardedEffects:
-    """Return the effects of a script that sends its trainer, a function, by value; nothing if the
-    trainer is an object, whose code is unknown."""
+    """Return the effects of a script that sends its trainer, a function, by value. Of a trainer
+    that is an object the code is unknown, and so are its effects."""
     nodes = [node for node in ast.walk(script) if _is_named(node, trainer)]
     if not nodes:
         return GuardedEffects()

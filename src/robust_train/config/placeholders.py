@@ -102,7 +102,7 @@ def near_miss_in(text: str, *, every: bool) -> tuple[str, str] | None:
 
 
 def value_from(environ: Mapping[str, str], name: str) -> str | None:
-    """Return a value from a script's environment; None if the launcher does not run it."""
+    """Return a value from a script's environment, or None if the launcher does not run it."""
     return environ.get(PREFIX + name.upper())
 
 

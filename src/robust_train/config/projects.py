@@ -171,7 +171,7 @@ def _check_batch(cfg: DictConfig, value: Any, paths: list[str]) -> None:
 
 def lightning_of(cfg: DictConfig) -> str | None:
     """Return the Lightning package whose objects a project's config creates, and whose ``fit`` is
-    replaced; None if it creates none."""
+    replaced, or None if it creates none."""
     content: Any = OmegaConf.to_container(without_ours(cfg), resolve=False)
     made = {
         str(leaf.value).partition(".")[0]
@@ -192,7 +192,7 @@ def write_to_theirs(cfg: DictConfig, chosen: dict[str, Any]) -> None:
 
 
 def their_keys(cfg: DictConfig) -> dict[str, str] | None:
-    """Return the project's key for each key that attempts choose; None for any other config."""
+    """Return the project's key for each key that attempts choose, or None for any other config."""
     if not is_theirs(cfg):
         return None
     keys = {}
@@ -213,7 +213,7 @@ class Words:
 
     @property
     def of_log(self) -> Callable[[str], str] | None:
-        """A function that changes a line of the log; None if lines stay as they are."""
+        """A function that changes a line of the log, or None if lines stay as they are."""
         return None if self.theirs is None else self.text
 
     @contextlib.contextmanager

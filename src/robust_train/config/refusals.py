@@ -208,7 +208,7 @@ def explain_option(
     arguments: Sequence[str], config_name: str | None, config_path: str | None = OURS
 ) -> str | None:
     """Return one line about an option that Hydra does not have, or an override that it would not
-    find; None if all are valid."""
+    find, or None if all are valid."""
     lost = unknown_to_hydra(arguments)
     unknown = [argument for argument in lost if argument.startswith("-")]
     if lost and not unknown:
@@ -228,7 +228,7 @@ def explain_option(
 def all_keys(
     overrides: Sequence[str], config_path: str | None = OURS, config_name: str | None = "robust"
 ) -> list[str]:
-    """Return the keys of the root and of all groups, ``training.lr`` before ``model.lr``; empty if
+    """Return the keys of the root and of all groups, ``training.lr`` before ``model.lr``, empty if
     the config cannot be composed."""
     try:
         cfg = composed(overrides, config_path, config_name)

@@ -400,7 +400,7 @@ class RobustConfig(PlainConfig):
 
     @property
     def data_folder(self) -> str | None:
-        """Where the built-in trainer expects existing data; None if it needs none."""
+        """Where the built-in trainer expects existing data, or None if it needs none."""
         data = self.dataset
         is_local = not data.download and data.name != "digits"
         return data.root if self.is_built_in and (is_local or data.name == "image_folder") else None

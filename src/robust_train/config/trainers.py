@@ -45,7 +45,7 @@ class MainModule:
 
     @classmethod
     def of_this_process(cls) -> MainModule | None:
-        """Return the script; None in a notebook, a REPL, or a script from standard input."""
+        """Return the script, or None in a notebook, a REPL, or a script from standard input."""
         main = sys.modules["__main__"]
         file = getattr(main, "__file__", None)
         if file is None or not os.path.isfile(file):
@@ -228,8 +228,8 @@ def _without_copied(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrapped_by(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Return the callable that a callable wraps, bound to the same object and arguments; None if it
-    wraps none."""
+    """Return the callable that a callable wraps, bound to the same object and arguments, or None if
+    it wraps none."""
     if isinstance(function, partial):
         inner = _wrapped_by(function.func)
         if inner is None:
@@ -289,7 +289,7 @@ def job_name(
     argv: Sequence[str] | None = None,  # a script's program
 ) -> str:
     """Return ``job_name``, else ``lora_flowers102``, else ``training.train`` of the trainer's path,
-    or the script; empty if nothing names it."""
+    or the script, empty if nothing names it."""
     is_own = target is not None and not target.startswith("robust_train.vision.")
     # These are our defaults, which the config of a user's trainer has as well.
     both = () if is_own and (model, dataset) == ("cnn", "digits") else (model, dataset)

@@ -173,7 +173,7 @@ _BY_CLUE: dict[FailureKind, dict[str, tuple[str, ...]]] = {
 
 
 def advice_for(kind: FailureKind, evidence: Evidence) -> tuple[str, ...]:
-    """Return short sentences, most promising first; none after bugs and interruptions."""
+    """Return short sentences, most promising first, none after bugs and interruptions."""
     by_clue = _BY_CLUE.get(kind, {})
     advice = list(by_clue.get(evidence.clue or "", _ADVICE.get(kind, ())))
     if kind is FailureKind.HOST_OOM and evidence.library == "pinned memory":

@@ -171,7 +171,7 @@ def reports_in(text: str, types: tuple[str, ...] = ()) -> Iterator[ErrorReport]:
 
     Args:
         text: an exception's message or the end of a log.
-        types: class names of the exception whose message it is; empty for a log.
+        types: class names of the exception whose message it is, empty for a log.
     """
     if len(text) > _TEXT_LIMIT:
         text = text[: _TEXT_LIMIT // 2] + "\n" + text[-_TEXT_LIMIT // 2 :]

@@ -99,7 +99,7 @@ def classify_exit(
         returncode: as :mod:`subprocess` has it, negative for the signal that ended the process. A
             shell's 128 + signal is understood too.
         output_tail: the end of its output, both streams.
-        oom_killed: whether the cgroup counted a kill by the kernel's OOM killer in the meantime;
+        oom_killed: whether the cgroup counted a kill by the kernel's OOM killer in the meantime, or
             None if that is unknown.
     """
     number = signal_of(returncode)
@@ -197,7 +197,7 @@ def by_oom_killer(failure: Failure) -> Failure:
 
 
 def signal_of(returncode: int) -> int:
-    """Return the signal in an exit status, in either spelling; 0 if there is none."""
+    """Return the signal in an exit status, in either spelling, or 0 if there is none."""
     number = -returncode if returncode < 0 else returncode - 128
     return number if number in {*map(int, signal.Signals)} else 0
 
@@ -244,7 +244,7 @@ def _reported_in(
 
 
 def last_shortage_in(log: str) -> str:
-    """Return the last report of a lack of memory in a log, on one line; empty if there is none, or
+    """Return the last report of a lack of memory in a log, on one line, empty if there is none, or
     if the program overcame it."""
     shortage = _shortage_in(in_order(without_frames(log)), native=True)
     return "" if shortage is None else shortage[0].text

@@ -129,8 +129,8 @@ FIGURES = {header["library"]: _figure(lines) for header, lines in _ALL if header
 
 
 def match(report: ErrorReport) -> Match | None:
-    """Return a report's meaning; None if no section matches, which is a bug by default. A match of
-    the kind ``bug`` is final, whatever caused the exception."""
+    """Return a report's meaning, or None if no section matches, which is a bug by default. A match
+    of the kind ``bug`` is final, whatever caused the exception."""
     if report.is_programming_error:
         is_believed = report.types[0] == "ValueError"
         rows = [row for row in PATTERNS if "VALUE_ERROR" in row.names and is_believed]

@@ -101,7 +101,7 @@ def _unframed(lines: Sequence[str]) -> Iterator[str]:
 
 
 def _inside_frames(line: str) -> str:
-    """Return the text between the sides of the boxes around a line; return a table's line
+    """Return the text between the sides of the boxes around a line, and return a table's line
     unchanged."""
     inner = line
     framed = _FRAMED.match(inner)

@@ -37,7 +37,7 @@ def no_room_to_import(module: str, error: BaseException | None) -> str | None:
 
     Args:
         module: the module whose import failed.
-        error: its exception; None if the import ended the process.
+        error: its exception, or None if the import ended the process.
     """
     limits = process_limits()
     if not limits:

@@ -102,7 +102,7 @@ def failure_of_launcher(error: BaseException, pruned: str) -> tuple[str, str, Ba
 
     Args:
         error: what was raised.
-        pruned: why a sweep stopped the job; empty if none did.
+        pruned: why a sweep stopped the job, empty if none did.
 
     Returns:
         The job's status, the reason, and the exception for the caller, None if the summary is
@@ -329,13 +329,13 @@ class RankEnd:
 
 
 def root_cause(ends: Sequence[RankEnd]) -> RankEnd | None:
-    """Return the end that caused the others; None if no rank failed."""
+    """Return the end that caused the others, or None if no rank failed."""
     failed = (end for end in ends if end.is_failure)
     return min(failed, key=lambda end: end.order, default=None)
 
 
 def event_of(ends: Sequence[RankEnd]) -> Finished | Failed | RankDied | None:
-    """Merge the ends of several ranks into one event; None if all that failed were killed."""
+    """Merge the ends of several ranks into one event, or None if all that failed were killed."""
     figures = (end.ending.memory for end in ends if end.ending is not None)
     memory = max(figures, key=_peak_in, default={})
     root = root_cause(ends)

@@ -204,7 +204,7 @@ class RankDriver(Driver):
         return first
 
     def _after(self, history: Sequence[EarlierStart], policy: PolicySettings) -> Retry | None:
-        """Return the decision after the last start; None if the user started the job again."""
+        """Return the decision after the last start, or None if the user started the job again."""
         last = history[-1]
         spec = last.attempt.spec
         if last.was_stopped:
@@ -326,7 +326,7 @@ class RankDevices(Devices):
         self._guest = guest
 
     def acquire(self, fewer: Sequence[int] = ()) -> Group:
-        """Reserve and return that GPU; return no GPU if the rank trains on the CPU."""
+        """Reserve and return that GPU, or return no GPU if the rank trains on the CPU."""
         group = self._find_gpu()
         self._config = replace(
             self._config,

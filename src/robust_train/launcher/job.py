@@ -137,7 +137,7 @@ class Job:
         retrying(self._next_attempt)
 
     def _next_attempt(self) -> Decision | None:
-        """Run what was decided, once its devices are there; return what is decided after it."""
+        """Run what was decided, once its devices are there, and return what is decided after it."""
         self.signals.check()
         self._wait_for_room()
         if not isinstance(self.decision, Retry):
@@ -194,7 +194,7 @@ class Job:
             self._conclude(ended(attempt.resumed_like(first), request, seconds))
 
     def _begin_attempt(self, spec: AttemptSpec) -> AttemptRequest:
-        """Record that an attempt starts from the newest checkpoint; return its request."""
+        """Record that an attempt starts from the newest checkpoint, and return its request."""
         number = self.beginning.attempts + 1 + len(self.attempts)
         if self.attempts:  # the first attempt's checkpoint was read at the start of the launch
             self.checkpoint = self.folder.newest_checkpoint(self.checkpoint, sleep=self.sleep)

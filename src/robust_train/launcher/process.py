@@ -413,7 +413,7 @@ class RunningAttempt:
                     interpreter.begin(begin, descriptors + list(hold))
 
     def _poll(self) -> bool:
-        """Wait for something to happen and handle it; return whether the attempt is over."""
+        """Wait for something to happen and handle it, and return whether the attempt is over."""
         interpreters = self._interpreters
         processes = self._processes
         running = [

@@ -207,7 +207,7 @@ class MemoryHeld(Event):
 
 @dataclass(frozen=True)
 class _MicroBatchEvent(EventOfRank):
-    """What happened to the size of the parts of a step, in training or in evaluation.
+    """Base of changes to the size of a step's parts, in training or in evaluation.
 
     ``kind`` is the failure's kind if memory ran out, None if a larger size is tried again or
     someone asked for it.
@@ -494,7 +494,7 @@ class Stalled(Event):
 
 @dataclass(frozen=True)
 class Slow(Event):
-    """What has cost this ``share`` of the time for ten minutes; empty once nothing does."""
+    """Cause that took this ``share`` of the time for ten minutes; empty once none does."""
 
     name = "slow"
     what: str = ""  # `data`, `rank N`, `GPU N`, or `process PID`

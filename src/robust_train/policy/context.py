@@ -149,12 +149,12 @@ class FailureContext:
 
     @property
     def at_size(self) -> str:
-        """The micro-batch in a sentence; empty for a script that gets none."""
+        """The micro-batch in a sentence, empty for a script that gets none."""
         return f" at micro-batch {self.last.batch_size}" if self.last.has_batch else ""
 
     @property
     def keeps_batch(self) -> str:
-        """Why no attempt may split the batch in another way; empty if it may."""
+        """Why no attempt may split the batch in another way, empty if it may."""
         return next((a.keeps_batch for a in self.history if a.keeps_batch), "")
 
     @property
@@ -179,7 +179,7 @@ class FailureContext:
 
     @property
     def evidence(self) -> Evidence:
-        """What is known about the failure."""
+        """The known facts about the failure."""
         return self.failure.evidence
 
     @property
@@ -321,7 +321,7 @@ class FailureContext:
 
     @property
     def what_failed(self) -> str:
-        """What failed and where, as the start of a reason."""
+        """The failure and its place, as the start of a reason."""
         failure = self.failure
         device = device_name(self.failed_gpus)
         if self.last.gpus and not self.failed_gpus:
@@ -499,7 +499,7 @@ _CANNOT_ACCUMULATE = (
 
 
 def exchanged(group: Group, leaving: Group, offers: Sequence[GpuInfo]) -> Group | None:
-    """Replace the GPUs in ``leaving`` by the best of ``offers``; None if there are too few."""
+    """Replace the GPUs in ``leaving`` by the best of ``offers``, or None if there are too few."""
     # None of the GPUs is on this node: it failed on another node.
     if len(offers) < len(leaving) or not leaving:
         return None

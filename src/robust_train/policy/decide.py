@@ -96,7 +96,7 @@ def with_first_size(
 
 
 def _first_remedy(context: FailureContext, rules: Sequence[Rule]) -> Decision | None:
-    """Return the first offer that the settings allow; None if no rule has one."""
+    """Return the first offer that the settings allow, or None if no rule has one."""
     for number, rule in enumerate(rules, start=1):
         decision = rule(context)
         if decision is None:

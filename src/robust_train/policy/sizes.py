@@ -49,8 +49,8 @@ class PolicySettings:
         Args:
             config: the job's config.
             environ: the job's environment.
-            used: the values of an attempt that reach its script; None for its placeholders.
-            known: fields in addition to the config.
+            used: the values of an attempt that reach its script, or None for its placeholders.
+            more: fields in addition to the config.
         """
         training = config.training
         traits = config.traits

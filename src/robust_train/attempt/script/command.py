@@ -103,7 +103,7 @@ def preload_modules(cfg: DictConfig) -> tuple[str, ...]:
 
 
 def train(cfg: DictConfig, run: Run) -> Json:
-    """Run the script once; return the result that it reported, None if it reported none.
+    """Run the script once, and return the result that it reported, None if it reported none.
 
     Raises:
         ConfigError: it cannot be started.
@@ -478,7 +478,7 @@ class CheckpointWatch:
 
     def unused(self, newest_usable: Stamped) -> CheckpointUnused | None:
         """Return why the newest match is not the newest checkpoint, ``known``, or why a file with
-        the pattern's name does not match; None otherwise."""
+        the pattern's name does not match, or None otherwise."""
         seen = stamps(self._pattern)
         matches = [
             (Path(path), stamp) for path, stamp in seen.items() if self._before.get(path) != stamp

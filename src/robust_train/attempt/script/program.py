@@ -86,7 +86,7 @@ class Program:
         return self._process.pid
 
     def wait(self, run: Run, stop_grace_seconds: float, on_tick: Callable[[], None]) -> int:
-        """Wait until the script and its descendants have ended; return its exit status like
+        """Wait until the script and its descendants have ended, and return its exit status like
         subprocess.
 
         ``on_tick`` is called about twice a second. If ``run.should_stop()``, the stop signal goes
