@@ -85,13 +85,8 @@ def main() -> NoReturn:
     parts_like(Finding)
     prepared = Prepared()
     while True:
-        readable([channel.fileno()], FOREVER_SECONDS)
-        data = b""
-        descriptors = list[int]()
-        # A socket that is closed with an unread answer is reset.
-        with contextlib.suppress(ConnectionResetError):
-            data, descriptors, _, _ = socket.recv_fds(channel, 1, _MOST_DESCRIPTORS)
-        if not data:
+        descriptors = _receive(channel)
+        if not descriptors:
             os._exit(0)  # the launcher has ended or needs no attempt
         with os.fdopen(descriptors[0], "rb") as file:
             file.seek(0)
@@ -112,6 +107,22 @@ def main() -> NoReturn:
                 os._exit(0)
         elif isinstance(message, Begin):
             _be_attempt(message, channel, send, descriptors[1:])
+
+
+def _receive(channel: socket.socket) -> list[int]:
+    """Wait for the launcher's next message.
+
+    Returns:
+        Its descriptors, the first of which is the file with the message. Empty if the launcher has
+        closed the channel.
+    """
+    readable([channel.fileno()], FOREVER_SECONDS)
+    try:
+        data, descriptors, _, _ = socket.recv_fds(channel, 1, _MOST_DESCRIPTORS)
+    except ConnectionResetError:
+        # A socket that is closed with an unread answer is reset.
+        return []
+    return descriptors if data else []
 
 
 def _prepare(wanted: Preparation, channel: socket.socket) -> Prepared:

@@ -118,13 +118,7 @@ def classify_exit(
     if (is_killed and oom_killed) or (record and (is_killed or name == "SIGTERM")):
         return by_kernel
     if name in _STOPS:
-        # Nothing else in the output contradicts the signal: peers of a failed rank get it too.
-        is_taken = is_killed or _TAKEN.search(one_line(lines))
-        return Failure(
-            FailureKind.INTERRUPTED,
-            "killed by SIGKILL (sender unknown)" if is_killed else ended,
-            Evidence(clue=Clue.KILLED if is_taken else None),
-        )
+        return _interruption(ended, lines, is_killed=is_killed)
     reported = _reported_in(output_tail, lines, native=bool(name))
     if reported is None or reported[1].kind.follows_from_others:
         is_native = bool(name)
@@ -141,16 +135,39 @@ def classify_exit(
         return Failure(FailureKind.WORKER_DEATH, ended, by_kernel.evidence)
     if record:
         return by_kernel
-    crash = native_stack_in(output_tail) if name else None
+    return _bug(ended, name, output_tail, lines)
+
+
+def _interruption(ended: str, lines: list[str], *, is_killed: bool) -> Failure:
+    """Return the failure of a process that a signal stopped."""
+    # Nothing else in the output contradicts the signal: peers of a failed rank get it too.
+    is_taken = is_killed or _TAKEN.search(one_line(lines))
+    return Failure(
+        FailureKind.INTERRUPTED,
+        "killed by SIGKILL (sender unknown)" if is_killed else ended,
+        Evidence(clue=Clue.KILLED if is_taken else None),
+    )
+
+
+def _bug(ended: str, name: str, output: str, lines: list[str]) -> Failure:
+    """Return the failure of a process whose output matches no section.
+
+    Args:
+        ended: its end, for the message.
+        name: the name of the signal that ended it, empty if none did.
+        output: the end of its output.
+        lines: the last lines of that.
+    """
+    crash = native_stack_in(output) if name else None
     if crash is not None:
         last = crash.headline
-    elif TRACEBACK in output_tail:
+    elif TRACEBACK in output:
         # A message of several lines starts with what happened.
-        last = next(reports_in(output_tail)).headline
+        last = next(reports_in(output)).headline
     else:
         last = _told_last(lines)
-    clue: str | None = Clue.CRASHED if is_crash else Clue.UNKNOWN
-    if not name and _is_certain_bug(output_tail):
+    clue: str | None = Clue.CRASHED if name == "SIGSEGV" else Clue.UNKNOWN
+    if not name and _is_certain_bug(output):
         clue = None
     silence = "; the end of its output shows no reason" if lines else ""
     return Failure(

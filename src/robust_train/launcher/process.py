@@ -424,12 +424,7 @@ class RunningAttempt:
         while self._unannounced:
             log.info("%s", self._stopping(self._unannounced.pop()))
         now = time.monotonic()
-        if now >= self._kill_at:
-            if self._killed_at == math.inf and not self._is_stopping:
-                self._warn_of_exit_handlers()
-            self._killed_at = min(self._killed_at, now)
-            self._kill_at = now + 1.0
-            self._signal_all(signal.SIGKILL)
+        self._kill_if_due(now)
         is_given_up = now >= self._killed_at + _AFTER_KILL_SECONDS
         # Ends are read before events and output: a process sent its last events before it ended.
         if interpreters.poll():
@@ -440,14 +435,8 @@ class RunningAttempt:
             # requests.
             is_ending = is_given_up or not interpreter.is_running
             self._read(rank, sys.maxsize if is_ending else _MOST_EVENTS)
-            end = self._ends[rank]
-            if not interpreter.is_running and end.returncode is None:
-                self._ends[rank] = replace(
-                    end,
-                    returncode=interpreter.returncode,
-                    at=end.at if end.at else time.monotonic(),
-                    was_killed=self._killed_at < math.inf,
-                )
+            if not interpreter.is_running and self._ends[rank].returncode is None:
+                self._note_end(rank, interpreter)
         if self._votes is not None:
             self._limit_other_ranks()
         if now >= self._look_at:
@@ -457,6 +446,26 @@ class RunningAttempt:
         if self._kill_at == math.inf:
             self._end_if_stalled()
         return False
+
+    def _kill_if_due(self, now: float) -> None:
+        """Send SIGKILL once the attempt's time is over, and again each second after that."""
+        if now < self._kill_at:
+            return
+        if self._killed_at == math.inf and not self._is_stopping:
+            self._warn_of_exit_handlers()
+        self._killed_at = min(self._killed_at, now)
+        self._kill_at = now + 1.0
+        self._signal_all(signal.SIGKILL)
+
+    def _note_end(self, rank: int, interpreter: Interpreter) -> None:
+        """Record that a rank's process has ended."""
+        end = self._ends[rank]
+        self._ends[rank] = replace(
+            end,
+            returncode=interpreter.returncode,
+            at=end.at if end.at else time.monotonic(),
+            was_killed=self._killed_at < math.inf,
+        )
 
     def _end_if_stalled(self) -> None:
         living = {
@@ -560,16 +569,8 @@ class RunningAttempt:
         for watch in self._watches:
             watch.close()
         if any(end.was_stopped for end in self._ends):
-            # A stop of all processes may reach the attempt before the launcher.
-            until = time.monotonic() + _SIGNAL_SECONDS
-            while not signals.received and time.monotonic() < until:
-                time.sleep(0.02)
-        stacks = ""
-        with contextlib.suppress(OSError):
-            if request.config.traits.raises or stalled is not None:
-                stacks = request.stacks_file.read_text(errors="replace")
-            if not stacks:
-                request.stacks_file.unlink()
+            _await_signal(signals)
+        stacks = self._take_stacks()
         if stalled is not None:
             self._on_event(Stalled(round(stalled.seconds, 1), stacks))
         return Exit(
@@ -584,6 +585,17 @@ class RunningAttempt:
             was_hurried=self._was_hurried,
             oom_killed=self._oom_kills.killed(),
         )
+
+    def _take_stacks(self) -> str:
+        """Return the stacks of a crash or a stall, and remove the file if it has none."""
+        stacks = ""
+        file = self._request.stacks_file
+        with contextlib.suppress(OSError):
+            if self._request.config.traits.raises or self._stalled is not None:
+                stacks = file.read_text(errors="replace")
+            if not stacks:
+                file.unlink()
+        return stacks
 
     def _on_signal(self, signum: int) -> None:
         if self._is_stopping:
@@ -619,6 +631,14 @@ class RunningAttempt:
     def _signal_all(self, signum: int) -> None:
         for interpreter in self._processes:
             interpreter.signal(signum)
+
+
+def _await_signal(signals: SignalWatch) -> None:
+    """Wait a moment for a signal: a stop of all processes may reach the attempt before the
+    launcher."""
+    until = time.monotonic() + _SIGNAL_SECONDS
+    while not signals.received and time.monotonic() < until:
+        time.sleep(0.02)
 
 
 def _shortage_in(request: AttemptRequest) -> str:

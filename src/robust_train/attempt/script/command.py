@@ -134,16 +134,7 @@ def train(cfg: DictConfig, run: Run) -> Json:
         raise TrainingStopped("asked to stop before the script was started")
     live_of(run).reports.send(ScriptStarted(argv, str(cwd)))
     stop_signal = signal.Signals[f"SIG{trainer.stop_signal}"]
-    environ = {
-        # Otherwise a Python script's output would appear only when a buffer is full, and be lost if
-        # it is killed.
-        "PYTHONUNBUFFERED": "1",
-        **shared_machine_environment(os.environ),
-        **rendezvous_environment(argv, os.environ, _most_ranks(config, run)),
-        "PATH": users_path(os.environ),
-        **values.environment(),
-        EVENTS_VARIABLE: str(attempt.events),
-    }
+    environ = _environment(argv, values, _most_ranks(config, run), attempt.events)
     program = Program(argv, environ, cwd, stop_signal)
     returncode = -signal.SIGKILL
     try:
@@ -160,6 +151,22 @@ def train(cfg: DictConfig, run: Run) -> Json:
     # The next job in this folder starts afresh.
     (run.run_dir / _BEFORE).unlink(missing_ok=True)
     return attempt.result
+
+
+def _environment(
+    argv: tuple[str, ...], values: ScriptValues, most_ranks: int, events: Path
+) -> dict[str, str]:
+    """Return the environment of a script: this process's, with the values of the attempt."""
+    return {
+        # Otherwise a Python script's output would appear only when a buffer is full, and be lost if
+        # it is killed.
+        "PYTHONUNBUFFERED": "1",
+        **shared_machine_environment(os.environ),
+        **rendezvous_environment(argv, os.environ, most_ranks),
+        "PATH": users_path(os.environ),
+        **values.environment(),
+        EVENTS_VARIABLE: str(events),
+    }
 
 
 def _most_ranks(config: RobustConfig, run: Run) -> int:
