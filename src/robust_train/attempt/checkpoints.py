@@ -622,8 +622,8 @@ def read_newest(
                 refusal = f"{candidate} is whole, but {fault}"
     if refusal:
         raise UserError(
-            f"checkpoint {refusal}; go on with the state and the torch that have saved it, or "
-            "begin again with resume=false, which sets it aside"
+            f"checkpoint {refusal}; resume with the trainer and the torch that saved it, or "
+            "start over with resume=false, which sets it aside"
         )
     log.warning("no checkpoint is intact: training starts from the beginning")
     return None

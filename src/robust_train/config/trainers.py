@@ -174,7 +174,7 @@ def _by_value(trainer: Callable[..., Any]) -> bytes:
     except Exception as error:
         raise ConfigError(
             f"trainer={getattr(trainer, '__qualname__', trainer)!s}: cannot be sent to a separate "
-            f"process: {first_line(error)}; make what it uses inside the function, or use "
+            f"process: {first_line(error)}; create its objects inside the function, or use "
             "isolation=none"
         ) from None
 

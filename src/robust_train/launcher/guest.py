@@ -156,7 +156,7 @@ class RankDriver(Driver):
         """Give up: the engine restarts the ranks, and the next start decides."""
         failure = history[-1].failure
         assert failure is not None, "a completed attempt needs no decision"
-        hint = "the next start in this run folder decides how to go on"
+        hint = "the next start in this run folder decides how the job resumes"
         return GiveUp(f"{failure.message}; {hint}")
 
     def how_to_resume(self, plan: Plan, state: RunState) -> str:
@@ -221,7 +221,7 @@ class RankDriver(Driver):
         if self.guest.restarts and not (is_bug and last.code_has_changed()):
             raise ConfigError(
                 f"{decision.reason}; nothing is started, because {self.guest.engine} has restarted "
-                "the ranks by itself and what failed is unchanged"
+                "the ranks by itself and the failed code is unchanged"
             )
         return None
 
@@ -275,7 +275,7 @@ class RankDriver(Driver):
         until = time.monotonic() + _START_SECONDS
         while not self._store.check(["start"]):
             if time.monotonic() > until:
-                raise ConfigError(f"rank 0 did not begin within {_START_SECONDS / 60:g} min")
+                raise ConfigError(f"rank 0 did not start within {_START_SECONDS / 60:g} min")
             time.sleep(_POLL_SECONDS)
         start: dict[str, Any] = json.loads(self._store.get("start"))
         if "refusal" in start:

@@ -148,7 +148,7 @@ class Job:
             self._attempt(spec)
         else:
             # what is decided then may begin with a pause, so it is not followed here
-            problem = f"{spec.device} went to another job meanwhile"
+            problem = f"another job has taken {spec.device} in the meantime"
             self._decide_again(self._decide(tuple(self.attempts)), "lost_race", problem)
         return self.decision
 

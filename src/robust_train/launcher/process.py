@@ -237,8 +237,8 @@ class ProcessExecutor:
         """
         for name in sorted(culprits - self._starts_cuda - {""}):
             log.info(
-                "importing %s early would start CUDA, so each attempt imports it itself, and what "
-                "comes after it",
+                "importing %s early would start CUDA, so each attempt imports it itself, and the "
+                "modules after it",
                 name,
             )
         self._starts_cuda |= culprits
@@ -305,9 +305,7 @@ class ProcessExecutor:
             )
         else:
             self._has_lost_one = True
-            log.warning(
-                "an interpreter ended before its attempt began (%s); another one is started", how
-            )
+            log.warning("an interpreter ended before its attempt began (%s); starting another", how)
         self._modules = ()
         self.close()
 
@@ -527,7 +525,7 @@ class RunningAttempt:
         if all(isinstance(end.ending, Finished) for end in self._ends):
             log.warning(
                 "the trainer has returned, but its process has not ended in %s: it is killed, "
-                "and what an exit handler or a thread still did is lost",
+                "and the work of its exit handlers and threads is lost",
                 duration(AFTER_FINISHED_SECONDS),
             )
 

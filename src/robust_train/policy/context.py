@@ -414,9 +414,9 @@ class FailureContext:
         if not finds_its_place or was == now or not is_saved:
             return ""
         return (
-            f"the checkpoint was written with micro-batch {was} and goes on with {now}: a script "
-            "that counts batches, and not samples or steps, goes on at another sample, and one "
-            f"that takes its options from the checkpoint keeps {was}"
+            f"the checkpoint was written with micro-batch {was}, and the script resumes with "
+            f"{now}: if it counts batches, and not samples or steps, it resumes at another sample, "
+            f"and if it takes its options from the checkpoint, it keeps {was}"
         )
 
     def _about_gradients(self, spec: AttemptSpec) -> str:

@@ -72,8 +72,8 @@ from robust_train.readable import signal_name
 log = logging.getLogger("robust_train")
 
 _BEGAN_AGAIN = (
-    "the script was given %s, and has written %s: it begins again in each attempt, or counts "
-    "from 0 again; does it load what it is given?"
+    "the script was given %s, but wrote %s: it starts over in each attempt, or counts from 0 "
+    "again; does it load the checkpoint that it is given?"
 )
 _OF_TRANSFORMERS = "trainer_state.json"  # each checkpoint of transformers' Trainer has this file
 _WITH_TRANSFORMERS = " trainer.train(resume_from_checkpoint=args.resume_from_checkpoint) does"
