@@ -23,7 +23,7 @@ from robust_train.config.projects import Words, their_keys
 from robust_train.config.schema import RobustConfig
 from robust_train.config.trainers import Trainer, end_import_at_launch
 from robust_train.folder.hydra_state import chosen_folder, sweep_folder
-from robust_train.folder.provenance import resumed_overrides
+from robust_train.folder.resume_command import resumed_overrides
 from robust_train.folder.state import Summary, summary_of_earlier_launch
 from robust_train.host.engine import guest_rank
 from robust_train.host.job_logging import logged_to_screen, shorten_lines
@@ -36,6 +36,11 @@ from robust_train.model.errors import ConfigError
 from robust_train.report.narration import print_failure, show_end
 
 log = logging.getLogger("robust_train")
+
+_RUN_DIR_IN_CONFIG = (
+    "run_dir in the config is the trainer's own key; the run folder is an argument of its own: "
+    "launch(…, run_dir=…)"
+)
 
 
 def launch(
@@ -72,6 +77,8 @@ def launch(
             summary = summary_of_earlier_launch()
             if summary is None or run_dir is not None:
                 whole = complete(with_resumed_values(cfg or {}, run_dir))
+                if run_dir is None and "run_dir" in whole and not HydraConfig.initialized():
+                    log.warning("%s", _RUN_DIR_IN_CONFIG)
                 explain = print_failure if ends_here else _say_nothing
                 summary = run_job(trainer, whole, run_dir, explain=explain)
         except (ConfigError, KeyboardInterrupt) as error:

@@ -42,6 +42,11 @@ def duration(seconds: float) -> str:
     return f"{whole} s"
 
 
+def step_time(seconds: float) -> str:
+    """Return ``0.2 s``, ``46 µs``: how long a step takes."""
+    return f"{number(seconds)} s" if seconds >= 1e-3 else f"{number(seconds * 1e6)} µs"
+
+
 def ordinal(number: int) -> str:
     """Return ``1st``, ``2nd``, ``3rd``, ``11th`` …"""
     last = 0 if 10 < number % 100 < 20 else number % 10

@@ -139,7 +139,7 @@ class LiveAttempt:
     # --- before the trainer is called ---
 
     def prepare(self, request: AttemptRequest) -> None:
-        """Let the features take part that a request names, and split batches as it has it."""
+        """Let the features in a request take part, and split batches as it says."""
         self.spec = request.spec
         self.hooks = load_hooks(request.features, self, request.config)
         self.parts.set_asked(request.asked)

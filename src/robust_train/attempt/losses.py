@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from robust_train.step.update import LateAnswers, Update
+    from robust_train.step.update import Answer, LateUpdates, Update
 
 # The sources of a loss. A later source counts instead of an earlier one.
 COMPUTED, REPORTED, GIVEN = range(3)
@@ -27,7 +27,7 @@ class LossWatch:
     leaves_out = False
 
     def __init__(self) -> None:
-        self._answers: LateAnswers | None = None
+        self._late_updates: LateUpdates | None = None
 
     def take(self, step: int, loss: Any, source: int = GIVEN) -> None:
         """Receive the loss of a step, which may be a tensor. ``source`` names its origin."""
@@ -43,15 +43,15 @@ class LossWatch:
         from robust_train.step.update import update
 
         done = update(optimizer, None, scaler, max_grad_norm, skips=False)
-        return self.has_moved(number, done)
+        return self.answer_after(number, done).moved
 
-    def has_moved(self, number: int, done: Update) -> bool:
-        """Return the result of :meth:`step` for an update."""
-        if self._answers is None:
-            from robust_train.step.update import LateAnswers
+    def answer_after(self, number: int, done: Update) -> Answer:
+        """Return what the host knows of the updates so far, after another update."""
+        if self._late_updates is None:
+            from robust_train.step.update import LateUpdates
 
-            self._answers = LateAnswers()
-        return self._answers.moved(number, done)
+            self._late_updates = LateUpdates()
+        return self._late_updates.after(number, done)
 
     def allows_checkpoint(self) -> bool:
         """Return whether the weights are worth a checkpoint."""

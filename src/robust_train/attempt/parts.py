@@ -23,8 +23,8 @@ class Parts:
     """Creates the micro-batcher at its first use, from the settings until then.
 
     Attributes:
-        plan: how the batcher begins.
-        search: finds the largest batch that fits in the first step, None if nothing is to.
+        plan: the batcher's initial settings.
+        search: finds the largest batch that fits in the first step, None for no search.
         split_rule: how the loss of the parts is compared with the loss of the whole.
         asked: the split of the batch that the user requested, or None for this attempt's split.
         keeps_batch: why no attempt may split the batch in another way, empty if it may.

@@ -51,6 +51,8 @@ class Reports:
         self._next_progress = 0.0
         self._objective = ""
         self._mode: str | None = None
+        # named already: a figure without a number is named once
+        self._unfit: set[str] = set()
 
     @property
     def steps_done(self) -> int:
@@ -98,11 +100,20 @@ class Reports:
         if now < self._next_progress:
             return False
         self._next_progress = now + _PROGRESS_INTERVAL_SECONDS
-        if any(getattr(value, "is_cuda", False) for value in scalars.values()):
+        self._warn_of_groups("progress", scalars)
+        if any(getattr(one, "is_cuda", False) for one in scalars.values()):
             self._hold()
         else:
             self.send_last_progress()
         return True
+
+    def _warn_of_groups(self, method: str, scalars: Mapping[str, Any]) -> None:
+        """Warn once of a dict in place of a figure: nothing would look for a loss in it."""
+        for name, value in scalars.items():
+            if isinstance(value, Mapping) and name not in self._unfit:
+                self._unfit.add(name)
+                text = "run.%s: %s is a dict, and no figure in it is shown or watched: pass **%s"
+                log.warning(text, method, name, name)
 
     def _hold(self) -> None:
         """Send the newest step's figures once they are on the host: reading them now would wait for
@@ -133,6 +144,7 @@ class Reports:
 
     def epoch_ended(self, epoch: int, scalars: Mapping[str, float]) -> None:
         """Send an epoch's figures, and the objective if it is among them."""
+        self._warn_of_groups("epoch_ended", scalars)
         figures = plain(dict(scalars))
         self.send_last_progress()
         self.send(EpochEnded(epoch, self.steps_done, figures))

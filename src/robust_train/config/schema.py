@@ -322,9 +322,9 @@ class RobustConfig(PlainConfig):
     # These fields are not keys, but results of the checks. With `training.batch_size=auto`,
     # batch_size is the largest size to try.
     finds_batch_size: bool = False
-    # `min_gpu_memory_mb=auto`: the default stands until a feature knows better
+    # `min_gpu_memory_mb=auto`: the default stands until a feature knows better.
     measures_memory: bool = False
-    # a project's keys that stand for ours; None: all of ours are at the root
+    # A project's keys that stand for this package's keys; None if the keys are at the root.
     theirs: dict[str, str] | None = None
     # The keys of features that do not all have their defaults.
     of_features: tuple[Any, ...] = ()  # FeatureKeys, which OmegaConf does not take as a type

@@ -96,7 +96,7 @@ _ADVICE: dict[FailureKind, tuple[str, ...]] = {
         _ON_THE_CPU,
     ),
     FailureKind.DISK_FULL: (
-        "free space on the disk that the message names, or ask for a larger quota",
+        "free space on the disk that the trainer writes to, or ask for a larger quota",
         "keep fewer checkpoints",
     ),
     FailureKind.DIVERGED: (

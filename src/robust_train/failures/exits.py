@@ -55,10 +55,15 @@ _HANDLED = re.compile(
 _WARNING = re.compile(r"^.{0,60}?\bWARN(?:ING)?\b|警告", re.IGNORECASE)
 _BEGINS_WITH_ERROR = re.compile(r"^(?:\w+\.)*\w+(?:Error|Exception): \S")
 _MOST_LINES_OF_A_MESSAGE = 4
+_LONGEST_LINE = 8_000
+_MOST_MESSAGES = 100
+"""This many messages that may be of memory are looked at, from the last one on: each costs
+milliseconds, and a loader may have printed "failed to read" for each of its files."""
 _DIRECT_CAUSE = "The above exception was the direct cause of the following exception"
 
-# An error with a message, or an error without a message as Python shows it.
-_ERROR = re.compile(r"\b((?:\w+\.)*\w+(?:Error|Exception|Timeout))(?::|\(\))")
+# An error with a message, or an error without a message as Python shows it. It starts only where a
+# dotted name starts, because the search would otherwise start again at each part of the name.
+_ERROR = re.compile(r"(?<!\w)(?<!\w\.)((?:\w+\.)*\w+(?:Error|Exception|Timeout))(?::|\(\))")
 # These say that a child failed. The child's failure was printed before.
 _OF_A_CHILD = frozenset({"CalledProcessError", "ChildFailedError"})
 
@@ -263,8 +268,17 @@ def _reported_in(
 def last_shortage_in(log: str) -> str:
     """Return the last report of a lack of memory in a log, on one line, empty if there is none, or
     if the program overcame it."""
-    shortage = _shortage_in(in_order(without_frames(log)), native=True)
-    return "" if shortage is None else shortage[0].text
+    text = "\n".join(map(_shortened, log.splitlines()))
+    found = _shortage_in(in_order(without_frames(text)), native=True)
+    return "" if found is None else found[0].text
+
+
+def _shortened(line: str) -> str:
+    """Return a line without the middle of one that is too long to have been written for people."""
+    if len(line) <= _LONGEST_LINE:
+        return line
+    half = _LONGEST_LINE // 2
+    return f"{line[:half]} {line[-half:]}"
 
 
 def _shortage_in(output: str, *, native: bool) -> tuple[ErrorReport, Match] | None:
@@ -275,15 +289,22 @@ def _shortage_in(output: str, *, native: bool) -> tuple[ErrorReport, Match] | No
         return None
     if native and _CORRUPTED.search(output):
         return None
-    lines = joined(since_progress(output).splitlines())
+    lines = list(map(_shortened, joined(since_progress(output).splitlines())))
     near = _may_be_short(lines)
+    looked_at: set[tuple[str, ...]] = set()
     has_other_error = False
     for number in reversed(range(len(lines))):
         line = lines[number]
         names = (name.rpartition(".")[2] for name in _ERROR.findall(line))
         if not CERTAIN_BUGS.isdisjoint(names) and match(_of_a_log([line])) is None:
             return None
-        longest = _MOST_LINES_OF_A_MESSAGE if number in near else 0
+        message = tuple(lines[number : number + _MOST_LINES_OF_A_MESSAGE])
+        is_new = number in near and message not in looked_at
+        if is_new:
+            looked_at.add(message)
+        if len(looked_at) > _MOST_MESSAGES:
+            return None
+        longest = len(message) if is_new else 0
         for count in range(1, longest + 1):
             part = lines[number : number + count]
             report = _of_a_log(part)

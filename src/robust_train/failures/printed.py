@@ -18,7 +18,7 @@ _TOP = re.compile(
 _BOTTOM = re.compile(r"^\s*(?:[╰└┗╚].*[╯┘┛╝]|(?P<rule>[*#])(?P=rule){4,})\s*$")
 _RULES = " ─━═┄╌-"
 # rich's handler writes the place of a call at the right end of a record's first line.
-_PLACE_AT_THE_RIGHT = re.compile(r"\s{2,}[\w./<>-]+\.py:\d+$")
+_PLACE_AT_THE_RIGHT = re.compile(r"(?<!\s)\s{2,}[\w./<>-]+\.py:\d+$")
 # Lines that a training loop prints again and again.
 _PROGRESS = re.compile(
     r"\b(?:(?:global_)?steps?|epochs?|iter(?:ation)?s?|it|batch|update|loss)\b\W{0,4}\d"

@@ -14,13 +14,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from robust_train.config.attempt import AttemptRequest
-from robust_train.folder.provenance import resumed_by_hand
+from robust_train.folder.resume_command import resumed_by_hand
 from robust_train.folder.state import RunState
 from robust_train.host.signals import SignalWatch
 from robust_train.launcher.plan import Plan
 from robust_train.launcher.process import ProcessExecutor
-from robust_train.model.attempt import Attempt, Exit
+from robust_train.model.attempt import Attempt
 from robust_train.model.events import Event
+from robust_train.model.exit import Exit
 from robust_train.model.gpu import Group
 from robust_train.model.spec import Decision, GiveUp, Retry
 from robust_train.policy.context import Offers

@@ -14,7 +14,6 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from robust_train.config.attempt import AttemptRequest
@@ -22,12 +21,13 @@ from robust_train.failures import classify_exit
 from robust_train.failures.advice import cuda_versions, with_advice
 from robust_train.failures.exits import by_oom_killer, in_order
 from robust_train.failures.printed import since_progress
-from robust_train.failures.stack import TRACEBACK, NativeStack, native_stack_in, where_it_stands
+from robust_train.failures.stack import TRACEBACK, NativeStack, native_stack_in
 from robust_train.launcher.plan import Plan
-from robust_train.model.attempt import Attempt, Exit
+from robust_train.model.attempt import Attempt
 from robust_train.model.errors import ConfigError, JobInterrupted, NoDeviceError, limit_reached
 from robust_train.model.events import Failed, Finished, RankDied, ScriptEnded
-from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
+from robust_train.model.exit import Exit
+from robust_train.model.failure import Clue, Failure, FailureKind
 from robust_train.model.spec import Decision, GiveUp
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
@@ -46,12 +46,12 @@ def ended(
     """Return the attempt with its failure, from its reports and its process's exit."""
     end = attempt.exit
     memory = attempt.memory
-    crash = None if end.stalled else native_stack_in(end.stacks or end.output)
-    failure = _failure(attempt, crash, request.stacks_file)
+    crash = None if end.failure else native_stack_in(end.stacks or end.output)
+    failure = _failure(attempt, crash)
     traceback = getattr(attempt.ending, "traceback", None)
     if failure is None:
         traceback = None
-    elif failure.evidence.clue == Clue.STALLED:
+    elif failure is end.failure:
         traceback = end.stacks or None
     elif attempt.script is not None:
         traceback = last_words(end.output, request.log_file.name)
@@ -129,14 +129,14 @@ def _without_middle(text: str, longest: int) -> str:
     return f"{text[:half]} … {text[-half:]}"
 
 
-def _failure(attempt: Attempt, crash: NativeStack | None, stacks: Path) -> Failure | None:
+def _failure(attempt: Attempt, crash: NativeStack | None) -> Failure | None:
     """Return why the attempt failed, None if it completed."""
     end = attempt.exit
     ending = attempt.ending
     if isinstance(ending, Finished):
         return None
-    if end.stalled and not end.was_stopped:
-        return _stalled(end, stacks)
+    if end.failure is not None and not end.was_stopped:
+        return end.failure
     if isinstance(ending, Failed):
         is_interrupted = ending.failure.kind is FailureKind.INTERRUPTED
         if isinstance(attempt.script, ScriptEnded) and not is_interrupted:
@@ -163,18 +163,6 @@ def _failure(attempt: Attempt, crash: NativeStack | None, stacks: Path) -> Failu
         output += f"\n{crash}"
     failure = classify_exit(returncode, output, oom_killed=oom_killed)
     return replace(failure, rank=rank)
-
-
-def _stalled(end: Exit, stacks: Path) -> Failure:
-    where = where_it_stands(end.stacks)
-    if where:
-        where = f"; {where}"
-    return Failure(
-        FailureKind.COMM,
-        f"stalled: {end.stalled} (stall_timeout_minutes){where}",
-        Evidence(library="robust_train", clue=Clue.STALLED),
-        (f"see what the threads were doing in {stacks}",) if end.stacks else (),
-    )
 
 
 def failure_of_script(ended: ScriptEnded, end: Exit) -> Failure:

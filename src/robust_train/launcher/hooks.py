@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from robust_train.model.attempt import Attempt
 from robust_train.model.events import Event
+from robust_train.model.failure import Failure
 from robust_train.model.feature import Feature, load_named
 from robust_train.model.spec import Decision, Retry
 from robust_train.readable import named_line
@@ -51,8 +52,6 @@ class Pause:
 class End:
     """Answer of :meth:`Watch.poll`: end the attempt, because nothing happens in it any longer."""
 
-    what: str  # what stood still
-    seconds: float  # how long it has stood still
     kill_in_seconds: float  # time for its processes to write their stacks
 
 
@@ -80,6 +79,14 @@ class Watch:
         """Check its living interpreters, by rank, at least twice a second. The first answer
         counts."""
         return None
+
+    def explain(self, stacks: str) -> Failure:
+        """Record that this watch has ended the attempt, and return why it has failed then.
+
+        Args:
+            stacks: what its threads were doing; empty if unknown.
+        """
+        raise NotImplementedError
 
     def close(self) -> None:
         """Clean up after its processes have ended."""

@@ -24,9 +24,9 @@ from robust_train.host.allocator import VARIABLE
 from robust_train.host.signals import SignalWatch
 from robust_train.host.votes import Flags
 from robust_train.memory.clearing import StartingMemory, release_and_check
-from robust_train.model.attempt import Exit
 from robust_train.model.errors import RunFolderLostError
 from robust_train.model.events import Event, Failed, MemoryHeld
+from robust_train.model.exit import Exit
 from robust_train.model.failure import FailureKind
 from robust_train.readable import first_line
 

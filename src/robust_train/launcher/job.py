@@ -91,8 +91,7 @@ class Job:
                 self.folder.job_starts()
                 return self._train()
             except (Exception, JobInterrupted) as error:
-                # The end is already recorded, or another job has the folder: this error is not an
-                # end of the job.
+                # The end is recorded already, or another job has the folder.
                 if self.state.is_final or isinstance(error, RunFolderLostError):
                     raise
                 return self._end_with(error)
@@ -137,7 +136,7 @@ class Job:
         retrying(self._next_attempt)
 
     def _next_attempt(self) -> Decision | None:
-        """Run what was decided, once its devices are there, and return what is decided after it."""
+        """Run the decided attempt once its devices are available; return the decision after it."""
         self.signals.check()
         self._wait_for_room()
         if not isinstance(self.decision, Retry):
@@ -147,8 +146,8 @@ class Job:
         if not self.attempts or self.driver.devices.take(spec.gpus):
             self._attempt(spec)
         else:
-            # what is decided then may begin with a pause, so it is not followed here
-            problem = f"another job has taken {spec.device} in the meantime"
+            # The new decision is not followed here, because it may start with a pause.
+            problem = f"{spec.device} went to another job meanwhile"
             self._decide_again(self._decide(tuple(self.attempts)), "lost_race", problem)
         return self.decision
 
@@ -166,8 +165,7 @@ class Job:
             self._decide_again(retry.otherwise, "waited_in_vain", outcome)
 
     def _decide_again(self, decision: Decision | None, why: str, problem: str) -> None:
-        """Record another decision after the last attempt, because the first decision cannot be
-        carried out."""
+        """Record another decision after the last attempt: the first cannot be carried out."""
         assert decision is not None, "the last attempt has failed"
         self.decision = decision
         problem = self.plan.words.text(problem)
@@ -199,19 +197,11 @@ class Job:
         if self.attempts:  # the first attempt's checkpoint was read at the start of the launch
             self.checkpoint = self.folder.newest_checkpoint(self.checkpoint, sleep=self.sleep)
         resumed_from = None if self.checkpoint is None else str(self.checkpoint)
-        start_step = 0
-        if resumed_from is not None:
-            steps = {attempt.checkpoint: attempt.saved_step for attempt in self.attempts}
-            start_step = steps.get(resumed_from) or 0  # 0 if unknown
-        attempt = Attempt(number, spec, time.time(), resumed_from, start_step=start_step)
+        saved_steps = {attempt.checkpoint: attempt.saved_step for attempt in self.attempts}
+        start_step = saved_steps.get(resumed_from) if resumed_from else None
+        attempt = Attempt(number, spec, time.time(), resumed_from, start_step=start_step or 0)
         self.folder.attempt_starts(attempt)
-        request = request_for(
-            attempt,
-            self.plan,
-            self.policy.asked,
-            longest_pause=self.state.longest_pause or 0.0,
-            is_first=not self.attempts,
-        )
+        request = request_for(attempt, self.plan, self.policy.asked, is_first=not self.attempts)
         return self.hooks.request(request, attempt)
 
     def _conclude(self, attempt: Attempt) -> None:
@@ -220,8 +210,7 @@ class Job:
         self.decision = self._decide((*self.attempts, attempt))
         attempt = concluded(attempt, self.decision)
         if isinstance(self.decision, Retry):
-            # The exception's frames would keep memory in use during the next attempt in this
-            # process.
+            # The frames of the exception would keep memory in use during the next attempt.
             attempt = replace(attempt, exit=replace(attempt.exit, error=None))
         self.attempts.append(attempt)
         self.folder.decided(attempt, self.decision)
@@ -272,8 +261,7 @@ class Job:
         self.signals.sleep(seconds, self._tick)
 
     def _tick_attempt(self) -> None:
-        """Do periodic work during an attempt, twice a second; with ``isolation=none`` in another
-        thread."""
+        """Do periodic work during an attempt, twice a second and maybe in another thread."""
         self.folder.tick()
         pause = self.hooks.tick(self.folder.attempt)
         if pause is not None and not self.signals.received:
@@ -288,8 +276,7 @@ class Job:
         self.driver.executor.poll()
 
     def _end_with(self, error: BaseException) -> Summary:
-        """Record the end of a job that an error ended; raise the exception that its caller
-        needs."""
+        """Record the end of a job that an error ended, and raise the exception for its caller."""
         status, reason, raised = failure_of_launcher(error, self.folder.pruned)
         code = getattr(raised, "exit_code", None)
         summary = self._end(status, self.plan.words.text(reason), code)

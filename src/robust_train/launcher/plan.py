@@ -20,8 +20,8 @@ from robust_train.config.schema import RobustConfig
 from robust_train.config.trainers import Trainer, TrainerRef, job_name_of, target_of
 from robust_train.folder.hydra_state import chosen_folder, owns_terminal, run_folder, sweep_folder
 from robust_train.folder.identity import refuse_other_version
-from robust_train.folder.provenance import resume_command
 from robust_train.folder.resolvers import Resolvers, resolvers_of
+from robust_train.folder.resume_command import resume_command
 from robust_train.gpu.visible import numbers_gpus
 from robust_train.host.allocator import exported_expandable_segments, is_wsl
 from robust_train.model.feature import Feature, load_named

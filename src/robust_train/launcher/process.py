@@ -32,17 +32,10 @@ from robust_train.host.screen import show_waiting
 from robust_train.host.signals import SignalWatch, stop_signal
 from robust_train.host.votes import STOP, Votes
 from robust_train.launcher.ending import RankEnd, event_of, without_escapes
-from robust_train.launcher.hooks import End, Watch
-from robust_train.model.attempt import Exit
+from robust_train.launcher.hooks import Watch
 from robust_train.model.errors import ConfigError
-from robust_train.model.events import (
-    CheckpointSaved,
-    Event,
-    Failed,
-    Finished,
-    LibrariesImported,
-    Stalled,
-)
+from robust_train.model.events import CheckpointSaved, Event, Failed, Finished, LibrariesImported
+from robust_train.model.exit import Exit
 from robust_train.model.failure import FailureKind
 from robust_train.model.feature import load_named
 from robust_train.readable import duration, shortened, signal_name
@@ -348,7 +341,7 @@ class RunningAttempt:
         request: AttemptRequest,
         on_event: Callable[[Event], None],
     ) -> None:
-        self._stalled: End | None = None
+        self._ended_by: Watch | None = None
         self._interpreters = interpreters
         self._processes = processes
         self._request = request
@@ -382,7 +375,8 @@ class RunningAttempt:
         """Run the attempt to its end. The exit's ``pid`` is None if its process hangs.
 
         The first signal asks the attempt to stop, the second kills it. It is also killed when it
-        does not stop in time, when it stalls, and when its process does not end after its report.
+        does not stop in time, when a watch ends it, and when its process does not end after its
+        report.
         """
         try:
             with signals.handed_to(self._on_signal):
@@ -442,40 +436,20 @@ class RunningAttempt:
         if is_given_up or not any(interpreter.is_running for interpreter in processes):
             return True
         if self._kill_at == math.inf:
-            self._end_if_stalled()
+            self._poll_watches()
         return False
 
-    def _kill_if_due(self, now: float) -> None:
-        """Send SIGKILL once the attempt's time is over, and again each second after that."""
-        if now < self._kill_at:
-            return
-        if self._killed_at == math.inf and not self._is_stopping:
-            self._warn_of_exit_handlers()
-        self._killed_at = min(self._killed_at, now)
-        self._kill_at = now + 1.0
-        self._signal_all(signal.SIGKILL)
+    def _poll_watches(self) -> None:
+        """End the attempt if a watch demands that."""
+        living = {rank: one for rank, one in enumerate(self._processes) if one.is_running}
+        for watch in self._watches:
+            end = watch.poll(living)
+            if end is not None:
+                self._ended_by = watch
+                self._kill_gently(end.kill_in_seconds)
+                return
 
-    def _note_end(self, rank: int, interpreter: Interpreter) -> None:
-        """Record that a rank's process has ended."""
-        end = self._ends[rank]
-        self._ends[rank] = replace(
-            end,
-            returncode=interpreter.returncode,
-            at=end.at if end.at else time.monotonic(),
-            was_killed=self._killed_at < math.inf,
-        )
-
-    def _end_if_stalled(self) -> None:
-        living = {
-            rank: interpreter
-            for rank, interpreter in enumerate(self._processes)
-            if interpreter.is_running
-        }
-        answers = (watch.poll(living) for watch in self._watches)
-        self._stalled = next((answer for answer in answers if answer is not None), None)
-        if self._stalled is None:
-            return
-        seconds = self._stalled.kill_in_seconds
+    def _kill_gently(self, seconds: float) -> None:
         if any(gpu.mps for gpu in self._request.spec.gpus):
             # SIGKILL in the middle of a kernel may break MPS's server for its other clients.
             self._signal_all(signal.SIGTERM)
@@ -550,9 +524,9 @@ class RunningAttempt:
         """Kill what is left of the attempt, and return how it ended."""
         processes = self._processes
         request = self._request
-        stalled = self._stalled
-        for interpreter in processes:
-            self._interpreters.forget(interpreter)
+        ended_by = self._ended_by
+        for one in own:
+            self._interpreters.forget(one)
         left = self._interpreters.kill_leftovers()
         pump = self._interpreters.pump
         pump.drain()
@@ -567,10 +541,16 @@ class RunningAttempt:
         for watch in self._watches:
             watch.close()
         if any(end.was_stopped for end in self._ends):
-            _await_signal(signals)
-        stacks = self._take_stacks()
-        if stalled is not None:
-            self._on_event(Stalled(round(stalled.seconds, 1), stacks))
+            # A stop of all processes may reach the attempt before the launcher.
+            until = time.monotonic() + _SIGNAL_SECONDS
+            while not signals.received and time.monotonic() < until:
+                time.sleep(0.02)
+        stacks = ""
+        with contextlib.suppress(OSError):
+            if request.config.traits.raises or ended_by is not None:
+                stacks = request.stacks_file.read_text(errors="replace")
+            if not stacks:
+                request.stacks_file.unlink()
         return Exit(
             returncode=-signal.SIGKILL if is_left else processes[0].returncode,
             pid=None if is_left else processes[0].pid,
@@ -578,7 +558,7 @@ class RunningAttempt:
             output=pump.tail,
             shortage=_shortage_in(request) if processes[0].returncode else "",
             stacks=stacks,
-            stalled="" if stalled is None else stalled.what,
+            failure=None if ended_by is None else ended_by.explain(stacks),
             was_stopped=bool(signals.received),
             was_hurried=self._was_hurried,
             oom_killed=self._oom_kills.killed(),

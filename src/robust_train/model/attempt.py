@@ -32,6 +32,7 @@ from robust_train.model.events import (
     TrainerSupports,
     TrainingStarted,
 )
+from robust_train.model.exit import Exit
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 from robust_train.model.gpu import Group, gpus_of
 from robust_train.model.json import finite
@@ -43,43 +44,9 @@ N = TypeVar("N", bound="Note")
 UNFINISHED = "unfinished"
 COMPLETED = "completed"
 
-_NOT_IN_FILES = frozenset(
-    {
-        "number",
-        "spec",
-        "began_training",
-        "first_step",
-        "saved_step",
-        "saves",
-        "keeps_batch",
-        "split_changes",
-        "ending",
-        "script",
-        "exit",
-    }
-)
-
-
-@dataclass(frozen=True)
-class Exit:
-    """How an attempt's process ended, as the launcher saw it."""
-
-    # Negative for a signal; None if the launcher itself ran it.
-    returncode: int | None = None
-    pid: int | None = None
-    max_resident_bytes: int = 0  # peak of host memory
-    output: str = field(default="", repr=False)  # the end of the output
-    # The last lack of memory in a script's log, which may stand above that end.
-    shortage: str = field(default="", repr=False)
-    # The stacks of its threads at a stall or crash.
-    stacks: str = field(default="", repr=False)
-    stalled: str = ""  # what stood still, if the launcher ended it for that
-    was_stopped: bool = False  # whether the launcher had asked it to stop
-    was_hurried: bool = False  # whether a second signal killed it at once
-    # whether the kernel killed it for lack of memory; None if unknown
-    oom_killed: bool | None = None
-    # The trainer's exception, for an attempt in the launcher's process.
-    error: BaseException | None = field(default=None, compare=False)
+_OF_THE_LAUNCHER = {"number", "spec", "ending", "script", "exit", "keeps_batch", "split_changes"}
+_OF_THE_COUNTS = {"began_training", "first_step", "saved_step", "saves"}
+_NOT_IN_FILES = _OF_THE_LAUNCHER | _OF_THE_COUNTS
 
 
 @dataclass(frozen=True)
@@ -142,7 +109,7 @@ class Attempt(Record[Note]):
     ending: Finished | Failed | RankDied | None = None
     # Its program, if it runs one.
     script: ScriptStarted | ScriptEnded | None = None
-    exit: Exit = Exit()
+    exit: Exit = field(default_factory=Exit)
     # --- how it ended ---
     seconds: float | None = None  # wall time
     failure: Failure | None = None  # None if it completed

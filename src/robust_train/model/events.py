@@ -16,6 +16,7 @@ from robust_train.model.json import Json as Json
 from robust_train.model.json import MalformedEventError as MalformedEventError
 from robust_train.model.json import fields_as_json
 from robust_train.model.json import from_json as from_json
+from robust_train.model.parts import load_parts
 from robust_train.model.spec import AttemptSpec, Speed
 
 Metrics = Mapping[str, float]
@@ -27,6 +28,14 @@ long as fields, events and values are only added, because readers ignore unknown
 
 EVENTS: dict[str, type[Event]] = {}
 """All events, by name."""
+
+
+@dataclass(frozen=True)
+class Notice:
+    """What a notification says of an event."""
+
+    kind: str  # a value of `notify.on`
+    text: str  # continues a sentence that begins with the job and its host
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,14 @@ class Event:
     def __init_subclass__(cls) -> None:
         if cls.name:
             EVENTS[cls.name] = cls
+
+    def notice(self, attempt: int | None) -> Notice | None:
+        """Return what a notification says of the event; None if there is none of it.
+
+        Args:
+            attempt: the number of the attempt that runs.
+        """
+        return None
 
     def as_json(self) -> dict[str, Json]:
         """Return the event as one JSON object, ``event`` first."""
@@ -474,34 +491,6 @@ class PauseLearned(Event):
     seconds: float
 
 
-@dataclass(frozen=True)
-class StallWarning(Event):
-    """The attempt shows no progress for ``seconds``, half of ``limit_seconds``."""
-
-    name = "no_progress"
-    seconds: float
-    limit_seconds: float
-
-
-@dataclass(frozen=True)
-class Stalled(Event):
-    """The attempt made no progress for ``seconds``; ``stacks`` is what its threads were doing."""
-
-    name = "stalled"
-    seconds: float
-    stacks: str = ""
-
-
-@dataclass(frozen=True)
-class Slow(Event):
-    """Cause that took this ``share`` of the time for ten minutes; empty once none does."""
-
-    name = "slow"
-    what: str = ""  # `data`, `rank N`, `GPU N`, or `process PID`
-    text: str = ""  # a sentence
-    share: float = 0.0
-
-
 # --- of the job as a whole; `AttemptEnded` is beside its record --------------------------
 
 
@@ -569,6 +558,7 @@ def parse(data: object) -> Event:
     if not isinstance(data, Mapping):
         raise MalformedEventError("not an object")
     name = str(data.get("event"))
+    load_parts()  # features declare their events beside their parts
     if name not in EVENTS:
         raise MalformedEventError(f"unknown event {name!r}")
     return from_json(EVENTS[name], data)

@@ -40,11 +40,12 @@ class Feature:
     # there.
     launcher: str = ""
     attempt: str = ""
-    # function of the plan of a job that returns it with what the feature knows beforehand
+    # A function of a job's plan that returns the plan with what the feature knows beforehand.
     plans: str = field(default="", kw_only=True)
-    # functions of a command's arguments by its name: the data of its answer, and its lines
+    # Functions of a command's arguments, by its name. They return the answer's data and lines.
     commands: Mapping[str, str] = field(default_factory=dict, kw_only=True)
-    # read with `config.of(…)`; several classes if other keys stand between them on the page
+    # Read with `config.of(…)`. There are several classes if other keys stand between them on the
+    # page.
     keys: tuple[type[FeatureKeys], ...] = ()
 
 

@@ -34,13 +34,13 @@ R = TypeVar("R", bound="Record[Any]")
 
 def parts_like(base: type[P]) -> list[type[P]]:
     """Return the declared parts of this kind, in the order of ``FEATURES``."""
-    return [part for part in _parts() if issubclass(part, base)]
+    return [part for part in load_parts() if issubclass(part, base)]
 
 
 @functools.cache
-def _parts() -> tuple[type[Part], ...]:
-    """Return the parts of all features. The list of features is loaded by its name, because every
-    reader of a file needs it, and only ``assembly.py`` may name a feature."""
+def load_parts() -> tuple[type[Part], ...]:
+    """Load the modules of all parts and return the parts. The list of features is loaded by its
+    name, because every reader of a file needs it, and only ``assembly.py`` may name a feature."""
     features: tuple[Feature, ...] = load_named("robust_train.assembly:FEATURES")
     return tuple(load_named(name) for feature in features for name in feature.parts)
 

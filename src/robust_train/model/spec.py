@@ -107,7 +107,7 @@ class AttemptSpec(Record[Knob]):
         return "cpu" if self.gpu is None else f"{self.gpu.name} {self.gpu.total_bytes}"
 
     def with_batch(self, batch_size: int | None, accumulation: int | None) -> AttemptSpec:
-        """Return the same with another split of the batch; None leaves a figure as it is."""
+        """Return the spec with another split of the batch. None leaves a figure unchanged."""
         spec = self.having(*(knob.for_known_size() for knob in self.parts))
         return replace(
             spec,

@@ -128,7 +128,8 @@ class Guard(LossWatch):
         self._good_since = time.time()  # about when the last good loss was reported
         self._source = COMPUTED
         self._late_losses: LateFigures | None = None
-        self._late_updates: LateFigures | None = None
+        # `step` ends the optimizer steps, and takes their losses.
+        self._makes_updates = False
         self._loss: Tensor | None = None  # loss of the current step
         # Skipped updates in a row, from this step on.
         self._skipped = 0
@@ -153,7 +154,7 @@ class Guard(LossWatch):
         """Take the loss of a batch."""
         self._loss = loss if self._loss is None else self._loss + loss
         # `step` takes its own loss.
-        if self._late_updates is None:
+        if not self._makes_updates:
             self.take(step, loss, COMPUTED)
 
     def take(self, step: int, loss: Any, source: int = GIVEN) -> None:
@@ -167,7 +168,10 @@ class Guard(LossWatch):
         self._source = source
         if hasattr(loss, "detach"):
             if not self._late_losses:
-                self._late_losses = _late_figures()
+                # This imports torch, which the launcher does not.
+                from robust_train.step.update import LateFigures
+
+                self._late_losses = LateFigures()
             earlier = self._late_losses.swap(step, loss)
             if earlier is not None:
                 self._look_at(*earlier)
@@ -179,7 +183,7 @@ class Guard(LossWatch):
     def _look_at(self, step: int, loss: float) -> None:
         """Add a loss. Raises TrainingDiverged if training has diverged."""
         # An update that `step` left out has spoiled nothing.
-        if self._late_updates is not None and not math.isfinite(loss):
+        if self._makes_updates and not math.isfinite(loss):
             return
         self.losses = self.losses.after(step, loss, self.divergence)
         if not self.losses.bad:
@@ -197,21 +201,13 @@ class Guard(LossWatch):
         """End an optimizer step, and skip an update that would spoil the weights."""
         from robust_train.step.update import update
 
-        if not self._late_updates:
-            self._late_updates = _late_figures()
+        self._makes_updates = True
         loss = self._loss
         self._loss = None
-        done = update(optimizer, loss, scaler, max_grad_norm)
-        moved = self.has_moved(number, done)
-        if done.is_bad is None:
-            return moved
-        if not done.waits:
-            self._count_update(number, bool(done.is_bad))
-            return moved
-        earlier = self._late_updates.swap(number, done.is_bad)
-        if earlier is not None:
-            self._count_update(earlier[0], bool(earlier[1]))
-        return moved
+        answer = self.answer_after(number, update(optimizer, loss, scaler, max_grad_norm))
+        if answer.checked is not None:
+            self._count_update(*answer.checked)
+        return answer.moved
 
     def _count_update(self, step: int, was_left_out: bool) -> None:
         """Count a step whose update was left out.
@@ -261,10 +257,3 @@ class Guard(LossWatch):
             RepeatFinding(saves.passes_over, reads_lr=self._live.has_read("lr")),
         )
         return TrainingDiverged(Failure(FailureKind.DIVERGED, f"{message}; {last}", evidence))
-
-
-def _late_figures() -> LateFigures:
-    # This imports torch, which the launcher does not.
-    from robust_train.step.update import LateFigures
-
-    return LateFigures()

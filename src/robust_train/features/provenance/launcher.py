@@ -7,16 +7,14 @@ import os
 import sys
 from dataclasses import replace
 
-from robust_train.folder.hydra_state import composed_files
-from robust_train.folder.provenance import (
+from robust_train.features.provenance.environment import (
     Provenance,
-    changed_files,
     changed_variables,
-    command,
-    config_digests,
-    read_environment,
     variables_named,
 )
+from robust_train.folder.hydra_state import composed_files
+from robust_train.folder.provenance import changed_files, config_digests, read_environment
+from robust_train.folder.resume_command import command
 from robust_train.folder.state import Summary
 from robust_train.launcher.hooks import InLauncher, JobView
 from robust_train.model.attempt import Attempt

@@ -17,13 +17,13 @@ class ReportPage(InLauncher):
 
     def end(self, summary: Summary) -> Summary:
         """Add goodput and advice to the summary, and write the page that shows both."""
-        keys = self.job.plan.config.theirs
+        words = self.job.plan.words
         sources = computed("the record", lambda: read_sources(summary.run_dir))
         if sources is None:
             return summary
-        advice = computed("advice", lambda: tuple(wording.speed_advice(summary.attempts, keys)))
+        findings = computed("advice", lambda: tuple(wording.speed_advice(summary.attempts)))
         goodput = computed("goodput", lambda: goodput_from(sources))
-        advice = (*summary.advice, *(advice or ()))
+        advice = (*summary.advice, *map(words.text, findings or ()))
         summary = replace(summary, goodput=goodput, advice=advice)
         write_report(replace(sources, summary=summary))
         return summary

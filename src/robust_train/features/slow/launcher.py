@@ -10,12 +10,13 @@ from dataclasses import replace
 
 from robust_train.config.attempt import AttemptRequest
 from robust_train.features.slow.model import MUCH, hindrances, lost_share
+from robust_train.features.slow.record import Slow
 from robust_train.gpu.inventory import close_session, read_inventory
 from robust_train.gpu.processes import CudaProcess, list_cuda_processes
 from robust_train.host.linux import children
 from robust_train.launcher.hooks import InLauncher, JobView, Pause
 from robust_train.model.attempt import Attempt
-from robust_train.model.events import Event, MicroBatchChanged, Slow, SpeedMeasured
+from robust_train.model.events import Event, MicroBatchChanged, SpeedMeasured
 from robust_train.model.gpu import GpuInfo, Group
 from robust_train.model.spec import Speed
 
