@@ -101,7 +101,7 @@ class Reports:
             return False
         self._next_progress = now + _PROGRESS_INTERVAL_SECONDS
         self._warn_of_groups("progress", scalars)
-        if any(getattr(one, "is_cuda", False) for one in scalars.values()):
+        if any(getattr(value, "is_cuda", False) for value in scalars.values()):
             self._hold()
         else:
             self.send_last_progress()

@@ -269,8 +269,8 @@ def last_shortage_in(log: str) -> str:
     """Return the last report of a lack of memory in a log, on one line, empty if there is none, or
     if the program overcame it."""
     text = "\n".join(map(_shortened, log.splitlines()))
-    found = _shortage_in(in_order(without_frames(text)), native=True)
-    return "" if found is None else found[0].text
+    shortage = _shortage_in(in_order(without_frames(text)), native=True)
+    return "" if shortage is None else shortage[0].text
 
 
 def _shortened(line: str) -> str:

@@ -439,9 +439,33 @@ class RunningAttempt:
             self._poll_watches()
         return False
 
+    def _kill_if_due(self, now: float) -> None:
+        """Send SIGKILL once the attempt's time is over, and again each second after that."""
+        if now < self._kill_at:
+            return
+        if self._killed_at == math.inf and not self._is_stopping:
+            self._warn_of_exit_handlers()
+        self._killed_at = min(self._killed_at, now)
+        self._kill_at = now + 1.0
+        self._signal_all(signal.SIGKILL)
+
+    def _note_end(self, rank: int, interpreter: Interpreter) -> None:
+        """Record that a rank's process has ended."""
+        end = self._ends[rank]
+        self._ends[rank] = replace(
+            end,
+            returncode=interpreter.returncode,
+            at=end.at if end.at else time.monotonic(),
+            was_killed=self._killed_at < math.inf,
+        )
+
     def _poll_watches(self) -> None:
         """End the attempt if a watch demands that."""
-        living = {rank: one for rank, one in enumerate(self._processes) if one.is_running}
+        living = {
+            rank: interpreter
+            for rank, interpreter in enumerate(self._processes)
+            if interpreter.is_running
+        }
         for watch in self._watches:
             end = watch.poll(living)
             if end is not None:
@@ -525,8 +549,8 @@ class RunningAttempt:
         processes = self._processes
         request = self._request
         ended_by = self._ended_by
-        for one in own:
-            self._interpreters.forget(one)
+        for interpreter in processes:
+            self._interpreters.forget(interpreter)
         left = self._interpreters.kill_leftovers()
         pump = self._interpreters.pump
         pump.drain()
@@ -541,16 +565,8 @@ class RunningAttempt:
         for watch in self._watches:
             watch.close()
         if any(end.was_stopped for end in self._ends):
-            # A stop of all processes may reach the attempt before the launcher.
-            until = time.monotonic() + _SIGNAL_SECONDS
-            while not signals.received and time.monotonic() < until:
-                time.sleep(0.02)
-        stacks = ""
-        with contextlib.suppress(OSError):
-            if request.config.traits.raises or ended_by is not None:
-                stacks = request.stacks_file.read_text(errors="replace")
-            if not stacks:
-                request.stacks_file.unlink()
+            _await_signal(signals)
+        stacks = self._take_stacks()
         return Exit(
             returncode=-signal.SIGKILL if is_left else processes[0].returncode,
             pid=None if is_left else processes[0].pid,
@@ -569,7 +585,7 @@ class RunningAttempt:
         stacks = ""
         file = self._request.stacks_file
         with contextlib.suppress(OSError):
-            if self._request.config.traits.raises or self._stalled is not None:
+            if self._request.config.traits.raises or self._ended_by is not None:
                 stacks = file.read_text(errors="replace")
             if not stacks:
                 file.unlink()
