@@ -31,7 +31,7 @@ def test_attempts_resume_from_the_newest_whole_checkpoint(scripts, ckpt):
     assert ended.summary["checkpoint"] == str(scripts.folder / "ckpt" / "step-10.pt")
     resumes = "was written with micro-batch 64, and the script resumes with 32: if it counts"
     assert resumes in ended.stdout
-    assert "takes its options from the checkpoint keeps 64" in ended.stdout
+    assert "takes its options from the checkpoint, it keeps 64" in ended.stdout
     ended = scripts.run(*ckpt).with_code(0)
     assert "from step 0" in (scripts.run_dir / "attempt-3.log").read_text()
 

@@ -249,13 +249,13 @@ def size_to_begin_with(
     the policy's choices stand.
     """
     spec = spec.with_batch(None, None)
-    alike = [one for one in history if one.spec.device_kind == spec.device_kind]
+    alike = [earlier for earlier in history if earlier.spec.device_kind == spec.device_kind]
     if any(
-        attempt.kind is None
-        or attempt.kind.is_memory
-        or attempt.has_begun
-        or attempt.noted("batch_size_found", None) is not None
-        for attempt in alike
+        earlier.kind is None
+        or earlier.kind.is_memory
+        or earlier.has_begun
+        or earlier.noted("batch_size_found", None) is not None
+        for earlier in alike
     ):
         return spec, ""  # that attempt came far enough to show which size fits
     if not settings.config.finds_batch_size:
