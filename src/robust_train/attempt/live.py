@@ -53,7 +53,7 @@ class LiveAttempt:
         run_dir: the job's run folder.
         checkpoint_dir: the folder of the checkpoints, shared by all attempts of the job.
         has_live_status: the launcher shows steps and loss on a terminal.
-        spec: what the attempt is to use; None in a script's process.
+        spec: what the attempt is to use, or None in a script's process.
         reports: sends events, and knows how far training is.
         stops: knows whether to stop or to save, and who requested it.
         speed: measures how fast the steps follow each other.

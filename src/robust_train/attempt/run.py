@@ -133,7 +133,7 @@ class Run:
     def backward(
         self, loss_of: Callable[[Any], Any], batch: Any, model: Models = None, **options: Any
     ) -> Any:
-        """Add the gradients of a batch's mean loss; return that mean, detached::
+        """Add the gradients of a batch's mean loss, and return that mean, detached::
 
             def loss_of(batch):                 # any part of the batch
                 x, y = batch

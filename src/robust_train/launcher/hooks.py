@@ -166,7 +166,7 @@ class InLauncher:
 
         Args:
             event: what happened.
-            attempt: the last attempt, with all its events; None before the first attempt.
+            attempt: the last attempt, with all its events, or None before the first attempt.
         """
 
     def tick(self, attempt: Attempt | None) -> Pause | None:
@@ -273,7 +273,7 @@ class Hooks:
 
 
 def computed(what: str, compute: Callable[[], T]) -> T | None:
-    """Compute a value about a job; return None, after a warning, if that fails.
+    """Compute a value about a job, or return None, after a warning, if that fails.
 
     A job that has trained for days must not fail because of a figure about it.
     """

@@ -33,8 +33,8 @@ def first_decision(settings: PolicySettings, gpus: Group) -> Retry:
 
 def first_attempt(settings: PolicySettings, gpus: Group) -> AttemptSpec:
     """Return the requested batch on these GPUs, or on the CPU."""
-    asked = settings.for_ranks(len(gpus) or settings.cpu_ranks).asked
-    return replace(asked, gpus=gpus)
+    requested = settings.for_ranks(len(gpus) or settings.cpu_ranks).asked
+    return replace(requested, gpus=gpus)
 
 
 def decide(
@@ -100,7 +100,7 @@ def with_first_size(
 
 
 def _first_remedy(context: FailureContext, rules: Sequence[Rule]) -> Decision | None:
-    """Return the first offer that the settings allow; None if no rule has one."""
+    """Return the first offer that the settings allow, or None if no rule has one."""
     for number, rule in enumerate(rules, start=1):
         decision = rule(context)
         if decision is None:
