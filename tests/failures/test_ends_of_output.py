@@ -12,8 +12,9 @@ from robust_train.failures import classify_exit, classify_failure
 from robust_train.failures.exits import last_shortage_in
 from robust_train.launcher.ending import doubt_of
 from robust_train.model import errors
-from robust_train.model.attempt import Attempt, Exit
+from robust_train.model.attempt import Attempt
 from robust_train.model.events import ScriptEnded
+from robust_train.model.exit import Exit
 from robust_train.model.failure import Clue, FailureKind
 from robust_train.model.spec import AttemptSpec
 

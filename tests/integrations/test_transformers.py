@@ -143,7 +143,7 @@ def test_the_last_step_waits_for_room(tmp_path):
         assert live_of(run).saving.owed is None
 
 
-def test_the_best_weights_stand_for_an_unsaved_last_step(tmp_path, caplog):
+def test_loaded_best_weights_replace_an_unsaved_step(tmp_path, caplog):
     """They are loaded at the end, and are on the disk, which filled up afterwards."""
     how = {
         **dict.fromkeys(("eval_strategy", "save_strategy"), "steps"),

@@ -198,13 +198,15 @@ def advice_of(story: Story, keys: Mapping[str, str] | None) -> Iterator[Advice]:
     """Yield findings and advice, most promising first, or none if nothing was tight. ``keys`` are a
     project's keys that stand for ours."""
     words = Words(keys)
-    for advice in _advice_of(story, keys):
+    for advice in _advice_of(story):
         steps = tuple(map(words.text, advice.steps))
         overrides = words.text(advice.overrides or "") or None
         yield replace(advice, steps=steps, overrides=overrides)
+    for finding in speed_advice(story.attempts):
+        yield Advice(_sentence(words.text(finding)))
 
 
-def _advice_of(story: Story, keys: Mapping[str, str] | None) -> Iterator[Advice]:
+def _advice_of(story: Story) -> Iterator[Advice]:
     yield from _what_worked(story)
     yield from _failures(story.attempts)
     inside = _inside_steps(story)
@@ -223,8 +225,6 @@ def _advice_of(story: Story, keys: Mapping[str, str] | None) -> Iterator[Advice]
                 "keeps the whole graph that it was computed by",
             ),
         )
-    for finding in speed_advice(story.attempts, keys):
-        yield Advice(_sentence(finding))
 
 
 def _what_worked(story: Story) -> Iterator[Advice]:
@@ -299,14 +299,12 @@ def _used_by_others(sample: Sample) -> int:
     return used - reserved
 
 
-def speed_advice(
-    attempts: Sequence[Attempt], keys: Mapping[str, str] | None = None
-) -> Iterator[str]:
+def speed_advice(attempts: Sequence[Attempt]) -> Iterator[str]:
     """Yield what would make the job faster, by the last attempt whose speed is known."""
     measured = [attempt for attempt in attempts if speed_of(attempt)]
     for last in measured[-1:]:
-        for finding in itertools.chain(_data(last), _slow_ranks(speed_of(last))):
-            yield Words(keys).text(finding)
+        yield from _data(last)
+        yield from _slow_ranks(speed_of(last))
 
 
 def _data(attempt: Attempt) -> Iterator[str]:
