@@ -11,7 +11,16 @@ from robust_train.folder.memory_samples import Sample
 from robust_train.model.attempt import UNFINISHED, Attempt
 from robust_train.model.failure import Failure, FailureKind
 from robust_train.model.spec import Speed, slowest_rank
-from robust_train.readable import by_processes, counted, duration, memory, number, ordinal, percent
+from robust_train.readable import (
+    by_processes,
+    counted,
+    duration,
+    memory,
+    number,
+    ordinal,
+    percent,
+    step_time,
+)
 from robust_train.report.facts import OOM, Advice, DeviceMemory, Story, seconds_of, speed_of
 from robust_train.report.sources import TimedAttempt
 
@@ -352,8 +361,8 @@ def speed_text(speed: Sequence[Speed], ranks: int) -> str:
     rate = samples_per_second(speed, ranks)
     parts = [] if rate is None else [f"{number(rate)} samples/s while training"]
     parts.append(
-        f"{number(slowest.seconds_per_step)} s a step "
-        f"(median; 95 %: {number(slowest.seconds_per_step_p95)} s)"
+        f"{step_time(slowest.seconds_per_step)} a step "
+        f"(median; 95 %: {step_time(slowest.seconds_per_step_p95)})"
     )
     if shares:
         parts.append(f"{percent(max(shares))} waiting for data")

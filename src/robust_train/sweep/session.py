@@ -47,6 +47,7 @@ from robust_train.folder.resume_command import repeated_with, sweep_resume_comma
 from robust_train.folder.secrets import public_command
 from robust_train.folder.state import note_ended_earlier
 from robust_train.host.engine import guest_rank
+from robust_train.host.job_logging import shorten_lines
 from robust_train.host.loggers import standard_error
 from robust_train.host.signals import SignalWatch
 from robust_train.model.errors import EXIT_FAILED, ConfigError
@@ -242,6 +243,7 @@ class HydraSession:
         kind = str(sweeper.get("_target_")).rpartition(".")[2]
         is_ours = kind == "RobustSweeper"
         launcher = "gpu_queue" if is_ours else launcher_of(config)
+        shorten_lines()
         direction = direction_of(config)
         try:
             folder.mkdir(parents=True, exist_ok=True)

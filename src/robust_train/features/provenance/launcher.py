@@ -1,4 +1,4 @@
-"""Records what a job runs with, and warns of what has changed since its last launch."""
+"""Records a job's environment, and warns of changes since its last launch, in the launcher."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class RecordsProvenance(InLauncher):
     def __init__(self, job: JobView) -> None:
         super().__init__(job)
         self._record: Provenance | None = None
-        # the variables that the command reads by name, and the digests of the config files
+        # The variables that the command reads by name, and the digests of the config files.
         self._known: dict[str, Json] = {}
 
     def event(self, event: Event, attempt: Attempt | None) -> None:
-        """Compare with the last launch when this one starts; record when the device is known."""
+        """Compare with the last launch when this launch starts; record when the device is known."""
         if isinstance(event, JobStarted):
             self._compare()
         elif isinstance(event, DeviceAcquired):

@@ -29,8 +29,8 @@ class SlowNote(Note):
     behind = "micro_batch"
     folds = (Slow,)
 
-    slow: str = ""  # what slows it down now, a sentence
+    slow: str = ""  # the current cause, a sentence
 
     def after(self, event: Event, attempt: Attempt) -> SlowNote:
-        """Return the note with what slows the attempt down by now."""
+        """Return the note with the current cause."""
         return SlowNote(event.text) if isinstance(event, Slow) else self
