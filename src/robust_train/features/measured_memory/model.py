@@ -183,6 +183,13 @@ class Sample:
             return None
         return max(self.used_bytes - self.before_bytes, 0)
 
+    def taken_by_others(self) -> int:
+        """Return how much others have taken since the attempt began; 0 if that is unknown."""
+        held = self.by_process()
+        if held is None:
+            return 0
+        return max(self.used_bytes - held - self.before_bytes, 0)
+
 
 _LEAST_CONTEXT = 64 << 20
 """No CUDA context is smaller; less than that the driver itself may take."""
