@@ -102,7 +102,7 @@ class MeasuredMemory(InLauncher):
         self._attempt: _Attempt | None = None
         self._warned: set[str] = set()
         self._is_on = config.measures_memory or config.gpu_jobs_per_device > 1
-        self._is_probe = is_probe(job.plan.environ)
+        self._is_probe = is_probe()
 
     def request(self, request: AttemptRequest, attempt: Attempt) -> AttemptRequest:
         """Note what is used on the GPUs before the attempt begins."""

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from robust_train.files import write_json
@@ -37,9 +37,9 @@ def run_probe(argv: Sequence[str], batch_size: str | None) -> int:
     return job.returncode
 
 
-def is_probe(environ: Mapping[str, str]) -> bool:
-    """Return whether a launcher with this environment runs a probe."""
-    return environ.get(_VARIABLE) == "1"
+def is_probe() -> bool:
+    """Return whether this launcher runs a probe."""
+    return os.environ.get(_VARIABLE) == "1"
 
 
 def stop_probe(run_dir: Path) -> None:
