@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from robust_train.policy.sizes import (
     MARGIN,
     MOST_PROBES,
-    BatchSearch,
     Limits,
     Probe,
     fits,
@@ -140,7 +139,3 @@ def test_two_probes_are_enough_where_everything_fits():
 )
 def test_sizes_are_divisors_and_what_halving_leads_to(effective, least, sizes):
     assert micro_batch_sizes(effective, least) == sizes
-    divisors = tuple(size for size in sizes if effective % size == 0)
-    for samples in (3, 50, 200):  # a search has those of the first batch alone
-        own = tuple(size for size in divisors if size <= samples)
-        assert BatchSearch(effective, least).sizes(samples) == own

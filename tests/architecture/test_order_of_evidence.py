@@ -115,7 +115,7 @@ class Launch:
         shutil.rmtree(run_dir, ignore_errors=True)
         shutil.copytree(prepared, run_dir)
         config = RobustConfig(theirs={}).having(TimeSliceKeys(0.0))
-        self.signals = SimpleNamespace(received=None)
+        self.signals = SimpleNamespace(received=None, can_stop=True)
         self.plan = SimpleNamespace(run_dir=run_dir, config=config)
         self.policy = policy(8, rules=(LIMIT, OUR_CLUSTER, AGAIN))
         self.beginning = SimpleNamespace(job=JOB, checkpoint=None)

@@ -138,6 +138,9 @@ def test_longer_waits_reserve_more_gpus(count, kept):
     waiting = [job(1, 30000, count=count)]
     seconds = (299, 301, 601, 901)
     assert [len(Plan(waiting, gpus, NOW + after).kept) for after in seconds] == kept
+    # one that has trained meanwhile and comes back has not waited for so long
+    back = [replace(waiting[0], queued_at=0.0, since=NOW)]
+    assert [len(Plan(back, gpus, NOW + after).kept) for after in seconds] == kept
 
 
 SMALL = {"name": "V100", "total": 16000}

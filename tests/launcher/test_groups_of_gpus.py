@@ -82,6 +82,26 @@ assert list(registry.jobs()) == []
     )
 
 
+def test_a_job_that_filled_its_gpu_can_move(machine_with):
+    """It is estimated to need more than any GPU has, and needs no more than it had."""
+    holds_on(
+        machine_with(*[Gpu(total_mib=80000, free_mib=free) for free in (79500, 79400)]),
+        """
+job = devices(num_gpus=1)
+group = job.acquire()
+fault = Failure(FailureKind.DEVICE_FAULT, "CUDA error: an illegal memory access")
+memory = {"max_allocated": 75000 * MIB}
+attempt = Attempt(1, AttemptSpec(group, 8, 1), failure=fault, memory=memory)
+job.begin(group)
+job.ended(attempt)
+assert job.take((job.offers().gpus[1],)), "the other GPU is free"
+room = job.leave(1)
+assert room.free_bytes == 79500 * MIB
+assert indexes(job.wait_for_room(room, for_ever=True)) == [0]
+""",
+    )
+
+
 def test_masks_and_allocations_bound_a_group(machine_with):
     """A larger group is refused in one line."""
     holds_on(

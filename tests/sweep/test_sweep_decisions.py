@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -152,8 +153,35 @@ def test_a_paused_job_resumes_unless_stopped(watched, ends_it):
     assert received == [signal.SIGTERM], "it is stopping already"
     assert signals.goes_on() is (ends_it is None)
     assert signals.received == (0 if ends_it is None else signal.SIGTERM)
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), ends_it or signal.SIGTERM)
     assert received == [signal.SIGTERM] * 2, "a later one counts"
+
+
+@pytest.mark.parametrize("first_forwarded", [False, True])
+def test_a_forwarded_signal_ends_a_pause_once(watched, first_forwarded):
+    """The attempt has its time for a last checkpoint, though both of them come."""
+    signals, received = watched
+    signals.pause()
+    for signum in sorted((signal.SIGINT, forwarded(signal.SIGINT)), reverse=first_forwarded):
+        os.kill(os.getpid(), signum)
+    assert received == [signal.SIGTERM], "it is stopping already"
+    os.kill(os.getpid(), signal.SIGINT)
+    assert received == [signal.SIGTERM, signal.SIGINT], "a second one of its own is impatience"
+
+
+def test_nothing_stops_a_job_in_a_thread(watched):
+    assert watched[0].can_stop
+    can_stop = []
+
+    def work():
+        with SignalWatch() as signals:
+            signals.pause()
+            can_stop.append(signals.can_stop or signals.received)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert can_stop == [False]
 
 
 @pytest.mark.parametrize("line", range(6))

@@ -26,7 +26,6 @@ from robust_train.folder.checkpoints import CheckpointError, Content, Position
 from robust_train.host.votes import Flags, OneRank
 from robust_train.model.errors import TrainingStopped
 from robust_train.model.events import CheckpointFailed, CheckpointSaved, SpeedMeasured
-from robust_train.policy.sizes import BatchSearch
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from robust_train.attempt.hooks import InAttempt
     from robust_train.config.attempt import AttemptRequest
     from robust_train.config.schema import RobustConfig
+    from robust_train.model.spec import AttemptSpec
     from robust_train.step.reachable import Models
 
 log = logging.getLogger("robust_train")
@@ -53,6 +53,7 @@ class LiveAttempt:
         run_dir: the job's run folder.
         checkpoint_dir: where checkpoints belong; shared by all attempts of the job.
         has_live_status: the launcher shows steps and loss on a terminal.
+        spec: what the attempt is to use; None in a script's process.
         reports: sends events, and knows how far training is.
         stops: whether to stop or to save, and who asks for it.
         speed: measures how fast the steps follow each other.
@@ -83,6 +84,7 @@ class LiveAttempt:
         "run_dir",
         "saves",
         "saving",
+        "spec",
         "speed",
         "stops",
         "supports",
@@ -109,6 +111,7 @@ class LiveAttempt:
         self.run_dir = run_dir
         self.checkpoint_dir = run_dir / "checkpoints"
         self.has_live_status = has_live_status
+        self.spec: AttemptSpec | None = None
         self.has_read: Callable[[str], bool] = lambda key: True
         self.supports: Callable[[str], bool] = lambda feature: False
         self.is_steered = False
@@ -137,12 +140,10 @@ class LiveAttempt:
 
     def prepare(self, request: AttemptRequest) -> None:
         """Let the features take part that a request names, and split batches as it has it."""
+        self.spec = request.spec
         self.hooks = load_hooks(request.features, self, request.config)
         self.parts.set_asked(request.asked)
         self.parts.check_by(SplitRule.of(request.config, request.spec))
-        if request.spec.searches:
-            search = BatchSearch.of(request.config, request.spec)
-            self.parts.search_with(search)
         self.saves.skip_to(request.spec.noted("skips_to", 0))
 
     def take_part(self, features: Iterable[InAttempt]) -> None:

@@ -14,8 +14,7 @@ from robust_train.model.failure import Failure
 
 if TYPE_CHECKING:
     from robust_train.model.spec import AttemptSpec
-    from robust_train.policy.sizes import BatchSearch
-    from robust_train.step.batcher import MicroBatcher
+    from robust_train.step.batcher import MicroBatcher, SizeSearch
     from robust_train.step.split_check import SplitCheck
 
 
@@ -24,7 +23,7 @@ class Parts:
 
     Attributes:
         plan: how the batcher begins.
-        search: how it looks for the largest batch that fits, None if it does not.
+        search: finds the largest batch that fits in the first step, None if nothing is to.
         split_rule: how the loss of the parts is compared with the loss of the whole.
         asked: the split of the batch that the job was asked for; None: this attempt's own.
         keeps_batch: why no attempt may split the batch in another way; empty if it may.
@@ -36,7 +35,7 @@ class Parts:
         self, reports: Reports, speed: SpeedMeter, ran_out: Callable[[BaseException, Failure], None]
     ) -> None:
         self.plan = MicroBatchPlan()
-        self.search: BatchSearch | None = None
+        self.search: SizeSearch | None = None
         self.split_rule = SplitRule()
         self.asked: AttemptSpec | None = None
         self.keeps_batch = ""
@@ -51,8 +50,8 @@ class Parts:
         """Begin to split as ``plan`` has it."""
         self.plan = plan
 
-    def search_with(self, search: BatchSearch) -> None:
-        """Look for the largest batch that fits."""
+    def search_with(self, search: SizeSearch) -> None:
+        """Let ``search`` find the largest batch that fits, in the first step."""
         self.search = search
 
     def check_by(self, rule: SplitRule) -> None:

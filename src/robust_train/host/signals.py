@@ -190,6 +190,11 @@ class SignalWatch:
         finally:
             self._handler = before
 
+    @property
+    def can_stop(self) -> bool:
+        """Whether any signal stops the job: outside the main thread none does."""
+        return bool(self._previous)
+
     def watches(self, signum: int) -> bool:
         """Return whether that signal stops the job."""
         return signum in self._previous
@@ -227,6 +232,7 @@ class SignalWatch:
             self._is_paused = True
         else:
             # someone ends the job, whose attempt is stopping already
+            self._counts[is_forwarded] += 1
             self._ended_by = signum
             self.is_pausing = False
             return

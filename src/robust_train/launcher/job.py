@@ -138,18 +138,19 @@ class Job:
 
     def _next_attempt(self) -> Decision | None:
         """Run what was decided, once its devices are there; return what is decided after it."""
-        while True:
-            self.signals.check()
-            self._wait_for_room()
-            if not isinstance(self.decision, Retry):
-                return self.decision
-            self.hooks.before(self.decision)
-            spec = self.decision.spec
-            if not self.attempts or self.driver.devices.take(spec.gpus):
-                self._attempt(spec)
-                return self.decision
+        self.signals.check()
+        self._wait_for_room()
+        if not isinstance(self.decision, Retry):
+            return self.decision
+        self.hooks.before(self.decision)
+        spec = self.decision.spec
+        if not self.attempts or self.driver.devices.take(spec.gpus):
+            self._attempt(spec)
+        else:
+            # what is decided then may begin with a pause, so it is not followed here
             problem = f"{spec.device} went to another job meanwhile"
             self._decide_again(self._decide(tuple(self.attempts)), "lost_race", problem)
+        return self.decision
 
     def _wait_for_room(self) -> None:
         """Wait for the GPUs that the decision asks for; decide again if the wait is in vain."""
@@ -197,8 +198,10 @@ class Job:
         if self.attempts:  # the first attempt's was read when the launch began
             self.checkpoint = self.folder.newest_checkpoint(self.checkpoint, sleep=self.sleep)
         resumed_from = None if self.checkpoint is None else str(self.checkpoint)
-        steps = {attempt.checkpoint: attempt.saved_step for attempt in self.attempts}
-        start_step = steps.get(resumed_from) or 0  # 0 if unknown
+        start_step = 0
+        if resumed_from is not None:
+            steps = {attempt.checkpoint: attempt.saved_step for attempt in self.attempts}
+            start_step = steps.get(resumed_from) or 0  # 0 if unknown
         attempt = Attempt(number, spec, time.time(), resumed_from, start_step=start_step)
         self.folder.attempt_starts(attempt)
         request = request_for(

@@ -33,6 +33,15 @@ class Knob(Part):
         """Return what the user wants of it, by a job's config and environment."""
         return cls()
 
+    def for_unknown_size(self: K, config: RobustConfig, spec: AttemptSpec) -> K:
+        """Return the choice for an attempt with ``training.batch_size=auto``, which begins with the
+        whole batch, because no size is known for its kind of device."""
+        return self
+
+    def for_known_size(self: K) -> K:
+        """Return the choice for an attempt whose micro-batch is decided."""
+        return self
+
     def applied(self, config: RobustConfig) -> RobustConfig:
         """Return an attempt's config with the choice."""
         return config
@@ -58,8 +67,6 @@ class AttemptSpec(Record[Knob]):
     has_batch: bool = True
     # False for a trainer that is given no accumulation; whatever that is, it makes 1
     accumulates: bool = True
-    # the attempt finds its micro-batch before it trains
-    searches: bool = False
 
     @property
     def effective_batch_size(self) -> int:
@@ -98,9 +105,9 @@ class AttemptSpec(Record[Knob]):
 
     def with_batch(self, batch_size: int | None, accumulation: int | None) -> AttemptSpec:
         """Return the same with another split of the batch; None leaves a figure as it is."""
+        spec = self.having(*(knob.for_known_size() for knob in self.parts))
         return replace(
-            self,
-            searches=False,
+            spec,
             batch_size=batch_size or self.batch_size,
             gradient_accumulation_steps=accumulation or self.gradient_accumulation_steps,
         )

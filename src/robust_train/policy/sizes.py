@@ -210,32 +210,6 @@ _BEYOND = 1.05
 
 
 @dataclass(frozen=True)
-class BatchSearch:
-    """What to find before training: the largest micro-batch that fits."""
-
-    # samples of an optimizer step; no micro-batch is larger
-    effective_batch_size: int
-    min_batch_size: int = 1  # nor smaller
-    # of the device's memory, the most to count on; above 0 to 1
-    memory_share: float = 1.0
-
-    @classmethod
-    def of(cls, config: RobustConfig, spec: AttemptSpec) -> BatchSearch:
-        """Return the search of an attempt."""
-        return cls(
-            spec.batch_size * spec.gradient_accumulation_steps,
-            config.min_batch_size,
-            config.memory.fraction / config.gpu_jobs_per_device,
-        )
-
-    def sizes(self, samples: int) -> tuple[int, ...]:
-        """Return the micro-batches to choose from in a batch of ``samples``, the smallest first;
-        none if the batch is smaller than all."""
-        sizes = exact_sizes(self.effective_batch_size, self.min_batch_size)
-        return tuple(size for size in sizes if size <= samples)
-
-
-@dataclass(frozen=True)
 class Probe:
     """One size that was tried: its peak in bytes, None if memory ran out."""
 
@@ -270,7 +244,7 @@ def size_to_begin_with(
     Only until one attempt on this kind of device has come to its batch: from then on the policy's
     choices stand.
     """
-    spec = replace(spec, searches=False)
+    spec = spec.with_batch(None, None)
     own = [one for one in history if one.spec.device_kind == spec.device_kind]
     if any(
         one.kind is None
@@ -284,10 +258,12 @@ def size_to_begin_with(
         return spec, ""
     ranks = settings.for_ranks(spec.ranks)
     whole = ranks.resized(spec, ranks.share)
-    can_be_probed = settings.config.traits.can_be_probed
-    if spec.ranks == 1 and can_be_probed:
-        return replace(whole, searches=True), ""
-    what = "several processes" if can_be_probed else "a script"
+    config = settings.config
+    knobs = (whole.of(kind) for kind in parts_like(Knob))
+    searching = whole.having(*(knob.for_unknown_size(config, whole) for knob in knobs))
+    if searching != whole:
+        return searching, ""
+    what = "several processes" if config.traits.can_be_probed else "a script"
     return whole, (
         f"training.batch_size=auto: {what} cannot be probed: training starts with "
         f"{whole.batch_size} and halves when memory runs out"

@@ -169,7 +169,8 @@ class Devices:
         Returns:
             False if another job has taken any of them, so that a new choice is needed.
         """
-        return self.queue.take([gpu.uuid for gpu in group], self._need_bytes)
+        offered = min((gpu.free_bytes for gpu in group), default=0)
+        return self.queue.take([gpu.uuid for gpu in group], self._need_bytes, offered)
 
     def who_waits(self) -> QueuedJob | None:
         """Return the job of another user with fewer GPUs that waits for GPUs of this job."""
@@ -287,6 +288,9 @@ class Devices:
             name = group[0].name if group else ""
             learn_context_bytes(name, shown)
             needed = footprint(peak, name)
+            # the estimate may be more than there was, and no GPU would ever do
+            had = max((self._free_before.get(gpu.uuid, gpu.free_bytes) for gpu in group), default=0)
+            needed = min(needed, max(had, peak))
             self._need_bytes = max(self._config.min_gpu_memory_bytes, needed)
 
     def _settle(self, group: Group, before: Mapping[str, int]) -> Mapping[str, int]:

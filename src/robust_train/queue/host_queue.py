@@ -227,9 +227,13 @@ class HostQueue:
                 return waits_for(me, others, gpus, now, limit)
         return None
 
-    def take(self, uuids: Sequence[str], need_bytes: int) -> bool:
+    def take(self, uuids: Sequence[str], need_bytes: int, offered_bytes: int | None = None) -> bool:
         """Reserve the next attempt's GPUs, in the order of its ranks, in place of the last one's;
-        none for the CPU: everything is released. Returns False if another job has one by now."""
+        none for the CPU: everything is released. Returns False if another job has one by now.
+
+        Of other GPUs than the last ones no more than ``offered_bytes`` is reserved: what each of
+        them had free when the attempt was decided on.
+        """
         if self._reservation is None:
             return True
         before = self._reservation.job
@@ -239,7 +243,8 @@ class HostQueue:
                 self.release()
                 return True
             if set(uuids) != set(before.gpus):
-                return self.announce(uuids, need_bytes)
+                least = need_bytes if offered_bytes is None else min(need_bytes, offered_bytes)
+                return self.announce(uuids, least)
             here = [gpu.free_bytes for gpu in self.open_gpus() if gpu.uuid in uuids]
             room = min(here) if len(here) == len(uuids) else before.reserved_bytes
             if not self.announce(uuids, min(need_bytes, room)):

@@ -138,7 +138,9 @@ class Plan:
         unseen = len(set(job.only) - self._states.keys())
         if healthy + unseen < job.count:
             return ()
-        doublings = max(self._now - job.queued_at, 0.0) / _DOUBLES_EVERY_SECONDS
+        # a job that comes back has trained since it was queued first
+        waits_since = max(job.queued_at, job.since)
+        doublings = max(self._now - waits_since, 0.0) / _DOUBLES_EVERY_SECONDS
         count = job.count << min(int(doublings), 20)
         nearest = sorted(possible, key=lambda state: state.distance(job))
         return tuple(state.gpu.uuid for state in nearest[:count])

@@ -124,7 +124,7 @@ def batch_in_words(attempt: Attempt) -> str:
     spec = attempt.spec
     if not spec.has_batch:
         return "an unknown micro-batch"
-    size = "auto" if spec.searches else " → ".join(map(str, attempt.sizes))
+    size = "auto" if spec.noted("searches", False) else " → ".join(map(str, attempt.sizes))
     steps = f" × accumulation {spec.accumulation}" if spec.accumulation != 1 else ""
     return f"micro-batch {size}{steps}{by_processes(spec.ranks)}"
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from robust_train.config.placeholders import MicroBatchPlan, SplitRule
 from robust_train.model.errors import UserError
-from robust_train.model.events import BatchSizeFound
-from robust_train.policy.sizes import BatchSearch
 from robust_train.step import ranks
 from robust_train.step.engine import Batch, Body, Results, Step
-from robust_train.step.probing import find_in_step
 from robust_train.step.ranks import SharedStep
 from robust_train.step.reachable import Models, models_of
 from robust_train.step.recorder import OnEvent, Recorder
@@ -24,11 +20,15 @@ from robust_train.step.split_watch import SplitWatch
 from robust_train.step.splitting import Count, Length, MicroBatchSize, Part, Parts, SizeState, Split
 from robust_train.step.step_start import PartStart, StepStart, Watch
 
-log = logging.getLogger("robust_train")
+if TYPE_CHECKING:
+    from robust_train.step.probing import FoundBatchSize
 
 T = TypeVar("T")
 S = TypeVar("S", bound=Step[Any])
 Backward = Callable[[Tensor], object]
+SizeSearch = Callable[[int, Callable[[int], object], StepStart], "FoundBatchSize | None"]
+"""Finds the largest size that fits among this many samples, by passes of parts of them; None if it
+cannot be found there."""
 
 
 class MicroBatcher:
@@ -41,8 +41,7 @@ class MicroBatcher:
         gradient_accumulation_steps: the requested accumulation. Divisors of the effective batch are
             preferred.
         on_event: called with an event at every change of the size.
-        search: find the largest size that fits in the first step, by measuring at most four parts
-            of the batch.
+        search: in the launcher's attempts, finds the largest size that fits, in the first step.
         recorder: in the launcher's attempts, in place of ``on_event``.
         exact: raise an error if splitting would change the loss, instead of a warning.
 
@@ -57,7 +56,7 @@ class MicroBatcher:
         min_batch_size: int = 1,
         gradient_accumulation_steps: int = 1,
         on_event: OnEvent = lambda event: None,
-        search: BatchSearch | None = None,
+        search: SizeSearch | None = None,
         recorder: Recorder | None = None,
         exact: bool = False,
     ) -> None:
@@ -281,19 +280,11 @@ class MicroBatcher:
         if search is None or step.start is None:
             return
         with step.undone_after_an_error():
-            search_result = find_in_step(
-                search, parts.samples, lambda size: body(parts.part(0, size)), step.start
-            )
-        if search_result is None:
+            found = search(parts.samples, lambda size: body(parts.part(0, size)), step.start)
+        if found is None:
             return
-        size = search_result.batch_size
-        effective = search.effective_batch_size
         for sizes in (self._training, self._other):
-            sizes.begin_at(size)
-        log.info("training.batch_size=auto: %s", search_result)
-        accumulation = None if size is None else -(-effective // size)
-        as_json = search_result.as_json()
-        self._recorder.on_event(BatchSizeFound(size, accumulation, effective, as_json))
+            sizes.begin_at(found.batch_size)
 
 
 def _parts_without_loss(results: Results[Any]) -> dict[tuple[int, int], float]:

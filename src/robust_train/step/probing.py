@@ -20,7 +20,6 @@ from robust_train.memory.clearing import clear_frames, return_memory
 from robust_train.memory.tensors import live_objects
 from robust_train.model.errors import AttemptsExhaustedError
 from robust_train.policy.sizes import (
-    BatchSearch,
     Limits,
     Probe,
     fits,
@@ -30,7 +29,6 @@ from robust_train.policy.sizes import (
 )
 from robust_train.readable import counted
 from robust_train.readable import memory as shown
-from robust_train.step import ranks
 from robust_train.step.reachable import Models, models_of
 from robust_train.step.step_start import StepStart, Watch
 
@@ -218,32 +216,6 @@ def find_batch_size(
     if search.batch_size is None:
         raise AttemptsExhaustedError(f"find_batch_size: {search}")
     return search
-
-
-def find_in_step(
-    search: BatchSearch, samples: int, run: Callable[[int], object], start: StepStart
-) -> FoundBatchSize | None:
-    """Find the size in a step's first batch, or None if it cannot be found there.
-
-    That is with several processes or devices, or too small a batch.
-    """
-    parameters = start.parameters()
-    devices = {tensor.device for tensor in parameters}
-    if not devices:
-        devices = {device_of(())}
-    sizes = search.sizes(samples)
-    why = None if sizes else f"the first batch has {samples} samples only"
-    if ranks.here() is not None:
-        why = "several processes train together"
-    elif len(devices) > 1:
-        why = "several devices share"
-    if why is not None:
-        log.info("training.batch_size=auto: no probes, since %s: sizes are halved instead", why)
-        return None
-    state_bytes, step_bytes = optimizer_bytes(parameters)
-    return search_size(
-        run, start, sizes, Meter(devices.pop(), search.memory_share), state_bytes, step_bytes
-    )
 
 
 def optimizer_bytes(parameters: Iterable[Tensor]) -> tuple[int, int]:

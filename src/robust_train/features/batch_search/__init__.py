@@ -2,4 +2,8 @@
 
 from robust_train.model.feature import Feature
 
-FEATURE = Feature("batch_search", parts=(f"{__name__}.record:BatchSearchNote",))
+FEATURE = Feature(
+    "batch_search",
+    attempt=f"{__name__}.attempt:BatchSearch",
+    parts=(f"{__name__}.record:SearchKnob", f"{__name__}.record:BatchSearchNote"),
+)

@@ -1,20 +1,42 @@
-"""What the record of an attempt says of the search for its micro-batch."""
+"""Whether an attempt searches for its micro-batch, and what the record says of the search."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from robust_train.model.attempt import Attempt, Note
 from robust_train.model.events import BatchSizeFound, Event
 from robust_train.model.json import Json
+from robust_train.model.spec import AttemptSpec, Knob
+
+if TYPE_CHECKING:
+    from robust_train.config.schema import RobustConfig
+
+
+@dataclass(frozen=True)
+class SearchKnob(Knob):
+    """The attempt finds its micro-batch before it trains."""
+
+    behind = "accumulates"
+
+    searches: bool = False
+
+    def for_unknown_size(self, config: RobustConfig, spec: AttemptSpec) -> SearchKnob:
+        """Return whether the attempt searches: a single process that calls ``run.backward``."""
+        return SearchKnob(spec.ranks == 1 and config.traits.can_be_probed)
+
+    def for_known_size(self) -> SearchKnob:
+        """Return the choice to search no more."""
+        return SearchKnob()
 
 
 @dataclass(frozen=True)
 class BatchSearchNote(Note):
     """What probes before training have found."""
 
-    behind = "micro_batch"
+    behind = "keeps_batch"
 
     batch_size_found: Mapping[str, Json] | None = None
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class DivergenceKnob(Knob):
     """How an attempt repeats steps with which training diverged."""
 
-    behind = "searches"
+    behind = "accumulates"
 
     lr_factor: float = 1.0  # the factor of `training.lr`
     # data up to this optimizer step is passed over, where that is possible

@@ -13,7 +13,7 @@ from robust_train.model.spec import Knob
 class SplitLossKnob(Knob):
     """Steps are split although the losses of parts do not add up to the loss of the batch."""
 
-    behind = "searches"
+    behind = "accumulates"
 
     splits_loss: bool = False
 

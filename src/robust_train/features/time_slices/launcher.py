@@ -31,7 +31,8 @@ class TimeSlices(InLauncher):
         """
         if attempt is None or not attempt.saves or self.job.plan.config.runs_inline:
             return None
-        if self.job.signals.received:
+        signals = self.job.signals
+        if signals.received or not signals.can_stop:
             return None
         if not self._is_over():
             return None

@@ -1,0 +1,35 @@
+"""The plan of a search: between which sizes, in which share of the memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from robust_train.config.schema import RobustConfig
+from robust_train.model.spec import AttemptSpec
+from robust_train.policy.sizes import exact_sizes
+
+
+@dataclass(frozen=True)
+class SearchPlan:
+    """What to find before training: the largest micro-batch that fits."""
+
+    # samples of an optimizer step; no micro-batch is larger
+    effective_batch_size: int
+    min_batch_size: int = 1  # nor smaller
+    # of the device's memory, the most to count on; above 0 to 1
+    memory_share: float = 1.0
+
+    @classmethod
+    def of(cls, config: RobustConfig, spec: AttemptSpec) -> SearchPlan:
+        """Return the plan of an attempt."""
+        return cls(
+            spec.batch_size * spec.gradient_accumulation_steps,
+            config.min_batch_size,
+            config.memory.fraction / config.gpu_jobs_per_device,
+        )
+
+    def sizes(self, samples: int) -> tuple[int, ...]:
+        """Return the micro-batches to choose from in a batch of ``samples``, the smallest first;
+        none if the batch is smaller than all."""
+        sizes = exact_sizes(self.effective_batch_size, self.min_batch_size)
+        return tuple(size for size in sizes if size <= samples)
