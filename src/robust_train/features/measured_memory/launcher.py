@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from robust_train.config.attempt import AttemptRequest
 from robust_train.features.measured_memory.model import (
     FIRST_STEPS,
+    MOST_TOGETHER,
     PEAK,
     Sample,
     is_measured,
@@ -260,7 +261,9 @@ class MeasuredMemory(InLauncher):
         # A declared figure stands, and so does that of an earlier run until this one is measured.
         if not config.measures_memory or not current.is_settled:
             need = max(need, config.min_gpu_memory_bytes)
-        reserved = self.job.driver.devices.queue.follow(held, need)
+        is_open = config.packs_gpus and current.is_settled
+        most = MOST_TOGETHER if is_open else None
+        reserved = self.job.driver.devices.queue.follow(held, need, most)
         if current.is_settled and not was_settled:
             shown = "" if reserved is None else f"; {mib(reserved)} are reserved by now"
             log.info("the job holds at most %s of a GPU%s", mib(peak), shown)

@@ -20,6 +20,10 @@ PEAK = "gpu_peak"
 QUIET_SECONDS = 60.0
 """A program that reports no steps is measured when its peak has not grown for so long."""
 
+MOST_TOGETHER = 16
+"""Jobs that a measured job accepts on its GPU with ``gpu_jobs_per_device=auto``, itself included:
+more contexts than that cost more than they compute."""
+
 _MARGIN = 10
 """The part of the peak that is reserved beside it: a tenth."""
 
