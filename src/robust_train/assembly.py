@@ -1,4 +1,5 @@
-"""What robust-train is assembled from. Deleting a feature is deleting its folder and its lines."""
+"""Assembles robust-train: the features, their remedies and the keys. To delete a feature, delete
+its folder and its lines here. Every process that runs a job or reads its config imports it."""
 
 from __future__ import annotations
 
@@ -50,12 +51,12 @@ FEATURES = _load(
     "features.cpu_fallback",
     "features.transient_failures",
 )
-"""The order is the order of evidence. Some features need what others have found:
+"""The order is the order of evidence. Some features need the evidence of others:
 
 - features.data_loader_workers before features.out_of_memory: it knows the library of the message.
 - features.data_loader_workers before features.retry_rules: a rule may find that a GPU failed.
 - features.out_of_memory before features.disk: a read-only disk is the cause if it is one of two.
-- features.out_of_memory before features.retry_rules: rules look at the failure as it is in the end.
+- features.out_of_memory before features.retry_rules: rules need the final failure.
 - features.disk before features.retry_rules: likewise.
 - features.disk before features.gpus: a failure of the disk excludes no GPU.
 - features.divergence before features.retry_rules: rules count tries without progress.
@@ -101,8 +102,8 @@ def _rules(*names: str) -> tuple[Rule, ...]:
 
 
 def load_remedies() -> Remedies:
-    """Return what to try after each kind of failure, in order; rules of a deleted feature are left
-    out. A command that only reads a run folder has no need of them, and does not load them."""
+    """Return the remedies for each kind of failure, in order. Rules of a deleted feature are left
+    out. A command that only reads a run folder does not load them."""
     return {
         FailureKind.DEVICE_OOM: _rules(
             "features.out_of_memory.model:room_taken_by_others",

@@ -1,7 +1,7 @@
-"""Private symbols of other libraries, each in one place with a test in ``tests/test_compat.py``.
+"""Private names of other libraries, each in one place with a test in ``tests/test_compat.py``.
 
-A symbol that a version of torch lacks costs a feature, never a job: each function documents
-what it returns then. Nothing here imports torch: the module is an argument.
+All processes use it. If a version of torch lacks a name, that costs a feature, never a job: each
+function documents its result then. Nothing here imports torch: the module is an argument.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ else:
     }
 
     def __getattr__(name: str) -> Any:
-        """Return one of these names, whose module is imported then."""
+        """Import the module of one of these names, and return the name's value."""
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def when_cuda_starts(torch: Any, action: Callable[[], None]) -> None:
-    """Have ``action`` called when CUDA is initialised in this process, or now if it is."""
+    """Call ``action`` when CUDA is initialised in this process, or now if it already is."""
     torch.cuda._lazy_call(action)
 
 
 def preserve_version_counter(torch: Any, tensor: Any) -> AbstractContextManager[None]:
-    """Let changes of ``tensor`` within the block go unseen by autograd's version counter."""
+    """Hide changes of ``tensor`` within the block from autograd's version counter."""
     guard: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(tensor)
     return guard
 
 
 def version_of(tensor: Any) -> int:
-    """Return how often ``tensor`` was changed in place; -1 where that is not counted: of None, of
-    inference tensors, and of what a lazy module makes in its first pass."""
+    """Return how often ``tensor`` was changed in place; -1 if that is not counted: for None,
+    inference tensors, and tensors of a lazy module in its first pass."""
     try:
         return int(getattr(tensor, "_version", -1))
     except (RuntimeError, ValueError):
@@ -67,39 +67,39 @@ def version_of(tensor: Any) -> int:
 
 
 def versions_of(tensors: Sequence[Any]) -> list[tuple[int, int]]:
-    """Return of each :func:`version_of` and where its values are, which ``.data = …`` changes but
-    no version shows; there may be a thousand in each step."""
+    """Return for each tensor its :func:`version_of` and the address of its values, which ``.data =
+    …`` changes without a new version. A step may have a thousand tensors."""
     try:
         places = map(sys.modules["torch"].Tensor.data_ptr, tensors)
         found = map(attrgetter("_version"), tensors)
         return list(zip(found, places, strict=True))
-    # of sparse and inference tensors, and of what a lazy module makes in its first pass
+    # Sparse and inference tensors, and those of a lazy module in its first pass, have no address.
     except (RuntimeError, ValueError):
         return [(version_of(one), 0) for one in tensors]
 
 
 def skips_on_device(optimizer: Any) -> bool:
-    """Return whether an optimizer leaves an update out by a figure on the device, as torch's own
-    fused optimizers do.
+    """Return whether an optimizer skips an update by a figure on the device, as torch's own fused
+    optimizers do.
 
-    An object around one does not, though it may forward the attribute: the figure that is given to
-    it reaches nobody. Nor does a fused SGD whose momentum begins in this step: torch takes
-    uninitialised memory for the momentum of an update that is left out.
+    A wrapper around such an optimizer does not, though it may forward the attribute: the figure
+    never reaches the optimizer. Nor does a fused SGD whose momentum starts in this step: torch
+    leaves uninitialised memory in the momentum of a skipped update.
     """
     own = getattr(optimizer, "__dict__", {})
     if not own.get("_step_supports_amp_scaling"):
         return False
-    # a loaded state brings the setting of the optimizer that it was saved of
+    # A loaded state has the setting of the optimizer that it was saved from.
     if not all(group.get("fused") for group in optimizer.param_groups):
         return False
-    # an instance may have a step of its own, for example one that a scheduler counts
+    # An instance may have a step of its own, for example a step that a scheduler counts.
     steps = (type(optimizer).step, optimizer.step)
     is_torchs = all(one.__module__.startswith("torch.optim.") for one in steps)
     return is_torchs and not _begins_momentum(optimizer)
 
 
 def _begins_momentum(optimizer: Any) -> bool:
-    """Return whether a step makes the first momentum of a parameter, which Adam has at once."""
+    """Return whether a step creates the first momentum of a parameter, which Adam has at once."""
     for group in optimizer.param_groups:
         for parameter in group["params"] if group.get("momentum") else ():
             state = optimizer.state.get(parameter)
@@ -111,7 +111,7 @@ def _begins_momentum(optimizer: Any) -> bool:
 
 @contextlib.contextmanager
 def deciding_on_host(optimizer: Any) -> Iterator[None]:
-    """Have GradScaler look at its figure itself before it steps an optimizer."""
+    """Let GradScaler read its figure itself before it steps an optimizer."""
     name = "_step_supports_amp_scaling"
     if not getattr(optimizer, name, False):
         yield
@@ -128,16 +128,16 @@ def deciding_on_host(optimizer: Any) -> Iterator[None]:
 
 
 def found_overflow(scaler: Any, optimizer: Any) -> bool | None:
-    """Return whether a GradScaler has met an overflow in the gradients that it has unscaled; None
-    if it is another kind of scaler. It reads the same figures before it steps an optimizer that
-    does not decide on the device, and waits for the same kernels."""
+    """Return whether a GradScaler met an overflow in the gradients that it has unscaled; None for
+    another kind of scaler. It reads the same figures, and waits for the same kernels, before it
+    steps an optimizer that does not decide on the device."""
     figures = overflow_figures(scaler, optimizer)
     return None if figures is None else any(map(bool, figures))
 
 
 def overflow_figures(scaler: Any, optimizer: Any) -> list[Any] | None:
-    """Return a GradScaler's figures, one a device and not zero after an overflow, of the gradients
-    that it has unscaled; None if it is another kind of scaler."""
+    """Return a GradScaler's figures of the gradients that it has unscaled, one per device and not
+    zero after an overflow; None for another kind of scaler."""
     try:
         return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
     except (AttributeError, KeyError, TypeError):
@@ -146,7 +146,7 @@ def overflow_figures(scaler: Any, optimizer: Any) -> list[Any] | None:
 
 def codes_before_update(optimizer: Any, step_locals: Mapping[str, Any]) -> set[CodeType]:
     """Return the code that an optimizer's step runs before it changes weights or moments: its
-    closure's, and that which makes the state of the first group."""
+    closure's code, and the code that creates the state of the first group."""
     groups = optimizer.param_groups
     found: list[Any] = [step_locals.get("closure")]
     if groups and step_locals.get("group", groups[0]) is groups[0]:
@@ -156,9 +156,10 @@ def codes_before_update(optimizer: Any, step_locals: Mapping[str, Any]) -> set[C
 
 
 def total_norm(torch: Any, parameters: Sequence[Any]) -> Any:
-    """Return the norm of all gradients, which stay as they are.
+    """Return the norm of all gradients, which stay unchanged.
 
-    torch before 2.6 has no function for it; there clipping to infinity multiplies them by 1.
+    torch before 2.6 has no function for it. There, clipping to infinity multiplies the gradients by
+    1.
     """
     utils = torch.nn.utils
     if not hasattr(utils, "get_total_norm"):
@@ -169,7 +170,7 @@ def total_norm(torch: Any, parameters: Sequence[Any]) -> Any:
 
 @contextlib.contextmanager
 def leave_out_if(optimizer: Any, is_bad: Any) -> Iterator[None]:
-    """Have the steps of such an optimizer change nothing where ``is_bad`` is true, as GradScaler
+    """Let the steps of such an optimizer change nothing if ``is_bad`` is true, as GradScaler
     does."""
     optimizer.found_inf = is_bad.float()
     optimizer.grad_scale = None
@@ -180,13 +181,13 @@ def leave_out_if(optimizer: Any, is_bad: Any) -> Iterator[None]:
 
 
 def tensors_of(module: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return where a module has its own parameters and buffers, by name."""
+    """Return the dictionaries with a module's own parameters and buffers, by name."""
     return module._parameters, module._buffers
 
 
 def modules_below(models: Sequence[Any]) -> list[Any]:
-    """Return modules and all that are in them, each once: in a quarter of the time that
-    ``Module.modules`` takes, for it is asked in each step."""
+    """Return modules and all their submodules, each once. It takes a quarter of the time of
+    ``Module.modules``, because each step calls it."""
     found = list(dict.fromkeys(models))
     known = set(found)
     for module in found:
@@ -198,19 +199,19 @@ def modules_below(models: Sequence[Any]) -> list[Any]:
 
 
 def keep_versions(copied: Any, state: Any) -> None:
-    """Give a copy of a module's state the versions of its parts, by which the module reads it."""
+    """Copy the versions, by which a module reads its state, from the state to its copy."""
     if hasattr(state, "_metadata"):
         copied._metadata = state._metadata
 
 
 def copy_at_once(torch: Any, targets: Sequence[Any], sources: Sequence[Any]) -> None:
-    """Copy each source into its target, of one device and number format: one kernel for all."""
+    """Copy each source into its target, with one kernel. All have the same device and dtype."""
     torch._foreach_copy_(targets, sources)
 
 
 def clear_cublas_workspaces(torch: Any) -> None:
     """Return cuBLAS's workspaces (up to 32 MiB a stream) to the caching allocator, if possible.
-    Never between replays of a CUDA graph, which embeds their addresses (pytorch#193402)."""
+    Never call it between replays of a CUDA graph, which embeds their addresses (pytorch#193402)."""
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear is not None:
         clear()
@@ -225,31 +226,34 @@ def return_pinned_memory(torch: Any) -> None:
 
 
 def has_context(torch: Any, index: int) -> bool:
-    """Return whether this process has a CUDA context on a GPU; True where torch does not know."""
+    """Return whether this process has a CUDA context on a GPU; True if torch does not know."""
     ask = getattr(torch._C, "_cuda_hasPrimaryContext", None)
     return True if ask is None else bool(ask(index))
 
 
 def set_allocator_settings(torch: Any, settings: str) -> None:
-    """Apply settings to CUDA's caching allocator in this process. Raises RuntimeError, ValueError:
-    torch refuses them."""
-    # torch 2.10 and later; before that the function of CUDA's own
+    """Apply settings to CUDA's caching allocator in this process.
+
+    Raises:
+        RuntimeError, ValueError: torch refuses them.
+    """
+    # torch 2.10 and later have it; before that the function is CUDA's own.
     apply = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     (apply or torch._C._cuda_cudaCachingAllocator_set_allocator_settings)(settings)
 
 
 def record_allocator_history(torch: Any, max_entries: int) -> None:
-    """Record where GPU memory is allocated from, for :func:`dump_allocator_snapshot`."""
+    """Record the origin of GPU allocations, for :func:`dump_allocator_snapshot`."""
     torch.cuda.memory._record_memory_history(stacks="python", max_entries=max_entries)
 
 
 def end_allocator_history(torch: Any) -> None:
-    """Undo :func:`record_allocator_history`; what was recorded is dropped."""
+    """Undo :func:`record_allocator_history` and drop the records."""
     torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def allocator_history_is_recorded(torch: Any) -> bool:
-    """Return whether torch records where GPU memory is allocated from."""
+    """Return whether torch records the origin of GPU allocations."""
     return bool(torch._C._cuda_isHistoryEnabled())
 
 
@@ -259,9 +263,9 @@ def dump_allocator_snapshot(torch: Any, path: str) -> None:
 
 
 def watch_optimizer_steps(on_step: Callable[[], None]) -> Callable[[], None] | None:
-    """Have ``on_step`` called after every step of every torch optimizer of this process. Returns
-    what ends that; None if torch is not loaded, or others have hooks there: adding to them while
-    another thread goes through them would raise over there."""
+    """Call ``on_step`` after every step of every torch optimizer of this process. Returns a
+    function that ends this; None if torch is not loaded, or if others have hooks there: adding to
+    them would raise in another thread that iterates over them."""
     optimizer = sys.modules.get("torch.optim.optimizer")
     register = getattr(optimizer, "register_optimizer_step_post_hook", None)
     if register is None or getattr(optimizer, "_global_optimizer_post_hooks", True):
@@ -275,29 +279,30 @@ def watch_optimizer_steps(on_step: Callable[[], None]) -> Callable[[], None] | N
 
 
 def base_executable() -> str:
-    """Return the interpreter that a virtual environment is made of, whose path names no project."""
+    """Return the interpreter behind a virtual environment. Its path names no project."""
     return str(getattr(sys, "_base_executable", None) or sys.executable)
 
 
 def interpreter_options() -> list[str]:
-    """Return the options of this interpreter (-O, -W, -X …), as multiprocessing gives them to what
-    it spawns."""
+    """Return the options of this interpreter (-O, -W, -X …) for a new interpreter, as
+    multiprocessing passes them on."""
     options: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return options
 
 
 def run_exit_handlers() -> None:
-    """Do what an interpreter's normal exit does, for a process that ends by ``os._exit``. It waits
-    for threads that are no daemons, then calls what ``atexit`` has registered."""
+    """Do the work of an interpreter's normal exit, for a process that ends by ``os._exit``. It
+    waits for threads that are not daemons, then calls the functions registered in ``atexit``."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
 
 
 @contextlib.contextmanager
 def mode_of_command_line() -> Iterator[None]:
-    """Have Hydra sweep under ``-m`` alone: it composes once less, not reading ``hydra.mode`` first.
+    """Let Hydra sweep only with ``-m``: it then composes once less, since it does not read
+    ``hydra.mode`` first.
 
-    A Hydra that reads it otherwise does so still.
+    If Hydra reads it in another way, it still does.
     """
     from hydra._internal.hydra import Hydra
 
@@ -319,39 +324,39 @@ def unknown_to_hydra(arguments: Sequence[str]) -> list[str]:
 
 
 def with_overrides(arguments: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """Return a command line with more overrides: where its own are, for Hydra takes them in one
+    """Add overrides to a command line, next to its own overrides, because Hydra accepts them in one
     place only."""
     from hydra._internal.utils import get_args_parser
 
     own = get_args_parser().parse_known_args(list(arguments))[0].overrides
     place = 0
     if own:
-        # from behind: the value of an option in front of them may be the same word
+        # Search from behind: the value of an option in front of them may be the same word.
         place = len(arguments) - arguments[::-1].index(own[-1])
     return [*arguments[:place], *overrides, *arguments[place:]]
 
 
 def returned_or_raised(job: Any) -> Any:
-    """Return what a job of Hydra's returned or raised; its property raises the latter."""
+    """Return or raise the outcome of a Hydra job. Its property raises the exception."""
     return job._return_value
 
 
 def running_trial(study: Any, known: Any) -> Any:
-    """Return an Optuna trial that runs, for more to be suggested or noted."""
+    """Return a running Optuna trial, to suggest or note more."""
     from optuna import Trial
 
     return Trial(study, known._trial_id)
 
 
 def suggest(trial: Any, name: str, space: Any) -> Any:
-    """Return the value of a key that an Optuna trial has, or gets now, whatever may be searched."""
+    """Return the value of an Optuna trial for a key, suggested now if necessary."""
     return trial._suggest(name, space)
 
 
 def importances_of(study: Any) -> dict[str, float]:
-    """Return which share of the value each parameter of an Optuna study explains.
+    """Return the share of the value that each parameter of an Optuna study explains.
 
-    The evaluator beside it, which is not used, would import scikit-learn, for seconds.
+    The other, unused evaluator would import scikit-learn, which takes seconds.
     """
     name = "sklearn"
     is_hidden = name not in sys.modules
@@ -362,7 +367,7 @@ def importances_of(study: Any) -> dict[str, float]:
     finally:
         if is_hidden:
             del sys.modules[name]
-    # of few trials, and of what is experimental
+    # Optuna warns of few trials, and of experimental functions.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         evaluator = PedAnovaImportanceEvaluator()
@@ -370,17 +375,17 @@ def importances_of(study: Any) -> dict[str, float]:
 
 
 HYDRAS_OWN: Any = object()
-"""Stands for an argument that is not given to Hydra, which has a default of its own."""
+"""Stands for an argument that is not passed to Hydra, which has its own default."""
 
 
 def default_config_path(version_base: str | None) -> str | None:
-    """Return the config path that ``hydra.main`` takes if it is given none."""
+    """Return the default config path of ``hydra.main``."""
     import hydra
 
     if version_base is None:
         return None
     if version_base is HYDRAS_OWN:
-        # 1.3 then behaves like 1.1
+        # In this case 1.3 behaves like 1.1.
         is_like_1_1 = hydra.__version__.startswith("1.3")
     else:
         is_like_1_1 = version_base == "1.1"
@@ -390,7 +395,7 @@ def default_config_path(version_base: str | None) -> str | None:
 def for_hydra(version_base: str | None) -> dict[str, Any]:
     """Return the argument ``version_base`` for Hydra's functions.
 
-    Without one 1.3 warns, with ours 1.4 does, and of targets of ours in Hydra's own configuration.
+    Without it 1.3 warns. With ours 1.4 warns, also about our targets in Hydra's configuration.
     """
     import hydra
 
@@ -404,16 +409,16 @@ def for_hydra(version_base: str | None) -> dict[str, Any]:
 
 
 def is_importing_main() -> bool:
-    """Return whether this process is importing the script that another one runs, as its guard
-    expects: a spawned process of :mod:`multiprocessing`, or within :func:`importing_main`."""
+    """Return whether this process is importing the script of another process, as its guard expects:
+    a spawned process of :mod:`multiprocessing`, or within :func:`importing_main`."""
     process = multiprocessing.process.current_process()
     return getattr(process, "_inheriting", False)
 
 
 @contextlib.contextmanager
 def importing_main() -> Iterator[None]:
-    """Mark the import of the script of another process as :mod:`multiprocessing` does, which
-    refuses to start a process then: it would import the script as well, without end."""
+    """Mark the import of another process's script as :mod:`multiprocessing` does. It then refuses
+    to start a process, which would import the script as well, without end."""
     process: Any = multiprocessing.process.current_process()
     process._inheriting = True
     try:
@@ -425,11 +430,11 @@ def importing_main() -> Iterator[None]:
 def signature_as_written(
     function: Callable[..., Any], *, follow_wrapped: bool = True
 ) -> inspect.Signature:
-    """Return a callable's signature with annotations as text. Python 3.14 looks up their values
-    only when it is asked for them, and a name that is imported for type checkers has none.
+    """Return a callable's signature with annotations as text. Python 3.14 evaluates annotations on
+    access, and a name that is imported for type checkers only has no value.
 
     Raises:
-        TypeError, ValueError: it has no signature, as some that are written in C.
+        TypeError, ValueError: it has no signature, like some callables in C.
     """
     options: dict[str, Any] = {}
     if sys.version_info >= (3, 14):
@@ -440,7 +445,7 @@ def signature_as_written(
 
 
 def register_resolver(name: str, resolver: Callable[..., Any], *, use_cache: bool = False) -> None:
-    """Register a resolver of OmegaConf's, whose 2.4 has given the function an older one's name."""
+    """Register a resolver of OmegaConf, whose 2.4 gave the function the name of an older one."""
     from omegaconf import OmegaConf
 
     register: Any = OmegaConf.register_resolver
@@ -453,9 +458,9 @@ def register_resolver(name: str, resolver: Callable[..., Any], *, use_cache: boo
 def resolvers_replaced(
     evaluate: Callable[[str, str, tuple[str, ...], Callable[[], Any]], Any],
 ) -> Iterator[None]:
-    """Have ``evaluate(key, name, arguments, resolve)`` called within the block where a resolver is
-    evaluated that someone has registered. One that is given the config looks at more than its
-    arguments, as OmegaConf's own and ``hydra`` do: these are left alone."""
+    """Call ``evaluate(key, name, arguments, resolve)`` within the block whenever a registered
+    resolver is evaluated. A resolver that gets the config reads more than its arguments, like
+    OmegaConf's own resolvers and ``hydra``: these are left alone."""
     from omegaconf import OmegaConf
     from omegaconf.basecontainer import BaseContainer
 
@@ -464,7 +469,7 @@ def resolvers_replaced(
     def replaced(name: str, resolver: Any) -> Any:
         def wrapper(config: Any, parent: Any, node: Any, values: Any, words: Any) -> Any:
             def resolve() -> Any:
-                # OmegaConf's cache knows an argument by its text, whatever it refers to
+                # OmegaConf's cache identifies an argument by its text, whatever it refers to.
                 if any("${" in word for word in words):
                     OmegaConf.get_cache(config)[name].pop(words, None)
                 return resolver(config, parent, node, values, words)
@@ -497,7 +502,7 @@ def typed_nodes(config: Any) -> dict[str, object]:
 
 
 def set_nodes(config: Any, nodes: Mapping[str, Any]) -> None:
-    """Put nodes of any types in place of a structured config's own, in this order."""
+    """Replace a structured config's own nodes by nodes of any types, in this order."""
     config._content.clear()
     for name, node in nodes.items():
         node._set_parent(config)
@@ -511,8 +516,8 @@ def format_of(handler: logging.Handler) -> str | None:
 
 
 def torch_cuda_version() -> str | None:
-    """Return the CUDA version that torch was built for, ``none`` for a build without; None if that
-    is unknown. Read from its ``version.py``, for importing torch takes seconds."""
+    """Return the CUDA version that torch was built for, ``none`` for a build without; None if it is
+    unknown. It is read from torch's ``version.py``, since importing torch takes seconds."""
     found = _version_in_torch("cuda")
     return None if found is None else found[1] or "none"
 
@@ -556,7 +561,7 @@ def noted_collectives(noted: Callable[..., AbstractContextManager[None]]) -> tup
 
 
 def settle_buckets(wrapper: Any) -> None:
-    """Have DistributedDataParallel exchange now how it groups gradients, which it does once: in the
+    """Let DistributedDataParallel exchange its grouping of gradients now. It does so once, in the
     forward pass after its first step."""
     if wrapper.reducer._rebuild_buckets():
         wrapper._has_rebuilt_buckets = True
@@ -569,27 +574,28 @@ def hook_and_delay(wrapper: Any) -> tuple[bool, bool]:
 
 
 def collectives_begun(group: Any) -> int:
-    """Return how many collectives a process group has begun; constant if no one counts them."""
+    """Return how many collectives a process group has started; constant if they are not counted."""
     try:
         return int(group._get_sequence_number_for_group())
-    # a wrapper around several backends may refuse
+    # A wrapper around several backends may refuse.
     except (AttributeError, RuntimeError):
         return 0
 
 
 def groups_of_process(dist: Any) -> list[Any]:
-    """Return the process groups that this process is in; none where torch keeps them elsewhere."""
+    """Return the process groups of this process; none if torch keeps them elsewhere."""
     world = getattr(dist.distributed_c10d, "_world", None)
     return list(getattr(world, "pg_map", ()))
 
 
 def sharding_has_begun(module: Any) -> bool:
-    """Return whether a module sharded by FSDP2 has begun a pass: before, nothing can be reset."""
+    """Return whether a module sharded by FSDP2 has started a pass. Before that, nothing can be
+    reset."""
     return module._get_fsdp_state()._is_root is not None
 
 
 def reset_sharding(root: Any) -> None:
-    """Put a model sharded by FSDP2 in order after a pass that was left half-way.
+    """Reset a model sharded by FSDP2 after an interrupted pass.
 
     Before torch 2.15 ``reset_iter_state`` leaves the gradients of whole weights, which the next
     pass would add to.
@@ -599,25 +605,26 @@ def reset_sharding(root: Any) -> None:
         for group in state._fsdp_param_groups:
             for parameter in group.fsdp_params:
                 parameter.unsharded_accumulated_grad = None
-                # made by the first pass
+                # The first pass creates them.
                 if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
                     whole.grad = None
 
 
 def has_own_collectives(module: Any) -> bool:
-    """Return whether a module sharded by FSDP2 has collectives of the user's."""
+    """Return whether a module sharded by FSDP2 has user collectives."""
     groups = module._get_fsdp_state()._fsdp_param_groups
     used = {type(c).__name__ for g in groups for c in (g._all_gather_comm, g._reduce_scatter_comm)}
     return not used <= {"DefaultAllGather", "DefaultReduceScatter", "Noted"}
 
 
 def shifts_labels(trainer: Any) -> bool:
-    """Return whether a transformers ``Trainer`` counts labels from each sample's second on."""
+    """Return whether a transformers ``Trainer`` counts labels from each sample's second label
+    on."""
     return bool(getattr(trainer, "_loss_shifts_labels", True))
 
 
 def prepared_inputs(trainer: Any, data: Any) -> Any:
-    """Return a batch as a transformers ``Trainer`` gives it to its model."""
+    """Return a batch as a transformers ``Trainer`` passes it to its model."""
     return trainer._prepare_inputs(data)
 
 
@@ -627,11 +634,12 @@ def prepares_inputs_itself(trainer: Any, base: Any) -> bool:
 
 
 TOKENS_SEEN = "_total_train_tokens"
-"""What a trainer of TRL's has of the tokens that it has trained on, if it counts them."""
+"""The attribute in which a TRL trainer counts the tokens that it has trained on."""
 
 
 def logged_of_passes(trainer: Any) -> dict[str, dict[str, list[float]]]:
-    """Return what a trainer of TRL's has noted of each pass, by mode and name; empty for others."""
+    """Return the figures that a TRL trainer has noted of each pass, by mode and name; empty for
+    others."""
     found: Any = getattr(trainer, "_metrics", None)
     modes = list(found.values()) if isinstance(found, dict) else [None]
     for mode in modes:
@@ -644,10 +652,10 @@ def logged_of_passes(trainer: Any) -> dict[str, dict[str, list[float]]]:
 
 
 def steps_in_backward(parameter: Any) -> bool:
-    """Return whether something of a user's runs as soon as a parameter has its gradient, as an
-    optimizer that steps in the backward pass. torch's own hooks there do not."""
+    """Return whether a user's hook runs as soon as a parameter has its gradient, for example an
+    optimizer that steps in the backward pass. torch's own hooks there do not count."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    # torch.distributed.optim's
+    # torch.distributed.optim sets this attribute.
     return hasattr(parameter, "_in_backward_optimizers") or any(
         not getattr(hook, "func", hook).__module__.startswith("torch.") for hook in hooks.values()
     )
@@ -664,9 +672,9 @@ _SAVERS = (
 
 @contextlib.contextmanager
 def saving_files(take: Callable[[Callable[[Any], None], Any, Path], None]) -> Iterator[None]:
-    """Have the calls of ``torch.save`` and safetensors' ``save_file`` that libraries make in this
-    thread within the block call ``take(save, content, path)``, whose ``save`` writes a content
-    there. What is saved in another way is written at once."""
+    """Redirect ``torch.save`` and safetensors' ``save_file`` in this thread, within the block, to
+    ``take(save, content, path)``, whose ``save`` writes a content there. Other ways of saving write
+    at once."""
     thread = threading.get_ident()
 
     def taken(save: Callable[..., None]) -> Callable[..., None]:
@@ -690,18 +698,18 @@ def saving_files(take: Callable[[Callable[[Any], None], Any, Path], None]) -> It
 
 
 def save_trainer(trainer: Any) -> None:
-    """Have a transformers ``Trainer`` write a checkpoint now."""
+    """Let a transformers ``Trainer`` write a checkpoint now."""
     trainer._save_checkpoint(trainer.model, trial=None)
 
 
 def load_best(trainer: Any) -> None:
-    """Have a transformers ``Trainer`` load the weights of its best checkpoint, if it knows one."""
+    """Let a transformers ``Trainer`` load the weights of its best checkpoint, if it has one."""
     if trainer.state.best_model_checkpoint is not None:
         trainer._load_best_model()
 
 
 def saving_through(trainer: Any, around: Callable[[Callable[[], None]], None]) -> None:
-    """Have a transformers ``Trainer`` call ``around(save)`` in place of each save."""
+    """Let a transformers ``Trainer`` call ``around(save)`` for each save."""
     write = trainer._save_checkpoint
 
     def save_checkpoint(*arguments: Any, **options: Any) -> None:
@@ -711,11 +719,12 @@ def saving_through(trainer: Any, around: Callable[[Callable[[], None]], None]) -
 
 
 LATEST = "_forward_cache"
-"""What a torchmetrics object, or a value that Lightning logs, was last."""
+"""The attribute with the last value of a torchmetrics object, or of a value that Lightning logs."""
 
 
 def logged_by(trainer: Any) -> Any:
-    """Return the values that a Lightning ``Trainer`` has logged in this epoch; None if none can."""
+    """Return the values that a Lightning ``Trainer`` has logged in this epoch; None if it cannot
+    log."""
     return trainer._results
 
 
@@ -725,8 +734,8 @@ def accumulates_now(trainer: Any) -> bool:
 
 
 def leave_samplers(trainer: Any) -> None:
-    """Let a Lightning ``Trainer`` replace no loader's sampler, as ``use_distributed_sampler=False``
-    does."""
+    """Keep a Lightning ``Trainer`` from replacing samplers of loaders, as
+    ``use_distributed_sampler=False`` does."""
     trainer._accelerator_connector.use_distributed_sampler = False
 
 
@@ -742,19 +751,19 @@ def step_schedulers(trainer: Any) -> None:
 
 
 def searches(trainer: Any) -> bool:
-    """Return whether a Lightning ``Trainer`` is one of a ``Tuner``, which leaves ``fit`` early."""
+    """Return whether a Lightning ``Trainer`` belongs to a ``Tuner``, which leaves ``fit`` early."""
     return any(getattr(one, "_early_exit", False) for one in trainer.callbacks)
 
 
 def prepared_schedulers(accelerator: Any) -> list[Any]:
-    """Return what ``Accelerator.prepare`` has made of learning-rate schedulers."""
+    """Return the learning-rate schedulers that ``Accelerator.prepare`` has wrapped."""
     return list(accelerator._schedulers)
 
 
 def load_shards(folder: Path, index: Path, wanted: dict[str, Any]) -> None:
-    """Fill tensors from what ``torch.distributed.checkpoint`` has written; its metadata are in
-    ``index``. Compares checksums, as torch does not, and runs no code of a file; raises nearly
-    anything for damaged ones."""
+    """Fill tensors from files of ``torch.distributed.checkpoint``, whose metadata are in ``index``.
+    It compares checksums, unlike torch, and runs no code of a file. It raises nearly anything for
+    damaged files."""
     from torch.distributed.checkpoint import api, filesystem, metadata, state_dict_loader
     from torch.serialization import _get_layout, load, safe_globals
 
@@ -779,7 +788,7 @@ def load_shards(folder: Path, index: Path, wanted: dict[str, Any]) -> None:
     known = [getattr(metadata, name) for name in (*names.split(), "_MEM_FORMAT_ENCODING")]
     check(index, index.name)
     with safe_globals([*known, filesystem._StorageInfo, _get_layout]), warnings.catch_warnings():
-        # that it reads without the other ranks
+        # torch warns that it reads without the other ranks.
         warnings.simplefilter("ignore")
         where = load(index, weights_only=True)
         try:
@@ -789,13 +798,13 @@ def load_shards(folder: Path, index: Path, wanted: dict[str, Any]) -> None:
 
 
 def depends_on_batch(torch: Any, module: Any) -> bool:
-    """Return whether a layer takes its statistics from the samples of a pass, as BatchNorm does."""
+    """Return whether a layer computes statistics over the samples of a pass, like BatchNorm."""
     return isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
 
 
 def draws_or_iterates(torch: Any, module: Any) -> bool:
-    """Return whether a layer in training draws random numbers, or takes a step of its own in each
-    pass, as the power iteration of spectral norm."""
+    """Return whether a layer in training draws random numbers, or makes a step of its own in each
+    pass, like the power iteration of spectral norm."""
     nn = torch.nn
     kinds = (nn.modules.dropout._DropoutNd, nn.RNNBase, nn.MultiheadAttention)
     if isinstance(module, kinds) or type(module).__name__ == "_SpectralNorm":
@@ -805,7 +814,7 @@ def draws_or_iterates(torch: Any, module: Any) -> bool:
 
 
 def has_made(module: Any, name: str) -> bool:
-    """Return whether a module has a parameter, a buffer or a module of this name."""
+    """Return whether a module has a parameter, a buffer or a module with this name."""
     homes = (module._parameters, module._buffers, module._modules)
     return any(name in home for home in homes)
 
@@ -817,9 +826,9 @@ def without_torch_functions(torch: Any) -> AbstractContextManager[object]:
 
 
 def runs_eagerly(torch: Any) -> AbstractContextManager[object]:
-    """Return a context in which compiled modules run as they were written, without compiling.
+    """Return a context in which compiled modules run as written, without compiling.
 
-    ``torch.compiler.set_stance`` came with torch 2.6; an older torch compiles. Without dynamo,
+    ``torch.compiler.set_stance`` exists from torch 2.6 on; an older torch compiles. Without dynamo,
     whose import takes seconds and memory, nothing was compiled.
     """
     set_stance = getattr(torch.compiler, "set_stance", None)

@@ -1,4 +1,7 @@
-"""The doors to a job: :func:`launch` for programs, :func:`run_job` for our own commands."""
+"""The two entry points to a job: :func:`launch` for programs, :func:`run_job` for commands.
+
+Both plan the job and run it in the calling process, which becomes the launcher.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from robust_train.config.projects import Words, their_keys
 from robust_train.config.schema import RobustConfig
 from robust_train.config.trainers import Trainer, end_import_at_launch
 from robust_train.folder.hydra_state import chosen_folder, sweep_folder
-from robust_train.folder.provenance import resumed_overrides
+from robust_train.folder.resume_command import resumed_overrides
 from robust_train.folder.state import Summary, summary_of_earlier_launch
 from robust_train.host.engine import guest_rank
 from robust_train.host.job_logging import logged_to_screen, shorten_lines
@@ -34,6 +37,11 @@ from robust_train.report.narration import print_failure, show_end
 
 log = logging.getLogger("robust_train")
 
+_RUN_DIR_IN_CONFIG = (
+    "run_dir in the config is the trainer's own key; the run folder is an argument of its own: "
+    "launch(…, run_dir=…)"
+)
+
 
 def launch(
     trainer: Trainer | None,
@@ -45,33 +53,37 @@ def launch(
 
     Args:
         trainer: a callable, its dotted path, or None: ``cfg.trainer._target_``.
-        cfg: any part of the keys of ``configs/robust.yaml``, and whatever the trainer needs.
-        run_dir: the run folder; by default Hydra's for the job, or a new one under ``outputs/``.
+        cfg: any part of the keys of ``configs/robust.yaml``, and the trainer's keys.
+        run_dir: the run folder; by default Hydra's for the job, or a new folder under ``outputs/``.
 
     Returns:
-        The summary of a completed job; ``summary.result`` is what the trainer returned. Of a job
-        that its sweep has pruned, ``summary.status`` is ``pruned``, and there may be no result.
+        The summary of a completed job, with the trainer's result in ``summary.result``. If the
+            sweep pruned the job, ``summary.status`` is ``pruned``, and there may be no result.
 
     Raises:
-        ConfigError: config, trainer or run folder cannot be used; NoProgressError: see there.
+        ConfigError: the config, trainer or run folder cannot be used. NoProgressError: three
+            launches in a row saved nothing.
         NoDeviceError: no device in time, and the CPU is not allowed.
         AttemptsExhaustedError: memory ran out on every device that may be used.
-        TrainerFailedError: the trainer failed otherwise; or its own exception.
-        JobInterrupted: Ctrl-C or SIGTERM; uncaught, it ends a script with its exit code.
+        TrainerFailedError: the trainer failed in another way. Its own exception is raised if
+            possible.
+        JobInterrupted: Ctrl-C or SIGTERM. If it is not caught, a script ends with its exit code.
     """
     end_import_at_launch(trainer)
-    # a prompt shows what is raised; of a Hydra project the command does
+    # A prompt shows the exception, and a Hydra project's command does.
     ends_here = not is_at_prompt() and not HydraConfig.initialized()
     with logged_to_screen():
         try:
             summary = summary_of_earlier_launch()
             if summary is None or run_dir is not None:
                 whole = complete(with_resumed_values(cfg or {}, run_dir))
+                if run_dir is None and "run_dir" in whole and not HydraConfig.initialized():
+                    log.warning("%s", _RUN_DIR_IN_CONFIG)
                 explain = print_failure if ends_here else _say_nothing
                 summary = run_job(trainer, whole, run_dir, explain=explain)
         except (ConfigError, KeyboardInterrupt) as error:
             end_without_traceback_if_uncaught()
-            # without our own frames
+            # The exception is raised without this package's frames.
             raise error.with_traceback(None) from error.__cause__
     try:
         summary.raise_unless_completed()
@@ -83,13 +95,13 @@ def launch(
 
 
 def _say_nothing(summary: Summary) -> None:
-    """Explain nothing: whoever gets the exception shows it."""
+    """Explain nothing, because whoever gets the exception shows it."""
 
 
 def with_resumed_values(
     cfg: Mapping[str, Any] | DictConfig, run_dir: str | Path | None
 ) -> Mapping[str, Any] | DictConfig:
-    """Return a config with the values that ``robust-train resume ID key=value`` has given."""
+    """Return a config with the values from ``robust-train resume ID key=value``."""
     folder = chosen_folder(run_dir)
     overrides = [] if folder is None else resumed_overrides(folder)
     if not overrides:
@@ -112,10 +124,10 @@ def run_job(
     """Run a job, as a launcher or as one rank of an engine's job.
 
     Args:
-        trainer: as of :func:`launch`.
+        trainer: as in :func:`launch`.
         cfg: the complete config.
-        run_dir: as of :func:`launch`.
-        remedies: another attempt may follow one that fails.
+        run_dir: as in :func:`launch`.
+        remedies: whether another attempt may follow a failed attempt.
         explain: called with the summary, before the last lines are printed.
 
     Raises:
@@ -125,7 +137,7 @@ def run_job(
     show = partial(show_end, explain)
     words = Words(their_keys(cfg))
     shorten_lines()
-    # None also ends what an earlier job of this process has set
+    # None also ends the wording of an earlier job in this process.
     change_words(words.of_log)
     with lines_shown(), words.of_errors():
         guest = guest_rank(os.environ) if remedies else None
@@ -156,7 +168,11 @@ def plan_launch(
 
 
 def _refuse_to_detach(config: RobustConfig) -> None:
-    """Raise ConfigError if the job is to go on in the background, which only a command does."""
+    """Refuse a job with ``detach=true``, because only a command can move it to the background.
+
+    Raises:
+        ConfigError: the config has ``detach=true``.
+    """
     if detach.is_due(config) and sweep_folder() is None:
         raise ConfigError(
             "detach=true: only a command goes on in the background, not a call of launch(); "

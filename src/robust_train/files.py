@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all; JSON that others may have written."""
+"""Atomic file writes, and tolerant parsing of untrusted JSON. All processes use it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-_LARGEST = 2.0**63  # of the numbers that are read
-_DEEPEST = 100  # levels of lists and objects: readers recurse
+_LARGEST = 2.0**63  # limit of the numbers that are read
+_DEEPEST = 100  # levels of lists and objects, because readers recurse
 _LONGEST_INTEGER = 14_000  # bits; Python writes no more than 4,300 digits
 
 log = logging.getLogger("robust_train")
@@ -27,9 +27,9 @@ log = logging.getLogger("robust_train")
 
 @contextlib.contextmanager
 def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
-    """Yield a path beside ``path`` to write to; when the block is left, that becomes ``path``. If
-    the block raises, or the renaming does, nothing of it stays and what was there is untouched.
-    ``durable``: the new content survives a power cut once the block is left."""
+    """Yield a path next to ``path`` to write to. At the end of the block that file becomes
+    ``path``. If the block or the renaming raises, the new file is removed and ``path`` is
+    untouched. With ``durable`` the new content survives a power cut after the block."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
@@ -44,12 +44,12 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Have a file's content, or the names in a directory, survive a power cut."""
+    """Flush a file, or a directory's entries, to disk."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     except OSError as error:
-        # no such promise on this disk
+        # This file system does not support fsync.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
@@ -59,17 +59,24 @@ def sync(path: Path) -> None:
 def write_json(
     path: Path, content: Any, *, indent: int | None = None, durable: bool = False
 ) -> None:
-    """Write a file of JSON by :func:`replacing`; NaN becomes null. Raises OSError: it cannot be
-    written."""
+    """Write a JSON file by :func:`replacing`. NaN becomes null.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     text = json.dumps(strict_json(content), indent=indent, ensure_ascii=False, default=str)
     with replacing(path, durable=durable) as temporary:
-        # bytes of a path that are no text are escaped, as JSON does it
+        # Bytes of a path that are not text are escaped, as JSON does it.
         temporary.write_bytes((text + "\n").encode("utf-8", "backslashreplace"))
 
 
 def set_aside(folder: Path, stays: re.Pattern[str] | None = None) -> Path | None:
-    """Move what a folder holds into ``earlier-<n>`` there, but for names that match ``stays``;
-    return the new folder, None if there was nothing. Raises OSError: that is not possible."""
+    """Move the folder's contents to ``earlier-<n>`` there, except names that match ``stays``;
+    return the new folder, None if there were no contents.
+
+    Raises:
+        OSError: that is not possible.
+    """
     left = [
         item
         for item in folder.iterdir()
@@ -86,8 +93,8 @@ def set_aside(folder: Path, stays: re.Pattern[str] | None = None) -> Path | None
 
 
 class LineFile:
-    """Appends lines to a file, which may be replaced meanwhile. A line that was torn (by a full
-    disk, by the end of its process) is ended before the next one."""
+    """Appends lines to a file that may be replaced at any time. A line that was torn (by a full
+    disk, or the end of its process) is ended before the next line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -95,8 +102,8 @@ class LineFile:
         self._after_torn_line = self._ends_torn()
 
     def try_append(self, data: bytes) -> bool:
-        """Append whole lines; return whether that was possible. A disk that is full or gone costs
-        one warning."""
+        """Append whole lines; return whether that succeeded. A full or unreachable disk costs one
+        warning."""
         try:
             self.append(data)
         except OSError as error:
@@ -107,7 +114,11 @@ class LineFile:
         return True
 
     def append(self, data: bytes) -> None:
-        """Append whole lines. Raises OSError."""
+        """Append whole lines.
+
+        Raises:
+            OSError: the disk did not take them.
+        """
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         try:
             data = b"\n" + data if self._after_torn_line else data
@@ -128,22 +139,22 @@ class LineFile:
 
 
 class Spacing:
-    """Decides which of the lines that come often are written: ever fewer as time passes.
+    """Decides which frequent lines are written: fewer and fewer as time passes.
 
-    Each kind may fill ``budget`` bytes at once. Later its lines are a share of its time apart that
-    grows with their length, so that ten times the time adds about two budgets.
+    Each kind may fill ``budget`` bytes at once. Later its lines keep a distance, a share of its age
+    that grows with their length, so that ten times the age adds about two budgets.
     """
 
     _MOST_KINDS = 100
 
     def __init__(self, budget: int = 256 * 1024) -> None:
         self._budget = budget
-        # first and last time, bytes written
+        # First and last time, and bytes written.
         self._seen: dict[str, tuple[float, float, int]] = {}
 
     def known(self, kind: str) -> str:
-        """Return the kind that counts: the same for all that come after too many others."""
-        # a trainer may name an event of its own for each step
+        """Return the kind that counts. Kinds beyond the limit share one."""
+        # A trainer may use a new event name for each step.
         return kind if kind in self._seen or len(self._seen) < self._MOST_KINDS else ""
 
     def passes(self, kind: str, length: int) -> bool:
@@ -159,10 +170,14 @@ class Spacing:
 
 
 def open_regular(path: Path | str, folder: int | None = None) -> int:
-    """Return a descriptor for reading a file that anybody may have put there, in an open ``folder``
-    if ``path`` is relative to one. Raises OSError: it cannot be read. ELOOP for a symbolic link,
-    EINVAL for what is not a regular file."""
-    # O_NONBLOCK: a FIFO must not block the open
+    """Return a descriptor for reading a file that anybody may have put there. If ``path`` is
+    relative, it is in the open ``folder``.
+
+    Raises:
+        OSError: it cannot be read. ELOOP for a symbolic link, EINVAL for a file that is not
+            regular.
+    """
+    # O_NONBLOCK, because a FIFO must not block the open.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     fd = os.open(path, flags, dir_fd=folder)
     if stat.S_ISREG(os.fstat(fd).st_mode):
@@ -174,8 +189,11 @@ def open_regular(path: Path | str, folder: int | None = None) -> int:
 def read_small(
     path: Path | str, most_bytes: int, folder: int | None = None
 ) -> tuple[bytes, os.stat_result]:
-    """Return content and status of such a file. Raises OSError, as for one that cannot be read, for
-    more than ``most_bytes``."""
+    """Return content and status of such a file.
+
+    Raises:
+        OSError: it cannot be read, or is larger than ``most_bytes``.
+    """
     with open(open_regular(path, folder), "rb") as file:
         data = file.read(most_bytes + 1)
         if len(data) > most_bytes:
@@ -184,14 +202,21 @@ def read_small(
 
 
 def digest_of(path: Path | str, most_bytes: int) -> str:
-    """Return the SHA-256 of a file's content. Raises OSError as :func:`read_small`."""
+    """Return the SHA-256 of a file's content.
+
+    Raises:
+        OSError: like :func:`read_small`.
+    """
     data, _ = read_small(path, most_bytes)
     return hashlib.sha256(data).hexdigest()
 
 
 def parse_json(data: bytes | str) -> Any:
-    """Return JSON that anybody may have written, its text without control characters. Raises
-    ValueError: it is no JSON, nested too deeply, or has a number that is not finite."""
+    """Return JSON that anybody may have written, its text without control characters.
+
+    Raises:
+        ValueError: it is not JSON, nested too deeply, or has a number that is not finite.
+    """
     try:
         return printable(json.loads(data))
     except RecursionError as error:
@@ -199,14 +224,14 @@ def parse_json(data: bytes | str) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; empty where there is none that can be read."""
+    """Return the JSON object in a file; empty if it cannot be read."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         content = json.loads(path.read_bytes())
         return content if isinstance(content, dict) else {}
     return {}
 
 
-# larger numbers and NaN are read as unknown
+# Larger numbers and NaN are read as unknown.
 _DECODER = json.JSONDecoder(
     parse_int=lambda text: (
         int(text) if len(text.lstrip("-")) < 20 and abs(int(text)) < _LARGEST else None
@@ -217,11 +242,15 @@ _DECODER = json.JSONDecoder(
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
-    """Yield the JSON object in each line of a file, None if a line has none; nothing of a
-    device or pipe, which may have no end. Raises OSError: it is not there, or cannot be read."""
+    """Yield the JSON object in each line of a file, None for a line without an object. A device or
+    pipe, which may have no end, yields nothing.
+
+    Raises:
+        OSError: the file does not exist, or cannot be read.
+    """
     if path.exists() and not (path.is_file() or path.is_dir()):
         return
-    # in bytes: only b"\n" ends a line there, and texts may hold other separators
+    # Bytes, because only b"\n" ends a line there, and texts may contain other separators.
     with path.open("rb") as file:
         for line in file:
             try:
@@ -233,7 +262,11 @@ def json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
 
 
 def printable(value: Any) -> Any:
-    """Return JSON with its text without control characters; ValueError: a number is not finite."""
+    """Return JSON with its text without control characters.
+
+    Raises:
+        ValueError: a number is not finite.
+    """
     if isinstance(value, str):
         return "".join(c if c.isprintable() else "?" for c in value)
     if isinstance(value, float) and not math.isfinite(value):
@@ -246,11 +279,11 @@ def printable(value: Any) -> Any:
 
 
 def plain(value: object, where: str = "", within: tuple[int, ...] = ()) -> Any:
-    """Return what a trainer gave in JSON's types, for a process without torch; never raises.
+    """Convert a trainer's value to JSON's types, for a process without torch. Never raises.
 
-    Numbers of any library become Python's, paths strings; containers are walked, each once on a
-    way down (``within``); the rest becomes text, with a warning that names it by ``where``, as for
-    NaN and infinities, which JSON lacks.
+    Numbers of any library become Python's, and paths become strings. Containers are walked, each
+    once on a way down (``within``). Other values become text, with a warning that names them by
+    ``where``. The same holds for NaN and infinities, which JSON lacks.
     """
     if isinstance(value, float) and where and not math.isfinite(value):
         log.warning("%s is %s, which JSON lacks: it is saved as null", where, value)
@@ -267,7 +300,7 @@ def plain(value: object, where: str = "", within: tuple[int, ...] = ()) -> Any:
     def inner(key: object, item: object) -> Any:
         return plain(item, f"{where}[{key!r}]" if where else where, within)
 
-    with contextlib.suppress(Exception):  # of methods that are not ours
+    with contextlib.suppress(Exception):  # the value's methods may raise anything
         if kind.startswith("omegaconf."):
             value = sys.modules["omegaconf"].OmegaConf.to_container(value, resolve=True)
         if isinstance(value, os.PathLike):

@@ -1,4 +1,4 @@
-"""Figures as people read them."""
+"""Figures and names as people read them. Pure, used by all processes."""
 
 from __future__ import annotations
 
@@ -42,6 +42,11 @@ def duration(seconds: float) -> str:
     return f"{whole} s"
 
 
+def step_time(seconds: float) -> str:
+    """Return ``0.2 s``, ``46 µs``: how long a step takes."""
+    return f"{number(seconds)} s" if seconds >= 1e-3 else f"{number(seconds * 1e6)} µs"
+
+
 def ordinal(number: int) -> str:
     """Return ``1st``, ``2nd``, ``3rd``, ``11th`` …"""
     last = 0 if 10 < number % 100 < 20 else number % 10
@@ -55,21 +60,21 @@ def counted(number: int, what: str) -> str:
 
 
 def of_all(done: int | None, total: int | None) -> str:
-    """Return ``12/400``, ``12`` if the number of all is unknown; empty before the first."""
+    """Return ``12/400``, or ``12`` if the total is unknown; empty before the first."""
     if done is None:
         return ""
     return f"{done}/{total}" if total else str(done)
 
 
 def signal_name(number: int) -> str:
-    """Return ``SIGTERM``, or ``signal 36`` of one without a name."""
+    """Return ``SIGTERM``, or ``signal 36`` for a signal without a name."""
     with contextlib.suppress(ValueError):
         return signal.Signals(number).name
     return f"signal {number}"
 
 
 def memory(size: float) -> str:
-    """Return ``512 MiB``, ``15.8 GiB``: about how much it is."""
+    """Return a rounded size: ``512 MiB``, ``15.8 GiB``."""
     if size >= 100 * GIB:
         return f"{size / GIB:.0f} GiB"
     if size >= GIB:
@@ -80,17 +85,17 @@ def memory(size: float) -> str:
 
 
 def by_processes(ranks: int) -> str:
-    """Return `` × 2 processes``, to follow a size or a device; empty for one."""
+    """Return `` × 2 processes``, to follow a size or a device; empty for one process."""
     return f" × {ranks} processes" if ranks > 1 else ""
 
 
 def mib(size_bytes: float, places: int = 0) -> str:
-    """Return ``15800 MiB``: to compare with a limit, or with what nvidia-smi shows."""
+    """Return ``15800 MiB``, for comparison with a limit or with nvidia-smi."""
     return f"{size_bytes / MIB:.{places}f} MiB" if places else f"{size_bytes // MIB:.0f} MiB"
 
 
 def number(value: float) -> str:
-    """Return at most four figures, without needless zeros."""
+    """Return a number with at most four digits, without needless zeros."""
     if value and (abs(value) >= 1e6 or abs(value) < 1e-3):
         mantissa, _, exponent = f"{value:.3g}".partition("e")
         return f"{mantissa}e{int(exponent)}" if exponent else mantissa
@@ -98,7 +103,7 @@ def number(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share of 0 to 1 in percent. Only all is 100 %, only nothing is 0 %."""
+    """Return a share of 0 to 1 in percent. Only 1 is shown as 100 %, and only 0 as 0 %."""
     if 0 < share < 0.01:
         return "< 1 %"
     if 0.99 < share < 1:
@@ -116,41 +121,42 @@ def moment(time: float) -> str:
 
 
 def shortened(text: str, longest: int) -> str:
-    """Return ``text`` in one line of at most ``longest`` characters, which can be printed."""
+    """Return ``text`` on one line of at most ``longest`` characters, all of them printable."""
     text = one_line(" ".join(text.split()))
     return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
 def meant(name: str, names: Collection[str], prefix: str = "") -> str:
-    """Return ``did you mean lr?``, else all the names that are accepted."""
+    """Return ``did you mean lr?``, else all the accepted names."""
     close = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {prefix}{close[0]}?" if close else f"accepted are {', '.join(names)}"
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, its type where it has none."""
+    """Return the first line of an error's message, or its type if it has no message."""
     return (str(error).strip().splitlines() or [""])[0] or type(error).__name__
 
 
 def named_line(error: BaseException) -> str:
-    """Return :func:`first_line` after the error's type, as a traceback ends."""
+    """Return :func:`first_line` after the error's type, like the end of a traceback."""
     name = type(error).__name__
     line = first_line(error)
     return name if line == name else f"{name}: {line}"
 
 
 def one_line(text: str) -> str:
-    """Return a name that may have line breaks and control characters, with these written out."""
+    """Return a name with its line breaks and control characters escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def cell_text(cell: object) -> str:
-    """Return a cell of a table; ``-`` for what is unknown or empty."""
+    """Return a cell of a table, ``-`` if it is unknown or empty."""
     return "-" if cell is None or cell == "" else one_line(str(cell))
 
 
 def aligned(rows: Sequence[Sequence[object]], names: Sequence[str]) -> list[str]:
-    """Return rows of cells below the columns' names as plain lines; integers end flush."""
+    """Return rows of cells below the columns' names as plain lines. Integers are aligned to the
+    right."""
     lines = [""] * (len(rows) + 1)
     for number, name in enumerate(names):
         cells = [row[number] for row in rows]

@@ -18,9 +18,10 @@ import pytest
 from attempts import built, failed, gpu, policy
 from journals import Journal
 from robust_train import assembly
+from robust_train.config.projects import Words
 from robust_train.config.schema import RobustConfig
+from robust_train.features.provenance import environment
 from robust_train.features.time_slices.model import TimeSliceKeys
-from robust_train.folder import provenance
 from robust_train.folder.checkpoints import Manifest, record_checkpoint
 from robust_train.folder.identity import resume_from
 from robust_train.folder.state import Summary
@@ -116,7 +117,7 @@ class Launch:
         shutil.copytree(prepared, run_dir)
         config = RobustConfig(theirs={}).having(TimeSliceKeys(0.0))
         self.signals = SimpleNamespace(received=None, can_stop=True)
-        self.plan = SimpleNamespace(run_dir=run_dir, config=config)
+        self.plan = SimpleNamespace(run_dir=run_dir, config=config, words=Words(config.theirs))
         self.policy = policy(8, rules=(LIMIT, OUR_CLUSTER, AGAIN))
         self.beginning = SimpleNamespace(job=JOB, checkpoint=None)
         self.driver = SimpleNamespace(has_remedies=True, devices=Devices())
@@ -189,7 +190,7 @@ def test_noncommuting_pairs_are_named_with_reasons(tmp_path, monkeypatch, prepar
         return SimpleNamespace(f_flag=os.ST_RDONLY, f_blocks=real(path).f_blocks)
 
     monkeypatch.setattr(os, "statvfs", read_only)
-    monkeypatch.setattr(provenance, "threading", SimpleNamespace(Thread=RunsWhenJoined))
+    monkeypatch.setattr(environment, "threading", SimpleNamespace(Thread=RunsWhenJoined))
 
     def evidence(halves):
         outcomes = []

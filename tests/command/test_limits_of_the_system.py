@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from another_user import as_another_user, needs_root
-from robust_train.folder.provenance import Provenance
+from robust_train.features.provenance.environment import Provenance
 from robust_train.gpu.bounded import ask
 from robust_train.model.errors import EXIT_TRY_LATER, limit_reached
 

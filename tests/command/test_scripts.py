@@ -12,6 +12,7 @@ import pytest
 
 import warm
 from command_world import SCRIPTS, argv, script
+from disks import small_disk
 from robust_train.attempt.script.command import check_command
 from robust_train.config.checks import checked
 from robust_train.config.refusals import REFUSALS, composed, explain
@@ -108,6 +109,23 @@ def test_ignored_checkpoints_show_by_new_writes(scripts, names, is_seen, advice)
     seen = "was given model-2.pt, and has written model-1.pt"
     assert (seen in ended.stdout) == is_seen
     assert ended.stdout.count("trainer.train(resume_from_checkpoint=") == advice
+
+
+SAVES_ON_A_FULL_DISK = """
+import sys, torch
+folder = sys.argv[1].partition("=")[2]
+for number in range(4):
+    torch.save(torch.zeros(200_000), f"{folder}/{number}.pt")
+"""
+
+
+def test_a_full_disk_is_named_for_torch(scripts, tmp_path):
+    """What torch.save raises names neither a file nor a disk; the job waits for that one."""
+    with small_disk(tmp_path / "disk", "size=1m"):
+        out = (f"--out={tmp_path}/disk",)
+        ended = run_program(scripts, SAVES_ON_A_FULL_DISK, "max_retries=0", words=out, exit_code=1)
+    assert ended.summary["reason"].endswith(f"; no space is left in {tmp_path}/disk")
+    assert "free space on the disk that the trainer writes to" in ended.output
 
 
 ADDS_UP_MEANS = """

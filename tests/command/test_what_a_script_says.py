@@ -34,7 +34,6 @@ from robust_train.config.schema import RobustConfig
 from robust_train.folder.checkpoints import is_whole
 from robust_train.host.linux import release_blocks
 from robust_train.launcher.ending import failure_of_script, last_words
-from robust_train.model.attempt import Exit
 from robust_train.model.events import (
     CheckpointSaved,
     Progress,
@@ -43,6 +42,7 @@ from robust_train.model.events import (
     UserEvent,
     ValueReported,
 )
+from robust_train.model.exit import Exit
 from robust_train.model.failure import FailureKind
 
 VALUES = ScriptValues(

@@ -12,7 +12,7 @@ from robust_train.gpu.visible import NAMES_VARIABLE, numbers_gpus
 from robust_train.launcher import process
 from robust_train.launcher.hooks import End, Watch
 from robust_train.model.events import Progress
-from robust_train.model.failure import FailureKind
+from robust_train.model.failure import Failure, FailureKind
 from robust_train.model.gpu import GpuInfo
 from robust_train.model.spec import AttemptSpec
 from robust_train.readable import GIB
@@ -40,7 +40,10 @@ class HasHung(Watch):
         self.has_begun |= isinstance(event, Progress)
 
     def poll(self, processes):
-        return End("a step", 1.0, kill_in_seconds=0.0) if self.has_begun else None
+        return End(kill_in_seconds=0.0) if self.has_begun else None
+
+    def explain(self, stacks):
+        return Failure(FailureKind.COMM, "it hangs")
 
 
 @pytest.mark.parametrize(("mps", "returncode"), [(False, -signal.SIGKILL), (True, 0)])
@@ -50,6 +53,7 @@ def test_a_hang_under_mps_is_asked_first(attempts, mps, returncode):
     more = {"spec": AttemptSpec((gpu,), 8, 1), "watches": (f"{__name__}:HasHung",)}
     outcome = attempts.run("trainers.reports_until_told", more=more)
     assert outcome.exit.returncode == returncode
+    assert outcome.failure.message == "it hangs"
 
 
 SCRIPT = "robust_train.attempt.script.command.train"

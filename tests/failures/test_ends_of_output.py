@@ -3,6 +3,7 @@
 import inspect
 import json
 import textwrap
+import time
 import traceback
 
 import pytest
@@ -11,8 +12,9 @@ from robust_train.failures import classify_exit, classify_failure
 from robust_train.failures.exits import last_shortage_in
 from robust_train.launcher.ending import doubt_of
 from robust_train.model import errors
-from robust_train.model.attempt import Attempt, Exit
+from robust_train.model.attempt import Attempt
 from robust_train.model.events import ScriptEnded
+from robust_train.model.exit import Exit
 from robust_train.model.failure import Clue, FailureKind
 from robust_train.model.spec import AttemptSpec
 
@@ -71,6 +73,45 @@ def test_an_end_that_shows_nothing_says_so():
     # what is far above the end of the output, which is short, is looked up in the log
     assert WORDS in last_shortage_in(f"{LOGGED['a warning']}{TABLE * 40}")
     assert last_shortage_in(f"{LOGGED['a warning']}{STEPS}{TABLE * 40}") == ""
+
+
+ENDLESS = {
+    "a line of dotted names": "a.b.".__mul__,
+    "a line of blanks": lambda count: f"{' ' * count}!",
+}
+
+
+@pytest.mark.parametrize("printed", ENDLESS.values(), ids=ENDLESS)
+def test_a_long_log_is_searched_linearly(printed):
+    """Four times as much of it takes about four times the work, not sixteen times."""
+
+    def work(count):
+        log = printed(count)
+        began = time.process_time()
+        assert last_shortage_in(log) == ""
+        return time.process_time() - began
+
+    last_shortage_in(printed(100))
+    assert work(16_000) < 8 * work(4_000) + 0.05
+
+
+def test_a_hundred_messages_are_looked_at(monkeypatch):
+    """However often a loader has printed that it failed to read a file."""
+    looked_at = []
+    monkeypatch.setattr("robust_train.failures.exits.match", looked_at.append)
+
+    def work(lines):
+        looked_at.clear()
+        unread = (f"WARNING: failed to read image {number}.jpg\n" for number in range(lines))
+        last_shortage_in("".join(unread))
+        return len(looked_at)
+
+    assert 0 < work(50) < work(150) == work(600)
+
+
+def test_a_shortage_is_found_around_endless_lines():
+    noise = "a.b." * 10_000
+    assert WORDS in last_shortage_in(f"{noise}\n{WORDS}\n{noise}\n")
 
 
 def boxed(text, width, title="", frame="│╭╮╰╯─"):

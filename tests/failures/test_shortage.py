@@ -18,7 +18,8 @@ from command_world import CommandWorld
 from noted import Noted
 from robust_train import MicroBatcher, OOMHandler, classify_failure, launch
 from robust_train.failures.shortage import with_shortage
-from robust_train.model.attempt import Attempt, Exit
+from robust_train.model.attempt import Attempt
+from robust_train.model.exit import Exit
 from robust_train.model.failure import Failure, FailureKind
 from robust_train.model.spec import AttemptSpec
 

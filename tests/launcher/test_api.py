@@ -415,6 +415,17 @@ def test_deaths_and_final_memory_errors_have_our_exceptions(tmp_path):
         launch(train, cfg, run_dir=tmp_path / "b")
 
 
+def test_a_run_folder_in_the_config_is_named(tmp_path, caplog, monkeypatch):
+    """It is an argument of launch(), and a key of the trainer's own elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    cfg = {"isolation": "none", "run_dir": "mine"}
+    launch(lambda cfg: 1, cfg)
+    assert "the run folder is an argument of its own: launch(…, run_dir=…)" in caplog.text
+    caplog.clear()
+    launch(lambda cfg: 1, cfg, run_dir="theirs")
+    assert "run_dir" not in caplog.text
+
+
 def test_a_refused_launch_has_written_nothing(tmp_path):
     lock = threading.Lock()
     for trainer, words in ((lambda cfg: lock, "cannot pickle.*isolation=none"), ("no.x", "'no'")):

@@ -8,8 +8,8 @@ from robust_train.features.divergence import FEATURE
 from robust_train.features.divergence.record import DivergedFinding
 from robust_train.launcher.driver import HostDriver
 from robust_train.launcher.job import Job
-from robust_train.model.attempt import Exit
 from robust_train.model.events import CheckpointSaved, Failed, Progress
+from robust_train.model.exit import Exit
 from robust_train.model.failure import Evidence, Failure, FailureKind
 from robust_train.model.spec import GiveUp, Retry
 

@@ -22,10 +22,10 @@ from robust_train.model.events import (
     MicroBatchChanged,
     Progress,
     SpeedMeasured,
-    Stalled,
     TrainingStarted,
     UpdateSkipped,
     UserEvent,
+    parse,
 )
 from robust_train.model.failure import FailureKind
 from robust_train.model.spec import AttemptSpec, Speed
@@ -106,7 +106,7 @@ def test_goodput_says_what_the_time_went_into(journal):
     journal(0, SpeedMeasured(Speed(20, 1.0, 1.0)), 1)
     journal(0, CheckpointSaved("/twenty", 20, saving_seconds=2.5), 1)
     journal.steps(1, 21, 24)
-    journal(50, Stalled(50), 1)
+    journal(50, parse({"event": "stalled", "seconds": 50.0}), 1)
     journal.end(1, "unknown", action="retry")
     journal.at += 5
     journal.start(2)

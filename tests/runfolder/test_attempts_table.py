@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from robust_train.model.attempt import Attempt, Exit
+from robust_train.model.attempt import Attempt
+from robust_train.model.exit import Exit
 from robust_train.model.failure import Failure, FailureKind
 from robust_train.model.spec import AttemptSpec, GiveUp
 from robust_train.report.narration import attempts_table, log_end

@@ -42,18 +42,23 @@ def test_the_old_job_spares_the_new_folder(tmp_path):
 
 
 def test_a_job_without_its_folder_ends_plainly(tmp_path):
-    """It ends with one line after its folder was begun anew."""
+    """It ends with one line after its folder was begun anew.
+
+    The new job has begun before, in another folder, which takes this one's place: it is in the same
+    process, and would take the signal by which a job without its folder stops its trainer.
+    """
+    run_dir = tmp_path / "run"
 
     def train(cfg, run):
-        new.append(stack.enter_context(begun_anew(tmp_path / "run")))
+        run_dir.rename(tmp_path / "away")
+        (tmp_path / "new").rename(run_dir)
         run.progress(1, total_steps=1)
 
-    new = []
-    with contextlib.ExitStack() as stack:
+    with open_folder(tmp_path / "new", "the new job") as new:
         with pytest.raises(RunFolderLostError) as lost:
-            launch(train, {"isolation": "none"}, run_dir=tmp_path / "run")
+            launch(train, {"isolation": "none"}, run_dir=run_dir)
         assert lost.value.exit_code == 2
-        assert read_identity(tmp_path / "run").id == new[0].beginning.job
-        assert read_identity(tmp_path / "run").completed is None
-        assert read_state(tmp_path / "run").name == "the new job"
-        assert not (tmp_path / "run" / "summary.json").exists()
+        assert read_identity(run_dir).id == new.beginning.job
+        assert read_identity(run_dir).completed is None
+        assert read_state(run_dir).name == "the new job"
+        assert not (run_dir / "summary.json").exists()

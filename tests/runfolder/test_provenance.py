@@ -10,15 +10,10 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from another_user import needs_root
-from robust_train.folder import provenance
+from robust_train.folder import secrets
 from robust_train.folder.hydra_state import run_folder
-from robust_train.folder.provenance import (
-    changed_variables,
-    public_command,
-    public_variables,
-    sweep_resume_command,
-    variables_named,
-)
+from robust_train.folder.resume_command import sweep_resume_command
+from robust_train.folder.secrets import public_command, public_variables
 
 
 def test_secrets_are_left_out():
@@ -47,28 +42,6 @@ def test_secrets_are_left_out():
 
 
 SECRET = "aB3" + "x" * 40
-
-
-def test_recorded_variables_of_a_command_exclude_secrets(tmp_path):
-    """The recorded variables are those that the command reads."""
-    program = "O=${O:-out}\nTMP=1\nexport LATER=2\npython t.py $O $TMP ${LATER} $1 $API_TOKEN\n"
-    program += "echo $PWD $SLURM_NODELIST $RANK"
-    (tmp_path / "cmd.sh").write_text(program)
-    (tmp_path / "t.py").write_text("os.environ['SEED'], os.getenv(\"LR\"), environ.get('HF_TOKEN')")
-    words = ["bash", "cmd.sh", "t.py", "--data=$DATA", "out=${oc.env:PLACE}", "no file", "\0"]
-    secret = "hf_" + "a1B2" * 8
-    environ = {"O": "one", "DATA": "/d", "SEED": "1", "API_TOKEN": "x", "PLACE": secret}
-    named = variables_named(words, tmp_path, environ)
-    assert named == {"DATA": "/d", "LR": None, "O": "one", "SEED": "1"}
-
-    before = {"job": "this", "command_variables": named}
-    now = variables_named(words, tmp_path, {"O": "s3://me:pw@host/two", "LR": "1", "DATA": "/d"})
-    changed = changed_variables(before, "this", now)
-    names = "LR was not set and is '1'; O was 'one' and is 's3://…@host/two'; SEED was '1' and is"
-    assert changed == f"{names} not set"
-    assert changed_variables(before, "another", now) == ""
-    assert changed_variables({}, "this", now) == ""
-    assert changed_variables(before, "this", named) == ""
 
 
 @pytest.mark.parametrize(
@@ -127,7 +100,7 @@ def test_a_token_is_hidden_wherever_it_stands(token):
 
 def test_each_form_has_its_source_and_a_token():
     """A form without a row above is a promise without a proof."""
-    lines = Path(provenance.__file__).with_name("secrets.txt").read_text().splitlines()
+    lines = Path(secrets.__file__).with_name("secrets.txt").read_text().splitlines()
     sections = "\n".join(lines).split("\n\n")[1:]
     assert len(sections) >= 30
     for section in sections:

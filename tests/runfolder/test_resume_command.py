@@ -13,7 +13,7 @@ import pytest
 import warm
 from another_user import ANOTHER_USER
 from robust_train.children.detach import OUTPUT_FILE
-from robust_train.folder.provenance import with_overrides
+from robust_train.folder.resume_command import with_overrides
 from robust_train.folder.run_list import find_runs
 from sweep_world import SweepWorld
 from world import ROOT, wait_until

@@ -17,6 +17,7 @@ from robust_train.model.attempt import Attempt
 from robust_train.model.errors import ConfigError
 from robust_train.model.events import EVENTS
 from robust_train.model.failure import Failure, FailureKind
+from robust_train.model.parts import load_parts
 from robust_train.model.spec import AttemptSpec
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "run-folder.md"
@@ -24,6 +25,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "run-folder.md"
 
 def events_table():
     """A row for each event."""
+    load_parts()  # features declare their events beside their parts
     rows = []
     for name, cls in sorted(EVENTS.items()):
         if cls.is_journaled:

@@ -52,6 +52,7 @@ def test_known_costs_are_named_with_their_remedy(ranks, said):
     [
         ([], 1, ""),
         ([replace(FAST, samples_per_second=None)], 1, "0.2 s a step (median; 95 %: 0.3 s)"),
+        ([Speed(1000, 4.6e-5, 0.0021, None)], 1, "46 µs a step (median; 95 %: 0.0021 s)"),
         ([replace(FAST, between_share=0.97)], 1, f"320 {STEP}, 97 % between steps"),
         ([FAST, SLOWER], 2, f"640 {STEP.replace('0.2', '0.25')}, 10 % waiting for data"),
         # of a script's ranks only the first reports

@@ -14,8 +14,9 @@ from robust_train.config.keys import schema
 from robust_train.config.schema import RobustConfig, TrainerConfig, TrainingConfig
 from robust_train.config.trainers import TrainerRef
 from robust_train.features.retry_rules.model import RetryKeys, decided_by_rule, with_rule
-from robust_train.model.attempt import Attempt, Exit
+from robust_train.model.attempt import Attempt
 from robust_train.model.events import Failed, ScriptEnded
+from robust_train.model.exit import Exit
 from robust_train.model.failure import Evidence, Failure
 from robust_train.model.gpu import GpuInfo
 from robust_train.model.parts import parts_like

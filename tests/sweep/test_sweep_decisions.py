@@ -445,6 +445,22 @@ def test_a_direction_taken_from_a_name_is_told(caplog):
     assert "the smallest val_loss is best, by its name; sweep_direction=maximize" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("keys", "is_told"),
+    [
+        ({"trainer": {"_target_": "training.train"}}, True),
+        ({"trainer": {"_target_": "training.train"}, "objective": "accuracy"}, False),
+        ({"trainer": {"_target_": "training.train"}, "sweep_direction": "maximize"}, False),
+        # its result is called validation accuracy
+        ({"trainer": {"_target_": "robust_train.vision.trainer.train"}}, False),
+    ],
+)
+def test_the_default_direction_is_told(caplog, keys, is_told):
+    caplog.set_level(logging.INFO)
+    assert direction_of(_asked_for({}, **keys)) == "maximize"
+    assert ("the largest result is best; sweep_direction=minimize" in caplog.text) is is_told
+
+
 def test_two_directions_are_refused():
     config = _asked_for({"direction": "minimize"}, sweep_direction="maximize")
     with pytest.raises(ConfigError, match="direction=minimize: leave one out"):

@@ -7,7 +7,7 @@ from robust_train.attempt import reports
 from robust_train.attempt.losses import LossWatch
 from robust_train.attempt.reports import Reports
 from robust_train.step import update as updates
-from robust_train.step.update import LateAnswers, update
+from robust_train.step.update import LateUpdates, update
 
 
 class OnGpu:
@@ -101,6 +101,18 @@ def test_an_unreported_step_sends_what_has_arrived(sent, monkeypatch):
     assert sent[1:] == [(2, {"loss": 0.25})]
 
 
+def test_a_dict_of_figures_is_named_once(sent, caplog):
+    """Nothing would look for a loss in it."""
+    report = reporting(sent)
+    for step in (1, 2):
+        report.progress(step, None, {"metrics": {"loss": 0.5}, "lr": 0.1})
+    report.send_last_progress()
+    assert len(sent) == 2
+    (line,) = caplog.messages
+    assert line.startswith("run.progress: metrics is a dict")
+    assert line.endswith("pass **metrics")
+
+
 @pytest.mark.parametrize("stands", [False, True], ids=["held", "not due"])
 def test_figures_lost_to_a_fault_are_omitted(sent, stands):
     report = reporting(sent)
@@ -114,7 +126,7 @@ def test_figures_lost_to_a_fault_are_omitted(sent, stands):
 
 def steps(optimizer, weight, gradients, *, scaler=None, skips=True):
     """Return what each step answers whether the weights have changed."""
-    answers = LateAnswers()
+    late = LateUpdates()
     watch = LossWatch()
     seen = []
     for number, gradient in enumerate(gradients, start=1):
@@ -123,7 +135,7 @@ def steps(optimizer, weight, gradients, *, scaler=None, skips=True):
         weight.grad = torch.full_like(weight, gradient)
         if skips:
             done = update(optimizer, torch.tensor(gradient), scaler)
-            seen.append(answers.moved(number, done))
+            seen.append(late.after(number, done).moved)
         else:
             seen.append(watch.step(number, optimizer, scaler, None))
     return seen
@@ -160,3 +172,25 @@ def test_momentum_that_begins_is_answered_for_at_once():
     seen = steps(optimizer, weight, (INF, INF, 1.0, INF, 1.0))
     assert seen == [False, False, True, True, False]
     assert weight.isfinite().all()
+
+
+def test_a_figure_is_copied_once_an_update(monkeypatch):
+    """The loss alone tells both whether weights have changed and whether training diverges."""
+    copied = []
+
+    class Counted(updates.LateFigure):
+        def __init__(self, figure):
+            copied.append(figure)
+            super().__init__(figure)
+
+    monkeypatch.setattr(updates, "LateFigure", Counted)
+    weight = torch.nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
+    late = LateUpdates()
+    checked = []
+    for number, gradient in enumerate(GRADIENTS, start=1):
+        weight.grad = torch.full_like(weight, gradient)
+        answer = late.after(number, update(optimizer, torch.tensor(gradient)))
+        checked.append(answer.checked)
+    assert len(copied) == len(GRADIENTS)
+    assert checked == [None, (1, False), (2, True), (3, False), (4, True), (5, True)]

@@ -1,9 +1,9 @@
 """Host memory for copies of tensors: a few large blocks, which each save uses again.
 
-Pinned memory is expensive: the system can neither swap nor drop it, torch's allocator rounds each
-block up to a power of two, and keeps a block that is freed. So the blocks are powers of two from
-the start, which makes :attr:`Arena.taken` the memory that is really gone, and are returned to the
-system when they are dropped.
+Saving uses it in the attempt's process. Pinned memory is expensive: the system can neither swap nor
+drop it, torch's allocator rounds each block up to a power of two and keeps freed blocks. So the
+blocks are powers of two from the start, which makes :attr:`Arena.taken` the memory that is really
+in use, and are returned to the system when they are dropped.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from robust_train.compat import return_pinned_memory
 
 _ALIGNMENT = 64
 _SHARE_OF_A_BLOCK = 8
-"""A block is about this part of all, so that rounding up the last one costs little."""
+"""A block is about this part of the total, so that rounding up the last block costs little."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a piece begins: the number of its block, and bytes from there."""
+    """The position of a piece: the number of its block, and the offset in bytes."""
 
     block: int = 0
     start: int = 0
@@ -31,8 +31,14 @@ class Place:
 def plan(
     sizes: Sequence[int], blocks: Sequence[int], first: Place, *, pinned: bool
 ) -> tuple[list[Place], list[int], Place]:
-    """Return where pieces of these sizes go one after the other, the sizes of all blocks then, and
-    the place behind the last piece. The free part of ``blocks`` begins at ``first``."""
+    """Lay out pieces of these sizes one after the other.
+
+    The free part of ``blocks`` begins at ``first``.
+
+    Returns:
+        The place of each piece, the sizes of all blocks after that, and the place behind the last
+            piece.
+    """
     capacities = list(blocks)
     places: list[Place] = []
     padded = [_ALIGNMENT * max(-(-size // _ALIGNMENT), 1) for size in sizes]
@@ -64,16 +70,16 @@ class Arena:
 
     @property
     def taken(self) -> int:
-        """Bytes that all blocks have together, used or not."""
+        """The total size of all blocks in bytes, used or not."""
         return sum(map(len, self._blocks))
 
     def more_for(self, sizes: Sequence[int]) -> int:
-        """Return the bytes that pieces of these sizes would take in addition."""
+        """Return the additional bytes that pieces of these sizes would need."""
         _, capacities, _ = self._plan(sizes)
         return sum(capacities) - self.taken
 
     def take(self, sizes: Sequence[int]) -> list[torch.UntypedStorage]:
-        """Return a storage of each size. A storage keeps its block, so that none is overwritten
+        """Return a storage of each size. A storage keeps its block, and nothing overwrites it
         before :meth:`begin`."""
         places, capacities, behind = self._plan(sizes)
         for size in capacities[len(self._blocks) :]:
@@ -86,16 +92,16 @@ class Arena:
         ]
 
     def begin(self) -> None:
-        """Give all pieces for new ones: what is in them is no longer needed."""
+        """Free all pieces for reuse: their content is no longer needed."""
         self._next = Place()
 
     def trim(self) -> None:
-        """Return the blocks that nothing was taken from since :meth:`begin`."""
+        """Return the blocks that were not used since :meth:`begin`."""
         used = self._next.block + 1 if self._next != Place() else 0
         self._return(self._blocks[used:])
 
     def clear(self) -> None:
-        """Return all blocks, each as soon as no piece of it is in use."""
+        """Return all blocks, each as soon as none of its pieces is in use."""
         self._next = Place()
         self._return(self._blocks[:])
 

@@ -1,4 +1,7 @@
-"""When to save a checkpoint: often where that is cheap, more often where a job fails often."""
+"""When to save a checkpoint: often if that is cheap, more often if the job fails often.
+
+The attempt asks :class:`SaveClock` after each step; :class:`Saving` records what was saved.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +40,14 @@ log = logging.getLogger("robust_train")
 SHORTEST_SECONDS = 10.0
 LONGEST_SECONDS = 300.0
 LEAST_SECONDS = 1.0
-"""Between two where a job fails often, and before the first, which measures what they cost."""
+"""The least time between two checkpoints of a job that fails often, and before the first, which
+measures the cost of a save."""
 _FIRST_COSTS = 6.0
-"""How many times as long a job's first save takes: the system provides the memory of the copy."""
+"""How much longer a job's first save takes: the system has to provide the memory of the copy."""
 OWED_SECONDS = 60.0
-"""Until a checkpoint that could not be written is tried again."""
+"""The time until a failed checkpoint is tried again."""
 _LARGEST_SHARE = 0.01
-_READS_BYTES_PER_SECOND = 300e6  # until it is measured
+_READS_BYTES_PER_SECOND = 300e6  # an assumption until it is measured
 _WRITER_NICE = 10
 
 
@@ -51,15 +55,15 @@ def seconds_between_saves(cost: float, failures: int, seconds: float) -> float:
     """Return the time between two checkpoints.
 
     The first comes after a second. From then on saving takes at most 1 % of the time, with 10
-    seconds to 5 minutes between two. A job that fails loses half the interval on average, least at
-    √(2 × cost × mean time between failures) (Young 1974, doi:10.1145/361147.361115). So it is that
-    after failures, where that is shorter; and one that has not failed may still do so after as long
-    as it has run, so that 10 seconds do not hold where it is shorter.
+    seconds to 5 minutes between checkpoints. A job that fails loses half the interval on average,
+    and least at √(2 × cost × mean time between failures) (Young 1974, doi:10.1145/361147.361115).
+    So after failures that is the interval, if it is shorter. A job without failures may still fail
+    after as long as it has run, so a shorter value replaces the 10 seconds too.
 
     Args:
-        cost: for how many seconds a save holds training up, 0 if not yet known.
+        cost: how long a save holds training up in seconds, 0 if unknown.
         failures: how often the job has failed so far.
-        seconds: since when, the time in which it did.
+        seconds: the time in which it failed that often.
     """
     loses_least = math.sqrt(2 * cost * max(seconds, 0.0) / max(failures, 1))
     loses_least = max(loses_least, LEAST_SECONDS)
@@ -73,31 +77,32 @@ class SaveClock:
 
     def __init__(
         self,
-        plan: SavePlan,  # what the config demands
+        plan: SavePlan,  # the config's demands
         *,
-        # seconds that the job's last save has taken, 0 if not known
+        # How long the job's last save took in seconds, 0 if unknown.
         cost: float = 0.0,
-        # attempts of the job that have ended before this one
+        # Number of the job's attempts before this one.
         failures: int = 0,
-        job_seconds: float = 0.0,  # since the job's first launch
+        job_seconds: float = 0.0,  # time since the job's first launch
         now: Callable[[], float] = time.monotonic,  # the clock, in seconds
     ) -> None:
         self._plan = plan
         self._cost = cost
         self._failures = failures
         self._now = now
-        self._began = now() - job_seconds  # the job, on this clock
+        self._began = now() - job_seconds  # the start of the job on this clock
         self._last_saved = self._saved_at = now()
-        self.interval = 0.0  # between the last two saves, seconds
+        self.interval = 0.0  # seconds between the last two saves
         self._saved_step: int | None = None
         self._saving_since: float | None = None
         self._has_saved = False
-        self._retries_at = 0.0  # after a save that has failed
+        self._retries_at = 0.0  # set after a failed save
         self._calls = 0
         self.spent = 0.0  # seconds for which saves have held training up
 
     def is_due(self, step: int | None) -> bool:
-        """Return whether to save after optimizer step ``step``; None counts the calls."""
+        """Return whether to save after optimizer step ``step``. If it is None, the calls are
+        counted."""
         self._calls += 1
         step = self._calls if step is None else step
         if self._saved_step is None:
@@ -115,16 +120,16 @@ class SaveClock:
         return now - self._saved_at >= every
 
     def begin(self, step: int | None) -> None:
-        """Record that saving begins now."""
+        """Record the start of a save."""
         self._mark(step)
         self._saving_since = self._saved_at
 
     def copied(self) -> None:
-        """Record that training goes on while a copy of what is saved is written."""
+        """Record that training continues while a copy is written."""
         if self._saving_since is not None:
             seconds = self._now() - self._saving_since
             self.spent += seconds
-            # the first one also allocates the memory that the next ones use again
+            # The first save also allocates the memory that the next saves use again.
             is_first = not self._has_saved
             self._has_saved = True
             known = self._cost if self._cost else seconds / _FIRST_COSTS
@@ -137,12 +142,12 @@ class SaveClock:
         self._retries_at = self._now() + OWED_SECONDS
 
     def saved(self, step: int | None) -> float:
-        """Return for how many seconds the save held training up, 0 if that is not known."""
+        """Return how long the save held training up in seconds, 0 if that is unknown."""
         self._retries_at = 0.0
         now = self._now()
         self.interval = now - self._last_saved
         self._last_saved = now
-        # the next one may have begun before this one was on the disk
+        # The next save may have begun before this checkpoint was on the disk.
         if step is None or self._saved_step is None or step >= self._saved_step:
             self.copied()
             self._mark(step)
@@ -154,47 +159,51 @@ class SaveClock:
 
 
 class Saving:
-    """When attempt number ``attempt`` of a job saves, and what it has saved."""
+    """Decides when attempt number ``attempt`` of a job saves, and records what it has saved."""
 
     def __init__(
         self,
         run_dir: Path,
         attempt: int,
-        # returns whether the weights after a step are known to be good
+        # Returns whether the weights after a step are known to be good.
         proves: Callable[[int], bool] = lambda step: False,
     ) -> None:
-        # writes and removes checkpoints while training goes on
+        # Writes and removes checkpoints while training continues.
         self.writer = ThreadPoolExecutor(1, "checkpoint", _let_training_go_first)
         self.batches = Batches()
-        self.folder = run_dir / "checkpoints"  # where checkpoints belong
+        self.folder = run_dir / "checkpoints"  # the folder of the checkpoints
         identity = wait_until_readable(lambda: read_identity(run_dir))
-        # identity of the job, the same for all of its attempts; empty without a launcher; None
-        # where no one would resume and so no manifest is written
+        # Identity of the job, the same for all of its attempts. Empty without a launcher. None if
+        # no one would resume, so that no manifest is written.
         self.job: str | None = "" if identity is None else identity.id
         self._attempt = attempt
         self._proves = proves
         self._job_started = time.time() if identity is None else identity.started
-        # why the last checkpoint could not be written, None if it was
+        # Why the last checkpoint could not be written, None if it was.
         self.owed: CheckpointError | None = None
-        self.has_saved = False  # a checkpoint of this attempt is on the disk
-        self.rotates = False  # whether it is we who remove old ones
-        # of reading back, as measured
+        self.has_saved = False  # whether a checkpoint of this attempt is on the disk
+        self.rotates = False  # whether this attempt, and not a framework, removes old checkpoints
+        # The measured speed of reading back.
         self._bytes_per_second = _READS_BYTES_PER_SECOND
-        self._contents: dict[Path, int] = {}  # of what was read back
-        # manifests that could not be written, by checkpoint
+        self._contents: dict[Path, int] = {}  # checksums of the files that were read back
+        # The manifests that could not be written, by checkpoint.
         self._unlisted: dict[Path, Manifest] = {}
         self.plan = SavePlan()  # how often to save
 
     def follow(self, plan: SavePlan) -> None:
-        """Save as often as ``plan`` has it; call this before the first save."""
+        """Save as often as ``plan`` says. Called before the first save."""
         self.plan = plan
 
     def list_nothing(self) -> None:
-        """Write no manifests: no one would resume."""
+        """Write no manifests, because no one would resume."""
         self.job = None
 
     def check_folder(self) -> None:
-        """Raise CheckpointError if another job has the run folder. Each save calls this first."""
+        """Check that the run folder still belongs to this job. Each save calls this first.
+
+        Raises:
+            CheckpointError: another job has the run folder.
+        """
         if not self.owns_folder():
             raise CheckpointError(
                 f"{self.folder.parent}: this run folder was removed and begun anew by another job, "
@@ -202,19 +211,19 @@ class Saving:
             )
 
     def owns_folder(self) -> bool:
-        """Return whether the run folder is not known to be another job's by now."""
+        """Return whether the run folder still belongs to this job, as far as is known."""
         return not self.job or is_of_job(self.folder.parent, self.job)
 
     def start_writer(self) -> None:
-        """Start the writer's thread, before training takes the memory: where that is short,
-        ``Thread.start()`` may wait for ever (https://github.com/python/cpython/issues/140746)."""
+        """Start the writer's thread, before training takes the memory: with little memory left,
+        ``Thread.start()`` may hang (https://github.com/python/cpython/issues/140746)."""
         self.writer.submit(int).result()
 
     @cached_property
     def clock(self) -> SaveClock:
-        """What measures the time between checkpoints, from its first use on."""
+        """Return the clock of the checkpoints, which starts at the first call."""
         known: list[Manifest] = []
-        # a disk that is away costs the figure, not training
+        # If the disk is unreachable, this figure is missing, and training continues.
         with contextlib.suppress(OSError):
             known = of_job(self.folder, self.job) if self.job else []
         return SaveClock(
@@ -251,7 +260,7 @@ class Saving:
             self._list()
 
     def _list(self) -> None:
-        """Write the manifests that are owed, the newest first."""
+        """Write the manifests that are missing, newest first."""
         for path, manifest in reversed(tuple(self._unlisted.items())):
             try:
                 self.check_folder()
@@ -265,11 +274,11 @@ class Saving:
             del self._unlisted[path]
 
     def damage_in(self, path: Path) -> str:
-        """Return what is wrong with a checkpoint, empty if nothing is known to be; it is read back
-        within 1 % of the time."""
+        """Return what is wrong with a checkpoint, empty if nothing is known to be. Reading it back
+        takes at most 1 % of the time."""
         if self.job is None:
             return ""
-        # what cannot be read back just now may be whole
+        # A checkpoint that cannot be read back just now may be undamaged.
         with contextlib.suppress(OSError, MemoryError):
             size = size_of(path)
             takes = size / self._bytes_per_second
@@ -307,8 +316,8 @@ class Saving:
             self._list()
 
     def spoiled(self, good_step: int, since: float) -> Manifest | None:
-        """Have no attempt resume from what was saved after ``good_step``, see :func:`spoil`; return
-        the newest checkpoint before."""
+        """Let no attempt resume from checkpoints after ``good_step``, see :func:`spoil`; return the
+        newest checkpoint before."""
         if not self.job:
             return None
         with _warned():
@@ -319,14 +328,14 @@ class Saving:
 
 
 def _let_training_go_first() -> None:
-    """Lower the priority of this thread, which Linux has for each."""
+    """Lower the priority of this thread. Linux has a priority for each thread."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WRITER_NICE)
 
 
 @contextlib.contextmanager
 def _warned() -> Iterator[None]:
-    """Warn where manifests cannot be written."""
+    """Warn if manifests cannot be written."""
     try:
         yield
     except OSError as error:

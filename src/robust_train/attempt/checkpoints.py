@@ -1,4 +1,8 @@
-"""Checkpoints: written whole or not at all, checked before they are believed."""
+"""Checkpoints: written whole or not at all, and checked before they are used.
+
+The attempt's process saves with :class:`CheckpointFolder`, on its own thread or while training
+continues, and loads with :func:`read_newest`.
+"""
 
 from __future__ import annotations
 
@@ -52,35 +56,37 @@ log = logging.getLogger("robust_train")
 T = TypeVar("T")
 
 LARGEST_COPY = 0.5
-"""Of the memory that is available without it."""
+"""A share of the memory that is available without the copy."""
 
 Share = Callable[[str, Tensor], Any]
-"""What a rank keeps of a tensor in a checkpoint, by name."""
+"""A function of name and tensor that returns what a rank keeps of a tensor in a checkpoint."""
 
-# in a folder of shards: all else, and where which shard is
+# The file in a folder of shards that has all other values, and where each shard is.
 VALUES = "values.pt"
 INDEX = "index.pt"
 
-# of a checkpoint of `run.save`: its step, and the value and mode of the metric that it was given
+# Keys in a checkpoint of `run.save`: its step, and the value and mode of its metric.
 STEP = "step"
 METRIC = "saved_with_metric"
 
 
 class CheckpointFolder:
-    """The checkpoints that a run saves, of which the newest ``keep`` stay: files like
-    ``step-00000120.pt``, or the folders ``step-00000120`` that ``write_folder`` writes. Then all
-    ranks save, and the first one reports."""
+    """The checkpoints that a run saves, of which the newest ``keep`` stay.
+
+    They are files like ``step-00000120.pt``, or folders like ``step-00000120`` that
+    ``write_folder`` writes. For a folder all ranks save, and rank 0 reports.
+    """
 
     def __init__(
         self,
         saving: Saving,
-        # reports one that is whole: its path, its step, and where it is in the data
+        # Reports a complete checkpoint: its path, its step, and its position in the data.
         report: Callable[[Path, int, Position | None], None],
         *,
         is_main: bool,
-        keep: int,  # 0: who writes them removes old ones
+        keep: int,  # 0 if a framework removes old checkpoints
         write_folder: Callable[[Content, Path], Path] | None = None,
-        # of a checkpoint's size that ranks of this host make at the same time
+        # How many copies of a checkpoint the ranks of this host make at the same time.
         copies: int = 1,
         suffix: str = ".pt",
     ) -> None:
@@ -92,15 +98,18 @@ class CheckpointFolder:
         self._keep = keep
         self._write_folder = write_folder
         self._suffix = suffix
-        # what is being written while training goes on
+        # The checkpoint that is being written while training continues.
         self._in_flight: _Copy | None = None
-        self._unwritten: _Copy | None = None  # the newest one, if the disk did not take it
+        self._unwritten: _Copy | None = None  # the newest checkpoint, if the disk did not take it
         self._rotating: Future[None] | None = None
         self._room = HostCopies(copies)
 
     def save(self, content: Content, step: int) -> Path:
-        """Save and report a checkpoint, then remove the ones that are too many. Raises
-        CheckpointError: it could not be written; the earlier ones are untouched."""
+        """Save and report a checkpoint, then remove the oldest ones beyond ``keep``.
+
+        Raises:
+            CheckpointError: it could not be written. The earlier checkpoints are untouched.
+        """
         self.report_written(wait=True)
         self._unwritten = None
         path = self._write(content, step)
@@ -109,13 +118,17 @@ class CheckpointFolder:
         return path
 
     def save_from_copy(self, content: Content, step: int) -> None:
-        """Save while training goes on, if there is memory for a copy: call
-        :meth:`report_written` after each step. Raises CheckpointError, also for the one before."""
+        """Save while training continues, if there is memory for a copy. Call :meth:`report_written`
+        after each step.
+
+        Raises:
+            CheckpointError: this or the previous checkpoint could not be written.
+        """
         self.report_written(wait=True)
-        # its memory is used again
+        # The copy's memory is used again.
         self._unwritten = None
         self._room.begin()
-        # other ranks may write without: all write
+        # Other ranks may write without a copy, and all ranks write together.
         copied = self._room.copy(content)
         if copied is None:
             self.save(content, step)
@@ -131,13 +144,17 @@ class CheckpointFolder:
         publish: Callable[[], Path],
         at_once: bool = False,
     ) -> None:
-        """Save a checkpoint of many files, which a framework's ``write`` makes in the folder
-        ``path``; ``publish`` turns them into a whole one, whose path it returns.
+        """Save a checkpoint of many files.
 
-        What is passed to ``torch.save`` and safetensors is copied, and written while training goes
-        on, unless ``at_once``. All ranks have to call it; all but the first write at once, so that
-        it knows when their files are there. Raises CheckpointError, also for the one before;
-        nothing is left."""
+        A framework's ``write`` creates them in the folder ``path``. ``publish`` turns them into a
+        complete checkpoint and returns its path. Everything that is passed to ``torch.save`` and
+        safetensors is copied, and written while training continues, unless ``at_once``. All ranks
+        have to call it. All but rank 0 write at once, so that rank 0 knows when their files exist.
+
+        Raises:
+            CheckpointError: this or the previous checkpoint could not be written. No file of it is
+                left.
+        """
         self.report_written(wait=True)
         self._saving.check_folder()
         self._room.begin()
@@ -171,14 +188,18 @@ class CheckpointFolder:
 
     @contextlib.contextmanager
     def _none_left(self, path: Path) -> Iterator[None]:
-        """Remove ``path`` if the disk does not take it; raise CheckpointError then."""
+        """Remove ``path`` if the disk does not take it.
+
+        Raises:
+            CheckpointError: the disk did not take it.
+        """
         try:
             yield
         except Exception as error:
             if not is_of_disk(error):
                 raise
             why = first_line(error)
-            # torch's writer of files does not say why
+            # torch's file writer does not name the reason.
             if not isinstance(error, OSError) and why_full(self.path.parent, str(path)):
                 why = os.strerror(ENOSPC)
             if self._is_main:
@@ -195,7 +216,11 @@ class CheckpointFolder:
 
     def write_again(self) -> bool:
         """Write the newest checkpoint once more, if the disk did not take it; return whether its
-        copy is still there. Raises CheckpointError: the disk does not take it now."""
+        copy still exists.
+
+        Raises:
+            CheckpointError: the disk still does not take it.
+        """
         one = self._unwritten
         if one is None or one.write is None:
             return False
@@ -205,8 +230,12 @@ class CheckpointFolder:
         return True
 
     def report_written(self, *, wait: bool = False) -> None:
-        """Report the checkpoint that was written meanwhile, if it is; ``wait`` until it is. Raises
-        CheckpointError if it could not be; the earlier ones are untouched."""
+        """Report the checkpoint that was written during training, if it is complete; ``wait`` until
+        it is.
+
+        Raises:
+            CheckpointError: it could not be written. The earlier checkpoints are untouched.
+        """
         one = self._in_flight
         if one is not None and (wait or one.future.done()):
             self._in_flight = None
@@ -221,15 +250,15 @@ class CheckpointFolder:
             self._rotating.result()
 
     def remove_leftovers(self, resumed_from: Path | None) -> None:
-        """Remove what attempts have left that were killed while they wrote."""
+        """Remove unfinished checkpoints of attempts that were killed."""
         if not self._saving.owns_folder():
             return
         for leftover in self.path.glob(".*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
-            # a folder that is gone, or is in no one's way
+            # A folder may have disappeared, and leftovers do no harm.
             with contextlib.suppress(OSError):
                 leftover.unlink()
-        for values in self.path.glob(f"step-*/{VALUES}"):  # no one knows of it
+        for values in self.path.glob(f"step-*/{VALUES}"):  # a folder of shards without a manifest
             one = values.parent
             if one != resumed_from and not one.with_name(one.name + SUFFIX).exists():
                 shutil.rmtree(one, ignore_errors=True)
@@ -254,22 +283,23 @@ class CheckpointFolder:
             return
         self._report(path, step, at)
         if self._keep:
-            # to remove a large file takes its time, too
+            # Removing a large file takes time, too.
             self._rotating = self._saving.writer.submit(self._saving.rotate, self._keep)
 
 
 @dataclass(frozen=True)
 class _Copy:
-    """A checkpoint that is written while training goes on."""
+    """A checkpoint that is written while training continues."""
 
     future: Future[Path]
     step: int
-    position: Position  # in the data
+    position: Position  # its position in the data
     write: Callable[[], Path] | None  # writes it once more; None if only its framework can
 
 
 def _keep_if_best(checkpoint: Path, step: int, value: float, mode: str) -> None:
-    """Keep a checkpoint of ``run.save`` as the best one, if it is; a full disk costs a warning."""
+    """Keep a checkpoint of ``run.save`` as the best checkpoint, if it is. A full disk costs a
+    warning."""
     try:
         keep_if_best(checkpoint, Best(value, step, mode=mode))
     except OSError as error:
@@ -277,21 +307,22 @@ def _keep_if_best(checkpoint: Path, step: int, value: float, mode: str) -> None:
 
 
 class HostCopies:
-    """Host memory for a copy of what is saved, used again: fresh memory takes five to seven times
-    as long to fill. Pinned for a GPU, which then writes at full speed, all tensors in one go."""
+    """Host memory for a copy of what is saved, used again by each save: fresh memory takes five to
+    seven times as long to fill. For a GPU it is pinned, so the GPU writes at full speed, all
+    tensors at once."""
 
     def __init__(self, copies: int = 1) -> None:
-        # like it that ranks of this host make at the same time
+        # How many such copies the ranks of this host make at the same time.
         self._copies = copies
         self.arenas = {pinned: Arena(pinned=pinned) for pinned in (False, True)}
 
     def begin(self) -> None:
-        """Begin a save: what was copied for the one before is no longer needed."""
+        """Start a save: the copy of the previous save is no longer needed."""
         for arena in self.arenas.values():
             arena.begin()
 
     def copy(self, content: Content) -> Content | None:
-        """Return a copy with all tensors in host memory; None if there is no room. Tensors that
+        """Return a copy with all tensors in host memory, None if there is no room. Tensors that
         share their memory, such as tied weights, are copied once and share it again."""
         tensors: dict[str, Tensor] = {}
 
@@ -305,7 +336,7 @@ class HostCopies:
         for name, tensor in tensors.items():
             whose, source = shared.get(name, (name, tensor))
             sources[whose] = source
-        # without values, so that they have the strides and the size that a copy has
+        # Meta tensors without values, with the strides and the size of the copies.
         alike = {
             name: torch.empty_like(one, device="meta")
             for name, one in sources.items()
@@ -325,7 +356,7 @@ class HostCopies:
             if not classify_failure(error).kind.is_memory:
                 raise
         if copied is None:
-            # the frames that held the new copies are gone by now
+            # The frames that held the new copies have ended by now.
             self._clear()
             return None
 
@@ -340,8 +371,8 @@ class HostCopies:
     def _copies_of(
         self,
         sources: Mapping[str, Tensor],
-        alike: Mapping[str, Tensor],  # of those that go to an arena
-        sizes: Mapping[bool, Mapping[str, int]],  # of these, by arena
+        alike: Mapping[str, Tensor],  # meta tensors of those that go to an arena
+        sizes: Mapping[bool, Mapping[str, int]],  # their sizes, by arena
     ) -> dict[str, Tensor]:
         copied = {}
         for kind, of in sizes.items():
@@ -358,7 +389,7 @@ class HostCopies:
         return copied
 
     def shrink(self) -> None:
-        """Return memory that the last save did not need, and all if others need it."""
+        """Return memory that the last save did not need, and all of it if others need it."""
         for arena in self.arenas.values():
             arena.trim()
         if not self._has_room(0):
@@ -369,21 +400,21 @@ class HostCopies:
             arena.clear()
 
     def _has_room(self, more: int) -> bool:
-        """Return whether the copies with so many bytes more leave others as much as they take."""
+        """Return whether the copies, with this many more bytes, leave others as much again."""
         kept = sum(arena.taken for arena in self.arenas.values()) * self._copies
         more *= self._copies
         return kept + more <= LARGEST_COPY * (read_host_memory().available + kept)
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is values in one stretch of memory, and nothing else."""
+    """Return whether a tensor consists only of values in one stretch of memory."""
     is_strided = type(tensor) is Tensor and tensor.layout is torch.strided
     return is_strided and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
 
 
 def _shared_bytes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, Tensor]]:
-    """Return, for each tensor that shares its storage with another, the first name of these and all
-    bytes of the storage. Number formats are kept apart: torch.save refuses a storage of two."""
+    """Return the name of the first tensor and all bytes of the storage, for each tensor that shares
+    its storage. Dtypes are kept apart, because torch.save refuses a storage with two of them."""
     names: dict[tuple[object, ...], list[str]] = {}
     for name, tensor in tensors.items():
         if _is_plain(tensor):
@@ -402,7 +433,7 @@ def _shared_bytes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, Tensor]
 
 
 def _view_like(tensor: Tensor, copied: Tensor) -> Tensor:
-    """Return the part of a storage's copied bytes that the tensor is of the storage."""
+    """Return the part of a storage's copied bytes that belongs to the tensor."""
     view = torch.empty(0, dtype=tensor.dtype, device=copied.device)
     return view.set_(
         copied.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
@@ -410,7 +441,8 @@ def _view_like(tensor: Tensor, copied: Tensor) -> Tensor:
 
 
 def _settled(value: Any) -> Any:
-    """Return a copy of a value that training may change; itself if it cannot be copied."""
+    """Return a copy of a value that training may change, or the value itself if it cannot be
+    copied."""
     with contextlib.suppress(Exception):
         return copy.deepcopy(value)
     return value
@@ -418,16 +450,20 @@ def _settled(value: Any) -> Any:
 
 def _bytes_of(tensor: Tensor) -> int:
     own = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    # sparse tensors do not say; they have less than this
+    # The size of a sparse tensor is unknown, but less than this.
     return int(own.numel() * own.element_size())
 
 
 def contents_of(
     state: Mapping[str, Any], step: int, metric: float | None = None, mode: str = "max"
 ) -> Content:
-    """Return what to save of ``state``: of what has a state dict, that; numpy's numbers as
-    Python's. Raises UserError: a part is sharded over the ranks, or could not be read again; or
-    ``mode`` is not one."""
+    """Return the content to save for ``state``: state dicts of objects that have them, and numpy's
+    numbers as Python's.
+
+    Raises:
+        UserError: a part is sharded over the ranks, or could not be read again, or ``mode`` is not
+            a mode.
+    """
     if mode not in ("max", "min"):
         raise UserError(f"run.save(mode={mode!r}): must be 'max' or 'min'")
 
@@ -480,14 +516,15 @@ def is_of_disk(error: BaseException) -> bool:
 
 
 def together(act: Callable[[], Any], gather: Callable[[Any], list[Any]]) -> Any:
-    """Return what ``act`` does; all ranks raise what disk or memory fails with on the first."""
+    """Return the result of ``act``. If disk or memory fails on rank 0, all ranks raise that
+    error."""
     result = None
     error = None
     try:
         result = act()
     except (OSError, MemoryError, RuntimeError, _UnusableError) as raised:
         error = raised
-    except Exception as raised:  # safetensors has an error of its own
+    except Exception as raised:  # safetensors has its own exception class
         if not is_of_disk(raised):
             raise
         error = OSError(first_line(raised))
@@ -498,7 +535,7 @@ def together(act: Callable[[], Any], gather: Callable[[Any], list[Any]]) -> Any:
             failure = classify_failure(found)
             raise RankFailure(rank, failure, is_elsewhere=True) from found
         if error is not None and found is not error:
-            found.__cause__ = error  # with its stack
+            found.__cause__ = error  # keeps its stack
         raise found
     return result
 
@@ -506,14 +543,15 @@ def together(act: Callable[[], Any], gather: Callable[[Any], list[Any]]) -> Any:
 def named_map(
     change: Share, content: Content, change_other: Callable[[Any], Any] = lambda value: value
 ) -> Content:
-    """Return ``content`` with each tensor changed; ``model.head.weight`` is a name, each of one."""
+    """Return ``content`` with each tensor changed. Each has a unique name, such as
+    ``model.head.weight``."""
     names = set[str]()
 
     def changed(keys: Sequence[Any], leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return change_other(leaf)
         name = ".".join(str(getattr(key, "key", key)) for key in keys)
-        # "net" has "ema.weight", and "net.ema" has "weight"
+        # "net" with "ema.weight" and "net.ema" with "weight" would have the same name.
         while name in names:
             name += "'"
         names.add(name)
@@ -532,18 +570,19 @@ def read_newest(
     share: Share | None = None,
     gather: Callable[[Any], list[Any]] = lambda value: [value],
 ) -> tuple[Path, Content] | None:
-    """Return the checkpoint ``path``, a file or a folder of shards, or the newest intact one before
-    it in the same folder, with its content; None if none is intact. The launcher has compared the
-    checksums of ``path`` itself. A file without the keys ``required`` is someone else's.
+    """Return the checkpoint ``path``, or the newest intact checkpoint before it in the same folder,
+    with its content; None if none is intact.
 
-    ``share`` returns what a rank keeps of a tensor; of a meta tensor, whose shards are read after
-    that, what they are to fill. ``gather`` returns the values of all ranks that read together.
+    It is a file or a folder of shards. The launcher has already compared the checksums of ``path``.
+    A file without the keys ``required`` belongs to someone else. ``share`` returns the part of a
+    tensor that a rank keeps; for a meta tensor, whose shards are read later, it returns the tensor
+    to fill. ``gather`` returns the values of all ranks that read together.
 
     Raises:
-        UserError: all that are whole are of another trainer or torch: to begin again would remove
-            them.
-        ConfigError: a file cannot be read now, also after a while.
-        MemoryError, RuntimeError: there is no memory to read it, whatever the file is like.
+        UserError: all intact checkpoints are of another trainer or torch. Starting again would
+            remove them.
+        ConfigError: a file cannot be read, even after a while.
+        MemoryError, RuntimeError: there is no memory to read it, whatever its content.
     """
     known = wait_until_readable(lambda: read_manifests(path.parent))
     wanted = next((one for one in known if one.path == path.absolute()), None)
@@ -562,11 +601,11 @@ def read_newest(
             why = "the ranks find different checkpoints; it has to be one folder that all nodes see"
             raise OSError(ESTALE, why, str(path.parent))
 
-    # a network disk shows a new file to some hosts later
+    # A network disk shows a new file to some hosts later.
     wait_until_readable(compare)
     refusal = ""
     for name in gather([path.name, *names])[0]:
-        # which may be another one on another node
+        # On another node this may be another checkpoint.
         candidate = path.parent / name
         try:
             read = partial(_read, candidate, required, share, is_compared=candidate == path)
@@ -587,11 +626,11 @@ def read_newest(
 
 
 class _UnusableError(Exception):
-    """What is wrong with a checkpoint file."""
+    """A defect of a checkpoint file."""
 
 
 class _RefusedError(_UnusableError):
-    """Why a whole one is not read."""
+    """The reason not to read an intact checkpoint."""
 
 
 def _read(
@@ -599,9 +638,9 @@ def _read(
     required: Collection[str],
     share: Share | None,
     *,
-    is_compared: bool,  # with its checksums, as torch does not
+    is_compared: bool,  # whether its checksums are compared, which torch does not do
 ) -> Content:
-    """Return a whole checkpoint's content.
+    """Return the content of a complete checkpoint.
 
     Raises:
         _UnusableError: no attempt can ever read it.
@@ -620,7 +659,8 @@ def _read(
         file.open("rb").close()
         if not is_compared and (damage := damage_in(path, reads=True)):
             raise _UnusableError(damage)
-        # weights_only: a file from elsewhere must not run code here; mmap: a share is not the whole
+        # weights_only, because a file from elsewhere must not run code here. mmap, because a share
+        # is less than the whole file.
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=bool(share))
         if not isinstance(content, dict):
             raise _RefusedError(f"it holds a {type(content).__name__} and is not a checkpoint")
@@ -634,7 +674,8 @@ def _read(
     except _UnusableError:
         raise
     except Exception as error:
-        # damaged files make zip and pickle readers raise nearly anything, EINVAL for a bad offset
+        # Damaged files make zip and pickle readers raise nearly anything, and EINVAL for a bad
+        # offset.
         of_the_file = (None, EINVAL, ENOENT)
         is_away = isinstance(error, OSError) and error.errno not in of_the_file
         if is_away or classify_failure(error).kind.is_memory:

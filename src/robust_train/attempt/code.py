@@ -1,7 +1,7 @@
-"""Whether the user's source files have changed since the job began.
+"""Whether the user's source files have changed since the job started.
 
-``code.jsonl`` names each module with its file and digest, as the first attempt of a launch imported
-it; of a script, the files that its command names.
+The attempt's process records each module with its file and digest in ``code.jsonl``, as the first
+attempt of a launch imported it. For a script it records the files that its command names.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MOST_NAMES = 8
 
 @dataclass(frozen=True)
 class _Source:
-    """A module as it was imported first; a file of a script has its path as its name."""
+    """A module as it was first imported. A script's file has its path as its name."""
 
     name: str
     path: str
@@ -39,7 +39,7 @@ class _Source:
 
 
 class Code:
-    """Notes which of the user's files an attempt is made of."""
+    """Notes the user's source files that an attempt consists of."""
 
     def __init__(self, request: AttemptRequest, rank: int) -> None:
         self._request = request
@@ -52,8 +52,8 @@ class Code:
                 self._path.unlink(missing_ok=True)
 
     def note(self, program: Sequence[str] = ()) -> None:
-        """Record what was imported since the last call, and the files of a ``program``; log which
-        files are not as they were. A disk that is full costs the record."""
+        """Record the files of a ``program`` and the modules that were imported since the last call,
+        and log which files have changed. A full disk costs the record."""
         if self._rank:
             return
         files = dict(own_modules()) | {
@@ -67,7 +67,7 @@ class Code:
                 digest = digest_of(path, LARGEST_SOURCE)
                 found = _Source(name, path, digest, self._request.attempt)
                 known = self._known.get(name)
-                # the launcher has compared config files with those of the last launch
+                # The launcher has already compared config files with those of the last launch.
                 is_compared = is_first and bool(CONFIG_FILE.search(path))
                 if known is not None and known.digest != found.digest and not is_compared:
                     changed[os.path.relpath(path)] = known.attempt
@@ -90,7 +90,7 @@ class Code:
 
 
 def _read(file: Path) -> dict[str, _Source]:
-    """Return what was recorded first of each module; nothing of what cannot be read."""
+    """Return the first record of each module; skip files that cannot be read."""
     found: dict[str, _Source] = {}
     with contextlib.suppress(OSError, ValueError):
         for content in filter(None, json_lines(file)):
@@ -100,14 +100,14 @@ def _read(file: Path) -> dict[str, _Source]:
 
 
 def own_modules() -> list[tuple[str, str]]:
-    """Return name and file of the imported modules that are the user's."""
+    """Return name and file of the imported modules that belong to the user."""
     libraries = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
     found = []
     for name, module in list(sys.modules.items()):
         spec = getattr(module, "__spec__", None)
         path = str(getattr(module, "__file__", None) or "")
         if (
-            # a script has none, and a module that runs by ``python -m`` has its own
+            # A script has no spec, and a module that runs by ``python -m`` has its own name in it.
             name in (MAIN_MODULE, getattr(spec, "name", None))
             and path.endswith(".py")
             and name.partition(".")[0] not in _OURS

@@ -1,5 +1,8 @@
-"""Where training is in its data. The position counts samples, so that an attempt whose batches have
-another size goes on with the very next sample; where that is uncertain, one line says so first."""
+"""Where training is in its data.
+
+The attempt stores the position in its checkpoints. The position counts samples, so an attempt with
+another batch size resumes with the very next sample. If that is uncertain, one line warns first.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +21,22 @@ from robust_train.folder.checkpoints import START, Position, read_manifests
 
 log = logging.getLogger("robust_train")
 
-_LARGEST_STATE = 100_000  # characters, of a loader
+_LARGEST_STATE = 100_000  # characters of a loader's state
 _COUNTS_SAMPLES = '"samples_yielded"'
-"""In the state of torchdata's loader; if a sampler draws from a data set, it counts by that."""
+"""A field of torchdata's loader state. If a sampler draws from a data set, it counts by that."""
 
 _ORDERLY = frozenset({"builtins", "robust_train", "torch", "torchdata"})
-"""Packages whose samplers draw the same order for batches of any size."""
+"""Packages whose samplers draw the same order for any batch size."""
 
 _END = object()
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """What an attempt knows of its batches before it has seen one."""
+    """The attempt's batches, as far as they are known before the first batch."""
 
     batch_size: int = 0  # `training.batch_size`, 0 if there is none
-    # samples of one rank in an optimizer step, 0 if unknown
+    # Samples of one rank in an optimizer step, 0 if unknown.
     effective: int = 0
     reads_batch_size: bool = True  # False if its loader cannot depend on it
     rank: int = 0
@@ -42,33 +45,34 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Source:
-    """How a loader draws its samples, as far as its parts show."""
+    """How a loader draws its samples, as far as its attributes show."""
 
-    # samples in each batch, None if the loader does not say
+    # Samples in each batch, None if the loader does not say.
     size: int | None = None
     total: int | None = None  # samples in a pass, None if unknown
-    # whether a last batch that is not full is left out
+    # Whether an incomplete last batch is dropped.
     drops_last: bool = False
-    # who may draw samples in another order for batches of another size; None: nobody does
+    # The class that may draw another order of samples for another batch size, None if none does.
     unsure: str | None = None
-    # that hand out batches in turn, each of samples of its own
+    # Workers that deliver batches in turn, each with its own samples.
     workers: int = 1
-    # a checksum of what a shuffled order depends on
+    # A checksum of the state that a shuffled order depends on.
     order: int | None = None
-    remedy: str = ""  # how the order becomes the same in all attempts
+    remedy: str = ""  # the change that makes the order the same in all attempts
 
     def count(self, batch: Any, samples: int | None) -> int | None:
-        """Return the samples in a batch that comes after ``samples`` of them, None if unknown."""
+        """Return the number of samples in a batch that comes after ``samples`` samples, None if
+        unknown."""
         if self.size is None:
             return count_samples(batch)
         if self.total and samples is not None:
-            # the last batch may have fewer; some loaders begin again after it
+            # The last batch may have fewer samples; some loaders start again after it.
             return min(self.size, self.total - samples % self.total)
         return self.size
 
 
 def examine(loader: Any) -> Source:
-    """Return how ``loader`` draws its samples. Draws none, and no random numbers."""
+    """Return how ``loader`` draws its samples, without drawing samples or random numbers."""
     data = sys.modules.get("torch.utils.data")
     if data is None or not isinstance(loader, data.DataLoader):
         size = getattr(loader, "batch_size", None)
@@ -79,7 +83,7 @@ def examine(loader: Any) -> Source:
     is_stream = isinstance(loader.dataset, data.IterableDataset)
     batches = loader.batch_sampler
     if batches is None and not is_stream:
-        # a data set that takes the indices of a whole batch has a sampler of batches
+        # A data set that takes the indices of a whole batch has a sampler of batches.
         batches = loader.sampler
     size = loader.batch_size
     if size is None and type(batches) is data.BatchSampler:
@@ -109,7 +113,8 @@ def examine(loader: Any) -> Source:
 
 
 def _order_of(sampler: Any) -> tuple[int | None, str]:
-    """Return a checksum of what a sampler of torch's shuffles by, and how to make it the same."""
+    """Return a checksum of the state by which a torch sampler shuffles, and how to make it the
+    same."""
     import torch
 
     if getattr(sampler, "shuffle", False):  # among ranks
@@ -124,15 +129,15 @@ def _order_of(sampler: Any) -> tuple[int | None, str]:
 
 
 def count_samples(batch: Any) -> int | None:
-    """Return the number of samples in a batch that was loaded, None if it cannot be counted."""
-    # batches of graphs, and dictionaries of tensors, say it themselves
+    """Return the number of samples in a loaded batch, None if it cannot be counted."""
+    # Batches of graphs, and dictionaries of tensors, have an attribute with it.
     for name in ("num_graphs", "batch_size"):
         size = getattr(batch, name, None)
         if isinstance(size, tuple) and size:
             size = size[0]
         if isinstance(size, int):
             return size
-    # a program without torch is not made to import it
+    # A program without torch is not made to import it.
     if "torch" not in sys.modules:
         return None
     from robust_train.step.splitting import length_of
@@ -143,8 +148,12 @@ def count_samples(batch: Any) -> int | None:
 
 
 def without_first(batch: Any, samples: int, sizes: range) -> Any:
-    """Return a batch without its first samples, None if it cannot be cut, or if it has none of the
-    ``sizes``: then something else is counted."""
+    """Return a batch without its first samples.
+
+    Returns:
+        None if the batch cannot be cut, or has none of the ``sizes``: then it counts something
+            else.
+    """
     if "torch" not in sys.modules:
         return None
     from robust_train.step.splitting import length_of, part_of
@@ -160,19 +169,19 @@ def without_first(batch: Any, samples: int, sizes: range) -> Any:
 
 @dataclass(frozen=True)
 class Passed:
-    """Batches that were passed over."""
+    """Batches that were skipped."""
 
     batches: int = 0
-    samples: int | None = 0  # in them; None: those of the last batch cannot be counted
+    samples: int | None = 0  # samples in them, None if those of the last batch cannot be counted
     largest: int | None = None  # samples in the largest batch
-    ends_in: Any = None  # the next batch, if the last samples are in it
+    ends_in: Any = None  # the next batch, if it begins with the last of the samples
 
 
 def pass_over(
     batches: Iterator[Any], samples: int, count: Callable[[Any, int], int | None]
 ) -> Passed:
-    """Take ``samples`` samples off ``batches``, or all that there are. ``count`` is given a batch
-    and the samples before it."""
+    """Take ``samples`` samples from ``batches``, or all that exist. ``count`` is called with a
+    batch and the number of samples before it."""
     largest: int | None = None
     number = done = 0
     while done < samples:
@@ -191,7 +200,7 @@ def pass_over(
 
 
 class Batches:
-    """Counts the batches that a trainer is given, and the samples in them."""
+    """Counts the batches that a trainer gets, and the samples in them."""
 
     def __init__(self, resumed: Position = START) -> None:
         self._at = START
@@ -200,15 +209,15 @@ class Batches:
 
     @property
     def position(self) -> Position:
-        """Where it is now: the batch given last counts."""
-        # saved again before an attempt has taken its first batch
+        """The current position, which includes the last batch that was handed out."""
+        # The attempt saves again before it has taken its first batch.
         if self._resumed != START:
             return self._resumed
         return replace(self._at, loader=_state_of(self._loader))
 
     def resume(self, path: Path, step: int, skips_to: int) -> None:
-        """Begin the next pass where the checkpoint ``path`` of a step is in the data; those up to
-        step ``skips_to``, with which training diverged, are passed over."""
+        """Start the next pass at the position of the checkpoint ``path`` of a step. The data up to
+        step ``skips_to``, with which training diverged, are skipped."""
         found = (one.position for one in read_manifests(path.parent) if one.path == path.absolute())
         at = next(found, START)
         more = skips_to - step
@@ -227,8 +236,8 @@ class Batches:
         self._resumed = at
 
     def over(self, loader: Any, attempt: Attempt) -> Iterator[Any]:
-        """Yield a pass over a loader; of the first one what is left. A state is of one rank's data,
-        so several ranks count."""
+        """Yield a pass over a loader, in the first pass only the rest of it. The state belongs to
+        one rank's data, so with several ranks the samples are counted."""
         before = self._resumed
         self._resumed = START
         source = examine(loader)
@@ -263,7 +272,7 @@ class Batches:
     def _rest(
         self, loader: Any, source: Source, before: Position, attempt: Attempt
     ) -> Iterator[Any]:
-        """Return what an earlier attempt has left of a pass, or a whole pass."""
+        """Return the rest of an earlier attempt's pass, or a whole pass."""
         is_same = _draws_alike(before, self._at)
         state = before.loader if self._loader is not None else None
         counts_samples = source.total is not None and _COUNTS_SAMPLES in json.dumps(state)
@@ -279,7 +288,7 @@ class Batches:
             if not is_same:
                 _warn_of_counted_batches(before, self._at, attempt)
             batches = before.in_pass
-            # a loader of torch's has a length only if its data set has one
+            # A torch loader has a length only if its data set has a length.
             with contextlib.suppress(TypeError):
                 batches %= max(len(loader), 1)
             self._begin_after(before, batches)
@@ -289,7 +298,7 @@ class Batches:
         )
 
     def _begin_after(self, before: Position, batches: int) -> None:
-        """Count from where an earlier attempt was, after so many batches of a pass."""
+        """Count from the position of an earlier attempt, after this many batches of a pass."""
         samples = before.samples
         if not batches:
             samples = 0
@@ -300,8 +309,8 @@ class Batches:
     def _after_samples(
         self, loader: Any, source: Source, before: Position, attempt: Attempt
     ) -> Iterator[Any]:
-        """Return what follows the samples that an earlier attempt has seen. The batch of which it
-        has seen a part is cut."""
+        """Return the samples after those that an earlier attempt has seen. A batch that it saw in
+        part is cut."""
         wanted = before.samples or 0
         batches: Iterator[Any] = iter(loader)
         passed = pass_over(batches, wanted, source.count)
@@ -317,12 +326,12 @@ class Batches:
             self._at, in_pass=passed.batches, samples=passed.samples, size=passed.largest
         )
         if _is_unchanged(before, after) and source.size is None:
-            # or they are of the size that was asked for, and something else was counted
+            # Otherwise batches have the requested size, and they count something else.
             if attempt.effective != after.size:
                 _warn_of_counted_batches(before, after, attempt)
         elif batch is not _END:
             _warn_of_samples(before, after, source, attempt)
-        # the pass was done; what is its own iterator has no other
+        # The pass was done, and a loader that is its own iterator has no second pass.
         if batch is _END:
             return iter(()) if batches is loader else iter(loader)
         self._at = after
@@ -330,7 +339,7 @@ class Batches:
         if not seen:
             return itertools.chain([batch], batches)
         most = source.count(batch, passed.samples) or 0
-        # a stream does not say that a batch is its last, which may have fewer
+        # A stream does not say that a batch is its last, which may have fewer samples.
         least = most if source.total else 1
         rest = without_first(batch, seen, range(least, most + 1))
         if rest is None:
@@ -355,7 +364,7 @@ def _draws_alike(before: Position, now: Position) -> bool:
 
 
 def _seen_of_pass(before: Position, source: Source) -> int:
-    """Return the samples that were seen of a pass that is not done, 0 if it is."""
+    """Return the samples that were seen of an unfinished pass, 0 if the pass is finished."""
     samples = before.samples or 0
     if not source.total:
         return samples
@@ -365,7 +374,7 @@ def _seen_of_pass(before: Position, source: Source) -> int:
 
 
 def _warn_of_another_order(before: Position, source: Source, attempt: Attempt) -> None:
-    """Warn if a sampler shuffles this pass in another way than the attempt that began it."""
+    """Warn if a sampler shuffles this pass in another way than the attempt that started it."""
     orders = {before.order, source.order}
     if len(orders) > 1 and None not in orders:
         _warn(
@@ -377,12 +386,13 @@ def _warn_of_another_order(before: Position, source: Source, attempt: Attempt) -
 
 
 def _is_unchanged(before: Position, now: Position) -> bool:
-    """Return whether as many batches with as many samples were passed over as had been seen."""
+    """Return whether the number of skipped batches and samples equals the number of those seen
+    before."""
     return (before.in_pass, before.samples, before.size) == (now.in_pass, now.samples, now.size)
 
 
 def _warn_of_samples(before: Position, now: Position, source: Source, attempt: Attempt) -> None:
-    """Warn if the samples that were passed over need not be those that were seen."""
+    """Warn if the skipped samples may differ from the samples that were seen."""
     maker = source.unsure
     if maker is None and before.ranks != now.ranks:
         maker = "divided among the ranks"
@@ -398,7 +408,7 @@ def _warn_of_samples(before: Position, now: Position, source: Source, attempt: A
 
 
 def _changed(before: Position, now: Position) -> str:
-    """Return what has changed in how samples are drawn."""
+    """Return the difference in how samples are drawn."""
     figures = (
         ("samples in a batch", before.size, now.size),
         ("data-loader workers", before.workers, now.workers),
@@ -409,7 +419,7 @@ def _changed(before: Position, now: Position) -> str:
 
 
 def _warn_of_counted_batches(before: Position, now: Position, attempt: Attempt) -> None:
-    """Warn that batches are passed over whose size may be another one than before."""
+    """Warn that batches are skipped whose size may differ from before."""
     if not attempt.reads_batch_size or not before.in_pass:
         return
     seen = before.in_pass * before.asked
@@ -430,7 +440,8 @@ def _warn(attempt: Attempt, problem: str) -> None:
 
 
 def _state_of(loader: Any) -> Any:
-    """Return a loader's state where it is plain and small, None otherwise: then it is counted."""
+    """Return a loader's state if it is plain and small, otherwise None, and its batches are
+    counted."""
     with contextlib.suppress(AttributeError, TypeError, ValueError):
         state = loader.state_dict()
         text = json.dumps(state)

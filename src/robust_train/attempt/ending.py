@@ -1,4 +1,5 @@
-"""How an exception that ended an attempt is reported."""
+"""How an attempt reports the exception that ended it. The runner calls it in the attempt's
+process."""
 
 from __future__ import annotations
 
@@ -27,16 +28,16 @@ from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 
 _LARGEST_ERROR_BYTES = 20_000
 _NO_RESOLVER = re.compile(r"Unsupported interpolation type (\w[\w.]*)")
-# the frames of these modules come before the trainer's, and are not its mistake
+# The frames of these modules come before the trainer's frames, and are not its mistake.
 _OURS = ("robust_train.attempt.runner", "robust_train.attempt.loading")
 
 
 def failed(error: BaseException, with_evidence: Callable[[Failure], Failure]) -> Failed:
-    """Return the event of an attempt that ``error`` has ended.
+    """Return the event of an attempt that ``error`` ended.
 
     Args:
         error: the exception that the trainer raised.
-        with_evidence: completes the failure with what features know of it.
+        with_evidence: adds the features' findings to the failure.
     """
     of_rank = error if isinstance(error, RankFailure) else None
     is_in_words = isinstance(error, (TrainingDiverged, UserError))
@@ -68,7 +69,7 @@ def _failure_of(error: BaseException) -> Failure:
         return Failure(FailureKind.BUG, str(error), evidence)
     failure = classify_failure(error)
     if isinstance(error, CheckpointError) and error.bytes:
-        # by which the launcher knows when the disk has room for it
+        # From this size the launcher knows when the disk has room for it.
         evidence = replace(failure.evidence, requested_bytes=error.bytes)
         failure = replace(failure, evidence=evidence)
     if isinstance(error, (ConfigKeyError, ConfigAttributeError)):
@@ -77,7 +78,7 @@ def _failure_of(error: BaseException) -> Failure:
 
 
 def _missing_key(error: ConfigKeyError | ConfigAttributeError) -> str:
-    """Return one line about a key that the trainer reads and its config does not have."""
+    """Return one line about a key that the trainer reads and that its config lacks."""
     frames = traceback.extract_tb(_without_omegaconf(error.__traceback__))
     place = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}, reads"
     key = error.full_key
@@ -85,7 +86,7 @@ def _missing_key(error: ConfigKeyError | ConfigAttributeError) -> str:
 
 
 def _trainer_traceback(error: BaseException) -> str:
-    """Return the traceback as the trainer's author sees it: without the launcher's own frames."""
+    """Return the traceback as the trainer's author sees it: without this package's frames."""
     frames = error.__traceback__
     while frames is not None and _module(frames) in _OURS:
         frames = frames.tb_next
@@ -95,7 +96,7 @@ def _trainer_traceback(error: BaseException) -> str:
 
 
 def _without_omegaconf(frames: TracebackType | None) -> TracebackType | None:
-    """Cut off what a config does when a key is read: the reader's line is the mistake."""
+    """Cut off a config's frames for reading a key: the mistake is in the reader's line."""
     here = frames
     while here is not None:
         inner = here.tb_next
@@ -112,7 +113,7 @@ def _module(frames: TracebackType) -> str:
 def _pickled(error: BaseException) -> str:
     try:
         data = pickle.dumps(error)
-        pickle.loads(data)  # many exceptions can be dumped but not built again
+        pickle.loads(data)  # many exceptions can be pickled but not unpickled
     except Exception:
         return ""
     if len(data) >= _LARGEST_ERROR_BYTES:
@@ -121,9 +122,8 @@ def _pickled(error: BaseException) -> str:
 
 
 def lacks_resolver(raised: BaseException) -> UserError | None:
-    """Return one line about a resolver that this process lacks; None if it is another error. The
-    frames of OmegaConf say nothing of the reason: the script has registered it for the launcher
-    alone."""
+    """Return one line about a resolver that this process lacks; None for another error. OmegaConf's
+    frames do not show the reason: the script registered the resolver only in the launcher."""
     error: BaseException | None = raised
     seen: list[BaseException] = []
     while error is not None and error not in seen:

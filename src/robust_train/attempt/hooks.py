@@ -1,7 +1,8 @@
-"""Where a feature takes part in an attempt, each hook folded by one rule.
+"""Where a feature takes part in an attempt, each hook combined by one rule.
 
-A feature is one object per rank. A hook that a feature does not override costs a step nothing. No
-hook calls another one, and no feature sees another one.
+:class:`.live.LiveAttempt` calls the hooks in the process that trains. A feature is one object per
+rank. A hook that a feature does not override costs a step nothing. No hook calls another hook, and
+features do not see each other.
 """
 
 from __future__ import annotations
@@ -31,35 +32,36 @@ class InAttempt:
         self.config = config
 
     def begin(self) -> None:
-        """Begin before the trainer is called, which has been imported."""
+        """Start before the trainer is called, but after it was imported."""
 
     def boundary(self, what: str) -> None:
-        """Do what is due between two steps; ``what`` the trainer does there: ``progress``,
+        """Do work that is due between two steps. ``what`` names the trainer's call: ``progress``,
         ``reported`` (progress that was passed on), ``backward``, ``forward``, ``should_stop``,
         ``should_save``."""
 
     def pause(self, why: str) -> None:
-        """Do what is due where no step is measured: after a ``save`` or an ``epoch``."""
+        """Do work that is due while no step is measured: after a ``save`` or an ``epoch``."""
 
     def ran_out(self, error: BaseException, failure: Failure) -> None:
-        """Note what filled the memory within a step, which is repeated in smaller parts."""
+        """Note what filled the memory within a step. The step is repeated in smaller parts."""
 
     def evidence(self, failure: Failure) -> Failure:
-        """Return the failure that ended the attempt with what is known only here. Chained."""
+        """Add evidence to the failure that ended the attempt. Chained."""
         return failure
 
     def tick(self) -> None:
-        """Do what is due twice a second, in a thread beside the trainer."""
+        """Do periodic work, twice a second, in another thread than the trainer's."""
 
     def end(self, error: BaseException | None) -> None:
-        """End when the trainer has returned, or has raised ``error``."""
+        """End after the trainer has returned, or has raised ``error``."""
 
     def close(self, error: BaseException | None) -> None:
-        """Clean up after the end was reported, in a process that goes on or after success."""
+        """Clean up after the end was reported, if the process continues or the attempt
+        succeeded."""
 
 
 class AttemptHooks:
-    """The features of one attempt, called together, in the order in which they are listed."""
+    """Calls the hooks of all features of one attempt, in the order in which they are listed."""
 
     def __init__(self, features: Sequence[InAttempt] = ()) -> None:
         self._all = features
@@ -71,45 +73,46 @@ class AttemptHooks:
             feature.begin()
 
     def boundary(self, what: str) -> None:
-        """Let all do what is due between two steps."""
+        """Let all features do their work between two steps."""
         for boundary in self._at_boundary:
             boundary(what)
 
     def pause(self, why: str) -> None:
-        """Let all do what is due where no step is measured."""
+        """Let all features do their work while no step is measured."""
         for feature in self._all:
             feature.pause(why)
 
     def ran_out(self, error: BaseException, failure: Failure) -> None:
-        """Let all note what filled the memory."""
+        """Let all features note what filled the memory."""
         for feature in self._all:
             feature.ran_out(error, failure)
 
     def evidence(self, failure: Failure) -> Failure:
-        """Return the failure with all evidence."""
+        """Return the failure with the evidence of all features."""
         for feature in self._all:
             failure = feature.evidence(failure)
         return failure
 
     def tick(self) -> None:
-        """Let all do what is due twice a second."""
+        """Let all features do their periodic work."""
         for feature in self._all:
             feature.tick()
 
     def end(self, error: BaseException | None) -> None:
-        """End with the trainer, the last feature first; each ends whatever the others raise."""
+        """End with the trainer, the last feature first. Each feature ends even if another one
+        raises."""
         with ExitStack() as ends:
             for feature in self._all:
                 ends.callback(feature.end, error)
 
     def close(self, error: BaseException | None) -> None:
-        """Let all clean up."""
+        """Let all features clean up."""
         for feature in self._all:
             feature.close(error)
 
 
 def load_hooks(names: Sequence[str], live: LiveAttempt, config: RobustConfig) -> AttemptHooks:
-    """Return the hooks of features with these dotted names (``package.module:Class``)."""
+    """Create the hooks of the features with these dotted names (``package.module:Class``)."""
     return AttemptHooks([load_named(name)(live, config) for name in names])
 
 

@@ -1,8 +1,7 @@
-"""A plain interpreter that runs one attempt, or one rank of it: of several processes that train
-together.
+"""A plain interpreter that runs one attempt, or one rank of an attempt with several processes.
 
-It is started early, imports what the launcher asks for while it waits, and is given its attempt
-over a socket. Nothing here imports torch: that is left to the trainer.
+The launcher starts it early. It imports the modules that the launcher names while it waits, and
+gets its attempt over a socket. This module does not import torch, which is left to the trainer.
 """
 
 from __future__ import annotations
@@ -57,7 +56,8 @@ from robust_train.model.failure import Finding
 from robust_train.model.parts import parts_like
 
 _AT_THE_START = frozenset(sys.modules)
-"""What every interpreter has; what a standby imports beyond it, the next standby needs as well."""
+"""The modules of every interpreter. What a standby imports in addition, the next standby needs too.
+"""
 
 _STORE_HOST = "127.0.0.1"
 _MOST_DESCRIPTORS = 16
@@ -66,32 +66,33 @@ _LONGEST_PAUSE_SECONDS = 1.0
 
 def main() -> NoReturn:
     """Serve one launcher: prepare, then run one attempt and end."""
-    # a signal to all processes of a job waits until the attempt can handle it
+    # A signal to all processes of a job is held until the attempt can handle it.
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOP_SIGNALS)
     signals.keep_ends_of_children()
     starter, descriptor = (int(number) for number in sys.argv[1:])
-    # the reaper asks for the same, and kills what stays
+    # The reaper sends the same signal, and kills what is left.
     linux.signal_at_parents_death(signals.stop_signal(os.environ))
     if os.getppid() != starter:
         os._exit(1)
-    # a trainer that is pickled by value finds its names there; and no library imports us again
+    # A trainer that is pickled by value finds its names here, and no library imports this module
+    # again.
     empty = types.ModuleType("__main__")
     sys.modules["__main__"] = sys.modules[MAIN_MODULE] = empty
     os.set_inheritable(descriptor, False)
     channel = socket.socket(fileno=descriptor)
     send = EventSender(channel)
-    # A failure is reported with these: when memory has run out, there is none to import them.
+    # A failure is reported with these classes. When memory has run out, they cannot be imported.
     parts_like(Finding)
     prepared = Prepared()
     while True:
         readable([channel.fileno()], FOREVER_SECONDS)
         data = b""
         descriptors = list[int]()
-        # closed with an answer of ours unread, the socket is reset
+        # A socket that is closed with an unread answer is reset.
         with contextlib.suppress(ConnectionResetError):
             data, descriptors, _, _ = socket.recv_fds(channel, 1, _MOST_DESCRIPTORS)
         if not data:
-            os._exit(0)  # the launcher is gone or needs no attempt
+            os._exit(0)  # the launcher has ended or needs no attempt
         with os.fdopen(descriptors[0], "rb") as file:
             file.seek(0)
             try:
@@ -100,13 +101,13 @@ def main() -> NoReturn:
                 if not prepared.refusal:
                     raise
                 # The launcher knows by now that a limit leaves no room, and an import without room
-                # fails in many ways: as a MemoryError, or in listing a folder.
+                # fails in many ways: with a MemoryError, or when it lists a folder.
                 os._exit(1)
         if isinstance(message, Preparation):
             prepared = _prepare(message, channel)
             send(prepared)
             if prepared.is_unfit:
-                # a context takes memory of a GPU that nobody has reserved for it
+                # A CUDA context takes memory of a GPU that nobody has reserved for it.
                 send.flush()
                 os._exit(0)
         elif isinstance(message, Begin):
@@ -118,8 +119,8 @@ def _prepare(wanted: Preparation, channel: socket.socket) -> Prepared:
     sys.path[:] = wanted.path
     sys.argv[:] = wanted.argv
     if wanted.is_standby:
-        # a library that asks at its import whether there is a GPU then starts no driver; the
-        # attempt brings an environment of its own
+        # If a library asks at its import whether there is a GPU, it then starts no driver. The
+        # attempt brings its own environment.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     names = list(wanted.modules)
     try:
@@ -148,7 +149,8 @@ def _prepare(wanted: Preparation, channel: socket.socket) -> Prepared:
 
 
 def _import_one(name: str) -> None:
-    """Import a module; what fails will fail in the attempt as well, and is reported there.
+    """Import a module. A failure is ignored, because it comes again in the attempt and is reported
+    there.
 
     Raises:
         ConfigError: a limit of this process leaves no room for it.
@@ -164,7 +166,7 @@ def _import_one(name: str) -> None:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Print nothing: what a library prints at its import comes between the lines of an attempt."""
+    """Print nothing: output of an import would stand between the lines of an attempt."""
     flush_output()
     kept = [os.dup(number) for number in (1, 2)]
     with open(os.devnull, "wb") as nothing:
@@ -184,8 +186,9 @@ def _be_attempt(
 ) -> NoReturn:
     """Run the attempt and end this process.
 
-    ``descriptors`` stay open here and in all that is started: locks on what the attempt uses. With
-    several ranks two come before them: their votes, and on rank 0 the socket of their store.
+    ``descriptors`` stay open here and in all child processes: they are locks on what the attempt
+    uses. With several ranks two others come before them: the file of the votes, and on rank 0 the
+    socket of the store.
     """
     status = 1
     request = begin.request
@@ -209,7 +212,7 @@ def _be_attempt(
             )
             status = int(error is not None)
             send.flush()
-            # what a normal interpreter exit would do
+            # A normal exit of the interpreter would do the same.
             flush_output()
             run_exit_handlers()
     except BaseException:
@@ -221,10 +224,10 @@ def _be_attempt(
 
 
 def _write_stacks(request: AttemptRequest) -> None:
-    """Have the stacks of a crash or a stall written; not on the screen, which gets a line."""
+    """Write the stacks of a crash or a stall to a file; the screen gets one line."""
     try:
         stacks = request.stacks_file.open("a")
-    except OSError:  # a full disk, perhaps
+    except OSError:  # the disk may be full
         faulthandler.enable()
         return
     faulthandler.enable(stacks)
@@ -232,8 +235,8 @@ def _write_stacks(request: AttemptRequest) -> None:
 
 
 class _Reporter:
-    """Sends events, and which libraries the trainer has imported, when it is loaded and trains; of
-    the user's own modules that is recorded then."""
+    """Sends events, and once the trainer is loaded and trains, the libraries that it has imported.
+    Then it also records the user's own modules."""
 
     def __init__(self, request: AttemptRequest, send: EventSender, rank: int) -> None:
         self._request = request
@@ -244,7 +247,7 @@ class _Reporter:
         self.send = send
 
     def __call__(self, event: Event) -> None:
-        """Send an event; of ranks other than the first their end, and what has a rank."""
+        """Send an event. Ranks other than rank 0 send only their end, and events with a rank."""
         if not self._trains and isinstance(event, Progress):
             self._trains = True
             self._report_imports()
@@ -272,9 +275,9 @@ class _Reporter:
 
 
 def _set_start_method(request: AttemptRequest) -> None:
-    """Have multiprocessing start processes as it did in the script at the call of ``launch``.
+    """Let multiprocessing use the start method of the script at its call of ``launch``.
 
-    A module that the launcher has not imported may have chosen for itself.
+    A module that the launcher has not imported may have chosen a method of its own.
     """
     wanted = request.start_method
     own = multiprocessing.get_start_method(allow_none=True)
@@ -285,8 +288,8 @@ def _set_start_method(request: AttemptRequest) -> None:
 
 
 def _modules_to_share() -> tuple[str, ...]:
-    """Return the imported modules that lie in site-packages, or are ours: an editable installation
-    has ours elsewhere. The user's may change between two attempts."""
+    """Return the imported modules from site-packages, and those of this package, which an editable
+    installation has elsewhere. The user's modules may change between two attempts."""
     folders = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
     names = []
     for name, module in list(sys.modules.items()):
@@ -312,7 +315,7 @@ def _run_rank(
     votes = Votes(request.ranks, descriptors[0])
     set_environment(rank, request, begin.store_port)
     torch = set_up(rank, request)
-    # kept until the end: other ranks use it
+    # The store is kept until the end, because other ranks use it.
     store = None if rank else _host_store(torch, begin.store_port, descriptors[1])
     error = run_attempt(
         replace(request, config=for_rank(request.config, rank)),
@@ -322,23 +325,23 @@ def _run_rank(
         rank=rank,
         flags=votes,
     )
-    # from here on others may still be at work, and a request to stop is for them
+    # From here on other ranks may still work, and a request to stop is for them.
     for signum in signals.STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
     flush_output()
     if error is not None:
-        # without the interpreter's way out: a collective's thread may wait for peers
+        # The interpreter's normal exit may hang, because a collective's thread may wait for peers.
         return 1
     run_exit_handlers()
     report.send.flush()
     if store is not None:
-        # the launcher closes it when all others have ended
+        # The launcher closes the channel when all other ranks have ended.
         readable([channel.fileno()], FOREVER_SECONDS)
     return 0
 
 
 def set_environment(rank: int, request: AttemptRequest, port: int) -> None:
-    """Set what torch's ``env://`` and other libraries read, as torch's own launcher does."""
+    """Set the variables that torch's ``env://`` and other libraries read, as torchrun does."""
     for name in request.of_first_rank if rank else ():
         os.environ.pop(name, None)
     for name in ("", "ROLE_", "LOCAL_"):
@@ -352,20 +355,20 @@ def set_environment(rank: int, request: AttemptRequest, port: int) -> None:
         "TORCHELASTIC_RUN_ID": "robust_train",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
-        # rank 0 hosts the store before its trainer begins
+        # Rank 0 hosts the store before its trainer starts.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    # no look-up of the host's name, which may have no address, or one that others do not reach
+    # Gloo looks up the host's name otherwise, whose address may not exist or not be reachable.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if (lightning := sys.modules.get("lightning_utilities.core.rank_zero")) is not None:
-        # read when it was imported, before there was a rank
+        # Lightning read the rank when it was imported, before there was a rank.
         lightning.rank_zero_only.rank = rank
 
 
 def set_up(rank: int, request: AttemptRequest) -> Any:
-    """Import torch and set up what each of several processes of one machine needs."""
-    # accelerate would set another number
+    """Import torch and set up one of several processes of this machine."""
+    # accelerate would set another number.
     share = max(1, len(os.sched_getaffinity(0)) // request.ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(share))
 
@@ -375,19 +378,19 @@ def set_up(rank: int, request: AttemptRequest) -> Any:
     if rank:
         speak_as_rank(rank)
     if request.spec.gpus:
-        # for trainers that say just "cuda"
+        # Trainers that say just "cuda" get this GPU.
         when_cuda_starts(torch, lambda: torch.cuda.set_device(rank))
-    # it may have been imported before the number of ranks was known
+    # The module may have been imported before the number of ranks was known.
     with contextlib.suppress(ValueError):
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     return torch
 
 
 def _host_store(torch: Any, port: int, listener: int) -> Any:
-    """Serve the store of the ranks on a socket of the loopback that the launcher has bound.
+    """Serve the ranks' store on a socket of the loopback device that the launcher has bound.
 
-    libuv's store, because torch's older one reads in its only thread and hangs on one foreign byte.
-    It takes an open socket from torch 2.6 on.
+    It is libuv's store, because torch's older store reads in its only thread and hangs on one
+    foreign byte. It accepts an open socket from torch 2.6 on.
     """
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     return torch.distributed.TCPStore(

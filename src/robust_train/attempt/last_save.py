@@ -1,4 +1,7 @@
-"""What is saved once training is over: a full disk is waited for, and nothing is trained again."""
+"""The save after training is over: it waits for a full disk, so that no step is trained again.
+
+The runner and the integrations call it in the attempt's process.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +27,16 @@ log = logging.getLogger("robust_train")
 T = TypeVar("T")
 
 PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0)
-"""Between tries in seconds, as long as the disk says that it has room."""
+"""Seconds between tries while the disk reports free room."""
 _LOOK_SECONDS = 1.0
 _LINE_SECONDS = 60.0
 
 
 def write_when_there_is_room(live: LiveAttempt, write: Callable[[], T]) -> T:
-    """Return what ``write`` returns, which is called again as long as the disk is full.
+    """Return the result of ``write``, which is called again while the disk is full.
 
     Raises:
-        CheckpointError: the disk has room and fails all the same, or the reason is another one.
+        CheckpointError: the disk has room but fails, or the reason is not the disk.
         TrainingStopped: a stop was requested while the disk was full.
     """
     pauses = list(PAUSES)
@@ -56,7 +59,7 @@ def is_of_full_disk(error: CheckpointError) -> bool:
 
 
 def save_result(live: LiveAttempt, write: Callable[[], T]) -> T:
-    """Return what ``write`` returns, which writes the weights that training has ended with.
+    """Return the result of ``write``, which writes the weights at the end of training.
 
     They are the result, so no checkpoint is owed after that.
     """
@@ -68,12 +71,13 @@ def save_result(live: LiveAttempt, write: Callable[[], T]) -> T:
 
 
 def save_owed_checkpoint(live: LiveAttempt) -> None:
-    """Save the last checkpoint of training that is over, which the disk did not take. An attempt
-    that was asked to stop ends without it.
+    """Save the last checkpoint of finished training, if the disk did not take it. An attempt that
+    was asked to stop ends without it.
 
     Raises:
-        CheckpointError: it is not saved, and the last steps are repeated from an earlier one.
-        TrainingStopped: as above.
+        CheckpointError: it cannot be saved, and the last steps are repeated from an earlier
+            checkpoint.
+        TrainingStopped: a stop was requested while the disk was full.
     """
     unsaved = live.saving.owed
     if unsaved is None or live.stops.has_stopped_trainer or not is_of_full_disk(unsaved):
@@ -92,14 +96,14 @@ def save_owed_checkpoint(live: LiveAttempt) -> None:
 
 
 def save_last_again(live: LiveAttempt, save: Callable[[], object]) -> None:
-    """Let a framework save the state that training has just ended with, if the disk did not take
-    its last checkpoint: no copy of that is kept, and the trainer may change the weights next.
+    """Let a framework save the final state of training, if the disk did not take its last
+    checkpoint: no copy of that exists, and the trainer may change the weights next.
 
-    What the disk refuses for another reason than room stays owed. Several ranks save together, and
-    only the first one knows that it failed, so theirs stays owed too.
+    If the reason is not a full disk, the checkpoint stays owed. With several ranks, which save
+    together, it stays owed too, because only rank 0 knows that its write failed.
 
     Raises:
-        TrainingStopped: as above.
+        TrainingStopped: a stop was requested while the disk was full.
     """
     unsaved = live.saving.owed
     if unsaved is None or live.world_size > 1 or not is_of_full_disk(unsaved):
@@ -115,7 +119,8 @@ def save_last_again(live: LiveAttempt, save: Callable[[], object]) -> None:
 
 
 def _waited_for_room(live: LiveAttempt, failed: CheckpointError) -> bool:
-    """Wait until the disk has room for what could not be written; return whether it had none."""
+    """Wait until the disk has room for a checkpoint that could not be written; return whether the
+    disk was full."""
     has_waited = False
     next_line = 0.0
     while problem := why_full(live.run_dir, str(failed), failed.bytes):
@@ -124,14 +129,18 @@ def _waited_for_room(live: LiveAttempt, failed: CheckpointError) -> bool:
             next_line = time.monotonic() + _LINE_SECONDS
             needed = f"{memory(failed.bytes)} are" if failed.bytes else "space is"
             log.warning("training is over; %s: %s needed to save it", problem, needed)
-            # a report is a sign of life: this attempt does not hang
+            # A report is a sign of life, so the attempt does not count as hanging.
             live.reports.send(CheckpointFailed(problem))
         _sleep(live, _LOOK_SECONDS)
     return has_waited
 
 
 def _sleep(live: LiveAttempt, seconds: float) -> None:
-    """Let time pass; raise TrainingStopped if a stop is requested."""
+    """Wait.
+
+    Raises:
+        TrainingStopped: a stop is requested.
+    """
 
     def end_if_stopped() -> None:
         if live.should_stop():

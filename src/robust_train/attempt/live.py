@@ -1,8 +1,8 @@
-"""One attempt while it trains, as our own code sees it; its trainer sees :class:`.run.Run`.
+"""One attempt while it trains, as this package's code sees it. Its trainer sees :class:`.run.Run`.
 
-This is where the attempt's subjects meet, and each has a file of its own: what is reported, when
-to stop or save, how batches are split, what is saved, how fast it is, what the losses say. None of
-them knows another one, except that all of them may report.
+The subjects of an attempt meet here, and each has its own file: reports, requests to stop or save,
+splitting of batches, checkpoints, speed, losses. None of them knows another one, except that all
+may report. It lives in the process that trains, one object per rank.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class LiveAttempt:
-    """One attempt while it trains; what the trainer calls is described in :class:`.run.Run`.
+    """One attempt while it trains. The trainer's calls are described in :class:`.run.Run`.
 
     Attributes:
         attempt: number of this attempt, counted from 1.
@@ -51,21 +51,21 @@ class LiveAttempt:
             epochs and result count; the others may report them as well.
         is_main: whether this is rank 0, which saves the checkpoints and reports.
         run_dir: the job's run folder.
-        checkpoint_dir: where checkpoints belong; shared by all attempts of the job.
+        checkpoint_dir: the folder of the checkpoints, shared by all attempts of the job.
         has_live_status: the launcher shows steps and loss on a terminal.
         spec: what the attempt is to use; None in a script's process.
         reports: sends events, and knows how far training is.
-        stops: whether to stop or to save, and who asks for it.
+        stops: knows whether to stop or to save, and who requested it.
         speed: measures how fast the steps follow each other.
         parts: splits the batches.
-        saving: when the next checkpoint is due, and what was saved.
+        saving: knows when the next checkpoint is due, and what was saved.
         saves: loads and saves checkpoints.
-        losses: what becomes of losses and updates.
+        losses: receives losses and makes updates.
         hooks: the features that take part.
-        has_read: returns whether the trainer has read a key whose name has this part.
+        has_read: returns whether the trainer has read a key whose name contains this part.
         supports: returns whether the trainer supports a feature.
-        is_steered: a framework's trainer resumes from its checkpoints.
-        their_keys: how a project names our keys, None if it does not.
+        is_steered: whether a framework's trainer resumes from its own checkpoints.
+        their_keys: the project's names of this package's keys, None if it has none.
     """
 
     # Without slots, an assignment to a misspelt name would pass and change nothing.
@@ -139,7 +139,7 @@ class LiveAttempt:
     # --- before the trainer is called ---
 
     def prepare(self, request: AttemptRequest) -> None:
-        """Let the features take part that a request names, and split batches as it has it."""
+        """Let the features in a request take part, and split batches as it says."""
         self.spec = request.spec
         self.hooks = load_hooks(request.features, self, request.config)
         self.parts.set_asked(request.asked)
@@ -147,11 +147,11 @@ class LiveAttempt:
         self.saves.skip_to(request.spec.noted("skips_to", 0))
 
     def take_part(self, features: Iterable[InAttempt]) -> None:
-        """Let these features take part, in place of others."""
+        """Let these features take part, instead of earlier ones."""
         self.hooks = AttemptHooks(tuple(features))
 
     def configure(self, config: RobustConfig) -> None:
-        """Split batches, save and log as an attempt's config has it."""
+        """Split batches, save and log as an attempt's config says."""
         self.parts.split_by(MicroBatchPlan.of(config))
         self.saving.follow(SavePlan.of(config))
         self.saves.keep_newest(config.training.keep_checkpoints)
@@ -161,17 +161,17 @@ class LiveAttempt:
     def describe_trainer(
         self, has_read: Callable[[str], bool], supports: Callable[[str], bool]
     ) -> None:
-        """Set what is known of the trainer: the keys that it reads, the features it supports."""
+        """Set the keys that the trainer reads and the features that it supports."""
         self.has_read = has_read
         self.supports = supports
 
     def steer(self, plan: SavePlan) -> None:
-        """Let a framework's trainer save as ``plan`` has it."""
+        """Let a framework's trainer save as ``plan`` says."""
         self.is_steered = True
         self.saving.follow(plan)
 
     def watch(self, losses: LossWatch) -> None:
-        """Let losses and updates pass through ``losses``."""
+        """Pass losses and updates through ``losses``."""
         self.losses = losses
 
     # --- a step ---
@@ -226,7 +226,7 @@ class LiveAttempt:
         return self.speed.waits(passes)
 
     def _batches_so_far(self) -> Attempt:
-        """Return what is known of the batches before one was seen."""
+        """Return what is known of the batches before the first batch."""
         plan = self.parts.plan
         return Attempt(
             batch_size=plan.batch_size or 0,
@@ -260,7 +260,8 @@ class LiveAttempt:
         self._end_after_last_checkpoint()
         last_step = self.reports.last_step
         is_time = self.is_main and self.saving.clock.is_due(last_step)
-        # of weights worth nothing: a framework's own rotation would remove a good one for it
+        # Do not save non-finite weights: a framework that rotates checkpoints would remove a good
+        # checkpoint.
         if is_time and self.losses.allows_checkpoint():
             self.stops.raise_checkpoint()
         self.hooks.boundary("should_save")
@@ -271,7 +272,7 @@ class LiveAttempt:
         return is_due
 
     def _end_after_last_checkpoint(self) -> None:
-        """End a trainer that does not know that it is to stop, once it has saved for that."""
+        """End a trainer that never asks whether to stop, after its checkpoint for the stop."""
         if self.stops.is_past_last_checkpoint:
             self.saves.finish()
             step = self.reports.steps_done
@@ -292,7 +293,7 @@ class LiveAttempt:
             self.save_content(content, int(step), keep=self.saves.keep)
 
     def save_content(self, content: Content, step: int, *, keep: int, suffix: str = ".pt") -> None:
-        """Save a dictionary of values and tensors, as a framework has gathered it, as above."""
+        """Save a dictionary of values and tensors that a framework gathered, like :meth:`save`."""
         self.speed.pause()
         self.saves.save(content, step, keep=keep, suffix=suffix)
 

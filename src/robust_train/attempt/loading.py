@@ -1,4 +1,7 @@
-"""A trainer is imported by its reference, and what it supports is learned, where it runs."""
+"""Imports a trainer by its reference, and learns which features it supports.
+
+The runner uses it in the process that trains.
+"""
 
 from __future__ import annotations
 
@@ -37,16 +40,21 @@ Trainer = Callable[..., Any]
 CHECKPOINTING = "gradient_checkpointing"
 WORKERS = "num_workers"
 _READS = {CHECKPOINTING: CHECKPOINTING, WORKERS: "workers"}
-"""What a trainer may declare in ``supports``, and the end of a key that shows it."""
+"""The features that a trainer may declare in ``supports``, each with the end of a key that shows
+it."""
 
 
 _EXTRAS = frozenset({"accelerate", "lightning", "transformers"})
-"""Packages that an extra of the same name installs."""
+"""Packages that an extra with the same name installs."""
 
 
 def load(ref: TrainerRef) -> Trainer:
-    """Import the trainer. Raises ConfigError: it cannot be imported or is not callable; one
-    line that gives the reason."""
+    """Import the trainer.
+
+    Raises:
+        ConfigError: it cannot be imported or is not callable. The message is one line with the
+            reason.
+    """
     if ref.pickled:
         return _unpickled(ref, ref.pickled)
     if ref.main is not None:
@@ -65,7 +73,7 @@ def load(ref: TrainerRef) -> Trainer:
 
 
 def _import_module(ref: TrainerRef) -> tuple[Any, list[str]]:
-    """Import the longest part of the path that is a module; return it and the other names."""
+    """Import the longest part of the path that is a module; return it and the remaining names."""
     parts = ref.parts()
     for end in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:end])
@@ -82,11 +90,11 @@ def _import_module(ref: TrainerRef) -> tuple[Any, list[str]]:
 
 
 def _load_main(ref: TrainerRef, main: MainModule) -> None:
-    """Import a script as ``__main__``, but under another name until it is imported, so that its
-    guard holds: as a spawned process of :mod:`multiprocessing` does."""
+    """Import a script as ``__main__``, but under another name until the import is done, so that its
+    guard holds. A spawned process of :mod:`multiprocessing` does the same."""
     module = ModuleType(MAIN_MODULE)
     del sys.modules[MAIN_MODULE]
-    # there is one where it comes from a copy
+    # The module exists if it comes from a copy.
     copied = importlib.util.find_spec(MAIN_MODULE)
     loader: Any = SourceFileLoader(MAIN_MODULE, main.file)
     if copied is not None:
@@ -110,7 +118,8 @@ def _load_main(ref: TrainerRef, main: MainModule) -> None:
 
 
 def _name_main(module: ModuleType, main: MainModule) -> None:
-    """Set by what :mod:`multiprocessing` finds the script, and the script finds its package."""
+    """Set the names by which :mod:`multiprocessing` finds the script, and the script finds its
+    package."""
     module.__file__ = main.file
     if main.name:
         module.__spec__ = importlib.util.find_spec(main.name)
@@ -119,13 +128,14 @@ def _name_main(module: ModuleType, main: MainModule) -> None:
 
 
 def _rename_definitions(owner: ModuleType | type) -> None:
-    """Have functions and classes of a script belong to ``__main__``, as where it runs by itself.
+    """Assign functions and classes of a script to ``__main__``, as if it ran by itself.
 
-    A library that finds them under another name takes them for those of a package: it pickles them
-    by name for a process that cannot import them, and caches results by the name alone.
+    A library that finds them under another name assumes that they belong to a package. It then
+    pickles them by name for a process that cannot import them, and caches results by the name
+    alone.
     """
     for value in list(vars(owner).values()):
-        # of a static method or a class method the function
+        # For a static method or a class method this is the function.
         defined = getattr(value, "__func__", value)
         is_definition = isinstance(defined, (FunctionType, type))
         if is_definition and defined.__module__ == MAIN_MODULE:
@@ -136,7 +146,7 @@ def _rename_definitions(owner: ModuleType | type) -> None:
 
 
 def _unpickled(ref: TrainerRef, pickled: bytes) -> Trainer:
-    """Build the trainer; names that it uses are put into ``__main__``, as in the program."""
+    """Build the trainer, and put the names that it uses into ``__main__``, as in the program."""
     module = sys.modules["__main__"]
     try:
         if ref.main is not None:
@@ -146,14 +156,14 @@ def _unpickled(ref: TrainerRef, pickled: bytes) -> Trainer:
         raise _failed_import(ref, error) from error
     for names in _names_used_by(trainer):
         for name, value in names.items():
-            # an object is pickled by the name of its class
+            # An object is pickled by the name of its class.
             vars(module).setdefault(name, value)
     return trainer
 
 
 def _names_used_by(trainer: object) -> Iterator[dict[str, Any]]:
-    """Yield what the parts of a callable know of ``__main__``: a partial, a method, an object that
-    can be called, and what a decorator has wrapped consist of other callables."""
+    """Yield the names of ``__main__`` that the parts of a callable use: a partial, a method, an
+    object with ``__call__`` and a decorated function consist of other callables."""
     parts: list[Any] = [trainer]
     seen = set[int]()
     for part in parts:
@@ -164,7 +174,7 @@ def _names_used_by(trainer: object) -> Iterator[dict[str, Any]]:
             if part.__globals__.get("__name__") == "__main__":
                 yield part.__globals__
             for cell in part.__closure__ or ():
-                with contextlib.suppress(ValueError):  # an empty one
+                with contextlib.suppress(ValueError):  # an empty cell
                     parts.append(cell.cell_contents)
         elif isinstance(part, MethodType):
             parts += [part.__func__, part.__self__]
@@ -228,9 +238,14 @@ def _takes(signature: inspect.Signature, *arguments: object, **named: object) ->
 
 
 def support_of(trainer: object, has_read: Callable[[str], bool]) -> Callable[[str], bool]:
-    """Return a function: whether the trainer supports a feature, by what it declares in an
-    attribute, ``train.supports = {"gradient_checkpointing"}``, else by what it ``has_read``. Raises
-    UserError: it declares one that does not exist."""
+    """Return a predicate: whether the trainer supports a feature.
+
+    It goes by an attribute, ``train.supports = {"gradient_checkpointing"}``, else by the keys that
+    the trainer ``has_read``.
+
+    Raises:
+        UserError: the trainer declares a feature that does not exist.
+    """
     declared = getattr(trainer, "supports", None)
     if not isinstance(declared, (set, frozenset, list, tuple)):
         return lambda feature: has_read(_READS[feature])
@@ -241,7 +256,7 @@ def support_of(trainer: object, has_read: Callable[[str], bool]) -> Callable[[st
 
 
 class NotedValue(AnyNode):
-    """A value of a config; notes the names of those that were read in this process."""
+    """A config value that notes its name when it is read in this process."""
 
     names: ClassVar[set[str]] = set()
 
@@ -255,20 +270,21 @@ class NotedValue(AnyNode):
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Be pickled as any value is: a checkpoint has to be read without this class, too."""
+        """Be pickled like a plain value: a checkpoint has to be readable without this class,
+        too."""
         return AnyNode, (), self.__getstate__()
 
 
 def note_reads(
     cfg: DictConfig, batch_size: object, accumulation: object = None
 ) -> Callable[[str], bool]:
-    """Return a function: whether a key whose name has this part has been read since.
+    """Return a predicate: whether a key whose name has this part has been read since.
 
-    Noted are ``…batch_size`` and ``…accum…`` with these values (what refers to them is resolved by
+    It covers ``…batch_size`` and ``…accum…`` with these values (references to them are resolved by
     now), ``…workers``, ``gradient_checkpointing`` and ``training.lr``.
     """
     parts: list[Any] = [cfg]
-    unknown = set[str]()  # a list, a figure for each of several loaders
+    unknown = set[str]()  # a list has a figure for each of several loaders
     for part in parts:
         is_dict = isinstance(part._content, dict)
         for name, node in part._content.items() if is_dict else enumerate(part._content or ()):

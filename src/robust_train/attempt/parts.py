@@ -1,4 +1,5 @@
-"""How finely an attempt splits its batches, and what does it."""
+"""How finely an attempt splits its batches. It creates the micro-batcher in the process that
+trains."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ if TYPE_CHECKING:
 
 
 class Parts:
-    """Makes the micro-batcher at its first use, from what was set until then.
+    """Creates the micro-batcher at its first use, from the settings until then.
 
     Attributes:
-        plan: how the batcher begins.
-        search: finds the largest batch that fits in the first step, None if nothing is to.
+        plan: the batcher's initial settings.
+        search: finds the largest batch that fits in the first step, None for no search.
         split_rule: how the loss of the parts is compared with the loss of the whole.
-        asked: the split of the batch that the job was asked for; None: this attempt's own.
+        asked: the split of the batch that the user requested; None for this attempt's split.
         keeps_batch: why no attempt may split the batch in another way; empty if it may.
         last_micro_batch: the smallest micro-batch that running out of memory has led to inside the
             steps of this attempt, None if it never did.
@@ -47,7 +48,7 @@ class Parts:
         self._batcher: MicroBatcher | None = None
 
     def split_by(self, plan: MicroBatchPlan) -> None:
-        """Begin to split as ``plan`` has it."""
+        """Split as ``plan`` says."""
         self.plan = plan
 
     def search_with(self, search: SizeSearch) -> None:
@@ -59,11 +60,11 @@ class Parts:
         self.split_rule = rule
 
     def set_asked(self, asked: AttemptSpec | None) -> None:
-        """Set the split of the batch that the job was asked for."""
+        """Set the split of the batch that the user requested."""
         self.asked = asked
 
     def keep_batch(self, reason: str) -> None:
-        """Let no attempt split the batch in another way."""
+        """Forbid all attempts to split the batch in another way."""
         self.keeps_batch = reason
 
     def call_before_first(self, do: Callable[[], None]) -> None:
@@ -76,14 +77,14 @@ class Parts:
         return self._batcher is not None
 
     def batcher(self) -> MicroBatcher:
-        """Return what splits the batches, made at first use."""
+        """Return the batcher, which is created at first use."""
         if self._batcher is None:
             self._before_first()
             self._batcher = self._made()
         return self._batcher
 
     def _made(self) -> MicroBatcher:
-        # torch comes with it, and the launcher does without
+        # This imports torch, which the launcher does not have.
         from robust_train.step.batcher import MicroBatcher
         from robust_train.step.recorder import Recorder
         from robust_train.step.split_watch import SplitWatch
@@ -107,7 +108,8 @@ class Parts:
         self._reports.send(event)
 
     def shrink(self, reason: str) -> tuple[int, int] | None:
-        """Split finer from the next batch on; return (from, to), or None if no size is smaller."""
+        """Split finer from the next batch on. Returns (from, to), or None if there is no smaller
+        size."""
         return self.batcher().shrink(reason)
 
     def stop_splitting(self) -> None:

@@ -1,4 +1,5 @@
-"""What an attempt reports: its events, how far it is, the figure that a sweep optimises."""
+"""What an attempt reports to its launcher: its events, its step, the figure that a sweep
+optimises."""
 
 from __future__ import annotations
 
@@ -27,14 +28,14 @@ log = logging.getLogger("robust_train")
 _PROGRESS_INTERVAL_SECONDS = 0.1
 
 Report = Callable[[Event], None]
-"""Takes one event."""
+"""Receives one event."""
 
 
 class Reports:
     """Sends an attempt's events to the launcher.
 
     Attributes:
-        steps_before: optimizer steps that earlier attempts have done, 0 for a fresh start.
+        steps_before: optimizer steps of earlier attempts, 0 for a fresh start.
         last_step: last optimizer step that was reported, None before the first.
     """
 
@@ -46,15 +47,17 @@ class Reports:
         self._is_muted = False
         self._total_steps: int | None = None
         self._unsent: Progress | None = None
-        # one whose figures are on their way from a GPU
+        # A report whose figures are still being copied from a GPU.
         self._held: Progress | None = None
         self._next_progress = 0.0
         self._objective = ""
         self._mode: str | None = None
+        # named already: a figure without a number is named once
+        self._unfit: set[str] = set()
 
     @property
     def steps_done(self) -> int:
-        """Optimizer steps that are done, those of earlier attempts included."""
+        """Number of finished optimizer steps, including those of earlier attempts."""
         return self.steps_before if self.last_step is None else self.last_step
 
     @property
@@ -70,7 +73,7 @@ class Reports:
 
     @contextlib.contextmanager
     def muted(self) -> Iterator[None]:
-        """Send nothing that a trainer's function reports within the block."""
+        """Discard the reports of a trainer's function within the block."""
         was_muted = self._is_muted
         unsent = self._unsent
         self._is_muted = True
@@ -98,15 +101,24 @@ class Reports:
         if now < self._next_progress:
             return False
         self._next_progress = now + _PROGRESS_INTERVAL_SECONDS
+        self._warn_of_groups("progress", scalars)
         if any(getattr(one, "is_cuda", False) for one in scalars.values()):
             self._hold()
         else:
             self.send_last_progress()
         return True
 
+    def _warn_of_groups(self, method: str, scalars: Mapping[str, Any]) -> None:
+        """Warn once of a dict in place of a figure: nothing would look for a loss in it."""
+        for name, value in scalars.items():
+            if isinstance(value, Mapping) and name not in self._unfit:
+                self._unfit.add(name)
+                text = "run.%s: %s is a dict, and no figure in it is shown or watched: pass **%s"
+                log.warning(text, method, name, name)
+
     def _hold(self) -> None:
         """Send the newest step's figures once they are on the host: reading them now would wait for
-        all that is queued on the GPU. At the latest those of the next report are waited for."""
+        all work that is queued on the GPU. The next report waits for them at the latest."""
         assert self._unsent is not None
         self._send_held(waits=True)
         self._held = replace(self._unsent, metrics=_on_their_way(self._unsent.metrics))
@@ -123,7 +135,7 @@ class Reports:
             self.send(replace(held, metrics=plain(_read(held.metrics))))
 
     def send_last_progress(self) -> None:
-        """Send the newest step's figures, unless that is done."""
+        """Send the newest step's figures, unless they were sent."""
         self._send_held(waits=True)
         unsent = self._unsent
         self._unsent = None
@@ -133,6 +145,7 @@ class Reports:
 
     def epoch_ended(self, epoch: int, scalars: Mapping[str, float]) -> None:
         """Send an epoch's figures, and the objective if it is among them."""
+        self._warn_of_groups("epoch_ended", scalars)
         figures = plain(dict(scalars))
         self.send_last_progress()
         self.send(EpochEnded(epoch, self.steps_done, figures))
@@ -157,12 +170,12 @@ class Reports:
             self.send(ValueReported(float(value), step))
 
     def optimise(self, objective: str) -> None:
-        """Report the figure with this name as the objective; none if the name is empty."""
+        """Report the figure with this name as the objective; no figure if the name is empty."""
         self._objective = objective
 
     def monitor(self, figure: str, mode: str) -> None:
-        """Report the figure whenever it is recorded, unless ``objective`` names another one.
-        ``mode``: ``min`` or ``max``, which of them its framework prefers."""
+        """Report the figure whenever it is recorded, unless ``objective`` names another figure.
+        ``mode`` is the framework's preference, ``min`` or ``max``."""
         if not self._objective:
             self._objective = figure
             self._mode = mode
@@ -180,13 +193,14 @@ class Reports:
 
 
 def _on_their_way(scalars: Mapping[str, Any]) -> dict[str, Any]:
-    """Return figures of which those on a GPU are being copied to the host, unless it fails."""
+    """Start to copy the figures on a GPU to the host, and return them with the others. If that
+    fails, they stay as they are."""
     figures: dict[str, Any] = {}
     for name, value in scalars.items():
         if not getattr(value, "is_cuda", False) or value.ndim != 0:
             figures[name] = value
             continue
-        # torch comes with it, and the launcher does without
+        # This imports torch, which the launcher does not have.
         from robust_train.step.update import LateFigure
 
         with contextlib.suppress(RuntimeError):
@@ -195,8 +209,8 @@ def _on_their_way(scalars: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return figures of which all are on the host. After a fault of the GPU those that are not are
-    left out: the fault is what the attempt reports."""
+    """Return the figures, all of them on the host. After a fault of the GPU its figures are left
+    out: the attempt reports the fault."""
     here = {}
     for name, value in figures.items():
         with contextlib.suppress(RuntimeError):

@@ -1,7 +1,7 @@
-"""What a trainer that takes a second parameter, ``run``, can read and report.
+"""The object ``run`` that a trainer with a second parameter gets, to read and report through.
 
-The same class serves all kinds of attempts; they differ only in where reports go. What stands
-behind it is :class:`.live.LiveAttempt`.
+It lives in the process that trains. All kinds of attempts use the same class, and their reports go
+to different places. :class:`.live.LiveAttempt` does the work.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Run:
 
     @property
     def resume_checkpoint(self) -> Path | None:
-        """The checkpoint to go on from, None if it starts afresh."""
+        """The checkpoint to resume from, None for a fresh start."""
         return self._live.saves.resume_checkpoint
 
     @property
@@ -78,7 +78,7 @@ class Run:
 
     @property
     def micro_batcher(self) -> MicroBatcher:
-        """What splits this attempt's batches."""
+        """The micro-batcher, which splits this attempt's batches."""
         return self._live.parts.batcher()
 
     def should_stop(self) -> bool:
@@ -94,25 +94,25 @@ class Run:
         """Return whether to save a checkpoint now, by :meth:`save` or in another way that
         :meth:`checkpoint_saved` reports.
 
-        It is time, someone asks for one, or it is the last one before a requested stop. Call it
-        once after each optimizer step, with several ranks on each of them: rank 0's clock counts,
-        and all see it at the same step.
+        It is time, someone requested a checkpoint, or it is the last checkpoint before a requested
+        stop. Call it once after each optimizer step, with several ranks on each of them: rank 0's
+        clock counts, and all see it at the same step.
 
         A trainer that never calls :meth:`should_stop` is ended after that last checkpoint, when it
         calls this again or :meth:`backward`.
 
         Raises:
-            TrainingStopped: see above.
+            TrainingStopped: the last checkpoint before a stop has been saved.
         """
         return self._live.should_save()
 
     def finish_saving(self) -> None:
         """Wait for the checkpoint that is written in the background, and report it. Attempts do
-        that at their end; a script that ends its process in another way calls it."""
+        that at their end. A script that ends its process in another way calls it."""
         self._live.saves.finish()
 
     def checkpoint_failed(self, reason: str) -> None:
-        """Report that no checkpoint could be saved: training goes on, the user is notified, and
+        """Report that no checkpoint could be saved: training continues, the user is notified, and
         :meth:`should_save` returns true again in a minute."""
         self._live.checkpoint_failed(reason)
 
@@ -121,11 +121,12 @@ class Run:
         self._live.reports.started(int(step))
 
     def progress(self, /, step: int, *, total_steps: int | None = None, **scalars: float) -> bool:
-        """Report that optimizer step ``step`` is done; ``scalars`` (loss, lr …) go to the journal.
+        """Report that optimizer step ``step`` is done. The ``scalars`` (loss, lr …) go to the
+        journal.
 
-        May be called after every step: at most ten reports a second are passed on. Returns whether
-        this one was. One with a figure on a GPU is sent when that has arrived on the host, at the
-        latest with the next report: nothing waits for the GPU.
+        It may be called after every step: at most ten reports a second are passed on. Returns
+        whether this report was. A report with a figure on a GPU is sent when that has arrived on
+        the host, at the latest with the next report: nothing waits for the GPU.
         """
         return self._live.progress(step, total_steps=total_steps, **scalars)
 
@@ -142,7 +143,7 @@ class Run:
             loss = run.backward(loss_of, batch, model)
             run.step(optimizer)
 
-        If memory runs out in it, it starts over with smaller parts, as if the step had not begun.
+        If memory runs out, the call starts over with smaller parts, as if the step had not begun.
         For the arguments see :meth:`robust_train.step.batcher.MicroBatcher.backward`.
         """
         return self._live.backward(loss_of, batch, model, **options)
@@ -155,37 +156,37 @@ class Run:
             loss = run.backward(loss_of, batch, model)
             run.step(optimizer, max_grad_norm=1.0)
 
-        If the loss of :meth:`backward` or the gradients' norm is not finite, the update is left
-        out, on all ranks alike, and weights and optimizer are as before. An optimizer made with
-        ``fused=True`` does that on the GPU, where nothing waits and the host counts it a step
-        later; for any other one the host reads one figure, and waits for the backward pass.
+        If the loss of :meth:`backward` or the gradients' norm is not finite, all ranks skip the
+        update, and weights and optimizer stay as they were. An optimizer made with ``fused=True``
+        decides that on the GPU without waiting, and the host counts it a step later. For any other
+        optimizer the host reads one figure, and waits for the backward pass.
 
         Args:
-            optimizer: of what was trained.
-            scaler: a ``GradScaler``, if the losses were scaled. An overflow that it leaves out is
-                no divergence.
+            optimizer: the optimizer of the trained parameters.
+            scaler: a ``GradScaler``, if the losses were scaled. An overflow that it skips is not a
+                divergence.
             max_grad_norm: clip the norm of all gradients to this.
 
         Returns:
-            Whether the weights have changed. With ``fused=True`` the GPU decides, and no one waits
-            for it: then the answer is that of the call before, true in the first one. So
-            ``if run.step(optimizer): scheduler.step()`` counts right, a step later.
+            Whether the weights have changed. With ``fused=True`` the GPU decides, and nothing waits
+                for it, so the answer is that of the previous call, and true in the first call. So
+                ``if run.step(optimizer): scheduler.step()`` counts right, a step later.
 
         Raises:
             TrainingDiverged: more than three times ``divergence.patience`` updates in a row were
-                left out.
+                skipped.
         """
         return self._live.step(optimizer, scaler, max_grad_norm)
 
     def forward(
         self, function: Callable[[Any], T], batch: Any, model: Models = None, **options: Any
     ) -> list[T]:
-        """Return what ``function`` returns for the parts of a batch, in order::
+        """Return the results of ``function`` for the parts of a batch, in order::
 
             with torch.no_grad():
                 logits = torch.cat(run.forward(model, batch))
 
-        If memory runs out, the part that failed is repeated in smaller ones.
+        If memory runs out, the failed part is repeated in smaller parts.
         """
         return self._live.forward(function, batch, model, **options)
 
@@ -194,10 +195,10 @@ class Run:
 
             for batch in run.batches(loader): ...
 
-        Checkpoints keep the position: the first pass of an attempt goes on after the last sample,
-        by the loader's own ``load_state_dict``, else by passing over those before it, whatever the
-        size of batches is by then. The order of samples has to be the same again, as by a generator
-        that is seeded with the epoch; where that is uncertain, a warning comes first.
+        Checkpoints keep the position: the first pass of an attempt resumes after the last sample,
+        by the loader's ``load_state_dict``, else by skipping the samples before it, whatever the
+        batch size is by then. The order of samples has to be the same again, for example by a
+        generator that is seeded with the epoch. If that is uncertain, a warning comes first.
         """
         return self._live.batches(loader)
 
@@ -209,7 +210,7 @@ class Run:
         *,
         mode: Literal["max", "min"] = "max",
     ) -> None:
-        """Save a checkpoint while training goes on::
+        """Save a checkpoint while training continues::
 
             state = {"model": model, "optimizer": optimizer, "best": 0.0}
             for step in range(run.load(state) + 1, 1001):
@@ -218,26 +219,27 @@ class Run:
                 if run.should_save():
                     run.save(state, step)
 
-        Of what has a ``state_dict()``, that is saved. It is copied to the host's memory now and
-        written meanwhile, whole or not at all; at once where there is no room for a copy. The
-        newest ``training.keep_checkpoints`` stay. A disk that takes none costs a warning. Of
-        several ranks the first one saves; sharded tensors are refused.
+        Objects with a ``state_dict()`` are saved as their state dict. The state is copied to the
+        host's memory now and written during training, whole or not at all. Without room for a copy
+        it is written at once. The newest ``training.keep_checkpoints`` stay. If the disk does not
+        take it, that costs a warning. With several ranks, rank 0 saves. Sharded tensors are
+        refused.
 
         Args:
             state: what to save, by name.
             step: optimizer steps that are done.
-            metric: how good the state is. The best one so far stays as ``checkpoints/best.pt``,
-                whatever is saved later.
+            metric: how good the state is. The best checkpoint so far stays as
+                ``checkpoints/best.pt``, whatever is saved later.
             mode: ``min`` if the smallest metric is the best, as with a loss.
         """
         self._live.save(state, step, metric, mode)
 
     def load(self, state: MutableMapping[str, Any]) -> int:
-        """Restore what :meth:`save` has saved into ``state``, and report that training begins.
+        """Restore a checkpoint of :meth:`save` into ``state``, and report that training begins.
 
-        Of what has a ``load_state_dict()``, that is called; other values are replaced. Returns the
-        optimizer steps that are done, 0 for a fresh start. Of several ranks all have to call it,
-        and go on from the same checkpoint.
+        Calls ``load_state_dict()`` where available and replaces all other values. With several
+        ranks, all have to call it, and resume from the same checkpoint. Returns the number of
+        finished optimizer steps, 0 for a fresh start.
         """
         return self._live.load(state)
 
@@ -246,20 +248,20 @@ class Run:
         self._live.checkpoint_saved(path, step)
 
     def epoch_ended(self, /, epoch: int, **scalars: float) -> None:
-        """Report that epoch ``epoch`` (from 1) is done; ``scalars`` go to the journal."""
+        """Report that epoch ``epoch`` (from 1) is done. The ``scalars`` go to the journal."""
         self._live.epoch_ended(epoch, **scalars)
 
     def report(self, value: float, step: int | None = None) -> None:
-        """Report the figure that a sweep optimises, as it is after ``step`` (default: the last one
+        """Report the figure that a sweep optimises, as it is after ``step`` (default: the last step
         of :meth:`progress`). A sweep may stop a job that does worse than others at the same step,
-        so report at the same steps in all jobs, as after each epoch."""
+        so report at the same steps in all jobs, for example after each epoch."""
         self._live.reports.report(value, step)
 
     def record(self, event: str, fields: Mapping[str, Json]) -> None:
-        """Record an event of the trainer's own in the journal: any name, any fields."""
+        """Record a trainer's own event in the journal, with any name and any fields."""
         self._live.reports.record(event, fields)
 
 
 def live_of(run: Run) -> LiveAttempt:
-    """Return what stands behind a run, for our own code."""
+    """Return the attempt behind a run, for this package's code."""
     return run._live

@@ -1,4 +1,8 @@
-"""The one way to run a trainer: in the launcher's process, in its own, or as one of several."""
+"""Runs a trainer: in the launcher's process, in its own process, or as one of several ranks.
+
+``attempt.interpreter`` and ``launcher.inline`` call :func:`run_attempt` in the process that trains.
+It calls the trainer and sends its end to the launcher.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +42,7 @@ log = logging.getLogger("robust_train")
 
 Send = Callable[[Event], None]
 Stopping = Callable[[Callable[[], None]], AbstractContextManager[Any]]
-"""Within such a context signals call the given function, which asks the trainer to stop."""
+"""A context within which signals call the given function, which asks the trainer to stop."""
 
 TICK_SECONDS = 0.5
 _JOIN_SECONDS = 1.0
@@ -46,19 +50,22 @@ _JOIN_SECONDS = 1.0
 
 def run_attempt(
     request: AttemptRequest,  # the attempt
-    load: Callable[[], Trainer],  # returns the trainer, imported if need be
-    send: Send,  # takes the events
+    load: Callable[[], Trainer],  # returns the trainer, imported if necessary
+    send: Send,  # sends events to the launcher
     *,
-    stopping: Stopping,  # how this process is asked to stop
-    # called twice a second, where the launcher itself runs the attempt
+    stopping: Stopping,  # how signals ask this process to stop
+    # Called twice a second if the launcher itself runs the attempt.
     tick: Callable[[], None] = lambda: None,
-    # with the attempt, so memory need not be returned
+    # Whether the process ends with the attempt, so that memory need not be returned.
     process_ends: bool = True,
-    rank: int = 0,  # of all on all nodes
+    rank: int = 0,  # among the ranks of all nodes
     flags: Flags | None = None,  # how several ranks agree
 ) -> BaseException | None:
-    """Run the trainer and send :class:`Finished` or :class:`Failed`. Returns the exception that
-    ended it (for a caller in the same process), None if it completed."""
+    """Run the trainer and send :class:`Finished` or :class:`Failed`.
+
+    Returns:
+        The exception that ended it, for a caller in the same process; None if it completed.
+    """
     run = Run(
         run_dir=request.run_dir,
         attempt=request.attempt,
@@ -76,14 +83,14 @@ def run_attempt(
     ending: Finished | Failed
     with contextlib.ExitStack() as signals:
         try:
-            # a signal may be waiting to stop it at once
+            # A signal may already be waiting, and stops the trainer at once.
             signals.enter_context(stopping(stop_trainer(live)))
             with beside_the_trainer(live, tick):
                 try:
                     result = call_trainer(load(), request.trainer_cfg(), request.config, run)
                 finally:
                     live.saves.finish()
-                # a signal has nothing to interrupt any more
+                # From here on a signal has nothing left to interrupt.
                 live.stops.note_cooperation()
                 save_owed_checkpoint(live)
             result = figures_of(result, request.config.objective)
@@ -96,7 +103,7 @@ def run_attempt(
                 if not request.config.runs_inline:
                     error = lacks_resolver(raised) or raised
                 ending = failed(error, live.hooks.evidence)
-        # one that has done its last step had nothing left to stop, and keeps its result
+        # A trainer that has done its last step had nothing left to stop, and keeps its result.
         was_cut_short = live.stops.has_stopped_trainer and not live.reports.is_done
         if was_cut_short and isinstance(ending, Finished):
             why = "it was asked to stop, and did"
@@ -114,8 +121,10 @@ def run_attempt(
 
 
 def figures_of(result: Any, objective: str | None) -> Any:
-    """Return a trainer's result; of metrics and objects together, ``(metrics, objects)``, the
-    metrics. ``objective`` is the name of one that is to be optimised."""
+    """Return a trainer's result. Of ``(metrics, objects)`` that is the metrics.
+
+    ``objective`` is the name of the metric to optimise.
+    """
     if isinstance(result, tuple) and result and isinstance(result[0], Mapping):
         result = result[0]
     if objective is None or not isinstance(result, Mapping):
@@ -147,11 +156,11 @@ def call_trainer(trainer: Trainer, cfg: DictConfig, config: RobustConfig, run: R
 def beside_the_trainer(
     live: LiveAttempt, tick: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Do what is due twice a second in a thread beside the trainer of the first rank.
+    """Do periodic work twice a second in another thread, on rank 0, while the trainer runs.
 
     Args:
         live: the attempt.
-        tick: the launcher's share, if it runs the attempt itself.
+        tick: the launcher's work, if it runs the attempt itself.
     """
     if not live.is_main:
         yield
@@ -174,14 +183,15 @@ def beside_the_trainer(
     finally:
         ended.set()
         if thread.ident is not None:
-            thread.join(_JOIN_SECONDS)  # a disk may hang
+            thread.join(_JOIN_SECONDS)  # the disk may hang
 
 
 def stop_trainer(live: LiveAttempt) -> Callable[[], None]:
-    """Return what asks a trainer to stop; one that never reads ``run`` is interrupted, once.
+    """Return a function that asks a trainer to stop, and interrupts, once, a trainer that never
+    reads ``run``.
 
-    More signals change nothing: a job's processes may get each of them several times, and only the
-    launcher kills, when the time for a last checkpoint is over.
+    Further signals change nothing: a job's processes may get each signal several times, and only
+    the launcher kills, when the time for a last checkpoint is over.
     """
     is_interrupted = False
 

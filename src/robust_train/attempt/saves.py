@@ -1,4 +1,8 @@
-"""What an attempt resumes from, where it is in its data, and the checkpoints that it writes."""
+"""The checkpoint that an attempt resumes from, its position in the data, and the checkpoints it
+writes.
+
+:class:`.live.LiveAttempt` uses it in the process that trains.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +28,21 @@ _KEEP = 2
 
 
 class Saved(Protocol):
-    """Takes the news that a checkpoint is complete."""
+    """A callback for complete checkpoints."""
 
     def __call__(self, path: Path, step: int | None, position: Position | None = None) -> None:
-        """Take where the checkpoint is, after which step, and where that is in the data."""
+        """Receive a checkpoint's path, its step, and its position in the data."""
 
 
 class Saves:
     """Loads and saves the checkpoints of one attempt.
 
     Attributes:
-        resume_checkpoint: the checkpoint to resume from, None if the attempt starts afresh.
+        resume_checkpoint: the checkpoint to resume from, None for a fresh start.
         keep: how many checkpoints of `run.save` stay.
-        skips_to: the data up to this optimizer step are to be passed over: training has diverged
+        skips_to: the data up to this optimizer step are to be skipped, because training diverged
             there.
-        passes_over: whether the trainer heeds that.
+        passes_over: whether the trainer does that.
     """
 
     def __init__(
@@ -71,22 +75,22 @@ class Saves:
     # --- the position in the data ---
 
     def skip_to(self, step: int) -> None:
-        """Ask for the data up to an optimizer step to be passed over."""
+        """Request that the data up to an optimizer step are skipped."""
         self.skips_to = step
 
     def pass_over_skipped(self) -> None:
-        """Record that the trainer passes over the data that it is to skip."""
+        """Record that the trainer skips these data."""
         self.passes_over = True
 
     def pass_over(self, loader: Iterable[T], attempt: Callable[[], Attempt]) -> Iterator[T]:
-        """Yield from ``loader``, after what earlier attempts have seen of it."""
+        """Yield from ``loader``, after the part that earlier attempts have seen."""
         self.passes_over = True
         self._find_position()
         yield from self._saving.batches.over(loader, attempt())
 
     def _find_position(self) -> None:
-        """Find where an earlier attempt was in the data, with the first batch or checkpoint: by
-        then the trainer has reported where it begins."""
+        """Find an earlier attempt's position in the data, at the first batch or checkpoint. By then
+        the trainer has reported its first step."""
         if self.resume_checkpoint is not None and not self._has_position:
             self._saving.batches.resume(
                 self.resume_checkpoint, self._reports.steps_before, self.skips_to
@@ -115,7 +119,7 @@ class Saves:
 
     def save(self, content: Content, step: int, *, keep: int, suffix: str) -> None:
         """Save a dictionary of values and tensors while training goes on."""
-        # the one before may have failed in the meantime, which is no reason to leave this one out
+        # The previous checkpoint may have failed in the meantime, which must not prevent this one.
         self.finish()
         self._saving.clock.begin(step)
         self._find_position()
@@ -126,7 +130,8 @@ class Saves:
         self.try_to_write(lambda: folder.save_from_copy(content, step))
 
     def folder(self, keep: int, suffix: str = ".pt", **options: Any) -> CheckpointFolder:
-        """Return what writes and reports checkpoints; for the arguments see there."""
+        """Return the folder that writes and reports checkpoints. For the arguments see
+        :class:`.checkpoints.CheckpointFolder`."""
         from robust_train.attempt.checkpoints import CheckpointFolder
 
         if self._folder is None:
@@ -147,7 +152,7 @@ class Saves:
             self.try_to_write(lambda: folder.report_written(wait=wait))
 
     def try_to_write(self, write: Callable[[], object]) -> None:
-        """Write a checkpoint; training goes on if the disk does not take it."""
+        """Write a checkpoint. If the disk does not take it, training continues."""
         try:
             write()
         except CheckpointError as error:
@@ -160,7 +165,7 @@ class Saves:
 
     @contextlib.contextmanager
     def raising(self) -> Iterator[None]:
-        """Let a checkpoint that cannot be written be an error in here, not a warning: its caller
+        """Raise an error for a checkpoint that cannot be written, instead of a warning: the caller
         tries again."""
         self._raises = True
         try:
@@ -175,7 +180,11 @@ class Saves:
 
     def write_again(self) -> bool:
         """Write the newest checkpoint once more, if the disk did not take it; return whether its
-        copy is still there. Raises CheckpointError: the disk does not take it now."""
+        copy still exists.
+
+        Raises:
+            CheckpointError: the disk still does not take it.
+        """
         return self._folder is not None and self._folder.write_again()
 
     def record(self, path: Path, step: int | None, loss: str, position: Position | None) -> str:
@@ -190,8 +199,8 @@ class Saves:
         return damage
 
     def spoil(self, good_step: int, since: float) -> Manifest | None:
-        """Let no attempt resume from what was saved after the good step; return the newest
-        checkpoint before."""
+        """Let no attempt resume from checkpoints after the good step; return the newest checkpoint
+        before."""
         self.finish()
-        # each rank does so: the failure of any rank may be the one that counts
+        # Each rank does this, because the failure of any rank may be the failure that counts.
         return self._saving.spoiled(good_step, since)

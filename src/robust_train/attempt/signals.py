@@ -1,4 +1,4 @@
-"""How a process that runs an attempt takes signals, and how the processes that it starts do."""
+"""How a process that runs an attempt handles signals, and how its child processes do."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ _shields: list[Callable[[object], None]] = []
 
 @contextlib.contextmanager
 def stop_on_signals(stop: Callable[[], None], *, is_script: bool = False) -> Iterator[None]:
-    """Have signals call ``stop``, in a process that runs the attempt alone.
+    """Let signals call ``stop``, in a process that runs only the attempt.
 
-    Processes that the trainer starts take the signals' default actions, or their parent could not
-    end them. Data-loader workers put off a signal that is not their parent's, perhaps one to every
-    process of the job: the trainer needs them to reach the end of its step and save. Under submitit
-    SIGTERM comes with every preemption: it changes nothing, unless a script has received it, too.
+    Processes that the trainer starts keep the signals' default actions, or their parent could not
+    end them. Data-loader workers postpone a signal that does not come from their parent, but
+    perhaps went to every process of the job: the trainer needs them to reach the end of its step
+    and save. Under submitit SIGTERM comes with every preemption, and changes nothing unless a
+    script has received it, too.
     """
     me = os.getpid()
     watched, no_stop = _watched_signals(is_script=is_script)
@@ -42,14 +43,14 @@ def stop_on_signals(stop: Callable[[], None], *, is_script: bool = False) -> Ite
 
 
 def _watched_signals(*, is_script: bool) -> tuple[list[signal.Signals], list[signal.Signals]]:
-    """Return the signals that ask for a stop, and of these the ones that change nothing."""
+    """Return the signals that ask for a stop, and those among them that change nothing."""
     watched = [s for s in STOP_SIGNALS if signal.getsignal(s) != signal.SIG_IGN]
     is_preempted_by_it = UNDER_SUBMITIT in os.environ and not is_script
     return watched, [signal.SIGTERM] if is_preempted_by_it else []
 
 
 def shield_workers(*, is_script: bool = False) -> None:
-    """Keep this process's handlers out of the processes that a trainer starts, from here on."""
+    """Remove this process's handlers from the processes that a trainer starts from here on."""
     watched, no_stop = _watched_signals(is_script=is_script)
 
     def in_fork() -> None:
@@ -58,7 +59,7 @@ def shield_workers(*, is_script: bool = False) -> None:
                 signal.signal(signum, signal.SIG_DFL)
 
     def in_worker(of: object) -> None:
-        # torch's workers have handlers in C, which a blocked signal does not reach
+        # torch's workers have handlers in C, which a blocked signal does not reach.
         signal.pthread_sigmask(signal.SIG_BLOCK, watched)
         with contextlib.suppress(ValueError):
             signal.signal(_WAKES_MAIN_THREAD, lambda *_: None)
@@ -66,13 +67,13 @@ def shield_workers(*, is_script: bool = False) -> None:
 
     os.register_at_fork(after_in_child=in_fork)
     multiprocessing.util.register_after_fork(in_worker, in_worker)
-    _shields.append(in_worker)  # only a weak reference is kept there
+    _shields.append(in_worker)  # torch keeps only a weak reference
 
 
 def _end_at_signal(watched: Sequence[signal.Signals], no_stop: Sequence[signal.Signals]) -> None:
     """End this process at a signal: at once if its parent sent it, else some seconds later, or not
     at all."""
-    while True:  # it may ignore one, and must still be ended by the next
+    while True:  # it may ignore one signal, and the next must still end it
         info = signal.sigwaitinfo(watched)
         if info.si_pid != os.getppid():
             if info.si_signo in no_stop:
@@ -80,6 +81,7 @@ def _end_at_signal(watched: Sequence[signal.Signals], no_stop: Sequence[signal.S
             info = signal.sigtimedwait(watched, _WORKER_REPRIEVE_SECONDS) or info
         signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
         os.kill(os.getpid(), info.si_signo)
-        # a handler in Python runs in the main thread, which may wait for its next task for ever
+        # A handler in Python runs in the main thread, which may wait for its next task without a
+        # time limit.
         signal.pthread_kill(threading.main_thread().ident or 0, _WAKES_MAIN_THREAD)
         signal.pthread_sigmask(signal.SIG_BLOCK, watched)

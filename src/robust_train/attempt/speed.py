@@ -1,7 +1,8 @@
-"""How fast a rank trains: its newest steps, on the host's clock.
+"""How fast a rank trains, measured over its newest steps by the host's clock.
 
-A host runs ahead of its GPU, but no further than the GPU's queue is long: over many steps both take
-the same time. Whether the GPU idles while the host waits is asked of the GPU.
+Each rank measures in its own process. A host runs ahead of its GPU, but only as far as the GPU's
+queue allows: over many steps both take the same time. Whether the GPU idles while the host waits is
+read from the GPU.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ _REPORT_SECONDS = 30.0
 
 
 class Moment:
-    """Now, on the host; on a GPU in use, when what is queued there so far is done."""
+    """The current moment on the host; on a GPU in use, the moment when its queued work is done."""
 
     def __init__(self) -> None:
         self.at = time.perf_counter()
-        # behind what is queued on the current GPU, if this process uses that one: an event makes a
-        # context where there is none
+        # An event behind the queued work of the current GPU, if this process uses that GPU:
+        # otherwise an event would create a context.
         self._event: Any = None
         torch = started_torch()
-        # after a fault the device answers nothing
+        # After a fault the device answers nothing.
         with contextlib.suppress(RuntimeError):
             if torch is not None and has_context(torch, torch.cuda.current_device()):
                 event = torch.cuda.Event(enable_timing=True)
@@ -44,7 +45,7 @@ class Moment:
                 self._event = event
 
     def is_past(self) -> bool:
-        """Return whether the GPU, too, has come here."""
+        """Return whether the GPU, too, has reached this moment."""
         with contextlib.suppress(RuntimeError):
             return self._event is None or bool(self._event.query())
         return False
@@ -65,8 +66,8 @@ class _Interval:
     steps: int = 1
     seconds: float = 0.0
     samples: int = 0
-    waited: float | None = None  # for data, in seconds; None if unknown
-    meets: Moment | None = None  # with other ranks
+    waited: float | None = None  # wait for data in seconds, None if unknown
+    meets: Moment | None = None  # when the ranks met
 
     @property
     def alone(self) -> float | None:
@@ -79,16 +80,16 @@ class _Interval:
 class SpeedMeter:
     """Measures the steps of one rank, in constant memory.
 
-    An attempt's first step does not count, nor does a time between two steps in which something
-    else is known to have happened: a validation, a checkpoint, the end of an epoch.
+    An attempt's first step does not count, nor does the time between two steps if something else is
+    known to have happened there: a validation, a checkpoint, the end of an epoch.
     """
 
     def __init__(
         self,
         ranks: int = 1,
-        # returns the samples of this rank in a step, 0 if unknown
+        # Returns the samples of this rank in a step, 0 if unknown.
         samples: Callable[[], int] = lambda: 0,
-        # takes the figures
+        # Receives the figures.
         report: Callable[[Speed], None] = lambda speed: None,
     ) -> None:
         self._least_seconds = 0.0
@@ -96,7 +97,7 @@ class SpeedMeter:
         self._samples = samples
         self._report = report
         self._is_on = True
-        # someone measures the waits for data themselves
+        # Whether the trainer's integration measures the waits for data itself.
         self._is_explicit = False
         self._step = 0
         self._interval: _Interval | None = None
@@ -107,25 +108,25 @@ class SpeedMeter:
         self._pause = _FIRST_REPORT_SECONDS
 
     def measure_rarely(self, seconds: float) -> None:
-        """Measure only reports that are this far apart at least."""
+        """Measure only reports that are at least this far apart."""
         self._least_seconds = seconds
 
     def stop(self) -> None:
-        """Measure nothing more: someone else does."""
+        """Measure nothing from here on, because something else measures."""
         self._is_on = False
 
     def begin(self) -> None:
-        """Begin a step now; the time before does not count."""
+        """Start a step now. The time before does not count."""
         if self._interval is not None:
             self._interval = _Interval(Moment())
 
     def pause(self) -> None:
-        """Leave the present step out: it has more to do than to train."""
+        """Leave the current step out, because it does more than train."""
         if self._interval is not None:
             self._interval.counts = False
 
     def waits(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yield from ``loader``, which a step begins with, and measure the time that it takes."""
+        """Yield from ``loader``, which a step starts with, and measure the time that it takes."""
         self.begin()
         self.wait_begins()
         for batch in loader:
@@ -134,12 +135,12 @@ class SpeedMeter:
             self.wait_begins()
 
     def wait_begins(self) -> None:
-        """Count from here on as waiting for data."""
+        """Count the time from here on as waiting for data."""
         if self._interval is not None:
             self._wait_from = Moment()
 
     def wait_ends(self) -> None:
-        """End what :meth:`wait_begins` began."""
+        """End the wait that :meth:`wait_begins` started."""
         start = self._wait_from
         self._wait_from = None
         self._is_explicit = True
@@ -147,7 +148,7 @@ class SpeedMeter:
             self._waited(start)
 
     def batch_begins(self, samples: int) -> None:
-        """Count from here on as computing a batch."""
+        """Count the time from here on as computing a batch."""
         interval = self._interval
         if interval is None:
             return
@@ -156,13 +157,13 @@ class SpeedMeter:
             self._waited(interval.begin)
 
     def _waited(self, start: Moment) -> None:
-        """Count the time since ``start`` as one without data, unless the GPU computed all along."""
+        """Count the time since ``start`` as a wait for data, unless the GPU computed all along."""
         if self._interval is not None:
             seconds = time.perf_counter() - start.at if start.is_past() else 0.0
             self._interval.waited = (self._interval.waited or 0.0) + seconds
 
     def alone_until_now(self) -> None:
-        """Count from here on as the ranks' waiting for each other."""
+        """Count the time from here on as waiting for other ranks."""
         if self._interval is not None and self._ranks > 1:
             self._interval.meets = Moment()
 
@@ -195,7 +196,7 @@ class SpeedMeter:
             self._report(speed)
 
     def speed(self) -> Speed | None:
-        """Return the figures of the newest steps, None without any."""
+        """Return the figures of the newest steps, None if there are none."""
         newest = [one for one in self._newest if one.seconds > 0]
         if not newest:
             return None
@@ -232,8 +233,8 @@ class SpeedMeter:
         return round(waited / max(waited + computed, waited), 4) if waited else 0.0
 
     def _sum(self, durations: Sequence[float]) -> float:
-        """Return the sum; where it is unknown what is data and what is not, rare peaks are
-        something else, so each of the longest 5 % counts as the 95th percentile."""
+        """Return the sum. If it is unknown which part waits for data, rare peaks have another
+        cause, so each of the longest 5 % counts as the 95th percentile."""
         if self._is_explicit:
             return sum(durations)
         most = _quantile(sorted(durations), _HIGH)
@@ -241,7 +242,7 @@ class SpeedMeter:
 
 
 def _quantile(ascending: Sequence[float], share: float) -> float:
-    """Return what a ``share`` of the values does not exceed."""
+    """Return the quantile: the value that a ``share`` of the values does not exceed."""
     return ascending[math.ceil(share * len(ascending)) - 1]
 
 

@@ -1,4 +1,5 @@
-"""Whether an attempt is to stop or to save at a step boundary, as all ranks see it alike."""
+"""Whether an attempt has to stop or to save at a step boundary, with the same answer on all
+ranks."""
 
 from __future__ import annotations
 
@@ -8,16 +9,16 @@ from robust_train.host.votes import CHECKPOINT, STOP, Flags
 from robust_train.model.events import Json
 
 Answer = Callable[[dict[str, Json]], None]
-"""Takes the reply to a request that was made of a live run."""
+"""Receives the reply to a request to a live run."""
 
 
 class Stops:
     """Reads and raises the flags that the ranks share, and keeps the requests for a checkpoint.
 
     Attributes:
-        is_cooperative: the trainer has read whether to stop.
-        saves_on_request: the trainer has read whether to save.
-        has_stopped_trainer: the trainer was asked to stop, and has read it.
+        is_cooperative: the trainer has asked whether to stop.
+        saves_on_request: the trainer has asked whether to save.
+        has_stopped_trainer: the trainer was asked to stop and knows it.
     """
 
     def __init__(self, flags: Flags, rank: int) -> None:
@@ -36,7 +37,7 @@ class Stops:
         self._flags.raise_flag(STOP)
 
     def note_cooperation(self) -> None:
-        """Record that no signal has to interrupt the trainer."""
+        """Record that signals need not interrupt the trainer."""
         self.is_cooperative = True
 
     def note_question(self) -> None:
@@ -44,7 +45,7 @@ class Stops:
         self._asks_whether_to_stop = True
 
     def read_stop(self) -> bool:
-        """Return whether the trainer is to stop now, which it does."""
+        """Return whether the trainer has to stop now. If so, it is recorded that it does."""
         stops = self._sees_stop()
         self.has_stopped_trainer |= stops
         return stops
@@ -54,7 +55,7 @@ class Stops:
         return bool(self._flags.look(STOP, self._rank))
 
     def note_saving(self) -> None:
-        """Record that the trainer saves when it is asked to."""
+        """Record that the trainer saves on request."""
         self.saves_on_request = True
 
     def raise_checkpoint(self) -> None:
@@ -62,7 +63,7 @@ class Stops:
         self._flags.raise_flag(CHECKPOINT)
 
     def read_checkpoint(self) -> bool:
-        """Return whether to save now: somebody asks for it, or the attempt is to stop."""
+        """Return whether to save now: a checkpoint was requested, or the attempt has to stop."""
         if self._checkpoint_answers:
             self.raise_checkpoint()
         before = self._checkpoint_flag_seen
@@ -75,7 +76,7 @@ class Stops:
 
     @property
     def is_past_last_checkpoint(self) -> bool:
-        """Whether a trainer that does not ask whether to stop has saved for a stop."""
+        """Whether a trainer that never asks whether to stop has saved for a stop."""
         return self._saves_last and not self._asks_whether_to_stop
 
     def request_checkpoint(self, answer: Answer) -> None:

@@ -31,15 +31,7 @@ from robust_train.files import strict_json
 from robust_train.folder.hydra_state import sweep_folder
 from robust_train.folder.state import RunState, read_summary
 from robust_train.model.attempt import Attempt, AttemptEnded
-from robust_train.model.events import (
-    CheckpointFailed,
-    CheckpointSaved,
-    Event,
-    Json,
-    Slow,
-    Stalled,
-    StallWarning,
-)
+from robust_train.model.events import CheckpointFailed, CheckpointSaved, Event, Json, Notice
 from robust_train.model.failure import FailureKind
 from robust_train.readable import duration, shortened
 
@@ -123,37 +115,28 @@ class Notifier:
             self._collect()
 
     def on_event(self, event: Event, state: RunState) -> None:
-        """Notify of an attempt without progress, at half of its limit and at its end, of a slow
-        attempt, and, once, of a disk that accepts no checkpoint."""
-        name = "stalled"
+        """Notify of an event that has a notice, and, once, of a disk that accepts no checkpoint."""
         attempt = None if state.attempt is None else state.attempt.number
         match event:
             case CheckpointSaved():
                 self._is_unsaved = False
                 return
-            case Slow() if event.text:
-                name = "slow"
-                text = f" is slow: {event.text}"
-            case StallWarning():
-                text = (
-                    f" shows no progress for {duration(event.seconds)} in attempt {attempt}, "
-                    f"which is ended after {duration(event.limit_seconds)}"
-                )
-            case Stalled():
-                text = f" made no progress in attempt {attempt}: the attempt is ended"
             case CheckpointFailed():
-                name = "disk"
-                text = f": no checkpoint could be saved: {event.reason}"
+                notice: Notice | None = Notice(
+                    "disk", f": no checkpoint could be saved: {event.reason}"
+                )
             case AttemptEnded(record=Attempt(kind=FailureKind.DISK_FULL) as record):
-                name = "disk"
-                text = f": {record.message}"
+                notice = Notice("disk", f": {record.message}")
             case _:
-                return
-        if name == "disk" and self._is_unsaved:
+                notice = event.notice(attempt)
+        if notice is None:
             return
-        self._is_unsaved |= name == "disk"
+        is_of_disk = notice.kind == "disk"
+        if is_of_disk and self._is_unsaved:
+            return
+        self._is_unsaved |= is_of_disk
         with self._lock:
-            self._notify(name, state, f"{state.name} on {state.host}{text}")
+            self._notify(notice.kind, state, f"{state.name} on {state.host}{notice.text}")
 
     def _news(self, state: RunState) -> str:
         """Return the event that a job's state means, empty if it causes no notification."""

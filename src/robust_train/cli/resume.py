@@ -13,8 +13,13 @@ from robust_train.cli.command import Answer
 from robust_train.cli.commands import COMMANDS
 from robust_train.cli.main import OVERRIDE, split
 from robust_train.folder.lock import is_alive
-from robust_train.folder.provenance import arguments_of_run, folder_override, key_of, with_overrides
 from robust_train.folder.requests import SWEEP_FILE
+from robust_train.folder.resume_command import (
+    arguments_of_run,
+    folder_override,
+    key_of,
+    with_overrides,
+)
 from robust_train.folder.run_list import DIED, KnownRun, choose_run, find_runs, sweep_at
 from robust_train.folder.state import STATE_FILE
 from robust_train.gpu.processes import user_name

@@ -1,4 +1,8 @@
-"""One attempt: its config, typed for us and composed for its trainer, and its request."""
+"""The config and the request of one attempt.
+
+The launcher creates both, in the types of the code and composed for the trainer. The attempt's
+process reads them.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +24,11 @@ _OF_TRAINING = {item.name for item in fields(TrainingConfig)}
 
 
 def guest_config(cfg: DictConfig, engine: str, world_size: int) -> DictConfig:
-    """Return the config of a job whose ranks an engine has started. Raises ConfigError: the config
-    asks for other ranks, or for a script."""
+    """Return the config of a job whose ranks an engine has started.
+
+    Raises:
+        ConfigError: the config asks for other ranks, or for a script.
+    """
     cfg = cfg.copy()
     own = ours(cfg)
     if own.num_gpus not in (1, world_size):
@@ -35,13 +42,13 @@ def guest_config(cfg: DictConfig, engine: str, world_size: int) -> DictConfig:
     with open_dict(own):
         own.num_gpus = world_size
         own.isolation = "process"
-        # each restart is a launch, and the policy counts them
+        # Each restart is a launch, and the policy counts them.
         own.max_launches = 0
     return cfg
 
 
 def for_attempt(config: RobustConfig, spec: AttemptSpec, device: str) -> RobustConfig:
-    """Return a job's config with what one attempt uses."""
+    """Put an attempt's choices into a job's config."""
     chosen: dict[str, Any] = {
         "batch_size": spec.batch_size,
         "gradient_accumulation_steps": spec.gradient_accumulation_steps,
@@ -58,23 +65,23 @@ def for_attempt(config: RobustConfig, spec: AttemptSpec, device: str) -> RobustC
 
 
 def for_rank(config: RobustConfig, rank: int) -> RobustConfig:
-    """Return an attempt's config as one of its ranks needs it."""
+    """Put a rank's values into an attempt's config."""
     if config.device.startswith("cuda"):
         config = replace(config, device=f"cuda:{rank}")
     return config
 
 
 def trainer_config(cfg: DictConfig, config: RobustConfig) -> DictConfig:
-    """Return the composed config as the trainer of an attempt sees it, fully resolved."""
+    """Return the composed config for the trainer of an attempt, fully resolved."""
     cfg = cfg.copy()
     own = ours(cfg)
     kinds: list[type[Any]] = [AttemptSpec, *parts_like(Knob)]
     names = {field.name for kind in kinds for field in fields(kind)}
-    # the keys under `training` that are chosen for each attempt
+    # The keys under `training` that are chosen for each attempt.
     keys = (names & _OF_TRAINING) | {"effective_batch_size"}
     chosen = {name: getattr(config.training, name) for name in keys}
     lr = OmegaConf.select(own, "training.lr")
-    # as it is written in the user's config, unless this attempt has another
+    # The user's spelling stays, unless this attempt has another learning rate.
     if lr is not None and config.training.lr != lr:
         chosen["lr"] = config.training.lr
     if own is not cfg:
@@ -87,7 +94,7 @@ def trainer_config(cfg: DictConfig, config: RobustConfig) -> DictConfig:
 
 
 def early_imports(cfg: DictConfig) -> list[str]:
-    """Return the modules to import before a device is there: ``trainer.preload_modules``.
+    """Return the modules to import before a device is chosen: ``trainer.preload_modules``.
 
     Raises:
         ConfigError: it is not a list.
@@ -105,7 +112,7 @@ def _pickled(cfg: DictConfig | bytes) -> bytes:
     try:
         return pickle.dumps(cfg)
     except (pickle.PicklingError, AttributeError, TypeError):
-        # joblib, submitit and Ray have carried the types of a script to this process by value
+        # joblib, submitit and Ray carry the types of a script to this process by value.
         import cloudpickle
 
         return bytes(cloudpickle.dumps(cfg))
@@ -113,94 +120,94 @@ def _pickled(cfg: DictConfig | bytes) -> bytes:
 
 @dataclass(frozen=True)
 class AttemptRequest:
-    """One attempt, ready to be carried to another process."""
+    """One attempt, as the launcher sends it to another process."""
 
     trainer: TrainerRef
-    # the composed config with this attempt's device, batch and workers, fully resolved; pickled
-    # where it was carried over: its types may be those of the trainer's own module
+    # The composed config with this attempt's device, batch and workers, fully resolved. In transit
+    # it is pickled, because its types may be those of the trainer's own module.
     cfg: DictConfig | bytes
-    # Hydra's own config, so that `HydraConfig` and logging work in the trainer
+    # Hydra's own config, so that `HydraConfig` and logging work in the trainer.
     hydra_cfg: DictConfig | None
-    config: RobustConfig  # the same in the types of the code
-    spec: AttemptSpec  # what it was made of
+    config: RobustConfig  # the same config in the types of the code
+    spec: AttemptSpec  # the choices for this attempt
     attempt: int  # number of the attempt, counted from 1
     run_dir: Path
     resume_checkpoint: Path | None
     environ: dict[str, str]  # the whole environment of the attempt's process
     cwd: str
-    # between two reports in the job so far, seconds
+    # The longest time between two reports of the job so far, in seconds.
     longest_pause: float = 0.0
-    # the launcher shows steps and loss on a terminal
+    # Whether the launcher shows steps and loss on a terminal.
     has_live_status: bool = False
-    # variables in `environ` that the other ranks do without
+    # Variables in `environ` that only rank 0 gets.
     of_first_rank: tuple[str, ...] = ()
-    # the split of the batch that the job was asked for; None: this attempt's own
+    # The split of the batch that the user requested; None for this attempt's split.
     asked: AttemptSpec | None = None
-    is_first: bool = True  # of its launch
-    # dotted names of the features' halves in the attempt
+    is_first: bool = True  # whether it is the first attempt of its launch
+    # Dotted names of the features' halves in the attempt.
     features: tuple[str, ...] = ()
-    # dotted names of what features look for in its processes, from the launcher
+    # Dotted names of the features' watches, which run in the launcher.
     watches: tuple[str, ...] = ()
-    # how the script has multiprocessing start processes, if it has chosen: it may have done so
-    # under its guard, which does not run in the attempt
+    # The script's start method for multiprocessing, if it has chosen any. It may have done so under
+    # its guard, which does not run in the attempt.
     start_method: str | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        """Return what is carried to the attempt."""
+        """Return the state for the attempt's process."""
         cfg = _pickled(self.cfg)
         trainer = self.trainer
-        # a type that the script defines, or its name as a ``_target_``
+        # A type that the script defines, or its name as a ``_target_``, needs the script's module.
         if b"__main__" in cfg and trainer.main is None:
             trainer = replace(trainer, main=MainModule.of_this_process())
         return {**vars(self), "cfg": cfg, "trainer": trainer}
 
     def trainer_cfg(self) -> DictConfig:
-        """Return the config for the trainer, which has been imported."""
+        """Return the config for the trainer, which has been imported by now."""
         if isinstance(self.cfg, bytes):
             cfg: DictConfig = pickle.loads(self.cfg)
         else:
             cfg = self.cfg
         own = ours(cfg)
         with open_dict(own):
-            own.device = self.config.device  # each rank has its own
+            own.device = self.config.device  # each rank has its own device
         return cfg
 
     @property
     def ranks(self) -> int:
-        """Processes that run the trainer together; a script starts its own."""
+        """Number of processes that run the trainer together. A script starts its own ranks."""
         return self.config.traits.interpreters(self.spec.ranks)
 
     @property
     def log_file(self) -> Path:
-        """What the attempt prints."""
+        """The file with the attempt's output."""
         return self.run_dir / f"attempt-{self.attempt}.log"
 
     @property
     def stacks_file(self) -> Path:
-        """What the threads of the attempt's processes are doing when it stalls."""
+        """The file with the stacks of the attempt's threads after a stall."""
         return self.run_dir / f"attempt-{self.attempt}.stacks"
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """What an interpreter does before it is given an attempt."""
+    """The preparation of an interpreter before it gets an attempt."""
 
     path: tuple[str, ...]  # the launcher's `sys.path`
-    # the launcher's `sys.argv`: a trainer's module may parse it
+    # The launcher's `sys.argv`, which a trainer's module may parse.
     argv: tuple[str, ...]
-    # to import; one that fails is left to the attempt
+    # The modules to import. If an import fails, that is left to the attempt.
     modules: tuple[str, ...] = ()
-    # leave the processor to the attempt that trains: as much time between imports as in them
+    # Leave the processor to the attempt that trains: pause between imports as long as they take.
     is_standby: bool = False
-    # one of robust-train's own, which checks `cfg`
+    # A built-in trainer, which checks `cfg`.
     trainer: TrainerRef | None = None
     cfg: DictConfig | None = None
 
 
 @dataclass(frozen=True)
 class Begin:
-    """An attempt, as one interpreter is given it; descriptors come with it."""
+    """An attempt, as one interpreter gets it. File descriptors come with it."""
 
     request: AttemptRequest
-    rank: int = 0  # of the trainer's processes
-    store_port: int = 0  # where the ranks find each other; 0 without
+    rank: int = 0  # the rank of this process
+    store_port: int = 0  # where the ranks meet, 0 if there is no store

@@ -1,7 +1,7 @@
-"""A composed config becomes a :class:`RobustConfig`, or one line that names the mistake.
+"""Turns a composed config into a :class:`RobustConfig`, or refuses it with one line.
 
-``cfg → checked → RobustConfig``: everything of ours is handed the result, and the trainer is handed
-the config itself.
+Commands and the launcher call :func:`checked`. The package's code reads the result, and the trainer
+gets the config itself.
 """
 
 from __future__ import annotations
@@ -40,8 +40,11 @@ _DEVICE = re.compile(r"auto|cpu|cuda|cuda:\d+|GPU-[0-9a-fA-F-]+|MIG-\S+")
 
 
 def checked(cfg: DictConfig) -> RobustConfig:
-    """Return a composed config in the types of the code, its batch settled. Raises ConfigError: one
-    line with the key, its value and what is accepted."""
+    """Return a composed config in the types of the code, with its batch settled.
+
+    Raises:
+        ConfigError: one line with the key, its value and the accepted values.
+    """
     own = ours(cfg)
     theirs = their_keys(cfg)
     prefix = "" if theirs is None else f"{GROUP}."
@@ -62,14 +65,15 @@ def checked(cfg: DictConfig) -> RobustConfig:
 
 
 def unchecked(cfg: DictConfig) -> RobustConfig:
-    """Return what can be read of a config before a job checks it: a project's may lack our keys, or
-    hold values that the job will refuse; these have their defaults here."""
+    """Return the readable values of a config that no job has checked. A project's config may lack
+    this package's keys, or have values that the job will refuse, so these keys have their defaults.
+    """
     return _read_all(ours(cfg), "", is_lenient=True)
 
 
 def hide_urls(cfg: DictConfig, environ: MutableMapping[str, str] = os.environ) -> bool:
     """Move ``notify.urls`` out of the config, and of Hydra's part of it, into the environment;
-    return whether there was any."""
+    return whether there were any."""
     own = ours(cfg)
     given = OmegaConf.select(own, "notify.urls", throw_on_missing=False)
     if not given:
@@ -89,7 +93,7 @@ def hide_urls(cfg: DictConfig, environ: MutableMapping[str, str] = os.environ) -
 
 
 def _read_all(cfg: DictConfig, prefix: str, *, is_lenient: bool = False) -> RobustConfig:
-    """Return the kernel's keys and those of all features."""
+    """Return the keys of the kernel and of all features."""
     config = read(RobustConfig, cfg, prefix, is_lenient=is_lenient)
     for keys in schema().features:
         try:
@@ -118,8 +122,8 @@ def _with_memory(config: RobustConfig) -> RobustConfig:
 
 
 def read(owner: type[T], cfg: DictConfig, prefix: str, *, is_lenient: bool = False) -> T:
-    """Return the keys that a dataclass declares, ``prefix`` before their names in errors; all other
-    keys are the trainer's."""
+    """Return the keys that a dataclass declares, ``prefix`` before their names in errors. All other
+    keys belong to the trainer."""
     values: dict[str, Any] = {}
     for item in fields(owner):  # type: ignore[arg-type]
         name = prefix + item.name
@@ -152,7 +156,7 @@ def _missing(name: str) -> ConfigError:
 
 
 def _resolve_all(cfg: DictConfig, prefix: str = "") -> None:
-    """Resolve every value, so that an error names the key itself."""
+    """Resolve every value, so that an error names its key."""
     for key in cfg:
         name = prefix + str(key)
         if OmegaConf.is_missing(cfg, key):
@@ -168,8 +172,8 @@ def _resolve_all(cfg: DictConfig, prefix: str = "") -> None:
 
 
 def refuse_values_of_groups(cfg: DictConfig, prefix: str = "") -> None:
-    """Refuse a value in the place of a group of ours, such as ``retry=3``, before OmegaConf names
-    the class that declares the group."""
+    """Refuse a value in the place of a group of keys, such as ``retry=3``. OmegaConf's own error
+    would name the class that declares the group."""
     for name, group in schema().root.members.items():
         if not isinstance(group, Group) or group.is_open or name not in cfg:
             continue
@@ -185,8 +189,8 @@ def refuse_values_of_groups(cfg: DictConfig, prefix: str = "") -> None:
 
 
 def _refuse_near_misses(cfg: DictConfig, prefix: str) -> None:
-    """Refuse likely typos: the root is open, so they would pass unseen. All in a
-    project's group ``robust`` are ours, those in its open groups too."""
+    """Refuse likely typos, which the open root would accept unseen. In a project's group ``robust``
+    this includes the open groups, because all keys there belong to this package."""
     known = schema().root.members
     for name in sorted({str(key) for key in cfg} - known.keys()):
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
@@ -201,16 +205,16 @@ def _refuse_near_misses(cfg: DictConfig, prefix: str) -> None:
 
 
 def unknown(name: str, known: Collection[str], prefix: str) -> ConfigError:
-    """Return the refusal of a key that is none of those that are known."""
+    """Return the refusal of an unknown key."""
     hint = meant(name, known, prefix)
     return ConfigError(f"{prefix}{name}: no such key; {hint}")
 
 
 def _with_batch(config: RobustConfig) -> RobustConfig:
-    """Settle micro-batch and accumulation: ``auto`` begins with each rank's share of the effective
-    batch; a number beside an effective batch gets the accumulation that it needs."""
+    """Settle micro-batch and accumulation. ``auto`` starts with each rank's share of the effective
+    batch. A number together with an effective batch gets the accumulation that it needs."""
     training = config.training
-    size: int | None = training.batch_size  # None: auto
+    size: int | None = training.batch_size  # None for auto
     effective = training.effective_batch_size
     steps = training.gradient_accumulation_steps
     finds_batch_size = size is None
@@ -269,7 +273,7 @@ def _accumulation(config: RobustConfig, size: int, effective: int) -> int:
 
 
 def _mistakes(config: RobustConfig) -> Iterator[str]:
-    """Yield what the value of one key rules out for another."""
+    """Yield the conflicts between the values of two keys."""
     pattern = _ONE_OF_SEVERAL if config.names_several else _DEVICE
     if not all(map(pattern.fullmatch, config.device.split(","))):
         yield (

@@ -1,7 +1,8 @@
-"""The keys as Hydra and OmegaConf know them: typed nodes in an open root.
+"""The keys as Hydra and OmegaConf use them: typed nodes in an open root.
 
-The YAML files under ``configs/`` build on them by name, so they are in Hydra's ConfigStore as soon
-as those files are read. The root stays open for a user's own keys; every key of ours is typed.
+Any process that composes a config needs it. The YAML files under ``configs/`` refer to the nodes by
+name, so they are in Hydra's ConfigStore before those files are read. The root stays open for a
+user's keys, and every key of this package is typed.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ _FOLLOWING = {
 
 
 def open_root(root: Group) -> DictConfig:
-    """Return a root with typed keys that accepts other keys beside them. A dataclass as Hydra's
-    root would reject a user's own top-level keys."""
+    """Return a root with typed keys that accepts other keys as well. A dataclass as Hydra's root
+    would reject a user's top-level keys."""
     config = OmegaConf.create({})
     for name, node in _nodes_of(root).items():
         config[name] = node
@@ -43,9 +44,9 @@ def open_root(root: Group) -> DictConfig:
 
 
 def group_node(group: Group) -> DictConfig:
-    """Return the typed keys of a group, with the defaults as they are written in YAML."""
+    """Return the typed keys of a group, with the defaults as YAML writes them."""
     node: DictConfig = OmegaConf.structured(group.owner)
-    # the dataclass is frozen, a config is not
+    # The dataclass is frozen, but a config is not.
     OmegaConf.set_readonly(node, None)
     set_nodes(node, _nodes_of(group))
     return node
@@ -68,17 +69,17 @@ def _nodes_of(group: Group) -> dict[str, Any]:
 
 
 def _untyped_node(key: Key) -> object:
-    """Return the node of a key that reads values of several types."""
+    """Return the node of a key with values of several types."""
     value = key.item.default if key.about.written is ... else key.about.written
     if isinstance(value, tuple):
-        # OmegaConf 2.4 keeps a tuple as such, which no list of the user's could replace
+        # OmegaConf 2.4 keeps a tuple, which a user's list could not replace.
         value = list(value)
     return typed_nodes(OmegaConf.create({"value": value}))["value"]
 
 
 def register() -> None:
-    """Put the schemas into Hydra's ConfigStore. ``model``, ``dataset`` and ``trainer`` are left out
-    of the root: without an option of ours there, these names are a project's own."""
+    """Put the schemas into Hydra's ConfigStore. The root lacks ``model``, ``dataset`` and
+    ``trainer``: without an option of this package there, these names belong to the project."""
     for name, keys in (("robust_base_schema", schema().plain), ("robust_schema", schema().root)):
         root = open_root(keys)
         for group in _GROUPS:
@@ -88,8 +89,8 @@ def register() -> None:
 
 
 def store_group(group: str, option: str, owner: type, *, base: type | None = None) -> None:
-    """Put the keys of a group's option into Hydra's ConfigStore. ``base``: the type of the group
-    without the option; its keys are left out, so that they keep the values that they have."""
+    """Put the keys of a group's option into Hydra's ConfigStore. ``base`` is the type of the group
+    without the option, whose keys are left out, so that they keep their values."""
     node = group_node(group_of(owner))
     with open_dict(node):
         for item in fields(base) if base is not None else ():
@@ -100,14 +101,18 @@ def store_group(group: str, option: str, owner: type, *, base: type | None = Non
 
 
 def complete(cfg: Mapping[str, Any] | DictConfig) -> DictConfig:
-    """Return ``cfg``, which has any part of the keys, over the defaults of :class:`RobustConfig`;
-    of a project's own config its group ``robust``. Raises ConfigError: a value is of the wrong
-    type."""
+    """Complete ``cfg``, which has any part of the keys, with the defaults of :class:`RobustConfig`.
+    In a project's config that concerns its group ``robust``.
+
+    Raises:
+        ConfigError: a value has the wrong type.
+    """
     given: Any = cfg
     whole = given if isinstance(given, DictConfig) else OmegaConf.create(given)
     if not is_theirs(whole):
         completed = _complete(whole)
-        # the folder of the job may have the time that they say, and the caller may have read them
+        # The job's folder may be named after the time in these values, and the caller may have read
+        # them.
         OmegaConf.copy_cache(whole, completed)
         return completed
     whole = whole.copy()
@@ -129,7 +134,7 @@ def _complete(cfg: Any, prefix: str = "") -> DictConfig:
 
 
 def plain_config(cfg: DictConfig) -> DictConfig:
-    """Return the config of a job of ``train.py``: one attempt, without choosing or waiting."""
+    """Return the config of a ``train.py`` job: one attempt, without choosing or waiting."""
     plain = complete(cfg)
     is_program = OmegaConf.select(plain, "trainer.argv") is not None
     plain.isolation = "process" if is_program else "none"
@@ -152,7 +157,8 @@ def _mistake(error: OmegaConfBaseException, prefix: str) -> ConfigError:
     return unknown(name, known, f"{parent}.")
 
 
-# Registered at import, because the processes of Hydra's launchers build no search path. The first
-# is cached like Hydra's ``now``: jobs that run in other processes belong to the same sweep folder.
+# They are registered at import, because the processes of Hydra's launchers build no search path.
+# The first is cached like Hydra's ``now``: jobs that run in other processes belong to the same
+# sweep folder.
 register_resolver("robust_pid", os.getpid, use_cache=True)
 register_resolver("robust_job", folder_name)

@@ -1,4 +1,7 @@
-"""All keys together: those of the kernel, and those of each feature in their places among them."""
+"""All keys together: the kernel's keys, with each feature's keys in their places among them.
+
+Every process that reads a config calls :func:`schema`.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,12 @@ _SCHEMA = "robust_train.assembly:SCHEMA"
 class Key:
     """One key."""
 
-    owner: type  # the dataclass that declares it
+    owner: type  # the dataclass that declares the key
     item: Field[Any]
 
     @property
     def about(self) -> Declaration:
-        """Its declaration."""
+        """The key's declaration."""
         declaration: Declaration = self.item.metadata["key"]
         return declaration
 
@@ -34,8 +37,8 @@ class Group:
 
     owner: type  # the dataclass that gives Hydra's node its type
     members: Mapping[str, Key | Group]
-    section: str = ""  # of the page that begins with it
-    is_open: bool = False  # takes any keys; the members are those that we read
+    section: str = ""  # the section of the page that starts with it
+    is_open: bool = False  # takes any keys; the members are those that this package reads
 
     def names(self, prefix: str = "") -> Iterator[str]:
         """Yield the full names of all keys."""
@@ -48,11 +51,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Schema:
-    """Every key that there is.
+    """Every key.
 
     Attributes:
         features: the classes with features' keys, in the order of the page.
-        after: for each class the key of the kernel that it follows; left out: it ends its group.
+        after: for each class the kernel's key that it follows; a class without a key ends its
+            group.
     """
 
     features: Sequence[type[FeatureKeys]] = ()
@@ -65,7 +69,7 @@ class Schema:
 
     @cached_property
     def root(self) -> Group:
-        """The keys of ``train_robust.py``: all that there are."""
+        """The keys of ``train_robust.py``: all keys."""
         return self._group(RobustConfig)
 
     def _group(
@@ -74,7 +78,7 @@ class Schema:
         """Return a group of the kernel, with features' keys in it."""
         members: dict[str, Key | Group] = {}
         for item in fields(owner):
-            if not item.metadata:  # not a key
+            if not item.metadata:  # without metadata it is not a key
                 continue
             members[item.name] = self._member(owner, item, prefix)
             members |= self._of_features(f"{prefix}{item.name}", prefix)
@@ -91,7 +95,7 @@ class Schema:
         return Key(owner, item)
 
     def _of_features(self, place: str, prefix: str) -> dict[str, Key | Group]:
-        """Return the features' keys that follow in a place of the group ``prefix``."""
+        """Return the features' keys that belong in this place of the group ``prefix``."""
         members: dict[str, Key | Group] = {}
         for keys in self.features:
             if self._place(keys) != place:
@@ -110,15 +114,15 @@ class Schema:
 
 @cache
 def schema() -> Schema:
-    """Return every key that there is.
+    """Return every key.
 
-    The features are known to ``assembly.py`` alone, which stands above this room. So it is found by
-    name when keys are first needed.
+    Only ``assembly.py`` lists the features, and it is above this room. So it is loaded by name when
+    keys are first needed.
     """
     composed: Schema = load_named(_SCHEMA)
     return composed
 
 
 def group_of(owner: type) -> Group:
-    """Return the keys that a dataclass declares itself, as an option of a group does."""
+    """Return the keys that a dataclass itself declares, as an option of a group does."""
     return Schema()._group(owner)

@@ -1,5 +1,8 @@
-"""What a script does that its attempts do without: under its ``__main__`` guard, for they import
-it, or anywhere, if its trainer is imported from elsewhere or carried over by value."""
+"""Finds effects of a script that its attempts lack, because they do not run its ``__main__`` guard.
+
+An attempt imports the script. It runs none of it if the trainer is imported from elsewhere or was
+sent by value. The command reads the source and warns before the job starts.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,11 @@ _SETTINGS = frozenset(
         "use_deterministic_algorithms",
     )
 )
-"""Functions that change what a whole process computes, besides those with "seed" in their name."""
+"""Functions that change a whole process's results, in addition to those with "seed" in their name.
+"""
 
 _SWITCHES = "torch.backends."
-"""Where torch has attributes that do so."""
+"""The prefix of torch's attributes that do the same."""
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -34,11 +38,11 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 @dataclass(frozen=True)
 class GuardedEffects:
-    """What a script does that does not happen in attempts, and its trainer depends on.
+    """Effects of a script that do not happen in attempts, although its trainer depends on them.
 
     Attributes:
-        calls: functions that seed or set what a whole process computes, by their dotted names.
-        names: variables of the script, and switches of torch, that are given another value.
+        calls: dotted names of functions that seed or configure a whole process.
+        names: variables of the script, and switches of torch, that get another value.
     """
 
     calls: tuple[str, ...] = ()
@@ -47,7 +51,7 @@ class GuardedEffects:
     def in_words(
         self, script: str, why: str = ' under if __name__ == "__main__":, which does not run'
     ) -> str | None:
-        """Return them in one line, with the reason; None if there are none."""
+        """Return the effects in one line, with the reason; None if there are none."""
         effects = []
         if self.calls:
             effects.append("calls " + ", ".join(f"{call}()" for call in self.calls))
@@ -62,8 +66,8 @@ class GuardedEffects:
 
 
 def effects_lost_in_attempts(trainer: TrainerRef) -> str | None:
-    """Return in one line what the script of a trainer does that does not happen in its attempts,
-    None if nothing is known to be."""
+    """Return in one line which of a script's effects are missing in its attempts, None if none are
+    known."""
     main = trainer.main
     if main is None:
         main = MainModule.of_this_process()
@@ -74,7 +78,7 @@ def effects_lost_in_attempts(trainer: TrainerRef) -> str | None:
     with contextlib.suppress(OSError, ValueError, SyntaxError, RecursionError):
         tree = ast.parse(script.read_bytes())
         if trainer.pickled:
-            # It takes the values of its variables along.
+            # The trainer takes the values of its variables along.
             why = f", but the trainer is sent by value: {script.name} does not run"
             return effects_beside_value(tree, name).in_words(script.name, why)
         if trainer.main is not None:
@@ -88,7 +92,7 @@ def effects_lost_in_attempts(trainer: TrainerRef) -> str | None:
 
 
 def _source_of(module: str) -> Path | None:
-    """Return the file of a module, which is not imported for it; None if that is unknown."""
+    """Return the file of a module without importing it; None if it is unknown."""
     loaded = getattr(sys.modules.get(module), "__file__", None)
     if loaded is not None:
         return Path(loaded)
@@ -104,7 +108,7 @@ def _source_of(module: str) -> Path | None:
 
 
 def effects_under_guard(script: ast.Module, trainer: str) -> GuardedEffects:
-    """Return what a script does under its guard alone and its function ``trainer`` depends on."""
+    """Return the effects of a script's guard that its function ``trainer`` depends on."""
     defined: dict[str, Definition] = {}
     guarded: list[ast.stmt] = []
     always: list[ast.stmt] = []
@@ -125,7 +129,7 @@ def effects_under_guard(script: ast.Module, trainer: str) -> GuardedEffects:
     for function in only_guarded:
         anew |= _variables_set_in([function]) - _locals_of(function)
     read = {name for one in in_attempts for name in _read_in(one) if name not in _locals_of(one)}
-    # A variable that is set under the guard alone ends attempts with a NameError.
+    # A variable that is only set under the guard ends attempts with a NameError.
     has_value = _variables_bound_in(always) | {one.name for one in defined.values()}
     variables = sorted(anew & read & has_value)
     switches = [one for one in lost if one.startswith(_SWITCHES)]
@@ -135,13 +139,14 @@ def effects_under_guard(script: ast.Module, trainer: str) -> GuardedEffects:
 
 
 def effects_beside_module(script: ast.Module, module: ast.Module) -> GuardedEffects:
-    """Return what a script does if its trainer is in another module, which does not do the like."""
+    """Return the effects of a script whose trainer is in another module, except those that this
+    module has."""
     return _effects_without(script, _effects_in([module], _imported_in(module)))
 
 
 def effects_beside_value(script: ast.Module, trainer: str) -> GuardedEffects:
-    """Return what a script does if its trainer, a function in it, is sent by value; nothing if
-    that is an object, whose code is not in sight."""
+    """Return the effects of a script that sends its trainer, a function, by value; nothing if the
+    trainer is an object, whose code is unknown."""
     nodes = [node for node in ast.walk(script) if _is_named(node, trainer)]
     if not nodes:
         return GuardedEffects()
@@ -150,8 +155,8 @@ def effects_beside_value(script: ast.Module, trainer: str) -> GuardedEffects:
 
 
 def _effects_without(script: ast.Module, in_attempts: Iterable[str]) -> GuardedEffects:
-    """Return what a script does that attempts do not do the like of. Functions that it does not
-    call do nothing."""
+    """Return the script's effects without an equivalent in its attempts. Functions that the script
+    does not call have no effects."""
     statements = [node for node in script.body if not isinstance(node, _DEFINITIONS)]
     done = [*statements, *_reached(statements, _defined_in(script))]
     has_like = {_kind_of(one) for one in in_attempts}
@@ -176,8 +181,8 @@ def _is_guard(test: ast.expr) -> bool:
 
 
 def _reached(nodes: Sequence[ast.AST], defined: Mapping[str, Definition]) -> list[Definition]:
-    """Return the script's functions and classes among some nodes or named in them, and those that
-    are named in these."""
+    """Return the script's functions and classes that some nodes contain or name, directly or
+    through others."""
     reached = [node for node in nodes if isinstance(node, _DEFINITIONS)]
     waiting = list(nodes)
     for node in waiting:
@@ -218,7 +223,8 @@ def _effects_in(nodes: Sequence[ast.AST], imported: set[str]) -> Iterator[str]:
 
 
 def _kind_of(name: str) -> str:
-    """Return what a function or a switch sets, "" if nothing; all seeds are one kind."""
+    """Return the setting that a function or a switch changes, "" if none. All seeds are one
+    setting."""
     last = name.rpartition(".")[2]
     if name.startswith(_SWITCHES):
         return name
@@ -248,7 +254,7 @@ def _variables_set_in(nodes: Sequence[ast.AST]) -> set[str]:
 
 
 def _locals_of(definition: Definition) -> set[str]:
-    """Return the names that are a function's own, or those of a class's methods."""
+    """Return the local names of a function, or of a class's methods."""
     own = _variables_bound_in([definition])
     own |= {node.arg for node in ast.walk(definition) if isinstance(node, ast.arg)}
     for node in ast.walk(definition):

@@ -1,5 +1,8 @@
-"""What an attempt gives a script: placeholders in its arguments, its environment, and how it splits
-its batch and when it saves. Imports no library, for scripts import it too."""
+"""The values that an attempt passes to a script, and how it splits its batch and when it saves.
+
+They are placeholders in the script's arguments and variables in its environment. Scripts import
+this module too, so it imports no library.
+"""
 
 from __future__ import annotations
 
@@ -27,36 +30,36 @@ _INTERPOLATION = re.compile(r"\$(?=\$*\{)")
 
 @dataclass(frozen=True)
 class ScriptValues:
-    """The values of one attempt; each field is a placeholder, and a variable in upper case."""
+    """The values of one attempt. Each field is a placeholder, and a variable in upper case."""
 
     batch_size: int  # micro-batch
-    # micro-batches of each process per optimizer step
+    # Micro-batches of each process per optimizer step.
     gradient_accumulation_steps: int
     effective_batch_size: int  # samples of all processes per optimizer step
-    # as given, scaled if that was asked for, less after training has diverged
+    # As given, scaled if the user asked for it, and smaller after training has diverged.
     learning_rate: str
-    # processes that it is to start, one for each GPU that it sees
+    # Number of processes that the script has to start, one for each GPU that it sees.
     num_gpus: int
-    min_batch_size: int  # no attempt uses a smaller micro-batch
+    min_batch_size: int  # the smallest micro-batch of any attempt
     num_workers: int  # data-loader workers
-    # `cuda:0` (the first GPU that the script sees, and mostly the only one) or `cpu`
+    # `cuda:0` (the first GPU that the script sees, and mostly the only GPU) or `cpu`.
     device: str
     attempt: int  # number of the attempt, counted from 1
-    checkpoint: str  # to go on from; empty for a fresh start
+    checkpoint: str  # the checkpoint to resume from; empty for a fresh start
     run_dir: str  # the job's run folder
-    # longest time without a checkpoint, or `auto`
+    # Longest time without a checkpoint, or `auto`.
     checkpoint_every_minutes: str = AUTO
-    # most optimizer steps without one; 0: any number
+    # Most optimizer steps without a checkpoint; 0 for any number.
     checkpoint_every_steps: int = 0
-    keep_checkpoints: int = 2  # how many of `run.save` stay
-    # `true`: recompute activations to save memory
+    keep_checkpoints: int = 2  # how many checkpoints of `run.save` stay
+    # `true`: recompute activations to save memory.
     gradient_checkpointing: str = "false"
-    # what follows if splitting changes the loss: `warn`, `other_remedies_first` or `exact`
+    # The reaction if splitting changes the loss: `warn`, `other_remedies_first` or `exact`.
     split_rule: str = "warn"
 
     def fill(self, text: str, quote: Callable[[str], str] = str) -> str:
-        """Replace the placeholders in ``text``; other braces (JSON, shell) stay as they are.
-        ``{$}`` is a dollar sign: in a config ``${…}`` is an interpolation."""
+        """Replace the placeholders in ``text``. Other braces (JSON, shell) stay unchanged. ``{$}``
+        is a dollar sign, because ``${…}`` is an interpolation in a config."""
         values = {**asdict(self), "$": "$"}
         return _PLACEHOLDER.sub(lambda m: quote(str(values.get(m[1], m[0]))), text)
 
@@ -66,8 +69,8 @@ class ScriptValues:
 
 
 def decimal(number: float) -> str:
-    """Return a number without an exponent, which YAML takes for text without a dot and ``bc`` not
-    at all; rounding errors of its computation are left out."""
+    """Return a number without an exponent, without rounding errors of its computation. Without a
+    dot, YAML reads a number with an exponent as text, and ``bc`` does not read it at all."""
     shortest = f"{number:.12g}"
     if not math.isclose(float(shortest), number, rel_tol=1e-14):
         shortest = repr(number)
@@ -78,7 +81,7 @@ PLACEHOLDERS = tuple(field.name for field in fields(ScriptValues))
 
 
 def literal(text: str) -> str:
-    """Return ``text`` for a config, which has no interpolations until it is filled."""
+    """Return ``text`` for a config, without interpolations until its placeholders are filled."""
     return _INTERPOLATION.sub("{$}", text)
 
 
@@ -88,8 +91,8 @@ def placeholders_in(text: str) -> set[str]:
 
 
 def near_miss_in(text: str, *, every: bool) -> tuple[str, str] | None:
-    """Return a name in braces that is nearly a placeholder, and that one; ``every``: also a name
-    that is like none."""
+    """Return a name in braces that is similar to a placeholder, and that placeholder. ``every``
+    includes names that are similar to none."""
     for name in _PLACEHOLDER.findall(text):
         if name not in (*PLACEHOLDERS, "$"):
             cutoff = 0.0 if every else 0.75
@@ -107,10 +110,10 @@ def value_from(environ: Mapping[str, str], name: str) -> str | None:
 class MicroBatchPlan:
     """How a batch is split inside a step."""
 
-    # most samples in one forward and backward pass; None: the whole batch at first
+    # Most samples in one forward and backward pass; None for the whole batch at first.
     batch_size: int | None = None
     gradient_accumulation_steps: int = 1
-    min_batch_size: int = 1  # parts of this many samples are not split further
+    min_batch_size: int = 1  # parts of this size are not split further
 
     @property
     def samples(self) -> int | None:
@@ -131,11 +134,12 @@ class MicroBatchPlan:
 
 @dataclass(frozen=True)
 class SplitRule:
-    """What to do if the losses of parts do not add up to the loss of the batch.
+    """The reaction if the losses of parts do not add up to the loss of the batch.
 
     Attributes:
-        is_exact: no step may be computed in parts then.
-        ends_attempt: memory that ran out ends the attempt, since the launcher has other remedies.
+        is_exact: whether no step may be computed in parts then.
+        ends_attempt: whether running out of memory ends the attempt, since the launcher has other
+            remedies.
     """
 
     is_exact: bool = False
@@ -150,7 +154,7 @@ class SplitRule:
 
     @classmethod
     def named(cls, name: str | None) -> SplitRule:
-        """Return the rule that :attr:`name` names; without a name none is strict."""
+        """Return the rule with this :attr:`name`; a rule that is not strict without a name."""
         known = {rule.name: rule for rule in (cls(), cls(False, True), cls(True, True))}
         return known.get(name or "", cls())
 
@@ -164,8 +168,8 @@ class SplitRule:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Longest time between two checkpoints (None: as often as saving is cheap), and most optimizer
-    steps between two (0: any number)."""
+    """When to save: the longest time between two checkpoints (None: as often as saving is cheap),
+    and the most optimizer steps between two (0: any number)."""
 
     every_seconds: float | None = None
     every_steps: int = 0

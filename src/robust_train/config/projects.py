@@ -1,7 +1,8 @@
-"""The config of a Hydra project that was not made for us: our keys are in its group ``robust``, so
-that any name is free for the project, and the batch size that a job adapts is the project's own.
+"""The config of a Hydra project that was not made for this package.
 
-A value of ours that refers to a key of theirs is written there for each attempt::
+The package's keys are in its group ``robust``, so the project may use any name at its root, and the
+batch size that a job adapts is the project's own key. The launcher and attempts use this module. If
+a value under ``robust`` refers to a project's key, that key is set for each attempt::
 
     robust:
       training:
@@ -56,15 +57,15 @@ _NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "num_workers": (("num_workers",),),
     "gradient_accumulation_steps": (("accumulate_grad_batches", "gradient_accumulation_steps"),),
-    # no name says enough: only a key that ours refers to
+    # No name is specific enough, so only a key counts that the group `robust` refers to.
     "gradient_checkpointing": ((),),
 }
-"""What projects call the keys under ``training`` that each attempt chooses, in lower case.
+"""Projects' names for the keys under ``training`` that each attempt chooses, in lower case.
 
-Beside a name of an earlier group, one of a later group is something else: ``train_batch_size`` next
-to ``train_micro_batch_size_per_gpu`` is the batch of all devices. ``batch`` is also used for other
-things, so it counts only where a config has no other. A mini-batch or micro-batch may have its
-algorithm in front of it, and is written as two words here.
+Next to a name of an earlier group, a name of a later group means something else:
+``train_batch_size`` next to ``train_micro_batch_size_per_gpu`` is the batch of all devices.
+``batch`` is also used for other things, so it counts only in a config without another name. A
+mini-batch or micro-batch may have its algorithm in front of it, and is written as two words here.
 """
 
 _PART_OF_BATCH = re.compile(r".*(mini|micro)_?batch_?(?=size|per|$)")
@@ -77,26 +78,26 @@ _OF_EVALUATION = re.compile(
 _OF_TRAINING = re.compile(r"train[a-z]*")
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 _LABELS = ("name", "split", "subset", "stage", "phase", "mode")
-"""Keys by which the items of a list say what they are for."""
+"""Keys by which the items of a list name their purpose."""
 
 _IN_WORDS = {
     BATCH: "batch size",
     ACCUMULATION: "gradient accumulation",
     WORKERS: "data-loader workers",
 }
-"""What they are called where a project's config has no such key."""
+"""The names of these keys for a project's config without such keys."""
 
 _REFERENCE = re.compile(r"\$\{([^\s${}:,]+)\}")
 
 
 def builds_on_ours(cfg: DictConfig) -> bool:
-    """Return whether a config has our keys at its root, by ``defaults: [robust]``."""
+    """Return whether a config has this package's keys at its root, by ``defaults: [robust]``."""
     kind = OmegaConf.get_type(cfg, "training") if "training" in cfg else None
     return isinstance(kind, type) and issubclass(kind, TrainingConfig)
 
 
 def with_group(cfg: DictConfig) -> DictConfig:
-    """Return a project's config with the group ``robust``, where it is left out."""
+    """Return a project's config with the group ``robust``, which is added if it is missing."""
     cfg = cfg.copy()
     with open_dict(cfg):
         cfg.setdefault(GROUP, {})
@@ -104,18 +105,18 @@ def with_group(cfg: DictConfig) -> DictConfig:
 
 
 def ours(cfg: DictConfig) -> DictConfig:
-    """Return the part of a config that has our keys: its group ``robust``, else its root."""
+    """Return the part of a config with this package's keys: its group ``robust``, else its root."""
     group = cfg.get(GROUP)
     return group if isinstance(group, DictConfig) else cfg
 
 
 def is_theirs(cfg: DictConfig) -> bool:
-    """Return whether a config is a project's own, with our keys in a group."""
+    """Return whether a config belongs to a project, with this package's keys in a group."""
     return ours(cfg) is not cfg
 
 
 def without_ours(cfg: DictConfig) -> DictConfig:
-    """Return what a project's own code sees: its config as it would be without us."""
+    """Return the config for a project's code: the config as it would be without this package."""
     if not is_theirs(cfg):
         return cfg
     cfg = cfg.copy()
@@ -125,12 +126,13 @@ def without_ours(cfg: DictConfig) -> DictConfig:
 
 
 def defaults_for_theirs(cfg: DictConfig) -> dict[str, Any]:
-    """Return what a project's config says of the keys in its group ``robust``: the batch is theirs.
+    """Return defaults for the group ``robust`` from a project's config, whose batch counts.
 
     Raises:
-        ConfigError: it is not clear which of their keys is the batch, or ours has another value.
+        ConfigError: it is unclear which of the project's keys is the batch, or the group has
+            another value for it.
     """
-    # what is not theirs to change is no remedy
+    # A value that the project does not let us change is not a remedy.
     training: dict[str, Any] = {"num_workers": 0}
     given = _given(cfg)
     for name in _NAMES:
@@ -168,8 +170,8 @@ def _check_batch(cfg: DictConfig, value: Any, found: list[str]) -> None:
 
 
 def lightning_of(cfg: DictConfig) -> str | None:
-    """Return the package of Lightning that a project's config makes objects of, whose ``fit`` is
-    ours then; None if it makes none."""
+    """Return the Lightning package whose objects a project's config creates, and whose ``fit`` is
+    replaced; None if it creates none."""
     content: Any = OmegaConf.to_container(without_ours(cfg), resolve=False)
     made = {
         str(leaf.value).partition(".")[0]
@@ -181,7 +183,7 @@ def lightning_of(cfg: DictConfig) -> str | None:
 
 
 def write_to_theirs(cfg: DictConfig, chosen: dict[str, Any]) -> None:
-    """Write what an attempt has chosen to the project's own keys."""
+    """Write an attempt's choices to the project's own keys."""
     for name in _NAMES:
         path = _path(cfg, name)
         if path is not None and name in chosen:
@@ -190,8 +192,7 @@ def write_to_theirs(cfg: DictConfig, chosen: dict[str, Any]) -> None:
 
 
 def their_keys(cfg: DictConfig) -> dict[str, str] | None:
-    """Return which keys stand for those of ours that each attempt chooses, in a project's config;
-    None in any other."""
+    """Return the project's key for each key that attempts choose; None for any other config."""
     if not is_theirs(cfg):
         return None
     found = {}
@@ -199,25 +200,25 @@ def their_keys(cfg: DictConfig) -> dict[str, str] | None:
         path = _path(cfg, name)
         if path is not None:
             found[f"training.{name}"] = path
-    if lightning_of(cfg):  # our fit accumulates
+    if lightning_of(cfg):  # our `fit` accumulates
         found.setdefault(ACCUMULATION, f"{GROUP}.{ACCUMULATION}")
     return found
 
 
 @dataclass(frozen=True)
 class Words:
-    """What a job says, with each key as its user writes it; ``theirs`` are :func:`their_keys`."""
+    """Words messages with each key as its user writes it. ``theirs`` are :func:`their_keys`."""
 
     theirs: Mapping[str, str] | None
 
     @property
     def of_log(self) -> Callable[[str], str] | None:
-        """What changes a line of the log; None if lines stay as they are."""
+        """A function that changes a line of the log; None if lines stay as they are."""
         return None if self.theirs is None else self.text
 
     @contextlib.contextmanager
     def of_errors(self) -> Iterator[None]:
-        """Let the errors that end a job name keys as its user writes them."""
+        """Reword the errors that end a job, so that they name keys as its user writes them."""
         try:
             yield
         except (ConfigError, NoDeviceError, UserError) as error:
@@ -225,7 +226,7 @@ class Words:
             raise
 
     def text(self, text: str, quoted: str = "") -> str:
-        """Return a message of ours; ``quoted`` is a part of it that is not ours."""
+        """Reword a message. The part ``quoted`` comes from elsewhere and stays."""
         theirs = self.theirs
         if theirs is None:
             return text
@@ -243,7 +244,7 @@ class Words:
         return _our_keys().sub(name, text)
 
     def retry(self, retry: Retry, quoted: str = "") -> Retry:
-        """Return a decision to retry; ``quoted`` is the message of what failed."""
+        """Reword a decision to retry. ``quoted`` is the failure's message."""
         otherwise = retry.otherwise
         if otherwise is not None:
             otherwise = self.decision(otherwise, quoted)
@@ -255,13 +256,13 @@ class Words:
         )
 
     def decision(self, decision: Decision, quoted: str = "") -> Decision:
-        """Return any decision; ``quoted`` is the message of what failed."""
+        """Reword any decision. ``quoted`` is the failure's message."""
         if isinstance(decision, Retry):
             return self.retry(decision, quoted)
         return replace(decision, reason=self.text(decision.reason, quoted))
 
     def attempt(self, attempt: Attempt) -> Attempt:
-        """Return an attempt with the advice on its failure, and with the message if it is ours."""
+        """Reword the advice of an attempt, and its message if this package wrote it."""
         failure = attempt.failure
         if failure is None or self.theirs is None:
             return attempt
@@ -274,19 +275,20 @@ class Words:
 
 @cache
 def _our_keys() -> re.Pattern[str]:
-    """Return what finds our keys in our messages: one that is a word of English only as ``key=``,
-    and none in a placeholder, a path or a longer key."""
+    """Return a pattern for the keys in messages. A key that is an English word matches only as
+    ``key=``, and nothing matches in a placeholder, a path or a longer key."""
     names = [
         re.escape(name) + ("" if re.search("[._]", name) else "(?==)")
         for name in schema().root.names()
-        # any key there may be the user's
+        # Any key there may be the user's.
         if not name.startswith(("model.", "dataset."))
     ]
     return re.compile(rf"(?<![\w./=-])(?<!(?<!\$)\{{)(?:{'|'.join(names)})\b")
 
 
 def _path(cfg: DictConfig, name: str) -> str | None:
-    """Return the project's key for one of ours: the one that ours refers to, or the only one."""
+    """Return the project's key for one of this package's keys: the key that it refers to, or the
+    only match."""
     reference = _REFERENCE.fullmatch(str(_given(cfg).get(name)))
     if reference is not None:
         return reference[1]
@@ -295,8 +297,8 @@ def _path(cfg: DictConfig, name: str) -> str | None:
 
 
 def resolved(cfg: DictConfig) -> DictConfig:
-    """Return a copy with every value resolved that can be: in a project's config there may be some
-    that only its own code gives a meaning."""
+    """Return a copy with all values resolved, except those in a project's config that only the
+    project's code can resolve."""
     cfg = cfg.copy()
     with read_write(cfg), open_dict(cfg):
         _resolve(cfg)
@@ -318,24 +320,24 @@ def _resolve(node: DictConfig | ListConfig) -> None:
 
 
 def _given(cfg: DictConfig) -> dict[str, Any]:
-    """Return what is under ``robust.training``, unresolved."""
+    """Return the content of ``robust.training``, unresolved."""
     group: Any = OmegaConf.to_container(ours(cfg), resolve=False)
     training = group.get("training")
     return training if isinstance(training, dict) else {}
 
 
 def _paths(cfg: DictConfig, name: str) -> list[str]:
-    """Return a project's keys of this meaning; of several those of training, and never those of
-    evaluation. Keys that refer to one number are that number's key."""
+    """Return a project's keys with this meaning. Among several those of training count, and those
+    of evaluation never. Keys that refer to one number are that number's key."""
     content: Any = OmegaConf.to_container(without_ours(cfg), resolve=False)
     leaves = list(_leaves(content, ""))
     values = {leaf.path: leaf.value for leaf in leaves}
     names = set(chain.from_iterable(_NAMES[name]))
     candidates = [leaf for leaf in leaves if leaf.name in names and not leaf.is_for(_OF_EVALUATION)]
-    # A computed value counts only where there is no number.
+    # A computed value counts only if there is no number.
     ranks: dict[str, tuple[bool, bool]] = {}
     named = _without_others(candidates, _NAMES[name])
-    # Beside a mini-batch, "train" may stand before the samples that it is drawn from.
+    # Next to a mini-batch, "train" may stand before the samples that it is drawn from.
     is_divided = any(leaf.name.startswith(_DIVIDED) for leaf in named)
     for leaf in named:
         path = _end_of_references(leaf.path, values)
@@ -350,11 +352,11 @@ def _paths(cfg: DictConfig, name: str) -> list[str]:
 
 @dataclass(frozen=True)
 class _Leaf:
-    """A value of a config that is no group and no list."""
+    """A value of a config that is neither a group nor a list."""
 
     path: str
     value: Any  # unresolved
-    # of the list item that it is in, what the item says of itself
+    # If it is in a list, the labels by which the item describes itself.
     labels: tuple[str, ...] = ()
 
     @property
@@ -368,7 +370,7 @@ class _Leaf:
 
     def is_for(self, purpose: re.Pattern[str]) -> bool:
         """Return whether a part of the path, or a label, has a word of this purpose. A part with
-        ``train`` in it is of training, whatever else it says."""
+        ``train`` in it always belongs to training."""
         for part in (*self.path.split("."), *self.labels):
             words = [word.lower() for word in _WORD.findall(part)]
             is_of_training = any(map(_OF_TRAINING.fullmatch, words))
@@ -380,7 +382,7 @@ class _Leaf:
 
 
 def _without_others(leaves: list[_Leaf], groups: tuple[tuple[str, ...], ...]) -> list[_Leaf]:
-    """Return the keys that are not something else because of a key with a better name."""
+    """Remove the keys that mean something else because a key with a better name exists."""
     first, *others = groups
     of_devices = {leaf.parent for leaf in leaves if leaf.name in first}
     kept = [leaf for leaf in leaves if leaf.name in first or leaf.parent not in of_devices]
@@ -391,8 +393,8 @@ def _without_others(leaves: list[_Leaf], groups: tuple[tuple[str, ...], ...]) ->
 
 
 def _end_of_references(path: str, values: Mapping[str, Any]) -> str:
-    """Return the key that a key refers to, perhaps through others; itself if it refers to none. A
-    key of evaluation is not followed."""
+    """Return the key that a key refers to, perhaps through others; the key itself if it refers to
+    none. Keys of evaluation are not followed."""
     seen = [path]
     while True:
         reference = _REFERENCE.fullmatch(str(values.get(seen[-1])))
@@ -411,7 +413,7 @@ def _is_integer(cfg: DictConfig, path: str) -> bool:
 
 
 def _from_the_root(reference: str, path: str) -> str:
-    """Return the key that a reference at ``path`` means, which may begin with dots."""
+    """Return the absolute key for a reference at ``path``, which may start with dots."""
     name = reference.lstrip(".")
     levels = len(reference) - len(name)
     if not levels:
@@ -421,7 +423,7 @@ def _from_the_root(reference: str, path: str) -> str:
 
 
 def _leaves(content: Any, path: str, labels: tuple[str, ...] = ()) -> Iterator[_Leaf]:
-    """Yield the values of a config below a path, those in lists as well."""
+    """Yield the values of a config below a path, including those in lists."""
     if isinstance(content, list):
         for number, item in enumerate(content):
             own = item if isinstance(item, dict) else {}

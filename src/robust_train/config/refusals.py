@@ -1,4 +1,7 @@
-"""A user's mistake in one line: the key, the value, what was wrong and what is accepted."""
+"""Explains a user's mistake in one line: the key, its value, what is wrong and what is accepted.
+
+Commands call :func:`explain` for an error before or in Hydra, a sweep calls :func:`explain_job`.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ REFUSALS = (
     HydraException,
     OmegaConfBaseException,
     OSError,
-    yaml.YAMLError,  # of a file that Hydra reads
+    yaml.YAMLError,  # in a file that Hydra reads
 )
 
 _SEVERAL_VALUES = "{0}={1}: several values; add -m to sweep over them, or write a list: {0}=[{1}]"
@@ -45,11 +48,12 @@ _ANSWERS = {
     r"Could not \w+ '(hydra/\w+)/(joblib)'": (
         "{0}={1}: not installed; pip install hydra-joblib-launcher"
     ),
-    # which of our extras brings a plugin that is not there
+    # Names the extra of this package that installs a missing plugin.
     r"Could not \w+ '(hydra/\w+)/(submitit_\w+)'": _NOT_INSTALLED + 'slurm]"',
     r"Could not \w+ '(hydra/\w+)/(ray|ray_aws)'": _NOT_INSTALLED + 'ray]"',
 }
-"""What Hydra's messages mean, in order; braces are filled with what a pattern has found."""
+"""Explanations of Hydra's messages, in order. Braces are filled with the groups of the pattern's
+match."""
 
 _UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'|Key '([^']+)' (?:is )?not in")
 _FULL_KEY = re.compile(r"full_key: (\S+)")
@@ -68,7 +72,8 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def _of_the_system(error: BaseException) -> BaseException:
-    """Return what an error of the system amounts to, as of a run folder that Hydra cannot write."""
+    """Turn an error of the system into the error of this package for it, such as a run folder that
+    Hydra cannot write."""
     if (limit := limit_reached(error)) is not None:
         return limit
     if isinstance(error, OSError) and not isinstance(error, HydraException):
@@ -85,7 +90,7 @@ def explain(
     config_path: str | None = OURS,
 ) -> str:
     """Return one line for the user about one of :data:`REFUSALS`. ``config_name`` is this command's
-    primary config; ``arguments`` is its command line."""
+    primary config, and ``arguments`` is its command line."""
     if isinstance(error := _of_the_system(error), ConfigError):
         return str(error)
     if isinstance(error, OverrideParseException):
@@ -127,7 +132,7 @@ def explain(
 
 
 def explain_job(error: BaseException, config: DictConfig, overrides: Sequence[str]) -> str:
-    """Return that line about a job of a sweep, whose ``config`` says where its keys are from."""
+    """Return such a line about a job of a sweep. Its ``config`` shows the origin of its keys."""
     path: str | None = None
     for source in config.hydra.runtime.config_sources:
         if source.provider == "main":
@@ -175,7 +180,7 @@ def _unknown_key(
 
 
 def _nearest(name: str, keys: Sequence[str], cutoff: float = 0.6) -> str | None:
-    """Return the key that is most like ``name``, which may leave out its group."""
+    """Return the key that is most similar to ``name``, which may lack its group."""
     full = {key.rpartition(".")[2]: key for key in reversed(keys)} | {key: key for key in keys}
     close = difflib.get_close_matches(name, full, n=1, cutoff=cutoff)
     return full[close[0]] if close else None
@@ -184,8 +189,8 @@ def _nearest(name: str, keys: Sequence[str], cutoff: float = 0.6) -> str | None:
 def composed(
     overrides: Sequence[str], config_path: str | None = OURS, config_name: str | None = "robust"
 ) -> DictConfig:
-    """Return a config with overrides, by default that of ``train_robust.py``. ``config_path``: its
-    folder; None: it is in Hydra's ConfigStore."""
+    """Return a config with overrides, by default the config of ``train_robust.py``. ``config_path``
+    is its folder, None for Hydra's ConfigStore."""
     running = GlobalHydra.instance().hydra  # the sweep that is being checked
     GlobalHydra.instance().clear()
     folder = config_path or "pkg://hydra.conf"
@@ -203,7 +208,7 @@ def explain_option(
     arguments: Sequence[str], config_name: str | None, config_path: str | None = OURS
 ) -> str | None:
     """Return one line about an option that Hydra does not have, or an override that it would not
-    find; None if there is none."""
+    find; None if all are valid."""
     lost = unknown_to_hydra(arguments)
     unknown = [one for one in lost if one.startswith("-")]
     if lost and not unknown:
@@ -223,7 +228,7 @@ def explain_option(
 def all_keys(
     overrides: Sequence[str], config_path: str | None = OURS, config_name: str | None = "robust"
 ) -> list[str]:
-    """Return the keys of the root and of all groups, ``training.lr`` before ``model.lr``; none if
+    """Return the keys of the root and of all groups, ``training.lr`` before ``model.lr``; empty if
     the config cannot be composed."""
     try:
         cfg = composed(overrides, config_path, config_name)

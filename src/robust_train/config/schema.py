@@ -1,9 +1,9 @@
-"""The kernel's keys: name, type and default, what each accepts and what it means.
+"""The kernel's keys: name, type and default, accepted values and meaning.
 
-A key is declared here, or in the ``model.py`` of the feature that it belongs to. ``configs/*.yaml``
-and the tables of ``docs/configuration.md`` are written from both (``just keys``), Hydra checks
-types by them, and :class:`RobustConfig`, made once by :func:`robust_train.config.checks.checked`,
-is what the launcher and the attempts are handed.
+A key is declared here, or in the ``model.py`` of its feature. ``configs/*.yaml`` and the tables of
+``docs/configuration.md`` are written from both (``just keys``), and Hydra checks types by them. The
+launcher and attempts read a :class:`RobustConfig`, which :func:`robust_train.config.checks.checked`
+creates once.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ WORKERS = "training.num_workers"
 CHECKPOINTING = "training.gradient_checkpointing"
 
 UNREAD_IN_PROJECTS = ("seed", "training.prefetch_factor", "training.epochs", "training.lr")
-"""Keys for trainers that are given ours: a Hydra project's code sees only its own."""
+"""Keys for trainers that get this package's config. A Hydra project's code sees only its own."""
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """``training``: what every trainer needs to know, and what the launcher adapts."""
+    """``training``: the values that every trainer needs, and that the launcher adapts."""
 
     batch_size: int = key(
         64,
@@ -100,7 +100,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """``memory``: what holds for each attempt's memory."""
+    """``memory``: settings for the memory of each attempt."""
 
     fraction: float = key(
         0.95,
@@ -111,7 +111,7 @@ class MemoryConfig:
 
 @dataclass(frozen=True)
 class NotifyConfig:
-    """``notify``: where notifications go, and what they are about."""
+    """``notify``: where notifications are sent, and for which events."""
 
     command: tuple[str, ...] = key(
         (),
@@ -139,7 +139,7 @@ class NotifyConfig:
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """``trainer``: what is called; beyond ``_target_``, the keys of ``trainer=command``."""
+    """``trainer``: the callable, ``_target_``, or the keys of ``trainer=command``."""
 
     _target_: str | None = key(
         None,
@@ -173,7 +173,8 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class OpenConfig:
-    """What the launcher reads of ``model`` and ``dataset``; a project may put anything there."""
+    """The keys of ``model`` and ``dataset`` that the launcher reads. A project may put anything
+    there."""
 
     name: str | None = key(None, "", read=text_or_none)
     root: str | None = key(None, "", read=text_or_none)
@@ -323,16 +324,16 @@ class RobustConfig(PlainConfig):
         more="`optimized_metric` is a key of the project's own, if it has one",
     )
 
-    # not keys: what the checks have settled
-    # `training.batch_size=auto`: batch_size is the largest to try
+    # These fields are not keys, but results of the checks. With `training.batch_size=auto`,
+    # batch_size is the largest size to try.
     finds_batch_size: bool = False
-    # `min_gpu_memory_mb=auto`: the default stands until a feature knows better
+    # `min_gpu_memory_mb=auto`: the default stands until a feature knows better.
     measures_memory: bool = False
-    # `gpu_jobs_per_device=auto`: it is 1 until a feature has measured the job
+    # `gpu_jobs_per_device=auto`: it is 1 until a feature has measured the job.
     packs_gpus: bool = False
-    # a project's keys that stand for ours; None: all of ours are at the root
+    # A project's keys that stand for this package's keys; None if the keys are at the root.
     theirs: dict[str, str] | None = None
-    # the keys of features that do not all have their defaults
+    # The keys of features that do not all have their defaults.
     of_features: tuple[Any, ...] = ()  # FeatureKeys, which OmegaConf does not take as a type
 
     def of(self, keys: type[K]) -> K:
@@ -341,10 +342,10 @@ class RobustConfig(PlainConfig):
         return next(given, keys())
 
     def chosen(self, name: str) -> Any:
-        """Return what the user has chosen for a key that a feature declares.
+        """Return the user's choice for a key that a feature declares.
 
-        For rooms below and above the features, which cannot name the class. None if the key has its
-        default, or if there is no such key: the feature may have been deleted.
+        Rooms below and above the features use it, because they cannot name the class. None if the
+        key has its default, or if it does not exist: the feature may have been deleted.
         """
         having = (one for one in self.of_features if hasattr(one, name))
         return getattr(next(having, None), name, None)
@@ -355,7 +356,7 @@ class RobustConfig(PlainConfig):
         return replace(self, of_features=others)
 
     def having(self, keys: FeatureKeys) -> RobustConfig:
-        """Return the config with other values of a feature's keys."""
+        """Return the config with these values of a feature's keys."""
         kind = type(keys)
         others = tuple(one for one in self.of_features if type(one) is not kind)
         is_default = keys == kind()
@@ -363,7 +364,8 @@ class RobustConfig(PlainConfig):
 
     @property
     def traits(self) -> Traits:
-        """What the trainer can do. A project's function is given a batch by the project's keys."""
+        """The abilities of the trainer. A project's function gets its batch through the project's
+        keys."""
         if self.trainer.argv is not None:
             return PROGRAM
         if self.theirs is None:
@@ -374,20 +376,21 @@ class RobustConfig(PlainConfig):
 
     @property
     def may_checkpoint_gradients(self) -> bool:
-        """Whether gradient checkpointing is a remedy. A project's own key, which ours refers to,
-        has the value of the first attempt."""
+        """Whether gradient checkpointing is a remedy. A project's own key that ours refers to has
+        the value of the first attempt."""
         if self.theirs is None or self.traits.is_program:
             return self.training.gradient_checkpointing is not False
         return CHECKPOINTING in self.theirs
 
     def urgency(self, *, in_sweep: bool) -> int:
-        """Return how urgent the job is among its user's: 0 low, 1 normal, 2 high."""
+        """Return how urgent the job is among its user's jobs: 0 low, 1 normal, 2 high."""
         named = {"low": 0, "normal": 1, "high": 2}
         return named.get(self.queue_priority, 0 if in_sweep else 1)
 
     @property
     def retries(self) -> int:
-        """How many smaller sizes are tried on a device before the next, and how often the same."""
+        """How many smaller sizes are tried on a device before the next, and how often the same
+        size."""
         return 3 if self.max_retries is None else self.max_retries
 
     @property
@@ -397,7 +400,7 @@ class RobustConfig(PlainConfig):
 
     @property
     def is_built_in(self) -> bool:
-        """Whether the trainer is ours."""
+        """Whether the trainer is a built-in trainer."""
         return (self.target or "").startswith("robust_train.vision.")
 
     @property
@@ -409,7 +412,7 @@ class RobustConfig(PlainConfig):
 
     @property
     def picks_gpu(self) -> bool:
-        """Whether the GPU is to be chosen by free memory: ``device`` names none, or several."""
+        """Whether the GPU is chosen by free memory: ``device`` names no GPU, or several."""
         if self.names_several:
             return True
         if self.auto_device is None:
@@ -418,13 +421,13 @@ class RobustConfig(PlainConfig):
 
     @property
     def needs_gpu(self) -> bool:
-        """Whether ``device`` asks for a GPU, so that a machine without any will not do."""
+        """Whether ``device`` asks for a GPU, so that a machine without a GPU cannot run the job."""
         names_one = not self.picks_gpu and self.device not in (AUTO, "cpu")
         return names_one or self.names_several or self.device == "cuda"
 
     @property
     def names_several(self) -> bool:
-        """Whether ``device`` names several GPUs, of which any will do."""
+        """Whether ``device`` names several GPUs, any of which is acceptable."""
         return "," in self.device
 
     @property

@@ -1,4 +1,8 @@
-"""Trainers: what they and their jobs are called, how another process finds one, what they need."""
+"""Trainers by name or by value: how another process finds one, how jobs are called, what they
+require.
+
+The launcher creates a :class:`TrainerRef`, and the attempt's process imports the trainer by it.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +29,19 @@ if TYPE_CHECKING:
     from robust_train.config.schema import RobustConfig
 
 MAIN_MODULE = "__mp_main__"
-"""What a script is called while another process imports it, so that its guard holds: the name that
-:mod:`multiprocessing` gives it, whose own processes find there what an attempt sends them."""
+"""The name of a script while another process imports it, so that its guard holds:
+:mod:`multiprocessing` uses the same name, and its processes look there for objects that an attempt
+sends."""
 
 PROGRAM_FILE = re.compile(r"\w\.(?:py|sh|bash|pl|R|r|jl|rb|js|lua|m)$")
 
 
 @dataclass(frozen=True)
 class MainModule:
-    """The script that this process runs, as another process finds it."""
+    """The script that this process runs, for another process to find it."""
 
     file: str
-    name: str = ""  # of its module, if it runs as ``python -m package.module``
+    name: str = ""  # the module's name, if it runs as ``python -m package.module``
 
     @classmethod
     def of_this_process(cls) -> MainModule | None:
@@ -46,29 +51,29 @@ class MainModule:
         if file is None or not os.path.isfile(file):
             return None
         name = getattr(getattr(main, "__spec__", None), "name", "")
-        # a folder or an archive that Python runs has no module of that name
+        # A folder or an archive that Python runs has no module of that name.
         return cls(os.path.abspath(file), "" if name == "__main__" else name)
 
 
 @dataclass(frozen=True)
 class TrainerRef:
-    """A trainer by name, or by value where its name leads nowhere, as in a notebook."""
+    """A trainer by name, or by value if its name leads nowhere, as in a notebook."""
 
     path: str  # dotted path of the callable, `package.module.function`
-    # the script that defines the callable, if it was defined in `__main__`
+    # The script that defines the callable, if it was defined in `__main__`.
     main: MainModule | None = None
-    # the callable itself, with what it uses
+    # The pickled callable, with everything that it uses.
     pickled: bytes = field(default=b"", repr=False)
 
     @classmethod
     def of(cls, trainer: str | Callable[..., Any], *, inline: bool = False) -> TrainerRef:
-        """Return the reference for a dotted path or a callable; nothing is imported.
+        """Return the reference for a dotted path or a callable. Nothing is imported.
 
-        ``inline``: it runs in this process, so it need not be found by another one.
+        With ``inline`` it runs in this process, so no other process has to find it.
 
         Raises:
-            ConfigError: there is certainly no such module, or the callable can neither be found by
-                name nor pickled.
+            ConfigError: the module certainly does not exist, or the callable can neither be found
+                by name nor pickled.
         """
         if isinstance(trainer, str):
             ref = cls(trainer)
@@ -92,7 +97,11 @@ class TrainerRef:
         return self.path.startswith("robust_train.")
 
     def parts(self) -> list[str]:
-        """Return the names of the dotted path; raises ConfigError if it is none."""
+        """Return the names of the dotted path.
+
+        Raises:
+            ConfigError: it is not a dotted path.
+        """
         parts = self.path.split(".")
         if not all(part.isidentifier() for part in parts) or len(parts) < 2:
             raise self.refused("accepted is the dotted path of a function, package.module.function")
@@ -111,26 +120,28 @@ class TrainerRef:
 
 
 class LaunchReached(BaseException):
-    """A script without a guard has come to its own ``launch``: all that the trainer uses is there.
-    Derived from BaseException, so that the script's ``except Exception`` does not swallow it."""
+    """A script without a guard reached its own call of ``launch``: everything that the trainer uses
+    exists. It derives from BaseException, so the script's ``except Exception`` does not swallow it.
+    """
 
     def __init__(self, trainer: str) -> None:
         super().__init__(
             "launch() is called wherever the script is imported, also by processes that it starts; "
             'put the call under: if __name__ == "__main__":'
         )
-        self.trainer = trainer  # its dotted path
+        self.trainer = trainer  # the trainer's dotted path
 
 
 def end_import_at_launch(trainer: Trainer | None) -> None:
-    """End the import of a script without a guard where it calls ``launch``: in its own attempt, and
-    in processes that :mod:`multiprocessing` starts."""
+    """End the import of a script without a guard when it calls ``launch``: in its attempt, and in
+    processes that :mod:`multiprocessing` starts."""
     if is_importing_main():
         raise LaunchReached("" if trainer is None else name_of(trainer))
 
 
 def _is_found(trainer: object, module: str, name: str) -> bool:
-    """Return whether its name leads to it: not that of an object's method or a decorated copy."""
+    """Return whether its name leads to it, unlike the name of an object's method or a decorated
+    copy."""
     try:
         return bool(attrgetter(name)(sys.modules[module]) == trainer)
     except (KeyError, AttributeError):
@@ -138,10 +149,10 @@ def _is_found(trainer: object, module: str, name: str) -> bool:
 
 
 def _is_module(name: str) -> bool:
-    """Return whether there is a top-level module of this name; it is not imported."""
+    """Return whether a top-level module with this name exists, without importing it."""
     try:
         return name in sys.modules or importlib.util.find_spec(name) is not None
-    # a module that was put there by hand
+    # The module was put there by hand.
     except (ImportError, ValueError, AttributeError):
         return PathFinder.find_spec(name) is not None
 
@@ -172,11 +183,11 @@ Trainer = str | Callable[..., Any]
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the arguments that a callable takes: its own, also if :func:`functools.wraps` names
-    another function, unless it passes on what it gets; then those of the function that it wraps.
+    """Return a callable's signature: its own, even if :func:`functools.wraps` names another
+    function, unless it passes on all arguments. Then it is the signature of the wrapped function.
 
     Raises:
-        TypeError, ValueError: it has no signature, as some that are written in C.
+        TypeError, ValueError: it has no signature, like some callables in C.
     """
     signature = own_signature(function)
     kinds = {one.kind for one in signature.parameters.values()}
@@ -190,13 +201,14 @@ VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def own_signature(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the arguments with which a callable itself can be called; for errors see above."""
+    """Return the arguments with which a callable itself can be called. Raises like
+    :func:`signature_of`."""
     bare = _without_copied(function)
     return signature_as_written(bare, follow_wrapped=False)
 
 
 def _without_copied(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a callable without a ``__signature__`` that ``functools.wraps`` has copied."""
+    """Return a callable without a ``__signature__`` that ``functools.wraps`` copied."""
     if isinstance(function, partial):
         inner = _without_copied(function.func)
         return partial(inner, *function.args, **function.keywords)
@@ -216,7 +228,8 @@ def _without_copied(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrapped_by(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Return what a callable wraps, bound to the same object and arguments; None if nothing."""
+    """Return the callable that a callable wraps, bound to the same object and arguments; None if it
+    wraps none."""
     if isinstance(function, partial):
         inner = _wrapped_by(function.func)
         if inner is None:
@@ -233,7 +246,11 @@ def _wrapped_by(function: Callable[..., Any]) -> Callable[..., Any] | None:
 
 
 def target_of(config: RobustConfig) -> str:
-    """Return the dotted path of the trainer that the config names. Raises ConfigError: none."""
+    """Return the dotted path of the trainer in the config.
+
+    Raises:
+        ConfigError: the config names none.
+    """
     if config.target is None:
         raise ConfigError(
             "trainer._target_: missing; give the dotted path of a function "
@@ -243,7 +260,7 @@ def target_of(config: RobustConfig) -> str:
 
 
 def name_of(trainer: Trainer) -> str:
-    """Return a trainer's dotted path; of a callable its module and qualified name."""
+    """Return a trainer's dotted path, or a callable's module and qualified name."""
     if isinstance(trainer, str):
         return trainer
     module, name = (getattr(trainer, key, "") for key in ("__module__", "__qualname__"))
@@ -253,10 +270,10 @@ def name_of(trainer: Trainer) -> str:
 
 
 def job_name_of(config: RobustConfig, trainer: Trainer) -> str:
-    """Return how queue, tables and run folder call the job."""
+    """Return the job's name in queue, tables and run folder."""
     target = name_of(trainer)
     if target.startswith("__main__."):
-        # None in a notebook
+        # It is None in a notebook.
         script = getattr(sys.modules["__main__"], "__file__", None)
         target = target.replace("__main__.", f"{Path(script).stem}." if script else "", 1)
     return job_name(
@@ -269,12 +286,12 @@ def job_name(
     model: object = None,
     dataset: object = None,
     target: str | None = None,  # the trainer's dotted path
-    argv: Sequence[str] | None = None,  # its program, of a script
+    argv: Sequence[str] | None = None,  # a script's program
 ) -> str:
     """Return ``job_name``, else ``lora_flowers102``, else ``training.train`` of the trainer's path,
-    or the script; empty if there is nothing to name it by."""
+    or the script; empty if nothing names it."""
     is_own = target is not None and not target.startswith("robust_train.vision.")
-    # our defaults, which the config of a user's own trainer has as well
+    # These are our defaults, which the config of a user's trainer has as well.
     both = () if is_own and (model, dataset) == ("cnn", "digits") else (model, dataset)
     name = chosen
     if not name:
@@ -286,7 +303,8 @@ def job_name(
 
 
 def name_of_program(program: Sequence[str]) -> str:
-    """Return what people would call it: ``train_clip`` of ``python src/train_clip.py --lr 1``."""
+    """Return the program's everyday name: ``train_clip`` for ``python src/train_clip.py --lr
+    1``."""
     for word in program:
         name = Path(word).name
         if PROGRAM_FILE.search(name):
@@ -297,9 +315,10 @@ def name_of_program(program: Sequence[str]) -> str:
 
 
 def folder_name(*about: Any) -> str:
-    """Return a job's name as a part of its run folder's; ``about``: that of :func:`job_name`."""
+    """Return a job's name as a part of its run folder's name. ``about`` are the arguments of
+    :func:`job_name`."""
     name = re.sub(r"[^\w.-]+", "_", job_name(*about) or "job")
-    # file systems take 255 bytes
+    # File systems take 255 bytes.
     return name.encode()[:200].decode(errors="ignore")
 
 
@@ -307,8 +326,12 @@ _DISTRIBUTIONS = {"sklearn": "scikit-learn", "PIL": "pillow"}
 
 
 def require(module: str, key: str, *, extra: str = "vision") -> Any:
-    """Return ``module``, imported; ``key`` is the override that needs it, for the error. Raises
-    ConfigError: it is not installed; names the ``extra`` of ours that brings it."""
+    """Import and return ``module``. The error names ``key``, the override that needs it, and the
+    ``extra`` of this package that installs it.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -1,4 +1,5 @@
-"""What a key accepts, and how its value is read. Pure: knows no key by name."""
+"""The values that a key accepts, and how they are read. Pure, and independent of the keys'
+names."""
 
 from __future__ import annotations
 
@@ -13,17 +14,17 @@ from robust_train.model.errors import ConfigError
 AUTO = "auto"
 
 EVENTS = ("completed", "failed", "interrupted", "cpu", "waiting", "slow", "stalled", "disk")
-"""What ``notify.on`` may name."""
+"""The values of ``notify.on``."""
 
 CLEARED_AFTER = ("save", "epoch", "failure")
-"""What ``memory.clear_after`` may name."""
+"""The values of ``memory.clear_after``."""
 
 URLS_VARIABLE = "ROBUST_TRAIN_NOTIFY_URLS"
-"""Where the URLs of ``notify.urls`` are kept, which may hold passwords."""
+"""The variable with the URLs of ``notify.urls``, which may contain passwords."""
 
 SET_FOR_HYDRA_VARIABLE = "ROBUST_TRAIN_SET_FOR_HYDRA"
-"""Names the variables that a command has set for its own Hydra. Attempts do without them: a program
-that uses Hydra itself is to find them as they are without us."""
+"""The variable that lists the variables that a command set for its own Hydra. Attempts do not get
+them: a program that uses Hydra itself finds its environment as it is without this package."""
 
 
 @dataclass(frozen=True)
@@ -43,29 +44,33 @@ POSITIVE_SHARE = Range("more than 0 and at most 1", lambda value: 0 < value <= 1
 
 @dataclass(frozen=True)
 class Declaration:
-    """What is declared about a key, beside its type and its default."""
+    """A key's declaration, in addition to its type and its default."""
 
     meaning: str  # in one sentence: a comment in YAML, and the page of keys
-    more: str = ""  # what only the page says
+    more: str = ""  # more text for the page of keys only
     unit: str = ""
     range: Range | None = None
     choices: tuple[object, ...] = ()
-    # the default as it is written, where the typed one differs; `auto` is None in the code
+    # The default as it is written, if the typed value differs: `auto` is None in the code.
     written: object = ...
-    follows: str = ""  # the key whose value is the default
-    # values of several types, in words: `read` makes one type of them
+    follows: str = ""  # the key whose value is its default
+    # Values of several types, in words. `read` turns them into one type.
     accepts: str = ""
     read: Callable[[str, Any], Any] | None = None
-    section: str = ""  # the section of the page that begins with it
+    section: str = ""  # the section of the page that starts with it
     is_secret: bool = False
 
     @property
     def is_untyped(self) -> bool:
-        """Whether Hydra is to take any value, because the key accepts several types."""
+        """Whether Hydra accepts any value, because the key accepts several types."""
         return self.read is not None or self.written == AUTO
 
     def value(self, name: str, given: Any) -> Any:
-        """Return a key's value in the type of the code. Raises ConfigError: it is not accepted."""
+        """Return a key's value in the type of the code.
+
+        Raises:
+            ConfigError: the value is not accepted.
+        """
         if self.written == AUTO and given in (None, AUTO):
             return None
         if self.read is not None:
@@ -98,18 +103,18 @@ def is_secret(word: str) -> bool:
 
 
 def key(default: Any, meaning: str, **declared: Any) -> Any:
-    """Declare a key: its default, what it means, and what else :class:`Declaration` holds."""
+    """Declare a key with its default, its meaning, and other fields of :class:`Declaration`."""
     about = Declaration(meaning, **declared)
     return field(default=default, repr=not about.is_secret, metadata={"key": about})
 
 
 def group(cls: type, section: str = "") -> Any:
-    """Declare a group of keys; ``section`` of the page is theirs."""
+    """Declare a group of keys. ``section`` is their section of the page."""
     return field(default_factory=cls, metadata={"group": cls, "section": section})
 
 
 def open_group(cls: type) -> Any:
-    """Declare a group that takes any keys, ``cls`` being those that we read of it."""
+    """Declare a group that takes any keys. ``cls`` has the keys that this package reads."""
     return field(default_factory=cls, metadata={"open": cls})
 
 
@@ -126,7 +131,7 @@ def integer_or_auto(name: str, given: Any) -> int | None:
 
 
 def device_name(name: str, given: Any) -> str:
-    """Return a device, or several GPUs as ``cuda:2,cuda:3``; a number alone is a GPU's."""
+    """Return a device, or several GPUs as ``cuda:2,cuda:3``. A bare number is a GPU's."""
     devices = given if isinstance(given, (list, tuple)) else str(given).split(",")
     named = [str(one).strip() for one in devices]
     if not named:
@@ -162,8 +167,8 @@ def text_or_none(name: str, given: Any) -> str | None:
 
 
 def truth_or_path(name: str, given: Any) -> bool | str:
-    """Return a boolean or a path. A word without a slash is refused: it would be a typo of ``true``
-    or ``false`` as often as the name of a directory."""
+    """Return a boolean or a path. A word without a slash is refused, because it may be a typo of
+    ``true`` or ``false`` as well as a directory."""
     if isinstance(given, bool):
         return given
     if isinstance(given, str):

@@ -1,4 +1,5 @@
-"""What ended an attempt: types first, text second, and what only sounds like memory is a bug.
+"""Classifies what ended an attempt: types come first, then text, and other errors that mention
+memory are bugs.
 
 ::
 
@@ -7,10 +8,10 @@
     except Exception as error:
         failure = classify_failure(error)  # .kind, .message, .evidence
 
-:mod:`.error_reports` finds what an exception or a log reports, :mod:`.patterns` looks it up in
-``patterns.txt`` with its figures, :mod:`.stack` reads clues. :mod:`.exits` does
-the same for a process that ended without a report, :mod:`.printed` undoes how its output was laid
-out, and :mod:`.advice` lists advice.
+The launcher and attempts use it, as may any program. :mod:`.error_reports` extracts the reports of
+an exception or a log, and :mod:`.patterns` looks them up in ``patterns.txt`` with their figures.
+:mod:`.stack` reads clues. :mod:`.exits` classifies a process that ended without a report,
+:mod:`.printed` restores the lines of its output, and :mod:`.advice` lists advice.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ __all__ = ["classify_exit", "classify_failure"]
 
 _CLASSIFIED = "_robust_train_failure"
 _NO_ROOM = Failure(FailureKind.HOST_OOM, "MemoryError")
-"""Made before memory runs out."""
+"""Created before memory runs out."""
 _MOST_CAUSES = 10
 
 
@@ -48,11 +49,11 @@ def classify_failure(exception: BaseException, *, host_memory_ran_out: bool = Fa
     Looks at the exception, then through its ``__cause__``, its ``__context__`` (unless it was
     suppressed, or the exception is a programming error made while handling the first one), the
     members of exception groups, and tracebacks that came from worker processes as text. The first
-    one that matches decides. Without any it is a bug, with the clue ``unknown`` unless only the
-    program can be the reason.
+    match decides. Without a match it is a bug, with the clue ``unknown`` unless only the program
+    can be the reason.
 
-    A message of oneDNN's that has several causes is ``host_oom`` if this process has little host
-    memory left, or ``host_memory_ran_out`` just before; else a bug.
+    A oneDNN message with several causes is ``host_oom`` if this process has little host memory
+    left, or ``host_memory_ran_out`` just before. Otherwise it is a bug.
 
     An exception is classified once, where it is caught: the first answer stays with it, since later
     the memory that its frames held may be free again. Never raises and imports nothing: torch's
@@ -63,7 +64,7 @@ def classify_failure(exception: BaseException, *, host_memory_ran_out: bool = Fa
         return known
     try:
         failure = _classified(exception, host_memory_ran_out)
-    except MemoryError:  # the last byte is taken, so there is no room to look
+    except MemoryError:  # memory is used up, so there is no room to look
         failure = _NO_ROOM
     with contextlib.suppress(Exception):
         setattr(exception, _CLASSIFIED, failure)
@@ -77,7 +78,7 @@ def _classified(exception: BaseException, host_memory_ran_out: bool) -> Failure:
         return exception.failure
     telling = most_telling(_matches_in(exception, host_memory_ran_out))
     if telling is None:
-        # what no section matches is shown as its author wrote it
+        # If no section matches, the error is shown as its author wrote it.
         first = next(iter(reports_of(exception)))
         clue = None if _is_certain_bug(exception) else Clue.UNKNOWN
         return Failure(FailureKind.BUG, first.headline, Evidence(clue=clue))
@@ -106,7 +107,7 @@ def _matches_in(
 
 
 def _is_certain_bug(exception: BaseException) -> bool:
-    """Return whether an error, or what it was raised from, can only be the program's."""
+    """Return whether only the program can cause an error, or the error that it was raised from."""
     error: BaseException | None = exception
     for _ in range(_MOST_CAUSES):
         if error is None:
@@ -118,8 +119,8 @@ def _is_certain_bug(exception: BaseException) -> bool:
 
 
 def _exit_of(stop: SystemExit) -> Failure:
-    """Classify ``sys.exit``: 128 + n comes from a signal handler; any other code is a bug, of
-    which nothing is known unless it says that all was well."""
+    """Classify ``sys.exit``: 128 + n comes from a signal handler. Any other code is a bug with an
+    unknown reason, unless the code says success."""
     if isinstance(stop.code, int) and signal_of(stop.code):
         return classify_exit(stop.code)
     return Failure(

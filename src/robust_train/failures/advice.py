@@ -1,4 +1,5 @@
-"""Advice, in the order in which to try it."""
+"""Advice on a failure, in the order in which to try it. The launcher adds it to an attempt's
+record. Pure."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ _FOR_ANY_MODEL = {
     ),
     **dict.fromkeys(_OF_THE_MODEL[1:], ""),
 }
-"""What to say instead where the trainer is a script, or not ours; nothing if empty."""
+"""Replacements if the trainer is a script, or a user's trainer. An empty text removes the advice.
+"""
 
 _ADVICE: dict[FailureKind, tuple[str, ...]] = {
     FailureKind.DEVICE_OOM: (*_SMALLER_BATCH, *_OF_THE_MODEL, _OTHERS),
@@ -94,7 +96,7 @@ _ADVICE: dict[FailureKind, tuple[str, ...]] = {
         _ON_THE_CPU,
     ),
     FailureKind.DISK_FULL: (
-        "free space on the disk that the message names, or ask for a larger quota",
+        "free space on the disk that the trainer writes to, or ask for a larger quota",
         "keep fewer checkpoints",
     ),
     FailureKind.DIVERGED: (
@@ -190,9 +192,9 @@ def advice_for(kind: FailureKind, evidence: Evidence) -> tuple[str, ...]:
 
 
 def cuda_versions(attempt: Attempt, config: RobustConfig) -> str:
-    """Return the driver's CUDA and torch's if they are the reason of a failure, else nothing.
+    """Return the driver's CUDA and torch's if they are the reason of a failure, otherwise nothing.
 
-    The torch of a script may be another one than that of this process.
+    A script's torch may differ from the torch of this process.
     """
     if not attempt.cuda_cannot_work:
         return ""
@@ -204,10 +206,10 @@ def with_advice(attempt: Attempt, config: RobustConfig, cuda_versions: str = "")
     """Return the attempt with advice on its failure that its trainer can follow.
 
     Args:
-        attempt: one that has ended.
-        config: the job's. Only a trainer of ours has the keys of a model, and always reports its
-            first step.
-        cuda_versions: the driver's CUDA and torch's, where they matter.
+        attempt: an attempt that has ended.
+        config: the job's config. Only built-in trainers have the keys of a model, and always report
+            their first step.
+        cuda_versions: the driver's CUDA and torch's, if they matter.
     """
     failure = attempt.failure
     if failure is None:
@@ -237,7 +239,8 @@ def with_advice(attempt: Attempt, config: RobustConfig, cuda_versions: str = "")
 
 
 def _is_others(evidence: Evidence) -> bool:
-    """Return whether others hold more than was requested, and than a context takes."""
+    """Return whether other processes hold more than was requested, and more than a context
+    takes."""
     total = evidence.total_bytes
     free = evidence.free_bytes
     allocated = evidence.allocated_bytes

@@ -1,4 +1,5 @@
-"""The reports of a failure that an exception, a quoted traceback or a log contains."""
+"""Extracts the reports of a failure from an exception, a quoted traceback or a log. Pure, any
+process."""
 
 from __future__ import annotations
 
@@ -21,16 +22,16 @@ _PROGRAMMING = (
     "InvalidRequestError"
 )
 PROGRAMMING_ERRORS = frozenset(_PROGRAMMING.split())
-# a file may be missing because a disk or a server was away for a moment
+# A file may be missing because a disk or a server was unreachable for a moment.
 _OF_THE_SYSTEM = (
     "FileExistsError FileNotFoundError IsADirectoryError NotADirectoryError PermissionError"
 )
 _ALSO_CERTAIN = "AssertionError ImportError TabError UnicodeError UnicodeEncodeError"
 # Only the program can be the reason for these, so they would come again.
 CERTAIN_BUGS = PROGRAMMING_ERRORS.difference(_OF_THE_SYSTEM.split()).union(_ALSO_CERTAIN.split())
-# one that may also be raised on purpose in place of the error that is being handled
+# A ValueError may also be raised on purpose in place of the error that is being handled.
 _TRANSLATION = "ValueError"
-# how Python prints these two links of a chain
+# Python's words for these two links of a chain.
 _RAISED_FROM = "The above exception was the direct cause"
 _RAISED_IN_A_HANDLER = "During handling of the above exception"
 
@@ -41,21 +42,21 @@ _TEXT_LIMIT = 200_000
 
 @dataclass(frozen=True)
 class ErrorReport:
-    """One exception as far as it matters here."""
+    """The parts of an exception that matter for its classification."""
 
-    # names of its class and its base classes, bare and as `library.Name`; empty where unknown
+    # Names of its class and its base classes, bare and as `library.Name`. Empty if unknown.
     types: tuple[str, ...]
     text: str  # its message on one line, without stack frames
     headline: str  # the one line to show people
-    # the same with the lines joined: a terminal breaks them inside of words
+    # The text with its lines joined, because a terminal breaks them inside of words.
     unwrapped: str = ""
-    in_group: bool = False  # one of several that failed at the same time
-    # the exception itself, None if it is only quoted
+    in_group: bool = False  # it failed at the same time as others
+    # The exception itself, None if it is only quoted.
     exception: BaseException | None = field(default=None, compare=False)
 
     @property
     def is_programming_error(self) -> bool:
-        """Return whether the exception is a bug even if its message speaks of memory."""
+        """Return whether the exception is a bug even if its message mentions memory."""
         return not PROGRAMMING_ERRORS.isdisjoint(self.types)
 
     @property
@@ -65,7 +66,7 @@ class ErrorReport:
 
 
 def reports_of(exception: BaseException) -> Iterator[ErrorReport]:
-    """Yield the exception's own report first, then those of what led to it."""
+    """Yield the exception's own report first, then the reports of its causes."""
     return _follow(exception, set(), in_group=False)
 
 
@@ -82,7 +83,7 @@ def _follow(exception: BaseException, seen: set[int], in_group: bool) -> Iterato
     for report in own:
         raised = exception if report.types[:1] == types[:1] else None
         yield replace(report, in_group=in_group, exception=raised)
-    # exception groups, also the backport's
+    # Exception groups, including the backport's.
     members = getattr(exception, "exceptions", None)
     if isinstance(members, (tuple, list)):
         for member in members:
@@ -93,14 +94,14 @@ def _follow(exception: BaseException, seen: set[int], in_group: bool) -> Iterato
     elif (
         exception.__context__ is not None
         and not exception.__suppress_context__
-        # a KeyError in the handler of another error is a bug of its own, not a report of that error
+        # A KeyError in the handler of another error is a separate bug, not a report of that error.
         and (not own[0].is_programming_error or _TRANSLATION in own[0].types)
     ):
         yield from _follow(exception.__context__, seen, in_group)
 
 
 def names_of(path: str) -> tuple[str, ...]:
-    """Return a class's name, and with the library where the path has one."""
+    """Return a class's name, and if the path has a library, the name with its library."""
     library, dot, _ = path.partition(".")
     name = path.rpartition(".")[2]
     return (name, f"{library}.{name}") if dot else (name,)
@@ -139,7 +140,7 @@ _SEPARATOR = re.compile(
     rf"^(?:{_RAISED_IN_A_HANDLER}|{_RAISED_FROM}|"
     r"Exception raised from |frame #\d+|C\+\+ CapturedTraceback|\"{3}|'{3}|=+$|-+$)"
 )
-# torch elastic's, on one line
+# The line of torch elastic.
 _ROOT_CAUSE = re.compile(r"Root Cause .*?\brank +: (\d+) .*?\bexitcode +: (.*?) +error_file")
 _FRAME = re.compile(r"^\s*(?:frame )?#\d+:? |^Exception raised from |.*most recent call first")
 # What torch appends to every CUDA error, whatever it is: it names asserts and memory.
@@ -149,8 +150,8 @@ _APPENDIX = re.compile(
     r"|Device-side assertion tracking was not enabled by user\.?",
     re.IGNORECASE,
 )
-# a hint is not a report: Real-ESRGAN prints "If you encounter CUDA out of memory, try …"; and
-# TensorFlow logs after a failed try that "The caller indicates that this is not a failure"
+# A hint is not a report. Real-ESRGAN prints "If you encounter CUDA out of memory, try …", and
+# TensorFlow logs after a failed try that "The caller indicates that this is not a failure".
 _HINT = re.compile(
     r"\b(?:if you (?:encounter|see|get|run into|are running|still)|"
     r"(?:to|can|helps?) (?:avoid|prevent|reduce)|"
@@ -181,7 +182,7 @@ def reports_in(text: str, types: tuple[str, ...] = ()) -> Iterator[ErrorReport]:
     if not starts:
         yield _plain(lines, types)
         return
-    # what a message says first belongs to the error, what a log has first does not
+    # The start of a message belongs to the error, the start of a log does not.
     header = one_line(lines[: starts[0]]) if types else ""
     spans = zip(starts, [*starts[1:], len(lines)], strict=True)
     found = []
@@ -193,7 +194,7 @@ def reports_in(text: str, types: tuple[str, ...] = ()) -> Iterator[ErrorReport]:
         yield _plain(lines, types)
         return
     for number, (report, above) in enumerate(quoted):
-        # Lightning, torch and joblib raise the worker's own class again: it is known by its bases
+        # Lightning, torch and joblib raise the worker's class again, so the base classes are known.
         known = types if number == 0 and report.types[0] in types else report.types
         yield replace(report, types=known)
         if report.is_programming_error and not _has_cause(report, above):
@@ -201,15 +202,16 @@ def reports_in(text: str, types: tuple[str, ...] = ()) -> Iterator[ErrorReport]:
 
 
 def _has_cause(report: ErrorReport, above: Sequence[str]) -> bool:
-    """Return whether the traceback above an error led to it, by the same rule as `_follow` has for
-    an exception that is at hand."""
+    """Return whether the traceback above an error led to it, by the same rule as `_follow` for an
+    exception object."""
     link = next(filter(str.strip, reversed(above)), "")
     is_translated = _TRANSLATION in report.types
     return _RAISED_FROM in link or (is_translated and _RAISED_IN_A_HANDLER in link)
 
 
 def _unprefix(lines: list[str], start: int) -> None:
-    """Remove from a traceback's lines what is before its first words, whatever its figures are."""
+    """Remove the prefix before the first words from a traceback's lines, whatever figures it
+    has."""
     shape = _DIGIT.sub("0", _TRACEBACK.split(lines[start])[0])
     for number, line in enumerate(lines[start + 1 :], start + 1):
         if _DIGIT.sub("0", line).startswith(shape):
@@ -221,7 +223,7 @@ def _plain(lines: list[str], types: tuple[str, ...]) -> ErrorReport:
     prefix = _PREFIX.match(text)
     name = types[0] if types else ""
     headline = first = _first_line(lines)
-    # "MemoryError: …" inside of another exception's message
+    # An example is "MemoryError: …" inside of another exception's message.
     if prefix is not None:
         types += names_of(prefix.group(1))
     elif name not in ("", "RuntimeError") or not first:
@@ -230,14 +232,14 @@ def _plain(lines: list[str], types: tuple[str, ...]) -> ErrorReport:
 
 
 def _where_caught(lines: list[str], start: int) -> str:
-    """Return torch's line above an error of another thread or process, empty without one."""
+    """Return torch's line above an error of another thread or process, empty if there is none."""
     is_original = lines[start].startswith("Original Traceback")
     return lines[start - 1] if is_original else ""
 
 
 def _quoted(lines: list[str], header: str) -> ErrorReport | None:
-    """Return the error at the end of a traceback: the first line that is not indented, or the last
-    that names an error where the lines are not Python's own."""
+    """Return the error at the end of a traceback: the first line without indentation, or if the
+    lines are not Python's, the last line that names an error."""
     first = [n for n, line in enumerate(lines) if _AT_MARGIN.match(line)][:1]
     named = [n for n, line in enumerate(lines) if _PREFIX.match(line)][-1:]
     for number in first + named:
@@ -248,7 +250,7 @@ def _quoted(lines: list[str], header: str) -> ErrorReport | None:
         message = [line]
         name = final.group(1).rpartition(".")[2]
         for further in lines[number + 1 :]:
-            # torch elastic draws lines within its message
+            # torch elastic draws lines within its message.
             if _SEPARATOR.match(further) and name != "ChildFailedError":
                 break
             message.append(further)
@@ -265,11 +267,11 @@ def _quoted(lines: list[str], header: str) -> ErrorReport | None:
 
 
 def one_line(lines: list[str], between: str = " ") -> str:
-    """Return a text on one line: no C++ stack frames, no hints, single spaces.
+    """Return a text on one line, with single spaces, without C++ stack frames and hints.
 
     Args:
-        lines: of the text.
-        between: what joins them.
+        lines: the text's lines.
+        between: the text that joins them.
     """
     kept = "\n".join(line for line in lines if not _FRAME.match(line))
     text = _HINT.sub(" ", _APPENDIX.sub(" ", kept)).replace("\n", between)

@@ -1,4 +1,7 @@
-"""A process that ended without a report: its exit status, and the end of what it printed."""
+"""Classifies a process that ended without a report, by its exit status and the end of its output.
+
+The launcher calls it for a script or an interpreter that died. Pure.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,8 @@ from robust_train.failures.printed import joined, since_progress, without_frames
 from robust_train.failures.stack import TRACEBACK, last_stack_in, native_stack_in, refined
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 
-# Asked to stop: by people, by schedulers (Slurm warns with SIGUSR1, SIGXCPU is its time limit), by
-# a terminal that went away.
+# Signals that ask to stop. They come from people, from schedulers (Slurm warns with SIGUSR1,
+# SIGXCPU is its time limit), or from a terminal that was closed.
 _STOPS = frozenset(
     {"SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGPWR", "SIGKILL"}
 )
@@ -29,7 +32,8 @@ _TAIL_LINES = 60
 _OOM_KILLER = "the kernel's OOM killer"
 _KERNELS = named("KERNEL_OOM")
 _TAKEN = named("TAKEN").words
-# what is logged below an error was no reason to end; NCCL calls its errors warnings
+# A log line below an error is not the reason of the end, except that NCCL calls its errors
+# warnings.
 _CHATTER = re.compile(r"^(?!.*\bNCCL\b).{0,60}?\b(?:DEBUG|INFO|WARNING)\b|^\S+:\d+: \w*Warning: ")
 
 _NO_ERROR = re.compile(r"^.{0,60}?\b(?:DEBUG|INFO)\b|^\S+:\d+: \w*Warning: ")
@@ -40,7 +44,7 @@ _MAY_BE_SHORT = re.compile(
     r"|n[o'’]t fit|[显顯内內]存|記憶體|メモリ|메모리|speicher|m[ée]moire|mem[oó]ria|памят",
     re.IGNORECASE,
 )
-# The words of a program that has gone on without the step.
+# The words of a program that continued without the step.
 _HANDLED = re.compile(
     r"\b(?:trying (?!to )|retrying|skipp(?:ing|ed)|halving|recover(?:ing|ed)?\b|falling back"
     r"|continuing|ignor(?:ing|ed)"
@@ -51,26 +55,31 @@ _HANDLED = re.compile(
 _WARNING = re.compile(r"^.{0,60}?\bWARN(?:ING)?\b|警告", re.IGNORECASE)
 _BEGINS_WITH_ERROR = re.compile(r"^(?:\w+\.)*\w+(?:Error|Exception): \S")
 _MOST_LINES_OF_A_MESSAGE = 4
+_LONGEST_LINE = 8_000
+_MOST_MESSAGES = 100
+"""This many messages that may be of memory are looked at, from the last one on: each costs
+milliseconds, and a loader may have printed "failed to read" for each of its files."""
 _DIRECT_CAUSE = "The above exception was the direct cause of the following exception"
 
-# with a message, or as Python shows one that has none
-_ERROR = re.compile(r"\b((?:\w+\.)*\w+(?:Error|Exception|Timeout))(?::|\(\))")
-# these say that a child failed; what failed in it was printed before
+# An error with a message, or an error without a message as Python shows it. It starts only where a
+# dotted name starts, because the search would otherwise start again at each part of the name.
+_ERROR = re.compile(r"(?<!\w)(?<!\w\.)((?:\w+\.)*\w+(?:Error|Exception|Timeout))(?::|\(\))")
+# These say that a child failed. The child's failure was printed before.
 _OF_A_CHILD = frozenset({"CalledProcessError", "ChildFailedError"})
 
 
 def _tracebacks_under(words: str) -> re.Pattern[str]:
-    """Return a pattern for Python's words with the traceback below them, whatever precedes each
-    line alike."""
+    """Return a pattern for Python's words with the traceback below them. All its lines may have the
+    same prefix."""
     one = r"\1Traceback \(.*\n(?:\1\s.*\n)*\1?(?:\S.*)?(?:\n|$)"
     led = r"(?:\1[ \t]*\n\1(?:During handling|The above exc).*\n\1[ \t]*\n" + one + ")*"
     return re.compile(rf"^(.{{0,99}})(?:{words}).*\n{one}{led}", re.MULTILINE)
 
 
-# no reason to end: what an object's end or the interpreter's has met
+# Errors in a destructor, or at the interpreter's exit, which are not the reason of the end.
 _IGNORED = _tracebacks_under(r"Exception ignored |Error in atexit\b")
 _IN_A_THREAD = _tracebacks_under("Exception in thread ")
-# glibc's and the compilers' words for a program that damaged its own memory
+# The words of glibc and the compilers for a program that damaged its memory.
 _CORRUPTED = re.compile(
     r"double free|free\(\): |malloc\(\): |munmap_chunk\(\): |corrupted size|corrupted double-linked"
     r"|stack smashing detected|buffer overflow detected|invalid pointer|realloc\(\): ",
@@ -87,16 +96,16 @@ def classify_exit(
 ) -> Failure:
     """Return why a process failed that left no report.
 
-    A SIGKILL, of the process or of one that it reports, is ``host_oom`` only on evidence: the
-    kernel's or the scheduler's words in the output, or ``oom_killed``; else ``interrupted`` with
-    the clue ``killed``: someone did it.
+    A SIGKILL, of the process or of a process that it reports, is ``host_oom`` only on evidence: the
+    kernel's or the scheduler's words in the output, or ``oom_killed``. Otherwise it is
+    ``interrupted`` with the clue ``killed``: someone did it.
 
     Args:
-        returncode: as :mod:`subprocess` has it, negative for the signal that ended the process; a
+        returncode: as :mod:`subprocess` has it, negative for the signal that ended the process. A
             shell's 128 + signal is understood too.
-        output_tail: the end of what it printed, both streams.
-        oom_killed: whether the cgroup counted a kill by the kernel's OOM killer meanwhile; None
-            where that is not known.
+        output_tail: the end of its output, both streams.
+        oom_killed: whether the cgroup counted a kill by the kernel's OOM killer in the meantime;
+            None if that is unknown.
     """
     number = signal_of(returncode)
     name = signal.Signals(number).name if number else ""
@@ -105,7 +114,7 @@ def classify_exit(
     lines = output_tail.splitlines()[-_TAIL_LINES:]
     is_killed = name == "SIGKILL"
     is_crash = name == "SIGSEGV"
-    # a segmentation fault is the process's own, whatever the kernel did to others
+    # A segmentation fault is the process's own, whatever the kernel did to other processes.
     words = filter(_KERNELS.words.search, output_tail.splitlines())
     record = "" if is_crash else next(words, "").strip()[:300]
     by_kernel = Failure(
@@ -114,7 +123,7 @@ def classify_exit(
     if (is_killed and oom_killed) or (record and (is_killed or name == "SIGTERM")):
         return by_kernel
     if name in _STOPS:
-        # nothing else in the output speaks against the signal: peers of a failed rank get it too
+        # Nothing else in the output contradicts the signal: peers of a failed rank get it too.
         is_taken = is_killed or _TAKEN.search(one_line(lines))
         return Failure(
             FailureKind.INTERRUPTED,
@@ -133,7 +142,7 @@ def classify_exit(
         )
         return by_oom_killer(failure) if oom_killed else failure
     if name == "SIGBUS":
-        # a page of shared or mapped memory that cannot be had: what a full /dev/shm ends in
+        # A page of shared or mapped memory is unavailable, which is how a full /dev/shm shows.
         return Failure(FailureKind.WORKER_DEATH, ended, by_kernel.evidence)
     if record:
         return by_kernel
@@ -141,7 +150,7 @@ def classify_exit(
     if crash is not None:
         last = crash.headline
     elif TRACEBACK in output_tail:
-        # a message of several lines begins, rather than ends, with what happened
+        # A message of several lines starts with what happened.
         last = next(reports_in(output_tail)).headline
     else:
         last = _told_last(lines)
@@ -155,7 +164,8 @@ def classify_exit(
 
 
 def _is_certain_bug(output: str) -> bool:
-    """Return whether the last error, or what it was raised from, can only be the program's."""
+    """Return whether only the program can cause the last error, or the error that it was raised
+    from."""
     if TRACEBACK not in output:
         last = next(filter(str.strip, reversed(output.splitlines())), "")
         return next(reports_in(last)).is_certain_bug
@@ -170,15 +180,16 @@ def _is_certain_bug(output: str) -> bool:
 
 
 def in_order(output: str) -> str:
-    """Return an output without errors that Python ignored, and with those of threads, which end no
-    process, before that of the main thread."""
+    """Return an output without errors that Python ignored, and with errors of threads, which end no
+    process, before the error of the main thread."""
     output = _IGNORED.sub("", output)
     threads = [found[0] for found in _IN_A_THREAD.finditer(output)]
     return "\n".join([*threads, _IN_A_THREAD.sub("", output)])
 
 
 def by_oom_killer(failure: Failure) -> Failure:
-    """Return a failure that reports SIGKILL as one of host memory: the kernel counted a kill."""
+    """Turn a failure that reports SIGKILL into one of host memory, because the kernel counted a
+    kill."""
     if failure.evidence.clue != Clue.KILLED:
         return failure
     is_workers = failure.kind is FailureKind.WORKER_DEATH
@@ -191,7 +202,7 @@ def by_oom_killer(failure: Failure) -> Failure:
 
 
 def signal_of(returncode: int) -> int:
-    """Return the signal in an exit status, in either spelling; 0 without one."""
+    """Return the signal in an exit status, in either spelling; 0 if there is none."""
     number = -returncode if returncode < 0 else returncode - 128
     return number if number in {*map(int, signal.Signals)} else 0
 
@@ -199,9 +210,9 @@ def signal_of(returncode: int) -> int:
 def _reported_in(
     output: str, lines: list[str], *, native: bool
 ) -> tuple[ErrorReport, Match] | None:
-    """Return what the output shows as the end: a traceback, C++'s last words, or the last lines.
-    Where there is a traceback, it alone counts: what was logged before may have been overcome;
-    unless it says only that a child failed."""
+    """Return the report in the output that explains the end: a traceback, C++'s last words, or the
+    last lines. A traceback counts alone, unless it only says that a child failed: errors that were
+    logged before it may have been overcome."""
     reports: list[ErrorReport] = []
     has_traceback = TRACEBACK in output
     if native or not has_traceback:
@@ -228,7 +239,7 @@ def _reported_in(
     )
     if telling := most_telling(matches):
         return telling
-    # a crash, or an error that its library wraps: what was logged before it may say why
+    # The log before a crash, or before an error that its library wraps, may say why it happened.
     whole = _of_a_log(lines)
     found = match(whole)
     if found is None or reports[0].is_programming_error:
@@ -239,28 +250,44 @@ def _reported_in(
 
 def last_shortage_in(log: str) -> str:
     """Return the last report of a lack of memory in a log, on one line; empty if there is none, or
-    if it was overcome."""
-    found = _shortage_in(in_order(without_frames(log)), native=True)
+    if the program overcame it."""
+    text = "\n".join(map(_shortened, log.splitlines()))
+    found = _shortage_in(in_order(without_frames(text)), native=True)
     return "" if found is None else found[0].text
 
 
+def _shortened(line: str) -> str:
+    """Return a line without the middle of one that is too long to have been written for people."""
+    if len(line) <= _LONGEST_LINE:
+        return line
+    half = _LONGEST_LINE // 2
+    return f"{line[:half]} {line[-half:]}"
+
+
 def _shortage_in(output: str, *, native: bool) -> tuple[ErrorReport, Match] | None:
-    """Return the last lack of memory that the output reports in any of its lines, however much was
-    printed below it; None if it was overcome, or if a traceback shows another reason."""
+    """Return the last lack of memory in any line of the output, however much was printed below it.
+    None if the program overcame it, or if a traceback shows another reason."""
     is_a_childs = TRACEBACK in output and not _OF_A_CHILD.isdisjoint(next(reports_in(output)).types)
     if TRACEBACK in output and not native and not is_a_childs:
         return None
     if native and _CORRUPTED.search(output):
         return None
-    lines = joined(since_progress(output).splitlines())
+    lines = list(map(_shortened, joined(since_progress(output).splitlines())))
     near = _may_be_short(lines)
+    looked_at: set[tuple[str, ...]] = set()
     has_other_error = False
     for number in reversed(range(len(lines))):
         line = lines[number]
         names = (name.rpartition(".")[2] for name in _ERROR.findall(line))
         if not CERTAIN_BUGS.isdisjoint(names) and match(_of_a_log([line])) is None:
             return None
-        longest = _MOST_LINES_OF_A_MESSAGE if number in near else 0
+        message = tuple(lines[number : number + _MOST_LINES_OF_A_MESSAGE])
+        is_new = number in near and message not in looked_at
+        if is_new:
+            looked_at.add(message)
+        if len(looked_at) > _MOST_MESSAGES:
+            return None
+        longest = len(message) if is_new else 0
         for count in range(1, longest + 1):
             part = lines[number : number + count]
             report = _of_a_log(part)
@@ -268,7 +295,7 @@ def _shortage_in(output: str, *, native: bool) -> tuple[ErrorReport, Match] | No
             if found is not None and found.kind.is_memory:
                 if any(map(_NO_ERROR.match, part)):
                     break
-                # a program that goes on to another error has only warned of this one
+                # A program that later fails with another error has only warned of this lack.
                 is_warning = any(map(_WARNING.search, part))
                 is_survived = is_warning and has_other_error
                 if is_survived or _HANDLED.search(report.text):
@@ -280,7 +307,7 @@ def _shortage_in(output: str, *, native: bool) -> tuple[ErrorReport, Match] | No
 
 
 def _may_be_short(lines: Sequence[str]) -> set[int]:
-    """Return the numbers of the lines with which a report of a lack of memory may begin."""
+    """Return the numbers of the lines at which a report of a lack of memory may start."""
     found: set[int] = set()
     for number, line in enumerate(lines):
         below = lines[number + 1] if number + 1 < len(lines) else ""
@@ -292,8 +319,8 @@ def _may_be_short(lines: Sequence[str]) -> set[int]:
 
 
 def _with_rest(lines: list[str], following: Sequence[str], found: Match) -> ErrorReport:
-    """Return the report in some lines, with those of the lines below that have figures of it: a
-    terminal may have broken the message there."""
+    """Return the report in some lines, with lines below that have more of its figures: a terminal
+    may have broken the message there."""
     report = _of_a_log(lines)
     most = _figures_in(report, found)
     for line in following:
@@ -322,7 +349,7 @@ def _of_a_log(lines: list[str]) -> ErrorReport:
 
 
 def _last_words(lines: list[str], native: bool) -> list[str]:
-    """Return the lines from C++'s ``terminate called`` on, else those of no chatter."""
+    """Return the lines from C++'s ``terminate called`` on, else the lines that are not chatter."""
     if native:
         for number, line in enumerate(lines):
             if _NATIVE.search(line):

@@ -1,4 +1,4 @@
-"""What a report is, and its figures: ``patterns.txt`` has the words for both."""
+"""Looks up reports and reads their figures. ``patterns.txt`` has the words for both. Pure."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _NOTHING = "(?!)"
 _FIGURE = "figure"
 _SIZE = r"(?P<number>\d[\d,]*(?:\.\d*)?)\s*(?P<unit>[kmgtpe]i?b?|bytes?|b)\b"
 _COUNT = r"(?P<number>\d+)(?P<unit>)"
-# torch's and MPS's "MB" are 1024 based too; XLA's letters stand alone ("5.02G")
+# torch's and MPS's "MB" are 1024 based too. XLA's letters stand alone ("5.02G").
 _UNITS = "bkmgtpe"
 _PREEMPTIVE = re.compile(r"preemptively rejected", re.IGNORECASE)
-# whose allocator's statistics are those of torch
+# Libraries whose memory is in the statistics of torch's allocator.
 _TORCH = frozenset({"torch", "cuda", "hip", "cublas", "cudnn", "cufft", "cusolver", "nccl", None})
-# what CUDA's and HIP's names and numbers of errors follow
+# Words before the names and numbers of CUDA's and HIP's errors.
 _CODE = (
     r"\b(?:CUDA|HIP|CU)_?ERROR_?"
     r"|\b(?:CUDA|HIP)\w* ?(?:runtime |driver )?(?:error|failure|err)(?: code)?\W{1,3}"
@@ -36,7 +36,8 @@ _HEADER = re.compile(
     r"^\[(?P<kind>\w+), (?P<library>[\w. -]+)(?:, (?P<clue>\w+))?\](?P<names>.*)", re.MULTILINE
 )
 
-# where several failed at once, the one whose remedy keeps the job alive
+# If several failed at once, the first kind in this list decides, because its remedy keeps the job
+# alive.
 _PRIORITY = (
     FailureKind.DEVICE_OOM,
     FailureKind.HOST_OOM,
@@ -53,7 +54,7 @@ _PRIORITY = (
 
 @dataclass(frozen=True)
 class Match:
-    """What a report is: its kind, the library that raised it where known, and a clue."""
+    """The meaning of a report: its kind, the library that raised it if known, and a clue."""
 
     kind: FailureKind
     library: str | None = None
@@ -62,7 +63,7 @@ class Match:
 
 @dataclass(frozen=True)
 class Pattern:
-    """A section: a report with one of these types or words is a ``match``."""
+    """A section of ``patterns.txt``: a report with one of these types or words is a ``match``."""
 
     match: Match
     names: tuple[str, ...]
@@ -70,7 +71,7 @@ class Pattern:
     types: re.Pattern[str]
 
     def matches(self, report: ErrorReport) -> bool:
-        """Return whether the report is one of this section's."""
+        """Return whether the report matches this section."""
         is_typed = any(map(self.types.fullmatch, report.types))
         return is_typed or self.words.search(report.text) is not None
 
@@ -78,7 +79,7 @@ class Pattern:
 def _sections() -> Iterator[tuple[re.Match[str], list[str]]]:
     """Yield the header and the lines of each section of ``patterns.txt``."""
     text = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")
-    # a word's meaning has words that are above it
+    # A word's meaning may contain words that are defined above it.
     for name, meaning in reversed(_VOCABULARY.findall(text)):
         text = text.replace(name, meaning)
     headers = list(_HEADER.finditer(text))
@@ -104,7 +105,7 @@ def _pattern(header: re.Match[str], lines: Sequence[str]) -> Pattern:
 
 
 def _words(line: str) -> str:
-    """Return the expression for a line: ``a ~ b``, codes, or the expression itself."""
+    """Return the regular expression for a line: ``a ~ b``, codes, or an expression."""
     if line.startswith("code "):
         # `IllegalAddress` is also written `ILLEGAL_ADDRESS`
         codes = (re.sub(r"(?<=[a-z])(?=[A-Z])", "[_]?", code) for code in line.split()[1:])
@@ -121,15 +122,15 @@ def _figure(lines: Sequence[str]) -> list[re.Pattern[str]]:
     return [re.compile(text, re.IGNORECASE) for text in texts]
 
 
-# compiled now: when memory has run out, there is none to compile them
+# The patterns are compiled now: when memory has run out, there is none to compile them.
 _ALL = list(_sections())
 PATTERNS = [_pattern(header, lines) for header, lines in _ALL if header["kind"] != _FIGURE]
 FIGURES = {header["library"]: _figure(lines) for header, lines in _ALL if header["kind"] == _FIGURE}
 
 
 def match(report: ErrorReport) -> Match | None:
-    """Return what a report is; None if no section matches, which is a bug by default. A match of
-    the kind ``bug`` is one that no cause behind the exception can change."""
+    """Return a report's meaning; None if no section matches, which is a bug by default. A match of
+    the kind ``bug`` is final, whatever caused the exception."""
     if report.is_programming_error:
         is_believed = report.types[0] == "ValueError"
         rows = [row for row in PATTERNS if "VALUE_ERROR" in row.names and is_believed]
@@ -152,10 +153,10 @@ _WRITER = named("WRITER").match
 def most_telling(
     matches: Iterable[tuple[ErrorReport, Match | None]],
 ) -> tuple[ErrorReport, Match] | None:
-    """Return the match to act upon, of reports of which each may be a consequence of the next.
+    """Return the match to act upon, from reports each of which may be a consequence of the next.
 
-    The first one decides, and of several that failed at the same time the worst. A file that was
-    not written to its end may have any cause: what follows decides, if there is anything.
+    The first match decides, and among several that failed at the same time the worst. A file that
+    was not written to its end may have any cause, so the next match decides, if there is any.
     """
     found: list[tuple[ErrorReport, Match]] = []
     for report, match in matches:
@@ -170,9 +171,12 @@ def most_telling(
 
 
 def read_evidence(text: str, match: Match) -> Evidence:
-    """Return the figures in a message; ``text`` is on one line. torch asks the driver only below
-    ``memory.fraction``: if the request exceeds what is allowed, if more was free than was
-    requested, or if it rejects "preemptively" (since 2.15), the process reached its own limit."""
+    """Return the figures in a message, whose ``text`` is on one line.
+
+    torch asks the driver only below ``memory.fraction``. So the process reached its own limit if
+    the request exceeds the allowed memory, if more was free than was requested, or if torch rejects
+    "preemptively" (since 2.15).
+    """
     found: dict[str, Any] = {name: _first(patterns, text) for name, patterns in FIGURES.items()}
     requested = found["requested_bytes"]
     allocated = found["allocated_bytes"]
@@ -195,7 +199,7 @@ def read_evidence(text: str, match: Match) -> Evidence:
 
 
 def with_statistics(evidence: Evidence, text: str) -> Evidence:
-    """Fill in from torch what the message left out, if torch is loaded and has started CUDA."""
+    """Add missing figures from torch, if torch is loaded and has started CUDA."""
     torch = sys.modules.get("torch")
     if torch is None or evidence.library not in _TORCH:
         return evidence
@@ -203,7 +207,7 @@ def with_statistics(evidence: Evidence, text: str) -> Evidence:
         if not torch.cuda.is_initialized():
             return evidence
         figures = _statistics(torch, text)
-    except Exception:  # a broken driver must not hide what broke it
+    except Exception:  # a broken driver must not hide the failure
         return evidence
     missing: dict[str, Any] = {
         name: value for name, value in figures.items() if getattr(evidence, name) is None

@@ -1,4 +1,5 @@
-"""What a program printed, as it was before terminals, boxes and log handlers laid it out. Pure."""
+"""Restores a program's output as it was before terminals, boxes and log handlers laid it out.
+Pure."""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ _TOP = re.compile(
 )
 _BOTTOM = re.compile(r"^\s*(?:[╰└┗╚].*[╯┘┛╝]|(?P<rule>[*#])(?P=rule){4,})\s*$")
 _RULES = " ─━═┄╌-"
-# rich's handler writes the place of a call at the right end of a record's first line
-_PLACE_AT_THE_RIGHT = re.compile(r"\s{2,}[\w./<>-]+\.py:\d+$")
-# what a training loop prints again and again
+# rich's handler writes the place of a call at the right end of a record's first line.
+_PLACE_AT_THE_RIGHT = re.compile(r"(?<!\s)\s{2,}[\w./<>-]+\.py:\d+$")
+# Lines that a training loop prints again and again.
 _PROGRESS = re.compile(
     r"\b(?:(?:global_)?steps?|epochs?|iter(?:ation)?s?|it|batch|update|loss)\b\W{0,4}\d"
     r"|\b\d+/\d+\b.{0,40}\d:\d\d|\b(?:it/s|s/it)\b",
@@ -26,15 +27,15 @@ _PROGRESS = re.compile(
 )
 _SHAPE_LENGTH = 16
 _FEW_STEPS = 5
-"""A program that has reported at least this many steps since has overcome an error."""
+"""A program that has reported at least this many steps since an error has overcome it."""
 _DEEPER = 2
 
 
 def without_frames(text: str) -> str:
-    """Return a text without the boxes around its messages, each on one line.
+    """Return a text without the boxes around its messages, each message on one line.
 
-    A box of a traceback stays as it is: its own reader knows it. So do tables. A traceback that a
-    record in JSON quotes gets lines of its own.
+    Boxes of tracebacks are kept for their own reader, and so are tables. A traceback inside a JSON
+    record gets its own lines.
     """
     plain = _QUOTED_TRACEBACK.sub(_unquoted, text)
     return "\n".join(_unframed(plain.splitlines()))
@@ -49,13 +50,13 @@ def _unquoted(quoted: re.Match[str]) -> str:
 
 
 def _unframed(lines: Sequence[str]) -> Iterator[str]:
-    # a text as it was before it was wrapped, and its last line
+    # A text before it was wrapped, and its last line.
     text = ""
     last = ""
-    # rich wraps the message below a traceback to the width of the box of that
+    # rich wraps the message below a traceback to the width of the traceback's box.
     width_below = 0
     is_traceback = False
-    # what a box has at its left side, where it may have nothing at its right
+    # The left side of a box, whose right side may be blank.
     left = ""
     for framed in lines:
         line = framed
@@ -73,7 +74,7 @@ def _unframed(lines: Sequence[str]) -> Iterator[str]:
         width = width_below if inner == line else len(inner) - 2
         is_text = bool(words) and top is None
         is_text = is_text and not is_bottom and not is_traceback
-        # it goes on below if its next word had no room
+        # The text continues below if its next word had no room here.
         needed = len(last) + 1 + len(words.partition(" ")[0])
         if is_text and last and len(last) <= width < needed:
             text += f" {words}"
@@ -100,7 +101,8 @@ def _unframed(lines: Sequence[str]) -> Iterator[str]:
 
 
 def _inside_frames(line: str) -> str:
-    """Return what is between the sides of the boxes around a line; a line of a table as it is."""
+    """Return the text between the sides of the boxes around a line; return a table's line
+    unchanged."""
     inner = line
     framed = _FRAMED.match(inner)
     while framed is not None:
@@ -112,7 +114,7 @@ def _inside_frames(line: str) -> str:
 
 
 def joined(lines: Sequence[str]) -> list[str]:
-    """Return lines with those that are indented deeper appended to the one that they continue."""
+    """Append lines with deeper indentation to the lines that they continue."""
     found: list[str] = []
     indent = 0
     for line in lines:
@@ -127,8 +129,8 @@ def joined(lines: Sequence[str]) -> list[str]:
 
 
 def since_progress(text: str) -> str:
-    """Return the end of an output, from the last steps on: what was reported before a program went
-    on for some steps was overcome."""
+    """Return the end of an output, from the last steps on. If a program continued for some steps
+    after an error, it has overcome the error."""
     lines = text.splitlines()
     shapes = {
         number: _DIGITS.sub("0", line.strip())[:_SHAPE_LENGTH]

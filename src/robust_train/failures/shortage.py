@@ -1,4 +1,8 @@
-"""Whether a process had little host memory left when an error was raised."""
+"""Whether a process had little host memory left when an error was raised.
+
+The process that fails asks for its own memory. The launcher uses it for messages with several
+causes.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +21,23 @@ from robust_train.readable import GIB, memory
 
 log = logging.getLogger("robust_train")
 
-# Share of what the process used at its peak that is little to be left
+# Less than this share of the process's peak is little to be left.
 _LITTLE = 0.5
 _LEAST_FOR_TORCH = 2 * GIB
-"""Below such a limit an import that ends the process counts as a lack of memory."""
+"""Below this limit an import that ends the process counts as a lack of memory."""
 
-# the dynamic loader's words, the C library's, and Python's for a thread without a stack
+# The words of the dynamic loader and the C library, and Python's for a thread without a stack.
 _NO_ROOM = re.compile(
     r"failed to map segment from shared object|Cannot allocate memory|can't start new thread"
 )
 
 
 def no_room_to_import(module: str, error: BaseException | None) -> str | None:
-    """Return in a line that a limit of this process leaves no room to import a module, else None.
+    """Return a line if a limit of this process leaves no room to import a module, otherwise None.
 
     Args:
-        module: whose import failed.
-        error: how; None if it ended the process.
+        module: the module whose import failed.
+        error: its exception; None if the import ended the process.
     """
     limits = process_limits()
     if not limits:
@@ -52,9 +56,9 @@ def no_room_to_import(module: str, error: BaseException | None) -> str | None:
 
 
 def do_without_onednn(failure: Failure) -> None:
-    """Turn oneDNN off in this process after a failure of its own for lack of memory. Its compiler
-    (Xbyak) keeps the first failed allocation for the rest of the thread: every later primitive
-    fails too, however much memory there is. torch's own kernels take its place."""
+    """Turn oneDNN off in this process after it ran out of memory. Its compiler (Xbyak) remembers
+    the first failed allocation in the thread, so every later primitive fails too, however much
+    memory there is. torch's own kernels take its place."""
     torch = sys.modules.get("torch")
     if failure.evidence.clue != Clue.UNCLEAR or torch is None:
         return
@@ -64,8 +68,8 @@ def do_without_onednn(failure: Failure) -> None:
 
 
 def with_shortage(attempt: Attempt, earlier: Sequence[Attempt]) -> Attempt:
-    """Return the attempt with a message of oneDNN's that has several causes taken for a lack of
-    host memory, where its process reached a limit of its own, or an attempt before it ran out."""
+    """Return the attempt, with a oneDNN message that has several causes counted as a lack of host
+    memory if its process reached its own limit, or if an attempt before it ran out."""
     failure = attempt.failure
     if failure is None or failure.kind is not FailureKind.BUG:
         return attempt
@@ -89,7 +93,7 @@ def with_shortage(attempt: Attempt, earlier: Sequence[Attempt]) -> Attempt:
 
 
 def little_is_left() -> str:
-    """Return what shows that host memory is short, empty for no evidence."""
+    """Return the evidence that host memory is short, empty if there is none."""
     try:
         own = own_memory()
         room = room_left()
@@ -97,7 +101,7 @@ def little_is_left() -> str:
         return "no host memory left"
     except OSError as error:
         return "no host memory left" if error.errno == errno.ENOMEM else ""
-    # the peak without the files that are mapped
+    # The peak without mapped files.
     used = own.get("VmHWM", 0) - own.get("RssFile", 0)
     if room > _LITTLE * used:
         return ""

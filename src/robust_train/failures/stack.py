@@ -1,4 +1,5 @@
-"""What a stack shows of a failure that its words leave open. A stack is a traceback's text."""
+"""Clues from a stack, if the words of a failure leave it open. A stack is a traceback's text.
+Pure."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ _OPEN_FILES = re.compile(r"Too many open files", re.IGNORECASE)
 
 
 def stack_of(exception: BaseException) -> str:
-    """Return the stack in the words of a traceback, that of the main module in one line."""
+    """Return the stack as the text of a traceback, with the main module's stack on one line."""
     lines = [_MAIN]
     for frame, _ in traceback.walk_tb(exception.__traceback__):
         name = frame.f_code.co_name
@@ -56,22 +57,22 @@ def stack_of(exception: BaseException) -> str:
 
 
 def last_stack_in(log: str) -> str:
-    """Return the last traceback that a log quotes, empty without any."""
+    """Return the last traceback that a log quotes, empty if there is none."""
     _, found, stack = log.rpartition(TRACEBACK)
     return stack if found else ""
 
 
 @dataclass(frozen=True)
 class NativeStack:
-    """What Python prints of its own frames when native code ends the process."""
+    """The frames that Python prints when native code ends the process."""
 
     cause: str  # `Segmentation fault`
-    # of the thread that crashed, innermost first, without the launcher's own
+    # The frames of the thread that crashed, innermost first, without this package's frames.
     frames: tuple[str, ...]
 
     @property
     def headline(self) -> str:
-        """The cause, and the innermost frame that is no library's."""
+        """The cause, and the innermost frame outside of libraries."""
         own = (frame for frame in self.frames if not _IS_A_LIBRARYS.search(frame))
         where = next(own, next(iter(self.frames), ""))
         return f"{self.cause} at {where.removeprefix('File ')}" if where else self.cause
@@ -95,15 +96,15 @@ def native_stack_in(output: str) -> NativeStack | None:
 
 
 def _above_runner(frames: Iterable[str]) -> Iterator[str]:
-    """Yield the frames that the runner has called, innermost first."""
+    """Yield the frames below the runner's frame, innermost first."""
     return itertools.takewhile(lambda frame: not _IS_OF_THE_RUNNER.search(frame), frames)
 
 
 def where_it_stands(stacks: str) -> str:
-    """Return the innermost frames that are no library's in the stacks of an attempt that hangs.
+    """Return the innermost frames outside of libraries in the stacks of an attempt that hangs.
 
-    ``stacks`` is what faulthandler writes, of each of several processes under a heading. Processes
-    that are stopped come first. Where no process has such a frame, the headings are returned.
+    ``stacks`` is faulthandler's output, with a heading for each of several processes. Processes
+    that are stopped come first. If no process has such a frame, the headings are returned.
     """
     ranks = {match["pid"]: f"rank {match['rank']} " for match in _RANK.finditer(stacks)}
     stopped: dict[str, str] = {}
@@ -127,9 +128,9 @@ def where_it_stands(stacks: str) -> str:
 
 
 def _own_frame(section: str) -> str:
-    """Return the innermost frame of the trainer's: the main thread's, else another's."""
+    """Return the trainer's innermost frame: the main thread's, else another thread's."""
     threads = [(match[1], match[2].splitlines()) for match in _THREAD.finditer(section)]
-    # faulthandler writes the main thread last
+    # faulthandler writes the main thread last.
     threads.sort(key=lambda thread: "Current" in thread[0] or "MainThread" in thread[0])
     for _, frames in reversed(threads):
         for frame in _above_runner(frames):
@@ -141,25 +142,26 @@ def _own_frame(section: str) -> str:
 
 
 def memory_clue(stack: str) -> str:
-    """Return whether memory ran out in an import, or while a model was made, loaded or moved;
-    empty if in neither. A lazy import inside a step counts as the step."""
+    """Return a clue if memory ran out in an import, or while a model was created, loaded or moved;
+    empty otherwise. A lazy import inside a step counts as the step."""
     if _IS_IN_A_STEP.search(stack):
         return ""
-    # Python removes importlib's own frames from most tracebacks
+    # Python removes importlib's own frames from most tracebacks.
     if "<frozen importlib" in stack or stack.count(_MAIN) > 1:
         return Clue.IMPORT
     return Clue.MODEL if _MAKES_OR_MOVES_A_MODEL.search(stack) else ""
 
 
 def refined(found: Match | None, report: ErrorReport, stack: str) -> Match | None:
-    """Return the match that the stack makes out of the one by words."""
-    # its file is in /dev/shm, which a container may lack: without workers none is needed
+    """Refine a match by words with the evidence of the stack."""
+    # Its file is in /dev/shm, which a container may lack. Without workers no such file is needed.
     if _MAKES_A_LOCK.search(stack):
         return Match(FailureKind.WORKER_DEATH, "multiprocessing")
     types = report.types
     text = report.text
     if found is None:
-        # without telling words it is the network's only if its code raised it, or waited for it
+        # Without specific words it is a network failure only if the network's code raised it, or
+        # waited for it.
         timed_out = "TimeoutError" in types or _TIMEOUT.search(text) is not None
         where = stack if timed_out else stack.rpartition("File ")[2].partition("\n")[0]
         if not report.is_programming_error and _IS_IN_NETWORK_CODE.search(where):
@@ -167,11 +169,12 @@ def refined(found: Match | None, report: ErrorReport, stack: str) -> Match | Non
         return None
     is_in_loader = _IN_A_LOADER.search(stack) is not None
     if is_in_loader and "ConnectionResetError" in types:
-        # the first that the loader sees of a killed worker, if it was just handing over a batch
+        # The loader may notice a killed worker first by this, if the worker was just handing over a
+        # batch.
         return Match(FailureKind.WORKER_DEATH, "torch", Clue.KILLED)
     if found.kind.is_memory:
         return replace(found, clue=memory_clue(stack) or found.clue)
-    # workers have a context of their own, and hand each batch over by descriptors
+    # Workers have a context of their own, and hand each batch over by descriptors.
     in_worker = _IN_WORKER.search(text) is not None
     lacks_descriptors = _OPEN_FILES.search(text) is not None
     is_out_of_descriptors = lacks_descriptors and (in_worker or is_in_loader)

@@ -22,7 +22,7 @@ import tempfile
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Literal, cast
@@ -299,13 +299,9 @@ def why_full(run_dir: Path, message: str, needed_bytes: int = 0) -> str:
         message: the reason why a write failed.
         needed_bytes: the size of the failed write, 0 if unknown.
     """
-    for path in map(Path, _IN_TEXT.findall(message)):
-        with contextlib.suppress(OSError):
-            disk = os.statvfs(path.parent)
-            is_counted = disk.f_blocks and not disk.f_flag & os.ST_RDONLY
-            is_full = disk.f_bavail * disk.f_frsize < _LEAST_BYTES
-            if is_counted and (is_full or (disk.f_files and not disk.f_favail)):
-                return f"no space is left in {path.parent}"
+    named = full_folder(paths_in(message))
+    if named is not None:
+        return f"no space is left in {named}"
     try:
         folder = run_dir / "checkpoints"
         size = max((manifest.bytes for manifest in read_manifests(folder)), default=0)
@@ -323,6 +319,25 @@ def why_full(run_dir: Path, message: str, needed_bytes: int = 0) -> str:
     except OSError as error:
         return f"no checkpoint fits into {run_dir} ({error.strerror})"
     return ""
+
+
+def paths_in(message: str) -> list[Path]:
+    """Return the absolute paths in a message."""
+    return [Path(text) for text in _IN_TEXT.findall(message)]
+
+
+def full_folder(paths: Iterable[Path]) -> Path | None:
+    """Return the folder of the first of these paths whose disk is full, itself if it is a folder;
+    None without any."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            folder = path if path.is_dir() else path.parent
+            disk = os.statvfs(folder)
+            is_counted = disk.f_blocks and not disk.f_flag & os.ST_RDONLY
+            is_full = disk.f_bavail * disk.f_frsize < _LEAST_BYTES
+            if is_counted and (is_full or (disk.f_files and not disk.f_favail)):
+                return folder
+    return None
 
 
 def rotate(folder: Path, job: str, keep: int) -> None:

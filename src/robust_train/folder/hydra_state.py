@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from robust_train.config.placeholders import EVENTS_VARIABLE, RUN_DIR_VARIABLE
 from robust_train.config.schema import RobustConfig
 from robust_train.config.trainers import folder_name
-from robust_train.folder.provenance import public_command
+from robust_train.folder.secrets import public_command
 from robust_train.gpu.processes import user_name
 from robust_train.model.errors import unusable_folder
 

@@ -23,7 +23,7 @@ from omegaconf import Container, OmegaConf
 from robust_train.compat import resolvers_replaced
 from robust_train.files import read_object, write_json
 from robust_train.folder.identity import read_identity
-from robust_train.folder.provenance import public_command
+from robust_train.folder.secrets import public_command
 from robust_train.model.errors import ConfigError
 from robust_train.readable import shortened
 

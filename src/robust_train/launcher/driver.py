@@ -1,8 +1,9 @@
 """How the attempts of a job run, and who chooses their devices.
 
-A job asks its driver and nothing else. There are three: interpreters of their own
-(:class:`ProcessDriver`), the launcher's process (:class:`InlineDriver`), and the process that an
-engine such as torchrun has started (:class:`.guest.RankDriver`).
+:class:`.job.Job` calls its driver in the launcher's process and knows no other way to run an
+attempt. There are three drivers: interpreters (:class:`ProcessDriver`), the launcher's process
+(:class:`InlineDriver`), and the process that an engine such as torchrun started
+(:class:`.guest.RankDriver`).
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from robust_train.config.attempt import AttemptRequest
-from robust_train.folder.provenance import resumed_by_hand
+from robust_train.folder.resume_command import resumed_by_hand
 from robust_train.folder.state import RunState
 from robust_train.host.signals import SignalWatch
 from robust_train.launcher.plan import Plan
 from robust_train.launcher.process import ProcessExecutor
-from robust_train.model.attempt import Attempt, Exit
+from robust_train.model.attempt import Attempt
 from robust_train.model.events import Event
+from robust_train.model.exit import Exit
 from robust_train.model.gpu import Group
 from robust_train.model.spec import Decision, GiveUp, Retry
 from robust_train.policy.context import Offers
@@ -35,16 +37,24 @@ if TYPE_CHECKING:
 
 
 class Executor(Protocol):
-    """What runs attempts."""
+    """Runs attempts for a driver."""
 
     def prepare(self, tick: Callable[[], None]) -> object:
-        """Get ready for an attempt; raises ConfigError if the trainer refuses the config."""
+        """Get ready for an attempt.
+
+        Raises:
+            ConfigError: the trainer refuses the config.
+        """
 
     def poll(self) -> None:
-        """Look after what was prepared; raises ConfigError if the trainer refuses the config."""
+        """Check on the interpreters that :meth:`prepare` started.
+
+        Raises:
+            ConfigError: the trainer refuses the config.
+        """
 
     def close(self) -> None:
-        """End what was started."""
+        """End everything that was started."""
 
     def run(
         self,
@@ -59,13 +69,13 @@ class Executor(Protocol):
 
 
 class Driver(ABC):
-    """What a job asks for."""
+    """The methods that a job calls."""
 
     executor: Executor
     devices: Devices
-    # whether another attempt may follow one that has failed
+    # Whether another attempt may follow a failed attempt.
     has_remedies: bool
-    # whether the launcher chooses the devices: CUDA that cannot work is then a job refused
+    # Whether the launcher chooses the devices. If it does, CUDA that cannot work refuses the job.
     chooses_devices: bool
 
     @abstractmethod
@@ -77,26 +87,29 @@ class Driver(ABC):
         sleep: Callable[[float], None],
         on_wait: Callable[[WaitStatus], None],
     ) -> None:
-        """Make executor and devices; the first interpreter starts right away.
+        """Create the executor and the devices. The first interpreter starts right away.
 
         Args:
             signals: those of the launcher's process.
             job_id: the job's id, which the queue shows.
             token: the mark of this launch's processes.
-            sleep: how to wait; what it raises ends the waiting.
+            sleep: waits; an exception that it raises ends the wait.
             on_wait: called with each status of a wait for a GPU.
         """
 
     @abstractmethod
     def first(self, beginning: Beginning, policy: PolicySettings, gpus: Group) -> Retry:
-        """Return what the job begins with on the GPUs that it has."""
+        """Return the first attempt's decision for the GPUs that the job has."""
 
     @abstractmethod
     def wait_for_room(
         self, retry: Retry, policy: PolicySettings, history: tuple[Attempt, ...]
     ) -> Retry | str:
-        """Wait for the GPUs that a retry asks for; return it with them, or why they did not become
-        free in time."""
+        """Wait for the GPUs that a retry needs.
+
+        Returns:
+            The retry with its GPUs, or the reason why they did not become free in time.
+        """
 
     def run(
         self,
@@ -106,27 +119,27 @@ class Driver(ABC):
         hold: tuple[int, ...],
         tick: Callable[[], None],
     ) -> Exit:
-        """Run one attempt to its end, with what the job has reserved; ``tick`` is called at least
-        twice a second."""
+        """Run one attempt to its end, and call ``tick`` at least twice a second. The attempt keeps
+        the job's reservations ``hold`` open."""
         return self.executor.run(
             request, on_event, signals, hold=self.devices.queue.hold + hold, tick=tick
         )
 
     @abstractmethod
     def decide(self, policy: PolicySettings, history: tuple[Attempt, ...]) -> Decision:
-        """Return what comes after an attempt that has failed."""
+        """Return the decision after a failed attempt."""
 
     @abstractmethod
     def how_to_resume(self, plan: Plan, state: RunState) -> str:
-        """Return what resumes a job that has not completed."""
+        """Return the command, or the action, that resumes a job that has not completed."""
 
 
 class HostDriver(Driver):
-    """A driver of this host's: the launcher chooses devices, and decides after each attempt.
+    """Runs attempts on this host: the launcher chooses the devices and decides after each attempt.
 
     Args:
-        plan: of the job.
-        has_remedies: an attempt that fails may be followed by another one.
+        plan: the job's plan.
+        has_remedies: whether another attempt may follow a failed attempt.
     """
 
     chooses_devices = True
@@ -143,7 +156,7 @@ class HostDriver(Driver):
         sleep: Callable[[float], None],
         on_wait: Callable[[WaitStatus], None],
     ) -> None:
-        """Make executor and devices."""
+        """Create the executor and the devices."""
         plan = self._plan
         self.executor = self._executor(signals, token)
         try:
@@ -164,16 +177,16 @@ class HostDriver(Driver):
 
     @abstractmethod
     def _executor(self, signals: SignalWatch, token: str) -> Executor:
-        """Return what runs the attempts."""
+        """Return the executor of this kind of driver."""
 
     def first(self, beginning: Beginning, policy: PolicySettings, gpus: Group) -> Retry:
-        """Return what the job begins with on the GPUs that it has."""
+        """Return the first attempt's decision for the GPUs that the job has."""
         return first_decision(policy, gpus)
 
     def wait_for_room(
         self, retry: Retry, policy: PolicySettings, history: tuple[Attempt, ...]
     ) -> Retry | str:
-        """Wait for the GPUs that a retry asks for, for ever if it has no alternative."""
+        """Wait for the GPUs that a retry needs, without a time limit if it has no alternative."""
         room = retry.room
         assert room is not None, "nothing is waited for"
         found = self.devices.wait_for_room(room, for_ever=retry.otherwise is None)
@@ -184,7 +197,7 @@ class HostDriver(Driver):
         return on_gpus(policy, history, retry, found)
 
     def decide(self, policy: PolicySettings, history: tuple[Attempt, ...]) -> Decision:
-        """Return what comes after an attempt that has failed, with the GPUs that are there now."""
+        """Return the decision after a failed attempt, by the GPUs that are available now."""
         last = history[-1]
         failure = history[-1].failure
         assert failure is not None, "a completed attempt needs no decision"
@@ -204,7 +217,7 @@ class HostDriver(Driver):
 
 
 class ProcessDriver(HostDriver):
-    """Runs each attempt in an interpreter of its own, or in one per rank."""
+    """Runs each attempt in a new interpreter, or in one interpreter per rank."""
 
     def _executor(self, signals: SignalWatch, token: str) -> Executor:
         plan = self._plan
@@ -225,7 +238,7 @@ class ProcessDriver(HostDriver):
         hold: tuple[int, ...],
         tick: Callable[[], None],
     ) -> Exit:
-        """Run one attempt, whose processes hold what the job has reserved."""
+        """Run one attempt, whose processes keep the job's reservations open."""
 
         def tick_with_queue() -> None:
             signals.check()
@@ -240,17 +253,17 @@ class InlineDriver(HostDriver):
     """Calls the trainer in this process (``isolation=none``), where a debugger can see it."""
 
     def _executor(self, signals: SignalWatch, token: str) -> InlineExecutor:
-        # the one door to what runs in an attempt
+        # This import is the only way from the launcher into ``attempt/``.
         from robust_train.launcher.inline import InlineExecutor, function_of
 
-        # what the user imports takes as long as it likes
+        # The user's imports may take any time, so a signal interrupts them.
         with signals.handed_to(lambda signum: signals.raise_if_received()):
             function = function_of(self._plan.trainer, self._plan.trainer_ref)
         return InlineExecutor(lambda: function)
 
 
 def driver_of(plan: Plan, *, has_remedies: bool = True) -> Driver:
-    """Return the driver for a job that the launcher runs by itself."""
+    """Return the driver for a job that no engine started."""
     if plan.config.runs_inline:
         return InlineDriver(plan, has_remedies=has_remedies)
     return ProcessDriver(plan, has_remedies=has_remedies)

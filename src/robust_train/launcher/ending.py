@@ -1,6 +1,7 @@
-"""How an attempt ended, and which of its ranks is the reason. Pure, but for :func:`advised`.
+"""How an attempt ended, and which of its ranks caused the end.
 
-The record is completed once, when all the evidence is there.
+The launcher completes an attempt's record here once, when all the evidence exists. Everything but
+:func:`advised` and :func:`error_of` is pure.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from robust_train.config.attempt import AttemptRequest
@@ -21,18 +21,19 @@ from robust_train.failures import classify_exit
 from robust_train.failures.advice import cuda_versions, with_advice
 from robust_train.failures.exits import by_oom_killer, in_order
 from robust_train.failures.printed import since_progress
-from robust_train.failures.stack import TRACEBACK, NativeStack, native_stack_in, where_it_stands
+from robust_train.failures.stack import TRACEBACK, NativeStack, native_stack_in
 from robust_train.launcher.plan import Plan
-from robust_train.model.attempt import Attempt, Exit
+from robust_train.model.attempt import Attempt
 from robust_train.model.errors import ConfigError, JobInterrupted, NoDeviceError, limit_reached
 from robust_train.model.events import Failed, Finished, RankDied, ScriptEnded
-from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
+from robust_train.model.exit import Exit
+from robust_train.model.failure import Clue, Failure, FailureKind
 from robust_train.model.spec import Decision, GiveUp
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _MOST_LINES = 40
 _LINES = 15
-# of characters: each record of the attempt has them, and state.json is read up to 1 MiB
+# In characters. Every record of the attempt has the message, and state.json is read up to 1 MiB.
 _LONGEST_MESSAGE = 20_000
 _LONGEST_TRACEBACK = 100_000
 
@@ -42,15 +43,15 @@ def ended(
     request: AttemptRequest,
     seconds: float,
 ) -> Attempt:
-    """Return the attempt with why it ended, from its own reports and its process's exit."""
+    """Return the attempt with its failure, from its reports and its process's exit."""
     end = attempt.exit
     memory = attempt.memory
-    crash = None if end.stalled else native_stack_in(end.stacks or end.output)
-    failure = _failure(attempt, crash, request.stacks_file)
+    crash = None if end.failure else native_stack_in(end.stacks or end.output)
+    failure = _failure(attempt, crash)
     traceback = getattr(attempt.ending, "traceback", None)
     if failure is None:
         traceback = None
-    elif failure.evidence.clue == Clue.STALLED:
+    elif failure is end.failure:
         traceback = end.stacks or None
     elif attempt.script is not None:
         traceback = last_words(end.output, request.log_file.name)
@@ -74,15 +75,15 @@ def ended(
 
 
 def advised(attempt: Attempt, plan: Plan) -> Attempt:
-    """Return an attempt with advice on its failure, in the words of the job's user."""
+    """Return the attempt with advice on its failure, worded for the job's keys."""
     versions = cuda_versions(attempt, plan.config)
     return plan.words.attempt(with_advice(attempt, plan.config, versions))
 
 
 def concluded(attempt: Attempt, decision: Decision | None) -> Attempt:
-    """Return the attempt with what was decided after it.
+    """Return the attempt with the decision after it.
 
-    An unclear lack of memory that no remedy has helped is a bug.
+    An unclear lack of memory that no remedy helped is a bug.
     """
     if decision is None:
         return replace(attempt, reason=attempt.message or attempt.outcome)
@@ -97,12 +98,15 @@ def concluded(attempt: Attempt, decision: Decision | None) -> Attempt:
 
 
 def failure_of_launcher(error: BaseException, pruned: str) -> tuple[str, str, BaseException | None]:
-    """Return how a job ends that an error in the launcher has ended: its status, the reason, and
-    what its caller has to know, None if the summary is enough.
+    """Classify an error in the launcher that ends the job.
 
     Args:
         error: what was raised.
-        pruned: why a sweep has stopped the job; empty if none has.
+        pruned: why a sweep stopped the job; empty if none did.
+
+    Returns:
+        The job's status, the reason, and the exception for the caller, None if the summary is
+            enough.
     """
     error = limit_reached(error) or error
     reason = str(error)
@@ -118,21 +122,21 @@ def failure_of_launcher(error: BaseException, pruned: str) -> tuple[str, str, Ba
 
 
 def _without_middle(text: str, longest: int) -> str:
-    """Return a text, shortened in its middle: an exception may quote a whole file."""
+    """Shorten a text in its middle: an exception may quote a whole file."""
     half = longest // 2
     if len(text) <= longest:
         return text
     return f"{text[:half]} … {text[-half:]}"
 
 
-def _failure(attempt: Attempt, crash: NativeStack | None, stacks: Path) -> Failure | None:
-    """Return why it failed, None if it completed."""
+def _failure(attempt: Attempt, crash: NativeStack | None) -> Failure | None:
+    """Return why the attempt failed, None if it completed."""
     end = attempt.exit
     ending = attempt.ending
     if isinstance(ending, Finished):
         return None
-    if end.stalled and not end.was_stopped:
-        return _stalled(end, stacks)
+    if end.failure is not None and not end.was_stopped:
+        return end.failure
     if isinstance(ending, Failed):
         is_interrupted = ending.failure.kind is FailureKind.INTERRUPTED
         if isinstance(attempt.script, ScriptEnded) and not is_interrupted:
@@ -161,20 +165,8 @@ def _failure(attempt: Attempt, crash: NativeStack | None, stacks: Path) -> Failu
     return replace(failure, rank=rank)
 
 
-def _stalled(end: Exit, stacks: Path) -> Failure:
-    where = where_it_stands(end.stacks)
-    if where:
-        where = f"; {where}"
-    return Failure(
-        FailureKind.COMM,
-        f"stalled: {end.stalled} (stall_timeout_minutes){where}",
-        Evidence(library="robust_train", clue=Clue.STALLED),
-        (f"see what the threads were doing in {stacks}",) if end.stacks else (),
-    )
-
-
 def failure_of_script(ended: ScriptEnded, end: Exit) -> Failure:
-    """Return why a script failed, as if its exit were the attempt's."""
+    """Return why a script failed, as if its exit were the attempt's exit."""
     output = without_escapes(end.output)
     failure = classify_exit(ended.returncode, output, oom_killed=end.oom_killed)
     is_unknown = failure.evidence.clue == Clue.UNKNOWN
@@ -184,7 +176,7 @@ def failure_of_script(ended: ScriptEnded, end: Exit) -> Failure:
 
 
 def _with_file(failure: Failure, attempt: Attempt) -> Failure:
-    """Return the failure with the checkpoint that its script could not load, and what helps."""
+    """Add the checkpoint that its script could not load, with advice, to a failure."""
     if failure.evidence.clue != Clue.REFUSED:
         return failure
     file = attempt.checkpoint or attempt.resumed_from or "the file"
@@ -197,7 +189,8 @@ def _with_file(failure: Failure, attempt: Attempt) -> Failure:
 
 
 def doubt_of(attempt: Attempt) -> str:
-    """Return why a script that ended with 0 may have failed; empty without such a sign."""
+    """Return the sign that a script which ended with 0 may have failed; empty without such a
+    sign."""
     if attempt.failure is not None or not isinstance(attempt.script, ScriptEnded):
         return ""
     output = in_order(without_escapes(attempt.exit.output))
@@ -214,8 +207,8 @@ def doubt_of(attempt: Attempt) -> str:
 
 
 def last_words(output: str, log_name: str) -> str:
-    """Return the end of what a script printed, for people: its last traceback or lines."""
-    # of a line that was rewritten, as by a progress bar, what was there in the end
+    """Return the end of a script's output for people: its last traceback or its last lines."""
+    # A progress bar rewrites its line, so only its last state is shown.
     lines = [
         line.rstrip("\r").rpartition("\r")[2]
         for line in in_order(without_escapes(output)).split("\n")
@@ -233,7 +226,8 @@ def without_escapes(text: str) -> str:
 
 
 def error_of(attempt: Attempt) -> BaseException | None:
-    """Return the trainer's exception, None if it could not be carried over; a script has none."""
+    """Return the trainer's exception, None for a script or if it could not be sent to the
+    launcher."""
     ran_inline = attempt.exit.pid is None
     if ran_inline or attempt.script is not None:
         return attempt.exit.error
@@ -247,7 +241,7 @@ def error_of(attempt: Attempt) -> BaseException | None:
 
 
 class _LoadedOnlyUnpickler(pickle.Unpickler):
-    """Builds exceptions only from modules that are here already: no torch in the launcher."""
+    """Builds exceptions only from modules that are already imported: no torch in the launcher."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module not in sys.modules:
@@ -260,32 +254,32 @@ class _LoadedOnlyUnpickler(pickle.Unpickler):
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How one rank ended, or that it runs."""
+    """How one rank ended, or that it still runs."""
 
     rank: int
     pid: int = 0
-    # the event of its end; None so far, or where it died without one
+    # The event of its end, None while it runs or if it died without an event.
     ending: Finished | Failed | None = None
-    # seconds: when it reported its end, else when it was seen dead
+    # When it reported its end, else when the launcher saw it dead, in seconds.
     at: float = 0.0
-    returncode: int | None = None  # as subprocess has it, None while it runs
-    was_killed: bool = False  # it was killed because another had failed
+    returncode: int | None = None  # as subprocess returns it, None while it runs
+    was_killed: bool = False  # whether the launcher killed it because another rank had failed
 
     @property
     def is_over(self) -> bool:
-        """Whether it has reported its end, or has died."""
+        """Whether the rank has reported its end, or has died."""
         return self.ending is not None or self.returncode is not None
 
     @property
     def is_failure(self) -> bool:
-        """Whether the rank itself failed, and was not killed because another had."""
+        """Whether the rank itself failed, and was not killed because another rank had failed."""
         if self.ending is not None:
             return isinstance(self.ending, Failed)
         return self.is_over and not self.was_killed
 
     @property
     def was_stopped(self) -> bool:
-        """Whether a signal stopped it."""
+        """Whether a signal stopped the rank."""
         return (
             isinstance(self.ending, Failed) and self.ending.failure.kind is FailureKind.INTERRUPTED
         )
@@ -297,7 +291,7 @@ class RankEnd:
 
     @property
     def report(self) -> Failed | None:
-        """What it reported of its failure, with the rank where that began."""
+        """The rank's report of its failure, with the rank in which the failure began."""
         if not isinstance(self.ending, Failed):
             return None
         by = self.ending.caused_by_rank
@@ -307,12 +301,12 @@ class RankEnd:
 
     @property
     def order(self) -> tuple[int, float]:
-        """The end with the least of these is the one that the others followed from.
+        """Sort key: the end with the smallest key caused the other ends.
 
         A rank that the kernel killed reports nothing, and its peers report a broken connection
-        first: so SIGKILL comes before any report. After that the earliest one counts that is no
-        consequence by its nature (a lost connection, a request to stop) or by its own report. A
-        rank of which nothing is known explains only such consequences.
+        first. So SIGKILL comes before any report. After that the earliest end counts that is not a
+        consequence, by its kind (a lost connection, a request to stop) or by its report. A rank
+        that left no evidence explains only such consequences.
         """
         if not isinstance(self.ending, Failed):
             known = {None: 3, -signal.SIGKILL: 0}
@@ -323,20 +317,20 @@ class RankEnd:
 
 
 def root_cause(ends: Sequence[RankEnd]) -> RankEnd | None:
-    """Return the end that the others followed from; None if no rank failed."""
+    """Return the end that caused the others; None if no rank failed."""
     failed = (end for end in ends if end.is_failure)
     return min(failed, key=lambda end: end.order, default=None)
 
 
 def event_of(ends: Sequence[RankEnd]) -> Finished | Failed | RankDied | None:
-    """Return the one event of the end of several ranks; None if all that failed were killed."""
+    """Merge the ends of several ranks into one event; None if all that failed were killed."""
     figures = (end.ending.memory for end in ends if end.ending is not None)
     memory = max(
         figures, key=lambda one: one.get("max_allocated", one.get("max_resident", 0)), default={}
     )
     root = root_cause(ends)
     first = ends[0].ending
-    # rank 0 has done its last step, and its result counts
+    # Rank 0 has done its last step, so its result counts.
     is_late = all(end.was_stopped for end in ends if end.is_failure)
     if root is None or (isinstance(first, Finished) and is_late):
         return None if first is None else replace(first, memory=memory)

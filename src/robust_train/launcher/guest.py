@@ -1,10 +1,10 @@
 """A guest of torchrun, srun, PyTorchJob or Ray Train: this process is one rank of their job.
 
-The engine owns rendezvous, restarts and dead machines; no child process is started and no GPU
-chosen. Rank 0 keeps the run folder. A rank that fails leaves its failure in ``ranks/`` before it
-ends, and rank 0 of the next start decides from all of them how the job goes on: there
-``attempt-N.json`` is what rank 0 began attempt N with, ``attempt-N.rank-K.json`` the failure that
-rank K left. A rank that left none was killed. Nothing that is wrong with ``ranks/`` ends a rank.
+The engine handles rendezvous, restarts and dead machines. The guest starts no child process and
+chooses no GPU. Rank 0 keeps the run folder. A rank that fails leaves its failure in ``ranks/``
+before it ends, and rank 0 of the next start decides from all of them how the job resumes.
+``attempt-N.json`` holds the start of attempt N by rank 0, and ``attempt-N.rank-K.json`` the failure
+of rank K. A rank without such a file was killed. Damage in ``ranks/`` never ends a rank.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("robust_train")
 
-# for rank 0, which may wait for a disk or for the last start's processes
+# The time for rank 0, which may wait for a disk or for the last start's processes.
 _START_SECONDS = 1800.0
 _POLL_SECONDS = 0.05
 
@@ -73,7 +73,7 @@ class RankDriver(Driver):
         ConfigError: the config cannot be used by a rank.
     """
 
-    has_remedies = False  # the engine starts the ranks again
+    has_remedies = False  # because the engine restarts the ranks
     chooses_devices = False
 
     def __init__(
@@ -92,7 +92,7 @@ class RankDriver(Driver):
         folder = _run_dir(guest, run_dir)
         os.environ.update({**shared_machine_environment(os.environ), **guest.environ})
         if guest.engine == TORCHRUN and os.getppid() > 1:
-            # a rank without its agent is to end
+            # A rank ends with the agent that started it.
             signal_at_parents_death(signal.SIGKILL)
         shield_workers()
         self.plan = plan = plan_job(
@@ -114,10 +114,10 @@ class RankDriver(Driver):
     def run_part(
         self, run_first: Callable[[], Summary], explain: Callable[[Summary], object]
     ) -> Summary:
-        """Run this rank's part of the job, ``run_first`` as rank 0; return its summary.
+        """Run this rank's part of the job, ``run_first`` as rank 0, and return its summary.
 
         Raises:
-            ConfigError: rank 0 refuses to go on.
+            ConfigError: rank 0 refuses to continue.
             JobInterrupted: a signal stopped this rank.
         """
         with self.votes:
@@ -131,7 +131,7 @@ class RankDriver(Driver):
             except BaseException as error:
                 refusal = str(error)
                 raise
-            finally:  # no rank waits for one that will not begin
+            finally:  # else the other ranks would wait in vain for this start
                 self.begin({"refusal": refusal})
 
     # --- the driver of rank 0's job ---
@@ -144,34 +144,34 @@ class RankDriver(Driver):
         sleep: Callable[[float], None],
         on_wait: Callable[[WaitStatus], None],
     ) -> None:
-        """Do nothing: the engine has started this process on its GPU."""
+        """Do nothing: the engine started this process on its GPU."""
 
     def wait_for_room(
         self, retry: Retry, policy: PolicySettings, history: tuple[Attempt, ...]
     ) -> Retry | str:
-        """Wait for nothing: the engine has given the GPUs."""
+        """Return the retry at once: the engine has given the GPUs."""
         return retry
 
     def decide(self, policy: PolicySettings, history: tuple[Attempt, ...]) -> Decision:
-        """Give up: the engine starts the ranks again, and the next start decides."""
+        """Give up: the engine restarts the ranks, and the next start decides."""
         failure = history[-1].failure
         assert failure is not None, "a completed attempt needs no decision"
         hint = "the next start in this run folder decides how to go on"
         return GiveUp(f"{failure.message}; {hint}")
 
     def how_to_resume(self, plan: Plan, state: RunState) -> str:
-        """Return what a person does to resume the job."""
+        """Return the action that resumes the job."""
         return "start all ranks again, with the same run folder"
 
     def begin(self, start: Mapping[str, object]) -> None:
-        """Send all ranks how this start begins, as rank 0; the first call counts."""
+        """Send all ranks, as rank 0, how this start begins. Only the first call counts."""
         if not self._has_begun:
             self._has_begun = True
             self._store.set("start", json.dumps(start))
 
     def first(self, beginning: Beginning, policy: PolicySettings, gpus: Group) -> Retry:
-        """Return what was decided after the last start, and send it to the other ranks."""
-        # the engine decides on devices and the number of ranks: all ranks stay where they are
+        """Return the decision after the last start, and send it to the other ranks."""
+        # The engine decides on devices and the number of ranks, so all ranks keep them.
         config = replace(
             policy.config.without("min_num_gpus"),
             device="cpu",
@@ -197,14 +197,14 @@ class RankDriver(Driver):
             "number": number,
             "checkpoint": None if checkpoint is None else str(checkpoint),
             "spec": replace(first.spec, gpus=()).fields_as_json(),
-            "is_fresh": is_fresh,  # earlier attempts do not count any more
+            "is_fresh": is_fresh,  # whether earlier attempts no longer count
         }
         failures.write(f"attempt-{number}.json", start)
         self.begin(start)
         return first
 
     def _after(self, history: Sequence[EarlierStart], policy: PolicySettings) -> Retry | None:
-        """Return what follows the last start; None if a start by the user begins again."""
+        """Return the decision after the last start; None if the user started the job again."""
         last = history[-1]
         spec = last.attempt.spec
         if last.was_stopped:
@@ -214,7 +214,7 @@ class RankDriver(Driver):
         decision = decide(policy, self.plan.remedies, attempts, offers)
         while isinstance(decision, Retry) and decision.room is not None:
             assert decision.otherwise is not None
-            decision = decision.otherwise  # no GPU is waited for
+            decision = decision.otherwise  # because a guest never waits for a GPU
         if isinstance(decision, Retry):
             return replace(decision, reason=f"the last start failed: {decision.reason}")
         is_bug = last.attempt.kind is FailureKind.BUG
@@ -227,7 +227,7 @@ class RankDriver(Driver):
 
     def follow(self, explain: Callable[[Summary], object]) -> Summary:
         """Run a rank other than rank 0, in the run folder that rank 0 names."""
-        # the same lines of every rank would hide what differs
+        # If every rank printed the same lines, they would hide the differences.
         log.setLevel(logging.WARNING)
         start = self._await_start()
         signals = SignalWatch()
@@ -237,7 +237,7 @@ class RankDriver(Driver):
             checkpoint = start["checkpoint"]
             attempt = Attempt(number, spec, resumed_from=checkpoint)
             run_dir = Path(start["run_dir"])
-            # the values of resolvers are those of rank 0
+            # The resolvers' values are those of rank 0.
             plan = replace(self.plan, run_dir=run_dir, resolvers=resolvers_of(run_dir))
             request = request_for(attempt, plan, plan.policy.asked)
 
@@ -267,7 +267,11 @@ class RankDriver(Driver):
         return summary
 
     def _await_start(self) -> dict[str, Any]:
-        """Return how this start begins; raises ConfigError if rank 0 refuses."""
+        """Return how this start begins.
+
+        Raises:
+            ConfigError: rank 0 refuses.
+        """
         until = time.monotonic() + _START_SECONDS
         while not self._store.check(["start"]):
             if time.monotonic() > until:
@@ -280,10 +284,10 @@ class RankDriver(Driver):
 
 
 def _open_store(guest: GuestRank) -> Store:
-    """Return a store of this start alone, in which the trainer's process group is made as well.
+    """Open a store of this start alone, which also creates the trainer's process group.
 
-    torchrun's own outlives its restarts with all that was written to it, also the addresses of
-    ranks that have ended. So rank 0 opens another one, and names its port there.
+    torchrun's store outlives its restarts with all its content, including the addresses of ranks
+    that have ended. So rank 0 opens another store, and publishes its port in torchrun's.
     """
     from torch.distributed import TCPStore, rendezvous  # type: ignore[attr-defined]
 
@@ -313,7 +317,7 @@ def _open_store(guest: GuestRank) -> Store:
 
 
 class RankDevices(Devices):
-    """The GPU that is a rank's by its local rank, reserved where the host has a queue."""
+    """The GPU with a rank's local rank, reserved if the host has a queue."""
 
     def __init__(
         self, guest: GuestRank, config: RobustConfig, job_name: str, run_dir: Path
@@ -322,7 +326,7 @@ class RankDevices(Devices):
         self._guest = guest
 
     def acquire(self, fewer: Sequence[int] = ()) -> Group:
-        """Return that GPU; none if it trains on the CPU."""
+        """Reserve and return that GPU; return no GPU if the rank trains on the CPU."""
         group = self._find_gpu()
         self._config = replace(
             self._config,
@@ -346,13 +350,17 @@ class RankDevices(Devices):
         import torch
 
         number = self._guest.local_rank % len(visible.gpus)
-        # for trainers that say just "cuda"
+        # Trainers that say just "cuda" get this GPU.
         when_cuda_starts(torch, lambda: torch.cuda.set_device(number))
         return (visible.gpus[number],)
 
 
 def _run_dir(guest: GuestRank, given: str | Path | None) -> Path:
-    """Return the run folder, the same for all ranks and restarts; raises ConfigError if none is."""
+    """Return the run folder, the same for all ranks and restarts.
+
+    Raises:
+        ConfigError: no run folder was given.
+    """
     if given is not None:
         return run_folder(given, "")
     if HydraConfig.initialized() and not changes_each_time():
@@ -368,7 +376,7 @@ class EarlierStart:
     """An attempt of an earlier start, and how its ranks failed."""
 
     attempt: Attempt
-    # the files that the failed rank's trainer was made of, and when each was changed last
+    # The source files of the failed rank's trainer, with the time of each file's last change.
     code: Mapping[str, float]
 
     @property
@@ -378,14 +386,14 @@ class EarlierStart:
         return is_stop and self.attempt.evidence.clue != Clue.KILLED
 
     def code_has_changed(self) -> bool:
-        """Return whether a file of the trainer's differs from what has failed."""
+        """Return whether one of the trainer's files has changed since the failure."""
         return any(_changed_at(path) != at for path, at in self.code.items())
 
 
 def cause_of(ends: Sequence[RankEnd]) -> Failure:
-    """Return why an attempt failed: the earliest failure that is not the consequence of another's.
+    """Return why an attempt failed: the earliest failure that is not a consequence of another one.
 
-    Where all reports are consequences (a lost connection, a request to stop), a rank that left none
+    If all reports are consequences (a lost connection, a request to stop), a rank without a report
     was killed. If every rank was stopped, that is the reason. Pure.
     """
     counted = [one for one in ends if not one.was_stopped] or ends
@@ -404,7 +412,7 @@ def cause_of(ends: Sequence[RankEnd]) -> Failure:
 
 
 class RankFailures:
-    """``ranks/`` of a run folder."""
+    """The folder ``ranks/`` in a run folder."""
 
     def __init__(self, run_dir: Path) -> None:
         self._journal = run_dir / "journal.jsonl"
@@ -421,7 +429,7 @@ class RankFailures:
         self.write(f"attempt-{number}.rank-{rank}.json", content)
 
     def history(self, job: str, gpus: Group) -> Sequence[EarlierStart]:
-        """Return the job's earlier attempts that count, the last one last."""
+        """Return the job's earlier attempts that count, oldest first."""
         attempts: dict[int, Attempt] = {}
         names = (path.stem[len("attempt-") :] for path in self._folder.glob("*.json"))
         for number in sorted(int(name) for name in names if name.isdigit()):
@@ -433,7 +441,7 @@ class RankFailures:
                 if start.get("is_fresh"):
                     attempts.clear()
                 attempts[number] = Attempt(number, replace(spec, gpus=gpus))
-        # how far they came is what rank 0 has journaled
+        # The journal of rank 0 says how far they came.
         with contextlib.suppress(OSError):
             for content in filter(None, json_lines(self._journal)):
                 which = content.get("attempt")
@@ -461,7 +469,7 @@ class RankFailures:
         )
 
     def write(self, name: str, content: Mapping[str, object]) -> None:
-        """Write a file there; what keeps it from that is a warning."""
+        """Write a file into the folder. A disk that refuses it costs a warning."""
         try:
             self._folder.mkdir(exist_ok=True)
             write_json(self._folder / name, dict(content), durable=True)
@@ -471,8 +479,8 @@ class RankFailures:
 
 
 def _code() -> dict[str, float]:
-    """Return the user's files that this process runs and has imported, and when each was changed
-    last."""
+    """Return the user's files that this process runs or has imported, with the time of each file's
+    last change."""
     main = getattr(sys.modules["__main__"], "__file__", None) or ""
     files = [main] + [path for _, path in own_modules()]
     times = {path: _changed_at(path) for path in files}
@@ -480,7 +488,7 @@ def _code() -> dict[str, float]:
 
 
 def _changed_at(path: str) -> float:
-    """Return when a file was changed last, 0 if it is not there."""
+    """Return when a file was last changed, 0 if it does not exist."""
     try:
         return os.stat(path).st_mtime
     except OSError:

@@ -1,8 +1,8 @@
-"""Where a feature takes part in a job: eight hooks in the launcher, each folded by one rule.
+"""Where a feature takes part in a job: eight hooks in the launcher, each combined by one rule.
 
 A feature is one object per job. The job calls its hooks in the order of ``assembly.FEATURES``. No
-hook calls another hook, and no feature sees another one: what they share is the attempt.
-:meth:`InLauncher.begin` has a counterpart, ``close``, that comes last whatever happens.
+hook calls another hook, and features do not see each other: they share only the attempt.
+:meth:`InLauncher.begin` has a counterpart, ``close``, which is always called last.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from robust_train.model.attempt import Attempt
 from robust_train.model.events import Event
+from robust_train.model.failure import Failure
 from robust_train.model.feature import Feature, load_named
 from robust_train.model.spec import Decision, Retry
 from robust_train.readable import named_line
@@ -36,53 +37,59 @@ log = logging.getLogger("robust_train")
 T = TypeVar("T")
 
 History = Sequence[Attempt]
-"""The attempts of this launch that have ended, the first one first."""
+"""The attempts of this launch that have ended, oldest first."""
 
 
 @dataclass(frozen=True)
 class Pause:
-    """Answer of :meth:`InLauncher.tick`: end the attempt at its next checkpoint; the feature that
-    asked for it decides by :meth:`InLauncher.overrule` what comes next."""
+    """Answer of :meth:`InLauncher.tick`: end the attempt at its next checkpoint. The feature that
+    returns it also decides what comes next, in :meth:`InLauncher.overrule`."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class End:
-    """Answer of :meth:`Watch.poll`: end the attempt, because nothing happens in it any more."""
+    """Answer of :meth:`Watch.poll`: end the attempt, because nothing happens in it any longer."""
 
-    what: str  # what stood still
-    seconds: float  # for how long
-    kill_in_seconds: float  # its processes need this long to write what they do
+    kill_in_seconds: float  # time for its processes to write their stacks
 
 
 class Watch:
-    """What a feature looks for in the processes of an attempt; one object an attempt.
+    """Watches the processes of one attempt for a feature.
 
-    The ranks of an engine's job, each with a launcher of its own, are watched too.
+    An engine's ranks, each of which has its launcher, are watched too.
     """
 
     def __init__(
         self,
         request: AttemptRequest,
-        pids: Sequence[int],  # of its interpreters
+        pids: Sequence[int],  # process ids of its interpreters
         send: Callable[[Event], None],  # records an event of the attempt
     ) -> None:
         pass
 
     def event(self, event: Event) -> None:
-        """Take an event of any of its ranks."""
+        """Receive an event of any of its ranks."""
 
     def output(self) -> None:
-        """Note that it has printed something."""
+        """Note that the attempt printed something."""
 
     def poll(self, living: Mapping[int, Interpreter]) -> End | None:
-        """Look at its interpreters that live, by their ranks, at least twice a second. The first
-        answer counts."""
+        """Check its living interpreters, by rank, at least twice a second. The first answer
+        counts."""
         return None
 
+    def explain(self, stacks: str) -> Failure:
+        """Record that this watch has ended the attempt, and return why it has failed then.
+
+        Args:
+            stacks: what its threads were doing; empty if unknown.
+        """
+        raise NotImplementedError
+
     def close(self) -> None:
-        """Clean up when its processes are gone."""
+        """Clean up after its processes have ended."""
 
 
 class JobView(Protocol):
@@ -90,15 +97,15 @@ class JobView(Protocol):
 
     @property
     def plan(self) -> Plan:
-        """What was known when the launch began."""
+        """The launch as it was planned."""
 
     @property
     def policy(self) -> PolicySettings:
-        """What the job's decisions depend on."""
+        """The settings that the job's decisions depend on."""
 
     @property
     def beginning(self) -> Beginning:
-        """Where this launch began. There is none before the run folder is locked."""
+        """Where this launch began. It exists once the run folder is locked."""
 
     @property
     def state(self) -> RunState:
@@ -110,30 +117,34 @@ class JobView(Protocol):
 
     @property
     def driver(self) -> Driver:
-        """How attempts run, and the devices that they run on."""
+        """The driver, which runs attempts and knows their devices."""
 
     @property
     def checkpoint(self) -> Path | None:
-        """The checkpoint from which the next attempt would resume, as far as is known."""
+        """The checkpoint from which the next attempt would resume, None if none is recorded."""
 
     def look_for_checkpoint(self) -> Path | None:
-        """Return the checkpoint that the disk has now, after a feature has ruled some out; the
-        next attempt resumes from it, whatever its trainer has reported."""
+        """Return the newest checkpoint on disk, after a feature ruled some out. The next attempt
+        resumes from it, whatever its trainer reported."""
 
     def record(self, event: Event) -> None:
-        """Record an event of the attempt that runs."""
+        """Record an event of the current attempt."""
 
     def sleep(self, seconds: float) -> None:
-        """Let time pass; raises JobInterrupted if a signal comes."""
+        """Wait.
+
+        Raises:
+            JobInterrupted: a signal came.
+        """
 
     def was_stopped(self, attempt: Attempt) -> bool:
-        """Return whether a signal or a pause has ended an attempt, and no failure of its own."""
+        """Return whether a signal or a pause ended the attempt, and not its own failure."""
 
 
 class InLauncher:
     """The launcher's half of a feature. Each hook does nothing unless it is overridden.
 
-    While an attempt runs in the launcher's own process (``isolation=none``), another thread calls
+    While an attempt runs in the launcher's process (``isolation=none``), another thread calls
     :meth:`tick`.
     """
 
@@ -141,52 +152,53 @@ class InLauncher:
         self.job = job
 
     def begin(self) -> None:
-        """Begin with the job, before its run folder is locked; the last hook is :meth:`close`."""
+        """Start with the job, before its run folder is locked. The last hook is :meth:`close`."""
 
     def close(self) -> None:
-        """End with the job, however it has ended: its end is recorded, its folder is free."""
+        """End with the job, after its end was recorded and its folder released."""
 
     def request(self, request: AttemptRequest, attempt: Attempt) -> AttemptRequest:
-        """Return the request for an attempt that begins, changed for this feature. Chained."""
+        """Return the request for the next attempt, changed for this feature. Chained."""
         return request
 
     def event(self, event: Event, attempt: Attempt | None) -> None:
-        """Take an event of the job or its attempt, or the status of a wait for a GPU.
+        """Receive an event of the job or its attempt, or the status of a wait for a GPU.
 
         Args:
             event: what happened.
-            attempt: the last attempt, with all its events; None before the first one.
+            attempt: the last attempt, with all its events; None before the first attempt.
         """
 
     def tick(self, attempt: Attempt | None) -> Pause | None:
-        """Look after what takes time, at least twice a second; None between attempts. The first
-        answer counts."""
+        """Do periodic work, at least twice a second; the attempt is None between attempts. The
+        first answer counts."""
         return None
 
     def evidence(self, attempt: Attempt, history: History) -> Attempt:
-        """Return an attempt that has ended with what is known only now. Chained: the order of
-        ``FEATURES`` is the order of evidence."""
+        """Add evidence to an attempt that has ended. Chained: the order of ``FEATURES`` is the
+        order of evidence."""
         return attempt
 
     def overrule(self, history: History) -> Decision | None:
-        """Return what comes after the last attempt, before any remedy is tried; None to leave that
-        to the others. The first decision counts."""
+        """Decide what comes after the last attempt, before any remedy is tried. None leaves the
+        decision to the others, and the first decision counts."""
         return None
 
     def before(self, retry: Retry) -> None:
-        """Wait for what the next attempt needs. All are called, in order."""
+        """Wait until the next attempt can start. All features are called, in order."""
 
     def end(self, summary: Summary) -> Summary:
-        """Return the summary of a job that has ended, completed by this feature. Chained: what a
-        feature raises costs a warning and its own share."""
+        """Complete the summary of a job that has ended. Chained: an exception costs a warning and
+        this feature's share."""
         return summary
 
 
 class Hooks:
-    """The features of one job, called together.
+    """Calls the hooks of all features of one job.
 
     Args:
-        features: by what a warning calls them, in the order of evidence.
+        features: the features' halves in the launcher, by the names that warnings use, in the order
+            of evidence.
     """
 
     def __init__(self, features: Mapping[str, InLauncher]) -> None:
@@ -195,7 +207,7 @@ class Hooks:
 
     @classmethod
     def load(cls, features: Sequence[Feature], job: JobView) -> Hooks:
-        """Return the features' halves in the launcher, which see this much of a job."""
+        """Create the features' halves in the launcher, with their view of the job."""
         named = {
             feature.name.replace("_", " "): load_named(feature.launcher)(job)
             for feature in features
@@ -205,7 +217,7 @@ class Hooks:
 
     @contextmanager
     def taking_part(self) -> Iterator[None]:
-        """Call ``begin`` of all features, and ``close`` in reverse order in the end."""
+        """Call ``begin`` of all features, and at the end ``close`` in reverse order."""
         with ExitStack() as ends:
             for feature in self._all:
                 ends.callback(feature.close)
@@ -213,29 +225,29 @@ class Hooks:
             yield
 
     def request(self, request: AttemptRequest, attempt: Attempt) -> AttemptRequest:
-        """Return the request as all features want it, each changing what the last one returned."""
+        """Pass the request through all features, each of which may change it."""
         for feature in self._all:
             request = feature.request(request, attempt)
         return request
 
     def event(self, event: Event, attempt: Attempt | None) -> None:
-        """Give all features an event."""
+        """Pass an event to all features."""
         for feature in self._all:
             feature.event(event, attempt)
 
     def tick(self, attempt: Attempt | None) -> Pause | None:
-        """Let all features look after their things; return the first answer."""
+        """Let all features do their periodic work, and return the first answer."""
         answers = [feature.tick(attempt) for feature in self._all]
         return next((answer for answer in answers if answer is not None), None)
 
     def evidence(self, attempt: Attempt, history: History) -> Attempt:
-        """Return the attempt with all evidence, in order."""
+        """Pass the attempt through all features, each of which may add evidence."""
         for feature in self._all:
             attempt = feature.evidence(attempt, history)
         return attempt
 
     def overrule(self, history: History) -> Decision | None:
-        """Return the first decision of a feature."""
+        """Return the first decision of a feature, None if none decides."""
         for feature in self._all:
             decision = feature.overrule(history)
             if decision is not None:
@@ -243,14 +255,14 @@ class Hooks:
         return None
 
     def before(self, retry: Retry) -> None:
-        """Let all features wait for what the next attempt needs, one after the other."""
+        """Let all features wait for the next attempt, one after the other."""
         for feature in self._all:
             feature.before(retry)
 
     def end(self, summary: Summary, write: Callable[[Summary], object]) -> Summary:
-        """Return the summary as all features complete it.
+        """Pass the summary through all features.
 
-        It is written after each of them, since the next one may take its time.
+        It is written after each of them, since the next feature may take long.
         """
         for name, feature in self._named.items():
             completed = computed(f"the {name}", partial(feature.end, summary)) or summary
@@ -261,9 +273,9 @@ class Hooks:
 
 
 def computed(what: str, compute: Callable[[], T]) -> T | None:
-    """Return what is computed about a job; None after a warning if that fails.
+    """Compute a value about a job; return None, after a warning, if that fails.
 
-    A job that has trained for days does not fail because of a figure about it.
+    A job that has trained for days must not fail because of a figure about it.
     """
     try:
         return compute()

@@ -1,6 +1,7 @@
-"""``isolation=none`` and ranks of an engine: attempts run in this process.
+"""Runs attempts in the launcher's process, for ``isolation=none`` and for an engine's ranks.
 
-The launcher's one door to ``attempt/``. A job whose attempts have a process never imports it.
+This module is the launcher's only import of ``attempt/``. Jobs whose attempts have their own
+process never import it.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from robust_train.host.allocator import VARIABLE
 from robust_train.host.signals import SignalWatch
 from robust_train.host.votes import Flags
 from robust_train.memory.clearing import StartingMemory, release_and_check
-from robust_train.model.attempt import Exit
 from robust_train.model.errors import RunFolderLostError
 from robust_train.model.events import Event, Failed, MemoryHeld
+from robust_train.model.exit import Exit
 from robust_train.model.failure import FailureKind
 from robust_train.readable import first_line
 
@@ -33,7 +34,11 @@ log = logging.getLogger("robust_train")
 
 
 def function_of(trainer: str | Trainer, ref: TrainerRef) -> Trainer:
-    """Return the trainer as a function; raises ConfigError if its path cannot be imported."""
+    """Return the trainer as a function.
+
+    Raises:
+        ConfigError: its path cannot be imported.
+    """
     return load(ref) if isinstance(trainer, str) else trainer
 
 
@@ -41,11 +46,11 @@ class InlineExecutor:
     """Calls the trainer directly.
 
     Args:
-        trainer: returns it.
-        rank: of this process, as one of several.
+        trainer: returns the trainer.
+        rank: this process's rank.
         flags: how several ranks agree on when to stop. Their processes end with the attempt, so
             memory need not be returned.
-        on_failure: called first when an attempt has failed.
+        on_failure: called first when an attempt failed.
     """
 
     def __init__(
@@ -63,13 +68,17 @@ class InlineExecutor:
         self._memory_at_first: StartingMemory | None = None
 
     def poll(self) -> None:
-        """Do nothing: nothing goes on beside this process."""
+        """Do nothing: no other process runs."""
 
     def close(self) -> None:
         """Do nothing: nothing was started."""
 
     def prepare(self, tick: Callable[[], None]) -> None:
-        """Import the trainer; raises ConfigError if it cannot be imported."""
+        """Import the trainer.
+
+        Raises:
+            ConfigError: it cannot be imported.
+        """
         self._trainer()
 
     def run(
@@ -81,15 +90,15 @@ class InlineExecutor:
         hold: tuple[int, ...] = (),
         tick: Callable[[], None] = lambda: None,
     ) -> Exit:
-        """Run one attempt, with ``tick`` in a thread beside it; ``hold`` is open in this process
-        anyway."""
+        """Run one attempt, with ``tick`` in another thread. The reservations ``hold`` are open in
+        this process anyway."""
         was_bug = False
 
         def tick_beside() -> None:
             try:
                 tick()
             except RunFolderLostError:
-                # only a signal stops a trainer in this process
+                # Only a signal stops a trainer in this process.
                 if not signals.received:
                     signals.deliver(signal.SIGTERM)
 
@@ -108,7 +117,7 @@ class InlineExecutor:
                 ask_trainer()
 
             with signals.handed_to(stop):
-                if signals.received:  # just before
+                if signals.received:  # a signal came just before
                     stop(signals.received)
                 yield
 
@@ -126,7 +135,7 @@ class InlineExecutor:
                 rank=self._rank,
                 flags=self._flags,
             )
-        # a debugger may need what the frames hold
+        # A debugger may need the values in the frames.
         cleared_after = request.config.chosen("clear_after")
         keeps_frames = cleared_after is not None and "failure" not in cleared_after
         clears = not keeps_frames and not process_ends
@@ -136,11 +145,11 @@ class InlineExecutor:
                 if left is not None:
                     log.warning("%s", left)
                     on_event(MemoryHeld(left))
-            # after a fault the device answers nothing
+            # After a fault the device answers nothing.
             except RuntimeError as refusal:
                 why = first_line(refusal)
                 log.warning("the attempt's memory is not released: %s", why)
-        # only what ends the job may keep its frames, and the tensors in them, alive
+        # The frames keep tensors alive, so only an error that ends the job keeps its frames.
         return Exit(error=error if was_bug else None)
 
 
@@ -149,7 +158,7 @@ _VARIABLES = (VARIABLE,) + trackers.VARIABLES
 
 @contextlib.contextmanager
 def _variables_set(environ: Mapping[str, str]) -> Iterator[None]:
-    """Set the allocator's variable, which is read when CUDA starts, and those of trackers, for this
+    """Set the variables of the allocator, which CUDA reads at its start, and of trackers, for this
     attempt only."""
     before = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
     os.environ.update({name: environ[name] for name in _VARIABLES if name in environ})

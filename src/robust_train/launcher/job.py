@@ -1,7 +1,7 @@
 """The story of a job, top to bottom: before → take → request → run → evidence → decide → record.
 
-What a capability adds to it is in ``features/``, behind the hooks of :mod:`.hooks`. How attempts
-run, and who chooses their devices, is the driver's business.
+``entry.launch`` creates the :class:`Job` and calls :meth:`Job.run` in the launcher's process. The
+driver runs attempts and chooses their devices. Each capability takes part through :mod:`.hooks`.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Job:
     """One launch, from its plan to its summary.
 
     Args:
-        plan: what was known before.
-        driver: how attempts run.
-        show_end: called with the summary and what resumes the job, empty if nothing does.
+        plan: everything that is known before the first effect.
+        driver: runs the attempts.
+        show_end: called with the summary and the command that resumes the job, empty if none does.
     """
 
     def __init__(
@@ -91,8 +91,7 @@ class Job:
                 self.folder.job_starts()
                 return self._train()
             except (Exception, JobInterrupted) as error:
-                # Nothing that comes after the end changes how the job has ended, and the end of
-                # this job is not recorded in the folder of another one.
+                # The end is recorded already, or another job has the folder.
                 if self.state.is_final or isinstance(error, RunFolderLostError):
                     raise
                 return self._end_with(error)
@@ -137,7 +136,7 @@ class Job:
         retrying(self._next_attempt)
 
     def _next_attempt(self) -> Decision | None:
-        """Run what was decided, once its devices are there; return what is decided after it."""
+        """Run the decided attempt once its devices are available; return the decision after it."""
         self.signals.check()
         self._wait_for_room()
         if not isinstance(self.decision, Retry):
@@ -147,13 +146,13 @@ class Job:
         if not self.attempts or self.driver.devices.take(spec.gpus):
             self._attempt(spec)
         else:
-            # what is decided then may begin with a pause, so it is not followed here
+            # The new decision is not followed here, because it may start with a pause.
             problem = f"{spec.device} went to another job meanwhile"
             self._decide_again(self._decide(tuple(self.attempts)), "lost_race", problem)
         return self.decision
 
     def _wait_for_room(self) -> None:
-        """Wait for the GPUs that the decision asks for; decide again if the wait is in vain."""
+        """Wait for the GPUs that the decision needs. If the wait is in vain, decide again."""
         while isinstance(self.decision, Retry) and self.decision.room is not None:
             retry = self.decision
             with self.folder.waiting():
@@ -166,7 +165,7 @@ class Job:
             self._decide_again(retry.otherwise, "waited_in_vain", found)
 
     def _decide_again(self, decision: Decision | None, why: str, problem: str) -> None:
-        """Record another decision about the last attempt, whose first one cannot be followed."""
+        """Record another decision after the last attempt: the first cannot be carried out."""
         assert decision is not None, "the last attempt has failed"
         self.decision = decision
         problem = self.plan.words.text(problem)
@@ -183,7 +182,7 @@ class Job:
             request, self._on_event, self.signals, self.folder.hold, self._tick_attempt
         )
         seconds = time.monotonic() - started
-        # a signal that comes now ends the job once the attempt is recorded
+        # From here on a signal ends the job only after the attempt is recorded.
         with self.signals.handed_to(lambda signum: None):
             attempt = replace(self.folder.attempt, exit=process_exit)
             ending = attempt.ending
@@ -193,24 +192,16 @@ class Job:
             self._conclude(ended(attempt.resumed_like(first), request, seconds))
 
     def _begin_attempt(self, spec: AttemptSpec) -> AttemptRequest:
-        """Record that an attempt begins from the newest checkpoint; return its request."""
+        """Record that an attempt starts from the newest checkpoint; return its request."""
         number = self.beginning.attempts + 1 + len(self.attempts)
-        if self.attempts:  # the first attempt's was read when the launch began
+        if self.attempts:  # the first attempt's checkpoint was read at the start of the launch
             self.checkpoint = self.folder.newest_checkpoint(self.checkpoint, sleep=self.sleep)
         resumed_from = None if self.checkpoint is None else str(self.checkpoint)
-        start_step = 0
-        if resumed_from is not None:
-            steps = {attempt.checkpoint: attempt.saved_step for attempt in self.attempts}
-            start_step = steps.get(resumed_from) or 0  # 0 if unknown
-        attempt = Attempt(number, spec, time.time(), resumed_from, start_step=start_step)
+        saved_steps = {attempt.checkpoint: attempt.saved_step for attempt in self.attempts}
+        start_step = saved_steps.get(resumed_from) if resumed_from else None
+        attempt = Attempt(number, spec, time.time(), resumed_from, start_step=start_step or 0)
         self.folder.attempt_starts(attempt)
-        request = request_for(
-            attempt,
-            self.plan,
-            self.policy.asked,
-            longest_pause=self.state.longest_pause or 0.0,
-            is_first=not self.attempts,
-        )
+        request = request_for(attempt, self.plan, self.policy.asked, is_first=not self.attempts)
         return self.hooks.request(request, attempt)
 
     def _conclude(self, attempt: Attempt) -> None:
@@ -219,13 +210,13 @@ class Job:
         self.decision = self._decide((*self.attempts, attempt))
         attempt = concluded(attempt, self.decision)
         if isinstance(self.decision, Retry):
-            # its frames would hold memory through the next attempt in this process
+            # The frames of the exception would keep memory in use during the next attempt.
             attempt = replace(attempt, exit=replace(attempt.exit, error=None))
         self.attempts.append(attempt)
         self.folder.decided(attempt, self.decision)
 
     def _decide(self, history: tuple[Attempt, ...]) -> Decision | None:
-        """Return what comes after the last attempt, None if it completed."""
+        """Return the decision after the last attempt, None if it completed."""
         self.signals.goes_on()
         failure = history[-1].failure
         if failure is None:
@@ -238,18 +229,18 @@ class Job:
         return self.plan.words.decision(decision, quoted=failure.message)
 
     def look_for_checkpoint(self) -> Path | None:
-        """Return the checkpoint that the disk has, which the next attempt resumes from."""
+        """Return the newest checkpoint on disk, from which the next attempt resumes."""
         self.checkpoint = self.folder.newest_checkpoint()
         return self.checkpoint
 
     def was_stopped(self, attempt: Attempt) -> bool:
-        """Return whether a signal or a pause has ended an attempt, and no failure of its own."""
+        """Return whether a signal or a pause ended the attempt, and not its own failure."""
         if not self.signals.is_pausing:
             return bool(self.signals.received)
         return not attempt.failed_by_itself
 
     def _on_event(self, event: Event) -> None:
-        """Record an event of the attempt that runs."""
+        """Take an event of the current attempt into the job, and record it."""
         self.policy = self.policy.after(event)
         if isinstance(event, CheckpointSaved) and event.is_useful:
             self.checkpoint = Path(event.path)
@@ -257,11 +248,11 @@ class Job:
         self.record(event)
 
     def record(self, event: Event) -> None:
-        """Record an event of the attempt that runs."""
+        """Record an event of the current attempt."""
         self.folder.record(event, self.folder.attempt.number)
 
     def sleep(self, seconds: float) -> None:
-        """Let time pass.
+        """Wait, and do the job's periodic work in the meantime.
 
         Raises:
             ConfigError: the trainer refuses the config.
@@ -270,7 +261,7 @@ class Job:
         self.signals.sleep(seconds, self._tick)
 
     def _tick_attempt(self) -> None:
-        """Do what is due while an attempt runs; called twice a second, also by another thread."""
+        """Do periodic work during an attempt, twice a second and maybe in another thread."""
         self.folder.tick()
         pause = self.hooks.tick(self.folder.attempt)
         if pause is not None and not self.signals.received:
@@ -278,14 +269,14 @@ class Job:
             self.signals.pause()
 
     def _tick(self) -> None:
-        """Do what is due while no attempt runs."""
+        """Do periodic work between attempts."""
         self.signals.check()
         self.folder.tick()
         self.hooks.tick(None)
         self.driver.executor.poll()
 
     def _end_with(self, error: BaseException) -> Summary:
-        """Record the end of a job without a last decision; raise what its caller has to know."""
+        """Record the end of a job that an error ended, and raise the exception for its caller."""
         status, reason, raised = failure_of_launcher(error, self.folder.pruned)
         code = getattr(raised, "exit_code", None)
         summary = self._end(status, self.plan.words.text(reason), code)
@@ -311,11 +302,11 @@ class Job:
             error=None if last is None else error_of(last),
         )
         self.folder.record(JobEnded(status, reason))
-        # first, because what features compute takes time and may fail
+        # The summary is written first, because features take time to complete it and may fail.
         summary.write()
         self.folder.ended(status, reason, exit_code, summary.wall_seconds)
         summary = self.hooks.end(summary, Summary.write)
-        # else the caller prints one line
+        # Otherwise the caller prints one line.
         if status != "failed" or exit_code is None:
             how = self.driver.how_to_resume(self.plan, self.state) if self.plan.may_resume else ""
             self._show_end(summary, how)

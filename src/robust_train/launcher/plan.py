@@ -1,7 +1,7 @@
-"""What a launch is: its config, its trainer, its run folder, and what surrounds it.
+"""A launch as one frozen value: its config, its trainer, its run folder and its surroundings.
 
-Everything that is known before the first effect is found out here, once, and handed around as one
-frozen value.
+``entry.launch`` calls :func:`plan_job` before the first effect. Everything that can be known by
+then is computed here once.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from robust_train.config.schema import RobustConfig
 from robust_train.config.trainers import Trainer, TrainerRef, job_name_of, target_of
 from robust_train.folder.hydra_state import chosen_folder, owns_terminal, run_folder, sweep_folder
 from robust_train.folder.identity import refuse_other_version
-from robust_train.folder.provenance import resume_command
 from robust_train.folder.resolvers import Resolvers, resolvers_of
+from robust_train.folder.resume_command import resume_command
 from robust_train.gpu.visible import numbers_gpus
 from robust_train.host.allocator import exported_expandable_segments, is_wsl
 from robust_train.model.feature import Feature, load_named
@@ -31,47 +31,47 @@ from robust_train.policy.sizes import PolicySettings
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What is around a job: it may be one of a sweep's, and it may have the terminal to itself."""
+    """The program around a job: a sweep, or a terminal that the job has to itself."""
 
     sweep_folder: Path | None = None
     owns_terminal: bool = False
 
     @property
     def in_sweep(self) -> bool:
-        """Whether the job is one of a sweep's."""
+        """Whether the job belongs to a sweep."""
         return self.sweep_folder is not None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One launch of a job, before anything of it has happened."""
+    """One launch of a job, before its first effect."""
 
     config: RobustConfig
     cfg: DictConfig  # as it was composed
     resolved_cfg: DictConfig  # with every value that can be resolved
     trainer: Trainer | str
     trainer_ref: TrainerRef
-    name: str  # the job's, for people
+    name: str  # the job's name, for people
     run_dir: Path
     surroundings: Surroundings
-    resolvers: Resolvers  # values of `${now:…}` and the like, the same in all of a job's attempts
+    resolvers: Resolvers  # values of `${now:…}` and the like, the same in all attempts of a job
     policy: PolicySettings
-    values_used: frozenset[str]  # values of an attempt that reach its script
-    numbers_gpus: bool  # CUDA_VISIBLE_DEVICES of attempts has numbers in place of UUIDs
-    # this process's environment, without the URLs of notifications that the config names
+    values_used: frozenset[str]  # the values of an attempt that reach its script
+    numbers_gpus: bool  # whether CUDA_VISIBLE_DEVICES of attempts has numbers instead of UUIDs
+    # This process's environment, without the notification URLs that the config names.
     environ: dict[str, str]
     remedies: Remedies
     features: tuple[Feature, ...] = ()
-    resume_command: str | None = None  # None if no command of ours does
+    resume_command: str | None = None  # None if no command of this package resumes the job
 
     @property
     def may_resume(self) -> bool:
-        """Whether a later launch resumes the job: one of a sweep's is resumed by its sweep."""
+        """Whether a later launch resumes the job. A sweep resumes its jobs itself."""
         return self.config.resume and not self.surroundings.in_sweep
 
     @property
     def words(self) -> Words:
-        """How messages name keys."""
+        """The wording of keys in messages."""
         return Words(self.config.theirs)
 
 
@@ -85,19 +85,19 @@ def plan_job(
     guest: bool = False,
     refuse: Callable[[RobustConfig], None] = lambda config: None,
 ) -> Plan:
-    """Return the plan of a job whose config is complete; its run folder is made.
+    """Plan a job whose config is complete, and create its run folder.
 
     Args:
         trainer: a callable, its dotted path, or None for ``trainer._target_``.
-        cfg: the composed config. A copy is planned with, since a program may call again.
-        run_dir: the run folder; None for Hydra's, or a new one.
-        remedies: what to try after a failure.
-        features: what takes part, in the order of evidence.
-        guest: an engine such as torchrun has started this process and starts it again.
-        refuse: called with the config; raises ConfigError for what this launch cannot do.
+        cfg: the composed config. The plan has a copy, since a program may call again.
+        run_dir: the run folder; None for Hydra's, or a new folder.
+        remedies: the remedies to try after a failure.
+        features: the features that take part, in the order of evidence.
+        guest: set if an engine such as torchrun started this process and restarts it.
+        refuse: called with the config; raises ConfigError if this launch cannot carry it out.
 
     Raises:
-        ConfigError: config, trainer or run folder cannot be used.
+        ConfigError: the config, trainer or run folder cannot be used.
     """
     cfg = cfg.copy()
     environ = dict(os.environ)
@@ -144,14 +144,14 @@ def plan_job(
 
 
 def values_used(cfg: DictConfig, config: RobustConfig) -> set[str]:
-    """Return which values of an attempt the command of a script names: their placeholders, or the
-    keys of its batch."""
+    """Return the values of an attempt that a script's command names: its placeholders, or the keys
+    of its batch."""
     trainer = config.trainer
     words = " ".join((trainer.argv or ()) + trainer.resume_argv)
     written = str(OmegaConf.to_container(ours(cfg).trainer, resolve=False))
     keys = ("batch_size", "gradient_accumulation_steps")
     used = placeholders_in(words) | {key for key in keys if f"training.{key}}}" in written}
-    # a script that divides the effective batch by the accumulation has the micro-batch
+    # A script that divides the effective batch by the accumulation has the micro-batch.
     if used >= {"effective_batch_size", "gradient_accumulation_steps"}:
         used.add("batch_size")
     if used >= {"effective_batch_size", "batch_size"}:
@@ -161,9 +161,9 @@ def values_used(cfg: DictConfig, config: RobustConfig) -> set[str]:
 
 def policy_settings(
     config: RobustConfig,
-    used: Collection[str],  # values of an attempt that reach its script
+    used: Collection[str],  # the values of an attempt that reach its script
 ) -> PolicySettings:
-    """Return what the decisions of a job depend on."""
+    """Return the settings that a job's decisions depend on."""
     return PolicySettings.of(
         config,
         environ=os.environ,

@@ -1,4 +1,8 @@
-"""``isolation=process``: each attempt runs in an interpreter of its own, started early."""
+"""``isolation=process``: each attempt runs in a new interpreter, which is started early.
+
+:class:`.driver.ProcessDriver` uses :class:`ProcessExecutor` in the launcher's process. It keeps
+waiting interpreters, and :class:`RunningAttempt` polls those that run an attempt until they end.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +32,10 @@ from robust_train.host.screen import show_waiting
 from robust_train.host.signals import SignalWatch, stop_signal
 from robust_train.host.votes import STOP, Votes
 from robust_train.launcher.ending import RankEnd, event_of, without_escapes
-from robust_train.launcher.hooks import End, Watch
-from robust_train.model.attempt import Exit
+from robust_train.launcher.hooks import Watch
 from robust_train.model.errors import ConfigError
-from robust_train.model.events import (
-    CheckpointSaved,
-    Event,
-    Failed,
-    Finished,
-    LibrariesImported,
-    Stalled,
-)
+from robust_train.model.events import CheckpointSaved, Event, Failed, Finished, LibrariesImported
+from robust_train.model.exit import Exit
 from robust_train.model.failure import FailureKind
 from robust_train.model.feature import load_named
 from robust_train.readable import duration, shortened, signal_name
@@ -46,15 +43,15 @@ from robust_train.readable import duration, shortened, signal_name
 log = logging.getLogger("robust_train")
 
 AFTER_FINISHED_SECONDS = 300.0
-"""How long the process of a trainer that has returned may take to end: an exit handler may upload
-what it has made."""
+"""How long a process may take to end after its trainer returned: an exit handler may upload
+results."""
 
 AFTER_FAILURE_SECONDS = 10.0
-"""How long the process of an attempt that has reported its failure may take to end."""
+"""How long a process may take to end after its attempt reported a failure."""
 
 _MOST_EVENTS = 1000
 _LAST_REPORT_SECONDS = 1.0
-"""Time of the other ranks after a failure: to report something that explains more."""
+"""How long the other ranks get after a failure, to report an error that explains more."""
 _MPS_GRACE_SECONDS = 30.0
 """Time between SIGTERM and SIGKILL of an attempt that hangs on a GPU of MPS."""
 _AFTER_KILL_SECONDS = 8.0
@@ -64,18 +61,19 @@ _LONGEST_BETWEEN_LOOKS = 60.0
 _HEAD_BYTES = 1 << 16
 _HEAD_SHOWN = 300
 _CUDA_WARNING = re.compile(r"UserWarning: CUDA initialization: (.*)")
-# of the memory that programs can still get, within the cgroup
+# A share of the memory that programs can still get, within the cgroup.
 _STANDBY_SHARE = 0.05
 
 
 class ProcessExecutor:
-    """Runs attempts in processes of their own.
+    """Runs attempts in separate processes.
 
     Args:
-        trainer: what they run.
+        trainer: the trainer to run.
         cfg: the resolved config.
-        ranks: in how many processes the first attempt will run.
-        has_standby: while an attempt trains, an interpreter for the next one imports what it has.
+        ranks: number of processes of the first attempt.
+        has_standby: whether an interpreter for the next attempt imports the same modules while an
+            attempt trains.
         job: the job's id, or its last part.
 
     Raises:
@@ -91,19 +89,24 @@ class ProcessExecutor:
         self._ranks = ranks
         self._has_standby = has_standby
         self._modules = tuple(early_imports(cfg))
-        # those of them that start CUDA when they are imported
+        # The modules among them that start CUDA when they are imported.
         self._starts_cuda: set[str] = set()
-        # a standby has imported while the attempt before had GPUs, which libraries may have seen
+        # Whether a standby imported modules while the earlier attempt had GPUs: libraries may
+        # remember them.
         self._has_seen_gpus = False
         self._standby_bytes = 0
-        self._has_lost_one = False  # before its attempt
+        self._has_lost_one = False  # whether an interpreter died before its attempt
         self._interpreters = take_early()
-        with contextlib.suppress(OSError):  # tried again for the attempt
+        with contextlib.suppress(OSError):  # the attempt tries again
             for one in self._waiting():
                 one.prepare(self._preparation())
 
     def poll(self) -> None:
-        """Raise ConfigError if the trainer has refused the config meanwhile."""
+        """Check on the waiting interpreters.
+
+        Raises:
+            ConfigError: the trainer has refused the config.
+        """
         if self._interpreters.is_open:
             self._interpreters.poll()
             for one in self._interpreters.running.values():
@@ -126,7 +129,7 @@ class ProcessExecutor:
 
         def take(event: Event) -> None:
             if isinstance(event, LibrariesImported):
-                # the next attempt's interpreters import what this one has, if there is room
+                # The next attempt's interpreters import what this one imported, if there is room.
                 self._modules = self._harmless(event.modules)
                 self._standby_bytes = event.resident_bytes * self._ranks
                 if self._has_standby:
@@ -136,14 +139,15 @@ class ProcessExecutor:
             if isinstance(event, Failed) and event.failure.kind not in (
                 FailureKind.BUG,
                 FailureKind.INTERRUPTED,
-                # the memory that it would need is short, and the failed attempt may hold some
+                # The memory that a standby needs is short, and the failed attempt may hold some of
+                # it.
                 FailureKind.HOST_OOM,
             ):
                 self._prepare_next(self._preparation())
             on_event(event)
 
         def tick_with_standby() -> None:
-            # ended when memory becomes short
+            # Waiting interpreters are ended when memory becomes short.
             waiting = self._interpreters.waiting
             if waiting and not has_room_for_standby(self._standby_bytes):
                 for one in waiting:
@@ -162,11 +166,11 @@ class ProcessExecutor:
         return found
 
     def close(self) -> None:
-        """End all interpreters; later attempts start others."""
+        """End all interpreters. A later attempt starts others."""
         self._interpreters.close()
 
     def prepare(self, tick: Callable[[], None]) -> list[Interpreter]:
-        """Return interpreters that can be given an attempt now.
+        """Return interpreters that can take an attempt now.
 
         Raises:
             ConfigError: the trainer refuses the config.
@@ -174,16 +178,16 @@ class ProcessExecutor:
         while True:
             found = self._waiting()
             interpreters = self._interpreters
-            # what dies at an import is named in a line of ours
+            # If an interpreter dies at an import, the launcher names the import in one line.
             interpreters.pump.hold()
             new = [one for one in found if not one.is_asked]
             for one in found:
-                # those that import break off: the rest comes with the trainer
+                # An interpreter that is importing stops there; the trainer imports the rest.
                 one.prepare(preparation(()) if one.is_asked else self._preparation())
             interpreters.await_prepared(found, tick)
             unfit = [one for one in found if one.is_unfit]
             if unfit:
-                # one that was asked before may have had a longer list
+                # An interpreter that was prepared earlier may have had a longer list.
                 if any(one in new and one.culprit not in self._modules for one in unfit):
                     raise ConfigError(
                         "an attempt's interpreter starts CUDA before its trainer runs"
@@ -199,21 +203,21 @@ class ProcessExecutor:
                 return found
 
     def _end_unfit(self) -> None:
-        """End standbys that have started CUDA, if they have not ended by themselves yet."""
+        """End standbys that started CUDA, if they have not ended by themselves yet."""
         for one in self._interpreters.waiting:
             try:
                 list(one.read())
             except ConfigError:
-                # the next attempt's own interpreter finds out by itself
+                # The next attempt's interpreter finds out by itself.
                 self._interpreters.end(one)
             if one.is_unfit:
                 self._leave_to_attempts({one.culprit})
                 self._interpreters.end(one)
 
     def _leave_to_attempts(self, culprits: set[str]) -> None:
-        """Import no longer early what has started CUDA, nor what came after it: that may need it.
+        """Stop importing early the modules that started CUDA, and all modules after them.
 
-        A module before it was imported without it.
+        A later module may need the earlier one, while an earlier module was imported without it.
         """
         for name in sorted(culprits - self._starts_cuda - {""}):
             log.info(
@@ -225,19 +229,19 @@ class ProcessExecutor:
         self._modules = self._harmless(self._modules)
 
     def _harmless(self, modules: Sequence[str]) -> tuple[str, ...]:
-        """Return the modules that come before any that starts CUDA."""
+        """Return the modules before the first one that starts CUDA."""
         return tuple(itertools.takewhile(lambda name: name not in self._starts_cuda, modules))
 
     def _import_nothing_early(self) -> None:
-        """Have interpreters without any import for an attempt on the CPU: in the others, libraries
-        may have kept that there are GPUs."""
+        """Import nothing early for an attempt on the CPU, since libraries may remember that there
+        are GPUs."""
         self._has_seen_gpus = False
         self._modules = ()
         for one in self._interpreters.waiting:
             self._interpreters.end(one)
 
     def _waiting(self) -> list[Interpreter]:
-        """Return interpreters without an attempt; those that wait first, then new ones."""
+        """Return interpreters without an attempt, first those that wait already, then new ones."""
         if not self._interpreters.is_open:
             self._interpreters = Interpreters()
         interpreters = self._interpreters
@@ -251,18 +255,19 @@ class ProcessExecutor:
         return interpreters.waiting[: self._ranks]
 
     def _preparation(self) -> Preparation:
-        """Return what an interpreter imports while it waits."""
+        """Return the imports of an interpreter that waits."""
         wanted = preparation(self._modules)
         if self._trainer.is_ours:
             wanted = replace(wanted, trainer=self._trainer, cfg=self._cfg)
         return wanted
 
     def _on_death_at_import(self, returncode: int) -> None:
-        """Handle an interpreter that has ended before its attempt: an import has ended it, or
-        someone has killed it, which need not happen again.
+        """Handle an interpreter that ended before its attempt. Either an import ended it, or
+        someone killed it, which need not happen again.
 
         Raises:
-            ConfigError: a limit of this process leaves no room for it, or it was the second one.
+            ConfigError: a limit of this process leaves no room for it, or it is the second such
+                end.
         """
         problem = no_room_to_import(next(iter(self._modules), "Python"), None)
         if problem:
@@ -291,20 +296,21 @@ class ProcessExecutor:
         self.close()
 
     def _prepare_next(self, wanted: Preparation) -> None:
-        """Have the next attempt's interpreters import while the present one runs or ends, if there
-        is room for them."""
+        """Let the next attempt's interpreters import while the current attempt runs or ends, if
+        memory suffices."""
         if not has_room_for_standby(self._standby_bytes):
             return
-        with contextlib.suppress(OSError):  # the attempt itself comes first
+        with contextlib.suppress(OSError):  # because the current attempt takes precedence
             for one in self._waiting():
                 if wanted.is_standby or not one.is_asked:
                     one.prepare(wanted)
 
 
 def has_room_for_standby(needed_bytes: int) -> bool:
-    """Return whether a standby takes at most a small share of what programs can still get.
+    """Return whether a standby takes at most a small share of the memory that programs can still
+    get.
 
-    It only waits, so it is worth a little memory.
+    It only waits, so it is worth little memory.
     """
     return needed_bytes <= _STANDBY_SHARE * read_host_memory().available
 
@@ -313,13 +319,12 @@ def has_room_for_standby(needed_bytes: int) -> bool:
 
 
 class RunningAttempt:
-    """Runs one attempt in one interpreter, or in one for each rank.
+    """Runs one attempt in one interpreter, or in one interpreter per rank.
 
     Args:
-        interpreters: of the job.
-        processes: those that run this attempt, in the order of their ranks.
-        on_event: called with each event; with several ranks with one event of the end.
-
+        interpreters: all interpreters of the job.
+        processes: the interpreters of this attempt, in the order of their ranks.
+        on_event: called with each event; of several ranks' ends with one event for all.
     """
 
     def __init__(
@@ -329,14 +334,14 @@ class RunningAttempt:
         request: AttemptRequest,
         on_event: Callable[[Event], None],
     ) -> None:
-        self._stalled: End | None = None
+        self._ended_by: Watch | None = None
         self._interpreters = interpreters
         self._processes = processes
         self._request = request
         self._on_event = on_event
         self._grace_seconds = request.config.stop_grace_seconds
         self._was_hurried = False
-        # whether the trainer saves checkpoints, by what it or an earlier attempt has done
+        # Whether the trainer saves checkpoints, as far as this or an earlier attempt has shown.
         self._saves = request.resume_checkpoint is not None
         self._oom_kills = OomKillWatch()
         interpreters.pump.start_log(request.log_file)
@@ -346,7 +351,7 @@ class RunningAttempt:
         ]
         self._votes = Votes(request.ranks) if request.ranks > 1 else None
         self._ends = [RankEnd(rank, pid) for rank, pid in enumerate(pids)]
-        # by the monotonic clock: when it is killed (again), and when it was first
+        # When it is killed (again), and when it was first killed, by the monotonic clock.
         self._kill_at = self._killed_at = math.inf
         self._is_stopping = self._limits_others = self._was_warned = False
         self._began = time.monotonic()
@@ -356,14 +361,15 @@ class RunningAttempt:
     def run(
         self,
         signals: SignalWatch,
-        # descriptors that it and all that it starts keep open
+        # File descriptors that the attempt and all its children keep open.
         hold: Sequence[int],
         tick: Callable[[], None],  # called at least twice a second
     ) -> Exit:
-        """Run it to its end, whatever that is; ``pid`` is None if its process hangs.
+        """Run the attempt to its end. The exit's ``pid`` is None if its process hangs.
 
         The first signal asks the attempt to stop, the second kills it. It is also killed when it
-        does not stop in time, when it stalls, and when its process does not end after its report.
+        does not stop in time, when a watch ends it, and when its process does not end after its
+        report.
         """
         try:
             with signals.handed_to(self._on_signal):
@@ -381,7 +387,7 @@ class RunningAttempt:
         if self._votes is None:
             self._processes[0].begin(Begin(self._request), hold)
         else:
-            # bound here and not in rank 0: no other process can take the port in between
+            # The launcher binds the port, not rank 0, so no other process can take it in between.
             with socket.create_server(("127.0.0.1", 0)) as listener:
                 port = listener.getsockname()[1]
                 for rank, one in enumerate(self._processes):
@@ -408,12 +414,13 @@ class RunningAttempt:
             self._kill_at = now + 1.0
             self._signal_all(signal.SIGKILL)
         is_given_up = now >= self._killed_at + _AFTER_KILL_SECONDS
-        # ends before events and output: what a process sent before it ended is then there already
+        # Ends are read before events and output: a process sent its last events before it ended.
         if interpreters.poll():
             for watch in self._watches:
                 watch.output()
         for rank, one in enumerate(own):
-            # at its end all; before, a burst must hold up neither signals nor requests
+            # At the end all events are read. Before that, a burst must delay neither signals nor
+            # requests.
             is_ending = is_given_up or not one.is_running
             self._read(rank, sys.maxsize if is_ending else _MOST_EVENTS)
             end = self._ends[rank]
@@ -431,18 +438,22 @@ class RunningAttempt:
         if is_given_up or not any(one.is_running for one in own):
             return True
         if self._kill_at == math.inf:
-            self._end_if_stalled()
+            self._poll_watches()
         return False
 
-    def _end_if_stalled(self) -> None:
+    def _poll_watches(self) -> None:
+        """End the attempt if a watch demands that."""
         living = {rank: one for rank, one in enumerate(self._processes) if one.is_running}
-        answers = (watch.poll(living) for watch in self._watches)
-        self._stalled = next((answer for answer in answers if answer is not None), None)
-        if self._stalled is None:
-            return
-        seconds = self._stalled.kill_in_seconds
+        for watch in self._watches:
+            end = watch.poll(living)
+            if end is not None:
+                self._ended_by = watch
+                self._kill_gently(end.kill_in_seconds)
+                return
+
+    def _kill_gently(self, seconds: float) -> None:
         if any(gpu.mps for gpu in self._request.spec.gpus):
-            # SIGKILL in the middle of a kernel may break MPS's server for its other clients
+            # SIGKILL in the middle of a kernel may break MPS's server for its other clients.
             self._signal_all(signal.SIGTERM)
             seconds = max(seconds, _MPS_GRACE_SECONDS)
         self._kill_in(seconds)
@@ -463,7 +474,7 @@ class RunningAttempt:
             self._on_event(event)
 
     def _look(self, now: float) -> None:
-        """Look for orphans, and for CUDA's refusal, less often as time goes by."""
+        """Check for orphans, and for CUDA's refusal to start, at growing intervals."""
         if not self._was_warned and self._request.spec.gpus:
             self._warn_of_cuda()
         self._interpreters.collect_orphans()
@@ -471,7 +482,7 @@ class RunningAttempt:
         self._look_at = now + min(pause, _LONGEST_BETWEEN_LOOKS)
 
     def _warn_of_cuda(self) -> None:
-        """Warn if torch has warned that CUDA does not start: many programs then take the CPU."""
+        """Warn if torch warned that CUDA does not start: many programs then use the CPU."""
         request = self._request
         head = b""
         with contextlib.suppress(OSError), request.log_file.open("rb") as file:
@@ -486,7 +497,7 @@ class RunningAttempt:
             )
 
     def _warn_of_exit_handlers(self) -> None:
-        """Warn that the processes of a trainer that has returned are killed now."""
+        """Warn that the processes of a trainer that has returned are about to be killed."""
         if all(isinstance(end.ending, Finished) for end in self._ends):
             log.warning(
                 "the trainer has returned, but its process has not ended in %s: it is killed, "
@@ -495,9 +506,9 @@ class RunningAttempt:
             )
 
     def _limit_other_ranks(self) -> None:
-        """Limit the time of the others once a rank has failed, or all have reported their end."""
+        """Limit the time of the other ranks once a rank failed, or all have reported their end."""
         if all(end.returncode is not None for end in self._ends[1:]):
-            # the first has served the store of the others, and may go now
+            # Rank 0 served the store of the others, and may end now.
             with contextlib.suppress(OSError):
                 self._processes[0].channel.shutdown(socket.SHUT_WR)
         failed = [end for end in self._ends if end.is_failure]
@@ -512,10 +523,10 @@ class RunningAttempt:
         self._kill_in(seconds)
 
     def _end(self, signals: SignalWatch) -> Exit:
-        """Kill what is left, and return how the attempt ended with all that is known of it."""
+        """Kill what is left of the attempt, and return how it ended."""
         own = self._processes
         request = self._request
-        stalled = self._stalled
+        ended_by = self._ended_by
         for one in own:
             self._interpreters.forget(one)
         left = self._interpreters.kill_leftovers()
@@ -532,18 +543,16 @@ class RunningAttempt:
         for watch in self._watches:
             watch.close()
         if any(end.was_stopped for end in self._ends):
-            # a stop of all processes may reach the attempt before us
+            # A stop of all processes may reach the attempt before the launcher.
             until = time.monotonic() + _SIGNAL_SECONDS
             while not signals.received and time.monotonic() < until:
                 time.sleep(0.02)
         stacks = ""
         with contextlib.suppress(OSError):
-            if request.config.traits.raises or stalled is not None:
+            if request.config.traits.raises or ended_by is not None:
                 stacks = request.stacks_file.read_text(errors="replace")
             if not stacks:
                 request.stacks_file.unlink()
-        if stalled is not None:
-            self._on_event(Stalled(round(stalled.seconds, 1), stacks))
         return Exit(
             returncode=-signal.SIGKILL if is_left else own[0].returncode,
             pid=None if is_left else own[0].pid,
@@ -551,7 +560,7 @@ class RunningAttempt:
             output=pump.tail,
             shortage=_shortage_in(request) if own[0].returncode else "",
             stacks=stacks,
-            stalled="" if stalled is None else stalled.what,
+            failure=None if ended_by is None else ended_by.explain(stacks),
             was_stopped=bool(signals.received),
             was_hurried=self._was_hurried,
             oom_killed=self._oom_kills.killed(),
@@ -567,13 +576,13 @@ class RunningAttempt:
         self._kill_in(self._grace_seconds)
         if self._votes is not None:
             self._votes.raise_flag(STOP)
-        # one that has not begun yet puts it off until it can handle it
+        # An attempt that has not started yet postpones the signal until it can handle it.
         self._signal_all(stop_signal(os.environ))
-        self._signal_all(signal.SIGCONT)  # a stopped process would not get it
+        self._signal_all(signal.SIGCONT)  # else a stopped process would not get the signal
 
     def _stopping(self, signum: int) -> str:
         config = self._request.config
-        # no checkpoint is promised that may not come
+        # The message does not promise a checkpoint that may not come.
         what = "the trainer is asked to end"
         if config.traits.is_program:
             what = f"SIG{config.trainer.stop_signal} to the script"
@@ -585,7 +594,7 @@ class RunningAttempt:
         return f"stopping: {what}, at most {self._grace_seconds:g} s; {again} again to kill"
 
     def _kill_in(self, seconds: float) -> None:
-        """Kill it after this many seconds, unless that is due earlier."""
+        """Kill the attempt in this many seconds, unless an earlier time is set."""
         self._kill_at = min(self._kill_at, time.monotonic() + seconds)
 
     def _signal_all(self, signum: int) -> None:
@@ -594,8 +603,8 @@ class RunningAttempt:
 
 
 def _shortage_in(request: AttemptRequest) -> str:
-    """Return the last lack of memory that the log of a script reports, however much was printed
-    below it, as tables of the allocator and of the configuration are."""
+    """Return the last lack of memory that a script's log reports. Much may be printed below it,
+    such as the allocator's tables."""
     if request.config.traits.raises:
         return ""
     with contextlib.suppress(OSError), request.log_file.open("rb") as file:

@@ -1,4 +1,8 @@
-"""The request for one attempt: its config, its environment, where it resumes."""
+"""Builds the request for one attempt: its config, its environment, and where it resumes.
+
+:class:`.job.Job` calls :func:`request_for` in the launcher; the attempt's process reads the
+request.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +23,14 @@ from robust_train.queue.devices import name_for_trainer
 
 
 def request_for(
-    attempt: Attempt,
-    plan: Plan,
-    asked: AttemptSpec,
-    *,
-    longest_pause: float = 0.0,
-    is_first: bool = True,
+    attempt: Attempt, plan: Plan, asked: AttemptSpec, *, is_first: bool = True
 ) -> AttemptRequest:
-    """Return the request for an attempt that begins.
+    """Return the request for an attempt that starts.
 
     Args:
         attempt: the attempt.
-        plan: of the job.
-        asked: the split of the batch that the job was asked for.
-        longest_pause: between two reports in the job so far, in seconds.
+        plan: the job's plan.
+        asked: the requested split of the batch.
         is_first: whether the attempt is the first one of its launch.
     """
     spec = attempt.spec
@@ -54,7 +52,6 @@ def request_for(
         resume_checkpoint=Path(resumed_from) if resumed_from else None,
         environ=environ,
         cwd=os.getcwd(),
-        longest_pause=longest_pause,
         asked=asked,
         is_first=is_first,
         start_method=_start_method(),
@@ -64,9 +61,9 @@ def request_for(
 
 
 def _start_method() -> str | None:
-    """Return how the program has multiprocessing start processes, None if it has not chosen.
+    """Return the program's start method for multiprocessing, None if it has not chosen any.
 
-    A worker of joblib has a method of joblib's own, which no other process knows.
+    A joblib worker uses joblib's method, which other processes do not have.
     """
     method = multiprocessing.get_start_method(allow_none=True)
     return method if method in multiprocessing.get_all_start_methods() else None
@@ -76,12 +73,12 @@ def attempt_environment(
     environ: Mapping[str, str],  # the launcher's environment
     spec: AttemptSpec,
     *,
-    # number the GPUs, for programs that read integers; UUIDs otherwise, and where NVML and CUDA may
-    # count differently
+    # Number the GPUs, for programs that parse integers. Otherwise use UUIDs, also if NVML and CUDA
+    # may count differently.
     by_index: bool = False,
 ) -> dict[str, str]:
-    """Return the launcher's environment with what an attempt is to use: only its GPUs (or none)
-    are visible, and nothing that a command has set for its own Hydra."""
+    """Return the launcher's environment for an attempt: only its GPUs (or none) are visible, and
+    variables that a command set for its own Hydra are removed."""
     for_hydra = environ.get(SET_FOR_HYDRA_VARIABLE, "").split()
     left_out = {SET_FOR_HYDRA_VARIABLE, *for_hydra}
     environ = {name: value for name, value in environ.items() if name not in left_out}
@@ -90,6 +87,6 @@ def attempt_environment(
     return {
         **environ,
         "CUDA_VISIBLE_DEVICES": mask_for(spec.gpus, by_index=by_index),
-        # so that a program that prints or parses indices agrees with nvidia-smi
+        # Then a program that prints or parses indices agrees with nvidia-smi.
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     }

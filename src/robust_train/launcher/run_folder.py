@@ -1,4 +1,7 @@
-"""A job's run folder as its launcher keeps it: lock, journal, ``state.json`` and ``requests/``."""
+"""A job's run folder, as its launcher keeps it: lock, journal, ``state.json`` and ``requests/``.
+
+:class:`.job.Job` holds one :class:`RunFolder` for its whole launch, in the launcher's process.
+"""
 
 from __future__ import annotations
 
@@ -60,21 +63,21 @@ _MOST_IDS = 50
 class RunFolder:
     """Holds the lock, keeps the state and takes the requests of one launch; a context manager.
 
-    Whatever is wrong with the disk, the job goes on, after one warning.
+    If the disk fails, the job continues after one warning.
 
     Args:
-        plan: of the job.
+        plan: the job's plan.
         signals: those of the launcher's process.
-        on_event: called with each event that was recorded, and the last attempt after it.
+        on_event: called with each recorded event and the attempt after it.
 
     Raises:
-        ConfigError: a live job holds the folder, in which nothing was written.
+        ConfigError: a live job holds the folder. Nothing was written.
     """
 
     def __init__(
         self, plan: Plan, signals: SignalWatch, on_event: Callable[[Event, Attempt | None], None]
     ) -> None:
-        # the mark of this launch's processes
+        # The mark of this launch's processes.
         self.token = os.urandom(3).hex()
         self._plan = plan
         self._config = plan.config
@@ -85,7 +88,7 @@ class RunFolder:
         now = time.time()
         self._lock = RunLock(run_dir, self.token)
         state = RunState(
-            id=self.token,  # until `begin_job` has read whose folder it is
+            id=self.token,  # until `begin_job` has read which job the folder belongs to
             name=plan.name,
             run_dir=str(run_dir),
             pid=os.getpid(),
@@ -108,19 +111,19 @@ class RunFolder:
         self._file = StateFile(run_dir, state, self._lock.check)
         self._journal = Journal(run_dir / "journal.jsonl")
         self._is_counted = self._was_asked_to_stop = False
-        self.beginning: Beginning  # of a run folder that is entered
-        self.pruned = ""  # why a sweep has stopped the job
-        self.wait_seconds = 0.0  # for GPUs, in this launch
+        self.beginning: Beginning  # exists once the run folder is entered
+        self.pruned = ""  # why a sweep stopped the job
+        self.wait_seconds = 0.0  # time waited for GPUs, in this launch
         self._next_poll = 0.0
 
     @property
     def hold(self) -> tuple[int, ...]:
-        """The descriptors that an attempt and all it starts keep open."""
+        """The file descriptors that an attempt and all its children keep open."""
         return self._lock.hold
 
     @property
     def state(self) -> RunState:
-        """State of the job."""
+        """The state of the job."""
         return self._file.state
 
     @property
@@ -138,7 +141,7 @@ class RunFolder:
                 max_launches=self._config.max_launches,
                 sleep=self._signals.sleep,
             )
-        except RunFolderUnavailableError:  # nothing could be written there
+        except RunFolderUnavailableError:  # the disk refused all writes
             self._lock.release()
             raise
         except BaseException as error:
@@ -158,7 +161,7 @@ class RunFolder:
         return self
 
     def _take_id(self, job: str) -> None:
-        """Take the job's id; that of another job which had the folder before still finds it."""
+        """Take the job's id. The id of an earlier job in this folder still leads here."""
         before = self.state
         if before.id == job:
             return
@@ -185,8 +188,11 @@ class RunFolder:
                 request.answer({"error": "the run ended before it came to that"})
 
     def tick(self) -> None:
-        """Take requests and write what is due. To be called twice a second, by any thread. Raises
-        RunFolderLostError: another job has the folder by now."""
+        """Take requests and write what is due. Called twice a second, by any thread.
+
+        Raises:
+            RunFolderLostError: another job has the folder by now.
+        """
         now = time.monotonic()
         if now < self._next_poll:
             return
@@ -227,7 +233,7 @@ class RunFolder:
         self._on_event(status, self.state.attempt)
 
     def job_starts(self) -> None:
-        """Log and record that the unfinished job resumes, or a new one starts."""
+        """Log and record that the unfinished job resumes, or a new job starts."""
         plan = self._plan
         plan.resolvers.warn_of_earlier_values()
         plan.resolvers.save(plan.run_dir, self.beginning.job)
@@ -248,7 +254,8 @@ class RunFolder:
             )
 
     def acquired(self, gpus: Group) -> None:
-        """Record that the job has a device, after a wait, and the trainer is being imported."""
+        """Record that the job has a device, after a wait, and that the trainer is being
+        imported."""
         self._lock.check()
         self._change(state="starting", waiting=None)
         self.record(
@@ -263,8 +270,12 @@ class RunFolder:
     def newest_checkpoint(
         self, reported: Path | None = None, sleep: Callable[[float], None] = time.sleep
     ) -> Path | None:
-        """Return the checkpoint that the disk has for the job, or what its trainer ``reported``;
-        ``sleep`` is how to wait for a disk that is away."""
+        """Return the newest checkpoint of the job.
+
+        Args:
+            reported: the checkpoint that its trainer reported.
+            sleep: waits for a disk that is unreachable.
+        """
         return resume_from(self._run_dir, self.beginning.job, reported, sleep=sleep)
 
     def find_best(self) -> Mapping[str, Any] | None:
@@ -272,7 +283,7 @@ class RunFolder:
         return best_in(self._run_dir / "checkpoints")
 
     def attempt_starts(self, attempt: Attempt) -> None:
-        """Log and record the start of an attempt; with the first one the launch counts."""
+        """Log and record the start of an attempt. The launch counts from its first attempt on."""
         narration.announce(attempt.number, attempt.spec)
         self._lock.check()
         if not self._is_counted:
@@ -295,7 +306,8 @@ class RunFolder:
         self._on_event(event, self.state.attempt)
 
     def decided(self, attempt: Attempt, decision: Decision | None) -> None:
-        """Log and record an attempt's end and what comes next; refuse requests it left open."""
+        """Log and record an attempt's end and what comes next, and refuse requests that it left
+        open."""
         narration.log_end(attempt, decision)
         self.record(AttemptEnded(attempt), attempt.number)
         self._change(
@@ -313,7 +325,7 @@ class RunFolder:
         exit_code: int | None = None,
         wall_seconds: float | None = None,
     ) -> None:
-        """Record the job's end; ``status`` and ``reason`` as ``summary.json`` has them."""
+        """Record the job's end. ``status`` and ``reason`` are those of ``summary.json``."""
         if status == "completed":
             complete_job(self._run_dir, self.beginning.job)
         code = EXIT_CODES.get(status) if exit_code is None else exit_code
@@ -333,7 +345,7 @@ class RunFolder:
         )
 
     def _is_users_stop(self, status: str) -> bool:
-        """Return whether a person has ended the job, by all that is known, not a scheduler."""
+        """Return whether a person, and not a scheduler, seems to have ended the job."""
         by_user = self._signals.received in (0, signal.SIGINT, signal.SIGHUP)
         was_asked = by_user or self._was_asked_to_stop or self._sweep_is_stopped()
         return status == "interrupted" and was_asked

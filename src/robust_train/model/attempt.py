@@ -1,7 +1,7 @@
-"""One attempt, from its start to what was decided after it: the only record of it there is.
+"""The record of one attempt, from its start to the decision after it.
 
-The launcher folds the attempt's events into it. Journal, ``state.json``, ``summary.json``, a
-sweep's row, the table and the report show some of its fields.
+The launcher folds the attempt's events into it. It is the only record: journal, ``state.json``,
+``summary.json``, a sweep's row, the table and the report show some of its fields.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from robust_train.model.events import (
     TrainerSupports,
     TrainingStarted,
 )
+from robust_train.model.exit import Exit
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 from robust_train.model.gpu import Group, gpus_of
 from robust_train.model.json import finite
@@ -43,53 +44,21 @@ N = TypeVar("N", bound="Note")
 UNFINISHED = "unfinished"
 COMPLETED = "completed"
 
-_NOT_IN_FILES = frozenset(
-    {
-        "number",
-        "spec",
-        "began_training",
-        "first_step",
-        "saved_step",
-        "saves",
-        "keeps_batch",
-        "split_changes",
-        "ending",
-        "script",
-        "exit",
-    }
-)
-
-
-@dataclass(frozen=True)
-class Exit:
-    """How an attempt's process ended, as the launcher saw it."""
-
-    # negative for a signal; None if the launcher itself ran it
-    returncode: int | None = None
-    pid: int | None = None
-    max_resident_bytes: int = 0  # its peak of host memory
-    output: str = field(default="", repr=False)  # the end of what it printed
-    # the last lack of memory that a script's log reports, also above that end
-    shortage: str = field(default="", repr=False)
-    # what its threads were doing at a stall or crash
-    stacks: str = field(default="", repr=False)
-    stalled: str = ""  # what stood still, for an attempt that was ended for it
-    was_stopped: bool = False  # the launcher had asked it to stop
-    was_hurried: bool = False  # a second signal has killed it at once
-    oom_killed: bool | None = None  # by the kernel; None if unknown
-    # the trainer's exception, of an attempt in the launcher's own process
-    error: BaseException | None = field(default=None, compare=False)
+_OF_THE_LAUNCHER = {"number", "spec", "ending", "script", "exit", "keeps_batch", "split_changes"}
+_OF_THE_COUNTS = {"began_training", "first_step", "saved_step", "saves"}
+_NOT_IN_FILES = _OF_THE_LAUNCHER | _OF_THE_COUNTS
 
 
 @dataclass(frozen=True)
 class Note(Part):
-    """What a feature knows of an attempt, and may add to its record."""
+    """A feature's fields in the record of an attempt."""
 
-    # the events that may change it; others, such as each step's, are not offered to it
+    # The events that may change it. Other events, such as each step's, are not passed to it.
     folds: ClassVar[tuple[type[Event], ...]] = (Event,)
 
     def after(self: N, event: Event, attempt: Attempt) -> N:
-        """Return the note after one more event, which the attempt's own fields have taken."""
+        """Return the note after another event, which the attempt's own fields have already
+        taken."""
         return self
 
 
@@ -102,57 +71,58 @@ def _notes_folding(event: type[Event]) -> tuple[type[Note], ...]:
 
 @dataclass(frozen=True)
 class Attempt(Record[Note]):
-    """What an attempt used, how far it came, how it ended, and what was decided then.
+    """The spec, progress, end and following decision of an attempt.
 
-    What features know of it is in their notes: ``attempt.of(SlowNote)``. None if unknown, or not
-    yet. Bytes and seconds.
+    Fields of features are in their notes: ``attempt.of(SlowNote)``. None means unknown, or not yet
+    known. Bytes and seconds.
     """
 
     kind_of_part = Note
 
-    number: int  # from 1, in all launches of the run folder
-    # with the micro-batch that it found, if it had to search
+    number: int  # counted from 1, over all launches of the run folder
+    # Includes the micro-batch that it found, if it had to search.
     spec: AttemptSpec
     started: float = 0.0  # seconds since the epoch
     resumed_from: str | None = None  # its first checkpoint
     # --- how far it came ---
     pid: int | None = None  # of rank 0
-    # it reported that training begins, which some trainers never do
+    # Whether it reported that training begins. Some trainers never do.
     began_training: bool = False
     start_step: int = 0  # optimizer step it started from (0 for a fresh start)
     first_step: int | None = None  # first optimizer step it reported
-    end_step: int | None = None  # the last one
+    end_step: int | None = None  # last optimizer step it reported
     total_steps: int | None = None
     loss: float | None = None
-    checkpoint: str | None = None  # path of the last one it reported
-    saved_step: int | None = None  # step of that
+    checkpoint: str | None = None  # path of the last checkpoint it reported
+    saved_step: int | None = None  # step of that checkpoint
     saves: int = 0  # number of checkpoints it reported
-    # the one in use, if the trainer itself has changed it
+    # The current micro-batch, if the trainer itself has changed it.
     micro_batch: int | None = None
     keeps_batch: str = ""  # why no attempt may split the batch in another way
-    # it ended since the losses of parts do not add up to the loss of the batch: what showed that
+    # Why it ended, if that was because the losses of parts do not add up to the loss of the batch.
     split_changes: str = ""
-    # bytes in use, by name, at the last milestone; of several ranks the one with the highest peak
+    # Bytes in use, by name, at the last milestone. With several ranks, of the rank with the highest
+    # peak.
     memory: Mapping[str, int] = field(default_factory=dict)
     # --- the evidence of its end ---
     # its own report, or what ended the group of its ranks
     ending: Finished | Failed | RankDied | None = None
-    # its program, if it runs one
+    # Its program, if it runs one.
     script: ScriptStarted | ScriptEnded | None = None
-    exit: Exit = Exit()
+    exit: Exit = field(default_factory=Exit)
     # --- how it ended ---
     seconds: float | None = None  # wall time
     failure: Failure | None = None  # None if it completed
-    # the trainer's own, or what a script printed last
+    # The trainer's traceback, or the last words of a script.
     traceback: str | None = None
-    # of the device, or of the process if it ran on the CPU
+    # Peak of the device, or of the process on the CPU.
     peak_memory_bytes: int | None = None
     # --- what was decided after it ---
     action: str = "none"  # the remedy's name
     reason: str | None = None  # one sentence
 
     def after(self, event: Event) -> Attempt:
-        """Return the attempt after one more of its events."""
+        """Return the attempt after another of its events."""
         attempt = self._after(event)
         for kind in _notes_folding(type(event)):  # type: ignore[arg-type]  # it is hashable
             note = attempt.of(kind)
@@ -162,7 +132,7 @@ class Attempt(Record[Note]):
         return attempt
 
     def _after(self, event: Event) -> Attempt:
-        """Return the attempt with the kernel's share of an event."""
+        """Return the attempt with an event's changes to the kernel's fields."""
         match event:
             case AttemptProcess():
                 return replace(self, pid=event.pid)
@@ -170,7 +140,7 @@ class Attempt(Record[Note]):
                 return replace(self, start_step=event.step, began_training=True)
             case Progress():
                 total = self.total_steps if event.total_steps is None else event.total_steps
-                # a metric may be of any type
+                # A metric may have any type.
                 loss = finite(event.metrics.get("loss", self.loss))
                 after = replace(
                     self,
@@ -221,15 +191,15 @@ class Attempt(Record[Note]):
         return replace(self, spec=self.spec.with_batch(size, accumulation))
 
     def _started_before(self, step: int) -> Attempt:
-        """Return the attempt, whose first reported step this is, with where it resumed if it has
-        not reported that."""
+        """Correct the start step, if the attempt did not report it, from its first reported
+        step."""
         before = max(step - 1, 0)
         is_known = self.resumed_from is None or 0 < self.start_step <= before
         return self if is_known else replace(self, start_step=before)
 
     def resumed_like(self, first: Attempt) -> Attempt:
-        """Return the attempt with where its program resumed, if it has found a checkpoint itself:
-        its first report then comes later than the one of the job's ``first`` attempt."""
+        """Correct the start step of a program that found a checkpoint itself: its first report then
+        comes later than the first report of the job's ``first`` attempt."""
         is_known = self.began_training or self.resumed_from is not None
         if is_known or self.first_step is None or first.first_step is None:
             return self
@@ -245,7 +215,7 @@ class Attempt(Record[Note]):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The micro-batch that it began with, and the last one if its trainer changed it."""
+        """The initial micro-batch, and the last micro-batch if its trainer changed it."""
         first = self.spec.batch_size
         last = self.micro_batch
         return (first,) if last in (None, first) else (first, last)
@@ -257,17 +227,17 @@ class Attempt(Record[Note]):
 
     @property
     def failed_by_itself(self) -> bool:
-        """Whether a failure ended it, and no request to stop."""
+        """Whether a failure, and not a request to stop, ended it."""
         return self.kind not in (None, FailureKind.INTERRUPTED)
 
     @property
     def is_sure_bug(self) -> bool:
-        """Whether its trainer's own code failed, as it will until someone changes that."""
+        """Whether its trainer's code failed, and will fail again until someone changes it."""
         return self.kind is FailureKind.BUG and self.evidence.clue in (None, Clue.USER_ERROR)
 
     @property
     def message(self) -> str | None:
-        """Why it failed, in a line."""
+        """Why it failed, in one line."""
         return None if self.failure is None else self.failure.message
 
     @property
@@ -287,7 +257,7 @@ class Attempt(Record[Note]):
 
     @property
     def result(self) -> Json:
-        """What the trainer returned."""
+        """The trainer's result."""
         return self.ending.result if isinstance(self.ending, Finished) else None
 
     @property
@@ -297,29 +267,29 @@ class Attempt(Record[Note]):
 
     @property
     def exit_code(self) -> int | None:
-        """A script's, as shells have it (128 + signal)."""
+        """A script's exit code as shells report it (128 + signal)."""
         code = self.script.returncode if isinstance(self.script, ScriptEnded) else None
         return code if code is None or code >= 0 else 128 - code
 
     @property
     def step(self) -> int | None:
-        """The optimizer step that is done."""
+        """The number of finished optimizer steps."""
         began = self.start_step if self.began_training else None
         return began if self.end_step is None else self.end_step
 
     @property
     def has_begun(self) -> bool:
-        """Whether it certainly reached its first step."""
+        """Whether the attempt certainly reached its first step."""
         reached = self.end_step is not None or self.micro_batch is not None
         return self.began_training or reached
 
     @property
     def is_retried(self) -> bool:
-        """Whether another attempt was decided on."""
+        """Whether another attempt was decided after it."""
         return self.action not in ("none", "give_up", "stopped")
 
     def as_json(self) -> dict[str, Json]:
-        """Return the record in JSON's types, as the journal and ``summary.json`` have it."""
+        """Return the record in JSON's types, as the journal and ``summary.json`` contain it."""
         seconds = self.seconds
         return {
             "attempt": self.number,
@@ -333,10 +303,10 @@ class Attempt(Record[Note]):
 
     @classmethod
     def parse(cls, data: Mapping[str, Json]) -> Attempt:
-        """Return the attempt in :meth:`as_json`, whose keys are its spec's too.
+        """Parse :meth:`as_json`, whose keys include the keys of its spec.
 
         Raises:
-            MalformedEventError: a field is missing or of another type.
+            MalformedEventError: a field is missing or has another type.
         """
         return cls.from_fields({**data, "number": data.get("attempt"), "spec": data})
 
@@ -346,4 +316,4 @@ class AttemptEnded(Event):
     """An attempt ended, and what comes next is decided."""
 
     name = "attempt_ended"
-    record: Attempt  # as `summary.json` has it
+    record: Attempt  # as in `summary.json`

@@ -1,4 +1,4 @@
-"""Every exception that a user of the package may catch or raise."""
+"""Every exception that a user of the package may catch or raise. Any process may raise them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2
 EXIT_TRY_LATER = 75
 EXIT_NO_PROGRESS = 76
-"""Exit codes of a job; 75 is EX_TEMPFAIL of sysexits.h."""
+"""Exit codes of a job. 75 is EX_TEMPFAIL of sysexits.h."""
 
 
 class ConfigError(ValueError):
@@ -27,39 +27,42 @@ class ConfigError(ValueError):
 
 
 class NotDoneError(Exception):
-    """A command, or a request, is not carried out: why, and what helps, in one line."""
+    """A command or a request was not carried out. The message is one line with the reason and the
+    remedy."""
 
     exit_code = EXIT_FAILED
 
 
 class NoProgressError(ConfigError):
-    """Launches in a row of the run folder have saved no new checkpoint; nothing was started."""
+    """Several launches of the run folder saved no new checkpoint. Nothing was started."""
 
     exit_code = EXIT_NO_PROGRESS
 
 
 class RunFolderUnavailableError(ConfigError):
-    """The run folder cannot be used now: another host holds it, or its disk is full or away."""
+    """The run folder cannot be used now: another host holds it, or its disk is full or
+    unreachable."""
 
     exit_code = EXIT_TRY_LATER
 
 
 class RunFolderLostError(ConfigError):
-    """The run folder is another job's by now: it was removed and begun anew. This job has ended."""
+    """The run folder belongs to another job by now: it was removed and created again. This job has
+    ended."""
 
 
 class LimitReachedError(ConfigError):
-    """The system gives this process no other file, process or thread."""
+    """The system gives this process no more files, processes or threads."""
 
     exit_code = EXIT_TRY_LATER
 
 
-# of `threading`, which does not pass on the system's error
+# The message of `threading`, which does not pass on the system's error.
 _NO_THREAD = "can't start new thread"
 
 
 def limit_reached(error: BaseException) -> LimitReachedError | None:
-    """Return what to raise where files or processes have run out; None if it is another error."""
+    """Return the error to raise if files or processes have run out; None for another error."""
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
         number = errno.EAGAIN
@@ -97,21 +100,21 @@ _PASSING = (
 
 
 def unusable_folder(problem: str, error: OSError) -> ConfigError:
-    """Return what to raise for a run folder that ``error`` keeps from being used: a problem of
-    the disk that may pass is not a mistake in the configuration."""
+    """Return the error to raise for a run folder that ``error`` makes unusable. A disk problem that
+    may pass is not a mistake in the configuration."""
     if error.errno in _PASSING:
         return RunFolderUnavailableError(f"{problem}; the same command may succeed later")
     return ConfigError(problem)
 
 
 class UserError(RuntimeError):
-    """Raised by a trainer for its user's mistakes: the message is shown without a traceback."""
+    """Raised by a trainer for its user's mistakes. The message is shown without a traceback."""
 
 
 class TrainingStopped(KeyboardInterrupt):
-    """Raised by a trainer that stopped because it was asked to, after its last checkpoint.
+    """Raised by a trainer that stopped on request, after its last checkpoint.
 
-    Derived from KeyboardInterrupt, so that a trainer's ``except Exception`` does not swallow it.
+    It derives from KeyboardInterrupt, so a trainer's ``except Exception`` does not swallow it.
     """
 
 
@@ -122,13 +125,13 @@ class NoDeviceError(RuntimeError):
 
 
 class TrainerFailedError(RuntimeError):
-    """The trainer failed in a way that is not retried. The message is its own traceback."""
+    """The trainer failed in a way that is not retried. The message is its traceback."""
 
     exit_code = EXIT_FAILED
 
 
 class AttemptsExhaustedError(RuntimeError):
-    """Memory ran out with everything that may be tried; the message lists what was."""
+    """Memory ran out with everything that may be tried. The message lists the tries."""
 
     exit_code = EXIT_FAILED
 
@@ -141,17 +144,17 @@ class JobInterrupted(KeyboardInterrupt):
         self.signum = signum
 
     def __reduce__(self) -> tuple[type[JobInterrupted], tuple[int]]:
-        """Let a worker hand it to the process which gave it the job."""
+        """Let a worker pass it to the process that submitted the job."""
         return JobInterrupted, (self.signum,)
 
     @property
     def exit_code(self) -> int:
-        """128 + signal, as shells have it: 130 for Ctrl-C, 143 for SIGTERM and for preemption."""
+        """128 + signal, as in shells: 130 for Ctrl-C, 143 for SIGTERM and for preemption."""
         return 128 + (signal.SIGTERM if self.signum in WARNING_SIGNALS else self.signum)
 
 
 class TrainingDiverged(RuntimeError):  # noqa: N818 - an event
-    """Raised in a trainer whose training has diverged; ``failure`` has the step."""
+    """Raised in a trainer whose training has diverged. ``failure`` has the step."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure)
@@ -165,9 +168,9 @@ class RankFailure(RuntimeError):  # noqa: N818 - it says where an error began
     """Raised on every rank when one of several cannot go on, after all have agreed about it.
 
     Attributes:
-        rank: where it began.
-        failure: why.
-        is_elsewhere: ``rank`` is another process than the one that raises this.
+        rank: the rank that failed.
+        failure: its failure.
+        is_elsewhere: whether ``rank`` is another process than the raising process.
     """
 
     def __init__(self, rank: int, failure: Failure, is_elsewhere: bool) -> None:

@@ -1,4 +1,4 @@
-"""What happens in a job, as frozen values: parsed once where they enter, folded in one place.
+"""The events of a job, as frozen values. The launcher parses and folds each event in one place.
 
 An event travels as one JSON object: ``{"event": <name>, …}``, between an attempt and its launcher,
 and with ``time`` and ``attempt`` in front as a line of ``journal.jsonl``. A trainer's own events
@@ -16,13 +16,14 @@ from robust_train.model.json import Json as Json
 from robust_train.model.json import MalformedEventError as MalformedEventError
 from robust_train.model.json import fields_as_json
 from robust_train.model.json import from_json as from_json
+from robust_train.model.parts import load_parts
 from robust_train.model.spec import AttemptSpec, Speed
 
 Metrics = Mapping[str, float]
 
 SCHEMA = 2
-"""Of ``state.json``, ``summary.json``, ``sweep.json`` and the journal. It stays as long as fields,
-events and values are only added: readers ignore those that they do not know."""
+"""Version of ``state.json``, ``summary.json``, ``sweep.json`` and the journal. It stays the same as
+long as fields, events and values are only added, because readers ignore unknown additions."""
 
 
 EVENTS: dict[str, type[Event]] = {}
@@ -30,13 +31,21 @@ EVENTS: dict[str, type[Event]] = {}
 
 
 @dataclass(frozen=True)
+class Notice:
+    """What a notification says of an event."""
+
+    kind: str  # a value of `notify.on`
+    text: str  # continues a sentence that begins with the job and its host
+
+
+@dataclass(frozen=True)
 class Event:
     """Base of all events. ``name`` is the event's name in JSON.
 
-    ``may_be_dropped``: losing one of these costs a point in a curve and nothing else, so it is
-    dropped rather than hold training up. ``is_journaled``: the journal has it; the others travel
-    from an interpreter to the launcher only. ``is_frequent``: it may come in every step, so the
-    journal has it ever more sparsely.
+    ``may_be_dropped``: losing such an event costs only a point in a curve, so it is dropped rather
+    than hold training up. ``is_journaled``: the journal has it. Other events travel only from an
+    interpreter to the launcher. ``is_frequent``: it may come in every step, so the journal keeps
+    fewer and fewer.
     """
 
     name: ClassVar[str] = ""
@@ -48,6 +57,14 @@ class Event:
         if cls.name:
             EVENTS[cls.name] = cls
 
+    def notice(self, attempt: int | None) -> Notice | None:
+        """Return what a notification says of the event; None if there is none of it.
+
+        Args:
+            attempt: the number of the attempt that runs.
+        """
+        return None
+
     def as_json(self) -> dict[str, Json]:
         """Return the event as one JSON object, ``event`` first."""
         return {"event": self.name, **fields_as_json(self)}
@@ -58,7 +75,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class EventOfRank(Event):
-    """Base of what each of several ranks reports; ``rank`` is None where there is one."""
+    """Base of events that each of several ranks reports. ``rank`` is None for a single process."""
 
     rank: int | None = None
 
@@ -111,7 +128,8 @@ class ValueReported(Event):
     name = "report"
     value: float
     step: int
-    # ``min`` or ``max``, what is best of a figure that no one has named; None: as the sweep has it
+    # ``min`` or ``max``, the better end of a figure that no one has named. None for the sweep's
+    # direction.
     mode: str | None = None
 
 
@@ -124,14 +142,14 @@ class CheckpointSaved(Event):
     path: str
     step: int | None = None
     loss: str = "unknown"
-    # the last one that is known to be good stays
+    # Whether the last checkpoint that is known to be good stays.
     is_guarded: bool = False
-    # for how long saves have held training up in this attempt so far, where that is measured
+    # For how long saves have held training up in this attempt so far, if that is measured.
     saving_seconds: float = 0.0
 
     @property
     def is_useful(self) -> bool:
-        """Whether an attempt may resume from it: what it holds is not known to be spoiled."""
+        """Whether an attempt may resume from it: it is not known to be spoiled."""
         return self.loss != "diverged"
 
 
@@ -169,7 +187,7 @@ class MemoryReported(EventOfRank):
 
     @property
     def figures(self) -> dict[str, int]:
-        """Return the figures that are known, by name."""
+        """Return the available figures by name."""
         names = ("allocated", "reserved", "max_allocated", "resident", "max_resident")
         known = {name: getattr(self, name) for name in names}
         return {name: value for name, value in known.items() if value is not None}
@@ -208,7 +226,7 @@ class MemoryHeld(Event):
 class _MicroBatchEvent(EventOfRank):
     """What happened to the size of the parts of a step, in training or in evaluation.
 
-    ``kind`` is the failure's where memory ran out, None if a larger size is tried again or
+    ``kind`` is the failure's kind if memory ran out, None if a larger size is tried again or
     someone asked for it.
     """
 
@@ -246,11 +264,12 @@ class SplitChecked(Event):
     """A step cannot be split without a change: the losses of parts do not add up.
 
     Attributes:
-        step: the first one that was to be split.
+        step: the first step that had to be split.
         kept: ``no``, ``cannot`` if a part cannot be computed, ``unknown`` if nothing was seen.
-        message: what was seen and what helps.
-        samples: in the part that was looked at.
-        ends_attempt: memory has run out, and the attempt ends; else the step is split all the same.
+        message: the observation and the remedy.
+        samples: number of samples in the checked part.
+        ends_attempt: whether memory has run out and the attempt ends. Otherwise the step is split
+            anyway.
     """
 
     name = "split_checked"
@@ -303,7 +322,7 @@ class BatchSizeFound(Event):
 
     @property
     def figures(self) -> dict[str, Json]:
-        """Return what was found and how, by name."""
+        """Return the result and its figures by name."""
         names = ("batch_size", "gradient_accumulation_steps", "effective_batch_size")
         return {**self.search, **{name: getattr(self, name) for name in names}}
 
@@ -380,13 +399,13 @@ class UserEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class _Ending(Event):
-    """How the trainer ended."""
+    """Base of the two ends of a trainer."""
 
     is_journaled = False
     step: int | None = None  # last optimizer step that was reported
-    # figures of MemoryReported
+    # Figures as in MemoryReported.
     memory: Mapping[str, int] = field(default_factory=dict)
-    # when a rank sent it, by the monotonic clock of this machine
+    # When a rank sent it, by the monotonic clock of this machine.
     at: float = 0.0
 
 
@@ -403,22 +422,22 @@ class Failed(_Ending):
     """The trainer ended with an exception."""
 
     name = "failed"
-    failure: Failure  # why, classified
-    traceback: str = ""  # the trainer's own; empty if the user made the mistake
-    # the message where the configuration cannot be used
+    failure: Failure  # the classified failure
+    traceback: str = ""  # the trainer's traceback; empty if the user made the mistake
+    # The message if the configuration cannot be used.
     config_error: str = ""
-    # the exception, pickled, in base64, where it can be carried over
+    # The pickled exception in base64, if it can be sent.
     error: str = ""
-    others_know: bool = False  # the other ranks end by themselves
-    # the failure is that of another rank, which is known
+    others_know: bool = False  # whether the other ranks end by themselves
+    # The failure is that of another rank, with this number.
     caused_by_rank: int | None = None
-    # dotted names of the exception's class and its bases
+    # Dotted names of the exception's class and its bases.
     exceptions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class RankDied(Event):
-    """A rank's process ended without an event of its own; the cause of the group's failure."""
+    """A rank's process ended without an event, which caused the group's failure."""
 
     name = "rank_died"
     is_journaled = False
@@ -430,20 +449,21 @@ class RankDied(Event):
 
 @dataclass(frozen=True)
 class Prepared(Event):
-    """The interpreter has imported what was wanted early."""
+    """The interpreter has done its early imports."""
 
     name = "prepared"
     is_journaled = False
     refusal: str = ""  # why the trainer does not accept the config
-    # an import has started CUDA, so the GPU can no longer be chosen, and the interpreter ends
+    # Whether an import has started CUDA, so the GPU can no longer be chosen, and the interpreter
+    # ends.
     is_unfit: bool = False
-    culprit: str = ""  # the module whose import has done so
+    culprit: str = ""  # the module whose import started it
 
 
 @dataclass(frozen=True)
 class TrainerSupports(Event):
-    """The trainer reads these values, so an attempt may choose them: ``gradient_checkpointing``;
-    of a script ``batch_size`` and ``gradient_accumulation_steps`` too."""
+    """The trainer reads these values, so an attempt may choose them: ``gradient_checkpointing``,
+    and for a script also ``batch_size`` and ``gradient_accumulation_steps``."""
 
     name = "trainer_supports"
     is_journaled = False
@@ -452,12 +472,12 @@ class TrainerSupports(Event):
 
 @dataclass(frozen=True)
 class LibrariesImported(Event):
-    """Which installed modules the trainer has imported, in this order."""
+    """The installed modules that the trainer has imported, in this order."""
 
     name = "libraries_imported"
     is_journaled = False
     modules: tuple[str, ...]
-    resident_bytes: int  # what the interpreter holds in memory with them
+    resident_bytes: int  # memory that the interpreter holds with them
 
 
 # --- of the launcher ----------------------------------------------------------------------
@@ -471,34 +491,6 @@ class PauseLearned(Event):
     seconds: float
 
 
-@dataclass(frozen=True)
-class StallWarning(Event):
-    """The attempt shows no progress for ``seconds``, half of ``limit_seconds``."""
-
-    name = "no_progress"
-    seconds: float
-    limit_seconds: float
-
-
-@dataclass(frozen=True)
-class Stalled(Event):
-    """The attempt made no progress for ``seconds``; ``stacks`` is what its threads were doing."""
-
-    name = "stalled"
-    seconds: float
-    stacks: str = ""
-
-
-@dataclass(frozen=True)
-class Slow(Event):
-    """What has cost this ``share`` of the time for ten minutes; empty once nothing does."""
-
-    name = "slow"
-    what: str = ""  # `data`, `rank N`, `GPU N`, or `process PID`
-    text: str = ""  # a sentence
-    share: float = 0.0
-
-
 # --- of the job as a whole; `AttemptEnded` is beside its record --------------------------
 
 
@@ -510,10 +502,10 @@ class JobStarted(Event):
     run_dir: str
     trainer: str
     job: str = ""
-    # how the page names it
+    # How the page names the job.
     about: Mapping[str, str] = field(default_factory=dict)
     schema: int = 1  # of the journal's lines from here on
-    # a project's keys that stand for ours; None: all of ours are at the root
+    # A project's keys that stand for this package's keys; None if the keys are at the root.
     keys: Mapping[str, str] | None = None
 
 
@@ -558,14 +550,15 @@ class JobEnded(Event):
 
 
 def parse(data: object) -> Event:
-    """Return the event in one JSON object; keys that it does not know are ignored.
+    """Return the event in one JSON object. Unknown keys are ignored.
 
     Raises:
-        MalformedEventError: it is no event of ours, or a field is missing or of another type.
+        MalformedEventError: the event is unknown, or a field is missing or of another type.
     """
     if not isinstance(data, Mapping):
         raise MalformedEventError("not an object")
     name = str(data.get("event"))
+    load_parts()  # features declare their events beside their parts
     if name not in EVENTS:
         raise MalformedEventError(f"unknown event {name!r}")
     return from_json(EVENTS[name], data)

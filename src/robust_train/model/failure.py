@@ -1,4 +1,4 @@
-"""What ended an attempt, and the evidence for it. Memory is in bytes."""
+"""Why an attempt ended, and the evidence for it. Memory is in bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from robust_train.model.parts import Part, Record, parts_like
 
 
 class FailureKind(str, Enum):
-    """What ended an attempt that did not complete."""
+    """The cause of the end of an attempt that did not complete."""
 
     DEVICE_OOM = "device_oom"
     HOST_OOM = "host_oom"
@@ -38,12 +38,13 @@ class FailureKind(str, Enum):
 
     @property
     def in_words(self) -> str:
-        """The kind as people read it, e.g. ``out of GPU memory``."""
+        """The kind for people, for example ``out of GPU memory``."""
         return _IN_WORDS[self]
 
     @property
     def follows_from_others(self) -> bool:
-        """Whether a rank reports this when another rank has failed, so that it is not the cause."""
+        """Whether a rank reports this after another rank has failed, so that it is not the
+        cause."""
         return self in (FailureKind.COMM, FailureKind.INTERRUPTED)
 
 
@@ -72,9 +73,9 @@ class Finding(Part):
 
 @dataclass(frozen=True)
 class Evidence(Record[Finding]):
-    """What is known about a failure, in bytes; None if unavailable.
+    """The known facts about a failure, in bytes. None if unavailable.
 
-    What features know of it is in their findings, which a program reads like fields.
+    Facts of features are in their findings, which can be read like fields.
     """
 
     kind_of_part = Finding
@@ -84,19 +85,19 @@ class Evidence(Record[Finding]):
     # held by the caching allocator but unused
     reserved_unallocated_bytes: int | None = None
     free_bytes: int | None = None  # free on the device at that moment
-    total_bytes: int | None = None  # size of the device
-    # what `memory.fraction` lets this process have of it
+    total_bytes: int | None = None  # total memory of the device
+    # The part of it that `memory.fraction` lets this process use.
     allowed_bytes: int | None = None
     # the process reached its own limit while the device had enough free memory
     own_limit: bool = False
-    # what message or stack show beyond the kind, one of Clue
+    # A detail beyond the kind that message or stack show, a value of Clue.
     clue: str | None = None
-    # who raised (`torch`, `cublas`, `cudnn`, `numpy`, `kernel` …)
+    # The library that raised it (`torch`, `cublas`, `cudnn`, `numpy`, `kernel` …).
     library: str | None = None
-    # there is a checkpoint from before the data or the steps that led to it
+    # Whether a checkpoint exists from before the data or the steps that led to it.
     has_checkpoint: bool = False
 
-    if not TYPE_CHECKING:  # our own code says which feature's figure it reads
+    if not TYPE_CHECKING:  # this package's code names the feature whose figure it reads
 
         def __getattr__(self, name: str) -> Any:
             """Return a feature's figure."""
@@ -108,7 +109,7 @@ class Evidence(Record[Finding]):
 
     @property
     def is_hardware(self) -> bool:
-        """Whether the GPU is at fault, not the program: most faults end with the process."""
+        """Whether the GPU is at fault, not the program. Other faults end with the process."""
         return self.clue == Clue.HARDWARE
 
     @property
@@ -127,15 +128,18 @@ class Evidence(Record[Finding]):
 
     @classmethod
     def parse(cls, data: Mapping[str, Json]) -> Evidence:
-        """Return the evidence in :meth:`as_json`. Raises MalformedEventError if it is another
-        thing."""
+        """Parse :meth:`as_json`.
+
+        Raises:
+            MalformedEventError: it is not such an object.
+        """
         return cls.from_fields(data)
 
 
 class Clue:
-    """Values of :attr:`Evidence.clue`; plain strings, so that they travel as JSON."""
+    """Values of :attr:`Evidence.clue`. They are plain strings, so that they travel as JSON."""
 
-    # The GPU itself is at fault: ECC, NVLink, a lost device
+    # The GPU itself is at fault: ECC, NVLink, a lost device.
     HARDWARE = "hardware"
     BUSY = "busy"  # The device refused a context for now
     DRIVER = "driver"
@@ -143,28 +147,28 @@ class Clue:
     IMPORT = "import"  # Memory ran out while a module was imported
     # Memory ran out while a model was made, loaded or moved to the device
     MODEL = "model"
-    # The GPU's memory ran out beside torch's cache, which a smaller batch does not shrink
+    # The GPU's memory ran out outside of torch's cache, which a smaller batch does not shrink.
     OUTSIDE = "outside"
     GPU_MODEL = "gpu_model"  # The build has no code for GPUs of this model
     NO_CUDA_BUILD = "no_cuda_build"  # The build has no CUDA at all
     SHARED_MEMORY = "shared_memory"  # `/dev/shm` is too small
     RATE_LIMIT = "rate_limit"  # A server was asked too often
     SEGMENTS = "segments"  # Only with expandable segments
-    CRASHED = "crashed"  # A segmentation fault of the trainer's own
+    CRASHED = "crashed"  # A segmentation fault in the trainer
     DOWNLOAD = "download"  # Data or weights could not be fetched
     PORT = "port"  # Another process has the port
     # SIGKILL, from neither the launcher nor the kernel's OOM killer
     KILLED = "killed"
-    # torch.load takes weights only, and the file holds more
+    # torch.load reads weights only, and the file contains more.
     REFUSED = "refused"
-    # A checkpoint, or another file, that cannot be read to its end
+    # A checkpoint, or another file, that cannot be read to its end.
     DAMAGED = "damaged"
     STALLED = "stalled"  # No sign of life, or no progress, for too long
-    # A mistake of the user's that the trainer names in a line
+    # A user's mistake that the trainer states in one line.
     USER_ERROR = "user_error"
-    # The message has other causes too, but memory had nearly run out
+    # The message has other causes too, but memory had nearly run out.
     UNCLEAR = "unclear"
-    # Nothing shows what it is: no known failure, and not certainly the program's
+    # Nothing shows the cause: it is not a known failure, and not certainly the program's.
     UNKNOWN = "unknown"
 
 
@@ -172,7 +176,7 @@ class Clue:
 class Failure:
     """Why an attempt failed: its kind, one line of message, the evidence and ordered advice.
 
-    ``rank`` is that of the process in which it began, None if there was one or it is not known.
+    ``rank`` is the rank in which it began, None for a single process or if it is unknown.
     """
 
     kind: FailureKind

@@ -1,4 +1,7 @@
-"""What a feature is: a capability in a folder of its own, which can be deleted."""
+"""The declaration of a feature: a capability in its own folder, which can be deleted.
+
+``assembly.py`` lists the features for every process.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,14 @@ from typing import Any, ClassVar
 
 
 class FeatureKeys:
-    """Base of the keys that a feature declares, a frozen dataclass in its ``model.py``."""
+    """Base of the keys that a feature declares in a frozen dataclass in its ``model.py``."""
 
     group: ClassVar[str] = ""
-    """The group of the config that the keys are in; empty for the root."""
+    """The config group that contains the keys; empty for the root."""
 
     def mistakes(self, config: Any) -> Iterator[str]:
-        """Yield what these keys and others of ``config``, a ``RobustConfig``, rule out."""
+        """Yield the conflicts of these keys with each other and with other keys of ``config``, a
+        ``RobustConfig``."""
         yield from ()
 
 
@@ -23,27 +27,29 @@ class FeatureKeys:
 class Feature:
     """One folder of ``features/``, as :mod:`robust_train.assembly` lists it.
 
-    Its halves and parts are dotted names (``package.module:Class``), so that a process imports its
-    own half and never the other one.
+    Its halves and parts are dotted names (``package.module:Class``), so a process imports its own
+    half and never the other half.
     """
 
     name: str
-    # what it adds to the records of the kernel: see `model.parts`
+    # Additions to the records of the kernel, see `model.parts`.
     parts: tuple[str, ...] = field(default=(), kw_only=True)
-    # subclass of `launcher.hooks.Watch`; empty: none
+    # A subclass of `launcher.hooks.Watch`; empty for none.
     watch: str = field(default="", kw_only=True)
-    # subclasses of `launcher.hooks.InLauncher` and `attempt.hooks.InAttempt`; empty: no part there
+    # Subclasses of `launcher.hooks.InLauncher` and `attempt.hooks.InAttempt`; empty for no part
+    # there.
     launcher: str = ""
     attempt: str = ""
-    # function of the plan of a job that returns it with what the feature knows beforehand
+    # A function of a job's plan that returns the plan with what the feature knows beforehand.
     plans: str = field(default="", kw_only=True)
-    # functions of a command's arguments by its name: the data of its answer, and its lines
+    # Functions of a command's arguments, by its name. They return the answer's data and lines.
     commands: Mapping[str, str] = field(default_factory=dict, kw_only=True)
-    # read with `config.of(…)`; several classes if other keys stand between them on the page
+    # Read with `config.of(…)`. There are several classes if other keys stand between them on the
+    # page.
     keys: tuple[type[FeatureKeys], ...] = ()
 
 
 def load_named(reference: str) -> Any:
-    """Import what ``package.module:name`` refers to."""
+    """Import the object that ``package.module:name`` refers to."""
     module, _, name = reference.partition(":")
     return getattr(importlib.import_module(module), name)

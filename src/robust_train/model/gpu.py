@@ -9,10 +9,10 @@ from dataclasses import dataclass
 class GpuProcess:
     """A process that NVML lists on a GPU."""
 
-    # process id as the driver sees it, which a container may number differently
+    # Process id as the driver sees it. A container may number processes differently.
     pid: int
     used_bytes: int | None = None  # memory it holds, None if unavailable
-    # NVML lists it as a CUDA process; False for one that only draws
+    # Whether NVML lists it as a CUDA process; False for a process that only draws.
     computes: bool = True
 
 
@@ -20,40 +20,40 @@ class GpuProcess:
 class GpuInfo:
     """One GPU (or one MIG slice) at one moment."""
 
-    # the device's identity, `GPU-…` or `MIG-…`; indices are never an identity
+    # The device's identity, `GPU-…` or `MIG-…`. Indices are never an identity.
     uuid: str
     name: str  # product name
     # NVML's number of the GPU (of the parent GPU for a slice), as `nvidia-smi` shows it
     index: int
     pci_bus_id: str  # `domain:bus:device.function` in lower-case hexadecimal
     total_bytes: int  # memory of the device
-    # free_bytes, used_bytes: as NVML has them; never computed as a difference
+    # free_bytes, used_bytes: as NVML reports them, never computed as a difference.
     free_bytes: int
     used_bytes: int
     # how busy the GPU was lately, None if not supported
     utilization_percent: int | None = None
     # `default`, `exclusive_process`, `exclusive_thread` or `prohibited`
     compute_mode: str = "default"
-    # who is on it; None if unavailable or not asked for
+    # The processes on it; None if unavailable or not requested.
     processes: tuple[GpuProcess, ...] | None = None
-    # for a MIG slice the UUID of the GPU it is a part of
+    # For a MIG slice, the UUID of its GPU.
     parent_uuid: str | None = None
-    # the GPU shares the host's memory (integrated); the figures are the host's
+    # Whether the GPU shares the host's memory (integrated). The figures are those of the host.
     unified_memory: bool = False
-    # why its clocks are low, of heat or power; None if they are not
+    # Why its clocks are low, for example because of heat; None if they are not.
     throttled: str | None = None
     unusable: str | None = None  # why no job may start on it now, or None
-    # that is because a process has it alone (exclusive mode), which may end
+    # Whether the reason is a process that has it alone (exclusive mode), which may end.
     owned: bool = False
-    # NVIDIA's Multi-Process Service owns it, so that exclusive mode is no obstacle
+    # Whether NVIDIA's Multi-Process Service owns it, so that exclusive mode does not matter.
     mps: bool = False
-    # CUDA's number of it under `CUDA_DEVICE_ORDER=PCI_BUS_ID` with no mask; None if NVML's and
-    # CUDA's lists may differ
+    # CUDA's number of it under `CUDA_DEVICE_ORDER=PCI_BUS_ID` without a mask; None if NVML's and
+    # CUDA's lists may differ.
     cuda_index: int | None = None
 
 
 Group = tuple[GpuInfo, ...]
-"""The GPUs that an attempt has together, one for each rank; empty for the CPU."""
+"""The GPUs that an attempt uses together, one for each rank. Empty for the CPU."""
 
 
 @dataclass(frozen=True)
@@ -69,22 +69,22 @@ class SkippedGpu:
 class Inventory:
     """All GPUs of the machine at one moment."""
 
-    # those that answered, MIG slices in place of their parent, ordered by PCI address
+    # The GPUs that answered, MIG slices instead of their GPU, ordered by PCI address.
     gpus: tuple[GpuInfo, ...] = ()
-    skipped: tuple[SkippedGpu, ...] = ()  # those that did not, with reasons
-    # a sentence if there is nothing to list (library missing, driver and library differ, no
-    # GPUs), else None
+    skipped: tuple[SkippedGpu, ...] = ()  # the GPUs that did not answer, with reasons
+    # A sentence if the list is empty (library missing, driver and library differ, no GPUs), else
+    # None.
     problem: str | None = None
-    driver_version: str | None = None  # of the NVIDIA driver, None if unknown
+    driver_version: str | None = None  # version of the NVIDIA driver, None if unknown
     # the newest CUDA that the driver supports, None if unknown
     cuda_version: str | None = None
-    # False if the driver hangs, so that nothing is known of the GPUs
+    # False if the driver hangs, so that nothing is known of the GPUs.
     answered: bool = True
-    # False without any driver, and where it lists no GPU
+    # False without a driver, and if the driver lists no GPU.
     may_have_gpus: bool = True
 
     def cuda_versions(self, torch_cuda: str | None) -> str:
-        """Return which CUDA the driver supports and torch was built for, as far as known.
+        """Return the CUDA versions that the driver supports and that torch was built for, if known.
 
         Args:
             torch_cuda: ``13.0``, ``none`` for a build without CUDA, None if unknown.
@@ -101,11 +101,11 @@ class Inventory:
     def may_run(self, torch_cuda: str | None) -> bool:
         """Return whether the driver is likely to run a torch that was built for this CUDA.
 
-        A guess: a container may bring libraries with which an older driver does.
+        It is a guess: a container may bring libraries that make an older driver sufficient.
         """
         if torch_cuda is None or self.cuda_version is None or torch_cuda == "none":
             return torch_cuda != "none"
-        # within a major version any driver will do
+        # Within a major version any driver will do.
         return int(torch_cuda.split(".")[0]) <= int(self.cuda_version.split(".")[0])
 
 

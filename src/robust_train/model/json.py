@@ -1,4 +1,4 @@
-"""Frozen dataclasses as JSON, and back."""
+"""Frozen dataclasses to JSON and back. Every process uses it for events, records and requests."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ Json = Any  # A value of JSON's types
 T = TypeVar("T")
 
 _PLAIN = frozenset({str, int, float, bool, type(None)})
-_LARGEST = 2**1023  # of the integers that are floats, too
+_LARGEST = 2**1023  # the largest integer that is also a float
 _DRAWABLE = 2.0**63
 
 
 class MalformedEventError(ValueError):
-    """An object that is not what was expected; the message gives the reason."""
+    """An object differs from the expected object. The message gives the reason."""
 
 
 def from_json(cls: type[T], data: object) -> T:
-    """Return the frozen dataclass ``cls`` from one JSON object; unknown keys are ignored. Raises
-    MalformedEventError: a field is missing or of another type."""
+    """Build the frozen dataclass ``cls`` from one JSON object. Unknown keys are ignored.
+
+    Raises:
+        MalformedEventError: a field is missing or has another type.
+    """
     if not isinstance(data, Mapping):
         raise MalformedEventError("not an object")
     found: T = _build(cls, data, cls.__name__)
@@ -48,7 +51,7 @@ _hints = functools.cache(typing.get_type_hints)
 
 
 def _value(hint: Any, value: Json, where: str) -> Any:
-    """Return ``value`` as the field's type, which is one of the few that events use."""
+    """Convert ``value`` to a field's type, which is one of the few types that events use."""
     inner = typing.get_args(hint)
     kind = typing.get_origin(hint) or hint
     if kind in (typing.Union, types.UnionType):  # a type or None
@@ -70,7 +73,7 @@ def _value(hint: Any, value: Json, where: str) -> Any:
         return Path(value)
     if kind is float and type(value) is int and abs(value) < _LARGEST:
         return float(value)
-    if type(value) is kind:  # exactly: a bool is not an int
+    if type(value) is kind:  # exactly this type: a bool is not an int
         return value
     raise MalformedEventError(
         f"{where}: {value!r} is not of type {getattr(kind, '__name__', kind)}"
@@ -78,7 +81,7 @@ def _value(hint: Any, value: Json, where: str) -> Any:
 
 
 def as_json(value: object) -> Json:
-    """Return a value in JSON's types; a dataclass by its own ``as_json``, else with all fields."""
+    """Convert a value to JSON's types. A dataclass uses its ``as_json``, else all its fields."""
     if type(value) in _PLAIN:
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -94,14 +97,14 @@ def as_json(value: object) -> Json:
 
 
 def fields_as_json(value: object) -> dict[str, Json]:
-    """Return all fields of a dataclass, in JSON's types."""
+    """Convert all fields of a dataclass to JSON's types."""
     assert dataclasses.is_dataclass(value)
     return {one.name: as_json(getattr(value, one.name)) for one in dataclasses.fields(value)}
 
 
 def finite(value: object) -> float | None:
-    """Return ``value`` if it is a number that can be drawn, else None; booleans are not numbers."""
+    """Return ``value`` if it is a number that can be drawn, else None. Booleans are not numbers."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        # a comparison with NaN is false
+        # A comparison with NaN is false.
         return float(value) if -_DRAWABLE < value < _DRAWABLE else None
     return None

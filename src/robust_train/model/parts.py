@@ -1,9 +1,9 @@
-"""Records that features add to: an attempt has notes, its spec knobs, its failure findings.
+"""Records that features extend: an attempt has notes, its spec has knobs, its failure has findings.
 
 A feature declares a part in its ``record.py``, a frozen dataclass whose fields all have defaults.
-Who has its class gets it by ``record.of(SlowNote)``. Rules and the report, which may not import a
-feature that may be deleted, ask for a figure by its name. In files the fields of all parts stand
-among the record's own.
+Code with its class reads it by ``record.of(SlowNote)``. Rules and the report, which may not import
+a feature that may be deleted, ask for a figure by its name. In files the fields of all parts stand
+among the record's own fields. Every process that reads a record uses this module.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Part:
-    """What a feature adds to a record; without arguments, it says nothing."""
+    """A feature's addition to a record. Without arguments it has no content."""
 
-    # the field of the record behind which these fields stand in files; empty: they are in no file
+    # The record's field behind which these fields stand in files; empty if they are in no file.
     behind: ClassVar[str] = ""
 
 
@@ -33,14 +33,14 @@ R = TypeVar("R", bound="Record[Any]")
 
 
 def parts_like(base: type[P]) -> list[type[P]]:
-    """Return the parts of this kind that the features declare, in the order of ``FEATURES``."""
-    return [part for part in _parts() if issubclass(part, base)]
+    """Return the declared parts of this kind, in the order of ``FEATURES``."""
+    return [part for part in load_parts() if issubclass(part, base)]
 
 
 @functools.cache
-def _parts() -> tuple[type[Part], ...]:
-    """Return the parts of all features. The list of features is loaded by its name, because every
-    reader of a file needs it, and only ``assembly.py`` may name a feature."""
+def load_parts() -> tuple[type[Part], ...]:
+    """Load the modules of all parts and return the parts. The list of features is loaded by its
+    name, because every reader of a file needs it, and only ``assembly.py`` may name a feature."""
     features: tuple[Feature, ...] = load_named("robust_train.assembly:FEATURES")
     return tuple(load_named(name) for feature in features for name in feature.parts)
 
@@ -62,25 +62,25 @@ class Record(Generic[P]):
 
     kind_of_part: ClassVar[type[Part]]
 
-    # those that say something, at most one of each class, by name
+    # The parts with content, at most one of each class, by name.
     parts: tuple[P, ...] = field(default=(), kw_only=True)
 
     def of(self, kind: type[P2]) -> P2:
-        """Return the part of this class; the one that says nothing if there is none."""
+        """Return the part of this class, without content if the record has none."""
         for part in self.parts:
             if isinstance(part, kind):
                 return part
         return kind()
 
     def having(self: R, *parts: Part) -> R:
-        """Return the record with these parts in place of the ones that it has of their classes."""
+        """Return the record with these parts, which replace parts of the same classes."""
         of_class = {type(part): part for part in (*self.parts, *parts)}
         kept = [part for kind, part in of_class.items() if part != kind()]
         return replace(self, parts=tuple(sorted(kept, key=lambda part: type(part).__name__)))
 
     def noted(self, name: str, otherwise: T) -> T:
-        """Return the figure with this name in one of the parts; ``otherwise`` if none has it, as
-        without the feature whose figure it is."""
+        """Return the figure with this name from one of the parts; ``otherwise`` if none has it, for
+        example because its feature was deleted."""
         for part in self.parts:
             if name in part.__dataclass_fields__:
                 found: T = getattr(part, name)
@@ -88,14 +88,14 @@ class Record(Generic[P]):
         return otherwise
 
     def with_same(self: R, name: str, other: R) -> R:
-        """Return the record with the part that has the figure ``name`` as ``other`` has it."""
+        """Copy the part with the figure ``name`` from ``other``."""
         kinds = {
             type(part) for part in (*self.parts, *other.parts) if name in part.__dataclass_fields__
         }
         return self.having(*(other.of(kind) for kind in kinds))
 
     def fields_as_json(self, leave_out: Collection[str] = ()) -> dict[str, Json]:
-        """Return the fields in JSON's types, those of all parts among them."""
+        """Return the fields in JSON's types, including those of all parts."""
         flat: dict[str, Json] = {}
         for name, kinds in _places(type(self)):  # type: ignore[arg-type]  # it is hashable
             if name not in leave_out:
@@ -106,8 +106,11 @@ class Record(Generic[P]):
 
     @classmethod
     def from_fields(cls: type[R], data: Json) -> R:
-        """Return the record in :meth:`fields_as_json`. Raises MalformedEventError if it is another
-        thing."""
+        """Parse :meth:`fields_as_json`.
+
+        Raises:
+            MalformedEventError: it is not such an object.
+        """
         if not isinstance(data, Mapping):
             raise MalformedEventError("not an object")
         kinds = [kind for kind in parts_like(cls.kind_of_part) if kind.behind]

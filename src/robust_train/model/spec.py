@@ -1,6 +1,7 @@
-"""What an attempt is to use, how fast it was, and what is decided after it.
+"""The settings of an attempt, its speed, and the decisions after it.
 
-Memory is in bytes and time in seconds.
+The policy creates them in the launcher, and the attempt reads its spec. Memory is in bytes and time
+in seconds.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ K = TypeVar("K", bound="Knob")
 
 MAXIMIZE = "maximize"
 MINIMIZE = "minimize"
-"""Which result of a sweep is best, as Optuna writes it."""
+"""The direction of a sweep's objective, as Optuna writes it."""
 
 
 @dataclass(frozen=True)
 class Knob(Part):
-    """What a feature may choose for an attempt."""
+    """A feature's choice for an attempt."""
 
     @classmethod
     def asked(cls: type[K], config: RobustConfig, environ: Mapping[str, str]) -> K:
-        """Return what the user wants of it, by a job's config and environment."""
+        """Return the user's choice, from a job's config and environment."""
         return cls()
 
     def for_unknown_size(self: K, config: RobustConfig, spec: AttemptSpec) -> K:
@@ -43,29 +44,29 @@ class Knob(Part):
         return self
 
     def applied(self, config: RobustConfig) -> RobustConfig:
-        """Return an attempt's config with the choice."""
+        """Apply the choice to an attempt's config."""
         return config
 
     def exported(self, environ: Mapping[str, str]) -> Mapping[str, str]:
-        """Return an attempt's environment with the choice."""
+        """Apply the choice to an attempt's environment."""
         return environ
 
 
 @dataclass(frozen=True)
 class AttemptSpec(Record[Knob]):
-    """What one attempt is to use; what features choose is in their knobs."""
+    """The settings of one attempt. Choices of features are in their knobs."""
 
     kind_of_part = Knob
 
-    gpus: Group  # that of rank 0 first; empty for the CPU
-    # micro-batch, samples in one forward and backward pass of one rank
+    gpus: Group  # the GPU of rank 0 first; empty for the CPU
+    # Micro-batch: samples in one forward and backward pass of one rank.
     batch_size: int
-    # micro-batches of each rank per optimizer step
+    # Micro-batches of each rank per optimizer step.
     gradient_accumulation_steps: int
-    ranks: int = 1  # processes that share an optimizer step; one for each GPU
-    # False for a script that is given no batch size; it is 1 then
+    ranks: int = 1  # processes that share an optimizer step, one for each GPU
+    # False for a script that gets no batch size. The batch size is 1 then.
     has_batch: bool = True
-    # False for a trainer that is given no accumulation; whatever that is, it makes 1
+    # False for a trainer that gets no accumulation. Whatever the accumulation is, it makes 1.
     accumulates: bool = True
 
     @property
@@ -75,7 +76,8 @@ class AttemptSpec(Record[Knob]):
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches of each rank per optimizer step that the trainer is known to make."""
+        """Micro-batches of each rank per optimizer step, as far as the trainer is known to make
+        them."""
         return self.gradient_accumulation_steps if self.accumulates else 1
 
     @property
@@ -95,16 +97,17 @@ class AttemptSpec(Record[Knob]):
 
     @property
     def device_key(self) -> str:
-        """The device's identity, whatever the order of the GPUs: their UUIDs, or ``cpu``."""
+        """The device's identity, independent of the order of the GPUs: their UUIDs, or ``cpu``."""
         return ",".join(sorted(gpu.uuid for gpu in self.gpus)) or "cpu"
 
     @property
     def device_kind(self) -> str:
-        """What the memory for a step depends on of the device: its model and size, or ``cpu``."""
+        """The properties of the device that the memory for a step depends on: model and size, or
+        ``cpu``."""
         return "cpu" if self.gpu is None else f"{self.gpu.name} {self.gpu.total_bytes}"
 
     def with_batch(self, batch_size: int | None, accumulation: int | None) -> AttemptSpec:
-        """Return the same with another split of the batch; None leaves a figure as it is."""
+        """Return the spec with another split of the batch. None leaves a figure unchanged."""
         spec = self.having(*(knob.for_known_size() for knob in self.parts))
         return replace(
             spec,
@@ -113,7 +116,7 @@ class AttemptSpec(Record[Knob]):
         )
 
     def supporting(self, features: Collection[str]) -> AttemptSpec:
-        """Return the same for a trainer that reads these values of an attempt."""
+        """Return the spec for a trainer that reads these values of an attempt."""
         return replace(
             self,
             has_batch=self.has_batch or "batch_size" in features,
@@ -121,7 +124,7 @@ class AttemptSpec(Record[Knob]):
         )
 
     def as_json(self) -> dict[str, Json]:
-        """Return the spec in JSON's types; the batch is null for a script without one."""
+        """Convert the spec to JSON's types. The batch is null for a script without a batch."""
         batch = {
             "batch_size": self.batch_size,
             "gradient_accumulation_steps": self.accumulation,
@@ -137,7 +140,11 @@ class AttemptSpec(Record[Knob]):
 
     @classmethod
     def parse(cls, data: Mapping[str, Json]) -> AttemptSpec:
-        """Return the spec in :meth:`as_json`. Raises MalformedEventError if it is another thing."""
+        """Parse :meth:`as_json`.
+
+        Raises:
+            MalformedEventError: it is not such an object.
+        """
         batch = {
             name: data.get(name) or 1 for name in ("batch_size", "gradient_accumulation_steps")
         }
@@ -147,27 +154,27 @@ class AttemptSpec(Record[Knob]):
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast one rank trained in an attempt; its first step, validation and checkpoints are left
-    out. None if unknown."""
+    """How fast one rank trained in an attempt, without its first step, validation and checkpoints.
+    None if unknown."""
 
-    steps: int  # that were measured
+    steps: int  # number of measured steps
     seconds_per_step: float  # median
     seconds_per_step_p95: float  # 95th percentile
     samples_per_second: float | None = None  # of this rank
-    # of the time, waiting for data, from 0 to 1
+    # The share of the time spent waiting for data, from 0 to 1.
     data_share: float | None = None
-    # where that is not measured: from the end of a step to the next batch, whatever it went into
+    # If that is not measured, the share from the end of a step to the next batch, whatever its use.
     between_share: float | None = None
-    # median of about the last half minute
+    # Median of about the last half minute.
     seconds_per_step_now: float | None = None
-    # mean, until the ranks wait for each other
+    # Mean time until the ranks wait for each other.
     seconds_alone_per_step: float | None = None
     rank: int = 0
 
 
 def slowest_rank(speeds: Iterable[Speed]) -> tuple[int, float, float] | None:
-    """Return the slowest rank, its seconds a step until the ranks meet, and the median of the
-    others; None unless at least two have measured that."""
+    """Return the slowest rank, its seconds per step until the ranks meet, and the median of the
+    others; None unless at least two ranks have measured that."""
     alone = {one.rank: one.seconds_alone_per_step or 0.0 for one in speeds}
     alone = {rank: seconds for rank, seconds in alone.items() if seconds}
     if len(alone) < 2:
@@ -178,27 +185,27 @@ def slowest_rank(speeds: Iterable[Speed]) -> tuple[int, float, float] | None:
 
 @dataclass(frozen=True)
 class RetryRule:
-    """What the user wants done after a failure to which all that the rule names applies."""
+    """The user's reaction to a failure that meets all conditions of the rule."""
 
     then: str  # `retry`, `stop`, `exclude_gpu` or `smaller_batch`
-    exit_code: int | None = None  # of a script
-    # pattern that is found in message, traceback or output; empty: any
+    exit_code: int | None = None  # exit code of a script
+    # Pattern to find in message, traceback or output; empty for any.
     message: str = ""
-    # class, or dotted name of one, as `except` has it; empty: any
+    # Class, or its dotted name, as in `except`; empty for any.
     exception: str = ""
-    # at most, without progress in between; None: `max_retries`
+    # Most applications without progress in between; None for `max_retries`.
     times: int | None = None
 
 
 @dataclass(frozen=True)
 class Room:
-    """Free memory that must be there first."""
+    """A wait for free memory before an attempt."""
 
-    # on all of these GPUs; empty: on `counts` of them, whichever they are
+    # The GPUs to wait for, all of them. If empty, any `counts` GPUs will do.
     gpu_uuids: tuple[str, ...]
-    free_bytes: int  # on each of them
+    free_bytes: int  # on each of these GPUs
     exclude: tuple[str, ...] = ()  # GPUs that will not do
-    # of GPUs where none are named: the first that can be had
+    # Acceptable numbers of GPUs if none are named. The first available number counts.
     counts: tuple[int, ...] = (1,)
 
 
@@ -209,15 +216,15 @@ class Retry:
     spec: AttemptSpec  # what to use
     action: str  # the remedy's name, as `summary.json` spells it
     reason: str  # one sentence
-    warning: str = ""  # what the user should know besides
-    pause_seconds: float = 0.0  # to let pass before
-    room: Room | None = None  # to wait for before, or None
-    otherwise: Decision | None = None  # what to do if there is no room in time
+    warning: str = ""  # a warning for the user in addition
+    pause_seconds: float = 0.0  # pause before the attempt
+    room: Room | None = None  # room to wait for before the attempt, or None
+    otherwise: Decision | None = None  # the decision if there is no room in time
 
 
 @dataclass(frozen=True)
 class GiveUp:
-    """Decision: no further attempt. ``action`` is ``stopped`` where the user stopped the job."""
+    """Decision: no further attempt. ``action`` is ``stopped`` if the user stopped the job."""
 
     reason: str
     action: str = "give_up"

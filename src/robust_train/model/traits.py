@@ -1,4 +1,4 @@
-"""What a job's trainer can do by its kind, and what is left to its launcher."""
+"""The abilities of a job's trainer by its kind, and the tasks that are left to its launcher."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Traits:
-    """What the launcher may expect of a trainer.
+    """The launcher's expectations of a trainer.
 
     A function is called by the attempt's own interpreter. A program may be anything that can be
-    started: it is given what its command names, and known by its output and its files alone.
+    started: it gets what its command names, and only its output and its files are visible.
     """
 
-    # started by the attempt, as a process of its own: tensors, threads and exceptions are there
+    # Started by the attempt in a separate process, which has its tensors, threads and exceptions.
     is_program: bool
-    # the attempt's micro-batch and accumulation reach it, whatever its command says
+    # Whether the attempt's micro-batch and accumulation reach it, whatever its command says.
     has_batch: bool
     accumulates: bool
-    # a search may have it compute single steps of any size
+    # Whether a search may let it compute single steps of any size.
     can_be_probed: bool
-    # it raises exceptions; otherwise only an exit code and the output show how it failed
+    # Whether it raises exceptions. Otherwise only an exit code and the output show how it failed.
     raises: bool
-    # it starts a process for each GPU; otherwise the launcher does
+    # Whether it starts a process for each GPU. Otherwise the launcher does.
     starts_ranks: bool
-    # a scheduler's signal to every process of the job reaches it as well
+    # Whether a scheduler's signal to every process of the job reaches it as well.
     takes_signals: bool
-    # it imports the packages that are installed here
+    # Whether it imports the packages that are installed here.
     shares_packages: bool
-    # it reads UUIDs in CUDA_VISIBLE_DEVICES; many programs parse integers
+    # Whether it reads UUIDs in CUDA_VISIBLE_DEVICES. Many programs parse integers.
     reads_uuids: bool
-    # expandable segments break nothing that it may contain, such as vLLM
+    # Whether expandable segments are safe for everything that it may contain, such as vLLM.
     takes_expandable_segments: bool
-    # it has data-loader workers whose number the launcher sets
+    # Whether it has data-loader workers whose number the launcher sets.
     has_our_workers: bool
-    # it writes checkpoints of its own, in which it finds its place in the data
+    # Whether it writes its own checkpoints, in which it finds its place in the data.
     saves_by_itself: bool
-    # it accumulates by itself, and divides the loss by itself
+    # Whether it accumulates by itself, and divides the loss by itself.
     accumulates_by_itself: bool
 
     def interpreters(self, gpus: int) -> int:

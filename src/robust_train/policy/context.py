@@ -1,4 +1,8 @@
-"""What a rule may look at after a failure."""
+"""The evidence that a rule may use after a failure.
+
+:func:`.decide.decide` creates one :class:`FailureContext` for each failure, in the launcher, and
+hands it to each rule. Pure.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +25,20 @@ from robust_train.readable import MIB
 _NOTABLE_BYTES = 256 * MIB
 """If other processes took at least this many bytes, they are blamed for running out of memory."""
 
-# of the GPU, likewise if no one knows how much was asked for
+# A share of the GPU, used in the same way if the size of the failed request is unknown.
 _NOTABLE_SHARE = 0.1
 
 _MOST_PRESUMED = 20
-"""How many attempts in a row may count as progress of which no step is known."""
+"""How many attempts in a row may count as progress although their steps are unknown."""
 
 
 @dataclass(frozen=True)
 class Offers:
-    """What the next attempt may have, as of now."""
+    """The devices that the next attempt may have now."""
 
-    # could be taken, best first, the job's own included
+    # GPUs that could be taken, best first, including the job's own.
     gpus: tuple[GpuInfo, ...] = ()
-    # the job may use them, but others have them
+    # GPUs that the job may use, but that other jobs hold.
     held: tuple[GpuInfo, ...] = ()
 
 
@@ -42,8 +46,8 @@ class Offers:
 class FailureContext:
     """A failure and all that happened before it."""
 
-    settings: PolicySettings  # what the user asked for
-    # every attempt so far; the last one has failed
+    settings: PolicySettings  # the user's settings
+    # Every attempt so far. The last attempt failed.
     history: tuple[Attempt, ...]
     offers: Offers
 
@@ -59,7 +63,7 @@ class FailureContext:
 
     @property
     def last(self) -> AttemptSpec:
-        """What the attempt used when it failed; a trainer may have split its batches further."""
+        """The spec in use when the attempt failed. A trainer may have split its batches further."""
         spec = self.attempt.spec
         reached = self.attempt.sizes[-1]
         if reached >= spec.batch_size or not self.settings.accumulates:
@@ -68,20 +72,20 @@ class FailureContext:
 
     @property
     def has_smaller(self) -> bool:
-        """Whether there is a smaller micro-batch than that."""
+        """Whether a smaller micro-batch than that exists."""
         last = self.last
         return last.has_batch and last.batch_size > self.settings.min_batch_size
 
     @property
     def smaller(self) -> AttemptSpec:
-        """The same with the next smaller micro-batch."""
+        """The same spec with the next smaller micro-batch."""
         ranks = self.sizes
         last = self.last
         return ranks.resized(last, ranks.next_smaller(last.batch_size))
 
     @property
     def saved(self) -> str:
-        """From where the next attempt goes on."""
+        """Where the next attempt resumes, for a sentence."""
         path = self._checkpoint
         if path is not None and self._resumes_by_itself_if_at_all:
             return (
@@ -97,7 +101,7 @@ class FailureContext:
 
     @property
     def _resumes_by_itself_if_at_all(self) -> bool:
-        """Whether a script has a pattern for its checkpoints, and is given none of them."""
+        """Whether a script has a pattern for its checkpoints, but none was passed to it."""
         trainer = self.config.trainer
         words = " ".join(trainer.argv or ())
         is_given = trainer.resume_argv or "checkpoint" in placeholders_in(words)
@@ -105,24 +109,24 @@ class FailureContext:
 
     @property
     def _checkpoint(self) -> str | None:
-        """The newest checkpoint that is known and whole."""
+        """The newest checkpoint that is recorded and undamaged."""
         paths = [one.checkpoint or one.resumed_from for one in reversed(self.history)]
         cut: str | None = self.attempt.noted("not_whole", None)
         return next((one for one in paths if one and one != cut), None)
 
     @property
     def has_saved(self) -> bool:
-        """Whether a checkpoint is known that holds what the job has learned."""
+        """Whether a recorded checkpoint holds the job's progress."""
         return self._checkpoint is not None
 
     @property
     def unknown_before(self) -> Attempt | None:
-        """The last attempt before that failed for no known reason at the same place: since then no
-        later checkpoint came.
+        """The previous attempt that failed for an unknown reason at the same place, if no later
+        checkpoint was saved since.
 
-        Without steps a script that starts over each time writes the same checkpoints again, and
-        looks as if it got further. So a numbered name that came before is not progress, and other
-        progress counts ``max_retries`` times only.
+        Without steps, a script that starts over each time writes the same checkpoints again and
+        seems to advance. So a numbered name that existed before is not progress, and other progress
+        counts ``max_retries`` times only.
         """
         recent = _unknown_of(self.since_progress[:-1])
         if recent:
@@ -145,7 +149,7 @@ class FailureContext:
 
     @property
     def at_size(self) -> str:
-        """The micro-batch in a sentence; empty for a script that is given none."""
+        """The micro-batch in a sentence; empty for a script that gets none."""
         return f" at micro-batch {self.last.batch_size}" if self.last.has_batch else ""
 
     @property
@@ -155,19 +159,20 @@ class FailureContext:
 
     @property
     def keeps_loss(self) -> str:
-        """Why no step and no batch is split for now: it would change the loss; empty if it may."""
+        """Why steps and batches are not split for now: it would change the loss. Empty if they may
+        be."""
         if self.last.noted("splits_loss", False):
             return ""
         return next((a.split_changes for a in self.history if a.split_changes), "")
 
     @property
     def sizes(self) -> PolicySettings:
-        """The settings as they are for the ranks of the attempt that failed."""
+        """The settings for the ranks of the attempt that failed."""
         return self.settings.for_ranks(self.attempt.spec.ranks)
 
     @property
     def failure(self) -> Failure:
-        """Why it failed."""
+        """The attempt's failure."""
         failure = self.attempt.failure
         assert failure is not None, "a completed attempt needs no decision"
         return failure
@@ -179,22 +184,23 @@ class FailureContext:
 
     @property
     def failed_gpus(self) -> Group:
-        """The GPU on which it failed; all of the attempt's if that is unknown."""
+        """The GPU on which the attempt failed; all of its GPUs if that is unknown."""
         return self.attempt.failed_gpus
 
     @property
     def gpus_are_available(self) -> bool:
-        """Whether the GPUs on which it failed could be taken again now."""
+        """Whether the GPUs on which the attempt failed could be taken again now."""
         usable = {gpu.uuid for gpu in self.offers.gpus if gpu.unusable is None}
         return bool(self.last.gpus) and usable.issuperset(uuids(self.failed_gpus))
 
     @property
     def failed_before_training(self) -> bool:
-        """Whether it certainly failed outside of a step, so that the batch does not matter.
+        """Whether the attempt certainly failed outside of a step, so that the batch does not
+        matter.
 
-        For a trainer that reports nothing only the stack is evidence.
+        For a trainer that reports nothing, the stack is the only evidence.
         """
-        if self.evidence.clue == Clue.IMPORT:  # whenever that was
+        if self.evidence.clue == Clue.IMPORT:  # an import may fail at any time
             return True
         if self.attempt.has_begun:
             return False
@@ -206,22 +212,23 @@ class FailureContext:
 
     @property
     def sizes_not_tried(self) -> list[int]:
-        """The micro-batches, largest first, below all that were tried."""
+        """The micro-batches below all that were tried, largest first."""
         smallest = min(one.sizes[-1] for one in self.history)
         return [size for size in sizes(self.sizes) if size < smallest]
 
     @property
     def tried_devices(self) -> frozenset[str]:
-        """UUIDs of the GPUs that have had an attempt since progress, and ``cpu`` if it has."""
+        """UUIDs of the GPUs that had an attempt since progress, and ``cpu`` if the CPU had an
+        attempt."""
         return frozenset(key for a in self.since_progress for key in uuids(a.spec.gpus) or ("cpu",))
 
     @property
     def since_progress(self) -> tuple[Attempt, ...]:
-        """The attempts from the last one whose checkpoints came to a later step than before.
+        """The attempts since the last progress, which is a checkpoint of a later step than before.
 
-        Without steps a second checkpoint counts, and one under a new name: a file that is
+        Without steps a second checkpoint counts, and a checkpoint under a new name: a file that is
         overwritten once may be what the attempt resumed from. A script that starts over each time
-        looks the same, so it counts some times in a row only.
+        looks the same, so this kind of progress counts a few times in a row only.
         """
         furthest = -1
         begins_at = 0
@@ -242,10 +249,10 @@ class FailureContext:
 
     @property
     def got_further(self) -> bool:
-        """Whether the attempt itself saved a checkpoint beyond all that was before it."""
+        """Whether the attempt itself saved a checkpoint beyond all earlier checkpoints."""
         attempt = self.attempt
         step = self.attempt.saved_step
-        # its first may be what it resumed from
+        # Its first checkpoint may be the file that it resumed from.
         may_be_old = len(self.history) == 1 and attempt.resumed_from is not None
         has_saved = attempt.saves > may_be_old if step is None else step > attempt.start_step
         return has_saved and len(self.since_progress) == 1
@@ -262,19 +269,20 @@ class FailureContext:
 
     @property
     def has_retries(self) -> bool:
-        """Whether it may fail in this way once more before the job gets further."""
+        """Whether the attempt may fail in this way once more before the job advances."""
         return self.failures_without_progress <= self.config.retries
 
     @property
     def failures_without_progress(self) -> int:
-        """How many attempts failed in this way since the job got further."""
+        """How many attempts failed in this way since the last progress."""
         return sum(one.kind is self.failure.kind for one in self.since_progress)
 
     @property
     def earlier_at_same_step(self) -> tuple[Attempt, ...]:
-        """The attempts before that failed in the same way at the same step.
+        """The earlier attempts that failed in the same way at the same step.
 
-        Before the first step: since progress, for each attempt may fail there once in a while.
+        Before the first step only attempts since progress count, because any attempt may fail there
+        once in a while.
         """
         step = self.attempt.end_step
         return tuple(
@@ -285,9 +293,10 @@ class FailureContext:
 
     @property
     def faulty(self) -> frozenset[str]:
-        """The UUIDs of the GPUs not to return to after a fault.
+        """The UUIDs of GPUs that the job must not return to after a fault.
 
-        On these the hardware failed, the same step failed twice, or faults go on without progress.
+        On these GPUs the hardware failed, the same step failed twice, or faults continue without
+        progress.
         """
         left: set[str] = set()
         seen: set[tuple[tuple[str, ...], int | None]] = set()
@@ -312,7 +321,7 @@ class FailureContext:
 
     @property
     def what_failed(self) -> str:
-        """What failed and where, for the beginning of a reason."""
+        """What failed and where, as the start of a reason."""
         failure = self.failure
         device = device_name(self.failed_gpus)
         if self.last.gpus and not self.failed_gpus:
@@ -320,7 +329,7 @@ class FailureContext:
         rank = "" if failure.rank is None else f" (rank {failure.rank})"
         match failure.kind:
             case FailureKind.DEVICE_OOM:
-                # a process without a launcher chose the GPU itself
+                # A process without a launcher chose the GPU itself.
                 where = device if self.last.gpus else "the GPU"
                 limit = " at this job's own limit (memory.fraction)"
                 own = limit if self.evidence.own_limit else ""
@@ -334,7 +343,7 @@ class FailureContext:
             case FailureKind.DEVICE_UNAVAILABLE:
                 return f"{device} is not available ({failure.message})"
             case FailureKind.DISK_FULL:
-                # torch only finds its file shorter than it should be
+                # torch only notices that its file is shorter than it should be.
                 return f"{failure.kind.in_words} ({failure.message})"
         return failure.message
 
@@ -354,8 +363,8 @@ class FailureContext:
         batch_size: int | None = None,
         **changes: Any,
     ) -> Retry:
-        """Return the retry with these changes of the spec; its reason is what failed and ``how``
-        to go on."""
+        """Return the retry with these changes of the spec. Its reason says what failed, and ``how``
+        it goes on."""
         spec = replace(self.last, **changes).having(*knobs)
         if batch_size is not None:
             spec = self.settings.for_ranks(spec.ranks).resized(spec, batch_size)
@@ -364,7 +373,7 @@ class FailureContext:
         )
 
     def warning_about(self, spec: AttemptSpec) -> str:
-        """Return what may make the result another one than was asked for, each once."""
+        """Return warnings about changes to the result, each of them only once."""
         found = (
             self._about_effective_batch(spec),
             self._about_gradients(spec),
@@ -373,7 +382,7 @@ class FailureContext:
         return "; ".join(filter(None, found))
 
     def _about_effective_batch(self, spec: AttemptSpec) -> str:
-        """Return a sentence if the effective batch is no longer the requested one, once."""
+        """Warn once if the effective batch is no longer the requested effective batch."""
         wanted = self.settings.asked.effective_batch_size
         now = spec.effective_batch_size
         if now in (wanted, self.attempt.spec.effective_batch_size):
@@ -397,7 +406,7 @@ class FailureContext:
         )
 
     def _about_position(self, spec: AttemptSpec) -> str:
-        """Return a sentence if a script may go on at another sample."""
+        """Warn if a script may resume at another sample."""
         was = self.last.batch_size
         now = spec.batch_size
         is_saved = any(one.checkpoint or one.resumed_from for one in self.history)
@@ -411,7 +420,7 @@ class FailureContext:
         )
 
     def _about_gradients(self, spec: AttemptSpec) -> str:
-        """Return a sentence before the first attempt whose accumulation may change gradients."""
+        """Warn before the first attempt whose accumulation may change gradients."""
         asked = self.settings.asked.gradient_accumulation_steps
         now = spec.gradient_accumulation_steps
         is_known = any(one.spec.gradient_accumulation_steps != asked for one in self.history)
@@ -426,18 +435,19 @@ class FailureContext:
 
 
 def _unknown_of(attempts: Sequence[Attempt]) -> list[Attempt]:
-    """Return the attempts that failed for no known reason."""
+    """Return the attempts that failed for an unknown reason."""
     return [one for one in attempts if one.evidence.clue == Clue.UNKNOWN]
 
 
 def blamed_on_others(attempt: Attempt) -> tuple[int, int]:
-    """Return how much of its GPU others took, and how much has to be free there for the same again:
-    what the attempt used, and asked for. (0, 0) if they are not why memory ran out."""
+    """Return how much memory other processes took on the GPU, and how much has to be free for the
+    same attempt: its own use plus the failed request. (0, 0) if others did not cause the lack of
+    memory."""
     evidence = attempt.evidence
     gpus = attempt.failed_gpus
     before: int | None = attempt.noted("gpu_free_before_bytes", None)
     after: int | None = attempt.noted("gpu_free_after_bytes", None)
-    # where our own limit was reached, what others took would not have sufficed
+    # If the job's own limit was reached, the memory of other processes made no difference.
     if before is None or after is None or evidence.own_limit or not gpus:
         return 0, 0
     taken = before - after
@@ -449,7 +459,8 @@ def blamed_on_others(attempt: Attempt) -> tuple[int, int]:
         is_theirs = taken >= _NOTABLE_BYTES and left + taken >= asked
     if not is_theirs:
         return 0, 0
-    # what came back at its end is what it held; without a request's size it needs a margin
+    # The attempt held what became free at its end. If the size of its request is unknown, it needs
+    # a margin.
     used = max(after - left, attempt.memory.get("max_allocated", 0))
     needed = max(used, after + _NOTABLE_BYTES) if asked is None else used + asked
     return taken, min(needed, before)
@@ -461,7 +472,7 @@ _HAS_NO_KEY = (
     "robust.preserve_effective_batch_size=true"
 )
 
-# a frame of its traceback, or the figures that it prints
+# A frame of its traceback, or the figures that it prints.
 _TRANSFORMERS_TRAINER = re.compile(
     r"[/\\]transformers[/\\]trainer\w*\.py\b"
     r"|\{'(?:loss|eval_loss|train_runtime)': [^}]{0,400}'epoch': "
@@ -484,8 +495,8 @@ _CANNOT_ACCUMULATE = (
 
 
 def exchanged(group: Group, leaving: Group, offers: Sequence[GpuInfo]) -> Group | None:
-    """Return ``group``, the best of ``offers`` in place of those that leave; None if too few."""
-    # no GPU is ours: it failed on another node
+    """Replace the GPUs in ``leaving`` by the best of ``offers``; None if there are too few."""
+    # None of the GPUs is on this node: it failed on another node.
     if len(offers) < len(leaving) or not leaving:
         return None
     best = iter(offers)
@@ -498,15 +509,15 @@ def uuids(gpus: Group) -> tuple[str, ...]:
 
 
 def excluded_after(failure: Failure, suspects: Group, answering: Collection[str]) -> dict[str, str]:
-    """Return the UUIDs of GPUs that no job of the host should start on now, with the reason.
+    """Return the UUIDs of GPUs that no job of the host should start on now, each with the reason.
 
-    These are a GPU whose hardware failed, if it is known which one it was, and those that no
-    longer answer. After any other fault a new process works on the same GPU.
+    These are the GPU whose hardware failed, if it is known, and GPUs that no longer answer. After
+    any other fault a new process can use the same GPU.
 
     Args:
         failure: of the attempt.
-        suspects: the GPUs on which it may have been.
-        answering: UUIDs of the GPUs from which NVML gets an answer now.
+        suspects: the GPUs on which it may have happened.
+        answering: UUIDs of the GPUs for which NVML answers now.
     """
     if failure.kind is not FailureKind.DEVICE_FAULT:
         return {}

@@ -1,7 +1,8 @@
-"""What to do after an attempt failed: a pure function from settings, history and GPUs.
+"""The decision after an attempt: a pure function of settings, history and GPUs.
 
-:func:`decide` takes the first remedy for the failure's kind that has something to offer. Remedies
-are rules of features, and ``assembly.load_remedies`` loads their table.
+The launcher's driver calls :func:`decide` after each failure. It takes the first remedy for the
+failure's kind that offers a decision. Remedies are rules of features, and
+``assembly.load_remedies`` loads their table.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from robust_train.policy.giving_up import what_came_before, why_give_up
 from robust_train.policy.sizes import PolicySettings, size_to_begin_with
 
 Rule = Callable[[FailureContext], Decision | None]
-"""What to do after a failure; None leaves that to the next rule."""
+"""A reaction to a failure; None leaves the decision to the next rule."""
 
 Remedies = Mapping[FailureKind, Sequence[Rule]]
-"""What to try for each kind of failure, in order. A kind that is absent is never retried."""
+"""The rules for each kind of failure, in order. A kind that is absent is never retried."""
 
 
 def first_decision(settings: PolicySettings, gpus: Group) -> Retry:
-    """Return what the job begins with on the GPUs that were found, or on the CPU."""
+    """Return the first attempt of a job on these GPUs, or on the CPU."""
     spec, why = size_to_begin_with(settings, (), first_attempt(settings, gpus))
     return Retry(spec, "start", why)
 
@@ -41,13 +42,13 @@ def decide(
 ) -> Decision:
     """Choose the next attempt, or give up.
 
-    A retry that has to wait for room carries in ``otherwise`` what to do if the wait is in vain.
+    A retry that has to wait for room carries in ``otherwise`` the decision after a wait in vain.
 
     Args:
-        settings: what the user asked for.
-        remedies: what to try.
-        history: every attempt so far; the last one has failed.
-        offers: the GPUs that may be had.
+        settings: the user's settings.
+        remedies: the rules to try.
+        history: every attempt so far; the last attempt failed.
+        offers: the GPUs that are available.
     """
     context = FailureContext(settings, history, offers)
     rules = remedies.get(context.failure.kind, ())
@@ -61,15 +62,16 @@ def decide(
 def on_gpus(
     settings: PolicySettings, history: tuple[Attempt, ...], retry: Retry, gpus: Group
 ) -> Retry:
-    """Return a decision to wait for room, now that these GPUs have it.
+    """Put the GPUs that have room now into a decision to wait for room.
 
-    Another number of GPUs than before shares the same effective batch.
+    A different number of GPUs shares the same effective batch.
     """
     spec = replace(retry.spec, gpus=gpus)
     if len(gpus) != spec.ranks:
         fewer = settings.for_ranks(len(gpus))
-        # the largest that divides its share and is no larger than the one before; if none does,
-        # one that divides it, since memory that runs out costs less than another effective batch
+        # Take the largest size that divides the share and is not larger than before. If there is
+        # none, take any size that divides it: running out of memory costs less than a changed
+        # effective batch.
         size = fewer.next_smaller(2 * spec.batch_size)
         if fewer.share % size:
             size = fewer.asked.batch_size
@@ -82,7 +84,7 @@ def on_gpus(
 def with_first_size(
     settings: PolicySettings, history: tuple[Attempt, ...], decision: Decision
 ) -> Decision:
-    """Return the decision with the batch that the first attempt on a kind of device begins with."""
+    """Put the batch that the first attempt on a kind of device starts with into a decision."""
     if isinstance(decision, GiveUp):
         return decision
     spec, why = size_to_begin_with(settings, history, decision.spec)
@@ -94,7 +96,7 @@ def with_first_size(
 
 
 def _first_remedy(context: FailureContext, rules: Sequence[Rule]) -> Decision | None:
-    """Return what the first rule offers that may be done; None if no rule does."""
+    """Return the first offer that the settings allow; None if no rule has one."""
     for number, rule in enumerate(rules, start=1):
         decision = rule(context)
         if decision is None:
@@ -117,5 +119,5 @@ def _first_remedy(context: FailureContext, rules: Sequence[Rule]) -> Decision | 
 def _has_same_split(retry: Retry, context: FailureContext) -> bool:
     specs = retry.spec, context.last
     splits = {(s.batch_size, s.gradient_accumulation_steps, s.ranks) for s in specs}
-    # fewer GPUs take over the samples of the others
+    # Fewer GPUs take over the samples of the others.
     return len(splits) == 1 and retry.action != "fewer_gpus"

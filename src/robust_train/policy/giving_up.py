@@ -1,4 +1,7 @@
-"""What a job that gives up says: what failed, and with what it was tried."""
+"""The reason that a job states when it gives up: what failed, and what it tried.
+
+:func:`.decide.decide` calls it in the launcher if no rule offers anything. Pure.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _HAS_NO_BATCH = (
 
 
 def why_give_up(context: FailureContext) -> str:
-    """Return one sentence: what failed, and with what it was tried."""
+    """Return what failed, and what was tried, in one sentence."""
     kind = context.failure.kind
     message = context.failure.message
     if kind in (FailureKind.BUG, FailureKind.UNKNOWN) or context.evidence.clue == Clue.UNCLEAR:
@@ -58,7 +61,7 @@ def why_give_up(context: FailureContext) -> str:
 
 
 def _what_was_tried(context: FailureContext) -> str:
-    """Return the devices, each with the micro-batches of its attempts."""
+    """Return the devices, each with the micro-batches of its attempts, for a sentence."""
     tried: dict[str, list[str]] = {}
     for one in context.history:
         size = " down to ".join(map(str, one.sizes)) if one.spec.has_batch else ""
@@ -70,7 +73,7 @@ def _what_was_tried(context: FailureContext) -> str:
 
 
 def _counted(sizes: Sequence[str]) -> Iterator[str]:
-    """Yield each size once, with how often it was tried in a row."""
+    """Yield each size once, with the number of tries in a row."""
     for size, group in itertools.groupby(sizes):
         times = len(list(group))
         yield size if times == 1 else f"{size} ({times} times)"
@@ -99,13 +102,14 @@ def _why_no_more_memory(context: FailureContext) -> str:
 
 
 def what_came_before(context: FailureContext) -> str:
-    """Return the reason of the attempt before, if it was another one and no progress came since:
-    the last attempt may have met what that one left behind."""
+    """Return the previous attempt's reason, if it differs and no progress came since: the last
+    attempt may have failed because of what that attempt left behind."""
     failure = context.failure
     others = [
         attempt for attempt in context.since_progress[:-1] if attempt.message != failure.message
     ]
-    # the end names the first time that nobody could name the failure by itself
+    # An unknown failure repeats the message of the attempt before, which `why_give_up` already
+    # names.
     if not others or others[-1] == context.unknown_before:
         return ""
     before = others[-1]
@@ -115,6 +119,6 @@ def what_came_before(context: FailureContext) -> str:
 
 
 def cannot_work(failure: Failure) -> str:
-    """Return in one line that CUDA works with no GPU here, and both ways on."""
+    """Return one line: CUDA works with no GPU on this machine, and the two ways out."""
     advice = "".join(f"; {one}" for one in failure.advice)
     return f"CUDA cannot work here: {failure.message}{advice}"

@@ -1,4 +1,4 @@
-"""Retries that several rules offer."""
+"""Retries that several features' rules offer. Pure, called by rules in the launcher."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LONGEST_PAUSE_SECONDS = 3600.0
 
 
 def halved(context: FailureContext, why: str) -> Retry:
-    """Return the retry with the next smaller micro-batch; its reason begins with ``why``."""
+    """Return the retry with the next smaller micro-batch. Its reason starts with ``why``."""
     last = context.last
     spec = context.smaller
     reason = f"{why}micro-batch {last.batch_size} → {spec.batch_size}"
@@ -24,7 +24,7 @@ def halved(context: FailureContext, why: str) -> Retry:
 
 
 def after_pause(context: FailureContext, seconds: float) -> Retry | None:
-    """Return the retry of the same after a pause, if this failure may come once more."""
+    """Return the same attempt again after a pause, None if this failure may not come once more."""
     if not context.has_retries:
         return None
     return context.retry(
@@ -33,14 +33,14 @@ def after_pause(context: FailureContext, seconds: float) -> Retry | None:
 
 
 def pause_before(context: FailureContext, tries: int) -> float:
-    """Return the seconds before a try of the same: they double each time, up to an hour."""
+    """Return the pause before another try, in seconds. It doubles each time, up to an hour."""
     first = context.config.retry_pause_seconds
     longest = max(first, LONGEST_PAUSE_SECONDS)
     return min(first * 2.0 ** min(tries - 1, 30), longest)
 
 
 def untried(context: FailureContext) -> list[GpuInfo]:
-    """Return GPUs to take now that had no attempt since progress, best first."""
+    """Return available GPUs that had no attempt since progress, best first."""
     if not context.config.picks_gpu:
         return []
     left = context.tried_devices | context.faulty
@@ -56,7 +56,8 @@ def untried(context: FailureContext) -> list[GpuInfo]:
 def exchange(
     context: FailureContext, leaving: Group, offers: Sequence[GpuInfo], how: str, why: str = ""
 ) -> Retry | None:
-    """Return the retry of the same batch on offered GPUs, whose names stand between two texts."""
+    """Return a retry of the same batch on other GPUs. ``how`` and ``why`` go before and after their
+    names."""
     group = exchanged(context.last.gpus, leaving, offers)
     if not group:
         return None

@@ -1,9 +1,10 @@
-"""What decisions depend on, the sizes that a job's batch may be split into, and which to try.
+"""The settings that decisions depend on, the sizes of a job's micro-batch, and the search for one.
 
-For ``training.batch_size=auto`` a search goes by earlier probes. Memory is near-affine in the
-micro-batch. A first small probe bounds the memory of a sample, which leads to a size that fits for
-certain; the line through both leads to the largest, which is measured too. Sizes are samples,
-memory is bytes. Pure.
+The launcher's policy and the attempt's step use it, as does any program with
+``training.batch_size=auto``. The search relies on memory being near-affine in the micro-batch: a
+first small probe bounds the memory of a sample, which leads to a size that certainly fits. The line
+through both leads to the largest size, which is measured too. Sizes are samples, memory is bytes.
+Pure.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from robust_train.readable import MIB
 
 @dataclass(frozen=True)
 class PolicySettings:
-    """What the user asked for, and what is known beside it."""
+    """The user's settings, and what is known about the trainer and its environment."""
 
     config: RobustConfig
-    # the requested batch, workers and so on of each rank; its GPUs are left open
+    # The requested batch, workers and so on of each rank. Its GPUs are left open.
     asked: AttemptSpec
-    # False if the user's own environment, or WSL, settles it
+    # False if the user's environment, or WSL, decides it.
     may_use_expandable_segments: bool = True
-    # the trainer supports `training.gradient_checkpointing`
+    # Whether the trainer supports `training.gradient_checkpointing`.
     can_checkpoint: bool = False
 
     @classmethod
@@ -46,10 +47,10 @@ class PolicySettings:
         """Return the settings of a job.
 
         Args:
-            config: the job's.
+            config: the job's config.
             environ: the job's environment.
-            used: the values of an attempt that reach its script; None: its placeholders.
-            known: fields beside the config.
+            used: the values of an attempt that reach its script; None for its placeholders.
+            known: fields in addition to the config.
         """
         training = config.training
         traits = config.traits
@@ -71,8 +72,8 @@ class PolicySettings:
         return settings.supporting(used) if traits.is_program else settings
 
     def after(self, event: Event) -> PolicySettings:
-        """Return the settings after an event: what an attempt's trainer supports, and the batch
-        that it has asked for, are known from then on."""
+        """Take in an event: the values that an attempt's trainer supports, or the batch that it
+        asked for."""
         match event:
             case TrainerSupports():
                 return self.supporting(event.features)
@@ -81,7 +82,7 @@ class PolicySettings:
         return self
 
     def supporting(self, features: Collection[str]) -> PolicySettings:
-        """Return the settings of a trainer that reads these values of an attempt."""
+        """Return the settings for a trainer that reads these values of an attempt."""
         return replace(
             self,
             asked=self.asked.supporting(features),
@@ -90,17 +91,17 @@ class PolicySettings:
 
     @property
     def min_batch_size(self) -> int:
-        """No attempt uses a smaller micro-batch."""
+        """The smallest micro-batch that any attempt uses."""
         return self.config.min_batch_size
 
     @property
     def accumulates(self) -> bool:
-        """Whether the accumulation makes up for a smaller micro-batch."""
+        """Whether accumulation makes up for a smaller micro-batch."""
         is_off = self.config.preserve_effective_batch_size is False
         return self.asked.accumulates and not is_off
 
     def refuses(self, spec: AttemptSpec) -> bool:
-        """Return whether the user wants no attempt with this effective batch, or this loss."""
+        """Return whether the user rules out attempts with this effective batch or loss."""
         is_strict = self.config.preserve_effective_batch_size is True
         same = spec.effective_batch_size == self.asked.effective_batch_size
         return is_strict and (not same or spec.noted("splits_loss", False))
@@ -112,12 +113,12 @@ class PolicySettings:
 
     @property
     def cpu_ranks(self) -> int:
-        """Processes on the CPU: several only if the user asked for the CPU."""
+        """Number of processes on the CPU: several only if the user asked for the CPU."""
         is_asked = self.config.device == "cpu" and not self.config.picks_gpu
         return self.config.num_gpus if is_asked else 1
 
     def for_ranks(self, ranks: int) -> PolicySettings:
-        """Share the same effective batch among another number of processes."""
+        """Share the same effective batch among a different number of processes."""
         asked = self.asked
         if ranks == asked.ranks or not self.accumulates:
             return replace(self, asked=replace(asked, ranks=ranks))
@@ -132,17 +133,18 @@ class PolicySettings:
         return replace(self, asked=replace(asked, ranks=ranks))
 
     def resized(self, spec: AttemptSpec, batch_size: int) -> AttemptSpec:
-        """Return ``spec`` with another micro-batch, and the accumulation that makes up the
-        effective batch with it."""
+        """Return ``spec`` with another micro-batch, and the accumulation that keeps the effective
+        batch."""
         accumulation = self.asked.gradient_accumulation_steps
         if self.accumulates:
             accumulation = -(-self.share // batch_size)
         return spec.with_batch(batch_size, accumulation)
 
     def exact_size(self, at_most: int) -> int:
-        """Return the largest micro-batch up to ``at_most`` that divides a rank's samples, if any.
+        """Return the largest micro-batch up to ``at_most`` that divides a rank's samples;
+        ``at_most`` if none does.
 
-        Inside a step, parts need not divide them; attempts do.
+        Inside a step, parts need not divide the samples; across attempts, they do.
         """
         candidates = range(at_most, self.min_batch_size - 1, -1)
         exact = (size for size in candidates if self.share % size == 0)
@@ -154,9 +156,9 @@ class PolicySettings:
         return next_smaller(batch_size, self.min_batch_size, share)
 
     def fewer_ranks(self, ranks: int) -> tuple[int, ...]:
-        """Return the allowed numbers of GPUs below ``ranks``, most first.
+        """Return the allowed numbers of GPUs below ``ranks``, largest first.
 
-        Each divides the effective batch size, where that is to be preserved.
+        Each divides the effective batch size, if that is to be preserved.
         """
         total = self.asked.effective_batch_size
         least = self.config.chosen("min_num_gpus") or ranks
@@ -171,9 +173,9 @@ class PolicySettings:
 def next_smaller(batch_size: int, least: int, share: int = 0) -> int:
     """Return the next smaller micro-batch.
 
-    At most half of ``batch_size``, not below ``least``; among those the largest divisor of
-    ``share``, a rank's samples of the effective batch, if that is to be preserved. Without a
-    divisor in that range the accumulation is rounded up, and the effective batch is not exact.
+    It is at most half of ``batch_size`` and not below ``least``. If ``share``, a rank's samples of
+    the effective batch, is to be preserved, it is the largest divisor of that in this range.
+    Without such a divisor the accumulation is rounded up, and the effective batch is not exact.
     """
     at_most = max(batch_size // 2, least)
     exact = (size for size in range(at_most, least - 1, -1) if share % size == 0)
@@ -190,43 +192,44 @@ def sizes(settings: PolicySettings) -> Iterator[int]:
 
 
 def largest_up_to(settings: PolicySettings, at_most: float) -> int:
-    """Return the largest of :func:`sizes` that is no larger, else the smallest."""
+    """Return the largest size up to ``at_most``, or the smallest size if all are larger."""
     every = list(sizes(settings))
     return next((size for size in every if size <= at_most), every[-1])
 
 
-MOST_PROBES = 4  # Probes of one search
+MOST_PROBES = 4  # probes of one search
 MARGIN = 0.05
-"""Share of the room for a pass that a prediction leaves free; what was measured may take half."""
+"""The share of the room for a pass that a prediction leaves free. A measured size may use half of
+it."""
 
 _FIRST = 4
-# the furthest that a single probe may be extrapolated, in multiples of its samples
+# The furthest extrapolation from a single probe, in multiples of its samples.
 _FARTHEST = 64
-# libraries' own small allocations, beside which activations do not show
+# Small allocations of libraries, which hide the activations of a sample.
 _NOISE_BYTES = 4 * MIB
-_STEP_DOWN = 1.5  # from where memory ran out, with one probe left
-# of the room: what a size is taken to need in which memory ran out
+_STEP_DOWN = 1.5  # the step down after memory ran out, with one probe left
+# A size that ran out of memory is assumed to need this multiple of the room.
 _BEYOND = 1.05
 
 
 @dataclass(frozen=True)
 class Probe:
-    """One size that was tried: its peak in bytes, None if memory ran out."""
+    """A size that was tried, and its peak in bytes, None if memory ran out."""
 
     batch_size: int
     peak_bytes: int | None
 
 
 def exact_sizes(effective_batch_size: int, min_batch_size: int) -> tuple[int, ...]:
-    """Return the divisors of the effective batch from ``min_batch_size`` on, the smallest first.
-    With them, and no other, accumulation makes up the effective batch exactly."""
+    """Return the divisors of the effective batch from ``min_batch_size`` on, smallest first. Only
+    with these does accumulation keep the effective batch exactly."""
     least = min(min_batch_size, effective_batch_size)
     return tuple(n for n in range(least, effective_batch_size + 1) if effective_batch_size % n == 0)
 
 
 def micro_batch_sizes(effective_batch_size: int, min_batch_size: int) -> tuple[int, ...]:
-    """Return :func:`exact_sizes`, and those that the policy would halve to: for a loop that splits
-    its own batches, where divisors are far apart."""
+    """Return :func:`exact_sizes` and the sizes that the policy would halve to: a loop that splits
+    its own batches needs them if the divisors are far apart."""
     size = effective_batch_size
     least = min(min_batch_size, effective_batch_size)
     found = {size}.union(exact_sizes(effective_batch_size, least))
@@ -239,10 +242,11 @@ def micro_batch_sizes(effective_batch_size: int, min_batch_size: int) -> tuple[i
 def size_to_begin_with(
     settings: PolicySettings, history: Sequence[Attempt], spec: AttemptSpec
 ) -> tuple[AttemptSpec, str]:
-    """Return ``spec`` with the batch that an attempt begins with, and why; "" if it is unchanged.
+    """Return ``spec`` with the batch that an attempt starts with, and why; the reason is "" if the
+    batch is unchanged.
 
-    Only until one attempt on this kind of device has come to its batch: from then on the policy's
-    choices stand.
+    This applies only until an attempt on this kind of device has settled on its batch. After that
+    the policy's choices stand.
     """
     spec = spec.with_batch(None, None)
     own = [one for one in history if one.spec.device_kind == spec.device_kind]
@@ -253,7 +257,7 @@ def size_to_begin_with(
         or one.noted("batch_size_found", None) is not None
         for one in own
     ):
-        return spec, ""  # it came far enough to show what fits
+        return spec, ""  # that attempt came far enough to show which size fits
     if not settings.config.finds_batch_size:
         return spec, ""
     ranks = settings.for_ranks(spec.ranks)
@@ -272,7 +276,7 @@ def size_to_begin_with(
 
 @dataclass(frozen=True)
 class Limits:
-    """The room for a pass: bytes in use before it, and the most that there are."""
+    """The room for a pass: bytes in use before it, and the most that may be in use."""
 
     rest_bytes: int = 0
     limit_bytes: int = 0
@@ -283,11 +287,11 @@ class Limits:
 
 
 def next_size(sizes: Sequence[int], probes: Sequence[Probe], limits: Limits) -> int | None:
-    """Return the size to try next, None if nothing is to be gained by another probe.
+    """Return the size to try next, None if another probe would gain nothing.
 
     Args:
-        sizes: to choose from, the smallest first.
-        probes: what was tried, in order.
+        sizes: the sizes to choose from, smallest first.
+        probes: the probes so far, in order.
         limits: the room for each of them.
     """
     if not probes:
@@ -305,31 +309,32 @@ def next_size(sizes: Sequence[int], probes: Sequence[Probe], limits: Limits) -> 
     expected = [size for size in between if peak_of(size) <= limits.but_for(MARGIN)]
     largest = expected[-1] if expected else low
     if not failed and _is_vague(_before(probes, best, limits), best):
-        # workspaces and noise may hide a sample's share, so grow, but by a bounded step
+        # Workspaces and noise may hide a sample's share, so grow by a bounded step.
         doubled = next((size for size in between if size >= 2 * low), between[-1])
         bounded = [size for size in expected if size <= _FARTHEST * low]
         return max([doubled] + bounded)
     if len(probes) == MOST_PROBES - 1 and probes[-1].peak_bytes is None:
-        # the line was wrong by an unknown amount: the last probe must go through
+        # The line was wrong by an unknown amount, and the last probe must succeed.
         safe = [size for size in between if size <= high / _STEP_DOWN]
         largest = min(largest, safe[-1]) if safe else largest
-    # a few percent more are not worth a probe
+    # A gain of a few percent is not worth a probe.
     return largest if largest > low * (1 + MARGIN) else None
 
 
 def fits(probe: Probe, limits: Limits) -> bool:
-    """Return whether a probe went through and left half the margin free."""
+    """Return whether a probe succeeded and left half the margin free."""
     return probe.peak_bytes is not None and probe.peak_bytes <= limits.but_for(MARGIN / 2)
 
 
 def largest_that_fits(probes: Sequence[Probe], limits: Limits) -> Probe | None:
-    """Return the answer of a search: only what was tried and went through counts."""
+    """Return the result of a search: only sizes that were tried and succeeded count."""
     good = [probe for probe in probes if fits(probe, limits)]
     return max(good, key=lambda probe: probe.batch_size, default=None)
 
 
 def _line(probes: Sequence[Probe], best: Probe, limits: Limits) -> Callable[[int], float]:
-    """Return the line between what fitted and what did not, else through what fitted."""
+    """Return the line between a size that fitted and a size that did not, else through those that
+    fitted."""
     size = best.batch_size
     peak = float(best.peak_bytes or 0)
     above = [p for p in probes if p.batch_size > size]
@@ -340,7 +345,7 @@ def _line(probes: Sequence[Probe], best: Probe, limits: Limits) -> Callable[[int
             beyond = limits.but_for(1 - _BEYOND)
         return line((nearest.batch_size, beyond), (size, peak))
     before = _before(probes, best, limits)
-    # all that one size has grown by, as if a sample's share were all of it: never too little
+    # Attribute all growth up to this size to its samples, which never underestimates their share.
     noise = _NOISE_BYTES if _is_vague(before, best) else 0
     risen = max(peak - (before.peak_bytes or 0), 0) + noise
     return line((before.batch_size, peak - risen), (size, peak))
@@ -353,13 +358,14 @@ def line(one: tuple[int, float], other: tuple[int, float]) -> Callable[[int], fl
 
 
 def _before(probes: Sequence[Probe], best: Probe, limits: Limits) -> Probe:
-    """Return the next smaller size that was measured, else none with what was in use before."""
+    """Return the next smaller measured size, else a probe of size 0 with the memory in use
+    before."""
     smaller = [p for p in probes if p.batch_size < best.batch_size and p.peak_bytes is not None]
     nothing = Probe(0, limits.rest_bytes)
     return max(smaller, key=lambda p: p.batch_size, default=nothing)
 
 
 def _is_vague(before: Probe, best: Probe) -> bool:
-    """Return whether the measurements differ by no more than noise, or are of one size alone."""
+    """Return whether the measurements differ only by noise, or are of one size alone."""
     risen = (best.peak_bytes or 0) - (before.peak_bytes or 0)
     return not before.batch_size or risen < 4 * _NOISE_BYTES

@@ -46,7 +46,7 @@ class FreeBytes(NamedTuple):
 
 
 class Devices:
-    """The devices as one job sees them, and what it has reserved of them in the host's queue."""
+    """The devices as one job sees them, and its reservations in the host's queue."""
 
     def __init__(
         self,
@@ -183,15 +183,15 @@ class Devices:
         return Room((), self._need_bytes, counts=(count,))
 
     def begin(self, group: Group) -> None:
-        """Note how much memory is free before an attempt in another process."""
+        """Note the free memory before an attempt in another process."""
         self._free_before = free_bytes(group)
 
     def on_event(self, event: Event) -> None:
-        """Report to the queue how much memory the attempt has reserved on its GPUs."""
+        """Report the memory that the attempt has reserved on its GPUs to the queue."""
         if isinstance(event, MemoryReported) and event.reserved is not None:
             rank = event.rank or 0
             self.queue.report(event.reserved, rank)
-            if rank > 0:  # rank 0's peak is in the outcome, and more exact
+            if rank > 0:  # rank 0's peak is in the outcome, which is more exact
                 self._other_ranks_bytes = max(self._other_ranks_bytes, event.reserved)
 
     def ended(self, attempt: Attempt) -> FreeBytes:
@@ -279,7 +279,7 @@ class Devices:
         return replace(visible, gpus=tuple(gpu for gpu in visible.gpus if gpu.uuid in self._only))
 
     def _learn(self, attempt: Attempt) -> None:
-        """Learn from an attempt how much memory the next one needs."""
+        """Learn from an attempt how much memory the next attempt needs."""
         group = attempt.spec.gpus
         shown = attempt.memory
         peak = max(shown.get("max_allocated", 0), shown.get("reserved", 0), self._other_ranks_bytes)
@@ -348,7 +348,7 @@ class Devices:
 def free_bytes(group: Group) -> dict[str, int]:
     """Return the free memory of the GPUs that answer, in bytes, by UUID.
 
-    Closes the session: a training takes days, and an open one blocks a reset of any GPU.
+    It closes the session: a training takes days, and an open session blocks a reset of any GPU.
     """
     try:
         return _free_bytes(group)
@@ -368,7 +368,7 @@ def name_for_trainer(group: Group, environ: Mapping[str, str], *, own_process: b
     Args:
         group: the attempt's GPUs. Each rank sets its own in its process.
         environ: the launcher's environment.
-        own_process: the trainer's process sees only these GPUs.
+        own_process: whether the trainer's process sees only these GPUs.
     """
     if not group:
         return "cpu"
@@ -395,7 +395,7 @@ def _several(devices: str, visible: Visible) -> frozenset[str]:
 
 
 def _named(device: str, visible: Visible) -> tuple[str, ...]:
-    """Return the UUID of the GPU that ``device`` names among the visible ones, if it names one."""
+    """Return the UUID of the visible GPU that ``device`` names, if it names one."""
     if device == "auto":
         return ()
     if device.startswith("cuda"):

@@ -1,7 +1,8 @@
 """The directory in which this host's jobs see each other, and the small files in it.
 
-It is the administrator's: with its sticky bit everyone may add files and remove only their own. A
-file of another user is data: a regular file, not followed, limited in size, parsed or ignored.
+Launchers and commands use it. It belongs to the administrator: with its sticky bit everyone may add
+files and remove only their own. A file of another user is only data: a regular file, read without
+following links, limited in size, parsed or ignored.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from robust_train.model.json import from_json
 log = logging.getLogger("robust_train")
 
 VARIABLE = "ROBUST_TRAIN_QUEUE_DIR"
-"""Names the directory if ``gpu_queue`` does not; takes precedence over the default."""
+"""The variable that names the directory if ``gpu_queue`` does not. It takes precedence over the
+default."""
 
 RUNTIME = Path("/run/lock")
 LIMITS_FILE = "queue.yaml"
@@ -85,7 +87,7 @@ class Exclusion:
         return max(EXCLUDED_SECONDS - abs(time.time() - self.time), 0.0)
 
     def sentence(self) -> str:
-        """Return for how long the GPU is excluded, by whom, and why."""
+        """Return how long the GPU is excluded, by whom, and why."""
         return (
             f"excluded for another {self.seconds_left / 60:.0f} min by a job of {self.by}: "
             f"{self.reason} (robust-train doctor --include {self.uuid})"
@@ -122,10 +124,12 @@ class QueueDir:
     def matches(
         self, pattern: re.Pattern[str], without: Collection[str] = ()
     ) -> list[re.Match[str]]:
-        """Return the names that match, sorted.
+        """Return the sorted names that match.
 
-        One user's files beyond a thousand are left out, so they delay no other user. Raises
-        OSError: the directory cannot be listed.
+        A user's files beyond a thousand are ignored, so they delay no other user.
+
+        Raises:
+            OSError: the directory cannot be listed.
         """
         try:
             names = os.listdir(self.fd)
@@ -153,7 +157,7 @@ class QueueDir:
         renaming raises an exception, the file is removed.
 
         Raises:
-            OSError: a full disk, or a name that another user has taken.
+            OSError: the disk is full, or another user has taken the name.
         """
         temporary = f"new.{os.urandom(8).hex()}"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -242,7 +246,7 @@ class QueueDir:
 
     @contextlib.contextmanager
     def problems(self, done: str) -> Iterator[None]:
-        """Raise QueueError for an OSError of this block, in which something is ``done``."""
+        """Turn an OSError of this block, in which something is ``done``, into a QueueError."""
         try:
             yield
         except OSError as error:
@@ -265,7 +269,11 @@ class QueueDir:
         return None
 
     def _read_limit(self) -> int:
-        """Return the limit in the file. Raises ValueError: the first mistake in it."""
+        """Return the limit in the file.
+
+        Raises:
+            ValueError: the first mistake in it.
+        """
         try:
             data, status = read_small(self.base / LIMITS_FILE, MOST_BYTES)
         except OSError:
@@ -285,7 +293,11 @@ class QueueDir:
 
 
 def write_whole(fd: int, data: bytes) -> None:
-    """Replace a file's content in place. Raises OSError: the disk took only a part."""
+    """Replace a file's content in place.
+
+    Raises:
+        OSError: the disk took only a part.
+    """
     if os.pwrite(fd, data, 0) != len(data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     os.ftruncate(fd, len(data))
@@ -316,9 +328,10 @@ def is_made(path: Path) -> bool:
 
 
 def tmpfiles_line(path: Path) -> str:
-    """Return the line for tmpfiles.d(5) that makes the directory at each boot and gives it to root.
+    """Return the line for tmpfiles.d(5) that creates the directory at each boot and gives it to
+    root.
 
-    systemd writes the boot id (``%b``) as :func:`boot_name` does.
+    systemd writes the boot id (``%b``) in the same way as :func:`boot_name`.
     """
     return f"d {path}/boot-%b 1777 root root -"
 

@@ -187,7 +187,7 @@ class Registry(QueueDir):
         """Return the living jobs in the order of their tickets, and remove records of dead jobs.
 
         Raises:
-            QueueError: the records cannot be read, so that no one knows what is reserved.
+            QueueError: the records cannot be read, so that all reservations are unknown.
         """
         # The directory was removed, so newcomers see a new directory.
         if os.fstat(self.fd).st_nlink == 0:
@@ -234,7 +234,7 @@ class Registry(QueueDir):
         A job that comes back has its earlier ticket, and gets a later ticket.
 
         Raises:
-            QueueError: the file cannot be made or written.
+            QueueError: the file cannot be created or written.
         """
         # Its old record may be known as dead, and a name never comes to life again.
         last = max((job.ticket for job in self.jobs()), default=0)
@@ -270,7 +270,7 @@ def _read(fd: int, record: re.Match[str], owner: int) -> QueuedJob | None:
 
 
 class Reservation:
-    """This job's own record: its queue position, and later its reservation on its GPUs.
+    """This job's record: its queue position, and later its reservation on its GPUs.
 
     Every process that has its descriptor ``fd`` open keeps it alive. -1 once released.
     """

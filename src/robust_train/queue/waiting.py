@@ -44,7 +44,7 @@ class NoGpu:
 
 @dataclass(frozen=True)
 class WaitStatus(Event):
-    """Progress of the waiting."""
+    """Progress of the wait."""
 
     is_journaled = False
 
@@ -122,7 +122,7 @@ class Waiting:
     def run(self) -> Group | NoGpu:
         """Return the best GPUs with enough free memory, as soon as there are enough of them.
 
-        Returns at once if no amount of waiting could help. GPUs that vanish later may come back.
+        Returns at once if waiting cannot help. GPUs that vanish later may return.
 
         Raises:
             QueueError: the queue directory can no longer be used.
@@ -145,7 +145,7 @@ class Waiting:
                 self._on_status(self._status)
             next_read = self._next_read - max(now, self._settle_until)
             if next_read >= _CLOSING_SECONDS:
-                close_session()  # an open one would block a reset of the GPUs
+                close_session()  # an open session would block a reset of the GPUs
             self._sleep(min(self._pause_seconds, left or math.inf))
         return group
 

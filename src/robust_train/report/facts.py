@@ -202,7 +202,8 @@ def goodput_of(spans: Sequence[Span], attempts: Sequence[TimedAttempt]) -> dict[
         a_step = speed[0].seconds_per_step if speed else 0.0
         updates = attempt.noted("skipped_updates", 0)
         skipped = min(updates * a_step, useful - saving)
-        stalled = min(attempt.stalled_seconds, seconds_of(spans, "lost", attempt.number))
+        lost = seconds_of(spans, "lost", attempt.number)
+        stalled = min(attempt.noted("stalled_seconds", 0.0), lost)
         parts["saving"] += saving
         parts["skipped"] += skipped
         parts["useful"] -= saving + skipped

@@ -26,7 +26,6 @@ from robust_train.model.events import (
     JobEnded,
     JobStarted,
     Progress,
-    Stalled,
     TrainingStarted,
     parse,
 )
@@ -140,7 +139,6 @@ class TimedAttempt(Attempt):
     # (step, time) of each
     progress: tuple[tuple[int, float], ...] = field(default=(), repr=False)
     checkpoints: tuple[tuple[int, float], ...] = ()
-    stalled_seconds: float = 0.0  # it stood still before it was ended for that
 
     @property
     def device(self) -> str:
@@ -192,7 +190,6 @@ def _attempt(
     checkpoints: list[tuple[int, float]] = []
     began = None
     ended = entries[-1].time
-    stalled = 0.0
     for entry in entries:
         event = entry.event
         time = entry.time
@@ -206,6 +203,7 @@ def _attempt(
                 begun = attempt or event.record
                 ended = time
                 attempt = replace(event.record, number=number, started=begun.started)
+                attempt = attempt.with_same("stalled_seconds", begun)  # records do not have it
             case DecidedAgain() if attempt is not None:
                 attempt = replace(attempt, action=event.action, reason=event.reason)
             case _ if attempt is not None and attempt.seconds is None:
@@ -218,8 +216,6 @@ def _attempt(
                 checkpoints.append((step, time))
             case TrainingStarted():
                 began = time
-            case Stalled():
-                stalled = event.seconds
     if attempt is None:
         return None
     return TimedAttempt(
@@ -228,5 +224,4 @@ def _attempt(
         training_began=began,
         progress=tuple(progress),
         checkpoints=tuple(checkpoints),
-        stalled_seconds=stalled,
     )

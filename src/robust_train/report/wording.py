@@ -11,7 +11,16 @@ from robust_train.folder.memory_samples import Sample
 from robust_train.model.attempt import UNFINISHED, Attempt
 from robust_train.model.failure import Failure, FailureKind
 from robust_train.model.spec import Speed, slowest_rank
-from robust_train.readable import by_processes, counted, duration, memory, number, ordinal, percent
+from robust_train.readable import (
+    by_processes,
+    counted,
+    duration,
+    memory,
+    number,
+    ordinal,
+    percent,
+    step_time,
+)
 from robust_train.report.facts import OOM, Advice, DeviceMemory, Story, seconds_of, speed_of
 from robust_train.report.sources import TimedAttempt
 
@@ -189,13 +198,15 @@ def advice_of(story: Story, keys: Mapping[str, str] | None) -> Iterator[Advice]:
     """Yield findings and advice, most promising first, or none if nothing was tight. ``keys`` are a
     project's keys that stand for ours."""
     words = Words(keys)
-    for advice in _advice_of(story, keys):
+    for advice in _advice_of(story):
         steps = tuple(map(words.text, advice.steps))
         overrides = words.text(advice.overrides or "") or None
         yield replace(advice, steps=steps, overrides=overrides)
+    for finding in speed_advice(story.attempts):
+        yield Advice(_sentence(words.text(finding)))
 
 
-def _advice_of(story: Story, keys: Mapping[str, str] | None) -> Iterator[Advice]:
+def _advice_of(story: Story) -> Iterator[Advice]:
     yield from _what_worked(story)
     yield from _failures(story.attempts)
     inside = _inside_steps(story)
@@ -214,8 +225,6 @@ def _advice_of(story: Story, keys: Mapping[str, str] | None) -> Iterator[Advice]
                 "keeps the whole graph that it was computed by",
             ),
         )
-    for finding in speed_advice(story.attempts, keys):
-        yield Advice(_sentence(finding))
 
 
 def _what_worked(story: Story) -> Iterator[Advice]:
@@ -296,14 +305,12 @@ def held_memory(attempts: Sequence[Attempt]) -> str:
     return f"{memory(peak)} at its peak, CUDA and libraries included" if peak else ""
 
 
-def speed_advice(
-    attempts: Sequence[Attempt], keys: Mapping[str, str] | None = None
-) -> Iterator[str]:
+def speed_advice(attempts: Sequence[Attempt]) -> Iterator[str]:
     """Yield what would make the job faster, by the last attempt whose speed is known."""
     measured = [attempt for attempt in attempts if speed_of(attempt)]
     for last in measured[-1:]:
-        for finding in itertools.chain(_data(last), _slow_ranks(speed_of(last))):
-            yield Words(keys).text(finding)
+        yield from _data(last)
+        yield from _slow_ranks(speed_of(last))
 
 
 def _data(attempt: Attempt) -> Iterator[str]:
@@ -360,8 +367,8 @@ def speed_text(speed: Sequence[Speed], ranks: int) -> str:
     rate = samples_per_second(speed, ranks)
     parts = [] if rate is None else [f"{number(rate)} samples/s while training"]
     parts.append(
-        f"{number(slowest.seconds_per_step)} s a step "
-        f"(median; 95 %: {number(slowest.seconds_per_step_p95)} s)"
+        f"{step_time(slowest.seconds_per_step)} a step "
+        f"(median; 95 %: {step_time(slowest.seconds_per_step_p95)})"
     )
     if shares:
         parts.append(f"{percent(max(shares))} waiting for data")

@@ -74,22 +74,55 @@ class LateFigures:
         return earlier, float(late.read())
 
 
-class LateAnswers:
-    """Tells whether an update changed the weights, an update late if the device decides that."""
+@dataclass(frozen=True)
+class Answer:
+    """What the host knows of updates after one more of them."""
+
+    # Whether the weights have changed in this update, or in the one before if the device decides.
+    # The first such update counts as one that changed them.
+    moved: bool
+    # A step, and whether its loss or norm was not finite. None if that is not known yet.
+    checked: tuple[int, bool] | None = None
+
+
+@dataclass(frozen=True)
+class _OnTheirWay:
+    """The figures of an update that only the device knows; often the same figure twice."""
+
+    step: int
+    left_out: LateFigure | None
+    is_bad: LateFigure | None
+
+
+class LateUpdates:
+    """How updates have ended. A figure that the device decides by is copied to the host once, and
+    is read an update later."""
 
     def __init__(self) -> None:
-        self._figures = LateFigures()
+        self._waiting: _OnTheirWay | None = None
 
-    def moved(self, step: int, done: Update) -> bool:
-        """Take an update, and return whether the weights have changed.
+    def after(self, step: int, done: Update) -> Answer:
+        """Take the update of a step; return what is known by now."""
+        if not done.waits:
+            checked = None if done.is_bad is None else (step, bool(done.is_bad))
+            return Answer(done.moved, checked)
+        before = self._waiting
+        self._waiting = _on_their_way(step, done)
+        moved = done.moved
+        checked = None
+        if before is not None and before.left_out is not None:
+            moved = not before.left_out.read()
+        if before is not None and before.is_bad is not None:
+            checked = (before.step, bool(before.is_bad.read()))
+        return Answer(moved, checked)
 
-        If the device decides, that is not known yet, and the answer is for the update before. The
-        first such update counts as one that changed them.
-        """
-        if done.left_out is None:
-            return done.moved
-        earlier = self._figures.swap(step, done.left_out)
-        return earlier is None or not earlier[1]
+
+def _on_their_way(step: int, done: Update) -> _OnTheirWay:
+    left_out = None if done.left_out is None else LateFigure(done.left_out)
+    if done.is_bad is done.left_out:
+        return _OnTheirWay(step, left_out, left_out)
+    is_bad = None if done.is_bad is None else LateFigure(done.is_bad)
+    return _OnTheirWay(step, left_out, is_bad)
 
 
 def update(

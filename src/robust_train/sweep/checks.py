@@ -134,8 +134,9 @@ def _problem_of(
 def direction_of(config: DictConfig) -> str:
     """Return which result of a sweep is best: the largest (``maximize``) or the smallest.
 
-    A line says so if only the name of ``objective`` decides it. Raises ConfigError: the sweeper's
-    own direction is neither of them, or is not that of ``sweep_direction``.
+    A line says so if only the name of ``objective`` decides it, or nothing does. Raises
+    ConfigError: the sweeper's own direction is neither of them, or is not that of
+    ``sweep_direction``.
     """
     settings = unchecked(config)
     wanted = settings.sweep_direction
@@ -155,6 +156,9 @@ def direction_of(config: DictConfig) -> str:
     objective = settings.objective
     if not objective:
         objective = config.get("optimized_metric")
+    if not objective and given is None and not settings.is_built_in:
+        # A trainer may return its loss, and a figure without a name shows no direction.
+        log.info("the largest result is best; sweep_direction=minimize says otherwise")
     if not (objective and SMALLEST_IS_BEST.search(str(objective).lower())):
         return MAXIMIZE
     log.info(

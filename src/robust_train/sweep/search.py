@@ -30,7 +30,7 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from robust_train.compat import running_trial, suggest
-from robust_train.folder.provenance import public_command
+from robust_train.folder.secrets import public_command
 from robust_train.model.errors import EXIT_TRY_LATER, ConfigError
 from robust_train.model.events import ValueReported
 from robust_train.readable import named_line

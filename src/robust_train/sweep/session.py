@@ -35,14 +35,7 @@ from robust_train.config.schema import RobustConfig
 from robust_train.files import plain, set_aside
 from robust_train.folder.hydra_state import OF_HYDRA, close_to_others, composed_files
 from robust_train.folder.lock import RunLock, refusal, wait_until_free
-from robust_train.folder.provenance import (
-    changed_files,
-    config_digests,
-    public_command,
-    read_environment,
-    repeated_with,
-    sweep_resume_command,
-)
+from robust_train.folder.provenance import changed_files, config_digests, read_environment
 from robust_train.folder.requests import (
     SWEEP_FILE,
     SWEEP_LIMIT_FILE,
@@ -50,8 +43,11 @@ from robust_train.folder.requests import (
     request_sweep_stop,
     sweep_stop_requested,
 )
+from robust_train.folder.resume_command import repeated_with, sweep_resume_command
+from robust_train.folder.secrets import public_command
 from robust_train.folder.state import note_ended_earlier
 from robust_train.host.engine import guest_rank
+from robust_train.host.job_logging import shorten_lines
 from robust_train.host.loggers import standard_error
 from robust_train.host.signals import SignalWatch
 from robust_train.model.errors import EXIT_FAILED, ConfigError
@@ -247,6 +243,7 @@ class HydraSession:
         kind = str(sweeper.get("_target_")).rpartition(".")[2]
         is_ours = kind == "RobustSweeper"
         launcher = "gpu_queue" if is_ours else launcher_of(config)
+        shorten_lines()
         direction = direction_of(config)
         try:
             folder.mkdir(parents=True, exist_ok=True)

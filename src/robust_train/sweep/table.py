@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
-from robust_train.folder.provenance import public_command
+from robust_train.folder.secrets import public_command
 from robust_train.readable import aligned, of_all, shortened
 from robust_train.sweep.record import Status, SweepJob, SweepTable
 

@@ -27,7 +27,7 @@ from robust_train.config.values import is_secret
 from robust_train.folder.lock import is_held
 from robust_train.folder.state import RunState, read_state
 from robust_train.model.attempt import Attempt, AttemptEnded
-from robust_train.model.events import CheckpointFailed, CheckpointSaved, Stalled, StallWarning
+from robust_train.model.events import CheckpointFailed, CheckpointSaved, Event, Notice
 from robust_train.model.failure import Failure, FailureKind
 from robust_train.model.spec import AttemptSpec
 from sweep_world import SweepWorld
@@ -38,6 +38,13 @@ WAITING = replace(NEW, state="waiting", waiting={"position": 1, "reason": "GPU 0
 ON_CPU = replace(NEW, state="running", attempt=Attempt(2, AttemptSpec((), 8, 1)))
 ON_GPU = replace(ON_CPU, attempt=Attempt(1, AttemptSpec((gpu(1, 20),), 8, 1)))
 THIRD = replace(ON_CPU, attempt=Attempt(3, AttemptSpec((), 8, 1)))
+
+
+class Hanging(Event):
+    """An event that brings its notice."""
+
+    def notice(self, attempt):
+        return Notice("stalled", f" hangs in attempt {attempt}")
 
 
 @pytest.fixture(autouse=True)
@@ -100,16 +107,14 @@ def test_each_requested_event_is_notified_once(told):
     for state in (NEW, WAITING, replace(WAITING, updated=5.0)):
         notifier.poll(state)
         notifier.finish()
-    for event in (StallWarning(300.0, 600.0), Stalled(600.0)):
-        notifier.on_event(event, THIRD)
-        notifier.finish()
+    notifier.on_event(Hanging(), THIRD)
+    notifier.finish()
     notifier.poll(replace(NEW, state="failed"))
     notifier.finish()
-    (waiting, line), (_, warning), (stalled, last) = read()
+    (waiting, line), (stalled, last) = read()
     assert (waiting["event"], waiting["job"], waiting["text"]) == ("waiting", "lora", line)
-    assert "no progress for 5 min in attempt 3, which is ended after 10 min" in warning
     assert (stalled["event"], stalled["attempt"]) == ("stalled", 3)
-    assert "no progress in attempt 3" in last
+    assert last == "lora on gpu1 hangs in attempt 3"
     assert not notifier.has_failed
 
 

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from robust_train import launch
-from robust_train.folder import provenance
+from robust_train.features.provenance import environment
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_a_git_that_hangs_costs_its_answer_only(tmp_path, monkeypatch, repositor
     git.write_text("#!/bin/sh\nexec sleep 600\n")
     git.chmod(0o755)
     monkeypatch.setenv("PATH", f"{git.parent}:/usr/bin:/bin")
-    monkeypatch.setattr(provenance, "GIT_SECONDS", 0.1)
+    monkeypatch.setattr(environment, "GIT_SECONDS", 0.1)
     _launch(tmp_path / "run")
     found = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert (found["git_commit"], found["git_dirty"]) == (None, None)

@@ -6,7 +6,8 @@ import os
 from dataclasses import replace
 
 from robust_train.features.slow.launcher import SlowWatch
-from robust_train.model.events import MicroBatchChanged, Slow, SpeedMeasured
+from robust_train.features.slow.record import Slow
+from robust_train.model.events import MicroBatchChanged, SpeedMeasured
 from robust_train.model.spec import Speed
 from simulated_nvml import Gpu
 

@@ -22,13 +22,13 @@ from robust_train.features.stall.launcher import (
     remove_nccl_pipes,
 )
 from robust_train.features.stall.model import SHORTEST_SECONDS, STARTUP_SECONDS, Pulse, standstill
+from robust_train.features.stall.record import Stalled, StallWarning
 from robust_train.host.signals import SignalWatch
 from robust_train.model.events import (
     JobStarted,
     MemoryReported,
     PauseLearned,
     Progress,
-    StallWarning,
     TrainingStarted,
 )
 from simulated_nvml import Gpu
@@ -194,6 +194,13 @@ def test_a_hang_is_warned_of_once_halfway(watched):
     watched.lives_through("quiet 1750, begins, progress, quiet 590")
     assert [type(event) for event in watched.events] == [StallWarning, StallWarning]
     assert watched.wait(100).what.startswith("no progress for 10 min")
+
+
+def test_notices_name_the_attempt_and_its_limit():
+    warning = StallWarning(300.0, 600.0).notice(3)
+    assert warning.kind == "stalled"
+    assert "no progress for 5 min in attempt 3, which is ended after 10 min" in warning.text
+    assert "no progress in attempt 3" in Stalled(600.0).notice(3).text
 
 
 def test_a_suspended_attempt_does_not_hang(watched):

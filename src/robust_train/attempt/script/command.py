@@ -1,7 +1,8 @@
 """The trainer behind ``trainer=command``: one attempt is one run of the script.
 
-The script inherits the attempt's output streams, so what it prints is shown and kept as any
-trainer's. Why it failed is classified by the launcher, which has the end of the output.
+:func:`train` runs in the attempt's process. The script inherits its output streams, so its output
+is shown and kept like any trainer's. The launcher, which has the end of the output, classifies
+failures.
 """
 
 from __future__ import annotations
@@ -74,47 +75,50 @@ _BEGAN_AGAIN = (
     "the script was given %s, and has written %s: it begins again in each attempt, or counts "
     "from 0 again; does it load what it is given?"
 )
-_OF_TRANSFORMERS = "trainer_state.json"  # each checkpoint of its Trainer has it
+_OF_TRANSFORMERS = "trainer_state.json"  # each checkpoint of transformers' Trainer has this file
 _WITH_TRANSFORMERS = " trainer.train(resume_from_checkpoint=args.resume_from_checkpoint) does"
 _BEFORE = "checkpoints_before.json"
 _PLACEHOLDERS = {"lr": "learning_rate"}
-"""How keys of ``training`` are called in a command."""
+"""The names of ``training`` keys in a command."""
 _INTERPRETER = re.compile(r"python[\d.]*$|(ba|z)?sh$|Rscript$|julia$|perl$|ruby$|node$")
 
 
 Stamp = tuple[int, int]
-"""By which a file or folder is known again: last change in nanoseconds, and size in bytes."""
+"""A file's or folder's fingerprint: last change in nanoseconds, and size in bytes."""
 
 Stamped = tuple[Path, Stamp]
 
 NOTHING: Stamped = Path(), (0, 0)
-"""No checkpoint: every other one is later."""
+"""No checkpoint: every other checkpoint is later."""
 
 
 def preload_modules(cfg: DictConfig) -> tuple[str, ...]:
-    """Return nothing to import early, but check the config before a device is chosen. Raises
-    ConfigError: there is nothing to run, or it cannot be found."""
+    """Check the config before a device is chosen. A command has nothing to import early.
+
+    Raises:
+        ConfigError: the command is empty, or its program cannot be found.
+    """
     check_command(read(RobustConfig, cfg, ""))
     return ()
 
 
 def train(cfg: DictConfig, run: Run) -> Json:
-    """Run the script once; return the result that it reported, None if none.
+    """Run the script once; return the result that it reported, None if it reported none.
 
     Raises:
         ConfigError: it cannot be started.
         UserError: it failed.
-        TrainingStopped: it was asked to stop, however it ended then.
+        TrainingStopped: it was asked to stop, whatever its exit.
     """
     config = read(RobustConfig, cfg, "")
     cwd = check_command(config)
     trainer = config.trainer
-    # any may have workers, and read their number from its environment
+    # Any script may have workers, and read their number from its environment.
     live_of(run).describe_trainer(
         lambda key: _asks_for(_PLACEHOLDERS.get(key, key), config),
         lambda name: name == WORKERS or _asks_for(name, config),
     )
-    # its messages are read so often
+    # Its messages are read at these intervals.
     live_of(run).speed.measure_rarely(10 * TICK_SECONDS)
     values = _values(config, run)
     watch = _watch(config, cwd, values, run)
@@ -125,13 +129,14 @@ def train(cfg: DictConfig, run: Run) -> Json:
         template += trainer.resume_argv
     argv = tuple(values.fill(word) for word in template)
     attempt = _Attempt(run, cwd, watch, checkpoint)
-    # from here on a signal is for the script, and interrupts nothing here
+    # From here on a signal is for the script, and does not interrupt this process.
     if run.should_stop():
         raise TrainingStopped("asked to stop before the script was started")
     live_of(run).reports.send(ScriptStarted(argv, str(cwd)))
     stop_signal = signal.Signals[f"SIG{trainer.stop_signal}"]
     environ = {
-        # or what a Python script prints would be seen when a buffer is full, and lost at a kill
+        # Otherwise a Python script's output would appear only when a buffer is full, and be lost if
+        # it is killed.
         "PYTHONUNBUFFERED": "1",
         **shared_machine_environment(os.environ),
         **rendezvous_environment(argv, os.environ, _most_ranks(config, run)),
@@ -146,20 +151,20 @@ def train(cfg: DictConfig, run: Run) -> Json:
     finally:
         attempt.finish(was_killed=signal_of(returncode) > 0)
     live_of(run).reports.send(ScriptEnded(returncode, program.pid))
-    # one that had completed when the stop arrived keeps its result
+    # A script that had completed when the stop arrived keeps its result.
     has_completed = program.has_ended_by_itself and returncode == 0
     if not has_completed and run.should_stop():
         raise TrainingStopped(f"the script was asked to stop and {_how(returncode)}")
     if returncode != 0:
         raise UserError(f"the script {_how(returncode)}")
-    # what comes next in this folder starts afresh
+    # The next job in this folder starts afresh.
     (run.run_dir / _BEFORE).unlink(missing_ok=True)
     return attempt.result
 
 
 def _most_ranks(config: RobustConfig, run: Run) -> int:
-    """Return in how many processes the script may train: a command that does not name
-    ``{num_gpus}`` starts as many on the CPU."""
+    """Return the largest number of ranks in which the script may train. A command that does not
+    name ``{num_gpus}`` starts as many on the CPU."""
     asked = live_of(run).parts.asked
     return max(config.num_gpus, 1 if asked is None else asked.ranks)
 
@@ -171,34 +176,35 @@ def _asks_for(name: str, config: RobustConfig) -> bool:
 
 
 class _Attempt:
-    """What is seen of a script while it runs."""
+    """Watches a script while it runs."""
 
     def __init__(
         self,
         run: Run,
         cwd: Path,
         watch: CheckpointWatch,
-        checkpoint: Stamped,  # to go on from
+        checkpoint: Stamped,  # the checkpoint to resume from
     ) -> None:
-        # the file for its messages
+        # The file for its messages.
         self.events = run.run_dir / f"attempt-{run.attempt}.events"
         self.events.write_bytes(b"")
-        self.result: Json = None  # the one that it reported, None so far
+        self.result: Json = None  # its reported result, None so far
         self._run = run
         self._cwd = cwd
         self._watch = watch
         self._lines = LineReader(self.events)
         self._resumed = checkpoint[0]
-        # the newest may be one that it was not to go on from
+        # The newest checkpoint may be another one than it resumes from.
         self._known = max(checkpoint, watch.newest(at_rest=True), key=_changed)
-        # one that looked damaged at the last look, and its step: it may be being written over
+        # A checkpoint that looked damaged at the last poll, and its step: the script may be
+        # overwriting it.
         self._doubted: list[tuple[Path, Stamped, int | None]] = []
         self._complained = self._has_ended = False
         if checkpoint != NOTHING and self._resumed != run.resume_checkpoint:
             run.checkpoint_saved(self._resumed, run.last_step)
 
     def poll(self, reported: Collection[Path] | None = None) -> None:
-        """Pass on what the script has reported and saved."""
+        """Pass on the script's new reports and checkpoints."""
         for path, _, step in self._doubted:
             self._saved(path, step)
         for line in self._lines.read(to_the_end=self._has_ended):
@@ -206,14 +212,14 @@ class _Attempt:
                 self._take(line)
             except TrainingDiverged:
                 raise
-            # as of a path that is none: no other line ends the script
+            # A path may be invalid, for example. No other line may end the script.
             except Exception as problem:
                 if not self._complained:
                     self._complained = True
                     name = self.events.name
                     log.warning("%s: %r: %s", name, line[:200], problem)
         newest = self._watch.newest(at_rest=self._has_ended, reported=reported)
-        # while the newest is written over, the newest at rest is an older one
+        # While the newest is overwritten, the newest at rest is an older checkpoint.
         is_later = _changed(newest) >= _changed(self._known)
         if is_later and newest not in (NOTHING, self._known):
             self._saved(newest[0], self._run.last_step)
@@ -230,8 +236,8 @@ class _Attempt:
                 self.events.unlink()
 
     def _saved(self, path: Path, step: int | None) -> None:
-        """Report a checkpoint. One that looks damaged is looked at again, until it stays so: the
-        script may be writing the next one over it."""
+        """Report a checkpoint. If it looks damaged, it is checked again until it stays the same:
+        the script may be writing the next one over it."""
         if _is_before(path.name, self._resumed.name):
             advice = ""
             if (path / _OF_TRANSFORMERS).exists():
@@ -255,7 +261,7 @@ class _Attempt:
             )
 
     def _position_in(self, path: Path) -> Position:
-        """Return where the script was in its data: its own run may have written that down."""
+        """Return the script's position in its data, which its `run` may have stored."""
         with contextlib.suppress(OSError):
             for one in read_manifests(self._run.checkpoint_dir):
                 is_known = one.path == path.absolute()
@@ -275,7 +281,7 @@ class _Attempt:
                 self._saved(where, step)
             case Result(value=value):
                 self.result = value
-            # a script does not know which figure `objective` names
+            # A script does not know which figure `objective` names.
             case EpochEnded(epoch=epoch, metrics=metrics) as event:
                 live_of(self._run).reports.send(event)
                 live_of(self._run).reports.report_objective(metrics, epoch)
@@ -312,12 +318,13 @@ def _values(config: RobustConfig, run: Run) -> ScriptValues:
 
 
 def _watch(config: RobustConfig, cwd: Path, values: ScriptValues, run: Run) -> CheckpointWatch:
-    """Return what finds the script's checkpoints. What matched before the job began is noted at its
-    first attempt, and compared by size and time of change: no two clocks have to agree."""
+    """Return a watch for the script's checkpoints. Files that matched before the job started are
+    noted at its first attempt, and compared by size and modification time: no two clocks have to
+    agree."""
     inside = config.trainer.checkpoint_glob
     if inside is None:
         return CheckpointWatch("", {})
-    # the folders themselves may have brackets in their names
+    # The folders may have brackets in their names.
     pattern = str(Path(glob.escape(str(cwd)), values.fill(inside, glob.escape)))
     path = run.run_dir / _BEFORE
     starts_afresh = not config.resume and run.resume_checkpoint is None
@@ -332,7 +339,7 @@ def _watch(config: RobustConfig, cwd: Path, values: ScriptValues, run: Run) -> C
 
 
 def _checkpoint(watch: CheckpointWatch, run: Run) -> Stamped:
-    """Return the newest of the one that was reported and those that the pattern finds."""
+    """Return the newest of the reported checkpoint and those that the pattern matches."""
     given = NOTHING
     reported = run.resume_checkpoint
     if reported is not None and is_whole(reported):
@@ -341,7 +348,7 @@ def _checkpoint(watch: CheckpointWatch, run: Run) -> Stamped:
         log.warning("checkpoint %s is missing or torn and is skipped", reported)
     manifests = wait_until_readable(lambda: read_manifests(run.checkpoint_dir))
     for found in watch.found(at_rest=True, reported=[one.path for one in manifests]):
-        # what is given was read by the launcher
+        # The launcher has read the given checkpoint.
         if found == given or _changed(found) < _changed(given):
             break
         path = found[0]
@@ -362,8 +369,8 @@ def _changed(one: Stamped) -> int:
 
 
 def _is_before(name: str, other: str) -> bool:
-    """Return whether two names differ only in their numbers, and the first that differs, as of an
-    epoch before a loss, is smaller in ``name``."""
+    """Return whether two names differ only in their numbers, and the first different number, for
+    example an epoch before a loss, is smaller in ``name``."""
     parts, others = (re.split(r"(\d+)", one) for one in (name, other))
     numbers = (list(map(int, one[1::2])) for one in (parts, others))
     return parts[::2] == others[::2] and next(numbers) < next(numbers)
@@ -376,15 +383,15 @@ def _how(returncode: int) -> str:
 
 
 def users_path(environ: Mapping[str, str]) -> str:
-    """Return where a script's programs are looked up: PATH without the environment of a tool.
+    """Return the PATH for a script's programs: PATH without the environment of a tool.
 
-    ``uvx robust-train`` puts the environment that it made for the tool in front of PATH, and in
-    that one ``python`` has none of the user's packages.
+    ``uvx robust-train`` puts the tool's environment in front of PATH, and the ``python`` in there
+    has none of the user's packages.
     """
     folders = environ.get("PATH", os.defpath).split(os.pathsep)
     prefix = Path(sys.prefix)
-    # uv installs a tool with a receipt, or into its cache; environments that someone has
-    # activated are theirs, wherever they lie
+    # uv installs a tool with a receipt, or into its cache. Environments that the user activated are
+    # the user's, wherever they are.
     is_a_tools = (prefix / "uv-receipt.toml").exists() or any(
         (folder / "CACHEDIR.TAG").exists() for folder in prefix.parents[:2]
     )
@@ -394,15 +401,19 @@ def users_path(environ: Mapping[str, str]) -> str:
 
 
 def check_command(config: RobustConfig) -> Path:
-    """Return the script's working directory. Raises ConfigError: there is nothing to run, or it
-    cannot be found."""
+    """Return the script's working directory.
+
+    Raises:
+        ConfigError: the command is empty, or its program cannot be found.
+    """
     trainer = config.trainer
     if not trainer.argv:
         raise ConfigError(
             "trainer.argv: must name a program, as in "
             "'trainer.argv=[python, train.py, --batch_size, \"{batch_size}\"]'"
         )
-    # {batchsize} would reach the script unchanged; of resume_argv also a name that is like none
+    # {batchsize} would reach the script unchanged. In resume_argv that also holds for unknown
+    # names.
     for key, words in (
         ("argv", trainer.argv),
         ("resume_argv", trainer.resume_argv),
@@ -422,7 +433,7 @@ def check_command(config: RobustConfig) -> Path:
 
 
 def _refuse_missing(cwd: Path, argv: Sequence[str]) -> None:
-    """Refuse a program that is not there, or cannot be executed, and a script that an interpreter
+    """Refuse a program that does not exist or is not executable, and a script that an interpreter
     would not find."""
     program = argv[0]
     script = argv[1] if argv[1:] else ""
@@ -453,8 +464,8 @@ def _refuse_missing(cwd: Path, argv: Sequence[str]) -> None:
 
 
 class CheckpointWatch:
-    """Looks for new checkpoints by a pattern for :func:`glob.glob` (absolute, ``**`` included);
-    ``before``: what lay there before the job."""
+    """Looks for new checkpoints by a pattern for :func:`glob.glob` (absolute, ``**`` included).
+    ``before`` are the files from before the job."""
 
     def __init__(self, pattern: str, before: Mapping[str, Stamp]) -> None:
         self._pattern = pattern
@@ -466,8 +477,8 @@ class CheckpointWatch:
         return next(self.found(at_rest=at_rest, reported=reported), NOTHING)
 
     def unused(self, known: Stamped) -> CheckpointUnused | None:
-        """Return why the newest match is not the newest checkpoint, which is ``known``, or why the
-        pattern has no match although a file has that name; None if neither is so."""
+        """Return why the newest match is not the newest checkpoint, ``known``, or why a file with
+        the pattern's name does not match; None otherwise."""
         seen = stamps(self._pattern)
         own = [
             (Path(path), stamp) for path, stamp in seen.items() if self._before.get(path) != stamp
@@ -479,7 +490,7 @@ class CheckpointWatch:
                 what = "is empty"
             text = f"checkpoint {newest} {what} and is not used"
             return CheckpointUnused(text, str(newest))
-        # cwd and the run folder are escaped already
+        # The working directory and the run folder are already escaped.
         literal = re.sub(r"(\[[\[*?]\])|\[", lambda found: found[1] or "[[]", self._pattern)
         if seen or literal == self._pattern or not stamps(literal):
             return None
@@ -491,10 +502,12 @@ class CheckpointWatch:
     def found(
         self, *, at_rest: bool, reported: Collection[Path] | None = None
     ) -> Iterator[Stamped]:
-        """Yield the whole matches that are the job's own, the newest first. Only what has not
-        changed since the last call counts, unless all is ``at_rest``. A folder has to have all the
-        files of the one before it; the first one, to be ``reported`` where these are given: a
-        script that was killed may have left it without some."""
+        """Yield the complete checkpoints of this job among the matches, newest first.
+
+        Only files that have not changed since the last call count, unless all are ``at_rest``. A
+        folder needs all files of the folder before it. The first folder has to be in ``reported``,
+        if that is given: a script that was killed may have left it incomplete.
+        """
         seen = stamps(self._pattern)
         last_seen = self._last_seen
         self._last_seen = seen
@@ -520,13 +533,14 @@ class CheckpointWatch:
 
 
 def _names(folder: Path) -> set[str]:
-    """Return the names of the files in a folder; numbers count as one."""
+    """Return the names of the files in a folder. Names that differ in numbers only are the same."""
     inside = (str(file.relative_to(folder)) for file in files_in(folder))
     return {re.sub(r"\d+", "0", name) for name in inside}
 
 
 def stamps(pattern: str) -> dict[str, Stamp]:
-    """Return every match with its stamp, but unfinished ones by their name and manifests."""
+    """Return every match with its fingerprint, except unfinished files by their name, and
+    manifests."""
     found: dict[str, Stamp] = {}
     for match in glob.glob(pattern, recursive=True):
         path = match.rstrip("/")
@@ -537,7 +551,11 @@ def stamps(pattern: str) -> dict[str, Stamp]:
 
 
 def stamp_of(path: Path) -> Stamp:
-    """Return the stamp of a file, or of a folder with all in it. Raises OSError if it is gone."""
+    """Return the fingerprint of a file, or of a folder with all its content.
+
+    Raises:
+        OSError: it no longer exists.
+    """
     status = path.stat()
     if not path.is_dir():
         return status.st_mtime_ns, status.st_size
@@ -549,4 +567,4 @@ def stamp_of(path: Path) -> Stamp:
 def _stamped(path: Path) -> Stamped:
     with contextlib.suppress(OSError):
         return path, stamp_of(path)
-    return NOTHING  # it is gone
+    return NOTHING  # it was removed

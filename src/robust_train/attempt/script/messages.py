@@ -1,8 +1,8 @@
-"""What a script reports: lines of JSON in the file that ``ROBUST_TRAIN_EVENTS`` names.
+"""A script's reports: lines of JSON in the file that ``ROBUST_TRAIN_EVENTS`` names.
 
-A file, because any language can append to one, also from a process several wrappers below, and
-no one is ever blocked by it. Both sides are here: what the attempt reads, and what a Python script
-uses::
+It is a file because any language can append to a file, also in a process several wrappers below,
+and it never blocks anyone. Both sides are here: the reader in the attempt, and the class for Python
+scripts::
 
     run = robust_train.current_run()  # also without the launcher: then nothing is reported
     run.progress(step, loss=loss)
@@ -51,7 +51,7 @@ _DOCUMENTED = {
     "checkpoint": "checkpoint",
     "report": "report",
 }
-"""Which event of ours is meant by an event of a script's."""
+"""The event for each of a script's events."""
 _OF_A_RUN = frozenset(
     {
         "micro_batch_changed",
@@ -64,12 +64,12 @@ _OF_A_RUN = frozenset(
         "trainer_supports",
     }
 )
-"""Events that :func:`robust_train.current_run` sends besides the documented messages."""
+"""Events that :func:`robust_train.current_run` sends in addition to the documented messages."""
 _SPLIT = ("batch_size", "gradient_accumulation_steps")
 
 
 class NotUnderstoodError(ValueError):
-    """A line that is no message; the text is the reason."""
+    """A line is not a message. The text is the reason."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,11 @@ class Result:
 
 
 def parse(line: str) -> events.Event | Result:
-    """Return what one line reports; what has no other meaning is an event of the script's own.
-    Raises NotUnderstoodError: it is no message."""
+    """Return the event in one line. An unknown event is the script's own event.
+
+    Raises:
+        NotUnderstoodError: the line is not a message.
+    """
     if len(line) > _LARGEST_LINE:
         raise NotUnderstoodError(f"longer than {_LARGEST_LINE} characters")
     try:
@@ -130,7 +133,7 @@ def _documented(name: str, fields: dict[str, events.Json]) -> events.Event:
 
 
 class LineReader:
-    """Whole lines as they are appended to a file, in bounded memory and room on the disk."""
+    """Reads whole lines as they are appended to a file, in bounded memory and disk space."""
 
     def __init__(self, path: Path, *, block_bytes: int = 1 << 20) -> None:
         self._path = path
@@ -139,15 +142,15 @@ class LineReader:
         self._rest = b""
 
     def read(self, *, to_the_end: bool = False) -> Iterator[str]:
-        """Yield the lines since the last call, of one that is too long only a part; ``to_the_end``:
-        a torn last one included."""
-        # one block of what was passed on is kept: some of it may still be on its way
+        """Yield the lines since the last call, shortened if they are too long; ``to_the_end``
+        includes an incomplete last line."""
+        # One block of passed-on lines is kept, because some of it may still be on its way.
         old = self._offset - self._block - self._released
         if old >= self._block:
             release_blocks(self._path, self._released, old)
             self._released += old
         with contextlib.suppress(OSError), self._path.open("rb") as file:
-            # no end is in sight where a script is faster
+            # A script that writes faster than this loop would keep it reading without end.
             size = os.fstat(file.fileno()).st_size
             file.seek(self._offset)
             while data := file.read(min(self._block, max(size - self._offset, 0))):
@@ -179,14 +182,14 @@ class ScriptRun(Run):
             attempt=int(value_from(environ, "attempt") or 1),
             resume_checkpoint=Path(checkpoint) if checkpoint else None,
             report=lambda event: report_line(event.as_json()),
-            # of torchrun, where that is what the launcher has started
+            # torchrun sets the rank, if the launcher has started torchrun.
             rank=int(environ.get("RANK", 0)),
             world_size=int(environ.get("WORLD_SIZE", 1)),
         )
         live = live_of(self)
         if not value_from(environ, "run_dir"):
-            live.saving.list_nothing()  # no one resumes
-        # only the script's own process sees which runs of trackers it logs to
+            live.saving.list_nothing()  # no one resumes from here
+        # Only the script's process sees which runs of trackers it logs to.
         self._trackers = TrackerNote(self.run_dir, live.saving.job if self.is_main else None)
         minutes = value_from(environ, "checkpoint_every_minutes")
         live.saving.follow(
@@ -199,7 +202,7 @@ class ScriptRun(Run):
         self._report_line = report_line
         self._split = {name: _number(environ, name) for name in _SPLIT}
         self._has_read: set[str] = set()
-        # `cuda:0` or `cpu`, None without the launcher
+        # `cuda:0` or `cpu`, None without the launcher.
         self.device = value_from(environ, "device")
         live.parts.check_by(SplitRule.named(value_from(environ, "split_rule")))
         live.parts.split_by(
@@ -212,7 +215,7 @@ class ScriptRun(Run):
         live.parts.call_before_first(self._read_split)
 
     def progress(self, /, step: int, *, total_steps: int | None = None, **scalars: float) -> bool:
-        """Report that optimizer step ``step`` is done; see :meth:`.Run.progress`."""
+        """Report that optimizer step ``step`` is done. See :meth:`.Run.progress`."""
         is_passed_on = super().progress(step, total_steps=total_steps, **scalars)
         if is_passed_on:
             self._trackers.poll()
@@ -220,17 +223,17 @@ class ScriptRun(Run):
 
     @property
     def batch_size(self) -> int | None:
-        """Micro-batch size of this attempt; None without the launcher. Whoever reads it may be
-        given a smaller one in the next attempt."""
+        """Micro-batch size of this attempt, None without the launcher. A script that reads it may
+        get a smaller size in the next attempt."""
         return self._read("batch_size")
 
     @property
     def gradient_accumulation_steps(self) -> int | None:
-        """Micro-batches per optimizer step; None without the launcher."""
+        """Micro-batches per optimizer step, None without the launcher."""
         return self._read("gradient_accumulation_steps")
 
     def _read_split(self) -> None:
-        """Report that the script is given its batch: what splits it keeps the effective batch."""
+        """Report that the script reads its batch: a different split keeps the effective batch."""
         for name in _SPLIT:
             self._read(name)
 
@@ -241,17 +244,16 @@ class ScriptRun(Run):
         return self._split[name]
 
     def result(self, value: events.Json) -> None:
-        """Report the job's result; a sweep optimises it, or its key ``objective``."""
+        """Report the job's result. A sweep optimises it, or its key ``objective``."""
         self._report_line({"event": "result", "value": value})
 
 
 @functools.cache
 def current_run() -> ScriptRun:
-    """Return the attempt that this script is.
+    """Return the attempt that this script belongs to.
 
     Under the launcher SIGTERM then asks to stop (``run.should_stop()``) instead of ending the
-    process, if the script ever reads that. Of the processes of one distributed job only rank 0
-    reports.
+    process, if the script ever calls that. In a distributed job only rank 0 reports.
     """
     path = os.environ.get(EVENTS_VARIABLE)
     if path is None:
@@ -271,7 +273,7 @@ def appending_to(path: Path) -> ReportLine:
     file = LineFile(path)
 
     def report(event: dict[str, events.Json]) -> None:
-        # a launcher that is gone, or a full disk, must not end the script
+        # A launcher that has ended, or a full disk, must not end the script.
         with contextlib.suppress(OSError):
             file.append((json.dumps(event, default=plain) + "\n").encode())
 
@@ -279,7 +281,7 @@ def appending_to(path: Path) -> ReportLine:
 
 
 def _stop_on_sigterm(run: Run) -> None:
-    """Handle SIGTERM, unless the script itself does."""
+    """Handle SIGTERM, unless the script handles it."""
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         return
 

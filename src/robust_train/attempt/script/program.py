@@ -1,4 +1,5 @@
-"""A script's process: start it, hand signals on, see to it that nothing of it is left behind."""
+"""Runs a script's process in an attempt: starts it, forwards signals, and leaves no process
+behind."""
 
 from __future__ import annotations
 
@@ -38,9 +39,14 @@ _SHELLS = frozenset({"sh", "bash", "dash", "ksh", "zsh"})
 
 
 class Program:
-    """A running script. It stays in the process group of its attempt. Orphans of what it starts
-    become children of this process (a subreaper), however far they have detached themselves. Raises
-    ConfigError: it cannot be started."""
+    """A running script. It stays in the process group of its attempt.
+
+    Orphaned descendants become children of this process (a subreaper), however far they have
+    detached themselves.
+
+    Raises:
+        ConfigError: it cannot be started.
+    """
 
     def __init__(
         self,
@@ -53,7 +59,7 @@ class Program:
         self._stop_signal = stop_signal
         self._not_ours = {child.pid for child in children()}
         self._asked: set[int] = set()
-        # with all that it started, before a stop was requested
+        # Whether it and all its descendants ended before a stop was requested.
         self.has_ended_by_itself = False
         program = Path(argv[0])
         self._is_shell = program.name in _SHELLS or program.suffix == ".sh"
@@ -80,14 +86,15 @@ class Program:
         return self._process.pid
 
     def wait(self, run: Run, stop_grace_seconds: float, on_tick: Callable[[], None]) -> int:
-        """Wait until the script and all that it started have ended; return its exit status as
-        subprocess has it. Calls ``on_tick`` about twice a second.
+        """Wait until the script and its descendants have ended; return its exit status like
+        subprocess.
 
-        If ``run.should_stop()``, the stop signal goes to the script, and when that has ended to
-        the programs it leaves behind (a shell does not wait for what it runs). What still lives
-        after ``stop_grace_seconds`` is killed. Data-loader workers get none: their own parent ends
-        them. Forks of a program that has ended are killed without it: they have its signal
-        handlers, and would save a checkpoint of their own.
+        ``on_tick`` is called about twice a second. If ``run.should_stop()``, the stop signal goes
+        to the script, and after its end to the programs that it left (a shell does not wait for its
+        background programs). Anything alive after ``stop_grace_seconds`` is killed. Data-loader
+        workers get no signal: their own parent ends them. Forks of an ended program are killed
+        without the signal, because they have its signal handlers, and would save a checkpoint as
+        well.
         """
         kill_at = math.inf
         try:
@@ -100,7 +107,7 @@ class Program:
                         break
                     forks = set(filter(is_fork, running))
                     self._ask_to_stop([one for one in running if one not in forks])
-                    # what a shell has forked may run a program, which is asked next
+                    # A fork of a shell may run a program, which gets the signal next.
                     if self._process.returncode is not None:
                         for pid in forks:
                             _send(pid, signal.SIGKILL)
@@ -109,27 +116,27 @@ class Program:
                     self._tell_of_background(running)
                     break
                 if self._process.returncode is not None:
-                    time.sleep(_ORPHANS_SECONDS)  # what it has left ends, too
+                    time.sleep(_ORPHANS_SECONDS)  # its leftover programs end, too
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(TICK_SECONDS)
                 on_tick()
         finally:
             returncode = self._process.poll()
             left = kill_descendants(lambda process: process.pid not in self._not_ours)
-            if returncode is None:  # collected by the killing
+            if returncode is None:  # the kill has collected its status
                 self._process.returncode = returncode = -signal.SIGKILL
         if left:
             log.warning("processes %s of the script hang in the kernel; they are left behind", left)
         return returncode
 
     def _running(self) -> list[int]:
-        """Return the script and orphans of what it started; collect the dead among them."""
+        """Return the script and its orphaned descendants; collect those that have ended."""
         self._process.poll()
         found = {child.pid for child in children()} - self._not_ours
         return [pid for pid in found if pid == self.pid or collect(pid)]
 
     def _tell_of_background(self, left: Sequence[int]) -> None:
-        """Warn of what a shell has started in the background, and not waited for."""
+        """Warn of programs that a shell started in the background without waiting for them."""
         if not (left and self._is_shell and self._process.returncode == 0):
             return
         time.sleep(TICK_SECONDS)  # tee ends with its input
@@ -141,9 +148,10 @@ class Program:
             )
 
     def _ask_to_stop(self, pids: Sequence[int]) -> None:
-        """Send the stop signal, once to each; what was stopped by SIGSTOP would not get it."""
+        """Send the stop signal to each once, with SIGCONT, because a stopped process would not get
+        it."""
         below = children(recursive=True)
-        # a shell waits for its child to end by it
+        # A shell waits for its child to end by this signal.
         if self._stop_signal == signal.SIGINT:
             pids = [*pids, *_run_by_shells(below)]
         asked = set(pids) - self._asked
@@ -162,7 +170,7 @@ def _send(pid: int, signum: signal.Signals) -> None:
 
 
 def _run_by_shells(processes: Sequence[psutil.Process]) -> Iterator[int]:
-    """Yield the processes whose parent is a shell: a terminal asks them as well."""
+    """Yield the processes whose parent is a shell: a terminal sends them the signal as well."""
     for process in processes:
         with contextlib.suppress(psutil.Error):
             parent = process.parent()
@@ -172,15 +180,15 @@ def _run_by_shells(processes: Sequence[psutil.Process]) -> Iterator[int]:
 
 def _begin(stop_signal: signal.Signals) -> None:
     """Prepare the script's process."""
-    # `nohup … &` makes it ignore some
+    # `nohup … &` makes it ignore some signals.
     signal.signal(stop_signal, signal.SIG_DFL)
-    # where the reaper was killed as well
+    # This covers the case that the reaper was killed as well.
     signal_at_parents_death(signal.SIGKILL)
 
 
 @contextlib.contextmanager
 def _own_input() -> Iterator[int | None]:
-    """Yield a file on standard input opened again: each attempt, and each job, reads all of it."""
+    """Reopen a file on standard input, so that each attempt and each job reads all of it."""
     own = None
     with contextlib.suppress(OSError):  # a pipe, or closed
         starts_at = os.lseek(0, 0, os.SEEK_CUR)
@@ -194,11 +202,11 @@ def _own_input() -> Iterator[int | None]:
 
 
 def _files_to_inherit() -> list[int]:
-    """Return files that this process was given to pass on: a reservation is a lock on one."""
+    """Return the files that this process has to pass on: a reservation is a lock on a file."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         descriptor = int(name)
-        with contextlib.suppress(OSError):  # the one that listed the folder
+        with contextlib.suppress(OSError):  # the descriptor that listed the folder
             is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
             if descriptor > 2 and is_file and os.get_inheritable(descriptor):
                 found.append(descriptor)

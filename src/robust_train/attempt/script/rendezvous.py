@@ -1,7 +1,7 @@
 """Where the ranks that a script starts find each other.
 
-torchrun's own default is port 29500, where two jobs of one machine meet. ``--standalone`` has it
-choose a free port, and so does the variable that it reads in place of that option.
+torchrun's default is port 29500, on which two jobs of one machine collide. ``--standalone`` makes
+it choose a free port, as does the variable that it reads in place of that option.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _VARIABLES = re.compile(r"MASTER_(?:ADDR|PORT)|PET_(?:STANDALONE|NNODES|(?:RDZV|
 def rendezvous_environment(
     argv: Sequence[str], environ: Mapping[str, str], num_gpus: int
 ) -> dict[str, str]:
-    """Return the variables by which torchrun chooses a free port; none if the script is not to
-    start several ranks, or if the user has said where they meet."""
+    """Return the variables by which torchrun chooses a free port. The result is empty if the script
+    does not start several ranks, or if the user set the rendezvous."""
     words = " ".join(argv)
     has_ranks = num_gpus > 1 or _TORCHRUN.search(words) is not None
     if not has_ranks or _ADDRESS.search(words) is not None:

@@ -1,4 +1,4 @@
-"""The largest micro-batch that fits, found by probes before training."""
+"""The search for the largest micro-batch that fits, by probes before training."""
 
 from robust_train.model.feature import Feature
 

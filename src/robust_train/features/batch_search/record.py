@@ -37,6 +37,7 @@ class BatchSearchNote(Note):
     """What probes before training have found."""
 
     behind = "keeps_batch"
+    folds = (BatchSizeFound,)
 
     batch_size_found: Mapping[str, Json] | None = None
 

@@ -1,4 +1,4 @@
-"""Data-loader workers, fewer of them when they hold the memory."""
+"""Data-loader workers: fewer of them if they hold the memory."""
 
 from robust_train.model.feature import Feature
 

@@ -1,4 +1,4 @@
-"""Whether the trainer takes the number of data-loader workers that it is given."""
+"""Whether the trainer accepts the number of data-loader workers in its config."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from robust_train.model.failure import Failure, FailureKind
 
 
 class ReadsWorkers(InAttempt):
-    """Finds out whether fewer workers can be asked for."""
+    """Notes whether the launcher can reduce the workers."""
 
     def evidence(self, failure: Failure) -> Failure:
-        """Return a lack of host memory with whether the trainer reads a number of workers."""
+        """Add to a lack of host memory whether the trainer reads a number of workers."""
         if failure.kind is not FailureKind.HOST_OOM or self.live.supports(WORKERS):
             return failure
         finding = replace(failure.evidence.of(WorkersFinding), no_workers=True)

@@ -1,4 +1,5 @@
-"""Counts the data-loader workers of an attempt, and what they hold of its memory."""
+"""Counts the data-loader workers of an attempt, and the memory that they hold, from the
+launcher."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ class WorkersWatch(Watch):
         return None
 
     def close(self) -> None:
-        """Record the workers. That there are none is known only if a look was late enough."""
+        """Record the workers. Their absence counts only if a look was late enough."""
         seconds = time.monotonic() - self._began
         is_late = self._looked - self._began >= _LATE * seconds
         workers = self._workers
@@ -62,13 +63,13 @@ class WorkersWatch(Watch):
 
 
 class DataLoaderWorkers(InLauncher):
-    """Adds the workers to what is known of a lack of host memory."""
+    """Adds the workers to the evidence for a lack of host memory."""
 
     def evidence(self, attempt: Attempt, history: History) -> Attempt:
-        """Return a lack of host memory, or the death of a worker, with the workers.
+        """Add the workers to a lack of host memory, or to the death of a worker.
 
-        A process that is refused memory has reached a limit of its own, for which workers do not
-        matter. They do if the kernel counts the memory of all processes.
+        A process that is refused memory has reached its own limit, for which workers do not matter.
+        They matter if the kernel counts the memory of all processes.
         """
         failure = attempt.failure
         if failure is None or failure.kind not in _OF_THE_HOST:
@@ -76,7 +77,7 @@ class DataLoaderWorkers(InLauncher):
         note = attempt.of(WorkersNote)
         workers = note.workers_seen
         if failure.kind is FailureKind.WORKER_DEATH and not workers:
-            # one that died early was there between two looks
+            # A worker that died early existed between two looks.
             workers = None
         is_of_all = failure.evidence.library in ("kernel", "os", "ray")
         finding = replace(

@@ -9,7 +9,7 @@ from robust_train.model.failure import Clue, FailureKind
 from robust_train.model.spec import Retry
 from robust_train.policy.context import FailureContext
 
-# options of torch's DataLoader that it refuses without workers
+# Options of torch's DataLoader that it refuses without workers.
 _NEEDS_WORKERS = re.compile(r"persistent_workers|prefetch_factor|num_workers|multiprocessing")
 
 
@@ -23,7 +23,7 @@ def fewer_workers(context: FailureContext) -> Retry | None:
     seen = evidence.of(WorkersFinding)
     last = context.last.of(WorkersKnob)
     is_host = context.failure.kind is FailureKind.HOST_OOM
-    # where a worker died there were some
+    # If a worker died, there were workers.
     has_none = seen.no_workers or (is_host and seen.workers == 0)
     holds_little = is_host and seen.workers_hold_most is False
     if has_none or holds_little or _workers_are_fixed(context):
@@ -62,7 +62,7 @@ def workers_after_all(context: FailureContext) -> Retry | None:
 
 
 def _workers_are_fixed(context: FailureContext) -> bool:
-    """Return whether the trainer had as many workers although it was given fewer."""
+    """Return whether the trainer had as many workers although its config has fewer."""
     seen = context.evidence.of(WorkersFinding).workers
     given = context.last.of(WorkersKnob).num_workers
     return bool(seen) and any(

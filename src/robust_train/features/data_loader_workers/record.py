@@ -1,4 +1,4 @@
-"""The data-loader workers of an attempt."""
+"""The data-loader workers in the record of an attempt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WorkersKnob(Knob):
-    """How many there are, and how far they work ahead."""
+    """The number of workers, and of batches that they prepare."""
 
     behind = "ranks"
 
@@ -26,7 +26,7 @@ class WorkersKnob(Knob):
 
     @classmethod
     def asked(cls, config: RobustConfig, environ: Mapping[str, str]) -> WorkersKnob:
-        """Return what the keys under ``training`` say."""
+        """Return the values of the keys under ``training``."""
         return cls(config.training.num_workers, config.training.prefetch_factor)
 
     def applied(self, config: RobustConfig) -> RobustConfig:
@@ -65,12 +65,12 @@ class WorkersNote(Note):
 
 @dataclass(frozen=True)
 class WorkersFinding(Finding):
-    """The share of data-loader workers in a lack of host memory, or in their own death."""
+    """The part that data-loader workers had in a lack of host memory, or in their own death."""
 
     behind = "library"
 
-    # the trainer has read no number of data-loader workers
+    # Whether the trainer has read no number of data-loader workers.
     no_workers: bool = False
     workers: int | None = None  # data-loader workers among its processes
-    # they held most of the memory that ran out; None if unknown
+    # Whether they held most of the memory that ran out; None if unknown.
     workers_hold_most: bool | None = None

@@ -5,11 +5,18 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 
-from robust_train.folder.checkpoints import is_read_only, pass_over_damaged, why_full
+from robust_train.folder.checkpoints import (
+    full_folder,
+    is_read_only,
+    pass_over_damaged,
+    paths_in,
+    why_full,
+)
 from robust_train.launcher.hooks import History, InLauncher
 from robust_train.model.attempt import Attempt
 from robust_train.model.failure import Clue, Failure, FailureKind
@@ -37,9 +44,32 @@ class Disk(InLauncher):
         run_dir = self.job.plan.run_dir
         if os.strerror(errno.EROFS) in failure.message and is_read_only(run_dir):
             failure = replace(failure, kind=FailureKind.DISK_FULL)
+        elif failure.kind is FailureKind.DISK_FULL:
+            failure = self._with_folder(failure)
         else:
             failure = self._with_damaged(attempt, failure)
         return replace(attempt, failure=failure)
+
+    def _with_folder(self, failure: Failure) -> Failure:
+        """Return the failure with the folder that is full, unless its message has it: torch.save
+        names no file, and what a program writes need not be in the run folder."""
+        if full_folder(paths_in(failure.message)) is not None:
+            return failure
+        plan = self.job.plan
+        words = (word.rpartition("=")[2] for word in plan.config.trainer.argv or ())
+        named = [Path(word).absolute() for word in words if "/" in word]
+        places = [
+            plan.run_dir,
+            *named,
+            Path.cwd(),
+            Path(tempfile.gettempdir()),
+            Path.home() / ".cache",
+        ]
+        folder = full_folder(places)
+        if folder is None:
+            return failure
+        message = f"{failure.message}; no space is left in {folder}"
+        return replace(failure, message=message)
 
     def _with_damaged(self, attempt: Attempt, failure: Failure) -> Failure:
         """Return the failure with whether a checkpoint exists before an unreadable checkpoint."""

@@ -33,24 +33,24 @@ log = logging.getLogger("robust_train")
 _RECENT = 128
 _LEAST_RECENT = 16
 _STEPS_TO_PROVE = 100
-# times `patience`: a spike may pass, a loss that is not finite does not
+# Multiple of `patience` for spikes: a spike may pass, a loss that is not finite does not.
 _SPIKES = 10
-# times `patience`: an update that is left out has not touched the weights
+# Multiple of `patience` for skipped updates, which have not touched the weights.
 _LEFT_OUT = 3
-# median absolute deviation to standard deviation, of a normal distribution
+# Factor from the median absolute deviation to the standard deviation of a normal distribution.
 _SIGMA = 1.4826
 
 
 @dataclass(frozen=True)
 class Losses:
-    """The losses that were reported so far."""
+    """The reported losses so far."""
 
-    good_step: int | None = None  # the last one with a good loss
-    bad_since: int = 0  # first step of the last bad ones in a row
+    good_step: int | None = None  # last step with a good loss
+    bad_since: int = 0  # first step of the current run of bad losses
     bad_loss: float = 0.0
     bad: int = 0  # reports in a row that are not good
     not_finite: int = 0  # of these
-    # good ones; more than the last one if spikes are looked for
+    # Recent good losses; more than the last one only if spikes are detected.
     recent: tuple[float, ...] = ()
 
     def after(self, step: int, loss: float, plan: DivergenceKeys) -> Losses:
@@ -75,7 +75,7 @@ class Losses:
         return loss - middle > plan.spike_sigma * _SIGMA * spread
 
     def of_checkpoint(self, step: int | None) -> str:
-        """Return what is known of a checkpoint of ``step``, as a manifest has it."""
+        """Return a checkpoint's quality, as its manifest has it."""
         good = self.good_step
         is_before = step is not None and good is not None and step <= good
         if self.not_finite and not is_before:
@@ -83,7 +83,7 @@ class Losses:
         return "unknown" if good is None else "finite"
 
     def diverged(self, plan: DivergenceKeys) -> str:
-        """Return what shows that training has diverged, empty if nothing does."""
+        """Return the evidence that training has diverged, empty if it has not."""
         if self.not_finite >= plan.patience:
             what = f"the loss is {self.bad_loss}"
         elif self.bad >= _SPIKES * plan.patience:
@@ -101,7 +101,7 @@ class Losses:
 
 
 class WatchesLosses(InAttempt):
-    """Puts the guard between training and its losses and updates (``divergence``)."""
+    """Installs the guard between training and its losses and updates (``divergence``)."""
 
     def begin(self) -> None:
         """Start to watch, unless divergence is ignored."""
@@ -128,14 +128,15 @@ class Guard(LossWatch):
         self._good_since = time.time()  # about when the last good loss was reported
         self._source = COMPUTED
         self._late_losses: LateFigures | None = None
-        self._late_updates: LateFigures | None = None
-        self._loss: Tensor | None = None  # of the step in progress
-        # updates in a row that were left out, from this step on
+        # `step` ends the optimizer steps, and takes their losses.
+        self._makes_updates = False
+        self._loss: Tensor | None = None  # loss of the current step
+        # Skipped updates in a row, from this step on.
         self._skipped = 0
         self._skips_from = 0
 
     def of_checkpoint(self, step: int | None) -> str:
-        """Return what is known of a checkpoint of ``step``, as a manifest has it."""
+        """Return a checkpoint's quality, as its manifest has it."""
         return self.losses.of_checkpoint(step)
 
     def allows_checkpoint(self) -> bool:
@@ -143,7 +144,7 @@ class Guard(LossWatch):
         return not self.losses.not_finite
 
     def proves(self, step: int) -> bool:
-        """Return whether so much that is good has followed a step that it was good."""
+        """Return whether enough good steps have followed a step to prove it good."""
         good = self.losses.good_step
         return good is not None and good - step >= _STEPS_TO_PROVE
 
@@ -153,7 +154,7 @@ class Guard(LossWatch):
         """Take the loss of a batch."""
         self._loss = loss if self._loss is None else self._loss + loss
         # `step` takes its own loss.
-        if self._late_updates is None:
+        if not self._makes_updates:
             self.take(step, loss, COMPUTED)
 
     def take(self, step: int, loss: Any, source: int = GIVEN) -> None:
@@ -167,7 +168,10 @@ class Guard(LossWatch):
         self._source = source
         if hasattr(loss, "detach"):
             if not self._late_losses:
-                self._late_losses = _late_figures()
+                # This imports torch, which the launcher does not.
+                from robust_train.step.update import LateFigures
+
+                self._late_losses = LateFigures()
             earlier = self._late_losses.swap(step, loss)
             if earlier is not None:
                 self._look_at(*earlier)
@@ -179,7 +183,7 @@ class Guard(LossWatch):
     def _look_at(self, step: int, loss: float) -> None:
         """Add a loss. Raises TrainingDiverged if training has diverged."""
         # An update that `step` left out has spoiled nothing.
-        if self._late_updates is not None and not math.isfinite(loss):
+        if self._makes_updates and not math.isfinite(loss):
             return
         self.losses = self.losses.after(step, loss, self.divergence)
         if not self.losses.bad:
@@ -194,24 +198,16 @@ class Guard(LossWatch):
     def step(
         self, number: int, optimizer: Optimizer, scaler: Any, max_grad_norm: float | None
     ) -> bool:
-        """End an optimizer step, without an update that would spoil the weights."""
+        """End an optimizer step, and skip an update that would spoil the weights."""
         from robust_train.step.update import update
 
-        if not self._late_updates:
-            self._late_updates = _late_figures()
+        self._makes_updates = True
         loss = self._loss
         self._loss = None
-        done = update(optimizer, loss, scaler, max_grad_norm)
-        moved = self.has_moved(number, done)
-        if done.is_bad is None:
-            return moved
-        if not done.waits:
-            self._count_update(number, bool(done.is_bad))
-            return moved
-        earlier = self._late_updates.swap(number, done.is_bad)
-        if earlier is not None:
-            self._count_update(earlier[0], bool(earlier[1]))
-        return moved
+        answer = self.answer_after(number, update(optimizer, loss, scaler, max_grad_norm))
+        if answer.checked is not None:
+            self._count_update(*answer.checked)
+        return answer.moved
 
     def _count_update(self, step: int, was_left_out: bool) -> None:
         """Count a step whose update was left out.
@@ -235,7 +231,7 @@ class Guard(LossWatch):
                 "diverged: loss or gradient norm was not finite in "
                 f"{self._skipped} updates in a row from step {first} on{self.losses.last_good}"
             )
-            # a trainer may count no step that was left out, though it was given its data
+            # A trainer may not count a skipped step, although it has used its data.
             last = first + self._skipped - 1
             raise self._spoiled(why, first - 1, last)
 
@@ -261,10 +257,3 @@ class Guard(LossWatch):
             RepeatFinding(saves.passes_over, reads_lr=self._live.has_read("lr")),
         )
         return TrainingDiverged(Failure(FailureKind.DIVERGED, f"{message}; {last}", evidence))
-
-
-def _late_figures() -> LateFigures:
-    # This imports torch, which the launcher does not.
-    from robust_train.step.update import LateFigures
-
-    return LateFigures()

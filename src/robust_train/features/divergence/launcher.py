@@ -1,4 +1,4 @@
-"""Checkpoints written after training diverged are not resumed from."""
+"""Excludes checkpoints that were written after training diverged, in the launcher."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from robust_train.model.attempt import Attempt
 
 
 class Divergence(InLauncher):
-    """Undoes what an attempt saved after it diverged."""
+    """Undoes the checkpoints that an attempt saved after it diverged."""
 
     def evidence(self, attempt: Attempt, history: History) -> Attempt:
         """Mark the checkpoints after the last good step, which do not count as progress.

@@ -1,4 +1,5 @@
-"""The keys of divergence, and what helps: an earlier checkpoint, then a lower learning rate."""
+"""The keys of divergence, and its remedies: an earlier checkpoint, then a lower learning rate.
+Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ _LESS_LEARNING = 0.5
 
 @dataclass(frozen=True)
 class DivergenceKeys(FeatureKeys):
-    """``divergence``: what happens when the loss is not finite any more."""
+    """``divergence``: the reaction to a loss that is no longer finite."""
 
     group: ClassVar[str] = "divergence"
     action: str = key(
@@ -40,14 +41,14 @@ class DivergenceKeys(FeatureKeys):
 
 
 def before_it_diverged(context: FailureContext) -> Retry | None:
-    """Retry from the last checkpoint before it, once: data or chance may have been the cause."""
+    """Retry once from the last checkpoint before it: data or chance may have been the cause."""
     if not context.evidence.has_checkpoint or context.failures_without_progress > 1:
         return None
     return _back(context, "before_it_diverged", context.last.of(DivergenceKnob).lr_factor, "")
 
 
 def lower_learning_rate(context: FailureContext) -> Retry | None:
-    """Retry from the last checkpoint before it with a lower learning rate."""
+    """Retry from the last checkpoint before it, with a lower learning rate."""
     tries = context.failures_without_progress - context.evidence.has_checkpoint
     if not context.evidence.of(RepeatFinding).reads_lr:
         return None

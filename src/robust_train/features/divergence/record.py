@@ -36,18 +36,18 @@ class DivergedFinding(Finding):
 
     behind = "library"
 
-    good_step: int | None = None  # the last one before it
-    bad_step: int | None = None  # the last one that was seen
+    good_step: int | None = None  # last step before it
+    bad_step: int | None = None  # last step that was seen
 
 
 @dataclass(frozen=True)
 class RepeatFinding(Finding):
-    """Whether the trainer can train in another way than it did when it diverged."""
+    """Whether the trainer can repeat the steps in another way."""
 
     behind = "has_checkpoint"
 
-    passes_over: bool = False  # it can pass over data, see `DivergenceKnob.skips_to`
-    reads_lr: bool = False  # it takes the learning rate that it is given
+    passes_over: bool = False  # whether it can skip data, see `DivergenceKnob.skips_to`
+    reads_lr: bool = False  # whether it uses the learning rate of its config
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ class DivergenceNote(Note):
     behind = "saved_step"
     folds = (CheckpointSaved, UpdateSkipped)
 
-    # the last checkpoint that is known to be good stays
+    # Whether the last checkpoint that is known to be good stays.
     is_guarded: bool = False
-    skipped_updates: int = 0  # loss or gradient norm was not finite
+    skipped_updates: int = 0  # because the loss or the gradient norm was not finite
 
     def after(self, event: Event, attempt: Attempt) -> DivergenceNote:
-        """Return the note after a checkpoint, or an update that was left out."""
+        """Return the note after a checkpoint, or a skipped update."""
         match event:
             case CheckpointSaved(is_useful=False):
                 return self

@@ -1,4 +1,4 @@
-"""When the allocator's expandable segments help, and when they are the cause."""
+"""When the allocator's expandable segments help, and when they are the cause. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPUs that fail or are taken: evidence of them, and what helps."""
+"""GPUs that fail or are taken: the evidence and the remedies."""
 
 from robust_train.model.feature import Feature
 

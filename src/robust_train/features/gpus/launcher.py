@@ -8,9 +8,9 @@ from robust_train.model.attempt import Attempt
 
 
 class Gpus(InLauncher):
-    """Measures what is free on the GPUs of an attempt, and excludes those that failed."""
+    """Measures the free memory on the GPUs of an attempt, and excludes GPUs that failed."""
 
     def evidence(self, attempt: Attempt, history: History) -> Attempt:
-        """Return the attempt with the free memory of the GPU on which it failed."""
+        """Add the free memory of the GPU on which the attempt failed."""
         free = self.job.driver.devices.ended(attempt)
         return attempt.having(GpusNote(free.before, free.after))

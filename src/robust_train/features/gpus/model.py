@@ -10,7 +10,8 @@ from robust_train.policy.retries import after_pause, exchange, pause_before, unt
 
 
 def same_fault_elsewhere(context: FailureContext) -> GiveUp | None:
-    """Give up if the device is not to blame: the same fault at the same step on two devices."""
+    """Give up if the device is not to blame: the same fault came at the same step on two
+    devices."""
     if context.evidence.is_hardware:
         return None
     here = context.failed_gpus
@@ -37,8 +38,8 @@ def same_gpu_again(context: FailureContext) -> Retry | None:
 
 
 def fault_without_a_gpu_once_more(context: FailureContext) -> Retry | None:
-    """Retry once from a checkpoint if a program without a GPU reports a device fault, of which
-    nobody can say whose it is."""
+    """Retry once from a checkpoint if a program without a GPU reports a device fault, whose cause
+    is unknown."""
     if context.last.gpus or not context.has_saved or not context.has_retries:
         return None
     if context.failures_without_progress > 1:
@@ -52,7 +53,7 @@ def other_gpu(context: FailureContext) -> Retry | None:
 
 
 def wait_for_other_gpu(context: FailureContext) -> Retry | None:
-    """Wait for the first GPU that becomes free: others have those that would do."""
+    """Wait for the first GPU that becomes free: other jobs hold the suitable GPUs."""
     config = context.config
     count = len(context.last.gpus)
     others = [gpu for gpu in context.offers.held if gpu.uuid not in context.faulty]
@@ -67,7 +68,7 @@ def wait_for_other_gpu(context: FailureContext) -> Retry | None:
 
 
 def busy_gpu_again(context: FailureContext) -> Retry | None:
-    """Retry after a pause: it refused a context although it is free."""
+    """Retry after a pause: the GPU refused a context although it is free."""
     if context.evidence.clue != Clue.BUSY or not context.gpus_are_available:
         return None
     pause = pause_before(context, context.failures_without_progress)

@@ -14,4 +14,4 @@ class GpusNote(Note):
     behind = "exit"
 
     gpu_free_before_bytes: int | None = None  # before the attempt
-    gpu_free_after_bytes: int | None = None  # when the attempt's process was gone
+    gpu_free_after_bytes: int | None = None  # after the attempt's process had ended

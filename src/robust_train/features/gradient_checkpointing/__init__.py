@@ -1,4 +1,4 @@
-"""Activations that are recomputed instead of kept, when nothing smaller fits."""
+"""Activations are recomputed instead of kept, if nothing smaller fits."""
 
 from robust_train.model.feature import Feature
 

@@ -1,4 +1,4 @@
-"""Gradient checkpointing for the smallest micro-batch."""
+"""Gradient checkpointing for the smallest micro-batch: a remedy of the launcher's policy. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from robust_train.policy.sizes import sizes
 def checkpoint_gradients(context: FailureContext) -> Retry | None:
     """Retry the smallest micro-batch, with activations recomputed instead of kept.
 
-    A loss that splitting changes keeps the micro-batch that it has.
+    If splitting changes the loss, the micro-batch stays as it is.
     """
     last = context.last
     config = context.config
@@ -20,7 +20,7 @@ def checkpoint_gradients(context: FailureContext) -> Retry | None:
     is_done = last.of(GradientsKnob).gradient_checkpointing
     if not is_possible or is_done or context.failed_before_training:
         return None
-    # activations lie on the GPU, if there is one
+    # Activations are on the GPU, if there is one.
     if context.failure.kind is FailureKind.HOST_OOM and last.gpus:
         return None
     *_, size = sizes(context.sizes)

@@ -1,4 +1,4 @@
-"""The live lines on a terminal that a job has to itself."""
+"""The live lines of a job on a terminal that it has to itself."""
 
 from robust_train.model.feature import Feature
 

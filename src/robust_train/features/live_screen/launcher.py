@@ -1,4 +1,4 @@
-"""Shows a job's state while it runs."""
+"""Shows a job's state on the terminal while it runs, in the launcher."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class LiveScreen(InLauncher):
         self._logged: tuple[object, ...] = ()
 
     def begin(self) -> None:
-        """Take the lower lines of the terminal."""
+        """Start to use the lower lines of the terminal."""
         self._live.__enter__()
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Restore the terminal."""
         self._live.close()
 
     def request(self, request: AttemptRequest, attempt: Attempt) -> AttemptRequest:
-        """Return the request of an attempt that need not print what the screen shows."""
+        """Let an attempt not print what the screen shows."""
         return replace(request, has_live_status=self._is_wanted)
 
     def event(self, event: Event, attempt: Attempt | None) -> None:
@@ -46,6 +46,6 @@ class LiveScreen(InLauncher):
             log.info("%s", event.sentence())
 
     def tick(self, attempt: Attempt | None) -> Pause | None:
-        """Show the state as it is now."""
+        """Show the current state."""
         self._live.show(self.job.state)
         return None

@@ -1,4 +1,4 @@
-"""Whether the memory of an attempt was stable, as its samples show."""
+"""Computes from its samples whether the memory of an attempt was stable, in the launcher."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class MemorySamples(InLauncher):
     """Adds the stability of memory to each attempt that has ended."""
 
     def evidence(self, attempt: Attempt, history: History) -> Attempt:
-        """Return the attempt with the stability of its memory, None without samples."""
+        """Add the stability of its memory to the attempt, None without samples."""
         stability = computed(
             "the stability of memory",
             lambda: attempt_stability(self.job.plan.run_dir, attempt.number),

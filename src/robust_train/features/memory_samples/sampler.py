@@ -76,7 +76,7 @@ def _not_while_forking() -> Any:
             lock.release()
 
     os.register_at_fork(
-        # a driver that hangs must not hang the trainer
+        # A driver that hangs must not hang the trainer.
         before=lambda: lock.acquire(timeout=1.0),
         after_in_parent=after,
         after_in_child=after,
@@ -86,14 +86,14 @@ def _not_while_forking() -> Any:
 
 class Sampler:
     """Takes a sample every ``interval_seconds``, from :meth:`start` to :meth:`stop`. Each sample is
-    written as soon as it is taken, so that it is there however the process ends."""
+    written at once, so it is on the disk however the process ends."""
 
     def __init__(
         self,
-        # where the file belongs; samples of earlier attempts in it are kept
+        # The folder of the file. Samples of earlier attempts in it are kept.
         run_dir: Path,
         attempt: int,  # number of the attempt
-        # what the attempt trains on, in this process's own numbering
+        # The device of the training, in this process's numbering.
         device: str,
         # Returns the last optimizer step that was reported.
         step: Callable[[], int | None],
@@ -112,7 +112,7 @@ class Sampler:
         self._gpu_name = ""
         self._gpu: GpuInfo | None = None
         self._nvml_seconds = nvml_seconds
-        self._ask_next = 0.0  # when NVML is to be asked again
+        self._ask_next = 0.0  # when to ask NVML again
         self._often_until = time.monotonic() + nvml_seconds
         self._process = psutil.Process()
         self._resident = resident_bytes_of_tree if whole_tree else resident_bytes
@@ -141,7 +141,7 @@ class Sampler:
     def _work(self) -> None:
         try:
             self._sample_until_ended()
-        except Exception as error:  # no figure is worth an attempt
+        except Exception as error:  # an attempt must not fail because of a figure
             why = first_line(error)
             log.warning("memory over time in %s ends: %s", FILE_NAME, why)
 
@@ -155,7 +155,7 @@ class Sampler:
             if is_last:
                 self._file.flush()
                 return
-            # waking up counts as well, which is why it is measured from one to the next
+            # Waking up counts as well, so the cost is measured from one sample to the next.
             cost = time.thread_time() - spent
             spent = time.thread_time()
             is_last = self._ended.wait(max(self._interval_seconds, cost / self._cost_share))
@@ -187,8 +187,8 @@ class Sampler:
         )
 
     def _as_nvml_has_it(self) -> GpuInfo | None:
-        """Return the GPU as it is, or was a minute ago at most: an open session of NVML blocks
-        a reset of any GPU of the machine, and an attempt may take days."""
+        """Return the GPU's state, at most a minute old: an open session of NVML blocks a reset of
+        any GPU of the machine, and an attempt may take days."""
         now = time.monotonic()
         if now >= self._ask_next:
             self._gpu = find_gpu(self._gpu_name)
@@ -199,7 +199,8 @@ class Sampler:
 
 
 def _uuid_of(index: int) -> str:
-    """Read ``CUDA_VISIBLE_DEVICES`` if that is clear, else ask torch once CUDA has started."""
+    """Read ``CUDA_VISIBLE_DEVICES`` if that is unambiguous, else ask torch once CUDA has
+    started."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     name = visible[index].strip() if index < len(visible) else ""
     by_pci = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"

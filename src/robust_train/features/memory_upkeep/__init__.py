@@ -1,4 +1,5 @@
-"""The memory of an attempt while it runs: its limit, its cache, and what filled it."""
+"""The memory of an attempt while it runs: its limit, its cache, and the record of what filled
+it."""
 
 from robust_train.features.memory_upkeep.model import CacheKeys, ClearKeys, SnapshotKeys
 from robust_train.model.feature import Feature

@@ -1,4 +1,4 @@
-"""The memory of an attempt while it runs: the keys under ``memory:``, at work."""
+"""Applies the keys under ``memory:`` to a running attempt, in the process that trains."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ _STEPS_WITH_HISTORY = 300
 
 
 class Reserve:
-    """A few MiB of address space that are given up when host memory runs out, so that there is room
-    to record the failure. Its pages are never touched, so it takes no memory of the machine."""
+    """A few MiB of address space that are released when host memory runs out, so that there is room
+    to record the failure. Its pages are never touched, so it uses no memory of the machine."""
 
     def __init__(self) -> None:
         self._pages: mmap.mmap | None = None
@@ -54,7 +54,7 @@ class Reserve:
                 self._pages = mmap.mmap(-1, _RESERVE_BYTES, flags=mmap.MAP_PRIVATE)
 
     def release(self) -> None:
-        """Give the memory up."""
+        """Free the memory."""
         if self._pages is not None:
             self._pages.close()
             self._pages = None
@@ -70,7 +70,7 @@ class CacheChecks:
 
     def __init__(
         self,
-        every: int,  # 0: never
+        every: int,  # 0 for never
         threshold: float,
     ) -> None:
         self._every = every
@@ -97,8 +97,8 @@ class MemoryUpkeep(InAttempt):
 
     def __init__(self, live: LiveAttempt, config: RobustConfig) -> None:
         super().__init__(live, config)
-        self._alloc_retries: int | None = None  # before the present step
-        self._tight_steps = 0  # in a row that had to empty the cache
+        self._alloc_retries: int | None = None  # before the current step
+        self._tight_steps = 0  # steps in a row that had to empty the cache
         self._has_warned = False
         self._index = device_index(config.device)
         self._fraction = config.memory.fraction
@@ -117,14 +117,14 @@ class MemoryUpkeep(InAttempt):
         self._reserve = Reserve()
 
     def begin(self) -> None:
-        """Clear what is left of earlier work, and set the limit."""
+        """Free memory of earlier work, and set the limit."""
         if self._cache.clear_on_start and self._cached().reserved:
             self._clear("start")
         self._set_up_cuda()
         self._reserve.hold()
 
     def boundary(self, what: str) -> None:
-        """Check the cache after a step, when it is time to."""
+        """Check the cache after a step, if a check is due."""
         if what != "progress":
             return
         self._reserve.hold()
@@ -139,7 +139,7 @@ class MemoryUpkeep(InAttempt):
         self.pause("step")
 
     def pause(self, why: str) -> None:
-        """Empty the CUDA cache after a step, save or epoch, if that is due and pays."""
+        """Empty the CUDA cache after a step, save or epoch, if that is due and pays off."""
         if self._checks[why].empties(lambda: self._cached().unused_share):
             self._clear(why, thorough=False)
 
@@ -152,7 +152,7 @@ class MemoryUpkeep(InAttempt):
     def end(self, error: BaseException | None) -> None:
         """Record what filled the memory, if that ended the attempt.
 
-        Another rank records itself what it has run out of.
+        Another rank records its own lack of memory.
         """
         self._reserve.release()
         is_elsewhere = isinstance(error, RankFailure) and error.is_elsewhere
@@ -205,7 +205,7 @@ class MemoryUpkeep(InAttempt):
             release_memory(error, thorough=thorough)
         seconds = round(time.perf_counter() - started, 6)
         after = self._in_use()[1]
-        # another thread may have allocated meanwhile
+        # Another thread may have allocated in the meantime.
         returned = max(before - after, 0)
         step = self.live.reports.last_step
         self.live.reports.send(MemoryCleared(reason, of, before, after, returned, seconds, step))
@@ -247,9 +247,9 @@ class MemoryUpkeep(InAttempt):
 
 
 def memory_upkeep(live: LiveAttempt, config: RobustConfig) -> InAttempt:
-    """Return what looks after the memory of an attempt.
+    """Return the hook that maintains the memory of an attempt.
 
-    A program is left alone: it has its own process, and what is logged here would be read as the
+    A program is left alone: it has its own process, and log lines from here would be read as the
     end of its output.
     """
     if config.traits.is_program:

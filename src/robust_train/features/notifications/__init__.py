@@ -1,4 +1,4 @@
-"""Notifications of a job: by a program of the user's, or by Apprise."""
+"""Notifications of a job: by a user's program, or by Apprise."""
 
 from robust_train.model.feature import Feature
 

@@ -1,4 +1,4 @@
-"""Notifies of what happens to a job."""
+"""Notifies users of a job's events, from the launcher."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ class Notifications(InLauncher):
         return None
 
     def close(self) -> None:
-        """Notify of the end, and wait a moment for what is being delivered.
+        """Notify of the end, and wait a moment for the last deliveries.
 
-        The end is recorded: a signal cuts the last deliveries short and changes nothing else.
+        The end is already recorded: a signal cuts the last deliveries short and changes nothing
+        else.
         """
         with self.job.signals.handed_to(lambda signum: self._notifier.hurry()):
             self._notifier.poll(self.job.state)

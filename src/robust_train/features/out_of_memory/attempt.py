@@ -1,4 +1,4 @@
-"""Warns of a trainer that takes the smaller batch of an attempt, but not its accumulation."""
+"""Warns of a trainer that uses the smaller batch of an attempt, but not its accumulation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ log = logging.getLogger("robust_train")
 
 
 class Accumulation(InAttempt):
-    """Looks once whether a trainer has read how many batches an optimizer step accumulates."""
+    """Checks once whether a trainer has read how many batches an optimizer step accumulates."""
 
     def __init__(self, live: LiveAttempt, config: RobustConfig) -> None:
         super().__init__(live, config)

@@ -62,7 +62,8 @@ def less_for_workers(context: FailureContext) -> Retry | None:
 
 
 def half_after_internal_errors(context: FailureContext) -> Retry | None:
-    """Retry with half the micro-batch once: cuBLAS and cuDNN often report a lack of memory so."""
+    """Retry once with half the micro-batch: cuBLAS and cuDNN often report running out of memory
+    this way."""
     earlier = context.earlier_at_same_step
     if context.evidence.library not in ("cublas", "cudnn") or not earlier:
         return None
@@ -86,8 +87,8 @@ def switch_gpu(context: FailureContext) -> Retry | None:
     if not group:
         return None
     offered = min(gpu.free_bytes for gpu in group)
-    # memory is near-affine in the micro-batch with a constant part above zero, so k times the
-    # memory holds at least k times the micro-batch that almost fitted
+    # Memory is near-affine in the micro-batch with a constant part above zero, so k times the
+    # memory holds at least k times the micro-batch that almost fitted.
     at_most = context.last.batch_size * offered / max(had, 1)
     how = (
         f"{context.at_size}; {device_name(group)} has {mib(offered)} free "
@@ -132,7 +133,7 @@ def _confirmed_by_another_gpu(context: FailureContext) -> bool:
 
 
 def _shortest(context: FailureContext) -> tuple[int, Group]:
-    """Return the free memory that did not suffice, and the attempt's GPUs that had no more."""
+    """Return the free memory that was too little, and the attempt's GPUs that had no more."""
     had = min((gpu.free_bytes for gpu in context.failed_gpus), default=0)
     return had, tuple(gpu for gpu in context.last.gpus if gpu.free_bytes <= had)
 
@@ -146,7 +147,7 @@ def again_after_progress(context: FailureContext) -> Retry | None:
 
 
 def split_all_the_same(context: FailureContext) -> Retry | None:
-    """Split steps although that changes the loss, when no remedy is left that keeps it."""
+    """Split steps although that changes the loss, if no remedy is left that keeps it."""
     if not context.keeps_loss or not context.has_retries:
         return None
     how = ": steps are computed in smaller parts from here on, although that changes this loss"

@@ -1,4 +1,4 @@
-"""What a job ran with: environment, command, config files, and what has changed since."""
+"""The environment, command and config files of a job, and their changes since the last launch."""
 
 from robust_train.model.feature import Feature
 

@@ -1,4 +1,4 @@
-"""Records what a job runs with, and warns of what has changed since its last launch."""
+"""Records a job's environment, and warns of changes since its last launch, in the launcher."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ import os
 import sys
 from dataclasses import replace
 
-from robust_train.folder.hydra_state import composed_files
-from robust_train.folder.provenance import (
+from robust_train.features.provenance.environment import (
     Provenance,
-    changed_files,
     changed_variables,
-    command,
-    config_digests,
-    read_environment,
     variables_named,
 )
+from robust_train.folder.hydra_state import composed_files
+from robust_train.folder.provenance import changed_files, config_digests, read_environment
+from robust_train.folder.resume_command import command
 from robust_train.folder.state import Summary
 from robust_train.launcher.hooks import InLauncher, JobView
 from robust_train.model.attempt import Attempt
@@ -31,11 +29,11 @@ class RecordsProvenance(InLauncher):
     def __init__(self, job: JobView) -> None:
         super().__init__(job)
         self._record: Provenance | None = None
-        # the variables that the command reads by name, and the digests of the config files
+        # The variables that the command reads by name, and the digests of the config files.
         self._known: dict[str, Json] = {}
 
     def event(self, event: Event, attempt: Attempt | None) -> None:
-        """Compare with the last launch when this one starts; record when the device is known."""
+        """Compare with the last launch when this launch starts; record when the device is known."""
         if isinstance(event, JobStarted):
             self._compare()
         elif isinstance(event, DeviceAcquired):

@@ -1,4 +1,4 @@
-"""Writes the page of a job that has ended, and the figures that its record shows."""
+"""Writes the page of a job that has ended, and the figures from its record, in the launcher."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from robust_train.report.story import goodput_from
 
 
 class ReportPage(InLauncher):
-    """Reads the job's record once, for summary and page."""
+    """Reads the job's record once, for the summary and the page."""
 
     def end(self, summary: Summary) -> Summary:
-        """Return the summary with goodput and advice, and write the page that shows both."""
-        keys = self.job.plan.config.theirs
+        """Add goodput and advice to the summary, and write the page that shows both."""
+        words = self.job.plan.words
         sources = computed("the record", lambda: read_sources(summary.run_dir))
         if sources is None:
             return summary
-        advice = computed("advice", lambda: tuple(wording.speed_advice(summary.attempts, keys)))
+        findings = computed("advice", lambda: tuple(wording.speed_advice(summary.attempts)))
         goodput = computed("goodput", lambda: goodput_from(sources))
-        advice = (*summary.advice, *(advice or ()))
+        advice = (*summary.advice, *map(words.text, findings or ()))
         summary = replace(summary, goodput=goodput, advice=advice)
         write_report(replace(sources, summary=summary))
         return summary

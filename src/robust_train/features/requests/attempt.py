@@ -1,8 +1,8 @@
-"""The attempt's side of ``requests/``: a thread polls, the trainer's own thread carries out.
+"""The attempt's side of ``requests/``: a thread polls, and the trainer's thread carries out.
 
-What changes anything waits for a step boundary: a call of ``run.progress`` and its like, or for
-trainers that never use ``run`` the end of an optimizer's step. What only reads is answered at once
-by the thread. Without requests a boundary costs the look at an empty list.
+A request that changes something waits for a step boundary: a call like ``run.progress``, or for
+trainers that never use ``run`` the end of an optimizer's step. The thread itself answers requests
+that only read. Without requests a boundary costs one look at an empty list.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ log = logging.getLogger("robust_train")
 
 _READ_ONLY = frozenset({"figures", "memory_info"})
 _ROUNDS = 2
-"""Boundaries of one kind after which the trainer has gone through its loop once, so that its habits
+"""After this many boundaries of a kind, the trainer has gone through its loop once, so its habits
 are known."""
 
 
 @dataclass
 class _Pending:
-    """A request that waits for a boundary, and how often each kind of boundary came since."""
+    """A request that waits for a boundary, with the number of boundaries of each kind since."""
 
     request: Request
     seen: Counter[str] = field(default_factory=Counter)
@@ -75,14 +75,14 @@ class Requests(InAttempt):
                 )
 
     def close(self, error: BaseException | None) -> None:
-        """Watch the optimizer no more: by now no tick takes another request."""
+        """Stop watching the optimizer: from here on no tick takes another request."""
         if self._stop_watching is not None:
             self._stop_watching()
 
     def boundary(self, what: str) -> None:
-        """Carry out what can be, between two steps of the trainer's loop."""
+        """Carry out the possible requests, between two steps of the trainer's loop."""
         if not self.waiting or not self._is_busy.acquire(blocking=False):
-            return  # another thread of the trainer is at it
+            return  # another thread of the trainer is doing it
         try:
             for waiting in list(self.waiting):
                 waiting.seen[what] += 1
@@ -92,7 +92,7 @@ class Requests(InAttempt):
             self._is_busy.release()
 
     def _carry_out(self, waiting: _Pending) -> bool:
-        """Return whether the request is done with: carried out, refused, or failed."""
+        """Return whether the request is finished: carried out, refused, or failed."""
         verb = waiting.request.verb
         try:
             reply = self._reply(waiting)
@@ -101,7 +101,7 @@ class Requests(InAttempt):
             reply = {"error": problem}
         except (ValueError, OSError) as error:  # the value of an option, or the content of a file
             reply = {"error": f"{verb}: {error}"}
-        except Exception as error:  # must not end the training
+        except Exception as error:  # a request must not end the training
             reply = {"error": f"{verb}: {named_line(error)}"}
         if reply:
             waiting.request.answer(reply)
@@ -129,7 +129,7 @@ class Requests(InAttempt):
         answer = perform(verb, request.options, self.live.run_dir)
         if verb not in _READ_ONLY:
             sentence = str(answer.get("sentence"))
-            # clearing and limiting log their sentence themselves
+            # Clearing and limiting log their sentence themselves.
             if verb not in ("memory_clear", "memory_fraction"):
                 log.info("%s on request: %s", verb, sentence)
             self.live.reports.send(RequestDone(verb, self.live.reports.last_step, sentence))

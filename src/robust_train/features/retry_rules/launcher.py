@@ -1,4 +1,5 @@
-"""The rule that applies to a failure is part of its evidence, and decides before any remedy."""
+"""Applies the user's rules in the launcher: a rule is part of the evidence, and precedes all
+remedies."""
 
 from __future__ import annotations
 
@@ -18,5 +19,5 @@ class RetryRules(InLauncher):
         return with_rule(self.job.policy, tuple(history), attempt)
 
     def overrule(self, history: History) -> Decision | None:
-        """Return what the rule decides."""
+        """Return the rule's decision."""
         return decided_by_rule(self.job.policy, tuple(history))

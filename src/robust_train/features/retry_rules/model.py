@@ -1,4 +1,4 @@
-"""Which of the user's rules applies to a failure, and what it decides."""
+"""Which of the user's rules applies to a failure, and its decision. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXCLUDE_GPU = "exclude_gpu"
 
 @dataclass(frozen=True)
 class RetryKeys(FeatureKeys):
-    """``retry``: what the user knows about failures."""
+    """``retry``: the user's knowledge about failures."""
 
     group: ClassVar[str] = "retry"
     rules: tuple[RetryRule, ...] = key(
@@ -37,7 +37,7 @@ class RetryKeys(FeatureKeys):
     )
 
     def mistakes(self, config: Any) -> Iterator[str]:
-        """Yield the conditions that this trainer's failures never meet."""
+        """Yield the conditions that this trainer's failures can never meet."""
         raises = config.traits.raises
         for number, rule in enumerate(self.rules):
             name = f"retry.rules[{number}]"
@@ -74,7 +74,7 @@ def with_rule(settings: PolicySettings, earlier: tuple[Attempt, ...], attempt: A
 
 
 def decided_by_rule(settings: PolicySettings, history: tuple[Attempt, ...]) -> Decision | None:
-    """Return what the user's rule decides after the last attempt, None if the remedies do."""
+    """Return the rule's decision after the last attempt, None if the remedies decide."""
     number = history[-1].of(RuleNote).rule
     if number is None:
         return None
@@ -97,11 +97,11 @@ def _decision(context: FailureContext, number: int) -> Decision | None:
             pause = pause_before(context, _tries(context, number))
             reason = f"{why}: the same again in {pause:g} s"
             return Retry(context.last, "retry", reason, pause_seconds=pause)
-    return None  # the remedies for a GPU whose hardware failed
+    return None  # the remedies for a GPU whose hardware failed decide
 
 
 def _why(context: FailureContext) -> str:
-    """Return the failure, the rule that applies to it, and which try of the rule this is."""
+    """Return the failure, the rule that applies to it, and the number of this try of the rule."""
     number = context.attempt.of(RuleNote).rule
     assert number is not None
     rule = context.config.of(RetryKeys).rules[number]
@@ -112,7 +112,7 @@ def _why(context: FailureContext) -> str:
 
 
 def _tries(context: FailureContext, number: int) -> int:
-    """Return how often a rule has been applied since the job got further."""
+    """Return how often a rule has been applied since the last progress."""
     return sum(attempt.of(RuleNote).rule == number for attempt in context.since_progress)
 
 
@@ -129,7 +129,8 @@ def _fits(rule: RetryRule, attempt: Attempt) -> bool:
     if rule.exception and rule.exception not in names:
         return False
     texts = (failure.message, attempt.traceback or "", attempt.exit.output)
-    # progress bars: one line of their thousands takes patterns like `.*a.*b` hours
+    # A progress bar may have thousands of parts on one line, on which patterns like `.*a.*b` take
+    # hours.
     text = "\n".join(texts).replace("\r", "\n")
     return not rule.message or is_found(rule.message, text)
 

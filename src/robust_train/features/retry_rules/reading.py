@@ -1,4 +1,4 @@
-"""The user's rules, as they are written in the config."""
+"""Reads the user's rules from the config."""
 
 from __future__ import annotations
 

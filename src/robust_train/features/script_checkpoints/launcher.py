@@ -1,4 +1,4 @@
-"""Says what a script runs, and why its checkpoints cannot be used."""
+"""Logs what a script runs, and why its checkpoints cannot be used, in the launcher."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ log = logging.getLogger("robust_train")
 
 
 class ScriptCheckpoints(InLauncher):
-    """Warns once of a pattern that matches nothing, and of each file that is of no use."""
+    """Warns once of a pattern that matches nothing, and of each file that cannot be used."""
 
     def __init__(self, job: JobView) -> None:
         super().__init__(job)
         self._unused = ""  # why the newest file cannot be used
-        self._ended = 0  # attempts
+        self._ended = 0  # number of attempts that have ended
         self._has_warned = False
 
     def event(self, event: Event, attempt: Attempt | None) -> None:
-        """Log what concerns the user."""
+        """Log an event that concerns the user."""
         match event:
             case ScriptStarted():
-                # logged here, because what the attempt prints is evidence
+                # It is logged here, because the attempt's output is evidence.
                 log.info("running %s", shlex.join(event.argv))
             case CheckpointUnused(text=text):
                 if text != self._unused:

@@ -14,7 +14,7 @@ class ScriptCheckpointsNote(Note):
 
     folds = (CheckpointUnused,)
 
-    # path of its newest checkpoint, if that is cut off
+    # Path of its newest checkpoint, if that is incomplete.
     not_whole: str | None = None
 
     def after(self, event: Event, attempt: Attempt) -> ScriptCheckpointsNote:

@@ -1,4 +1,4 @@
-"""Training that is slower than it could be: what costs the time, said once."""
+"""Training that is slower than possible: the cause is logged once."""
 
 from robust_train.model.feature import Feature
 

@@ -1,5 +1,5 @@
-"""Watches how fast an attempt trains, and says once what costs more than a fifth of the time for
-ten minutes."""
+"""Watches how fast an attempt trains, from the launcher, and logs once what costs more than a fifth
+of the time for ten minutes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from dataclasses import replace
 
 from robust_train.config.attempt import AttemptRequest
 from robust_train.features.slow.model import MUCH, hindrances, lost_share
+from robust_train.features.slow.record import Slow
 from robust_train.gpu.inventory import close_session, read_inventory
 from robust_train.gpu.processes import CudaProcess, list_cuda_processes
 from robust_train.host.linux import children
 from robust_train.launcher.hooks import InLauncher, JobView, Pause
 from robust_train.model.attempt import Attempt
-from robust_train.model.events import Event, MicroBatchChanged, Slow, SpeedMeasured
+from robust_train.model.events import Event, MicroBatchChanged, SpeedMeasured
 from robust_train.model.gpu import GpuInfo, Group
 from robust_train.model.spec import Speed
 
@@ -23,29 +24,30 @@ log = logging.getLogger("robust_train")
 
 LONG_SECONDS = 600.0
 _POLL_SECONDS = 30.0
-_LEAST_STEPS = 20  # the first ones are slow in their own way
+_LEAST_STEPS = 20  # the first steps are slow for other reasons
 
 
 class SlowTraining(InLauncher):
-    """Logs and records what slows each attempt down. A trainer in this process is not watched."""
+    """Logs and records the causes that slow each attempt down. A trainer in this process is not
+    watched."""
 
     def __init__(self, job: JobView) -> None:
         super().__init__(job)
         self._watch: SlowWatch | None = None
 
     def request(self, request: AttemptRequest, attempt: Attempt) -> AttemptRequest:
-        """Watch the attempt that begins."""
+        """Watch the next attempt."""
         if not self.job.plan.config.runs_inline:
             self._watch = SlowWatch(attempt.spec.gpus, self._record)
         return request
 
     def event(self, event: Event, attempt: Attempt | None) -> None:
-        """Take the attempt's speed."""
+        """Receive the attempt's speed."""
         if self._watch is not None:
             self._watch.on_event(event)
 
     def tick(self, attempt: Attempt | None) -> Pause | None:
-        """Look for what costs much."""
+        """Look for expensive causes."""
         if self._watch is not None and attempt is not None:
             self._watch.poll()
         return None
@@ -75,10 +77,10 @@ class SlowWatch:
         self._measured_at = self._next_poll = now()
         self._since: dict[str, float] = {}
         self._sent = ""
-        self._is_seen = not gpus  # where it computes
+        self._is_seen = not gpus  # whether its GPUs are known
 
     def on_event(self, event: Event) -> None:
-        """Take an event of the attempt."""
+        """Receive an event of the attempt."""
         match event:
             case SpeedMeasured(speed=speed) if speed.steps >= _LEAST_STEPS:
                 self._speed[event.rank] = replace(speed, rank=event.rank)
@@ -100,7 +102,7 @@ class SlowWatch:
         speeds = list(self._speed.values())
         longest = max((3 * speed.seconds_per_step for speed in speeds), default=0.0)
         if now - self._measured_at > max(2 * _POLL_SECONDS, longest):
-            speeds = []  # a validation, perhaps: nothing is measured
+            speeds = []  # nothing is measured, for example during a validation
         is_slow = lost_share(speeds, self._best) > MUCH
         on_gpu = _on_gpus(self._gpus) if is_slow and self._gpus else {}
         present = hindrances(speeds, self._best, on_gpu)
@@ -143,9 +145,10 @@ def _on_gpus(gpus: Group) -> dict[str, str]:
 
 
 def _computing(gpus: Group) -> tuple[dict[int, GpuInfo], list[CudaProcess], list[CudaProcess]]:
-    """Return these GPUs as they are now, and the processes on any: this job's, and others."""
+    """Return the current state of these GPUs, and the processes on any GPU: this job's, and
+    others."""
     inventory = read_inventory()
-    close_session()  # an open one blocks a reset of any GPU
+    close_session()  # an open session blocks a reset of any GPU
     uuids = {gpu.uuid for gpu in gpus}
     here = {gpu.index: gpu for gpu in inventory.gpus if gpu.uuid in uuids}
     pids = {child.pid for child in children(recursive=True)}

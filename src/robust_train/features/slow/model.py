@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from robust_train.model.events import Slow
+from robust_train.features.slow.record import Slow
 from robust_train.model.spec import Speed, slowest_rank
 from robust_train.readable import number, percent
 

@@ -1,11 +1,25 @@
-"""The field of an attempt's record about slow training."""
+"""What is recorded of slow training."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from robust_train.model.attempt import Attempt, Note
-from robust_train.model.events import Event, Slow
+from robust_train.model.events import Event, Notice
+
+
+@dataclass(frozen=True)
+class Slow(Event):
+    """What has cost this ``share`` of the time for ten minutes; empty once nothing does."""
+
+    name = "slow"
+    what: str = ""  # `data`, `rank N`, `GPU N`, or `process PID`
+    text: str = ""  # a sentence
+    share: float = 0.0
+
+    def notice(self, attempt: int | None) -> Notice | None:
+        """Return what slows the attempt down; None once nothing does."""
+        return Notice("slow", f" is slow: {self.text}") if self.text else None
 
 
 @dataclass(frozen=True)
@@ -15,8 +29,8 @@ class SlowNote(Note):
     behind = "micro_batch"
     folds = (Slow,)
 
-    slow: str = ""  # what slows it down now, a sentence
+    slow: str = ""  # the current cause, a sentence
 
     def after(self, event: Event, attempt: Attempt) -> SlowNote:
-        """Return the note with what slows the attempt down by now."""
+        """Return the note with the current cause."""
         return SlowNote(event.text) if isinstance(event, Slow) else self

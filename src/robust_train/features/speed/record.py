@@ -14,6 +14,7 @@ class SavingNote(Note):
     """What checkpoints have cost an attempt."""
 
     behind = "saves"
+    folds = (CheckpointSaved,)
 
     saving_seconds: float = 0.0  # for which they held training up
 
@@ -29,6 +30,7 @@ class SpeedNote(Note):
     """How fast each rank trained; those that measured nothing are left out."""
 
     behind = "memory"
+    folds = (SpeedMeasured,)
 
     speed: tuple[Speed, ...] = ()
 

@@ -8,4 +8,5 @@ FEATURE = Feature(
     launcher=f"{__name__}.launcher:Stall",
     watch=f"{__name__}.launcher:StallWatch",
     keys=(StallKeys,),
+    parts=(f"{__name__}.record:StallNote",),
 )

@@ -25,6 +25,7 @@ import psutil
 
 from robust_train.children.interpreters import Interpreter
 from robust_train.config.attempt import AttemptRequest
+from robust_train.failures.stack import where_it_stands
 from robust_train.features.stall.model import (
     SHORTEST_SECONDS,
     WARNING_SHARE,
@@ -34,6 +35,7 @@ from robust_train.features.stall.model import (
     standstill,
     worth_keeping,
 )
+from robust_train.features.stall.record import Stalled, StallWarning
 from robust_train.gpu.bounded import printed_by
 from robust_train.gpu.inventory import close_session, read_inventory
 from robust_train.gpu.processes import is_shared
@@ -49,10 +51,10 @@ from robust_train.model.events import (
     MicroBatchChanged,
     PauseLearned,
     Progress,
-    StallWarning,
     TrainingStarted,
     UserEvent,
 )
+from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 from robust_train.readable import duration, shortened
 
 log = logging.getLogger("robust_train")
@@ -102,10 +104,12 @@ class _Glance:
 
 
 class Stall(InLauncher):
-    """Has the ranks of an attempt record their collectives, which show where they wait."""
+    """Tells the watch what earlier attempts have shown, and has ranks record their collectives."""
 
     def request(self, request: AttemptRequest, attempt: Attempt) -> AttemptRequest:
-        """Return the request with NCCL's flight recorder, if the attempt has several GPUs."""
+        """Return the request with the longest pause so far, and with NCCL's flight recorder, which
+        shows where ranks wait, if the attempt has several GPUs."""
+        request = replace(request, longest_pause=self.job.state.longest_pause or 0.0)
         if self.job.plan.config.of(StallKeys).timeout_seconds == 0 or len(attempt.spec.gpus) < 2:
             return request
         recorder = nccl_variables(request.environ, request.run_dir, request.attempt)
@@ -130,6 +134,7 @@ class StallWatch(Watch):
         self._longest_tick = min(max(tick, _SHORTEST_TICK_LIMIT), _LONGEST_TICK_LIMIT)
         self._next_look = 0.0
         self._glance: _Glance | None = None  # None after an event
+        self._ended_for: Standstill | None = None
         self._is_suspended = self._has_warned = False
 
     def event(self, event: Event) -> None:
@@ -159,7 +164,24 @@ class StallWatch(Watch):
         found = self.standstill()
         if found is None:
             return None
-        return End(found.what, found.seconds, dump_stacks(self._request, living))
+        self._ended_for = found
+        return End(dump_stacks(self._request, living))
+
+    def explain(self, stacks: str) -> Failure:
+        """Record the standstill, and return it as the failure."""
+        ended_for = self._ended_for
+        assert ended_for is not None, "it has not ended the attempt"
+        self._on_event(Stalled(round(ended_for.seconds, 1), stacks))
+        where = where_it_stands(stacks)
+        if where:
+            where = f"; {where}"
+        file = self._request.stacks_file
+        return Failure(
+            FailureKind.COMM,
+            f"stalled: {ended_for.what} (stall_timeout_minutes){where}",
+            Evidence(library="robust_train", clue=Clue.STALLED),
+            (f"see what the threads were doing in {file}",) if stacks else (),
+        )
 
     def close(self) -> None:
         """Remove the pipes through which ranks are asked for their collectives."""

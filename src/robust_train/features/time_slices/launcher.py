@@ -1,4 +1,4 @@
-"""A time slice that is over: the attempt is paused, and the job queues again."""
+"""Pauses an attempt at the end of its time slice, in the launcher, and queues the job again."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class TimeSlices(InLauncher):
 
     def __init__(self, job: JobView) -> None:
         super().__init__(job)
-        self._paused = 0  # number of the attempt whose slice was over
+        self._paused = 0  # number of the attempt that was paused
         self._polled_at = -math.inf
 
     def tick(self, attempt: Attempt | None) -> Pause | None:
-        """Pause the attempt if its slice is over and somebody with fewer GPUs waits.
+        """Pause the attempt if its slice is over and a user with fewer GPUs waits.
 
-        An attempt that saves nothing would begin at the same step each time, and a trainer in this
-        process stops for signals only.
+        An attempt that saves nothing would start at the same step each time, and a trainer in this
+        process stops only for signals.
         """
         if attempt is None or not attempt.saves or self.job.plan.config.runs_inline:
             return None
@@ -45,7 +45,7 @@ class TimeSlices(InLauncher):
         return Pause(f"the time slice is over, and job {whose}, waits")
 
     def _is_over(self) -> bool:
-        """Return whether the slice is over, and it is time to look who waits."""
+        """Return whether the slice is over, and it is time to look for waiting users."""
         config = self.job.plan.config
         minutes = config.of(TimeSliceKeys).gpu_slice_minutes
         if minutes is None or not config.wait_for_gpu:

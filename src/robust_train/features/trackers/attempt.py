@@ -1,4 +1,4 @@
-"""Notes which runs of MLflow and trackio an attempt logs to."""
+"""Notes the MLflow and trackio runs that an attempt logs to, in the process that trains."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from robust_train.folder.trackers import TrackerNote
 
 
 class TrackersOfAttempt(InAttempt):
-    """Keeps the note up to date, on the first rank."""
+    """Keeps the note up to date, on rank 0."""
 
     def __init__(self, live: LiveAttempt, config: RobustConfig) -> None:
         super().__init__(live, config)
         self._note = TrackerNote(live.run_dir, live.saving.job if live.is_main else None)
 
     def boundary(self, what: str) -> None:
-        """Look for a run that has begun, when progress is passed on."""
+        """Look for a new run, when progress is passed on."""
         if what == "reported":
             self._note.poll()

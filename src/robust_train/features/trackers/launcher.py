@@ -1,4 +1,4 @@
-"""The environment in which trackers find the run that the job began."""
+"""The environment in which trackers find the run that the job started."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from robust_train.model.attempt import Attempt
 
 
 class Trackers(InLauncher):
-    """Gives each attempt the ids of the runs that its trackers continue."""
+    """Passes the ids of the trackers' runs to each attempt."""
 
     def request(self, request: AttemptRequest, attempt: Attempt) -> AttemptRequest:
-        """Return the request with the trackers' variables, which only the first rank has."""
+        """Add the trackers' variables to the request. Only rank 0 gets them."""
         plan = self.job.plan
         variables = tracker_environment(
             os.environ,

@@ -1,4 +1,4 @@
-"""Failures that may not come again: of networks, disks and processes that someone killed."""
+"""Failures that may not happen again: of networks, disks and killed processes."""
 
 from robust_train.model.feature import Feature
 

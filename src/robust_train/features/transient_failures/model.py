@@ -1,4 +1,5 @@
-"""When the same is tried again: peers, networks and disks come back, and some crashes do not."""
+"""When the same attempt is tried again: networks and disks recover, and some crashes do not repeat.
+Pure."""
 
 from __future__ import annotations
 
@@ -9,11 +10,12 @@ from robust_train.policy.context import FailureContext
 from robust_train.policy.retries import LONGEST_PAUSE_SECONDS, after_pause, pause_before
 
 _RATE_LIMIT_FACTOR = 30.0
-"""The first pause is then as long as the periods in which servers count requests: 5 minutes."""
+"""With this factor the first pause is as long as the periods in which servers count requests: 5
+minutes."""
 
 
 def same_again(context: FailureContext) -> Retry | None:
-    """Retry after a pause that doubles each time: peers, networks and disks come back."""
+    """Retry after a pause that doubles each time: peers, networks and disks recover."""
     pause = pause_before(context, context.failures_without_progress)
     if context.evidence.clue == Clue.RATE_LIMIT:
         longer = min(pause * _RATE_LIMIT_FACTOR, LONGEST_PAUSE_SECONDS)
@@ -22,8 +24,8 @@ def same_again(context: FailureContext) -> Retry | None:
 
 
 def killed_again(context: FailureContext) -> Retry | None:
-    """Retry from the last checkpoint: someone, and not the kernel, killed the process or a
-    data-loader worker without a request."""
+    """Retry from the last checkpoint: someone, not the kernel, killed the process or a data-loader
+    worker without a request."""
     if context.evidence.clue != Clue.KILLED or not context.has_retries:
         return None
     where = device_name(context.last.gpus)
@@ -39,8 +41,8 @@ def crashed_once_more(context: FailureContext) -> Retry | None:
 
 
 def unknown_once_more(context: FailureContext) -> Retry | None:
-    """Retry once from a checkpoint after a failure of which nobody can say whose it is: if it comes
-    again before the next checkpoint, it is the program's."""
+    """Retry once from a checkpoint after a failure of unknown origin. If it comes again before the
+    next checkpoint, the program is to blame."""
     if context.evidence.clue != Clue.UNKNOWN or context.config.retries < 1:
         return None
     if not context.has_saved or context.unknown_before:

@@ -1,0 +1,52 @@
+"""What is recorded of an attempt that makes no progress."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from robust_train.model.attempt import Attempt, Note
+from robust_train.model.events import Event, Notice
+from robust_train.readable import duration
+
+
+@dataclass(frozen=True)
+class StallWarning(Event):
+    """The attempt shows no progress for ``seconds``, half of ``limit_seconds``."""
+
+    name = "no_progress"
+    seconds: float
+    limit_seconds: float
+
+    def notice(self, attempt: int | None) -> Notice:
+        """Return a warning."""
+        text = (
+            f" shows no progress for {duration(self.seconds)} in attempt {attempt}, which is ended "
+            f"after {duration(self.limit_seconds)}"
+        )
+        return Notice("stalled", text)
+
+
+@dataclass(frozen=True)
+class Stalled(Event):
+    """The attempt made no progress for ``seconds``; ``stacks`` is what its threads were doing."""
+
+    name = "stalled"
+    seconds: float
+    stacks: str = ""
+
+    def notice(self, attempt: int | None) -> Notice:
+        """Return that the attempt is ended."""
+        return Notice("stalled", f" made no progress in attempt {attempt}: the attempt is ended")
+
+
+@dataclass(frozen=True)
+class StallNote(Note):
+    """How long an attempt stood still before it was ended for that; in no file."""
+
+    folds = (Stalled,)
+
+    stalled_seconds: float = 0.0
+
+    def after(self, event: Event, attempt: Attempt) -> StallNote:
+        """Return the note after the attempt was ended."""
+        return StallNote(event.seconds) if isinstance(event, Stalled) else self
