@@ -171,7 +171,8 @@ def _import_one(name: str) -> None:
     try:
         importlib.import_module(name)
     except Exception as error:
-        if (problem := no_room_to_import(name, error)) is not None:
+        problem = no_room_to_import(name, error)
+        if problem is not None:
             raise ConfigError(problem) from error
 
 
@@ -372,7 +373,8 @@ def set_environment(rank: int, request: AttemptRequest, port: int) -> None:
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     # Gloo looks up the host's name otherwise, whose address may not exist or not be reachable.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if (lightning := sys.modules.get("lightning_utilities.core.rank_zero")) is not None:
+    lightning = sys.modules.get("lightning_utilities.core.rank_zero")
+    if lightning is not None:
         # Lightning read the rank when it was imported, before there was a rank.
         lightning.rank_zero_only.rank = rank
 

@@ -96,7 +96,8 @@ def near_miss_in(text: str, *, every: bool) -> tuple[str, str] | None:
     for name in _PLACEHOLDER.findall(text):
         if name not in (*PLACEHOLDERS, "$"):
             cutoff = 0.0 if every else 0.75
-            if close := difflib.get_close_matches(name, PLACEHOLDERS, 1, cutoff):
+            close = difflib.get_close_matches(name, PLACEHOLDERS, 1, cutoff)
+            if close:
                 return name, close[0]
     return None
 

@@ -509,7 +509,8 @@ class RunningAttempt:
         head = b""
         with contextlib.suppress(OSError), request.log_file.open("rb") as file:
             head = file.read(_HEAD_BYTES)
-        if warning := _CUDA_WARNING.search(head.decode(errors="replace")):
+        warning = _CUDA_WARNING.search(head.decode(errors="replace"))
+        if warning:
             self._was_warned = True
             log.warning(
                 "CUDA does not work for this attempt, which may train on the CPU although it has "

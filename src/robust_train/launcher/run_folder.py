@@ -99,7 +99,8 @@ class RunFolder:
             resume_command=plan.resume_command,
             working_directory=working_directory(),
         )
-        if (before := read_state(run_dir)) is not None:
+        before = read_state(run_dir)
+        if before is not None:
             state = replace(
                 state,
                 id=before.id,
