@@ -111,7 +111,7 @@ class WatchesLosses(InAttempt):
 
 
 class Guard(LossWatch):
-    """Watches an attempt; raises `TrainingDiverged` when training has become useless.
+    """Watches an attempt, and raises `TrainingDiverged` when training has become useless.
 
     Attributes:
         divergence: the thresholds of divergence.
