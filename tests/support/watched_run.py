@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from disks import fill
 from robust_train.attempt.run import Run, live_of
 
 
@@ -29,11 +30,11 @@ class WatchedRun(Run):
         return was_told
 
     def of(self, event: str) -> list[dict[str, Any]]:
-        return [one for one in self.events if one["event"] == event]
+        return [event_of_kind for event_of_kind in self.events if event_of_kind["event"] == event]
 
     @property
     def saved_at(self) -> dict[int, Path]:
-        return {one["step"]: Path(one["path"]) for one in self.of("checkpoint")}
+        return {event["step"]: Path(event["path"]) for event in self.of("checkpoint")}
 
     @property
     def last_checkpoint(self) -> Path:
@@ -54,3 +55,12 @@ class RunOnAFullDisk(WatchedRun):
             self.failures += 1
             if self.failures > 1:
                 self._filler.unlink(missing_ok=True)
+
+
+class FillsTheDisk(WatchedRun):
+    """A run whose disk is full once it has taken the first checkpoint."""
+
+    def _keep(self, event):
+        super()._keep(event)
+        if self.events[-1]["event"] == "checkpoint" and not (self.run_dir / "filler").exists():
+            fill(self.run_dir)

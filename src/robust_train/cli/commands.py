@@ -418,8 +418,8 @@ OTHER_NAMES = {
     "nvidia-smi": "gpus",
     "check": "doctor",
 }
-"""What people type who know other tools, and the command that does it. Similar letters would lead
-them elsewhere: ``tail`` resembles ``train``."""
+"""Commands of other tools, and the command here that does the same. Similar letters would lead them
+elsewhere: ``tail`` resembles ``train``."""
 
 
 def members_of(group: str) -> dict[str, Command]:
