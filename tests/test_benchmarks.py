@@ -34,6 +34,10 @@ SMALLEST = {
     "micro_batch_overhead.py --frameworks --steps 5 --rounds 1": (
         rf"accelerate: … × {X} … Lightning: … × {X} … transformers: … × {X}"
     ),
+    "packing.py --jobs 4 --gpus 1 --job-seconds 1": (
+        rf"packed: {X} s, … 0 lost to memory, 0 over-commits … packed ÷ alone: {X}\n"
+        rf"reserved ÷ true peak: {X} to {X}"
+    ),
     "published_queues.py --job-seconds 0.5": rf"gpu_queue: {PACKING}",
     "queue_chaos.py --rounds 1 --launchers 6 --gpus 2": r"served=\d … nothing went wrong",
     "ranks_overhead.py --sharded --steps 1": rf"with run.backward: {X} ms … alone: {X} µs",

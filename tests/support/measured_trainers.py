@@ -1,7 +1,12 @@
 """Trainers whose memory is what the simulated NVML says of its process."""
 
+import os
+import time
+from pathlib import Path
+
 from robust_train.attempt.run import live_of
 from robust_train.model.events import MicroBatchChanged
+from simulated_nvml.device import SharedDevice
 from trainers import is_ready, saves, steps, waits_for_the_go
 
 
@@ -23,3 +28,19 @@ def runs_out_in_a_step(cfg, run):
         if step == 11:
             live_of(run).reports.send(MicroBatchChanged(step, True, 8, "memory", after=4))
     waits_for_the_go("2")
+
+
+def shares_a_gpu(cfg, run):
+    """Hold memory and train until another job holds memory on the same GPU."""
+    device = SharedDevice(Path(os.environ["SIMULATED_NVML_STATE"]))
+    uuid = os.environ["CUDA_VISIBLE_DEVICES"]
+    device.allocate(uuid, 3000)
+    for step in steps(run, pause=0.05):
+        if step == 12:
+            saves(run, "twelve", 12)
+        if device.used()[uuid] > 3000:
+            break
+    # The other one looks as often as this one.
+    time.sleep(2)
+    device.release()
+    return 1.0

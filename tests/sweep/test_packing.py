@@ -1,8 +1,12 @@
 """How many jobs of a sweep share its GPUs, as pure functions."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from robust_train.config.checks import checked
+from robust_train.config.composition import complete
+from robust_train.model.errors import ConfigError
 from robust_train.queue.registry import QueuedJob
 from robust_train.readable import GIB
 from robust_train.sweep.packing import Look, Packing, largest_first, room_for
@@ -103,3 +107,17 @@ def test_largest_micro_batches_start_first():
         3: ["lr=2", "training.batch_size=8"],
     }
     assert list(largest_first(listed)) == [2, 0, 3, 1]
+
+
+def test_auto_begins_with_the_job_alone():
+    config = checked(complete({"gpu_jobs_per_device": "auto"}))
+    assert config.packs_gpus
+    assert config.measures_memory
+    assert config.gpu_jobs_per_device == 1
+    assert not checked(complete({"gpu_jobs_per_device": 3})).packs_gpus
+
+
+def test_a_batch_that_fills_the_gpu_is_refused():
+    both = {"gpu_jobs_per_device": "auto", "training": {"batch_size": "auto"}}
+    with pytest.raises(ConfigError, match="fills a GPU with one job"):
+        checked(complete(both))

@@ -199,14 +199,14 @@ def room_on_own_gpus(
     """Return how much a running job may reserve on each of its GPUs beside all other jobs, with
     what it has taken; None if one of its GPUs is not among ``gpus``."""
     taken = dict(zip(me.gpus, me.taken_bytes, strict=True))
-    own = [
+    its_gpus = [
         replace(gpu, free_bytes=gpu.free_bytes + (taken[gpu.uuid] or 0))
         for gpu in gpus
         if gpu.uuid in taken
     ]
-    if len(own) < len(taken):
+    if len(its_gpus) < len(taken):
         return None
-    states = gpu_states(others, own)
+    states = gpu_states(others, its_gpus)
     return min((max(states[uuid].usable, 0) for uuid in taken), default=None)
 
 

@@ -1,4 +1,4 @@
-"""Which jobs need the same memory, and how much to reserve for one: pure functions."""
+"""Which jobs need the same memory, and how much to reserve for a job: pure functions."""
 
 from __future__ import annotations
 

@@ -22,7 +22,9 @@ def run_probe(argv: Sequence[str], batch_size: str | None) -> int:
     It prints to standard error, since the answer of the command is on standard output. Its run
     folder is removed: what was learned is in the store.
     """
-    with tempfile.TemporaryDirectory(prefix="robust-train-probe-") as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="robust-train-probe-", ignore_cleanup_errors=True
+    ) as folder:
         command = [sys.executable, "-m", "robust_train.cli.main", "run"]
         options = ["--min-gpu-memory-mb", "auto", "--no-cpu", "--name", "probe"]
         if batch_size is not None:
