@@ -58,7 +58,7 @@ def preserve_version_counter(torch: Any, tensor: Any) -> AbstractContextManager[
 
 
 def version_of(tensor: Any) -> int:
-    """Return how often ``tensor`` was changed in place; -1 if that is not counted: for None,
+    """Return how often ``tensor`` was changed in place, or -1 if that is not counted: for None,
     inference tensors, and tensors of a lazy module in its first pass."""
     try:
         return int(getattr(tensor, "_version", -1))
@@ -71,11 +71,11 @@ def versions_of(tensors: Sequence[Any]) -> list[tuple[int, int]]:
     …`` changes without a new version. A step may have a thousand tensors."""
     try:
         places = map(sys.modules["torch"].Tensor.data_ptr, tensors)
-        found = map(attrgetter("_version"), tensors)
-        return list(zip(found, places, strict=True))
+        versions = map(attrgetter("_version"), tensors)
+        return list(zip(versions, places, strict=True))
     # Sparse and inference tensors, and those of a lazy module in its first pass, have no address.
     except (RuntimeError, ValueError):
-        return [(version_of(one), 0) for one in tensors]
+        return [(version_of(tensor), 0) for tensor in tensors]
 
 
 def skips_on_device(optimizer: Any) -> bool:
@@ -86,15 +86,15 @@ def skips_on_device(optimizer: Any) -> bool:
     never reaches the optimizer. Nor does a fused SGD whose momentum starts in this step: torch
     leaves uninitialised memory in the momentum of a skipped update.
     """
-    own = getattr(optimizer, "__dict__", {})
-    if not own.get("_step_supports_amp_scaling"):
+    attributes = getattr(optimizer, "__dict__", {})
+    if not attributes.get("_step_supports_amp_scaling"):
         return False
     # A loaded state has the setting of the optimizer that it was saved from.
     if not all(group.get("fused") for group in optimizer.param_groups):
         return False
     # An instance may have a step of its own, for example a step that a scheduler counts.
     steps = (type(optimizer).step, optimizer.step)
-    is_torchs = all(one.__module__.startswith("torch.optim.") for one in steps)
+    is_torchs = all(step.__module__.startswith("torch.optim.") for step in steps)
     return is_torchs and not _begins_momentum(optimizer)
 
 
@@ -116,20 +116,20 @@ def deciding_on_host(optimizer: Any) -> Iterator[None]:
     if not getattr(optimizer, name, False):
         yield
         return
-    own = vars(optimizer).copy()
+    attributes = vars(optimizer).copy()
     setattr(optimizer, name, False)
     try:
         yield
     finally:
-        if name in own:
-            setattr(optimizer, name, own[name])
+        if name in attributes:
+            setattr(optimizer, name, attributes[name])
         else:
             delattr(optimizer, name)
 
 
 def found_overflow(scaler: Any, optimizer: Any) -> bool | None:
-    """Return whether a GradScaler met an overflow in the gradients that it has unscaled; None for
-    another kind of scaler. It reads the same figures, and waits for the same kernels, before it
+    """Return whether a GradScaler met an overflow in the gradients that it has unscaled, or None
+    for another kind of scaler. It reads the same figures, and waits for the same kernels, before it
     steps an optimizer that does not decide on the device."""
     figures = overflow_figures(scaler, optimizer)
     return None if figures is None else any(map(bool, figures))
@@ -137,7 +137,7 @@ def found_overflow(scaler: Any, optimizer: Any) -> bool | None:
 
 def overflow_figures(scaler: Any, optimizer: Any) -> list[Any] | None:
     """Return a GradScaler's figures of the gradients that it has unscaled, one per device and not
-    zero after an overflow; None for another kind of scaler."""
+    zero after an overflow, or None for another kind of scaler."""
     try:
         return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
     except (AttributeError, KeyError, TypeError):
@@ -148,11 +148,11 @@ def codes_before_update(optimizer: Any, step_locals: Mapping[str, Any]) -> set[C
     """Return the code that an optimizer's step runs before it changes weights or moments: its
     closure's code, and the code that creates the state of the first group."""
     groups = optimizer.param_groups
-    found: list[Any] = [step_locals.get("closure")]
+    candidates: list[Any] = [step_locals.get("closure")]
     if groups and step_locals.get("group", groups[0]) is groups[0]:
-        found.append(getattr(optimizer, "_init_group", None))
-    functions = [inspect.unwrap(one) for one in found if one is not None]
-    return {one.__code__ for one in functions if hasattr(one, "__code__")}
+        candidates.append(getattr(optimizer, "_init_group", None))
+    functions = [inspect.unwrap(function) for function in candidates if function is not None]
+    return {function.__code__ for function in functions if hasattr(function, "__code__")}
 
 
 def total_norm(torch: Any, parameters: Sequence[Any]) -> Any:
@@ -164,8 +164,8 @@ def total_norm(torch: Any, parameters: Sequence[Any]) -> Any:
     utils = torch.nn.utils
     if not hasattr(utils, "get_total_norm"):
         return utils.clip_grad_norm_(parameters, float("inf"))
-    gradients = (one.grad for one in parameters)
-    return utils.get_total_norm([one for one in gradients if one is not None])
+    gradients = (parameter.grad for parameter in parameters)
+    return utils.get_total_norm([parameter for parameter in gradients if parameter is not None])
 
 
 @contextlib.contextmanager
@@ -188,14 +188,14 @@ def tensors_of(module: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 def modules_below(models: Sequence[Any]) -> list[Any]:
     """Return modules and all their submodules, each once. It takes a quarter of the time of
     ``Module.modules``, because each step calls it."""
-    found = list(dict.fromkeys(models))
-    known = set(found)
-    for module in found:
+    modules = list(dict.fromkeys(models))
+    seen = set(modules)
+    for module in modules:
         for part in module._modules.values():
-            if part is not None and part not in known:
-                known.add(part)
-                found.append(part)
-    return found
+            if part is not None and part not in seen:
+                seen.add(part)
+                modules.append(part)
+    return modules
 
 
 def keep_versions(copied: Any, state: Any) -> None:
@@ -226,7 +226,7 @@ def return_pinned_memory(torch: Any) -> None:
 
 
 def has_context(torch: Any, index: int) -> bool:
-    """Return whether this process has a CUDA context on a GPU; True if torch does not know."""
+    """Return whether this process has a CUDA context on a GPU, or True if torch does not know."""
     ask = getattr(torch._C, "_cuda_hasPrimaryContext", None)
     return True if ask is None else bool(ask(index))
 
@@ -264,8 +264,8 @@ def dump_allocator_snapshot(torch: Any, path: str) -> None:
 
 def watch_optimizer_steps(on_step: Callable[[], None]) -> Callable[[], None] | None:
     """Call ``on_step`` after every step of every torch optimizer of this process. Returns a
-    function that ends this; None if torch is not loaded, or if others have hooks there: adding to
-    them would raise in another thread that iterates over them."""
+    function that ends this, or None if torch is not loaded, or if others have hooks there: adding
+    to them would raise in another thread that iterates over them."""
     optimizer = sys.modules.get("torch.optim.optimizer")
     register = getattr(optimizer, "register_optimizer_step_post_hook", None)
     if register is None or getattr(optimizer, "_global_optimizer_post_hooks", True):
@@ -306,14 +306,14 @@ def mode_of_command_line() -> Iterator[None]:
     """
     from hydra._internal.hydra import Hydra
 
-    own = getattr(Hydra, "get_mode", None)
-    if own is not None:
+    original = getattr(Hydra, "get_mode", None)
+    if original is not None:
         Hydra.get_mode = lambda *args, **keys: None  # type: ignore[method-assign]
     try:
         yield
     finally:
-        if own is not None:
-            Hydra.get_mode = own  # type: ignore[method-assign]
+        if original is not None:
+            Hydra.get_mode = original  # type: ignore[method-assign]
 
 
 def unknown_to_hydra(arguments: Sequence[str]) -> list[str]:
@@ -328,11 +328,11 @@ def with_overrides(arguments: Sequence[str], overrides: Sequence[str]) -> list[s
     place only."""
     from hydra._internal.utils import get_args_parser
 
-    own = get_args_parser().parse_known_args(list(arguments))[0].overrides
+    existing = get_args_parser().parse_known_args(list(arguments))[0].overrides
     place = 0
-    if own:
+    if existing:
         # Search from behind: the value of an option in front of them may be the same word.
-        place = len(arguments) - arguments[::-1].index(own[-1])
+        place = len(arguments) - arguments[::-1].index(existing[-1])
     return [*arguments[:place], *overrides, *arguments[place:]]
 
 
@@ -341,11 +341,11 @@ def returned_or_raised(job: Any) -> Any:
     return job._return_value
 
 
-def running_trial(study: Any, known: Any) -> Any:
+def running_trial(study: Any, trial: Any) -> Any:
     """Return a running Optuna trial, to suggest or note more."""
     from optuna import Trial
 
-    return Trial(study, known._trial_id)
+    return Trial(study, trial._trial_id)
 
 
 def suggest(trial: Any, name: str, space: Any) -> Any:
@@ -492,8 +492,8 @@ def resolvers_replaced(
 
 
 def _is_given_the_config(resolver: Callable[..., Any]) -> bool:
-    known = inspect.getclosurevars(resolver).nonlocals
-    return any(known.get(f"pass_{one}") for one in ("parent", "node", "root"))
+    closure = inspect.getclosurevars(resolver).nonlocals
+    return any(closure.get(f"pass_{name}") for name in ("parent", "node", "root"))
 
 
 def typed_nodes(config: Any) -> dict[str, object]:
@@ -516,16 +516,16 @@ def format_of(handler: logging.Handler) -> str | None:
 
 
 def torch_cuda_version() -> str | None:
-    """Return the CUDA version that torch was built for, ``none`` for a build without; None if it is
-    unknown. It is read from torch's ``version.py``, since importing torch takes seconds."""
-    found = _version_in_torch("cuda")
-    return None if found is None else found[1] or "none"
+    """Return the CUDA version that torch was built for, ``none`` for a build without, or None if it
+    is unknown. It is read from torch's ``version.py``, since importing torch takes seconds."""
+    version = _version_in_torch("cuda")
+    return None if version is None else version[1] or "none"
 
 
 def torch_built_for(platform: str) -> str | None:
     """Return the version of ``hip`` or ``xpu`` that torch was built for, None if it was not."""
-    found = _version_in_torch(platform)
-    return None if found is None else found[1]
+    version = _version_in_torch(platform)
+    return None if version is None else version[1]
 
 
 def _version_in_torch(platform: str) -> re.Match[str] | None:
@@ -541,7 +541,7 @@ def _version_in_torch(platform: str) -> re.Match[str] | None:
 
 def noted_collectives(noted: Callable[..., AbstractContextManager[None]]) -> tuple[Any, Any]:
     """Return FSDP2's own all-gather and reduce-scatter, each within ``noted(is_gather, …)``."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as own
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
     def noting(kind: Any, *, is_gather: bool) -> Any:
         class Noted(kind):  # type: ignore[misc]
@@ -555,8 +555,8 @@ def noted_collectives(noted: Callable[..., AbstractContextManager[None]]) -> tup
         return Noted()
 
     return (
-        noting(own.DefaultAllGather, is_gather=True),
-        noting(own.DefaultReduceScatter, is_gather=False),
+        noting(collectives.DefaultAllGather, is_gather=True),
+        noting(collectives.DefaultReduceScatter, is_gather=False),
     )
 
 
@@ -574,7 +574,7 @@ def hook_and_delay(wrapper: Any) -> tuple[bool, bool]:
 
 
 def collectives_begun(group: Any) -> int:
-    """Return how many collectives a process group has started; constant if they are not counted."""
+    """Return how many collectives a process group has started, constant if they are not counted."""
     try:
         return int(group._get_sequence_number_for_group())
     # A wrapper around several backends may refuse.
@@ -583,7 +583,7 @@ def collectives_begun(group: Any) -> int:
 
 
 def groups_of_process(dist: Any) -> list[Any]:
-    """Return the process groups of this process; none if torch keeps them elsewhere."""
+    """Return the process groups of this process, none if torch keeps them elsewhere."""
     world = getattr(dist.distributed_c10d, "_world", None)
     return list(getattr(world, "pg_map", ()))
 
@@ -638,16 +638,16 @@ TOKENS_SEEN = "_total_train_tokens"
 
 
 def logged_of_passes(trainer: Any) -> dict[str, dict[str, list[float]]]:
-    """Return the figures that a TRL trainer has noted of each pass, by mode and name; empty for
-    others."""
-    found: Any = getattr(trainer, "_metrics", None)
-    modes = list(found.values()) if isinstance(found, dict) else [None]
+    """Return the figures that a TRL trainer has noted of each pass, by mode and name. It is empty
+    for others."""
+    metrics: Any = getattr(trainer, "_metrics", None)
+    modes = list(metrics.values()) if isinstance(metrics, dict) else [None]
     for mode in modes:
         if not isinstance(mode, dict):
             return {}
-        if not all(isinstance(one, list) for one in mode.values()):
+        if not all(isinstance(values, list) for values in mode.values()):
             return {}
-    lists: dict[str, dict[str, list[float]]] = found
+    lists: dict[str, dict[str, list[float]]] = metrics
     return lists
 
 
@@ -723,7 +723,7 @@ LATEST = "_forward_cache"
 
 
 def logged_by(trainer: Any) -> Any:
-    """Return the values that a Lightning ``Trainer`` has logged in this epoch; None if it cannot
+    """Return the values that a Lightning ``Trainer`` has logged in this epoch, or None if it cannot
     log."""
     return trainer._results
 
@@ -752,7 +752,7 @@ def step_schedulers(trainer: Any) -> None:
 
 def searches(trainer: Any) -> bool:
     """Return whether a Lightning ``Trainer`` belongs to a ``Tuner``, which leaves ``fit`` early."""
-    return any(getattr(one, "_early_exit", False) for one in trainer.callbacks)
+    return any(getattr(callback, "_early_exit", False) for callback in trainer.callbacks)
 
 
 def prepared_schedulers(accelerator: Any) -> list[Any]:
@@ -785,9 +785,9 @@ def load_shards(folder: Path, index: Path, wanted: dict[str, Any]) -> None:
             return super().read_data(plan, planner)
 
     names = "Metadata MetadataIndex ChunkStorageMetadata TensorStorageMetadata TensorProperties"
-    known = [getattr(metadata, name) for name in (*names.split(), "_MEM_FORMAT_ENCODING")]
+    allowed = [getattr(metadata, name) for name in (*names.split(), "_MEM_FORMAT_ENCODING")]
     check(index, index.name)
-    with safe_globals([*known, filesystem._StorageInfo, _get_layout]), warnings.catch_warnings():
+    with safe_globals([*allowed, filesystem._StorageInfo, _get_layout]), warnings.catch_warnings():
         # torch warns that it reads without the other ranks.
         warnings.simplefilter("ignore")
         where = load(index, weights_only=True)

@@ -71,7 +71,7 @@ def write_json(
 
 
 def set_aside(folder: Path, stays: re.Pattern[str] | None = None) -> Path | None:
-    """Move the folder's contents to ``earlier-<n>`` there, except names that match ``stays``;
+    """Move the folder's contents to ``earlier-<n>`` there, except names that match ``stays``, and
     return the new folder, None if there were no contents.
 
     Raises:
@@ -102,8 +102,8 @@ class LineFile:
         self._after_torn_line = self._ends_torn()
 
     def try_append(self, data: bytes) -> bool:
-        """Append whole lines; return whether that succeeded. A full or unreachable disk costs one
-        warning."""
+        """Append whole lines, and return whether that succeeded. A full or unreachable disk costs
+        one warning."""
         try:
             self.append(data)
         except OSError as error:
@@ -224,7 +224,7 @@ def parse_json(data: bytes | str) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; empty if it cannot be read."""
+    """Return the JSON object in a file, empty if it cannot be read."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         content = json.loads(path.read_bytes())
         return content if isinstance(content, dict) else {}

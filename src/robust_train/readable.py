@@ -60,7 +60,7 @@ def counted(number: int, what: str) -> str:
 
 
 def of_all(done: int | None, total: int | None) -> str:
-    """Return ``12/400``, or ``12`` if the total is unknown; empty before the first."""
+    """Return ``12/400``, or ``12`` if the total is unknown, empty before the first."""
     if done is None:
         return ""
     return f"{done}/{total}" if total else str(done)
@@ -85,7 +85,7 @@ def memory(size: float) -> str:
 
 
 def by_processes(ranks: int) -> str:
-    """Return `` × 2 processes``, to follow a size or a device; empty for one process."""
+    """Return `` × 2 processes``, to follow a size or a device, empty for one process."""
     return f" × {ranks} processes" if ranks > 1 else ""
 
 

@@ -62,8 +62,8 @@ def policy(
         may_use_expandable_segments=may_use_expandable_segments,
         can_checkpoint=can_checkpoint,
     )
-    asked = with_figures(settings.asked, expandable_segments=expandable_segments)
-    return replace(settings, asked=asked)
+    requested = with_figures(settings.asked, expandable_segments=expandable_segments)
+    return replace(settings, asked=requested)
 
 
 def with_key(config, name, value) -> RobustConfig:
@@ -132,10 +132,10 @@ def failed(
     )
 
 
-def built(cls, *own, **given):
+def built(cls, *positional, **given):
     """A record with these fields, of its own or of the parts that features add to it."""
     names = {field.name for field in fields(cls)}
-    record = cls(*own, **{name: given.pop(name) for name in names & given.keys()})
+    record = cls(*positional, **{name: given.pop(name) for name in names & given.keys()})
     return with_figures(record, **given)
 
 
@@ -151,11 +151,11 @@ def with_figures(record, **given):
 
 def decided(settings, history, gpus=(), held=()) -> Decision:
     """What the launcher decides after these attempts."""
-    known: tuple[Attempt, ...] = ()
+    earlier: tuple[Attempt, ...] = ()
     for attempt in history:
-        known += (with_rule(settings, known, attempt),)
-    ruled = decided_by_rule(settings, known)
-    return ruled or decide(settings, load_remedies(), known, Offers(gpus, held))
+        earlier += (with_rule(settings, earlier, attempt),)
+    ruled = decided_by_rule(settings, earlier)
+    return ruled or decide(settings, load_remedies(), earlier, Offers(gpus, held))
 
 
 def attempt_request(run_dir, path="own.train", keys=(), **more):

@@ -48,8 +48,8 @@ def find_browser() -> Path | None:
         return Path(named)
     if PACKAGE.is_dir() and shutil.which("node"):
         return _unpacked()
-    found = filter(None, map(shutil.which, INSTALLED))
-    return next((Path(path) for path in found), None)
+    paths_found = filter(None, map(shutil.which, INSTALLED))
+    return next((Path(path) for path in paths_found), None)
 
 
 def _unpacked() -> Path:
@@ -184,13 +184,13 @@ class Page:
         """All that the console shows, and exceptions of scripts."""
         self.evaluate("1")  # what was said before is now here
         kinds = ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded")
-        return [one for kind in kinds for one in self._of(kind)]
+        return [event for kind in kinds for event in self._of(kind)]
 
     @property
     def requests(self) -> list[str]:
         """Addresses that were asked for, the page itself left out."""
-        asked = [event["request"]["url"] for event in self._of("Network.requestWillBeSent")]
-        return [url for url in asked if url != self.uri]
+        urls = [event["request"]["url"] for event in self._of("Network.requestWillBeSent")]
+        return [url for url in urls if url != self.uri]
 
     def evaluate(self, expression: str) -> Any:
         """The value of an expression of JavaScript in the page."""

@@ -82,13 +82,13 @@ def _watch_forward_passes(meeting, most):
     checkpoint is saved."""
     import torch
 
-    def watch(module, given, found):
+    def watch(module, given, output):
         is_last = isinstance(module, torch.nn.Linear) and torch.is_grad_enabled()
         if not (is_last and meeting.is_met):
             return None
         if meeting.what == "losses that are not finite":
-            return found * float("nan")
-        return torch.empty(2**46) if len(found) > most else None
+            return output * float("nan")
+        return torch.empty(2**46) if len(output) > most else None
 
     torch.nn.modules.module.register_module_forward_hook(watch)
 
@@ -148,7 +148,7 @@ def vision(cfg, run):
     result = train(cfg, run)
     if run.is_main:
         weights = torch.load(result["checkpoint"], weights_only=True)["model"]
-        ends_with(run, torch.cat([one.flatten() for one in weights.values()]).tolist())
+        ends_with(run, torch.cat([weight.flatten() for weight in weights.values()]).tolist())
 
 
 def _line():

@@ -41,16 +41,16 @@ class Gpu:
     def take(self, shape: Any, dtype: torch.dtype | None) -> None:
         """Count a request as torch's allocator does, and refuse one above the limit."""
         shape = (shape,) if isinstance(shape, int) else shape
-        asked, most = math.prod(shape) * (dtype or torch.float32).itemsize, self.fraction * TOTAL
+        wanted, most = math.prod(shape) * (dtype or torch.float32).itemsize, self.fraction * TOTAL
         held = self.allocated()
-        if asked <= self.reserved - held:
+        if wanted <= self.reserved - held:
             return
-        if self.reserved + asked > most:
-            if held + asked > most:
-                raise torch.OutOfMemoryError(_message(asked, most))
+        if self.reserved + wanted > most:
+            if held + wanted > most:
+                raise torch.OutOfMemoryError(_message(wanted, most))
             self.retries += 1
             self.reserved = held
-        self.reserved += asked
+        self.reserved += wanted
 
     def allocated(self) -> int:
         """Return the bytes of all tensors that were not there before."""
@@ -121,9 +121,9 @@ class Gpu:
         self.workspaces_cleared += 1
 
 
-def _message(asked: int, most: float) -> str:
+def _message(wanted: int, most: float) -> str:
     return (
-        f"CUDA out of memory. Tried to allocate {asked / MIB:.2f} MiB. GPU 0 has a total capacity "
+        f"CUDA out of memory. Tried to allocate {wanted / MIB:.2f} MiB. GPU 0 has a total capacity "
         f"of {TOTAL / GIB:.2f} GiB of which {TOTAL / GIB - 1:.2f} GiB is free. Including "
         "non-PyTorch memory, this process has 1.00 GiB memory in use. "
         f"{most / MIB:.2f} MiB allowed; Of the allocated memory 0.50 MiB is allocated by PyTorch, "
@@ -183,11 +183,11 @@ def cuda_on_the_cpu() -> Iterator[Gpu]:
     with contextlib.ExitStack() as stack:
         for name, stand_in in gpu.functions().items():
             # a call that the real function would refuse is refused here
-            own = mock.create_autospec(getattr(torch.cuda, name), side_effect=stand_in)
-            stack.enter_context(mock.patch.object(torch.cuda, name, own))
+            double = mock.create_autospec(getattr(torch.cuda, name), side_effect=stand_in)
+            stack.enter_context(mock.patch.object(torch.cuda, name, double))
         for name in ("Stream", "CUDAGraph", "graph"):
-            own = mock.MagicMock(spec=getattr(torch.cuda, name))
-            stack.enter_context(mock.patch.object(torch.cuda, name, own))
+            double = mock.MagicMock(spec=getattr(torch.cuda, name))
+            stack.enter_context(mock.patch.object(torch.cuda, name, double))
         event = mock.create_autospec(torch.cuda.Event, side_effect=Event)
         stack.enter_context(mock.patch.object(torch.cuda, "Event", event))
         empty = torch.empty

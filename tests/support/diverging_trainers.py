@@ -60,7 +60,7 @@ def train(cfg: Any, run: Any) -> list[float]:
         except TrainingDiverged:
             if how == "recorded late":
                 # another rank has recorded it, which has not met a bad loss yet
-                mark(run.checkpoint_dir, live_of(run).saving.job, lambda one: "finite")
+                mark(run.checkpoint_dir, live_of(run).saving.job, lambda manifest: "finite")
             raise
         if step % 5 == 0:
             path = run.checkpoint_dir / f"step-{step:03d}.pt"

@@ -55,11 +55,11 @@ def of_ranks(ranks: int, work: Callable[[int], object]) -> list[object]:
 
 def outcomes(parts: dict[Callable[..., object], tuple[object, ...]]) -> dict[str, str]:
     """What each part, a function with assertions, fails with where it gets these arguments."""
-    found = {}
+    tracebacks = {}
     for part, arguments in parts.items():
-        found[part.__name__] = ""
+        tracebacks[part.__name__] = ""
         try:
             part(*arguments)
         except Exception:
-            found[part.__name__] = traceback.format_exc()
-    return found
+            tracebacks[part.__name__] = traceback.format_exc()
+    return tracebacks

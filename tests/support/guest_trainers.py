@@ -87,7 +87,7 @@ def loss_of(part, step: int, run, model: nn.Module) -> torch.Tensor:
 
 def is_due(trouble: str, step: int, run, *, once: bool = False) -> bool:
     """Return whether rank 1 has this trouble at this step; all ranks have those of ``waits``."""
-    wanted = dict(one.split("=") for one in os.environ.get("TROUBLE", "").split())
+    wanted = dict(setting.split("=") for setting in os.environ.get("TROUBLE", "").split())
     if wanted.get(trouble) != str(step) or (run.rank != 1 and trouble != "waits"):
         return False
     mark = Path(run.run_dir, trouble)
@@ -103,7 +103,10 @@ if __name__ == "__main__":
         {
             **({} if "AUTO_DEVICE" in os.environ else {"auto_device": False, "device": "cpu"}),
             "min_batch_size": 1,
-            "training": {"effective_batch_size": SAMPLES, "batch_size": SAMPLES // 2},
+            "training": {
+                "effective_batch_size": SAMPLES,
+                "batch_size": int(os.environ.get("BATCH_SIZE", SAMPLES // 2)),
+            },
         },
         run_dir=sys.argv[1],
     )

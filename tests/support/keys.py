@@ -58,8 +58,8 @@ class Declared:
     def shown_default(self) -> str:
         """The default, and what it does not show of the accepted values, for people."""
         default = f"`{self.key.follows or _text(self.default)}`"
-        others = [f"`{_text(one)}`" for one in self.key.choices]
-        unsaid = [one for one in others if one != default and one not in self.meaning]
+        others = [f"`{_text(choice)}`" for choice in self.key.choices]
+        unsaid = [choice for choice in others if choice != default and choice not in self.meaning]
         if self.key.choices:
             return " or ".join((default, *unsaid))
         if self.default == MISSING:
@@ -121,16 +121,20 @@ def declared(group: Group, prefix: str = "", section: str = "") -> Iterator[Decl
 def rows_of_the_page() -> dict[str, list[str]]:
     """Return the rows of each section's table on the page of the launcher's keys."""
     rows: dict[str, list[str]] = {}
-    for one in declared(schema().root):
-        rows.setdefault(one.section, []).append(one.row(one.meaning))
+    for declared_key in declared(schema().root):
+        rows.setdefault(declared_key.section, []).append(declared_key.row(declared_key.meaning))
     return rows | _rows_of_groups("Trainers")
 
 
 def rows_of_the_built_in_trainer() -> dict[str, list[str]]:
     """Return the rows of each section's table on the page of the built-in trainer."""
-    shared = {one.name for one in declared(group_of(TrainingConfig), "training.")}
+    shared = {declared_key.name for declared_key in declared(group_of(TrainingConfig), "training.")}
     training = declared(group_of(keys.ImageTrainingConfig), "training.")
-    rows = [one.row(one.meaning) for one in training if one.name not in shared]
+    rows = [
+        declared_key.row(declared_key.meaning)
+        for declared_key in training
+        if declared_key.name not in shared
+    ]
     return {"Training": rows} | _rows_of_groups("Models", "Data sets")
 
 
@@ -140,19 +144,19 @@ def _rows_of_groups(*sections: str) -> dict[str, list[str]]:
         group, options = GROUPS[section]
         seen: dict[str, list[tuple[str, Declared]]] = {}
         for option, cls in options.items():
-            for one in declared(group_of(cls), f"{group}."):
-                seen.setdefault(one.name, []).append((option, one))
+            for declared_key in declared(group_of(cls), f"{group}."):
+                seen.setdefault(declared_key.name, []).append((option, declared_key))
         rows[section] = [_merged(options) for options in seen.values()]
     return rows
 
 
 def _merged(options: list[tuple[str, Declared]]) -> str:
     """Return one row for a key that several options of a group have."""
-    first, one = options[0]
+    first, merged = options[0]
     is_lone = first and len(options) == 1
     if len({_text(other.default) for _, other in options}) > 1:
-        one = dataclasses.replace(one, default=MISSING)
-    return one.row(f"`{first}`: {one.meaning}" if is_lone else one.meaning)
+        merged = dataclasses.replace(merged, default=MISSING)
+    return merged.row(f"`{first}`: {merged.meaning}" if is_lone else merged.meaning)
 
 
 def page(text: str, tables: dict[str, list[str]]) -> str:
@@ -160,8 +164,10 @@ def page(text: str, tables: dict[str, list[str]]) -> str:
     for section, rows in tables.items():
         table = ["| key | default | meaning |", "|---|---|---|", *rows]
         pattern = rf"(?ms)(^## {section}\n.*?)^\|.*?(?=^[^|]|\Z)"
-        text, found = re.subn(pattern, lambda m, t=table: m[1] + "\n".join(t) + "\n", text, count=1)
-        assert found, f"no table under '## {section}'"
+        text, replaced = re.subn(
+            pattern, lambda m, t=table: m[1] + "\n".join(t) + "\n", text, count=1
+        )
+        assert replaced, f"no table under '## {section}'"
     return text
 
 
@@ -169,24 +175,24 @@ def yaml(text: str, root: Group) -> str:
     """Return a YAML file with its values written anew; its head and Hydra's part stay."""
     head = text[: text.index("  - _self_\n") + len("  - _self_\n")]
     tail = text[text.index("\nhydra:\n") :] if "\nhydra:\n" in text else ""
-    own = set(root.members)
+    names = set(root.members)
     if root is schema().root:
-        own -= set(schema().plain.members)
+        names -= set(schema().plain.members)
     lines: list[str] = []
     before, group = "", ""
-    for one in declared(root):
-        top, _, name = one.name.partition(".")
-        if top not in own:
+    for declared_key in declared(root):
+        top, _, name = declared_key.name.partition(".")
+        if top not in names:
             continue
         is_new_group = bool(name) and top != group
-        if root is schema().root and one.section != before:
-            lines += ["", f"# {one.section}"]
+        if root is schema().root and declared_key.section != before:
+            lines += ["", f"# {declared_key.section}"]
         elif root is schema().plain and is_new_group:
             lines.append("")
         if is_new_group:
             lines.append(f"{top}:")
-        lines += [("  " if name else "") + line for line in one.yaml]
-        before, group = one.section, top
+        lines += [("  " if name else "") + line for line in declared_key.yaml]
+        before, group = declared_key.section, top
     return head + "\n" + "\n".join(lines).lstrip("\n") + "\n" + tail
 
 

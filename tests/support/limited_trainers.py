@@ -28,10 +28,10 @@ def checkpoints_within_a_limit(cfg, run):
     run.started(0)
     _gradient(1, is_on)  # what the first pass of all takes
     with limited_growth(90 * MIB):
-        found = _gradient(cfg.training.batch_size, is_on)
+        short = _gradient(cfg.training.batch_size, is_on)
     run.progress(1)
     at_ease = _gradient(cfg.training.batch_size, not is_on)
-    return {"short_of_memory": found, "at_ease": at_ease, "checkpointed": is_on}
+    return {"short_of_memory": short, "at_ease": at_ease, "checkpointed": is_on}
 
 
 def _gradient(batch_size: int, is_on: bool) -> list[float]:

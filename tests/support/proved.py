@@ -32,43 +32,43 @@ Proofs = dict[tuple[str, str, str], set[str]]
 
 def proofs(folder: Path = ROOT / "tests") -> Proofs:
     """Return by framework, place and how what was refused there, of all marks in ``folder``."""
-    found: Proofs = defaultdict(set)
+    proved: Proofs = defaultdict(set)
     for path in sorted(folder.rglob("test_*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.proves":
                 given = [ast.literal_eval(argument) for argument in node.args]
                 for words in product(*(w if isinstance(w, tuple) else (w,) for w in given)):
-                    known = zip(words, (FRAMEWORKS, PLACES, HOWS), strict=False)
-                    is_right = all(word in words_here for word, words_here in known)
+                    expected = zip(words, (FRAMEWORKS, PLACES, HOWS), strict=False)
+                    is_right = all(word in words_here for word, words_here in expected)
                     if not is_right or len(words) != 3 + (words[2:3] == ("refused",)):
                         raise ValueError(f"{path}:{node.lineno}: {ast.unparse(node)}")
-                    found[words[:3]].update(words[3:])
-    return found
+                    proved[words[:3]].update(words[3:])
+    return proved
 
 
-def table(found: Proofs) -> str:
+def table(proved: Proofs) -> str:
     """Return them as Markdown: a table, and below it what is refused."""
     lines = [f"| | {' | '.join(PLACES)} |", "|---" * (len(PLACES) + 1) + "|"]
     for framework in FRAMEWORKS:
         cells = (
-            ", ".join(how for how in HOWS if (framework, place, how) in found)
+            ", ".join(how for how in HOWS if (framework, place, how) in proved)
             or ("–" if (framework, place) in OWN_AFFAIRS else "")
             for place in PLACES
         )
         lines.append(f"| {framework} | {' | '.join(cells)} |")
     lines += ["", "Refused in one line:", ""]
     for framework in FRAMEWORKS:
-        refused = [(place, found.get((framework, place, "refused"))) for place in PLACES]
+        refused = [(place, proved.get((framework, place, "refused"))) for place in PLACES]
         listed = "; ".join(f"{place}: {', '.join(sorted(what))}" for place, what in refused if what)
         if listed:
             lines.append(f"- {framework}: {listed}")
     return "\n".join(lines) + "\n"
 
 
-def page(found: Proofs, text: str) -> str:
+def page(proved: Proofs, text: str) -> str:
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{table(found)}\n{END}{after}"
+    return f"{before}{BEGIN}\n{table(proved)}\n{END}{after}"
 
 
 if __name__ == "__main__":

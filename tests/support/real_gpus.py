@@ -67,8 +67,8 @@ def _idlest() -> str:
     from robust_train.gpu.select import idlest
     from robust_train.gpu.visible import visible_gpus
 
-    found = idlest(visible_gpus(read_inventory(), os.environ).gpus)
-    return "" if found is None else found.uuid
+    gpu = idlest(visible_gpus(read_inventory(), os.environ).gpus)
+    return "" if gpu is None else gpu.uuid
 
 
 def _is_there(name: str) -> bool:

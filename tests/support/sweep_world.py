@@ -29,7 +29,7 @@ class SweepWorld:
         """
         target = trainer if "." in trainer else f"sweep_trainers.{trainer}"
         at_once = [] if n_jobs is None else [f"hydra.launcher.n_jobs={n_jobs}"]
-        has_another = any(one.startswith("hydra/launcher=") for one in more)
+        has_another = any(argument.startswith("hydra/launcher=") for argument in more)
         ours = [] if has_another else ["hydra/launcher=gpu_queue", *at_once]
         common = ["-m", f"trainer._target_={target}", f"hydra.sweep.dir={self.folder}"]
         return [*common, "isolation=none", *ours, *more]
@@ -79,10 +79,10 @@ RECORDING = "hydra.sweeper._target_=hydra_plugins.recording_sweeper.RecordingSwe
 
 def processes_mentioning(text: str) -> list[psutil.Process]:
     """Processes that run and whose environment or command line contains ``text``."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             about = f"{process.environ()} {process.cmdline()}"
             if text in about and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes

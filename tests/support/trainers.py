@@ -434,9 +434,9 @@ def waits_for_the_standby(cfg, run):
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         launcher = psutil.Process().parent()
-        for one in launcher.children():
-            maps = Path(f"/proc/{one.pid}/maps").read_text()
-            if one.pid != os.getpid() and "/PIL/_imaging" in maps:
+        for child in launcher.children():
+            maps = Path(f"/proc/{child.pid}/maps").read_text()
+            if child.pid != os.getpid() and "/PIL/_imaging" in maps:
                 raise RuntimeError("NCCL error: remote process exited or there was a network error")
         time.sleep(0.1)
     raise AssertionError("no standby")

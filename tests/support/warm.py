@@ -100,16 +100,16 @@ def _show_where_they_stand_and_kill(pid: int) -> None:
     pids = [pid]
     with contextlib.suppress(psutil.Error):
         pids += [child.pid for child in psutil.Process(pid).children(recursive=True)]
-    for one in pids:
+    for stuck in pids:
         with contextlib.suppress(OSError):
-            status = Path(f"/proc/{one}/status").read_text()
+            status = Path(f"/proc/{stuck}/status").read_text()
             caught = int(status.partition("SigCgt:")[2].split()[0], 16)
             if caught >> (_SHOW_STACKS - 1) & 1:
-                os.kill(one, _SHOW_STACKS)
+                os.kill(stuck, _SHOW_STACKS)
     time.sleep(_LAST_WORDS_SECONDS)
-    for one in pids:
+    for stuck in pids:
         with contextlib.suppress(OSError):
-            os.kill(one, signal.SIGKILL)
+            os.kill(stuck, signal.SIGKILL)
 
 
 def start(argv, cwd, environ, kind=None, *, alone=False, **options) -> subprocess.Popen[str]:
@@ -117,7 +117,7 @@ def start(argv, cwd, environ, kind=None, *, alone=False, **options) -> subproces
 
     It begins as users' do if it is to be ``alone``, or with other options of Popen's.
     """
-    argv = [str(one) for one in argv]
+    argv = [str(word) for word in argv]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     if alone or options:
         options = {"cwd": cwd, "env": environ, "stdin": subprocess.DEVNULL, **streams, **options}
@@ -152,7 +152,7 @@ def robust_train(*arguments, environ, cwd=None) -> subprocess.CompletedProcess[s
 
 def _kind(argv: Sequence[str]) -> str:
     is_built_in = argv[0].endswith("/train_robust.py") and not any(
-        one.startswith("trainer") for one in argv
+        word.startswith("trainer") for word in argv
     )
     return "vision" if is_built_in else ""
 
@@ -180,10 +180,10 @@ class Starter:
     def Popen(self, args: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
         """Have a fork become ``python -I -S reaper.py …`` or ``python …/attempt/__main__.py …``."""
         kind, environ = "reaper" if args[1] == "-I" else "interpreter", dict(options["env"])
-        known = _read_before or _of_importance(_environ())
+        read_before = _read_before or _of_importance(_environ())
         # a job that a sweep has forked does not adopt what the twin forks
         is_owner = self._twin is None or os.getpid() == self._owner
-        if not is_owner or (kind == "interpreter" and _of_importance(environ) != known):
+        if not is_owner or (kind == "interpreter" and _of_importance(environ) != read_before):
             return subprocess.Popen(args, **options)
         words = args[5:] if kind == "reaper" else args[2:3]
         request = {"is": kind, "argv": words, "environ": environ, "cwd": os.getcwd()}
@@ -197,10 +197,10 @@ class Starter:
 
 
 def _of_importance(environ: Mapping[str, str]) -> dict[str, str]:
-    found = {name: value for name, value in environ.items() if name.startswith(_READ_BEFORE)}
+    important = {name: value for name, value in environ.items() if name.startswith(_READ_BEFORE)}
     for name in (*_READ_LATER, *_SET_BY_LIBRARIES):
-        found.pop(name, None)
-    return found
+        important.pop(name, None)
+    return important
 
 
 def plain_environ() -> dict[str, str]:
@@ -310,13 +310,13 @@ def _register_plugins(paths: Sequence[str]) -> None:
     from hydra.plugins.plugin import Plugin
 
     for folder in (Path(path) / "hydra_plugins" for path in paths):
-        known = folder.parent.name == "src"  # ours are found at once
-        for package in () if known else folder.glob("*/__init__.py"):
+        is_ours = folder.parent.name == "src"  # ours are found at once
+        for package in () if is_ours else folder.glob("*/__init__.py"):
             module = importlib.import_module(f"hydra_plugins.{package.parent.name}")
-            for one in vars(module).values():
-                is_own = isinstance(one, type) and one.__module__ == module.__name__
-                if is_own and issubclass(one, Plugin):
-                    Plugins.instance().register(one)
+            for item in vars(module).values():
+                is_own = isinstance(item, type) and item.__module__ == module.__name__
+                if is_own and issubclass(item, Plugin):
+                    Plugins.instance().register(item)
 
 
 def _bear_twin(descriptors: Sequence[int]) -> socket.socket:
@@ -386,9 +386,11 @@ def _adopt(request: dict[str, Any]) -> None:
     # what the C library and the dynamic loader have read already
     if threshold := os.environ.get(_MMAP_THRESHOLD):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, int(threshold))
-    folders = [Path(one) for one in os.environ.get("LD_LIBRARY_PATH", "").split(":") if one]
+    folders = [
+        Path(folder) for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder
+    ]
     for name in ("libnvidia-ml.so.1", "libcuda.so.1"):
-        first = next((one / name for one in folders if (one / name).exists()), None)
+        first = next((folder / name for folder in folders if (folder / name).exists()), None)
         with contextlib.suppress(OSError):  # it hides the driver's (real_gpus)
             if first is not None:
                 ctypes.CDLL(str(first))
@@ -454,7 +456,7 @@ def _use_huge_pages() -> None:
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, rights, _, _, inode, *name = line.split()
         if rights == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
-            start, end = (int(one, 16) for one in span.split("-"))
+            start, end = (int(address, 16) for address in span.split("-"))
             libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_COLLAPSE)
 
 

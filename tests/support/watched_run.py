@@ -30,11 +30,11 @@ class WatchedRun(Run):
         return was_told
 
     def of(self, event: str) -> list[dict[str, Any]]:
-        return [one for one in self.events if one["event"] == event]
+        return [event_of_kind for event_of_kind in self.events if event_of_kind["event"] == event]
 
     @property
     def saved_at(self) -> dict[int, Path]:
-        return {one["step"]: Path(one["path"]) for one in self.of("checkpoint")}
+        return {event["step"]: Path(event["path"]) for event in self.of("checkpoint")}
 
     @property
     def last_checkpoint(self) -> Path:

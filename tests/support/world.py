@@ -33,12 +33,12 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def wait_until(condition: Callable[[], Any], what: str, timeout_seconds: float = 120.0) -> Any:
     """Poll until ``condition`` holds and return its value; fail loudly if it never does."""
     deadline = time.monotonic() + timeout_seconds
-    while (asked := time.monotonic()) < deadline:
+    while (polled_at := time.monotonic()) < deadline:
         value = condition()
         if value:
             return value
         # whoever waits leaves the cores to what is waited for
-        time.sleep(max(0.02, 3 * (time.monotonic() - asked)))
+        time.sleep(max(0.02, 3 * (time.monotonic() - polled_at)))
     raise AssertionError(f"never happened: {what}")
 
 
@@ -130,8 +130,8 @@ class World:
         if imports_torch and "-m" not in arguments and not self.alone and not options:
             command = self.command(*arguments, script=script)[1:]
             ended = warm.preloaded(_SCRIPT, *command, cwd=self.folder, environ=self.environ)
-            found = Ended(ended.returncode, ended.stdout, ended.stderr, self.run_dir)
-            return found.with_code(code)
+            outcome = Ended(ended.returncode, ended.stdout, ended.stderr, self.run_dir)
+            return outcome.with_code(code)
         return self.end(self.start(*arguments, script=script, **options), code)
 
     def robust_train(self, *arguments, cwd=None, code=None) -> Ended:

@@ -123,6 +123,8 @@ class SaveClock:
         """Record the start of a save."""
         self._mark(step)
         self._saving_since = self._saved_at
+        # this save is the retry, however long it takes to be written
+        self._retries_at = 0.0
 
     def copied(self) -> None:
         """Record that training continues while a copy is written."""
@@ -132,8 +134,8 @@ class SaveClock:
             # The first save also allocates the memory that the next saves use again.
             is_first = not self._has_saved
             self._has_saved = True
-            known = self._cost if self._cost else seconds / _FIRST_COSTS
-            self._cost = min(seconds, known) if is_first else seconds
+            expected = self._cost if self._cost else seconds / _FIRST_COSTS
+            self._cost = min(seconds, expected) if is_first else seconds
         self._saving_since = None
 
     def failed(self) -> None:
@@ -222,13 +224,15 @@ class Saving:
     @cached_property
     def clock(self) -> SaveClock:
         """Return the clock of the checkpoints, which starts at the first call."""
-        known: list[Manifest] = []
+        manifests: list[Manifest] = []
         # If the disk is unreachable, this figure is missing, and training continues.
         with contextlib.suppress(OSError):
-            known = of_job(self.folder, self.job) if self.job else []
+            manifests = of_job(self.folder, self.job) if self.job else []
         return SaveClock(
             self.plan,
-            cost=next((one.seconds for one in reversed(known) if one.seconds), 0.0),
+            cost=next(
+                (manifest.seconds for manifest in reversed(manifests) if manifest.seconds), 0.0
+            ),
             failures=self._attempt - 1,
             job_seconds=time.time() - self._job_started,
         )
@@ -304,9 +308,9 @@ class Saving:
     def rotate(self, keep: int) -> None:
         """Remove all but the newest ``keep`` checkpoints and the last that is known to be good."""
 
-        def loss_of(one: Manifest) -> str:
-            may_be = one.loss == "finite" and one.step is not None
-            return "proven" if may_be and self._proves(one.step or 0) else one.loss
+        def loss_of(manifest: Manifest) -> str:
+            may_be = manifest.loss == "finite" and manifest.step is not None
+            return "proven" if may_be and self._proves(manifest.step or 0) else manifest.loss
 
         if self.job is not None:
             with _warned():
@@ -316,8 +320,8 @@ class Saving:
             self._list()
 
     def spoiled(self, good_step: int, since: float) -> Manifest | None:
-        """Let no attempt resume from checkpoints after ``good_step``, see :func:`spoil`; return the
-        newest checkpoint before."""
+        """Let no attempt resume from checkpoints after ``good_step``, see :func:`spoil`, and return
+        the newest checkpoint before."""
         if not self.job:
             return None
         with _warned():

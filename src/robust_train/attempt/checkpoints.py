@@ -214,17 +214,22 @@ class CheckpointFolder:
         self._in_flight = _Copy(future, step, self._saving.batches.position, again)
         self._saving.clock.copied()
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is written while training goes on, and not reported yet."""
+        return self._in_flight is not None
+
     def write_again(self) -> bool:
-        """Write the newest checkpoint once more, if the disk did not take it; return whether its
-        copy still exists.
+        """Write the newest checkpoint once more, if the disk did not take it, and return whether
+        its copy still exists.
 
         Raises:
             CheckpointError: the disk still does not take it.
         """
-        one = self._unwritten
-        if one is None or one.write is None:
+        checkpoint = self._unwritten
+        if checkpoint is None or checkpoint.write is None:
             return False
-        self._written(one.write(), one.step, one.position)
+        self._written(checkpoint.write(), checkpoint.step, checkpoint.position)
         self._unwritten = None
         self.report_written(wait=True)
         return True
@@ -236,16 +241,16 @@ class CheckpointFolder:
         Raises:
             CheckpointError: it could not be written. The earlier checkpoints are untouched.
         """
-        one = self._in_flight
-        if one is not None and (wait or one.future.done()):
+        checkpoint = self._in_flight
+        if checkpoint is not None and (wait or checkpoint.future.done()):
             self._in_flight = None
-            self._unwritten = one
+            self._unwritten = checkpoint
             try:
-                path = one.future.result()
+                path = checkpoint.future.result()
             finally:
                 self._room.shrink()
             self._unwritten = None
-            self._written(path, one.step, one.position)
+            self._written(path, checkpoint.step, checkpoint.position)
         if wait and self._rotating is not None:
             self._rotating.result()
 
@@ -259,9 +264,9 @@ class CheckpointFolder:
             with contextlib.suppress(OSError):
                 leftover.unlink()
         for values in self.path.glob(f"step-*/{VALUES}"):  # a folder of shards without a manifest
-            one = values.parent
-            if one != resumed_from and not one.with_name(one.name + SUFFIX).exists():
-                shutil.rmtree(one, ignore_errors=True)
+            folder = values.parent
+            if folder != resumed_from and not folder.with_name(folder.name + SUFFIX).exists():
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _write(self, content: Content, step: int) -> Path:
         self._saving.check_folder()
@@ -338,15 +343,15 @@ class HostCopies:
             sources[whose] = source
         # Meta tensors without values, with the strides and the size of the copies.
         alike = {
-            name: torch.empty_like(one, device="meta")
-            for name, one in sources.items()
-            if _is_plain(one)
+            name: torch.empty_like(storage, device="meta")
+            for name, storage in sources.items()
+            if _is_plain(storage)
         }
         sizes: dict[bool, dict[str, int]] = {False: {}, True: {}}
-        for name, one in alike.items():
-            sizes[sources[name].is_cuda][name] = one.untyped_storage().nbytes()
+        for name, storage in alike.items():
+            sizes[sources[name].is_cuda][name] = storage.untyped_storage().nbytes()
         more = [self.arenas[kind].more_for([*of.values()]) for kind, of in sizes.items()]
-        others = [_bytes_of(one) for name, one in sources.items() if name not in alike]
+        others = [_bytes_of(storage) for name, storage in sources.items() if name not in alike]
         if not self._has_room(sum(more + others)):
             return None
         copied = None
@@ -381,10 +386,10 @@ class HostCopies:
                 target = torch.empty(0, dtype=like.dtype)
                 target.set_(room, 0, like.size(), like.stride())
                 copied[name] = target.copy_(sources[name], non_blocking=kind)
-        for name, one in sources.items():
+        for name, tensor in sources.items():
             if name not in alike:
-                copied[name] = one.to("cpu", copy=True)
-        for device in {one.device for one in sources.values() if one.is_cuda}:
+                copied[name] = tensor.to("cpu", copy=True)
+        for device in {tensor.device for tensor in sources.values() if tensor.is_cuda}:
             torch.cuda.synchronize(device)
         return copied
 
@@ -422,14 +427,14 @@ def _shared_bytes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, Tensor]
             key = tensor.device, storage.data_ptr(), tensor.dtype
             if storage.nbytes():
                 names.setdefault(key, []).append(name)
-    found = {}
+    storages = {}
     for group in names.values():
         if len(group) > 1:
             storage = tensors[group[0]].untyped_storage()
             flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
             flat.set_(storage, 0, (storage.nbytes(),), (1,))
-            found.update(dict.fromkeys(group, (group[0], flat)))
-    return found
+            storages.update(dict.fromkeys(group, (group[0], flat)))
+    return storages
 
 
 def _view_like(tensor: Tensor, copied: Tensor) -> Tensor:
@@ -449,9 +454,9 @@ def _settled(value: Any) -> Any:
 
 
 def _bytes_of(tensor: Tensor) -> int:
-    own = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     # The size of a sparse tensor is unknown, but less than this.
-    return int(own.numel() * own.element_size())
+    return int(local.numel() * local.element_size())
 
 
 def contents_of(
@@ -477,12 +482,12 @@ def contents_of(
 
     content: Content = {}
     for name, part in state.items():
-        own = part.state_dict() if hasattr(part, "state_dict") else part
-        one = named_map(checked, {name: own}, _as_number)
-        content |= one
+        state_of_part = part.state_dict() if hasattr(part, "state_dict") else part
+        named = named_map(checked, {name: state_of_part}, _as_number)
+        content |= named
         file = io.BytesIO()
         try:
-            torch.save(named_map(lambda *_: 0, one), file)
+            torch.save(named_map(lambda *_: 0, named), file)
             torch.load(io.BytesIO(file.getvalue()), weights_only=True)
         except PickleError:
             raise UserError(
@@ -500,7 +505,7 @@ def _as_number(value: Any) -> Any:
 
 
 def restore(state: MutableMapping[str, Any], content: Content) -> int:
-    """Put what :func:`contents_of` returned into ``state``; return its step."""
+    """Put what :func:`contents_of` returned into ``state``, and return its step."""
     for name, part in list(state.items()):
         if hasattr(part, "load_state_dict"):
             part.load_state_dict(content[name])
@@ -528,15 +533,15 @@ def together(act: Callable[[], Any], gather: Callable[[Any], list[Any]]) -> Any:
         if not is_of_disk(raised):
             raise
         error = OSError(first_line(raised))
-    for rank, found in enumerate(gather(error)):
-        if found is None:
+    for rank, raised_there in enumerate(gather(error)):
+        if raised_there is None:
             continue
-        if error is None and not isinstance(found, (OSError, _UnusableError)):
-            failure = classify_failure(found)
-            raise RankFailure(rank, failure, is_elsewhere=True) from found
-        if error is not None and found is not error:
-            found.__cause__ = error  # keeps its stack
-        raise found
+        if error is None and not isinstance(raised_there, (OSError, _UnusableError)):
+            failure = classify_failure(raised_there)
+            raise RankFailure(rank, failure, is_elsewhere=True) from raised_there
+        if error is not None and raised_there is not error:
+            raised_there.__cause__ = error  # keeps its stack
+        raise raised_there
     return result
 
 
@@ -571,7 +576,7 @@ def read_newest(
     gather: Callable[[Any], list[Any]] = lambda value: [value],
 ) -> tuple[Path, Content] | None:
     """Return the checkpoint ``path``, or the newest intact checkpoint before it in the same folder,
-    with its content; None if none is intact.
+    with its content, or None if none is intact.
 
     It is a file or a folder of shards. The launcher has already compared the checksums of ``path``.
     A file without the keys ``required`` belongs to someone else. ``share`` returns the part of a
@@ -584,15 +589,19 @@ def read_newest(
         ConfigError: a file cannot be read, even after a while.
         MemoryError, RuntimeError: there is no memory to read it, whatever its content.
     """
-    known = wait_until_readable(lambda: read_manifests(path.parent))
-    wanted = next((one for one in known if one.path == path.absolute()), None)
+    manifests = wait_until_readable(lambda: read_manifests(path.parent))
+    wanted = next((manifest for manifest in manifests if manifest.path == path.absolute()), None)
     if wanted is not None:
-        known = [one for one in known if one.job == wanted.job and one.order < wanted.order]
+        manifests = [
+            manifest
+            for manifest in manifests
+            if manifest.job == wanted.job and manifest.order < wanted.order
+        ]
     folder = path.parent.absolute()
     names = [
-        one.path.name
-        for one in sorted(known, key=lambda one: one.order, reverse=True)
-        if one.path.parent == folder and one.loss not in USELESS
+        manifest.path.name
+        for manifest in sorted(manifests, key=lambda manifest: manifest.order, reverse=True)
+        if manifest.path.parent == folder and manifest.loss not in USELESS
     ]
 
     def compare() -> None:
@@ -618,8 +627,8 @@ def read_newest(
                 refusal = f"{candidate} is whole, but {fault}"
     if refusal:
         raise UserError(
-            f"checkpoint {refusal}; go on with the state and the torch that have saved it, or "
-            "begin again with resume=false, which sets it aside"
+            f"checkpoint {refusal}; resume with the trainer and the torch that saved it, or "
+            "start over with resume=false, which sets it aside"
         )
     log.warning("no checkpoint is intact: training starts from the beginning")
     return None
@@ -649,10 +658,12 @@ def _read(
     shards: dict[str, Tensor] = {}
 
     def kept(name: str, tensor: Tensor) -> Tensor:
-        own = share(name, tensor) if share else tensor
+        share_of_it = share(name, tensor) if share else tensor
         if tensor.is_meta:
-            own = shards[name] = torch.empty_like(own, device="cpu") if own.is_meta else own
-        return own
+            if share_of_it.is_meta:
+                share_of_it = torch.empty_like(share_of_it, device="cpu")
+            shards[name] = share_of_it
+        return share_of_it
 
     try:
         file = path / VALUES if path.is_dir() else path

@@ -65,14 +65,14 @@ class Code:
             path = files[name]
             with contextlib.suppress(OSError):
                 digest = digest_of(path, LARGEST_SOURCE)
-                found = _Source(name, path, digest, self._request.attempt)
-                known = self._known.get(name)
+                source = _Source(name, path, digest, self._request.attempt)
+                before = self._known.get(name)
                 # The launcher has already compared config files with those of the last launch.
                 is_compared = is_first and bool(CONFIG_FILE.search(path))
-                if known is not None and known.digest != found.digest and not is_compared:
-                    changed[os.path.relpath(path)] = known.attempt
-                if is_first or known is None:
-                    line = json.dumps(asdict(found)) + "\n"
+                if before is not None and before.digest != source.digest and not is_compared:
+                    changed[os.path.relpath(path)] = before.attempt
+                if is_first or before is None:
+                    line = json.dumps(asdict(source)) + "\n"
                     LineFile(self._path).append(line.encode())
         self._seen |= files.keys()
         if changed:
@@ -91,18 +91,18 @@ class Code:
 
 def _read(file: Path) -> dict[str, _Source]:
     """Return the first record of each module; skip files that cannot be read."""
-    found: dict[str, _Source] = {}
+    sources: dict[str, _Source] = {}
     with contextlib.suppress(OSError, ValueError):
         for content in filter(None, json_lines(file)):
-            one = from_json(_Source, content)
-            found.setdefault(one.name, one)
-    return found
+            source = from_json(_Source, content)
+            sources.setdefault(source.name, source)
+    return sources
 
 
 def own_modules() -> list[tuple[str, str]]:
     """Return name and file of the imported modules that belong to the user."""
     libraries = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
-    found = []
+    modules = []
     for name, module in list(sys.modules.items()):
         spec = getattr(module, "__spec__", None)
         path = str(getattr(module, "__file__", None) or "")
@@ -112,7 +112,7 @@ def own_modules() -> list[tuple[str, str]]:
             and path.endswith(".py")
             and name.partition(".")[0] not in _OURS
             and not {"site-packages", "dist-packages"} & set(Path(path).parts)
-            and not path.startswith(tuple(f"{one}{os.sep}" for one in libraries))
+            and not path.startswith(tuple(f"{library}{os.sep}" for library in libraries))
         ):
-            found.append((name, path))
-    return found
+            modules.append((name, path))
+    return modules

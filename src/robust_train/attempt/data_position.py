@@ -218,8 +218,12 @@ class Batches:
     def resume(self, path: Path, step: int, skips_to: int) -> None:
         """Start the next pass at the position of the checkpoint ``path`` of a step. The data up to
         step ``skips_to``, with which training diverged, are skipped."""
-        found = (one.position for one in read_manifests(path.parent) if one.path == path.absolute())
-        at = next(found, START)
+        positions = (
+            manifest.position
+            for manifest in read_manifests(path.parent)
+            if manifest.path == path.absolute()
+        )
+        at = next(positions, START)
         more = skips_to - step
         if step and more > 0 and (batches := round(more * at.batches / step)):
             log.info("training diverged here: passing over %d batches", batches)

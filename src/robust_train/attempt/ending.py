@@ -122,17 +122,18 @@ def _pickled(error: BaseException) -> str:
 
 
 def lacks_resolver(raised: BaseException) -> UserError | None:
-    """Return one line about a resolver that this process lacks; None for another error. OmegaConf's
-    frames do not show the reason: the script registered the resolver only in the launcher."""
+    """Return one line about a resolver that this process lacks, or None for another error.
+    OmegaConf's frames do not show the reason: the script registered the resolver only in the
+    launcher."""
     error: BaseException | None = raised
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         seen.append(error)
-        found = _NO_RESOLVER.search(str(error))
-        if isinstance(error, OmegaConfBaseException) and found is not None:
+        match = _NO_RESOLVER.search(str(error))
+        if isinstance(error, OmegaConfBaseException) and match is not None:
             key = f"{error.full_key}: " if error.full_key else ""
             return UserError(
-                f"{key}no resolver {found[1]!r} in the attempt, a process of its own that imports "
+                f"{key}no resolver {match[1]!r} in the attempt, a process of its own that imports "
                 "the script: register it beside the imports, not under "
                 'if __name__ == "__main__":'
             )

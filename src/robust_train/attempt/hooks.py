@@ -65,7 +65,9 @@ class AttemptHooks:
 
     def __init__(self, features: Sequence[InAttempt] = ()) -> None:
         self._all = features
-        self._at_boundary = [one.boundary for one in features if _overrides(one, "boundary")]
+        self._at_boundary = [
+            feature.boundary for feature in features if _overrides(feature, "boundary")
+        ]
 
     def begin(self) -> None:
         """Begin with the trainer."""

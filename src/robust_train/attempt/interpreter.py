@@ -85,13 +85,8 @@ def main() -> NoReturn:
     parts_like(Finding)
     prepared = Prepared()
     while True:
-        readable([channel.fileno()], FOREVER_SECONDS)
-        data = b""
-        descriptors = list[int]()
-        # A socket that is closed with an unread answer is reset.
-        with contextlib.suppress(ConnectionResetError):
-            data, descriptors, _, _ = socket.recv_fds(channel, 1, _MOST_DESCRIPTORS)
-        if not data:
+        descriptors = _receive(channel)
+        if not descriptors:
             os._exit(0)  # the launcher has ended or needs no attempt
         with os.fdopen(descriptors[0], "rb") as file:
             file.seek(0)
@@ -112,6 +107,22 @@ def main() -> NoReturn:
                 os._exit(0)
         elif isinstance(message, Begin):
             _be_attempt(message, channel, send, descriptors[1:])
+
+
+def _receive(channel: socket.socket) -> list[int]:
+    """Wait for the launcher's next message.
+
+    Returns:
+        Its descriptors, the first of which is the file with the message. Empty if the launcher has
+        closed the channel.
+    """
+    readable([channel.fileno()], FOREVER_SECONDS)
+    try:
+        data, descriptors, _, _ = socket.recv_fds(channel, 1, _MOST_DESCRIPTORS)
+    except ConnectionResetError:
+        # A socket that is closed with an unread answer is reset.
+        return []
+    return descriptors if data else []
 
 
 def _prepare(wanted: Preparation, channel: socket.socket) -> Prepared:
@@ -280,10 +291,10 @@ def _set_start_method(request: AttemptRequest) -> None:
     A module that the launcher has not imported may have chosen a method of its own.
     """
     wanted = request.start_method
-    own = multiprocessing.get_start_method(allow_none=True)
-    if wanted is None or own == wanted:
+    current = multiprocessing.get_start_method(allow_none=True)
+    if wanted is None or current == wanted:
         return
-    if own is None or request.trainer.main is not None:
+    if current is None or request.trainer.main is not None:
         multiprocessing.set_start_method(wanted, force=True)
 
 
@@ -304,14 +315,14 @@ def _modules_to_share() -> tuple[str, ...]:
 def _run_rank(
     begin: Begin, channel: socket.socket, report: _Reporter, descriptors: Sequence[int]
 ) -> int:
-    """Run the trainer as one of the ranks; return the process's exit status.
+    """Run the trainer as one of the ranks, and return the process's exit status.
 
     ``descriptors`` begin with the file of the votes, and on rank 0 with the socket of the store.
     """
     request = begin.request
     rank = begin.rank
-    for own in descriptors[: 1 if rank else 2]:
-        os.set_inheritable(own, False)
+    for descriptor in descriptors[: 1 if rank else 2]:
+        os.set_inheritable(descriptor, False)
     votes = Votes(request.ranks, descriptors[0])
     set_environment(rank, request, begin.store_port)
     torch = set_up(rank, request)

@@ -170,8 +170,8 @@ def _waited_together(live: LiveAttempt, failed: CheckpointError | None, pause: f
 
 
 def _waited_for_room(live: LiveAttempt, failed: CheckpointError) -> bool:
-    """Wait until the disk has room for a checkpoint that could not be written; return whether the
-    disk was full."""
+    """Wait until the disk has room for a checkpoint that could not be written, and return whether
+    the disk was full."""
     has_waited = False
     next_line = 0.0
     while problem := why_full(live.run_dir, str(failed), failed.bytes):

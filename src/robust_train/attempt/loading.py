@@ -59,21 +59,21 @@ def load(ref: TrainerRef) -> Trainer:
         return _unpickled(ref, ref.pickled)
     if ref.main is not None:
         _load_main(ref, ref.main)
-    found, names = _import_module(ref)
+    target, names = _import_module(ref)
     for name in names:
-        if not hasattr(found, name):
-            functions = [key for key, value in vars(found).items() if callable(value)]
+        if not hasattr(target, name):
+            functions = [key for key, value in vars(target).items() if callable(value)]
             close = difflib.get_close_matches(name, functions, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ref.refused(f"{found.__name__} has no {name!r}{hint}")
-        found = getattr(found, name)
-    if not callable(found):
+            raise ref.refused(f"{target.__name__} has no {name!r}{hint}")
+        target = getattr(target, name)
+    if not callable(target):
         raise ref.refused("is not callable")
-    return found  # type: ignore[no-any-return]
+    return target  # type: ignore[no-any-return]
 
 
 def _import_module(ref: TrainerRef) -> tuple[Any, list[str]]:
-    """Import the longest part of the path that is a module; return it and the remaining names."""
+    """Import the longest part of the path that is a module. Returns it and the remaining names."""
     parts = ref.parts()
     for end in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:end])
@@ -220,9 +220,9 @@ def call_with_run(function: Callable[..., Any], cfg: Any, run: object) -> Any:
     wanted = signatures[-1]
     named = wanted.parameters.get("run")
     is_named = named is not None and named.kind not in VARIADIC
-    if is_named and all(_takes(one, cfg, run=run) for one in signatures):
+    if is_named and all(_takes(signature, cfg, run=run) for signature in signatures):
         return function(cfg, run=run)
-    if all(_takes(one, cfg, run) for one in signatures):
+    if all(_takes(signature, cfg, run) for signature in signatures):
         is_second = wanted.bind(cfg, run).arguments.get("run") is run
         if is_second or not _takes(wanted, cfg):
             return function(cfg, run)

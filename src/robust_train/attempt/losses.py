@@ -38,7 +38,7 @@ class LossWatch:
     def step(
         self, number: int, optimizer: Optimizer, scaler: Any, max_grad_norm: float | None
     ) -> bool:
-        """End an optimizer step; see :meth:`.run.Run.step` for the result."""
+        """End an optimizer step, see :meth:`.run.Run.step` for the result."""
         # This imports torch, which the launcher does not have.
         from robust_train.step.update import update
 

@@ -26,8 +26,8 @@ class Parts:
         plan: the batcher's initial settings.
         search: finds the largest batch that fits in the first step, None for no search.
         split_rule: how the loss of the parts is compared with the loss of the whole.
-        asked: the split of the batch that the user requested; None for this attempt's split.
-        keeps_batch: why no attempt may split the batch in another way; empty if it may.
+        asked: the split of the batch that the user requested, or None for this attempt's split.
+        keeps_batch: why no attempt may split the batch in another way, empty if it may.
         last_micro_batch: the smallest micro-batch that running out of memory has led to inside the
             steps of this attempt, None if it never did.
     """
@@ -59,9 +59,9 @@ class Parts:
         """Check the loss of the parts by this rule."""
         self.split_rule = rule
 
-    def set_asked(self, asked: AttemptSpec | None) -> None:
+    def set_asked(self, requested: AttemptSpec | None) -> None:
         """Set the split of the batch that the user requested."""
-        self.asked = asked
+        self.asked = requested
 
     def keep_batch(self, reason: str) -> None:
         """Forbid all attempts to split the batch in another way."""

@@ -1,5 +1,4 @@
-"""What an attempt reports to its launcher: its events, its step, the figure that a sweep
-optimises."""
+"""An attempt's reports to its launcher: its events, its step, the figure that a sweep optimises."""
 
 from __future__ import annotations
 
@@ -93,7 +92,7 @@ class Reports:
         self.last_step = step
 
     def progress(self, step: int, total_steps: int | None, scalars: Mapping[str, float]) -> bool:
-        """Send a step's figures, at most ten times a second; return whether they were sent."""
+        """Send a step's figures, at most ten times a second, and return whether they were sent."""
         self._total_steps = total_steps
         self._unsent = Progress(step, total_steps, scalars)
         self._send_held(waits=False)
@@ -102,7 +101,7 @@ class Reports:
             return False
         self._next_progress = now + _PROGRESS_INTERVAL_SECONDS
         self._warn_of_groups("progress", scalars)
-        if any(getattr(one, "is_cuda", False) for one in scalars.values()):
+        if any(getattr(value, "is_cuda", False) for value in scalars.values()):
             self._hold()
         else:
             self.send_last_progress()
@@ -129,8 +128,8 @@ class Reports:
         held = self._held
         if held is None or self._is_muted:
             return
-        late = [one for one in held.metrics.values() if hasattr(one, "has_arrived")]
-        if waits or all(one.has_arrived() for one in late):
+        late = [value for value in held.metrics.values() if hasattr(value, "has_arrived")]
+        if waits or all(value.has_arrived() for value in late):
             self._held = None
             self.send(replace(held, metrics=plain(_read(held.metrics))))
 

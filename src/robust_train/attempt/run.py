@@ -47,7 +47,6 @@ class Run:
         rank: int = 0,
         world_size: int = 1,
         flags: Flags | None = None,
-        has_live_status: bool = False,
     ) -> None:
         self._live = LiveAttempt(
             run_dir=run_dir,
@@ -57,7 +56,6 @@ class Run:
             rank=rank,
             world_size=world_size,
             flags=flags,
-            has_live_status=has_live_status,
         )
         self.attempt = attempt
         self.rank = rank
@@ -133,7 +131,7 @@ class Run:
     def backward(
         self, loss_of: Callable[[Any], Any], batch: Any, model: Models = None, **options: Any
     ) -> Any:
-        """Add the gradients of a batch's mean loss; return that mean, detached::
+        """Add the gradients of a batch's mean loss, and return that mean, detached::
 
             def loss_of(batch):                 # any part of the batch
                 x, y = batch

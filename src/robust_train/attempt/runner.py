@@ -64,7 +64,7 @@ def run_attempt(
     """Run the trainer and send :class:`Finished` or :class:`Failed`.
 
     Returns:
-        The exception that ended it, for a caller in the same process; None if it completed.
+        The exception that ended it, for a caller in the same process, or None if it completed.
     """
     run = Run(
         run_dir=request.run_dir,
@@ -74,7 +74,6 @@ def run_attempt(
         rank=rank,
         world_size=request.ranks,
         flags=flags,
-        has_live_status=request.has_live_status,
     )
     live = live_of(run)
     live.saving.start_writer()
@@ -85,39 +84,56 @@ def run_attempt(
         try:
             # A signal may already be waiting, and stops the trainer at once.
             signals.enter_context(stopping(stop_trainer(live)))
-            with beside_the_trainer(live, tick):
-                try:
-                    result = call_trainer(load(), request.trainer_cfg(), request.config, run)
-                finally:
-                    live.saves.finish()
-                # From here on a signal has nothing left to interrupt.
-                live.stops.note_cooperation()
-                save_owed_checkpoint(live)
-            result = figures_of(result, request.config.objective)
-            ending = Finished(plain(result, "the trainer's result"))
+            ending = _train(request, load, run, tick)
         except BaseException as raised:
-            if isinstance(raised, SystemExit) and raised.code in (None, 0):
-                ending = Finished()
-            else:
-                error = raised
-                if not request.config.runs_inline:
-                    error = lacks_resolver(raised) or raised
-                ending = failed(error, live.hooks.evidence)
+            error = _failure_in(raised, request)
+            ending = Finished() if error is None else failed(error, live.hooks.evidence)
         # A trainer that has done its last step had nothing left to stop, and keeps its result.
         was_cut_short = live.stops.has_stopped_trainer and not live.reports.is_done
         if was_cut_short and isinstance(ending, Finished):
             why = "it was asked to stop, and did"
             ending = Failed(Failure(FailureKind.INTERRUPTED, why))
-        live.reports.send_last_progress()
-        live.speed.send()
-        if live.supports(CHECKPOINTING):
-            send(TrainerSupports((CHECKPOINTING,)))
-        memory = memory_in_use()
-        now = time.monotonic()
-        send(replace(ending, step=live.reports.last_step, memory=memory, at=now))
+        _report_end(live, ending, send)
         if error is None or not process_ends:
             live.hooks.close(error)
     return error
+
+
+def _train(
+    request: AttemptRequest, load: Callable[[], Trainer], run: Run, tick: Callable[[], None]
+) -> Finished:
+    """Call the trainer and save its last checkpoint. Returns its result as the attempt's end."""
+    live = live_of(run)
+    with beside_the_trainer(live, tick):
+        try:
+            result = call_trainer(load(), request.trainer_cfg(), request.config, run)
+        finally:
+            live.saves.finish()
+        # From here on a signal has nothing left to interrupt.
+        live.stops.note_cooperation()
+        save_owed_checkpoint(live)
+    figures = figures_of(result, request.config.objective)
+    return Finished(plain(figures, "the trainer's result"))
+
+
+def _failure_in(raised: BaseException, request: AttemptRequest) -> BaseException | None:
+    """Return the error to report for an exception, or None for ``sys.exit`` with success."""
+    if isinstance(raised, SystemExit) and raised.code in (None, 0):
+        return None
+    if request.config.runs_inline:
+        return raised
+    return lacks_resolver(raised) or raised
+
+
+def _report_end(live: LiveAttempt, ending: Finished | Failed, send: Send) -> None:
+    """Send the last figures of an attempt, and its end after them."""
+    live.reports.send_last_progress()
+    live.speed.send()
+    if live.supports(CHECKPOINTING):
+        send(TrainerSupports((CHECKPOINTING,)))
+    memory = memory_in_use()
+    now = time.monotonic()
+    send(replace(ending, step=live.reports.last_step, memory=memory, at=now))
 
 
 def figures_of(result: Any, objective: str | None) -> Any:
@@ -136,7 +152,7 @@ def figures_of(result: Any, objective: str | None) -> Any:
 
 
 def call_trainer(trainer: Trainer, cfg: DictConfig, config: RobustConfig, run: Run) -> Any:
-    """Call the trainer with its config, and with ``run`` if it takes that; return its result."""
+    """Call the trainer with its config, and with ``run`` if it takes that. Returns its result."""
     live = live_of(run)
     live.configure(config)
     training = config.training

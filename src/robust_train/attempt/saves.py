@@ -100,7 +100,7 @@ class Saves:
     # --- loading ---
 
     def load(self, state: MutableMapping[str, Any]) -> int:
-        """Restore the newest checkpoint into ``state``; return its step, 0 without one."""
+        """Restore the newest checkpoint into ``state``, and return its step, 0 without one."""
         from robust_train.attempt.checkpoints import STEP, read_newest, restore
         from robust_train.step.ranks import of_all_ranks
 
@@ -174,13 +174,18 @@ class Saves:
             self._raises = False
 
     @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is written while training goes on, and not reported yet."""
+        return self._folder is not None and self._folder.is_writing
+
+    @property
     def has_checkpoint(self) -> bool:
         """Whether a checkpoint of the job is on the disk, as far as this attempt knows."""
         return self._saving.has_saved or self.resume_checkpoint is not None
 
     def write_again(self) -> bool:
-        """Write the newest checkpoint once more, if the disk did not take it; return whether its
-        copy still exists.
+        """Write the newest checkpoint once more, if the disk did not take it, and return whether
+        its copy still exists.
 
         Raises:
             CheckpointError: the disk still does not take it.
@@ -188,7 +193,7 @@ class Saves:
         return self._folder is not None and self._folder.write_again()
 
     def record(self, path: Path, step: int | None, loss: str, position: Position | None) -> str:
-        """Record a complete checkpoint in its manifest; return what is wrong with it, empty if
+        """Record a complete checkpoint in its manifest, and return what is wrong with it, empty if
         nothing is."""
         damage = ""
         if position is None:
@@ -199,8 +204,8 @@ class Saves:
         return damage
 
     def spoil(self, good_step: int, since: float) -> Manifest | None:
-        """Let no attempt resume from checkpoints after the good step; return the newest checkpoint
-        before."""
+        """Let no attempt resume from checkpoints after the good step, and return the newest
+        checkpoint before."""
         self.finish()
         # Each rank does this, because the failure of any rank may be the failure that counts.
         return self._saving.spoiled(good_step, since)

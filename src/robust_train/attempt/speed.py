@@ -197,20 +197,20 @@ class SpeedMeter:
 
     def speed(self) -> Speed | None:
         """Return the figures of the newest steps, None if there are none."""
-        newest = [one for one in self._newest if one.seconds > 0]
+        newest = [interval for interval in self._newest if interval.seconds > 0]
         if not newest:
             return None
-        each = sorted(one.seconds / one.steps for one in newest)
-        seconds = self._sum([one.seconds for one in newest])
-        samples = [one.samples for one in newest]
-        alone = [one.alone for one in newest if one.alone is not None]
+        each = sorted(interval.seconds / interval.steps for interval in newest)
+        seconds = self._sum([interval.seconds for interval in newest])
+        samples = [interval.samples for interval in newest]
+        alone = [interval.alone for interval in newest if interval.alone is not None]
         share = self._data_share(newest)
         rate = _rounded(sum(samples) / seconds)
         until = newest[-1].begin.at
         recent = sorted(
-            one.seconds / one.steps
-            for number, one in enumerate(reversed(newest))
-            if number < _LEAST_RECENT or until - one.begin.at <= _REPORT_SECONDS
+            interval.seconds / interval.steps
+            for number, interval in enumerate(reversed(newest))
+            if number < _LEAST_RECENT or until - interval.begin.at <= _REPORT_SECONDS
         )
         return Speed(
             steps=self._steps,
@@ -224,12 +224,16 @@ class SpeedMeter:
         )
 
     def _data_share(self, newest: Sequence[_Interval]) -> float | None:
-        known = [(one.waited, one.seconds) for one in newest if one.waited is not None]
-        if not known:
+        measured = [
+            (interval.waited, interval.seconds)
+            for interval in newest
+            if interval.waited is not None
+        ]
+        if not measured:
             return None
-        waits = [waited for waited, _ in known]
+        waits = [waited for waited, _ in measured]
         waited = self._sum(waits)
-        computed = sum(seconds for _, seconds in known) - sum(waits)
+        computed = sum(seconds for _, seconds in measured) - sum(waits)
         return round(waited / max(waited + computed, waited), 4) if waited else 0.0
 
     def _sum(self, durations: Sequence[float]) -> float:

@@ -221,7 +221,7 @@ def _job_row(job: dict[str, Json]) -> list[object]:
     many = job["num_gpus"]
     claim = job["claim_bytes"] // MIB
     numbers = [gpu["index"] for gpu in job["gpus"] if gpu["index"] is not None]
-    # those that have vanished have no number any more
+    # GPUs that have vanished no longer have a number.
     names = [gpu["uuid"] for gpu in job["gpus"] if gpu["index"] is None]
     held = [gpu["taken_bytes"] for gpu in job["gpus"] if gpu["taken_bytes"] is not None]
     if numbers:

@@ -39,7 +39,7 @@ _WITHOUT_A_RUN = {
     "snapshot": "a snapshot is taken inside a process. For a later run "
     "memory.snapshot_on_oom=true takes one if memory runs out",
 }
-"""What helps if no run is alive, by action."""
+"""Advice if no run is alive, by action."""
 
 _FIGURES = ("allocated", "reserved", "peak", "largest_free_block", "free")
 
@@ -53,7 +53,7 @@ _SENTENCES = {
     "not permitted": "may not be signalled by this user",
     "still there": "is still there after SIGKILL: it waits in the kernel or the driver",
 }
-"""What becomes of a process that is to end: after SIGTERM, SIGKILL, before any signal …"""
+"""The fate of a process that has to end: after SIGTERM, SIGKILL, before any signal …"""
 _LEFT = {"not permitted", "still there"}
 
 

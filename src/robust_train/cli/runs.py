@@ -61,7 +61,7 @@ _SENTENCES = {
     "checkpoint": "{run.id}: checkpoint of step {step}: {path}",
     "halve_batch": "{run.id}: micro-batch {before[micro_batch]} → {after[micro_batch]}, {how}",
 }
-"""What a live run has done, by request."""
+"""Sentences on the requests that a live run has carried out."""
 
 About = dict[str, Json]  # State of a run, or its answer, as `--json` prints it
 

@@ -30,20 +30,20 @@ def guest_config(cfg: DictConfig, engine: str, world_size: int) -> DictConfig:
         ConfigError: the config asks for other ranks, or for a script.
     """
     cfg = cfg.copy()
-    own = ours(cfg)
-    if own.num_gpus not in (1, world_size):
+    keys = ours(cfg)
+    if keys.num_gpus not in (1, world_size):
         raise ConfigError(
-            f"num_gpus={own.num_gpus}: {engine} has started {world_size} ranks; leave num_gpus out"
+            f"num_gpus={keys.num_gpus}: {engine} has started {world_size} ranks; leave num_gpus out"
         )
-    if OmegaConf.select(own, "trainer.argv") is not None:
+    if OmegaConf.select(keys, "trainer.argv") is not None:
         raise ConfigError(
             f"trainer.argv: a script cannot be a rank of {engine}; start it there itself"
         )
-    with open_dict(own):
-        own.num_gpus = world_size
-        own.isolation = "process"
+    with open_dict(keys):
+        keys.num_gpus = world_size
+        keys.isolation = "process"
         # Each restart is a launch, and the policy counts them.
-        own.max_launches = 0
+        keys.max_launches = 0
     return cfg
 
 
@@ -74,22 +74,22 @@ def for_rank(config: RobustConfig, rank: int) -> RobustConfig:
 def trainer_config(cfg: DictConfig, config: RobustConfig) -> DictConfig:
     """Return the composed config for the trainer of an attempt, fully resolved."""
     cfg = cfg.copy()
-    own = ours(cfg)
+    keys_of_ours = ours(cfg)
     kinds: list[type[Any]] = [AttemptSpec, *parts_like(Knob)]
     names = {field.name for kind in kinds for field in fields(kind)}
     # The keys under `training` that are chosen for each attempt.
     keys = (names & _OF_TRAINING) | {"effective_batch_size"}
     chosen = {name: getattr(config.training, name) for name in keys}
-    lr = OmegaConf.select(own, "training.lr")
+    lr = OmegaConf.select(keys_of_ours, "training.lr")
     # The user's spelling stays, unless this attempt has another learning rate.
     if lr is not None and config.training.lr != lr:
         chosen["lr"] = config.training.lr
-    if own is not cfg:
+    if keys_of_ours is not cfg:
         write_to_theirs(cfg, chosen)
-    with open_dict(own):
-        own.device = config.device
-        own.num_gpus = config.num_gpus
-        own.training.update(chosen)
+    with open_dict(keys_of_ours):
+        keys_of_ours.device = config.device
+        keys_of_ours.num_gpus = config.num_gpus
+        keys_of_ours.training.update(chosen)
     return resolved(cfg)
 
 
@@ -167,9 +167,9 @@ class AttemptRequest:
             cfg: DictConfig = pickle.loads(self.cfg)
         else:
             cfg = self.cfg
-        own = ours(cfg)
-        with open_dict(own):
-            own.device = self.config.device  # each rank has its own device
+        keys = ours(cfg)
+        with open_dict(keys):
+            keys.device = self.config.device  # each rank has its own device
         return cfg
 
     @property

@@ -45,15 +45,15 @@ def checked(cfg: DictConfig) -> RobustConfig:
     Raises:
         ConfigError: one line with the key, its value and the accepted values.
     """
-    own = ours(cfg)
+    keys = ours(cfg)
     theirs = their_keys(cfg)
     prefix = "" if theirs is None else f"{GROUP}."
-    refuse_values_of_groups(own, prefix)
-    _resolve_all(own, prefix)
-    _refuse_near_misses(own, prefix)
-    if missing := sorted(OmegaConf.missing_keys(own)):
+    refuse_values_of_groups(keys, prefix)
+    _resolve_all(keys, prefix)
+    _refuse_near_misses(keys, prefix)
+    if missing := sorted(OmegaConf.missing_keys(keys)):
         raise _missing(prefix + missing[0])
-    config = _read_all(own, prefix)
+    config = _read_all(keys, prefix)
     objective = config.objective
     if not objective:
         objective = cfg.get("optimized_metric")
@@ -72,19 +72,19 @@ def unchecked(cfg: DictConfig) -> RobustConfig:
 
 
 def hide_urls(cfg: DictConfig, environ: MutableMapping[str, str] = os.environ) -> bool:
-    """Move ``notify.urls`` out of the config, and of Hydra's part of it, into the environment;
+    """Move ``notify.urls`` out of the config, and of Hydra's part of it, into the environment, and
     return whether there were any."""
-    own = ours(cfg)
-    given = OmegaConf.select(own, "notify.urls", throw_on_missing=False)
+    keys = ours(cfg)
+    given = OmegaConf.select(keys, "notify.urls", throw_on_missing=False)
     if not given:
         return False
     urls = [str(url) for url in given] if OmegaConf.is_list(given) else str(given).split()
-    known = environ.get(URLS_VARIABLE, "").split()
-    environ[URLS_VARIABLE] = " ".join(dict.fromkeys(known + urls))
-    with read_write(own), open_dict(own):
-        OmegaConf.update(own, "notify.urls", None)
+    urls_before = environ.get(URLS_VARIABLE, "").split()
+    environ[URLS_VARIABLE] = " ".join(dict.fromkeys(urls_before + urls))
+    with read_write(keys), open_dict(keys):
+        OmegaConf.update(keys, "notify.urls", None)
     overrides = OmegaConf.select(cfg, "hydra.overrides.task") or []
-    for line in [one for one in overrides if is_secret(one)]:
+    for line in [override for override in overrides if is_secret(override)]:
         with read_write(cfg.hydra), open_dict(cfg.hydra):
             overrides.remove(line)
             name = str(cfg.hydra.job.override_dirname).replace(line, "notify")
@@ -109,11 +109,16 @@ def _read_all(cfg: DictConfig, prefix: str, *, is_lenient: bool = False) -> Robu
 
 
 def _with_memory(config: RobustConfig) -> RobustConfig:
-    """Settle the memory to reserve: ``auto`` begins with the default."""
+    """Settle the memory to reserve, and who may share the GPU: ``auto`` begins with the default,
+    and with the job alone."""
     size: int | None = config.min_gpu_memory_mb  # None: auto
-    if size is not None:
-        return config
-    return replace(config, min_gpu_memory_mb=RobustConfig.min_gpu_memory_mb, measures_memory=True)
+    if size is None:
+        least = RobustConfig.min_gpu_memory_mb
+        config = replace(config, min_gpu_memory_mb=least, measures_memory=True)
+    number: int | None = config.gpu_jobs_per_device  # None: auto
+    if number is None:
+        config = replace(config, gpu_jobs_per_device=1, measures_memory=True, packs_gpus=True)
+    return config
 
 
 def read(owner: type[T], cfg: DictConfig, prefix: str, *, is_lenient: bool = False) -> T:
@@ -186,22 +191,22 @@ def refuse_values_of_groups(cfg: DictConfig, prefix: str = "") -> None:
 def _refuse_near_misses(cfg: DictConfig, prefix: str) -> None:
     """Refuse likely typos, which the open root would accept unseen. In a project's group ``robust``
     this includes the open groups, because all keys there belong to this package."""
-    known = schema().root.members
-    for name in sorted({str(key) for key in cfg} - known.keys()):
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+    groups = schema().root.members
+    for name in sorted({str(key) for key in cfg} - groups.keys()):
+        close = difflib.get_close_matches(name, groups, n=1, cutoff=0.85)
         if close or prefix:
-            raise unknown(name, known, prefix)
-    for top, group in known.items() if prefix else ():
+            raise unknown(name, groups, prefix)
+    for top, group in groups.items() if prefix else ():
         if not isinstance(group, Group) or not group.is_open or top not in cfg:
             continue
-        own = {*group.members, "preload_modules"}
-        for name in sorted({str(key) for key in cfg[top]} - own):
-            raise unknown(name, own, f"{prefix}{top}.")
+        accepted = {*group.members, "preload_modules"}
+        for name in sorted({str(key) for key in cfg[top]} - accepted):
+            raise unknown(name, accepted, f"{prefix}{top}.")
 
 
-def unknown(name: str, known: Collection[str], prefix: str) -> ConfigError:
+def unknown(name: str, accepted: Collection[str], prefix: str) -> ConfigError:
     """Return the refusal of an unknown key."""
-    hint = meant(name, known, prefix)
+    hint = meant(name, accepted, prefix)
     return ConfigError(f"{prefix}{name}: no such key; {hint}")
 
 
@@ -297,6 +302,11 @@ def _mistakes(config: RobustConfig) -> Iterator[str]:
     if config.min_batch_size > size:
         least = config.min_batch_size
         yield f"min_batch_size={least}: must not be above training.batch_size={size}"
+    if config.packs_gpus and config.finds_batch_size:
+        yield (
+            "gpu_jobs_per_device=auto: training.batch_size=auto fills a GPU with one job; give one "
+            "of them a number"
+        )
     if config.runs_inline and gpus > 1:
         yield (
             f"num_gpus={gpus}: every GPU needs a process of its own; leave isolation=none out, or "

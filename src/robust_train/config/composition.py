@@ -148,13 +148,13 @@ def _mistake(error: OmegaConfBaseException, prefix: str) -> ConfigError:
     full_key = f"{prefix}{error.full_key}"
     parent, _, name = full_key.rpartition(".")
     kind = error.object_type
-    known = [item.name for item in fields(kind)] if is_dataclass(kind) else []
+    accepted = [item.name for item in fields(kind)] if is_dataclass(kind) else []
     group = schema().root.members.get(str(error.full_key).partition(".")[0])
-    if known and isinstance(group, Group):
-        known = list(dict.fromkeys(known + list(group.members)))
-    if not (isinstance(error, ConfigKeyError) and known):
+    if accepted and isinstance(group, Group):
+        accepted = list(dict.fromkeys(accepted + list(group.members)))
+    if not (isinstance(error, ConfigKeyError) and accepted):
         return ConfigError(str(error).splitlines()[0] + f" (key {full_key})")
-    return unknown(name, known, f"{parent}.")
+    return unknown(name, accepted, f"{parent}.")
 
 
 # They are registered at import, because the processes of Hydra's launchers build no search path.

@@ -100,9 +100,15 @@ class Schema:
         for keys in self.features:
             if self._place(keys) != place:
                 continue
-            own: dict[str, Key | Group] = {item.name: Key(keys, item) for item in fields(keys)}  # type: ignore[arg-type]
+            declared = fields(keys)  # type: ignore[arg-type]
+            members_of_class: dict[str, Key | Group] = {
+                item.name: Key(keys, item) for item in declared
+            }
             is_group_of_its_own = keys.group and not prefix
-            members |= {keys.group: Group(keys, own)} if is_group_of_its_own else own
+            if is_group_of_its_own:
+                members[keys.group] = Group(keys, members_of_class)
+            else:
+                members |= members_of_class
         return members
 
     def _place(self, keys: type[FeatureKeys]) -> str:

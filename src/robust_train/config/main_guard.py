@@ -51,7 +51,7 @@ class GuardedEffects:
     def in_words(
         self, script: str, why: str = ' under if __name__ == "__main__":, which does not run'
     ) -> str | None:
-        """Return the effects in one line, with the reason; None if there are none."""
+        """Return the effects in one line, with the reason, or None if there are none."""
         effects = []
         if self.calls:
             effects.append("calls " + ", ".join(f"{call}()" for call in self.calls))
@@ -92,7 +92,7 @@ def effects_lost_in_attempts(trainer: TrainerRef) -> str | None:
 
 
 def _source_of(module: str) -> Path | None:
-    """Return the file of a module without importing it; None if it is unknown."""
+    """Return the file of a module without importing it, or None if it is unknown."""
     loaded = getattr(sys.modules.get(module), "__file__", None)
     if loaded is not None:
         return Path(loaded)
@@ -120,21 +120,21 @@ def effects_under_guard(script: ast.Module, trainer: str) -> GuardedEffects:
         else:
             always.append(node)
     in_attempts = _reached([defined[trainer]] if trainer in defined else [], defined)
-    only_guarded = [one for one in _reached(guarded, defined) if one not in in_attempts]
+    only_guarded = [item for item in _reached(guarded, defined) if item not in in_attempts]
     imported = _imported_in(script)
     effects = set(_effects_in([*guarded, *only_guarded], imported))
-    has_like = {_kind_of(one) for one in _effects_in([*always, *in_attempts], imported)}
-    lost = sorted(one for one in effects if _kind_of(one) not in has_like)
+    has_like = {_kind_of(item) for item in _effects_in([*always, *in_attempts], imported)}
+    lost = sorted(item for item in effects if _kind_of(item) not in has_like)
     anew = _variables_set_in(guarded)
     for function in only_guarded:
         anew |= _variables_set_in([function]) - _locals_of(function)
-    read = {name for one in in_attempts for name in _read_in(one) if name not in _locals_of(one)}
+    read = {name for item in in_attempts for name in _read_in(item) if name not in _locals_of(item)}
     # A variable that is only set under the guard ends attempts with a NameError.
-    has_value = _variables_bound_in(always) | {one.name for one in defined.values()}
+    has_value = _variables_bound_in(always) | {item.name for item in defined.values()}
     variables = sorted(anew & read & has_value)
-    switches = [one for one in lost if one.startswith(_SWITCHES)]
+    switches = [item for item in lost if item.startswith(_SWITCHES)]
     return GuardedEffects(
-        tuple(one for one in lost if one not in switches), tuple(variables + switches)
+        tuple(item for item in lost if item not in switches), tuple(variables + switches)
     )
 
 
@@ -145,8 +145,8 @@ def effects_beside_module(script: ast.Module, module: ast.Module) -> GuardedEffe
 
 
 def effects_beside_value(script: ast.Module, trainer: str) -> GuardedEffects:
-    """Return the effects of a script that sends its trainer, a function, by value; nothing if the
-    trainer is an object, whose code is unknown."""
+    """Return the effects of a script that sends its trainer, a function, by value. Of a trainer
+    that is an object the code is unknown, and so are its effects."""
     nodes = [node for node in ast.walk(script) if _is_named(node, trainer)]
     if not nodes:
         return GuardedEffects()
@@ -159,11 +159,11 @@ def _effects_without(script: ast.Module, in_attempts: Iterable[str]) -> GuardedE
     does not call have no effects."""
     statements = [node for node in script.body if not isinstance(node, _DEFINITIONS)]
     done = [*statements, *_reached(statements, _defined_in(script))]
-    has_like = {_kind_of(one) for one in in_attempts}
+    has_like = {_kind_of(item) for item in in_attempts}
     effects = sorted(set(_effects_in(done, _imported_in(script))))
-    lost = [one for one in effects if _kind_of(one) not in has_like]
-    switches = tuple(one for one in lost if one.startswith(_SWITCHES))
-    return GuardedEffects(tuple(one for one in lost if one not in switches), switches)
+    lost = [item for item in effects if _kind_of(item) not in has_like]
+    switches = tuple(item for item in lost if item.startswith(_SWITCHES))
+    return GuardedEffects(tuple(item for item in lost if item not in switches), switches)
 
 
 def _is_named(node: ast.AST, name: str) -> bool:
@@ -194,9 +194,9 @@ def _reached(nodes: Sequence[ast.AST], defined: Mapping[str, Definition]) -> lis
 
 
 def _read_in(node: ast.AST) -> Iterator[str]:
-    for one in ast.walk(node):
-        if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load):
-            yield one.id
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Load):
+            yield inner.id
 
 
 def _imported_in(script: ast.Module) -> set[str]:
@@ -204,7 +204,7 @@ def _imported_in(script: ast.Module) -> set[str]:
     names: set[str] = set()
     for node in ast.walk(script):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
-            names.update((one.asname or one.name).partition(".")[0] for one in node.names)
+            names.update((alias.asname or alias.name).partition(".")[0] for alias in node.names)
     return names
 
 
@@ -255,9 +255,9 @@ def _variables_set_in(nodes: Sequence[ast.AST]) -> set[str]:
 
 def _locals_of(definition: Definition) -> set[str]:
     """Return the local names of a function, or of a class's methods."""
-    own = _variables_bound_in([definition])
-    own |= {node.arg for node in ast.walk(definition) if isinstance(node, ast.arg)}
+    names = _variables_bound_in([definition])
+    names |= {node.arg for node in ast.walk(definition) if isinstance(node, ast.arg)}
     for node in ast.walk(definition):
         if isinstance(node, ast.Global):
-            own -= set(node.names)
-    return own
+            names -= set(node.names)
+    return names

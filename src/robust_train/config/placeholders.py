@@ -102,7 +102,7 @@ def near_miss_in(text: str, *, every: bool) -> tuple[str, str] | None:
 
 
 def value_from(environ: Mapping[str, str], name: str) -> str | None:
-    """Return a value from a script's environment; None if the launcher does not run it."""
+    """Return a value from a script's environment, or None if the launcher does not run it."""
     return environ.get(PREFIX + name.upper())
 
 
@@ -155,8 +155,8 @@ class SplitRule:
     @classmethod
     def named(cls, name: str | None) -> SplitRule:
         """Return the rule with this :attr:`name`; a rule that is not strict without a name."""
-        known = {rule.name: rule for rule in (cls(), cls(False, True), cls(True, True))}
-        return known.get(name or "", cls())
+        rules = {rule.name: rule for rule in (cls(), cls(False, True), cls(True, True))}
+        return rules.get(name or "", cls())
 
     @property
     def name(self) -> str:

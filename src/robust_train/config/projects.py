@@ -137,11 +137,11 @@ def defaults_for_theirs(cfg: DictConfig) -> dict[str, Any]:
     given = _given(cfg)
     for name in _NAMES:
         value = given.get(name)
-        found = _paths(cfg, name)
-        if value is None and len(found) == 1:
-            training[name] = f"${{{found[0]}}}"
+        paths = _paths(cfg, name)
+        if value is None and len(paths) == 1:
+            training[name] = f"${{{paths[0]}}}"
         elif name == "batch_size":
-            _check_batch(cfg, value, found)
+            _check_batch(cfg, value, paths)
     batch = training.get("batch_size")
     if not batch:
         batch = given.get("batch_size")
@@ -155,23 +155,23 @@ def defaults_for_theirs(cfg: DictConfig) -> dict[str, Any]:
     return defaults
 
 
-def _check_batch(cfg: DictConfig, value: Any, found: list[str]) -> None:
+def _check_batch(cfg: DictConfig, value: Any, paths: list[str]) -> None:
     key = f"{GROUP}.{BATCH}"
-    if not found or _REFERENCE.fullmatch(str(value)):
+    if not paths or _REFERENCE.fullmatch(str(value)):
         return
-    if len(found) > 1:
+    if len(paths) > 1:
         raise ConfigError(
-            f"{key}: there are {', '.join(found)}; say which the training uses: "
-            f"'{key}=${{{found[0]}}}'"
+            f"{key}: there are {', '.join(paths)}; say which the training uses: "
+            f"'{key}=${{{paths[0]}}}'"
         )
-    theirs = OmegaConf.select(cfg, found[0])
+    theirs = OmegaConf.select(cfg, paths[0])
     if isinstance(value, int) and value != theirs:
-        raise ConfigError(f"{key}={value}: the project has {found[0]}={theirs}; set that")
+        raise ConfigError(f"{key}={value}: the project has {paths[0]}={theirs}; set that")
 
 
 def lightning_of(cfg: DictConfig) -> str | None:
     """Return the Lightning package whose objects a project's config creates, and whose ``fit`` is
-    replaced; None if it creates none."""
+    replaced, or None if it creates none."""
     content: Any = OmegaConf.to_container(without_ours(cfg), resolve=False)
     made = {
         str(leaf.value).partition(".")[0]
@@ -192,17 +192,17 @@ def write_to_theirs(cfg: DictConfig, chosen: dict[str, Any]) -> None:
 
 
 def their_keys(cfg: DictConfig) -> dict[str, str] | None:
-    """Return the project's key for each key that attempts choose; None for any other config."""
+    """Return the project's key for each key that attempts choose, or None for any other config."""
     if not is_theirs(cfg):
         return None
-    found = {}
+    keys = {}
     for name in _NAMES:
         path = _path(cfg, name)
         if path is not None:
-            found[f"training.{name}"] = path
+            keys[f"training.{name}"] = path
     if lightning_of(cfg):  # our `fit` accumulates
-        found.setdefault(ACCUMULATION, f"{GROUP}.{ACCUMULATION}")
-    return found
+        keys.setdefault(ACCUMULATION, f"{GROUP}.{ACCUMULATION}")
+    return keys
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ class Words:
 
     @property
     def of_log(self) -> Callable[[str], str] | None:
-        """A function that changes a line of the log; None if lines stay as they are."""
+        """A function that changes a line of the log, or None if lines stay as they are."""
         return None if self.theirs is None else self.text
 
     @contextlib.contextmanager
@@ -233,9 +233,9 @@ class Words:
         if quoted:
             return quoted.join(map(self.text, text.split(quoted)))
 
-        def name(found: re.Match[str]) -> str:
-            key = found[0]
-            is_set = text[found.end() :].startswith("=")
+        def name(match: re.Match[str]) -> str:
+            key = match[0]
+            is_set = text[match.end() :].startswith("=")
             if their_key := theirs.get(key):
                 return their_key
             our_key = f"{GROUP}.{key}"
@@ -292,8 +292,8 @@ def _path(cfg: DictConfig, name: str) -> str | None:
     reference = _REFERENCE.fullmatch(str(_given(cfg).get(name)))
     if reference is not None:
         return reference[1]
-    found = _paths(cfg, name)
-    return found[0] if len(found) == 1 else None
+    paths = _paths(cfg, name)
+    return paths[0] if len(paths) == 1 else None
 
 
 def resolved(cfg: DictConfig) -> DictConfig:
@@ -426,8 +426,8 @@ def _leaves(content: Any, path: str, labels: tuple[str, ...] = ()) -> Iterator[_
     """Yield the values of a config below a path, including those in lists."""
     if isinstance(content, list):
         for number, item in enumerate(content):
-            own = item if isinstance(item, dict) else {}
-            said = [own[key] for key in _LABELS if isinstance(own.get(key), str)]
+            entries = item if isinstance(item, dict) else {}
+            said = [entries[key] for key in _LABELS if isinstance(entries.get(key), str)]
             yield from _leaves(item, f"{path}[{number}]", (*labels, *said))
     elif isinstance(content, dict):
         for key, value in content.items():

@@ -113,8 +113,8 @@ def explain(
     lines = [line for line in chain.splitlines() if "HYDRA_FULL_ERROR" not in line]
     if isinstance(error, MissingConfigException):
         return lines[0].strip()
-    found = _FULL_KEY.search(chain)
-    key = found[1] if found else "?"
+    named_key = _FULL_KEY.search(chain)
+    key = named_key[1] if named_key else "?"
     if match := _WRONG_TYPE.search(chain):
         accepted = _ACCEPTED.get(match[2], f"a value of type {match[2]}")
         return f"{key}={match[1]}: must be {accepted}"
@@ -123,8 +123,8 @@ def explain(
     if match := _UNKNOWN_KEY.search(chain):
         overrides = [word for word in arguments if not word.startswith("-")]
         key = match[1]
-        if not key and found:
-            key = found[1]
+        if not key and named_key:
+            key = named_key[1]
         if not key:
             key = match[2]
         return _unknown_key(key, overrides, config_path, config_name)
@@ -174,8 +174,8 @@ def _unknown_key(
         command = "robust-train train " if config_path == OURS else ""
         hint = f"did you mean {near}?" if near else f"{command}--cfg job lists all"
     if typed in overrides and not typed.startswith("~"):
-        own = f"a key of your own takes a plus: +{typed}"
-        hint += f" A{own[1:]}" if hint.endswith("?") else f"; {own}"
+        plus = f"a key of your own takes a plus: +{typed}"
+        hint += f" A{plus[1:]}" if hint.endswith("?") else f"; {plus}"
     return f"{typed}: no such key; {hint}"
 
 
@@ -208,9 +208,9 @@ def explain_option(
     arguments: Sequence[str], config_name: str | None, config_path: str | None = OURS
 ) -> str | None:
     """Return one line about an option that Hydra does not have, or an override that it would not
-    find; None if all are valid."""
+    find, or None if all are valid."""
     lost = unknown_to_hydra(arguments)
-    unknown = [one for one in lost if one.startswith("-")]
+    unknown = [argument for argument in lost if argument.startswith("-")]
     if lost and not unknown:
         return f"{lost[0]}: write -m and other options before the first override"
     if not unknown:
@@ -218,7 +218,7 @@ def explain_option(
     name, _, value = unknown[0].lstrip("-").partition("=")
     after = arguments[arguments.index(unknown[0]) + 1 :][:1] if unknown[0] in arguments else ()
     if not value:
-        value = next((one for one in after if not re.search("^-[a-z-]|=", one)), "…")
+        value = next((argument for argument in after if not re.search("^-[a-z-]|=", argument)), "…")
     keys = all_keys((), config_path, config_name)
     key = _nearest(name.replace("-", "_"), keys)
     write = f"{key}={value}" if key else "KEY=VALUE"
@@ -228,7 +228,7 @@ def explain_option(
 def all_keys(
     overrides: Sequence[str], config_path: str | None = OURS, config_name: str | None = "robust"
 ) -> list[str]:
-    """Return the keys of the root and of all groups, ``training.lr`` before ``model.lr``; empty if
+    """Return the keys of the root and of all groups, ``training.lr`` before ``model.lr``, empty if
     the config cannot be composed."""
     try:
         cfg = composed(overrides, config_path, config_name)

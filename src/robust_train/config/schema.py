@@ -241,7 +241,12 @@ class RobustConfig(PlainConfig):
         read=truth_or_path,
     )
     gpu_jobs_per_device: int = key(
-        1, "maximum number of jobs per GPU that this job accepts, including itself", range=FROM_1
+        1,
+        "maximum number of jobs per GPU that this job accepts, including itself; `auto`: as fit",
+        more="([sweeps](sweeps.md#share-gpus))",
+        accepts="integer or `auto`",
+        range=FROM_1,
+        read=integer_or_auto,
     )
     queue_priority: str = key(
         "auto",
@@ -324,6 +329,8 @@ class RobustConfig(PlainConfig):
     finds_batch_size: bool = False
     # `min_gpu_memory_mb=auto`: the default stands until a feature knows better.
     measures_memory: bool = False
+    # `gpu_jobs_per_device=auto`: it is 1 until a feature has measured the job.
+    packs_gpus: bool = False
     # A project's keys that stand for this package's keys; None if the keys are at the root.
     theirs: dict[str, str] | None = None
     # The keys of features that do not all have their defaults.
@@ -331,7 +338,7 @@ class RobustConfig(PlainConfig):
 
     def of(self, keys: type[K]) -> K:
         """Return the keys that a feature declares."""
-        given = (one for one in self.of_features if isinstance(one, keys))
+        given = (group_keys for group_keys in self.of_features if isinstance(group_keys, keys))
         return next(given, keys())
 
     def chosen(self, name: str) -> Any:
@@ -340,7 +347,7 @@ class RobustConfig(PlainConfig):
         Rooms below and above the features use it, because they cannot name the class. None if the
         key has its default, or if it does not exist: the feature may have been deleted.
         """
-        having = (one for one in self.of_features if hasattr(one, name))
+        having = (group_keys for group_keys in self.of_features if hasattr(group_keys, name))
         return getattr(next(having, None), name, None)
 
     def without(self, name: str) -> RobustConfig:
@@ -351,7 +358,9 @@ class RobustConfig(PlainConfig):
     def having(self, keys: FeatureKeys) -> RobustConfig:
         """Return the config with these values of a feature's keys."""
         kind = type(keys)
-        others = tuple(one for one in self.of_features if type(one) is not kind)
+        others = tuple(
+            group_keys for group_keys in self.of_features if type(group_keys) is not kind
+        )
         is_default = keys == kind()
         return replace(self, of_features=others if is_default else (*others, keys))
 
@@ -398,7 +407,7 @@ class RobustConfig(PlainConfig):
 
     @property
     def data_folder(self) -> str | None:
-        """Where the built-in trainer expects existing data; None if it needs none."""
+        """Where the built-in trainer expects existing data, or None if it needs none."""
         data = self.dataset
         is_local = not data.download and data.name != "digits"
         return data.root if self.is_built_in and (is_local or data.name == "image_folder") else None
@@ -431,9 +440,9 @@ class RobustConfig(PlainConfig):
     def learning_rate_at(self, effective_batch_size: int) -> float:
         """Return the learning rate for a script that trains with this effective batch."""
         training = self.training
-        asked = training.batch_size * training.gradient_accumulation_steps * self.num_gpus
+        requested = training.batch_size * training.gradient_accumulation_steps * self.num_gpus
         power = {"linear": 1.0, "sqrt": 0.5}.get(self.trainer.scale_learning_rate or "", 0)
-        return float(training.lr * (effective_batch_size / asked) ** power)
+        return float(training.lr * (effective_batch_size / requested) ** power)
 
     @property
     def min_gpu_memory_bytes(self) -> int:

@@ -45,7 +45,7 @@ class MainModule:
 
     @classmethod
     def of_this_process(cls) -> MainModule | None:
-        """Return the script; None in a notebook, a REPL, or a script from standard input."""
+        """Return the script, or None in a notebook, a REPL, or a script from standard input."""
         main = sys.modules["__main__"]
         file = getattr(main, "__file__", None)
         if file is None or not os.path.isfile(file):
@@ -174,7 +174,7 @@ def _by_value(trainer: Callable[..., Any]) -> bytes:
     except Exception as error:
         raise ConfigError(
             f"trainer={getattr(trainer, '__qualname__', trainer)!s}: cannot be sent to a separate "
-            f"process: {first_line(error)}; make what it uses inside the function, or use "
+            f"process: {first_line(error)}; create its objects inside the function, or use "
             "isolation=none"
         ) from None
 
@@ -190,7 +190,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
         TypeError, ValueError: it has no signature, like some callables in C.
     """
     signature = own_signature(function)
-    kinds = {one.kind for one in signature.parameters.values()}
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
     wrapped = _wrapped_by(function)
     if wrapped is None or kinds.isdisjoint(VARIADIC):
         return signature
@@ -228,8 +228,8 @@ def _without_copied(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrapped_by(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Return the callable that a callable wraps, bound to the same object and arguments; None if it
-    wraps none."""
+    """Return the callable that a callable wraps, bound to the same object and arguments, or None if
+    it wraps none."""
     if isinstance(function, partial):
         inner = _wrapped_by(function.func)
         if inner is None:
@@ -289,13 +289,15 @@ def job_name(
     argv: Sequence[str] | None = None,  # a script's program
 ) -> str:
     """Return ``job_name``, else ``lora_flowers102``, else ``training.train`` of the trainer's path,
-    or the script; empty if nothing names it."""
+    or the script, empty if nothing names it."""
     is_own = target is not None and not target.startswith("robust_train.vision.")
     # These are our defaults, which the config of a user's trainer has as well.
     both = () if is_own and (model, dataset) == ("cnn", "digits") else (model, dataset)
     name = chosen
     if not name:
-        name = "_".join(str(one) for one in both if one not in (None, "", "none"))
+        name = "_".join(
+            str(name_of_part) for name_of_part in both if name_of_part not in (None, "", "none")
+        )
     path = [part for part in (target or "").split(".") if part != "<locals>"]
     if not name:
         name = name_of_program(argv) if argv else ".".join(path[-2:])

@@ -79,7 +79,8 @@ class Declaration:
             return None
         if self.choices and given not in self.choices:
             names = ", ".join(
-                one if isinstance(one, str) else str(one).lower() for one in self.choices
+                choice if isinstance(choice, str) else str(choice).lower()
+                for choice in self.choices
             )
             raise ConfigError(f"{name}={given}: must be one of {names}")
         if self.range is None:
@@ -133,10 +134,10 @@ def integer_or_auto(name: str, given: Any) -> int | None:
 def device_name(name: str, given: Any) -> str:
     """Return a device, or several GPUs as ``cuda:2,cuda:3``. A bare number is a GPU's."""
     devices = given if isinstance(given, (list, tuple)) else str(given).split(",")
-    named = [str(one).strip() for one in devices]
+    named = [str(device).strip() for device in devices]
     if not named:
         raise ConfigError(f"{name}=[]: names no device; leave it out for any GPU")
-    return ",".join(f"cuda:{one}" if one.isdecimal() else one for one in named)
+    return ",".join(f"cuda:{device}" if device.isdecimal() else device for device in named)
 
 
 def words(name: str, given: Any) -> tuple[str, ...]:
@@ -195,9 +196,9 @@ def cleared_after(name: str, given: Any) -> tuple[str, ...]:
     return _words_among(CLEARED_AFTER, name, given)
 
 
-def _words_among(known: tuple[str, ...], name: str, given: Any) -> tuple[str, ...]:
+def _words_among(accepted: tuple[str, ...], name: str, given: Any) -> tuple[str, ...]:
     chosen = (given,) if isinstance(given, str) else words_of_list(name, given)
     for word in chosen:
-        if word not in known:
-            raise ConfigError(f"{name}={word}: must be one of {', '.join(known)}")
+        if word not in accepted:
+            raise ConfigError(f"{name}={word}: must be one of {', '.join(accepted)}")
     return chosen

@@ -59,9 +59,9 @@ def classify_failure(exception: BaseException, *, host_memory_ran_out: bool = Fa
     the memory that its frames held may be free again. Never raises and imports nothing: torch's
     statistics are read only if CUDA was started.
     """
-    known = getattr(exception, _CLASSIFIED, None)
-    if isinstance(known, Failure):
-        return known
+    classified = getattr(exception, _CLASSIFIED, None)
+    if isinstance(classified, Failure):
+        return classified
     try:
         failure = _classified(exception, host_memory_ran_out)
     except MemoryError:  # memory is used up, so there is no room to look
@@ -82,11 +82,11 @@ def _classified(exception: BaseException, host_memory_ran_out: bool) -> Failure:
         first = next(iter(reports_of(exception)))
         clue = None if _is_certain_bug(exception) else Clue.UNKNOWN
         return Failure(FailureKind.BUG, first.headline, Evidence(clue=clue))
-    report, found = telling
-    evidence = read_evidence(report.text, found)
-    if found.kind is FailureKind.DEVICE_OOM:
+    report, meaning = telling
+    evidence = read_evidence(report.text, meaning)
+    if meaning.kind is FailureKind.DEVICE_OOM:
         evidence = with_statistics(evidence, report.text)
-    return Failure(found.kind, report.headline, evidence)
+    return Failure(meaning.kind, report.headline, evidence)
 
 
 def _matches_in(
@@ -94,16 +94,16 @@ def _matches_in(
 ) -> Iterator[tuple[ErrorReport, Match | None]]:
     for report in reports_of(exception):
         stack = "" if report.exception is None else stack_of(report.exception)
-        found = refined(match(report), report, stack)
-        if found is None and UNCLEAR.matches(report):
+        meaning = refined(match(report), report, stack)
+        if meaning is None and UNCLEAR.matches(report):
             shortage = "host memory had run out just before"
             if not host_memory_ran_out:
                 shortage = little_is_left()
             if shortage:
-                found = UNCLEAR.match
+                meaning = UNCLEAR.match
                 headline = f"{report.headline} ({shortage})"
                 report = replace(report, headline=headline)
-        yield report, found
+        yield report, meaning
 
 
 def _is_certain_bug(exception: BaseException) -> bool:

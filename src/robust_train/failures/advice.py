@@ -173,7 +173,7 @@ _BY_CLUE: dict[FailureKind, dict[str, tuple[str, ...]]] = {
 
 
 def advice_for(kind: FailureKind, evidence: Evidence) -> tuple[str, ...]:
-    """Return short sentences, most promising first; none after bugs and interruptions."""
+    """Return short sentences, most promising first, none after bugs and interruptions."""
     by_clue = _BY_CLUE.get(kind, {})
     advice = list(by_clue.get(evidence.clue or "", _ADVICE.get(kind, ())))
     if kind is FailureKind.HOST_OOM and evidence.library == "pinned memory":
@@ -234,7 +234,7 @@ def with_advice(attempt: Attempt, config: RobustConfig, cuda_versions: str = "")
         advice = itertools.chain([cuda_versions], advice)
         if not attempt.cuda_cannot_work:
             advice = [_THE_DEVICE_GIVEN]
-    fitting = filter(None, (instead.get(one, one) for one in advice))
+    fitting = filter(None, (instead.get(sentence, sentence) for sentence in advice))
     return replace(attempt, failure=replace(failure, advice=tuple(fitting)))
 
 
@@ -247,5 +247,5 @@ def _is_others(evidence: Evidence) -> bool:
     if total is None or free is None or allocated is None:
         return False
     unused = evidence.reserved_unallocated_bytes or 0
-    own = allocated + unused
-    return total - free - own > max(evidence.requested_bytes or 0, total // 4)
+    ours = allocated + unused
+    return total - free - ours > max(evidence.requested_bytes or 0, total // 4)

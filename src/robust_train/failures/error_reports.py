@@ -79,8 +79,8 @@ def _follow(exception: BaseException, seen: set[int], in_group: bool) -> Iterato
         for cls in type(exception).__mro__
         for name in names_of(f"{cls.__module__}.{cls.__name__}")
     )
-    own = list(reports_in(_text_of(exception), types))
-    for report in own:
+    reports = list(reports_in(_text_of(exception), types))
+    for report in reports:
         raised = exception if report.types[:1] == types[:1] else None
         yield replace(report, in_group=in_group, exception=raised)
     # Exception groups, including the backport's.
@@ -95,7 +95,7 @@ def _follow(exception: BaseException, seen: set[int], in_group: bool) -> Iterato
         exception.__context__ is not None
         and not exception.__suppress_context__
         # A KeyError in the handler of another error is a separate bug, not a report of that error.
-        and (not own[0].is_programming_error or _TRANSLATION in own[0].types)
+        and (not reports[0].is_programming_error or _TRANSLATION in reports[0].types)
     ):
         yield from _follow(exception.__context__, seen, in_group)
 
@@ -171,7 +171,7 @@ def reports_in(text: str, types: tuple[str, ...] = ()) -> Iterator[ErrorReport]:
 
     Args:
         text: an exception's message or the end of a log.
-        types: class names of the exception whose message it is; empty for a log.
+        types: class names of the exception whose message it is, empty for a log.
     """
     if len(text) > _TEXT_LIMIT:
         text = text[: _TEXT_LIMIT // 2] + "\n" + text[-_TEXT_LIMIT // 2 :]
@@ -185,18 +185,18 @@ def reports_in(text: str, types: tuple[str, ...] = ()) -> Iterator[ErrorReport]:
     # The start of a message belongs to the error, the start of a log does not.
     header = one_line(lines[: starts[0]]) if types else ""
     spans = zip(starts, [*starts[1:], len(lines)], strict=True)
-    found = []
+    tracebacks = []
     for start, end in spans:
         caught = header if header else _where_caught(lines, start)
-        found.append((_quoted(lines[start + 1 : end], caught), lines[:start]))
-    quoted = [(report, above) for report, above in reversed(found) if report is not None]
+        tracebacks.append((_quoted(lines[start + 1 : end], caught), lines[:start]))
+    quoted = [(report, above) for report, above in reversed(tracebacks) if report is not None]
     if not quoted:
         yield _plain(lines, types)
         return
     for number, (report, above) in enumerate(quoted):
         # Lightning, torch and joblib raise the worker's class again, so the base classes are known.
-        known = types if number == 0 and report.types[0] in types else report.types
-        yield replace(report, types=known)
+        report_types = types if number == 0 and report.types[0] in types else report.types
+        yield replace(report, types=report_types)
         if report.is_programming_error and not _has_cause(report, above):
             return
 

@@ -71,9 +71,9 @@ _OF_A_CHILD = frozenset({"CalledProcessError", "ChildFailedError"})
 def _tracebacks_under(words: str) -> re.Pattern[str]:
     """Return a pattern for Python's words with the traceback below them. All its lines may have the
     same prefix."""
-    one = r"\1Traceback \(.*\n(?:\1\s.*\n)*\1?(?:\S.*)?(?:\n|$)"
-    led = r"(?:\1[ \t]*\n\1(?:During handling|The above exc).*\n\1[ \t]*\n" + one + ")*"
-    return re.compile(rf"^(.{{0,99}})(?:{words}).*\n{one}{led}", re.MULTILINE)
+    traceback = r"\1Traceback \(.*\n(?:\1\s.*\n)*\1?(?:\S.*)?(?:\n|$)"
+    led = r"(?:\1[ \t]*\n\1(?:During handling|The above exc).*\n\1[ \t]*\n" + traceback + ")*"
+    return re.compile(rf"^(.{{0,99}})(?:{words}).*\n{traceback}{led}", re.MULTILINE)
 
 
 # Errors in a destructor, or at the interpreter's exit, which are not the reason of the end.
@@ -104,7 +104,7 @@ def classify_exit(
         returncode: as :mod:`subprocess` has it, negative for the signal that ended the process. A
             shell's 128 + signal is understood too.
         output_tail: the end of its output, both streams.
-        oom_killed: whether the cgroup counted a kill by the kernel's OOM killer in the meantime;
+        oom_killed: whether the cgroup counted a kill by the kernel's OOM killer in the meantime, or
             None if that is unknown.
     """
     number = signal_of(returncode)
@@ -123,22 +123,16 @@ def classify_exit(
     if (is_killed and oom_killed) or (record and (is_killed or name == "SIGTERM")):
         return by_kernel
     if name in _STOPS:
-        # Nothing else in the output contradicts the signal: peers of a failed rank get it too.
-        is_taken = is_killed or _TAKEN.search(one_line(lines))
-        return Failure(
-            FailureKind.INTERRUPTED,
-            "killed by SIGKILL (sender unknown)" if is_killed else ended,
-            Evidence(clue=Clue.KILLED if is_taken else None),
-        )
+        return _interruption(ended, lines, is_killed=is_killed)
     reported = _reported_in(output_tail, lines, native=bool(name))
     if reported is None or reported[1].kind.follows_from_others:
         is_native = bool(name)
         buried = _shortage_in(output_tail, native=is_native)
         reported = buried or reported
     if reported is not None and not (is_crash and reported[1] == _KERNELS.match):
-        report, found = reported
+        report, meaning = reported
         failure = Failure(
-            found.kind, f"{ended}: {report.headline}", read_evidence(report.text, found)
+            meaning.kind, f"{ended}: {report.headline}", read_evidence(report.text, meaning)
         )
         return by_oom_killer(failure) if oom_killed else failure
     if name == "SIGBUS":
@@ -146,16 +140,39 @@ def classify_exit(
         return Failure(FailureKind.WORKER_DEATH, ended, by_kernel.evidence)
     if record:
         return by_kernel
-    crash = native_stack_in(output_tail) if name else None
+    return _bug(ended, name, output_tail, lines)
+
+
+def _interruption(ended: str, lines: list[str], *, is_killed: bool) -> Failure:
+    """Return the failure of a process that a signal stopped."""
+    # Nothing else in the output contradicts the signal: peers of a failed rank get it too.
+    is_taken = is_killed or _TAKEN.search(one_line(lines))
+    return Failure(
+        FailureKind.INTERRUPTED,
+        "killed by SIGKILL (sender unknown)" if is_killed else ended,
+        Evidence(clue=Clue.KILLED if is_taken else None),
+    )
+
+
+def _bug(ended: str, name: str, output: str, lines: list[str]) -> Failure:
+    """Return the failure of a process whose output matches no section.
+
+    Args:
+        ended: its end, for the message.
+        name: the name of the signal that ended it, empty if none did.
+        output: the end of its output.
+        lines: the last lines of that.
+    """
+    crash = native_stack_in(output) if name else None
     if crash is not None:
         last = crash.headline
-    elif TRACEBACK in output_tail:
+    elif TRACEBACK in output:
         # A message of several lines starts with what happened.
-        last = next(reports_in(output_tail)).headline
+        last = next(reports_in(output)).headline
     else:
         last = _told_last(lines)
-    clue: str | None = Clue.CRASHED if is_crash else Clue.UNKNOWN
-    if not name and _is_certain_bug(output_tail):
+    clue: str | None = Clue.CRASHED if name == "SIGSEGV" else Clue.UNKNOWN
+    if not name and _is_certain_bug(output):
         clue = None
     silence = "; the end of its output shows no reason" if lines else ""
     return Failure(
@@ -171,7 +188,7 @@ def _is_certain_bug(output: str) -> bool:
         return next(reports_in(last)).is_certain_bug
     for part in reversed(output.split(_DIRECT_CAUSE)):
         reports = list(reports_in(part))
-        causes = [one for one in reports if _OF_A_CHILD.isdisjoint(one.types)]
+        causes = [report for report in reports if _OF_A_CHILD.isdisjoint(report.types)]
         if causes and causes[0].is_certain_bug:
             return True
         if part.count(TRACEBACK) != 1:
@@ -183,7 +200,7 @@ def in_order(output: str) -> str:
     """Return an output without errors that Python ignored, and with errors of threads, which end no
     process, before the error of the main thread."""
     output = _IGNORED.sub("", output)
-    threads = [found[0] for found in _IN_A_THREAD.finditer(output)]
+    threads = [thread_error[0] for thread_error in _IN_A_THREAD.finditer(output)]
     return "\n".join([*threads, _IN_A_THREAD.sub("", output)])
 
 
@@ -202,7 +219,7 @@ def by_oom_killer(failure: Failure) -> Failure:
 
 
 def signal_of(returncode: int) -> int:
-    """Return the signal in an exit status, in either spelling; 0 if there is none."""
+    """Return the signal in an exit status, in either spelling, or 0 if there is none."""
     number = -returncode if returncode < 0 else returncode - 128
     return number if number in {*map(int, signal.Signals)} else 0
 
@@ -221,11 +238,11 @@ def _reported_in(
             return None
     if not native and not has_traceback:
         last = next(reports_in(next(filter(str.strip, reversed(lines)), "")))
-        found = match(last)
-        if last.is_programming_error and found is None:
+        meaning = match(last)
+        if last.is_programming_error and meaning is None:
             return None
-        if found is not None and not found.kind.follows_from_others:
-            return last, found
+        if meaning is not None and not meaning.kind.follows_from_others:
+            return last, meaning
         reports.append(last)
     if has_traceback:
         quoted = list(reports_in(output))
@@ -241,19 +258,19 @@ def _reported_in(
         return telling
     # The log before a crash, or before an error that its library wraps, may say why it happened.
     whole = _of_a_log(lines)
-    found = match(whole)
-    if found is None or reports[0].is_programming_error:
+    meaning = match(whole)
+    if meaning is None or reports[0].is_programming_error:
         return None
-    is_reason = native or found.kind is FailureKind.DEVICE_FAULT
-    return (whole, found) if is_reason else None
+    is_reason = native or meaning.kind is FailureKind.DEVICE_FAULT
+    return (whole, meaning) if is_reason else None
 
 
 def last_shortage_in(log: str) -> str:
-    """Return the last report of a lack of memory in a log, on one line; empty if there is none, or
+    """Return the last report of a lack of memory in a log, on one line, empty if there is none, or
     if the program overcame it."""
     text = "\n".join(map(_shortened, log.splitlines()))
-    found = _shortage_in(in_order(without_frames(text)), native=True)
-    return "" if found is None else found[0].text
+    shortage = _shortage_in(in_order(without_frames(text)), native=True)
+    return "" if shortage is None else shortage[0].text
 
 
 def _shortened(line: str) -> str:
@@ -291,8 +308,8 @@ def _shortage_in(output: str, *, native: bool) -> tuple[ErrorReport, Match] | No
         for count in range(1, longest + 1):
             part = lines[number : number + count]
             report = _of_a_log(part)
-            found = match(report)
-            if found is not None and found.kind.is_memory:
+            meaning = match(report)
+            if meaning is not None and meaning.kind.is_memory:
                 if any(map(_NO_ERROR.match, part)):
                     break
                 # A program that later fails with another error has only warned of this lack.
@@ -301,39 +318,39 @@ def _shortage_in(output: str, *, native: bool) -> tuple[ErrorReport, Match] | No
                 if is_survived or _HANDLED.search(report.text):
                     return None
                 following = lines[number + count :][:_MOST_LINES_OF_A_MESSAGE]
-                return _with_rest(part, following, found), found
+                return _with_rest(part, following, meaning), meaning
         has_other_error |= _BEGINS_WITH_ERROR.search(line) is not None
     return None
 
 
 def _may_be_short(lines: Sequence[str]) -> set[int]:
     """Return the numbers of the lines at which a report of a lack of memory may start."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     for number, line in enumerate(lines):
         below = lines[number + 1] if number + 1 < len(lines) else ""
         spellings = f"{line} {below}", line + below
         if any(map(_MAY_BE_SHORT.search, spellings)):
             first = max(number - _MOST_LINES_OF_A_MESSAGE + 2, 0)
-            found.update(range(first, number + 1))
-    return found
+            numbers.update(range(first, number + 1))
+    return numbers
 
 
-def _with_rest(lines: list[str], following: Sequence[str], found: Match) -> ErrorReport:
+def _with_rest(lines: list[str], following: Sequence[str], meaning: Match) -> ErrorReport:
     """Return the report in some lines, with lines below that have more of its figures: a terminal
     may have broken the message there."""
     report = _of_a_log(lines)
-    most = _figures_in(report, found)
+    most = _figures_in(report, meaning)
     for line in following:
         lines = [*lines, line]
         wider = _of_a_log(lines)
-        if _figures_in(wider, found) > most:
+        if _figures_in(wider, meaning) > most:
             report = replace(wider, headline=wider.text[:300])
-            most = _figures_in(wider, found)
+            most = _figures_in(wider, meaning)
     return report
 
 
-def _figures_in(report: ErrorReport, found: Match) -> int:
-    figures = vars(read_evidence(report.text, found))
+def _figures_in(report: ErrorReport, meaning: Match) -> int:
+    figures = vars(read_evidence(report.text, meaning))
     return sum(type(value) is int for value in figures.values())
 
 

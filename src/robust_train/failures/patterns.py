@@ -129,8 +129,8 @@ FIGURES = {header["library"]: _figure(lines) for header, lines in _ALL if header
 
 
 def match(report: ErrorReport) -> Match | None:
-    """Return a report's meaning; None if no section matches, which is a bug by default. A match of
-    the kind ``bug`` is final, whatever caused the exception."""
+    """Return a report's meaning, or None if no section matches, which is a bug by default. A match
+    of the kind ``bug`` is final, whatever caused the exception."""
     if report.is_programming_error:
         is_believed = report.types[0] == "ValueError"
         rows = [row for row in PATTERNS if "VALUE_ERROR" in row.names and is_believed]
@@ -158,15 +158,15 @@ def most_telling(
     The first match decides, and among several that failed at the same time the worst. A file that
     was not written to its end may have any cause, so the next match decides, if there is any.
     """
-    found: list[tuple[ErrorReport, Match]] = []
+    pairs: list[tuple[ErrorReport, Match]] = []
     for report, match in matches:
         if match is not None:
-            found.append((report, match))
+            pairs.append((report, match))
             if not report.in_group and match != _WRITER:
                 break
-    candidates = [pair for pair in found if pair[1] != _WRITER]
+    candidates = [pair for pair in pairs if pair[1] != _WRITER]
     if not candidates:
-        candidates = found[:1]
+        candidates = pairs[:1]
     return min(candidates, key=lambda pair: _PRIORITY.index(pair[1].kind), default=None)
 
 
@@ -177,25 +177,25 @@ def read_evidence(text: str, match: Match) -> Evidence:
     the request exceeds the allowed memory, if more was free than was requested, or if torch rejects
     "preemptively" (since 2.15).
     """
-    found: dict[str, Any] = {name: _first(patterns, text) for name, patterns in FIGURES.items()}
-    requested = found["requested_bytes"]
-    allocated = found["allocated_bytes"]
-    reserved = found.pop("reserved_bytes")
-    is_unsaid = not found["reserved_unallocated_bytes"]
+    figures: dict[str, Any] = {name: _first(patterns, text) for name, patterns in FIGURES.items()}
+    requested = figures["requested_bytes"]
+    allocated = figures["allocated_bytes"]
+    reserved = figures.pop("reserved_bytes")
+    is_unsaid = not figures["reserved_unallocated_bytes"]
     if allocated is not None and reserved is not None and is_unsaid:
-        found["reserved_unallocated_bytes"] = max(0, reserved - allocated)
+        figures["reserved_unallocated_bytes"] = max(0, reserved - allocated)
     own_limit = _PREEMPTIVE.search(text) is not None
     if requested is not None:
-        free = found["free_bytes"]
-        allowed = found["allowed_bytes"]
-        unused = found["reserved_unallocated_bytes"] or 0
+        free = figures["free_bytes"]
+        allowed = figures["allowed_bytes"]
+        unused = figures["reserved_unallocated_bytes"] or 0
         held = unused if allocated is None else allocated + unused
         own_limit |= free is not None and free >= requested
         own_limit |= bool(allowed) and held + requested > allowed
     is_device = match.kind is FailureKind.DEVICE_OOM and match.library == "torch"
     if not is_device:
         own_limit = False
-    return Evidence(**found, own_limit=own_limit, clue=match.clue, library=match.library)
+    return Evidence(**figures, own_limit=own_limit, clue=match.clue, library=match.library)
 
 
 def with_statistics(evidence: Evidence, text: str) -> Evidence:

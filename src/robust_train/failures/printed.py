@@ -101,7 +101,7 @@ def _unframed(lines: Sequence[str]) -> Iterator[str]:
 
 
 def _inside_frames(line: str) -> str:
-    """Return the text between the sides of the boxes around a line; return a table's line
+    """Return the text between the sides of the boxes around a line, and return a table's line
     unchanged."""
     inner = line
     framed = _FRAMED.match(inner)
@@ -115,17 +115,17 @@ def _inside_frames(line: str) -> str:
 
 def joined(lines: Sequence[str]) -> list[str]:
     """Append lines with deeper indentation to the lines that they continue."""
-    found: list[str] = []
+    joined_lines: list[str] = []
     indent = 0
     for line in lines:
         words = line.strip()
         deeper = len(line) - len(line.lstrip()) - indent
-        if found and words and found[-1] and deeper >= _DEEPER:
-            found[-1] += f" {words}"
+        if joined_lines and words and joined_lines[-1] and deeper >= _DEEPER:
+            joined_lines[-1] += f" {words}"
             continue
         indent = len(line) - len(line.lstrip())
-        found.append(line.rstrip())
-    return found
+        joined_lines.append(line.rstrip())
+    return joined_lines
 
 
 def since_progress(text: str) -> str:

@@ -37,7 +37,7 @@ def no_room_to_import(module: str, error: BaseException | None) -> str | None:
 
     Args:
         module: the module whose import failed.
-        error: its exception; None if the import ended the process.
+        error: its exception, or None if the import ended the process.
     """
     limits = process_limits()
     if not limits:
@@ -79,7 +79,7 @@ def with_shortage(attempt: Attempt, earlier: Sequence[Attempt]) -> Attempt:
     most, _, command = min(process_limits(), default=(0, "", ""))
     if most and peak * (1 + _LITTLE) > most:
         why = f"{memory(peak)} used of {memory(most)} ({command})"
-    elif any(one.kind is FailureKind.HOST_OOM for one in earlier):
+    elif any(before.kind is FailureKind.HOST_OOM for before in earlier):
         why = "an attempt before it ran out of host memory"
     else:
         return attempt
@@ -95,14 +95,14 @@ def with_shortage(attempt: Attempt, earlier: Sequence[Attempt]) -> Attempt:
 def little_is_left() -> str:
     """Return the evidence that host memory is short, empty if there is none."""
     try:
-        own = own_memory()
+        own_status = own_memory()
         room = room_left()
     except MemoryError:
         return "no host memory left"
     except OSError as error:
         return "no host memory left" if error.errno == errno.ENOMEM else ""
     # The peak without mapped files.
-    used = own.get("VmHWM", 0) - own.get("RssFile", 0)
+    used = own_status.get("VmHWM", 0) - own_status.get("RssFile", 0)
     if room > _LITTLE * used:
         return ""
     return f"{memory(room)} of host memory left, {memory(used)} used"

@@ -58,8 +58,8 @@ def stack_of(exception: BaseException) -> str:
 
 def last_stack_in(log: str) -> str:
     """Return the last traceback that a log quotes, empty if there is none."""
-    _, found, stack = log.rpartition(TRACEBACK)
-    return stack if found else ""
+    _, separator, stack = log.rpartition(TRACEBACK)
+    return stack if separator else ""
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class NativeStack:
     @property
     def headline(self) -> str:
         """The cause, and the innermost frame outside of libraries."""
-        own = (frame for frame in self.frames if not _IS_A_LIBRARYS.search(frame))
-        where = next(own, next(iter(self.frames), ""))
+        trainers_frames = (frame for frame in self.frames if not _IS_A_LIBRARYS.search(frame))
+        where = next(trainers_frames, next(iter(self.frames), ""))
         return f"{self.cause} at {where.removeprefix('File ')}" if where else self.cause
 
     def __str__(self) -> str:
@@ -87,8 +87,8 @@ class NativeStack:
 
 def native_stack_in(output: str) -> NativeStack | None:
     """Return the last stack that faulthandler wrote, None if it wrote none."""
-    _, found, text = output.rpartition("Fatal Python error: ")
-    if not found:
+    _, separator, text = output.rpartition("Fatal Python error: ")
+    if not separator:
         return None
     thread = _CRASHED_THREAD.search(text)
     frames = [line.strip() for line in thread["frames"].splitlines()] if thread else []
@@ -119,12 +119,12 @@ def where_it_stands(stacks: str) -> str:
             stopped.setdefault(pid, f"is stopped by a signal {frame}".rstrip())
         elif frame:
             others[pid] = frame
-    found = []
+    places = []
     for pid, where in (stopped | others).items():
         process = f"process {pid} " if pid else ""
-        found.append(f"{ranks.get(pid, process)}{where}")
+        places.append(f"{ranks.get(pid, process)}{where}")
     headings = (line for line in stacks.splitlines() if _PROCESS.match(line))
-    return shortened("; ".join(found or headings), _MOST_SHOWN)
+    return shortened("; ".join(places or headings), _MOST_SHOWN)
 
 
 def _own_frame(section: str) -> str:
@@ -152,14 +152,14 @@ def memory_clue(stack: str) -> str:
     return Clue.MODEL if _MAKES_OR_MOVES_A_MODEL.search(stack) else ""
 
 
-def refined(found: Match | None, report: ErrorReport, stack: str) -> Match | None:
+def refined(meaning: Match | None, report: ErrorReport, stack: str) -> Match | None:
     """Refine a match by words with the evidence of the stack."""
     # Its file is in /dev/shm, which a container may lack. Without workers no such file is needed.
     if _MAKES_A_LOCK.search(stack):
         return Match(FailureKind.WORKER_DEATH, "multiprocessing")
     types = report.types
     text = report.text
-    if found is None:
+    if meaning is None:
         # Without specific words it is a network failure only if the network's code raised it, or
         # waited for it.
         timed_out = "TimeoutError" in types or _TIMEOUT.search(text) is not None
@@ -172,12 +172,12 @@ def refined(found: Match | None, report: ErrorReport, stack: str) -> Match | Non
         # The loader may notice a killed worker first by this, if the worker was just handing over a
         # batch.
         return Match(FailureKind.WORKER_DEATH, "torch", Clue.KILLED)
-    if found.kind.is_memory:
-        return replace(found, clue=memory_clue(stack) or found.clue)
+    if meaning.kind.is_memory:
+        return replace(meaning, clue=memory_clue(stack) or meaning.clue)
     # Workers have a context of their own, and hand each batch over by descriptors.
     in_worker = _IN_WORKER.search(text) is not None
     lacks_descriptors = _OPEN_FILES.search(text) is not None
     is_out_of_descriptors = lacks_descriptors and (in_worker or is_in_loader)
-    if is_out_of_descriptors or (in_worker and found.kind is FailureKind.DEVICE_FAULT):
-        return Match(FailureKind.WORKER_DEATH, found.library)
-    return found
+    if is_out_of_descriptors or (in_worker and meaning.kind is FailureKind.DEVICE_FAULT):
+        return Match(FailureKind.WORKER_DEATH, meaning.library)
+    return meaning

@@ -55,7 +55,7 @@ def read_best(folder: Path) -> Best | None:
 
 
 def best_in(folder: Path) -> dict[str, Json] | None:
-    """Return the best checkpoint in a folder for ``summary.json``, if there is one."""
+    """Return the best checkpoint in a folder for ``summary.json``, if it exists."""
     best = read_best(folder)
     return None if best is None else best.about(folder)
 

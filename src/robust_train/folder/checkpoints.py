@@ -44,7 +44,8 @@ _END_BYTES = 1 << 16
 _GONE = (FileNotFoundError, NotADirectoryError)
 
 State = Literal["whole", "changed", "torn", "gone"]
-"""State of a checkpoint; ``changed`` since its manifest, and its form does not show what it is."""
+"""State of a checkpoint. ``changed`` means changed since its manifest, in a form that hides its
+content."""
 
 
 @dataclass(frozen=True)
@@ -343,8 +344,8 @@ def full_folder(paths: Iterable[Path]) -> Path | None:
 def rotate(folder: Path, job: str, keep: int) -> None:
     """Remove all but the newest ``keep`` whole checkpoints of ``job`` that have a manifest. The
     last written checkpoint stays, as does every file without a manifest of this job. The newest
-    checkpoint that is proven to be good stays too; until one is proven, the oldest that may be good
-    stays."""
+    checkpoint that is proven to be good stays too. Until a checkpoint is proven, the oldest that
+    may be good stays."""
     try:
         manifests = [
             manifest
@@ -380,8 +381,8 @@ def of_job(folder: Path, job: str) -> list[Manifest]:
 
 
 def read_manifests(folder: Path) -> list[Manifest]:
-    """Return all manifests in a folder of checkpoints. Raises OSError if one cannot be read just
-    now."""
+    """Return all manifests in a folder of checkpoints. Raises OSError if a manifest cannot be read
+    just now."""
     try:
         names = os.listdir(folder)
     except _GONE:
@@ -549,7 +550,7 @@ def save_checkpoint(content: Mapping[str, Any], path: str | Path) -> Path:
 
     Args:
         content: the objects to save, by name.
-        path: the file; its folder is made.
+        path: the file. Its folder is created.
 
     Raises:
         CheckpointError: the file could not be written. An earlier file at ``path`` is untouched.

@@ -34,7 +34,7 @@ _LONGEST_COMMAND = 2000
 _LIBRARIES = ("hydra", "hydra_plugins", "robust_train")
 _NOBODY = 65534  # a user of another namespace, or root of another host
 OF_HYDRA = re.compile(r"\.hydra|(?!attempt-\d+\.).*\.log")
-"""What Hydra has in a run folder before anything of ours."""
+"""Hydra's files in a run folder, which exist before any of ours."""
 _CHANGES = re.compile(r"\$\{(now|robust_pid)\b|\$\{hydra[.:]job\.(id|num)\b")
 """Interpolations that differ between commands, and so between ranks or restarts."""
 _BEFORE_ATTEMPTS = re.compile(
@@ -65,7 +65,7 @@ def run_folder(run_dir: str | Path | None, name: str) -> Path:
 
 
 def chosen_folder(run_dir: str | Path | None) -> Path | None:
-    """Return the run folder that the user or Hydra has chosen, None for a new one."""
+    """Return the run folder that the user or Hydra has chosen, None for a new folder."""
     if run_dir is not None:
         return Path(run_dir)
     if HydraConfig.initialized():

@@ -146,11 +146,13 @@ def begin_job(
 
 
 def _check_progress(
-    run_dir: Path, job: Identity, known: Sequence[Manifest], max_launches: int
+    run_dir: Path, job: Identity, all_manifests: Sequence[Manifest], max_launches: int
 ) -> None:
     """Restart the count of launches after a new checkpoint, or if their number is not limited."""
     manifests = [
-        manifest for manifest in known if manifest.job == job.id and manifest.loss not in USELESS
+        manifest
+        for manifest in all_manifests
+        if manifest.job == job.id and manifest.loss not in USELESS
     ]
     newest = max(manifests, key=lambda manifest: manifest.order, default=None)
     reached = None

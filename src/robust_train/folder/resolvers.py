@@ -43,8 +43,8 @@ Call = tuple[str, str, tuple[str, ...]]
 class Resolvers:
     """Evaluates the resolvers of a job's config, each once. ``known`` has the earlier values."""
 
-    def __init__(self, known: Mapping[Call, Any] | None = None) -> None:
-        self._known: dict[Call, Any] = dict(known or {})
+    def __init__(self, values: Mapping[Call, Any] | None = None) -> None:
+        self._known: dict[Call, Any] = dict(values or {})
         # the values of an earlier launch that were not asked for again
         self._earlier = set(self._known)
         self._others_now: dict[Call, Any] = {}

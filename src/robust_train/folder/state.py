@@ -35,7 +35,7 @@ log = logging.getLogger("robust_train")
 STATE_FILE = "state.json"
 FINAL = frozenset({"completed", "failed", "no_device", "interrupted", "pruned"})
 EXIT_CODES = {"completed": 0, "pruned": 0, "failed": EXIT_FAILED, "no_device": EXIT_TRY_LATER}
-"""By how a job ended; that of an interrupted one depends on the signal."""
+"""By the end of a job. The exit code of an interrupted job depends on the signal."""
 _INTERVAL_SECONDS = 1.0
 _MAX_BYTES = 1 << 20
 
@@ -239,7 +239,7 @@ class Summary:
         wait_seconds: the part of it that was spent waiting for a GPU.
         goodput: seconds of the time of all launches, by use, and `share`, the useful share.
         checkpoint: the last checkpoint that a trainer reported.
-        best: the best checkpoint that a trainer kept. In the file only if there is one.
+        best: the best checkpoint that a trainer kept. In the file only if it exists.
         environment: the short form of `environment.json`.
         advice: sentences that say what would make the job faster.
         attempts: the attempts of this launch, in order.
@@ -411,7 +411,7 @@ def _not_finite(value: Any, place: _Place) -> Iterator[tuple[_Place, str]]:
 
 def with_lacked_by_json(content: Any) -> Any:
     """Return the content of a file with NaN and infinities restored in its result. Raises
-    ValueError if an entry is not one that `lacked_by_json` writes."""
+    ValueError if `lacked_by_json` does not write such an entry."""
     if not isinstance(content, dict):
         return content
     result: Any = copy.deepcopy(content.get("result"))

@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 
 VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
-"""Read by every torch since 2.4. Torch 2.10 and later read it first, then ``PYTORCH_ALLOC_CONF``;
-the first that is set wins."""
+"""Every torch since 2.4 reads it. Torch 2.10 and later read it first, then ``PYTORCH_ALLOC_CONF``.
+The first that is set wins."""
 
 _NEWER = "PYTORCH_ALLOC_CONF"
 

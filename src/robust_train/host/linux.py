@@ -187,7 +187,7 @@ def processes_of(
     uid: int,  # its user: others can set the limit as well
     marked: Callable[[], Mapping[int, Sequence[int]]] = marked_processes,
 ) -> list[psutil.Process]:
-    """Return the living processes of a job, except its launcher and this one."""
+    """Return the living processes of a job, except its launcher and this process."""
     living = []
     for pid in marked().get(job_mark(job), ()):
         with contextlib.suppress(psutil.Error):

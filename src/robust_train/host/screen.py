@@ -133,8 +133,8 @@ _screens: dict[tuple[int, int, int], Screen] = {}
 
 
 def screen_of(descriptor: int) -> Screen:
-    """Return the screen for the file that is open under a descriptor now. Raises OSError if there
-    is no file."""
+    """Return the screen for the file that is open under a descriptor now. Raises OSError if no file
+    is open there."""
     status = os.fstat(descriptor)
     target = (status.st_dev, status.st_ino, status.st_rdev)
     if target not in _screens:

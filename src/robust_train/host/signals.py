@@ -15,7 +15,7 @@ from robust_train.host.linux import sleep_with_ticks
 from robust_train.model.errors import EXIT_FAILED, WARNING_SIGNALS, ConfigError, JobInterrupted
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-"""What stops an attempt. Whoever stops a whole job sends one to every process."""
+"""The signals that stop an attempt. A stop of a whole job sends one of them to every process."""
 
 FORWARDED = {
     signal.SIGRTMIN + number: signum
@@ -23,14 +23,16 @@ FORWARDED = {
         (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *WARNING_SIGNALS), start=1
     )
 }
-"""From a sweep to its jobs, or node to node: one that receives the signal itself counts it once."""
-_FORWARDED_AS: dict[int, int] = {own: sent for sent, own in FORWARDED.items()}
+"""From a sweep to its jobs, or node to node. A process that receives the signal itself counts it
+once."""
+_FORWARDED_AS: dict[int, int] = {original: sent for sent, original in FORWARDED.items()}
 
 UNDER_SUBMITIT = "SUBMITIT_EXECUTOR"
 """Set in the environment of submitit's jobs, where SIGTERM comes with every preemption."""
 
 DUMP_STACKS = signal.SIGRTMAX - 1
-"""Has an attempt write what its threads do; trainers and schedulers have uses for SIGUSR1 and 2."""
+"""Lets an attempt write what its threads do. Trainers and schedulers have uses for SIGUSR1 and 2.
+"""
 
 # Time that an attempt whose launcher is gone has for a last checkpoint
 ORPHAN_GRACE_SECONDS = 5.0

@@ -26,7 +26,7 @@ _POLL_SECONDS = 0.1
 _HELD_SECONDS = 0.005
 _ANSWER_SECONDS = 60.0
 _ANSWER_SECONDS_AT_STOP = 5.0
-"""A process that was asked to stop is killed soon; a rank that is silent then has ended."""
+"""A process that was asked to stop is killed soon. A rank that is silent then has ended."""
 
 
 def next_due(flag: str, due: int, fewest: int, most: int) -> int:

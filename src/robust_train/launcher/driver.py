@@ -189,12 +189,12 @@ class HostDriver(Driver):
         """Wait for the GPUs that a retry needs, without a time limit if it has no alternative."""
         room = retry.room
         assert room is not None, "nothing is waited for"
-        found = self.devices.wait_for_room(room, for_ever=retry.otherwise is None)
-        if isinstance(found, NoGpu):
-            return found.reason
+        outcome = self.devices.wait_for_room(room, for_ever=retry.otherwise is None)
+        if isinstance(outcome, NoGpu):
+            return outcome.reason
         if room.gpu_uuids:
             return retry
-        return on_gpus(policy, history, retry, found)
+        return on_gpus(policy, history, retry, outcome)
 
     def decide(self, policy: PolicySettings, history: tuple[Attempt, ...]) -> Decision:
         """Return the decision after a failed attempt, by the GPUs that are available now."""

@@ -12,7 +12,7 @@ import pickle
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -103,7 +103,7 @@ def failure_of_launcher(error: BaseException, pruned: str) -> tuple[str, str, Ba
 
     Args:
         error: what was raised.
-        pruned: why a sweep stopped the job; empty if none did.
+        pruned: why a sweep stopped the job, empty if none did.
 
     Returns:
         The job's status, the reason, and the exception for the caller, None if the summary is
@@ -324,25 +324,23 @@ class RankEnd:
         that left no evidence explains only such consequences.
         """
         if not isinstance(self.ending, Failed):
-            known = {None: 3, -signal.SIGKILL: 0}
-            return known.get(self.returncode, 1), self.at
+            ranking = {None: 3, -signal.SIGKILL: 0}
+            return ranking.get(self.returncode, 1), self.at
         if self.ending.caused_by_rank is not None:
             return 2, self.at
         return (4 if self.ending.failure.kind.follows_from_others else 1), self.at
 
 
 def root_cause(ends: Sequence[RankEnd]) -> RankEnd | None:
-    """Return the end that caused the others; None if no rank failed."""
+    """Return the end that caused the others, or None if no rank failed."""
     failed = (end for end in ends if end.is_failure)
     return min(failed, key=lambda end: end.order, default=None)
 
 
 def event_of(ends: Sequence[RankEnd]) -> Finished | Failed | RankDied | None:
-    """Merge the ends of several ranks into one event; None if all that failed were killed."""
+    """Merge the ends of several ranks into one event, or None if all that failed were killed."""
     figures = (end.ending.memory for end in ends if end.ending is not None)
-    memory = max(
-        figures, key=lambda one: one.get("max_allocated", one.get("max_resident", 0)), default={}
-    )
+    memory = max(figures, key=_peak_in, default={})
     root = root_cause(ends)
     first = ends[0].ending
     # Rank 0 has done its last step, so its result counts.
@@ -352,3 +350,8 @@ def event_of(ends: Sequence[RankEnd]) -> Finished | Failed | RankDied | None:
     if root.report is None:
         return RankDied(root.rank, root.pid, root.returncode or 0, memory)
     return replace(root.report, memory=memory)
+
+
+def _peak_in(figures: Mapping[str, int]) -> int:
+    """Return the peak among the figures of a rank's memory: of its GPU, else of the host."""
+    return figures.get("max_allocated", figures.get("max_resident", 0))

@@ -51,7 +51,7 @@ from robust_train.model.feature import Feature
 from robust_train.model.gpu import Group
 from robust_train.model.spec import AttemptSpec, Decision, GiveUp, Retry
 from robust_train.policy.context import Offers
-from robust_train.policy.decide import Remedies, decide, first_attempt
+from robust_train.policy.decide import Remedies, decide, first_attempt, shared_among
 from robust_train.policy.sizes import PolicySettings, size_to_begin_with
 from robust_train.queue.devices import Devices
 from robust_train.queue.waiting import WaitStatus
@@ -156,7 +156,7 @@ class RankDriver(Driver):
         """Give up: the engine restarts the ranks, and the next start decides."""
         failure = history[-1].failure
         assert failure is not None, "a completed attempt needs no decision"
-        hint = "the next start in this run folder decides how to go on"
+        hint = "the next start in this run folder decides how the job resumes"
         return GiveUp(f"{failure.message}; {hint}")
 
     def how_to_resume(self, plan: Plan, state: RunState) -> str:
@@ -188,6 +188,9 @@ class RankDriver(Driver):
         if history := failures.history(beginning.job, gpus):
             decided = self._after(history, policy)
             first = decided or first
+            # the engine may have started more or fewer of them than the last time
+            spec = shared_among(policy, first.spec, self.guest.world_size)
+            first = replace(first, spec=spec)
             is_fresh = decided is None
         number = beginning.attempts + 1
         checkpoint = beginning.checkpoint
@@ -204,12 +207,12 @@ class RankDriver(Driver):
         return first
 
     def _after(self, history: Sequence[EarlierStart], policy: PolicySettings) -> Retry | None:
-        """Return the decision after the last start; None if the user started the job again."""
+        """Return the decision after the last start, or None if the user started the job again."""
         last = history[-1]
         spec = last.attempt.spec
         if last.was_stopped:
             return Retry(spec, "start", "goes on after a stop of all ranks")
-        attempts = tuple(one.attempt for one in history if not one.was_stopped)
+        attempts = tuple(start.attempt for start in history if not start.was_stopped)
         offers = Offers(spec.gpus)
         decision = decide(policy, self.plan.remedies, attempts, offers)
         while isinstance(decision, Retry) and decision.room is not None:
@@ -221,7 +224,7 @@ class RankDriver(Driver):
         if self.guest.restarts and not (is_bug and last.code_has_changed()):
             raise ConfigError(
                 f"{decision.reason}; nothing is started, because {self.guest.engine} has restarted "
-                "the ranks by itself and what failed is unchanged"
+                "the ranks by itself and the failed code is unchanged"
             )
         return None
 
@@ -275,7 +278,7 @@ class RankDriver(Driver):
         until = time.monotonic() + _START_SECONDS
         while not self._store.check(["start"]):
             if time.monotonic() > until:
-                raise ConfigError(f"rank 0 did not begin within {_START_SECONDS / 60:g} min")
+                raise ConfigError(f"rank 0 did not start within {_START_SECONDS / 60:g} min")
             time.sleep(_POLL_SECONDS)
         start: dict[str, Any] = json.loads(self._store.get("start"))
         if "refusal" in start:
@@ -292,8 +295,8 @@ def _open_store(guest: GuestRank) -> Store:
     from torch.distributed import TCPStore, rendezvous  # type: ignore[attr-defined]
 
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        found: Store = next(rendezvous("env://", guest.rank, guest.world_size))[0]
-        return found
+        opened: Store = next(rendezvous("env://", guest.rank, guest.world_size))[0]
+        return opened
 
     def open_at(port: int, *, is_ours: bool = False) -> TCPStore:
         return TCPStore(
@@ -326,7 +329,7 @@ class RankDevices(Devices):
         self._guest = guest
 
     def acquire(self, fewer: Sequence[int] = ()) -> Group:
-        """Reserve and return that GPU; return no GPU if the rank trains on the CPU."""
+        """Reserve and return that GPU, or return no GPU if the rank trains on the CPU."""
         group = self._find_gpu()
         self._config = replace(
             self._config,
@@ -396,11 +399,11 @@ def cause_of(ends: Sequence[RankEnd]) -> Failure:
     If all reports are consequences (a lost connection, a request to stop), a rank without a report
     was killed. If every rank was stopped, that is the reason. Pure.
     """
-    counted = [one for one in ends if not one.was_stopped] or ends
-    root = min(counted, key=lambda one: one.order)
+    counted = [end for end in ends if not end.was_stopped] or ends
+    root = min(counted, key=lambda end: end.order)
     if root.report is not None:
         return root.report.failure
-    killed = [str(one.rank) for one in ends if one.ending is None]
+    killed = [str(end.rank) for end in ends if end.ending is None]
     is_one = len(killed) == 1
     what = f"rank {killed[0]} was" if is_one else f"ranks {', '.join(killed)} were"
     return Failure(
@@ -455,13 +458,13 @@ class RankFailures:
         code: dict[int, dict[str, float]] = {}
         for rank in range(attempt.spec.ranks):
             name = f"attempt-{attempt.number}.rank-{rank}.json"
-            found = read_object(self._folder / name)
+            content = read_object(self._folder / name)
             end = RankEnd(rank)
             with contextlib.suppress(MalformedEventError, KeyError, TypeError):
-                event = parse(found["event"])
+                event = parse(content["event"])
                 if isinstance(event, Failed):
-                    code[rank] = dict(found["code"])
-                    end = replace(end, ending=event, at=float(found["at"]))
+                    code[rank] = dict(content["code"])
+                    end = replace(end, ending=event, at=float(content["at"]))
             ends.append(end)
         failure = cause_of(ends)
         return EarlierStart(

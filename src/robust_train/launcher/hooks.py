@@ -105,7 +105,7 @@ class JobView(Protocol):
 
     @property
     def beginning(self) -> Beginning:
-        """Where this launch began. It exists once the run folder is locked."""
+        """Where this launch began. It exists once the run folder was read."""
 
     @property
     def state(self) -> RunState:
@@ -152,7 +152,7 @@ class InLauncher:
         self.job = job
 
     def begin(self) -> None:
-        """Start with the job, before its run folder is locked. The last hook is :meth:`close`."""
+        """Start with the job, before its run folder is read. The last hook is :meth:`close`."""
 
     def close(self) -> None:
         """End with the job, after its end was recorded and its folder released."""
@@ -166,7 +166,7 @@ class InLauncher:
 
         Args:
             event: what happened.
-            attempt: the last attempt, with all its events; None before the first attempt.
+            attempt: the last attempt, with all its events, or None before the first attempt.
         """
 
     def tick(self, attempt: Attempt | None) -> Pause | None:
@@ -273,7 +273,7 @@ class Hooks:
 
 
 def computed(what: str, compute: Callable[[], T]) -> T | None:
-    """Compute a value about a job; return None, after a warning, if that fails.
+    """Compute a value about a job, or return None, after a warning, if that fails.
 
     A job that has trained for days must not fail because of a figure about it.
     """

@@ -138,19 +138,29 @@ class InlineExecutor:
         # A debugger may need the values in the frames.
         cleared_after = request.config.chosen("clear_after")
         keeps_frames = cleared_after is not None and "failure" not in cleared_after
-        clears = not keeps_frames and not process_ends
-        if error is not None and clears:
-            try:
-                left = release_and_check(error, self._memory_at_first, keep_traceback=was_bug)
-                if left is not None:
-                    log.warning("%s", left)
-                    on_event(MemoryHeld(left))
-            # After a fault the device answers nothing.
-            except RuntimeError as refusal:
-                why = first_line(refusal)
-                log.warning("the attempt's memory is not released: %s", why)
+        if error is not None and not keeps_frames and not process_ends:
+            _release(error, self._memory_at_first, on_event, keep_traceback=was_bug)
         # The frames keep tensors alive, so only an error that ends the job keeps its frames.
         return Exit(error=error if was_bug else None)
+
+
+def _release(
+    error: BaseException,
+    memory_at_first: StartingMemory,
+    on_event: Callable[[Event], None],
+    *,
+    keep_traceback: bool,
+) -> None:
+    """Release the memory of an attempt that ``error`` ended, and report memory that it still
+    holds."""
+    try:
+        left = release_and_check(error, memory_at_first, keep_traceback=keep_traceback)
+        if left is not None:
+            log.warning("%s", left)
+            on_event(MemoryHeld(left))
+    # After a fault the device answers nothing.
+    except RuntimeError as refusal:
+        log.warning("the attempt's memory is not released: %s", first_line(refusal))
 
 
 _VARIABLES = (VARIABLE,) + trackers.VARIABLES

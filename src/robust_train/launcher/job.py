@@ -156,13 +156,13 @@ class Job:
         while isinstance(self.decision, Retry) and self.decision.room is not None:
             retry = self.decision
             with self.folder.waiting():
-                found = self.driver.wait_for_room(retry, self.policy, tuple(self.attempts))
-            if isinstance(found, Retry):
-                self.decision = found
+                outcome = self.driver.wait_for_room(retry, self.policy, tuple(self.attempts))
+            if isinstance(outcome, Retry):
+                self.decision = outcome
                 return
             if retry.otherwise is None:
-                raise NoDeviceError(found)
-            self._decide_again(retry.otherwise, "waited_in_vain", found)
+                raise NoDeviceError(outcome)
+            self._decide_again(retry.otherwise, "waited_in_vain", outcome)
 
     def _decide_again(self, decision: Decision | None, why: str, problem: str) -> None:
         """Record another decision after the last attempt: the first cannot be carried out."""
@@ -192,7 +192,7 @@ class Job:
             self._conclude(ended(attempt.resumed_like(first), request, seconds))
 
     def _begin_attempt(self, spec: AttemptSpec) -> AttemptRequest:
-        """Record that an attempt starts from the newest checkpoint; return its request."""
+        """Record that an attempt starts from the newest checkpoint, and return its request."""
         number = self.beginning.attempts + 1 + len(self.attempts)
         if self.attempts:  # the first attempt's checkpoint was read at the start of the launch
             self.checkpoint = self.folder.newest_checkpoint(self.checkpoint, sleep=self.sleep)

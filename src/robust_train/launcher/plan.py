@@ -90,7 +90,7 @@ def plan_job(
     Args:
         trainer: a callable, its dotted path, or None for ``trainer._target_``.
         cfg: the composed config. The plan has a copy, since a program may call again.
-        run_dir: the run folder; None for Hydra's, or a new folder.
+        run_dir: the run folder, or None for Hydra's, or a new folder.
         remedies: the remedies to try after a failure.
         features: the features that take part, in the order of evidence.
         guest: set if an engine such as torchrun started this process and restarts it.

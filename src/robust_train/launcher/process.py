@@ -98,8 +98,8 @@ class ProcessExecutor:
         self._has_lost_one = False  # whether an interpreter died before its attempt
         self._interpreters = take_early()
         with contextlib.suppress(OSError):  # the attempt tries again
-            for one in self._waiting():
-                one.prepare(self._preparation())
+            for interpreter in self._waiting():
+                interpreter.prepare(self._preparation())
 
     def poll(self) -> None:
         """Check on the waiting interpreters.
@@ -109,8 +109,8 @@ class ProcessExecutor:
         """
         if self._interpreters.is_open:
             self._interpreters.poll()
-            for one in self._interpreters.running.values():
-                list(one.read())
+            for interpreter in self._interpreters.running.values():
+                list(interpreter.read())
 
     def run(
         self,
@@ -150,8 +150,8 @@ class ProcessExecutor:
             # Waiting interpreters are ended when memory becomes short.
             waiting = self._interpreters.waiting
             if waiting and not has_room_for_standby(self._standby_bytes):
-                for one in waiting:
-                    self._interpreters.end(one)
+                for interpreter in waiting:
+                    self._interpreters.end(interpreter)
             self._end_unfit()
             tick()
 
@@ -160,10 +160,10 @@ class ProcessExecutor:
             self._import_nothing_early()
         processes = self.prepare(tick)
         running = RunningAttempt(self._interpreters, processes, request, take)
-        found = running.run(signals, hold, tick_with_standby)
-        if found.pid is None:
+        process_exit = running.run(signals, hold, tick_with_standby)
+        if process_exit.pid is None:
             self.close()
-        return found
+        return process_exit
 
     def close(self) -> None:
         """End all interpreters. A later attempt starts others."""
@@ -176,43 +176,52 @@ class ProcessExecutor:
             ConfigError: the trainer refuses the config.
         """
         while True:
-            found = self._waiting()
+            ready = self._waiting()
             interpreters = self._interpreters
             # If an interpreter dies at an import, the launcher names the import in one line.
             interpreters.pump.hold()
-            new = [one for one in found if not one.is_asked]
-            for one in found:
+            new = [interpreter for interpreter in ready if not interpreter.is_asked]
+            for interpreter in ready:
                 # An interpreter that is importing stops there; the trainer imports the rest.
-                one.prepare(preparation(()) if one.is_asked else self._preparation())
-            interpreters.await_prepared(found, tick)
-            unfit = [one for one in found if one.is_unfit]
+                interpreter.prepare(
+                    preparation(()) if interpreter.is_asked else self._preparation()
+                )
+            interpreters.await_prepared(ready, tick)
+            unfit = [interpreter for interpreter in ready if interpreter.is_unfit]
             if unfit:
                 # An interpreter that was prepared earlier may have had a longer list.
-                if any(one in new and one.culprit not in self._modules for one in unfit):
+                if any(
+                    interpreter in new and interpreter.culprit not in self._modules
+                    for interpreter in unfit
+                ):
                     raise ConfigError(
                         "an attempt's interpreter starts CUDA before its trainer runs"
                     )
-                self._leave_to_attempts({one.culprit for one in unfit})
+                self._leave_to_attempts({interpreter.culprit for interpreter in unfit})
                 continue
-            ends = [one.returncode for one in found if one.returncode is not None]
+            ends = [
+                interpreter.returncode
+                for interpreter in ready
+                if interpreter.returncode is not None
+            ]
             if ends:
                 self._on_death_at_import(ends[0])
                 continue
-            if all(one.is_usable for one in found):
+            if all(interpreter.is_usable for interpreter in ready):
                 interpreters.pump.release()
-                return found
+                return ready
 
     def _end_unfit(self) -> None:
         """End standbys that started CUDA, if they have not ended by themselves yet."""
-        for one in self._interpreters.waiting:
+        for interpreter in self._interpreters.waiting:
             try:
-                list(one.read())
+                list(interpreter.read())
             except ConfigError:
                 # The next attempt's interpreter finds out by itself.
-                self._interpreters.end(one)
-            if one.is_unfit:
-                self._leave_to_attempts({one.culprit})
-                self._interpreters.end(one)
+                self._interpreters.end(interpreter)
+            if interpreter.is_unfit:
+                self._leave_to_attempts({interpreter.culprit})
+                self._interpreters.end(interpreter)
 
     def _leave_to_attempts(self, culprits: set[str]) -> None:
         """Stop importing early the modules that started CUDA, and all modules after them.
@@ -221,8 +230,8 @@ class ProcessExecutor:
         """
         for name in sorted(culprits - self._starts_cuda - {""}):
             log.info(
-                "importing %s early would start CUDA, so each attempt imports it itself, and what "
-                "comes after it",
+                "importing %s early would start CUDA, so each attempt imports it itself, and the "
+                "modules after it",
                 name,
             )
         self._starts_cuda |= culprits
@@ -237,8 +246,8 @@ class ProcessExecutor:
         are GPUs."""
         self._has_seen_gpus = False
         self._modules = ()
-        for one in self._interpreters.waiting:
-            self._interpreters.end(one)
+        for interpreter in self._interpreters.waiting:
+            self._interpreters.end(interpreter)
 
     def _waiting(self) -> list[Interpreter]:
         """Return interpreters without an attempt, first those that wait already, then new ones."""
@@ -247,9 +256,9 @@ class ProcessExecutor:
         interpreters = self._interpreters
         interpreters.mark(self._job)
         interpreters.poll()
-        for one in interpreters.waiting:
-            if not one.is_usable:
-                interpreters.end(one)
+        for interpreter in interpreters.waiting:
+            if not interpreter.is_usable:
+                interpreters.end(interpreter)
         while len(interpreters.waiting) < self._ranks:
             interpreters.start()
         return interpreters.waiting[: self._ranks]
@@ -289,9 +298,7 @@ class ProcessExecutor:
             )
         else:
             self._has_lost_one = True
-            log.warning(
-                "an interpreter ended before its attempt began (%s); another one is started", how
-            )
+            log.warning("an interpreter ended before its attempt began (%s); starting another", how)
         self._modules = ()
         self.close()
 
@@ -301,9 +308,9 @@ class ProcessExecutor:
         if not has_room_for_standby(self._standby_bytes):
             return
         with contextlib.suppress(OSError):  # because the current attempt takes precedence
-            for one in self._waiting():
-                if wanted.is_standby or not one.is_asked:
-                    one.prepare(wanted)
+            for interpreter in self._waiting():
+                if wanted.is_standby or not interpreter.is_asked:
+                    interpreter.prepare(wanted)
 
 
 def has_room_for_standby(needed_bytes: int) -> bool:
@@ -345,7 +352,7 @@ class RunningAttempt:
         self._saves = request.resume_checkpoint is not None
         self._oom_kills = OomKillWatch()
         interpreters.pump.start_log(request.log_file)
-        pids = [one.pid for one in processes]
+        pids = [interpreter.pid for interpreter in processes]
         self._watches: list[Watch] = [
             load_named(name)(request, pids, on_event) for name in request.watches
         ]
@@ -390,60 +397,75 @@ class RunningAttempt:
             # The launcher binds the port, not rank 0, so no other process can take it in between.
             with socket.create_server(("127.0.0.1", 0)) as listener:
                 port = listener.getsockname()[1]
-                for rank, one in enumerate(self._processes):
-                    own = [self._votes.descriptor]
+                for rank, interpreter in enumerate(self._processes):
+                    descriptors = [self._votes.descriptor]
                     if rank == 0:
-                        own.append(listener.fileno())
+                        descriptors.append(listener.fileno())
                     begin = Begin(self._request, rank, port)
-                    one.begin(begin, own + list(hold))
+                    interpreter.begin(begin, descriptors + list(hold))
 
     def _poll(self) -> bool:
-        """Wait for something to happen and handle it; return whether the attempt is over."""
+        """Wait for something to happen and handle it, and return whether the attempt is over."""
         interpreters = self._interpreters
-        own = self._processes
-        running = [one.channel.fileno() for one in own if one.is_running]
+        processes = self._processes
+        running = [
+            interpreter.channel.fileno() for interpreter in processes if interpreter.is_running
+        ]
         seconds = min(max(self._kill_at - time.monotonic(), 0.0), TICK_SECONDS)
         readable(interpreters.pump.descriptors + running, seconds)
         while self._unannounced:
             log.info("%s", self._stopping(self._unannounced.pop()))
         now = time.monotonic()
-        if now >= self._kill_at:
-            if self._killed_at == math.inf and not self._is_stopping:
-                self._warn_of_exit_handlers()
-            self._killed_at = min(self._killed_at, now)
-            self._kill_at = now + 1.0
-            self._signal_all(signal.SIGKILL)
+        self._kill_if_due(now)
         is_given_up = now >= self._killed_at + _AFTER_KILL_SECONDS
         # Ends are read before events and output: a process sent its last events before it ended.
         if interpreters.poll():
             for watch in self._watches:
                 watch.output()
-        for rank, one in enumerate(own):
+        for rank, interpreter in enumerate(processes):
             # At the end all events are read. Before that, a burst must delay neither signals nor
             # requests.
-            is_ending = is_given_up or not one.is_running
+            is_ending = is_given_up or not interpreter.is_running
             self._read(rank, sys.maxsize if is_ending else _MOST_EVENTS)
-            end = self._ends[rank]
-            if not one.is_running and end.returncode is None:
-                self._ends[rank] = replace(
-                    end,
-                    returncode=one.returncode,
-                    at=end.at if end.at else time.monotonic(),
-                    was_killed=self._killed_at < math.inf,
-                )
+            if not interpreter.is_running and self._ends[rank].returncode is None:
+                self._note_end(rank, interpreter)
         if self._votes is not None:
             self._limit_other_ranks()
         if now >= self._look_at:
             self._look(now)
-        if is_given_up or not any(one.is_running for one in own):
+        if is_given_up or not any(interpreter.is_running for interpreter in processes):
             return True
         if self._kill_at == math.inf:
             self._poll_watches()
         return False
 
+    def _kill_if_due(self, now: float) -> None:
+        """Send SIGKILL once the attempt's time is over, and again each second after that."""
+        if now < self._kill_at:
+            return
+        if self._killed_at == math.inf and not self._is_stopping:
+            self._warn_of_exit_handlers()
+        self._killed_at = min(self._killed_at, now)
+        self._kill_at = now + 1.0
+        self._signal_all(signal.SIGKILL)
+
+    def _note_end(self, rank: int, interpreter: Interpreter) -> None:
+        """Record that a rank's process has ended."""
+        end = self._ends[rank]
+        self._ends[rank] = replace(
+            end,
+            returncode=interpreter.returncode,
+            at=end.at if end.at else time.monotonic(),
+            was_killed=self._killed_at < math.inf,
+        )
+
     def _poll_watches(self) -> None:
         """End the attempt if a watch demands that."""
-        living = {rank: one for rank, one in enumerate(self._processes) if one.is_running}
+        living = {
+            rank: interpreter
+            for rank, interpreter in enumerate(self._processes)
+            if interpreter.is_running
+        }
         for watch in self._watches:
             end = watch.poll(living)
             if end is not None:
@@ -487,13 +509,13 @@ class RunningAttempt:
         head = b""
         with contextlib.suppress(OSError), request.log_file.open("rb") as file:
             head = file.read(_HEAD_BYTES)
-        if found := _CUDA_WARNING.search(head.decode(errors="replace")):
+        if warning := _CUDA_WARNING.search(head.decode(errors="replace")):
             self._was_warned = True
             log.warning(
                 "CUDA does not work for this attempt, which may train on the CPU although it has "
                 "%s: %s",
                 request.spec.device,
-                shortened(found[1].strip(), _HEAD_SHOWN),
+                shortened(warning[1].strip(), _HEAD_SHOWN),
             )
 
     def _warn_of_exit_handlers(self) -> None:
@@ -501,7 +523,7 @@ class RunningAttempt:
         if all(isinstance(end.ending, Finished) for end in self._ends):
             log.warning(
                 "the trainer has returned, but its process has not ended in %s: it is killed, "
-                "and what an exit handler or a thread still did is lost",
+                "and the work of its exit handlers and threads is lost",
                 duration(AFTER_FINISHED_SECONDS),
             )
 
@@ -524,18 +546,18 @@ class RunningAttempt:
 
     def _end(self, signals: SignalWatch) -> Exit:
         """Kill what is left of the attempt, and return how it ended."""
-        own = self._processes
+        processes = self._processes
         request = self._request
         ended_by = self._ended_by
-        for one in own:
-            self._interpreters.forget(one)
+        for interpreter in processes:
+            self._interpreters.forget(interpreter)
         left = self._interpreters.kill_leftovers()
         pump = self._interpreters.pump
         pump.drain()
         pump.end_log()
         if self._votes is not None and (event := event_of(self._ends)) is not None:
             self._on_event(event)
-        is_left = any(one.is_running for one in own)
+        is_left = any(interpreter.is_running for interpreter in processes)
         if is_left:
             log.warning("the attempt's process hangs in the kernel; it is left behind")
         elif left:
@@ -543,28 +565,31 @@ class RunningAttempt:
         for watch in self._watches:
             watch.close()
         if any(end.was_stopped for end in self._ends):
-            # A stop of all processes may reach the attempt before the launcher.
-            until = time.monotonic() + _SIGNAL_SECONDS
-            while not signals.received and time.monotonic() < until:
-                time.sleep(0.02)
-        stacks = ""
-        with contextlib.suppress(OSError):
-            if request.config.traits.raises or ended_by is not None:
-                stacks = request.stacks_file.read_text(errors="replace")
-            if not stacks:
-                request.stacks_file.unlink()
+            _await_signal(signals)
+        stacks = self._take_stacks()
         return Exit(
-            returncode=-signal.SIGKILL if is_left else own[0].returncode,
-            pid=None if is_left else own[0].pid,
-            max_resident_bytes=max(one.max_resident_bytes for one in own),
+            returncode=-signal.SIGKILL if is_left else processes[0].returncode,
+            pid=None if is_left else processes[0].pid,
+            max_resident_bytes=max(interpreter.max_resident_bytes for interpreter in processes),
             output=pump.tail,
-            shortage=_shortage_in(request) if own[0].returncode else "",
+            shortage=_shortage_in(request) if processes[0].returncode else "",
             stacks=stacks,
             failure=None if ended_by is None else ended_by.explain(stacks),
             was_stopped=bool(signals.received),
             was_hurried=self._was_hurried,
             oom_killed=self._oom_kills.killed(),
         )
+
+    def _take_stacks(self) -> str:
+        """Return the stacks of a crash or a stall, and remove the file if it has none."""
+        stacks = ""
+        file = self._request.stacks_file
+        with contextlib.suppress(OSError):
+            if self._request.config.traits.raises or self._ended_by is not None:
+                stacks = file.read_text(errors="replace")
+            if not stacks:
+                file.unlink()
+        return stacks
 
     def _on_signal(self, signum: int) -> None:
         if self._is_stopping:
@@ -598,8 +623,16 @@ class RunningAttempt:
         self._kill_at = min(self._kill_at, time.monotonic() + seconds)
 
     def _signal_all(self, signum: int) -> None:
-        for one in self._processes:
-            one.signal(signum)
+        for interpreter in self._processes:
+            interpreter.signal(signum)
+
+
+def _await_signal(signals: SignalWatch) -> None:
+    """Wait a moment for a signal: a stop of all processes may reach the attempt before the
+    launcher."""
+    until = time.monotonic() + _SIGNAL_SECONDS
+    while not signals.received and time.monotonic() < until:
+        time.sleep(0.02)
 
 
 def _shortage_in(request: AttemptRequest) -> str:

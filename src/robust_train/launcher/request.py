@@ -23,14 +23,14 @@ from robust_train.queue.devices import name_for_trainer
 
 
 def request_for(
-    attempt: Attempt, plan: Plan, asked: AttemptSpec, *, is_first: bool = True
+    attempt: Attempt, plan: Plan, requested: AttemptSpec, *, is_first: bool = True
 ) -> AttemptRequest:
     """Return the request for an attempt that starts.
 
     Args:
         attempt: the attempt.
         plan: the job's plan.
-        asked: the requested split of the batch.
+        requested: the requested split of the batch.
         is_first: whether the attempt is the first one of its launch.
     """
     spec = attempt.spec
@@ -52,7 +52,7 @@ def request_for(
         resume_checkpoint=Path(resumed_from) if resumed_from else None,
         environ=environ,
         cwd=os.getcwd(),
-        asked=asked,
+        asked=requested,
         is_first=is_first,
         start_method=_start_method(),
         features=tuple(feature.attempt for feature in plan.features if feature.attempt),

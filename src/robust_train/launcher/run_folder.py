@@ -279,7 +279,7 @@ class RunFolder:
         return resume_from(self._run_dir, self.beginning.job, reported, sleep=sleep)
 
     def find_best(self) -> Mapping[str, Any] | None:
-        """Return the best checkpoint for ``summary.json``; None if no checkpoint has a metric."""
+        """Return the best checkpoint for ``summary.json``, None if no checkpoint has a metric."""
         return best_in(self._run_dir / "checkpoints")
 
     def attempt_starts(self, attempt: Attempt) -> None:

@@ -121,7 +121,7 @@ class StartingMemory:
 
 def release_and_check(
     error: BaseException,  # what ended the try
-    start: StartingMemory,  # as it was before the first try
+    start: StartingMemory,  # the memory before the first try
     *,
     # False if it is not shown again. An emptied frame still keeps its function, and so the
     # variables of a closure.
@@ -178,7 +178,7 @@ def has_half_updated(error: BaseException, *, weights_were_written: bool) -> boo
 
 
 def _never_stepped(optimizer: Any) -> bool:
-    # the step that failed may have counted itself already
+    # The step that failed may have counted itself already.
     counters = [state["step"] for state in optimizer.state.values() if "step" in state]
     try:
         return bool(counters) and all(float(counter) <= 1 for counter in counters)

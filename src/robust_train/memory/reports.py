@@ -31,7 +31,7 @@ log = logging.getLogger("robust_train")
 _TOP = 20
 _LOGGED = 3
 _WORTH_NAMING = 0.01
-"""Share of what was asked for, and of the largest tensor, that one must hold to be named."""
+"""A tensor is named if it holds this share of the request, and of the largest tensor."""
 # "several KB per entry" (torch's documentation): below 100 MiB of host memory
 _ENTRIES_OF_A_RUN = 20_000
 # a viewer is opened for the last of them
@@ -133,7 +133,7 @@ _OPTIONS = {
     "memory_fraction": "fraction",
     "memory_snapshot": "",
 }
-"""The option of each request, if it has one."""
+"""The option of each request that has an option."""
 
 
 def perform(verb: str, options: Mapping[str, object], run_dir: Path) -> dict[str, object]:

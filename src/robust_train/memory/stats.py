@@ -42,7 +42,7 @@ class MemoryStats:
         free: free on the device for any process. On the host, the memory that a new program could
             get. None if unknown.
         total: size of the device, the host, or the cgroup if that has less.
-        largest_free_block: the largest unused block of the caching allocator; None on the host.
+        largest_free_block: the largest unused block of the caching allocator. None on the host.
         fragmentation: share of the unused reserved memory outside of that block, from 0 (a single
             block) to 1. None on the host.
         retries: times that the allocator had to return its cache to satisfy a request.

@@ -115,14 +115,14 @@ def largest_tensors(
 
 
 def largest_alive(
-    top: int, devices: Collection[str] | None = None, known: Collection[StorageKey] = ()
+    top: int, devices: Collection[str] | None = None, seen: Collection[StorageKey] = ()
 ) -> list[LiveTensor]:
     """Return `largest_tensors` as values, without those in ``known`` storages."""
     wanted = training_devices() if devices is None else devices
     alive = live_tensors()
     by_storage = {storage_of(tensor): tensor for tensor in alive}
     sizes = storages(alive)
-    new = [key for key in sizes if key[0] in wanted and key not in known]
+    new = [key for key in sizes if key[0] in wanted and key not in seen]
     largest = sorted(new, key=lambda key: sizes[key], reverse=True)[:top]
     return [
         LiveTensor(
@@ -232,7 +232,7 @@ def safe_tensor_to_cpu(value: _T) -> _T:
 
 
 WALKED = object()
-"""What a change returns for a value that `rebuilt` is to walk into."""
+"""The result of a change for a value that `rebuilt` has to walk into."""
 
 
 def rebuilt(

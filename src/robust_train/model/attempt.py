@@ -242,7 +242,7 @@ class Attempt(Record[Note]):
 
     @property
     def evidence(self) -> Evidence:
-        """What is known about the failure."""
+        """The known facts about the failure."""
         return Evidence() if self.failure is None else self.failure.evidence
 
     @property

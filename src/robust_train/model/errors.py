@@ -62,7 +62,7 @@ _NO_THREAD = "can't start new thread"
 
 
 def limit_reached(error: BaseException) -> LimitReachedError | None:
-    """Return the error to raise if files or processes have run out; None for another error."""
+    """Return the error to raise if files or processes have run out, or None for another error."""
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
         number = errno.EAGAIN

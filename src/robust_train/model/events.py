@@ -189,8 +189,8 @@ class MemoryReported(EventOfRank):
     def figures(self) -> dict[str, int]:
         """Return the available figures by name."""
         names = ("allocated", "reserved", "max_allocated", "resident", "max_resident")
-        known = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in known.items() if value is not None}
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ class MemoryHeld(Event):
 
 @dataclass(frozen=True)
 class _MicroBatchEvent(EventOfRank):
-    """What happened to the size of the parts of a step, in training or in evaluation.
+    """Base of changes to the size of a step's parts, in training or in evaluation.
 
     ``kind`` is the failure's kind if memory ran out, None if a larger size is tried again or
     someone asked for it.

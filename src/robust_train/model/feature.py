@@ -15,7 +15,7 @@ class FeatureKeys:
     """Base of the keys that a feature declares in a frozen dataclass in its ``model.py``."""
 
     group: ClassVar[str] = ""
-    """The config group that contains the keys; empty for the root."""
+    """The config group that contains the keys, empty for the root."""
 
     def mistakes(self, config: Any) -> Iterator[str]:
         """Yield the conflicts of these keys with each other and with other keys of ``config``, a

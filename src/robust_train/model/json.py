@@ -32,8 +32,8 @@ def from_json(cls: type[T], data: object) -> T:
     """
     if not isinstance(data, Mapping):
         raise MalformedEventError("not an object")
-    found: T = _build(cls, data, cls.__name__)
-    return found
+    built: T = _build(cls, data, cls.__name__)
+    return built
 
 
 def _build(cls: type[Any], data: Mapping[str, Json], where: str) -> Any:
@@ -59,11 +59,11 @@ def _value(hint: Any, value: Json, where: str) -> Any:
     if kind is Any:
         return value
     if kind is tuple and isinstance(value, (list, tuple)):
-        return tuple(_value(inner[0], one, where) for one in value)
+        return tuple(_value(inner[0], item, where) for item in value)
     if isinstance(value, Mapping):
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-            own = getattr(kind, "parse", None)
-            return _build(kind, value, where) if own is None else own(value)
+            parse_as = getattr(kind, "parse", None)
+            return _build(kind, value, where) if parse_as is None else parse_as(value)
         if issubclass(kind, Mapping):
             return dict(value)
     if issubclass(kind, Enum):
@@ -85,8 +85,8 @@ def as_json(value: object) -> Json:
     if type(value) in _PLAIN:
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        own = getattr(value, "as_json", None)
-        return fields_as_json(value) if own is None else own()
+        convert = getattr(value, "as_json", None)
+        return fields_as_json(value) if convert is None else convert()
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Mapping):
@@ -99,7 +99,7 @@ def as_json(value: object) -> Json:
 def fields_as_json(value: object) -> dict[str, Json]:
     """Convert all fields of a dataclass to JSON's types."""
     assert dataclasses.is_dataclass(value)
-    return {one.name: as_json(getattr(value, one.name)) for one in dataclasses.fields(value)}
+    return {item.name: as_json(getattr(value, item.name)) for item in dataclasses.fields(value)}
 
 
 def finite(value: object) -> float | None:

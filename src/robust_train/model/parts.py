@@ -48,7 +48,7 @@ def load_parts() -> tuple[type[Part], ...]:
 @functools.cache
 def _places(record: type[Record[Any]]) -> Sequence[tuple[str, Sequence[type[Part]]]]:
     """Return the fields of a record in the order of files, each with the parts behind it."""
-    behind: dict[str, list[type[Part]]] = {own.name: [] for own in fields(record)}
+    behind: dict[str, list[type[Part]]] = {item.name: [] for item in fields(record)}
     del behind["parts"]
     for kind in parts_like(record.kind_of_part):
         if kind.behind:
@@ -83,8 +83,8 @@ class Record(Generic[P]):
         example because its feature was deleted."""
         for part in self.parts:
             if name in part.__dataclass_fields__:
-                found: T = getattr(part, name)
-                return found
+                figure: T = getattr(part, name)
+                return figure
         return otherwise
 
     def with_same(self: R, name: str, other: R) -> R:

@@ -174,8 +174,8 @@ class Speed:
 
 def slowest_rank(speeds: Iterable[Speed]) -> tuple[int, float, float] | None:
     """Return the slowest rank, its seconds per step until the ranks meet, and the median of the
-    others; None unless at least two ranks have measured that."""
-    alone = {one.rank: one.seconds_alone_per_step or 0.0 for one in speeds}
+    others, or None unless at least two ranks have measured that."""
+    alone = {speed.rank: speed.seconds_alone_per_step or 0.0 for speed in speeds}
     alone = {rank: seconds for rank, seconds in alone.items() if seconds}
     if len(alone) < 2:
         return None

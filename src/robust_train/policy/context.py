@@ -110,9 +110,9 @@ class FailureContext:
     @property
     def _checkpoint(self) -> str | None:
         """The newest checkpoint that is recorded and undamaged."""
-        paths = [one.checkpoint or one.resumed_from for one in reversed(self.history)]
+        paths = [earlier.checkpoint or earlier.resumed_from for earlier in reversed(self.history)]
         cut: str | None = self.attempt.noted("not_whole", None)
-        return next((one for one in paths if one and one != cut), None)
+        return next((path for path in paths if path and path != cut), None)
 
     @property
     def has_saved(self) -> bool:
@@ -134,7 +134,7 @@ class FailureContext:
         unknown = _unknown_of(self.history[:-1])
         if not unknown:
             return None
-        if any(one.saved_step is not None for one in self.history):
+        if any(earlier.saved_step is not None for earlier in self.history):
             return None
         path = self.attempt.checkpoint
         pattern = self.config.trainer.checkpoint_glob or "*"
@@ -143,18 +143,18 @@ class FailureContext:
             and any(map(str.isdigit, PurePath(path).name))
             and glob.has_magic(PurePath(pattern).name)
         )
-        is_same = any(one.checkpoint == path for one in unknown)
+        is_same = any(earlier.checkpoint == path for earlier in unknown)
         is_often = len(unknown) >= self.config.retries
         return unknown[-1] if (is_numbered and is_same) or is_often else None
 
     @property
     def at_size(self) -> str:
-        """The micro-batch in a sentence; empty for a script that gets none."""
+        """The micro-batch in a sentence, empty for a script that gets none."""
         return f" at micro-batch {self.last.batch_size}" if self.last.has_batch else ""
 
     @property
     def keeps_batch(self) -> str:
-        """Why no attempt may split the batch in another way; empty if it may."""
+        """Why no attempt may split the batch in another way, empty if it may."""
         return next((a.keeps_batch for a in self.history if a.keeps_batch), "")
 
     @property
@@ -179,7 +179,7 @@ class FailureContext:
 
     @property
     def evidence(self) -> Evidence:
-        """What is known about the failure."""
+        """The known facts about the failure."""
         return self.failure.evidence
 
     @property
@@ -213,7 +213,7 @@ class FailureContext:
     @property
     def sizes_not_tried(self) -> list[int]:
         """The micro-batches below all that were tried, largest first."""
-        smallest = min(one.sizes[-1] for one in self.history)
+        smallest = min(earlier.sizes[-1] for earlier in self.history)
         return [size for size in sizes(self.sizes) if size < smallest]
 
     @property
@@ -275,7 +275,7 @@ class FailureContext:
     @property
     def failures_without_progress(self) -> int:
         """How many attempts failed in this way since the last progress."""
-        return sum(one.kind is self.failure.kind for one in self.since_progress)
+        return sum(earlier.kind is self.failure.kind for earlier in self.since_progress)
 
     @property
     def earlier_at_same_step(self) -> tuple[Attempt, ...]:
@@ -286,9 +286,9 @@ class FailureContext:
         """
         step = self.attempt.end_step
         return tuple(
-            one
-            for one in (self.since_progress if step is None else self.history)[:-1]
-            if one.kind is self.failure.kind and one.end_step == step
+            earlier
+            for earlier in (self.since_progress if step is None else self.history)[:-1]
+            if earlier.kind is self.failure.kind and earlier.end_step == step
         )
 
     @property
@@ -321,7 +321,7 @@ class FailureContext:
 
     @property
     def what_failed(self) -> str:
-        """What failed and where, as the start of a reason."""
+        """The failure and its place, as the start of a reason."""
         failure = self.failure
         device = device_name(self.failed_gpus)
         if self.last.gpus and not self.failed_gpus:
@@ -332,8 +332,8 @@ class FailureContext:
                 # A process without a launcher chose the GPU itself.
                 where = device if self.last.gpus else "the GPU"
                 limit = " at this job's own limit (memory.fraction)"
-                own = limit if self.evidence.own_limit else ""
-                return f"out of memory on {where}{rank}{own}{self._cannot_split}"
+                own_limit = limit if self.evidence.own_limit else ""
+                return f"out of memory on {where}{rank}{own_limit}{self._cannot_split}"
             case FailureKind.HOST_OOM:
                 return f"out of memory on the host{rank}{self._cannot_split}"
             case FailureKind.DEVICE_FAULT:
@@ -374,12 +374,12 @@ class FailureContext:
 
     def warning_about(self, spec: AttemptSpec) -> str:
         """Return warnings about changes to the result, each of them only once."""
-        found = (
+        warnings = (
             self._about_effective_batch(spec),
             self._about_gradients(spec),
             self._about_position(spec),
         )
-        return "; ".join(filter(None, found))
+        return "; ".join(filter(None, warnings))
 
     def _about_effective_batch(self, spec: AttemptSpec) -> str:
         """Warn once if the effective batch is no longer the requested effective batch."""
@@ -397,7 +397,7 @@ class FailureContext:
             if self.config.trainer.scale_learning_rate is not None:
                 was, rate = map(self.config.learning_rate_at, (wanted, now))
                 return f"{change}; the learning rate is {rate:.4g} instead of {was:.4g}"
-            is_known = any(one.spec.effective_batch_size != wanted for one in self.history)
+            is_known = any(earlier.spec.effective_batch_size != wanted for earlier in self.history)
             how = _CANNOT_ACCUMULATE if may_accumulate else _HAS_NO_KEY
             return change if is_known else f"{change}: {how}"
         return (
@@ -409,34 +409,38 @@ class FailureContext:
         """Warn if a script may resume at another sample."""
         was = self.last.batch_size
         now = spec.batch_size
-        is_saved = any(one.checkpoint or one.resumed_from for one in self.history)
+        is_saved = any(earlier.checkpoint or earlier.resumed_from for earlier in self.history)
         finds_its_place = self.config.traits.saves_by_itself
         if not finds_its_place or was == now or not is_saved:
             return ""
         return (
-            f"the checkpoint was written with micro-batch {was} and goes on with {now}: a script "
-            "that counts batches, and not samples or steps, goes on at another sample, and one "
-            f"that takes its options from the checkpoint keeps {was}"
+            f"the checkpoint was written with micro-batch {was}, and the script resumes with "
+            f"{now}: if it counts batches, and not samples or steps, it resumes at another sample, "
+            f"and if it takes its options from the checkpoint, it keeps {was}"
         )
 
     def _about_gradients(self, spec: AttemptSpec) -> str:
         """Warn before the first attempt whose accumulation may change gradients."""
-        asked = self.settings.asked.gradient_accumulation_steps
+        requested = self.settings.asked.gradient_accumulation_steps
         now = spec.gradient_accumulation_steps
-        is_known = any(one.spec.gradient_accumulation_steps != asked for one in self.history)
+        is_known = any(
+            earlier.spec.gradient_accumulation_steps != requested for earlier in self.history
+        )
         divides_by_itself = self.config.traits.accumulates_by_itself
-        if not divides_by_itself or is_known or now == asked:
+        if not divides_by_itself or is_known or now == requested:
             return ""
-        change = f"the script accumulates {now} micro-batches instead of {asked}"
-        is_transformers = any(_TRANSFORMERS_TRAINER.search(one.exit.output) for one in self.history)
+        change = f"the script accumulates {now} micro-batches instead of {requested}"
+        is_transformers = any(
+            _TRANSFORMERS_TRAINER.search(earlier.exit.output) for earlier in self.history
+        )
         if not is_transformers:
             return f"{change}: {_DIVIDES}"
-        return f"{change}: {_ADDS_UP_MEANS.format(factor=f'{now / asked:g}')}"
+        return f"{change}: {_ADDS_UP_MEANS.format(factor=f'{now / requested:g}')}"
 
 
 def _unknown_of(attempts: Sequence[Attempt]) -> list[Attempt]:
     """Return the attempts that failed for an unknown reason."""
-    return [one for one in attempts if one.evidence.clue == Clue.UNKNOWN]
+    return [attempt for attempt in attempts if attempt.evidence.clue == Clue.UNKNOWN]
 
 
 def blamed_on_others(attempt: Attempt) -> tuple[int, int]:
@@ -452,17 +456,17 @@ def blamed_on_others(attempt: Attempt) -> tuple[int, int]:
         return 0, 0
     taken = before - after
     left = evidence.free_bytes or 0
-    asked = evidence.requested_bytes
-    if asked is None:
+    requested = evidence.requested_bytes
+    if requested is None:
         is_theirs = taken >= _NOTABLE_SHARE * gpus[0].total_bytes
     else:
-        is_theirs = taken >= _NOTABLE_BYTES and left + taken >= asked
+        is_theirs = taken >= _NOTABLE_BYTES and left + taken >= requested
     if not is_theirs:
         return 0, 0
     # The attempt held what became free at its end. If the size of its request is unknown, it needs
     # a margin.
     used = max(after - left, attempt.memory.get("max_allocated", 0))
-    needed = max(used, after + _NOTABLE_BYTES) if asked is None else used + asked
+    needed = max(used, after + _NOTABLE_BYTES) if requested is None else used + requested
     return taken, min(needed, before)
 
 
@@ -495,7 +499,7 @@ _CANNOT_ACCUMULATE = (
 
 
 def exchanged(group: Group, leaving: Group, offers: Sequence[GpuInfo]) -> Group | None:
-    """Replace the GPUs in ``leaving`` by the best of ``offers``; None if there are too few."""
+    """Replace the GPUs in ``leaving`` by the best of ``offers``, or None if there are too few."""
     # None of the GPUs is on this node: it failed on another node.
     if len(offers) < len(leaving) or not leaving:
         return None

@@ -22,19 +22,7 @@ def why_give_up(context: FailureContext) -> str:
     kind = context.failure.kind
     message = context.failure.message
     if kind in (FailureKind.BUG, FailureKind.UNKNOWN) or context.evidence.clue == Clue.UNCLEAR:
-        rank = context.failure.rank
-        message = message if rank is None else f"{message} (rank {rank})"
-        is_unknown = context.evidence.clue == Clue.UNKNOWN
-        before = context.unknown_before
-        if not is_unknown or before is None:
-            return message
-        first = ""
-        if before.message != context.failure.message:
-            first = f"; the first time: {before.message}"
-        return (
-            f"{message}: twice at the same place, with no later checkpoint in between, so it is "
-            f"the program's{first}"
-        )
+        return _why_a_bug(context)
     if kind.is_memory and context.failed_before_training:
         if context.evidence.clue == Clue.IMPORT:
             return f"out of memory while a module was imported: no smaller batch helps: {message}"
@@ -60,12 +48,30 @@ def why_give_up(context: FailureContext) -> str:
     return f"out of memory on every device that may be used: {tried}{hints}"
 
 
+def _why_a_bug(context: FailureContext) -> str:
+    """Return the failure's message, and for an unknown failure why the program is to blame."""
+    failure = context.failure
+    message = failure.message
+    if failure.rank is not None:
+        message = f"{message} (rank {failure.rank})"
+    before = context.unknown_before
+    if context.evidence.clue != Clue.UNKNOWN or before is None:
+        return message
+    first = ""
+    if before.message != failure.message:
+        first = f"; the first time: {before.message}"
+    return (
+        f"{message}: twice at the same place, with no later checkpoint in between, so it is "
+        f"the program's{first}"
+    )
+
+
 def _what_was_tried(context: FailureContext) -> str:
     """Return the devices, each with the micro-batches of its attempts, for a sentence."""
     tried: dict[str, list[str]] = {}
-    for one in context.history:
-        size = " down to ".join(map(str, one.sizes)) if one.spec.has_batch else ""
-        tried.setdefault(one.spec.device, []).append(size)
+    for attempt in context.history:
+        size = " down to ".join(map(str, attempt.sizes)) if attempt.spec.has_batch else ""
+        tried.setdefault(attempt.spec.device, []).append(size)
     return "; ".join(
         f"{device} at micro-batch {', '.join(_counted(sizes))}" if any(sizes) else device
         for device, sizes in tried.items()
@@ -120,5 +126,5 @@ def what_came_before(context: FailureContext) -> str:
 
 def cannot_work(failure: Failure) -> str:
     """Return one line: CUDA works with no GPU on this machine, and the two ways out."""
-    advice = "".join(f"; {one}" for one in failure.advice)
+    advice = "".join(f"; {sentence}" for sentence in failure.advice)
     return f"CUDA cannot work here: {failure.message}{advice}"

@@ -42,21 +42,21 @@ class PolicySettings:
         *,
         environ: Mapping[str, str] = MappingProxyType({}),
         used: Collection[str] | None = None,
-        **known: Any,
+        **more: Any,
     ) -> PolicySettings:
         """Return the settings of a job.
 
         Args:
             config: the job's config.
             environ: the job's environment.
-            used: the values of an attempt that reach its script; None for its placeholders.
-            known: fields in addition to the config.
+            used: the values of an attempt that reach its script, or None for its placeholders.
+            more: fields in addition to the config.
         """
         training = config.training
         traits = config.traits
         if used is None:
             used = placeholders_in(" ".join(config.trainer.argv or ()))
-        asked = AttemptSpec(
+        requested = AttemptSpec(
             gpus=(),
             batch_size=training.batch_size,
             gradient_accumulation_steps=training.gradient_accumulation_steps,
@@ -64,11 +64,11 @@ class PolicySettings:
             has_batch=traits.has_batch,
             accumulates=traits.accumulates,
         )
-        asked = asked.having(*(kind.asked(config, environ) for kind in parts_like(Knob)))
-        known.setdefault(
+        requested = requested.having(*(kind.asked(config, environ) for kind in parts_like(Knob)))
+        more.setdefault(
             "can_checkpoint", config.is_built_in or CHECKPOINTING in (config.theirs or ())
         )
-        settings = cls(config, asked, **known)
+        settings = cls(config, requested, **more)
         return settings.supporting(used) if traits.is_program else settings
 
     def after(self, event: Event) -> PolicySettings:
@@ -119,18 +119,18 @@ class PolicySettings:
 
     def for_ranks(self, ranks: int) -> PolicySettings:
         """Share the same effective batch among a different number of processes."""
-        asked = self.asked
-        if ranks == asked.ranks or not self.accumulates:
-            return replace(self, asked=replace(asked, ranks=ranks))
-        total = asked.effective_batch_size
+        requested = self.asked
+        if ranks == requested.ranks or not self.accumulates:
+            return replace(self, asked=replace(requested, ranks=ranks))
+        total = requested.effective_batch_size
         exact = (
             size
-            for size in range(asked.batch_size, self.min_batch_size - 1, -1)
+            for size in range(requested.batch_size, self.min_batch_size - 1, -1)
             if total % (size * ranks) == 0
         )
-        size = next(exact, asked.batch_size)
-        asked = asked.with_batch(size, -(-total // (size * ranks)))
-        return replace(self, asked=replace(asked, ranks=ranks))
+        size = next(exact, requested.batch_size)
+        requested = requested.with_batch(size, -(-total // (size * ranks)))
+        return replace(self, asked=replace(requested, ranks=ranks))
 
     def resized(self, spec: AttemptSpec, batch_size: int) -> AttemptSpec:
         """Return ``spec`` with another micro-batch, and the accumulation that keeps the effective
@@ -232,11 +232,11 @@ def micro_batch_sizes(effective_batch_size: int, min_batch_size: int) -> tuple[i
     its own batches needs them if the divisors are far apart."""
     size = effective_batch_size
     least = min(min_batch_size, effective_batch_size)
-    found = {size}.union(exact_sizes(effective_batch_size, least))
+    sizes_to_try = {size}.union(exact_sizes(effective_batch_size, least))
     while size > least:
         size = next_smaller(size, least, effective_batch_size)
-        found.add(size)
-    return tuple(sorted(found))
+        sizes_to_try.add(size)
+    return tuple(sorted(sizes_to_try))
 
 
 def size_to_begin_with(
@@ -249,13 +249,13 @@ def size_to_begin_with(
     the policy's choices stand.
     """
     spec = spec.with_batch(None, None)
-    own = [one for one in history if one.spec.device_kind == spec.device_kind]
+    alike = [earlier for earlier in history if earlier.spec.device_kind == spec.device_kind]
     if any(
-        one.kind is None
-        or one.kind.is_memory
-        or one.has_begun
-        or one.noted("batch_size_found", None) is not None
-        for one in own
+        earlier.kind is None
+        or earlier.kind.is_memory
+        or earlier.has_begun
+        or earlier.noted("batch_size_found", None) is not None
+        for earlier in alike
     ):
         return spec, ""  # that attempt came far enough to show which size fits
     if not settings.config.finds_batch_size:
@@ -351,10 +351,10 @@ def _line(probes: Sequence[Probe], best: Probe, limits: Limits) -> Callable[[int
     return line((before.batch_size, peak - risen), (size, peak))
 
 
-def line(one: tuple[int, float], other: tuple[int, float]) -> Callable[[int], float]:
+def line(first: tuple[int, float], second: tuple[int, float]) -> Callable[[int], float]:
     """Return the straight line through two points, each a size and its peak in bytes."""
-    slope = (other[1] - one[1]) / (other[0] - one[0])
-    return lambda samples: other[1] + slope * (samples - other[0])
+    slope = (second[1] - first[1]) / (second[0] - first[0])
+    return lambda samples: second[1] + slope * (samples - second[0])
 
 
 def _before(probes: Sequence[Probe], best: Probe, limits: Limits) -> Probe:

@@ -211,13 +211,15 @@ def _curve_chart(name: str, curves: Sequence[Curve], has_several: bool) -> Chart
     styles = dict(zip(last, _styles(), strict=False))
     lines = [
         _line(
-            f"{one.name}, attempt {one.attempt}" if has_several else one.name,
-            styles[one.name],
-            one.points,
-            is_lost=one.lost,
+            f"{curve_shown.name}, attempt {curve_shown.attempt}"
+            if has_several
+            else curve_shown.name,
+            styles[curve_shown.name],
+            curve_shown.points,
+            is_lost=curve_shown.lost,
         )
         # lost ones lie behind
-        for one in sorted(curves, key=lambda curve: not curve.lost)
+        for curve_shown in sorted(curves, key=lambda curve: not curve.lost)
     ]
     legend = [(styles[line], f"{line}, last {number(value)}") for line, value in last.items()]
     if any(curve.lost for curve in curves):

@@ -34,8 +34,7 @@ USES: dict[Use, str] = {
     # between two launches in the same run folder; not part of the wall time
     "stopped": "stopped",
 }
-"""What a stretch of a job's time is used for, and that in words; ``docs/report.md`` has the
-definitions."""
+"""The uses of a job's time, each with its words. ``docs/report.md`` has the definitions."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@
              ├─ the next smaller size leaves a lone sample ─────▶ CANNOT_REPEAT, the attempt ends
              └─ no smaller size is left ────────────────────────▶ EXHAUSTED, the attempt ends
 
-With several ranks, every rank comes to the same end: the one whose memory ran out reports its
+With several ranks, every rank comes to the same end: the rank whose memory ran out reports its
 answer, and the others repeat or end with it.
 """
 

@@ -27,8 +27,8 @@ T = TypeVar("T")
 S = TypeVar("S", bound=Step[Any])
 Backward = Callable[[Tensor], object]
 SizeSearch = Callable[[int, Callable[[int], object], StepStart], "FoundBatchSize | None"]
-"""Finds the largest size that fits among this many samples, by passes of parts of them; None if it
-cannot be found there."""
+"""Finds the largest size that fits among this many samples, by passes of parts of them, or None if
+it cannot be found there."""
 
 
 class MicroBatcher:

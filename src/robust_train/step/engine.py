@@ -1,4 +1,4 @@
-"""One optimizer step in parts that fit: if memory runs out, it starts over with smaller ones.
+"""One optimizer step in parts that fit: if memory runs out, it starts over with smaller parts.
 
 The pass over a part is a function. When it has raised, its frames are emptied, and with their
 variables the graph and all activations are free: nothing has to be searched for.
@@ -61,7 +61,7 @@ Body = Callable[[Part], T]
 """The pass over a part: forward, and in training backward with the part's weight."""
 
 Results = list[tuple[T, Part]]
-"""What a body returned for each part of a batch."""
+"""The body's result for each part of a batch."""
 
 
 class CannotSplitError(Exception):
@@ -240,7 +240,7 @@ class Step(Generic[T]):
     # --- what a framework changes ---
 
     refuses_collectives = True
-    """Whether a collective of the user's in a part is refused, before a rank waits in one."""
+    """Whether a user collective in a part is refused, before a rank waits in it."""
 
     def rewound(self) -> None:
         """Go back to the step's start with what else a pass has changed."""

@@ -116,7 +116,8 @@ class OOMHandler:
         """Take a failure: release its memory, restore gradients, and make the batch smaller.
 
         Returns:
-            Whether to try again. False if the failure is not a lack of memory, or an unclear one
+            Whether to try again. False if the failure is not a lack of memory, or an unclear
+                failure
             that happened at every size.
 
         Raises:

@@ -84,7 +84,7 @@ def agree(reports: Sequence[RankReport]) -> RankReport:
 
 
 class OtherGroups:
-    """Messages over other groups than the default one, in the first two parts of training.
+    """Messages over other groups than the default group, in the first two parts of training.
 
     Later parts are not examined: a thread that saves a checkpoint has such a group too, and the
     sender of a message is not known. No checkpoint is saved before the first parts are done.

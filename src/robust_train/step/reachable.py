@@ -17,7 +17,8 @@ from robust_train.step.attributes import Attributes
 from robust_train.step.rng import generators_in
 
 Models = nn.Module | Iterable[nn.Module] | None
-"""What learns in a step; None: the modules that the function of the step closes over."""
+"""The modules that learn in a step, or None for the modules that the function of the step closes
+over."""
 
 _MOST_VALUES = 5000
 # An attribute may be two steps away, by __dict__.

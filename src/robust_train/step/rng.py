@@ -60,7 +60,7 @@ def restore_rng(state: Mapping[str, Any], device: torch.device | None = None) ->
 class GeneratorStates:
     """The states at this moment, to go back to within this process. Of all GPUs, whichever the
     model is on: a generator's state lies on the host, and reading it makes no CUDA context.
-    ``generators`` are further ones, of torch, NumPy or Python, that the user has made."""
+    ``generators`` are the user's own generators of torch, NumPy or Python."""
 
     def __init__(self, generators: Iterable[Any] = ()) -> None:
         self._states: list[tuple[Any, Callable[[Any], object]]] = [

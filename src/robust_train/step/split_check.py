@@ -256,7 +256,8 @@ class PassRanOutError(Exception):
 
 
 Figures = Callable[[Sequence[float]], Sequence[Sequence[float]]]
-"""Exchanges figures among the ranks that make the same passes; returns each rank's, in order."""
+"""Exchanges figures among the ranks that make the same passes, and returns each rank's figures in
+order."""
 
 
 def only_own(mine: Sequence[float]) -> Sequence[Sequence[float]]:
@@ -351,7 +352,7 @@ class Checker:
         return SplitCheck(Kept.UNKNOWN, "memory ran out in it", 1)
 
     def _compare_what_shows_something(self) -> SplitCheck:
-        """Compare parts until one has a loss other than 0: zeros, for example of a hinge loss,
+        """Compare parts until a part has a loss other than 0: zeros, for example of a hinge loss,
         prove nothing."""
         for choose in (self._from_both_ends, self._of_other_samples):
             self._whole.clear()

@@ -318,7 +318,7 @@ def _is_structure(items: Iterable[Any]) -> bool:
 # --- how large ---
 
 SizeState = dict[str, Any]
-"""What a checkpoint keeps of `MicroBatchSize`."""
+"""The state of `MicroBatchSize` in a checkpoint."""
 
 
 class MicroBatchSize:

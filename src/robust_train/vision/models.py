@@ -310,7 +310,7 @@ def _check_hub(backbone: str, repository: str | None) -> None:
 
 
 def _load_weights(model: nn.Module, cfg: Any, *, heads: tuple[str, ...]) -> None:
-    """Load the file ``cfg.weights``, if there is one: ``.safetensors`` or a state dict by
+    """Load the file ``cfg.weights``, if it is set: ``.safetensors`` or a state dict by
     ``torch.save``, bare or under a key such as ``model`` (this trainer's own ``final.pt``),
     converted as timm does. A classifier (``heads``) for another number of classes is left out.
     Everything else must fit."""

@@ -60,7 +60,7 @@ log = logging.getLogger("robust_train.vision")
 FINAL_NAME = "final.pt"
 FORMAT = 2
 REQUIRED = frozenset({"format", "identity", "position", "model", "optimizer", "rng", "epoch_loss"})
-"""Keys without which a file is no checkpoint of ours."""
+"""The keys without which a file is not a checkpoint of this trainer."""
 
 # these change how fast or how far a run goes, not the meaning of weights and sample order
 _NOT_IDENTITY = frozenset(
@@ -277,7 +277,7 @@ class Training:
         position = self.position
         models.set_train_mode(self.net)
         steps = list(self.plan.steps(position.epoch, position.samples))
-        # a rank without a sample of the step takes part in it with one that has no weight
+        # A rank without a sample of the step takes part with a sample that has no weight.
         reads = [share or [[0]] for share in steps]
         batches = live_of(run).speed.waits(
             self._batches(

@@ -127,9 +127,9 @@ class Machine:
 
     def update(self, index: int, **changes: Any) -> None:
         """Change fields of one GPU."""
-        known = {item.name for item in fields(Gpu)}
+        names = {item.name for item in fields(Gpu)}
         for name, value in changes.items():
-            assert name in known, name
+            assert name in names, name
             setattr(self.gpus[index], name, value)
         self._write()
 

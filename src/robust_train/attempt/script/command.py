@@ -72,8 +72,8 @@ from robust_train.readable import signal_name
 log = logging.getLogger("robust_train")
 
 _BEGAN_AGAIN = (
-    "the script was given %s, and has written %s: it begins again in each attempt, or counts "
-    "from 0 again; does it load what it is given?"
+    "the script was given %s, but wrote %s: it starts over in each attempt, or counts from 0 "
+    "again; does it load the checkpoint that it is given?"
 )
 _OF_TRANSFORMERS = "trainer_state.json"  # each checkpoint of transformers' Trainer has this file
 _WITH_TRANSFORMERS = " trainer.train(resume_from_checkpoint=args.resume_from_checkpoint) does"
@@ -103,7 +103,7 @@ def preload_modules(cfg: DictConfig) -> tuple[str, ...]:
 
 
 def train(cfg: DictConfig, run: Run) -> Json:
-    """Run the script once; return the result that it reported, None if it reported none.
+    """Run the script once, and return the result that it reported, None if it reported none.
 
     Raises:
         ConfigError: it cannot be started.
@@ -134,16 +134,7 @@ def train(cfg: DictConfig, run: Run) -> Json:
         raise TrainingStopped("asked to stop before the script was started")
     live_of(run).reports.send(ScriptStarted(argv, str(cwd)))
     stop_signal = signal.Signals[f"SIG{trainer.stop_signal}"]
-    environ = {
-        # Otherwise a Python script's output would appear only when a buffer is full, and be lost if
-        # it is killed.
-        "PYTHONUNBUFFERED": "1",
-        **shared_machine_environment(os.environ),
-        **rendezvous_environment(argv, os.environ, _most_ranks(config, run)),
-        "PATH": users_path(os.environ),
-        **values.environment(),
-        EVENTS_VARIABLE: str(attempt.events),
-    }
+    environ = _environment(argv, values, _most_ranks(config, run), attempt.events)
     program = Program(argv, environ, cwd, stop_signal)
     returncode = -signal.SIGKILL
     try:
@@ -162,11 +153,27 @@ def train(cfg: DictConfig, run: Run) -> Json:
     return attempt.result
 
 
+def _environment(
+    argv: tuple[str, ...], values: ScriptValues, most_ranks: int, events: Path
+) -> dict[str, str]:
+    """Return the environment of a script: this process's, with the values of the attempt."""
+    return {
+        # Otherwise a Python script's output would appear only when a buffer is full, and be lost if
+        # it is killed.
+        "PYTHONUNBUFFERED": "1",
+        **shared_machine_environment(os.environ),
+        **rendezvous_environment(argv, os.environ, most_ranks),
+        "PATH": users_path(os.environ),
+        **values.environment(),
+        EVENTS_VARIABLE: str(events),
+    }
+
+
 def _most_ranks(config: RobustConfig, run: Run) -> int:
     """Return the largest number of ranks in which the script may train. A command that does not
     name ``{num_gpus}`` starts as many on the CPU."""
-    asked = live_of(run).parts.asked
-    return max(config.num_gpus, 1 if asked is None else asked.ranks)
+    requested = live_of(run).parts.asked
+    return max(config.num_gpus, 1 if requested is None else requested.ranks)
 
 
 def _asks_for(name: str, config: RobustConfig) -> bool:
@@ -263,10 +270,10 @@ class _Attempt:
     def _position_in(self, path: Path) -> Position:
         """Return the script's position in its data, which its `run` may have stored."""
         with contextlib.suppress(OSError):
-            for one in read_manifests(self._run.checkpoint_dir):
-                is_known = one.path == path.absolute()
-                if is_known and one.attempt == self._run.attempt:
-                    return one.position
+            for manifest in read_manifests(self._run.checkpoint_dir):
+                is_known = manifest.path == path.absolute()
+                if is_known and manifest.attempt == self._run.attempt:
+                    return manifest.position
         return START
 
     def _take(self, line: str) -> None:
@@ -347,32 +354,32 @@ def _checkpoint(watch: CheckpointWatch, run: Run) -> Stamped:
     elif reported is not None:
         log.warning("checkpoint %s is missing or torn and is skipped", reported)
     manifests = wait_until_readable(lambda: read_manifests(run.checkpoint_dir))
-    for found in watch.found(at_rest=True, reported=[one.path for one in manifests]):
+    for match in watch.found(at_rest=True, reported=[manifest.path for manifest in manifests]):
         # The launcher has read the given checkpoint.
-        if found == given or _changed(found) < _changed(given):
+        if match == given or _changed(match) < _changed(given):
             break
-        path = found[0]
-        if any(one.path == path and one.loss in USELESS for one in manifests):
+        path = match[0]
+        if any(manifest.path == path and manifest.loss in USELESS for manifest in manifests):
             continue
         try:
             damage = damage_in(path, reads=True)
         except OSError as error:
             damage = str(error)
         if not damage:
-            return found
+            return match
         log.warning("checkpoint %s is damaged (%s) and is skipped", path, damage)
     return given
 
 
-def _changed(one: Stamped) -> int:
-    return one[1][0]
+def _changed(checkpoint: Stamped) -> int:
+    return checkpoint[1][0]
 
 
 def _is_before(name: str, other: str) -> bool:
     """Return whether two names differ only in their numbers, and the first different number, for
     example an epoch before a loss, is smaller in ``name``."""
-    parts, others = (re.split(r"(\d+)", one) for one in (name, other))
-    numbers = (list(map(int, one[1::2])) for one in (parts, others))
+    parts, others = (re.split(r"(\d+)", text) for text in (name, other))
+    numbers = (list(map(int, text[1::2])) for text in (parts, others))
     return parts[::2] == others[::2] and next(numbers) < next(numbers)
 
 
@@ -457,7 +464,7 @@ def _refuse_missing(cwd: Path, argv: Sequence[str]) -> None:
     if _INTERPRETER.match(Path(program).name) and PROGRAM_FILE.search(script):
         path = cwd / os.path.expanduser(script)
         if not os.path.lexists(path) and "{" not in script:
-            there = [one.name for one in path.parent.glob(f"*{path.suffix}")]
+            there = [neighbour.name for neighbour in path.parent.glob(f"*{path.suffix}")]
             near = difflib.get_close_matches(path.name, there, n=1)
             hint = f"; did you mean {near[0]}?" if near else f" in {cwd}"
             raise ConfigError(f"trainer.argv: {script}: no such file{hint}")
@@ -476,22 +483,22 @@ class CheckpointWatch:
         """Return the first of :meth:`found`, ``NOTHING`` if there is none."""
         return next(self.found(at_rest=at_rest, reported=reported), NOTHING)
 
-    def unused(self, known: Stamped) -> CheckpointUnused | None:
+    def unused(self, newest_usable: Stamped) -> CheckpointUnused | None:
         """Return why the newest match is not the newest checkpoint, ``known``, or why a file with
-        the pattern's name does not match; None otherwise."""
+        the pattern's name does not match, or None otherwise."""
         seen = stamps(self._pattern)
-        own = [
+        matches = [
             (Path(path), stamp) for path, stamp in seen.items() if self._before.get(path) != stamp
         ]
-        newest, stamp = max(own, key=_changed, default=NOTHING)
-        if stamp > known[1] and not is_whole(newest):
+        newest, stamp = max(matches, key=_changed, default=NOTHING)
+        if stamp > newest_usable[1] and not is_whole(newest):
             what = "is not whole" if newest.is_dir() else "is cut off"
             if not stamp[1]:
                 what = "is empty"
             text = f"checkpoint {newest} {what} and is not used"
             return CheckpointUnused(text, str(newest))
         # The working directory and the run folder are already escaped.
-        literal = re.sub(r"(\[[\[*?]\])|\[", lambda found: found[1] or "[[]", self._pattern)
+        literal = re.sub(r"(\[[\[*?]\])|\[", lambda bracket: bracket[1] or "[[]", self._pattern)
         if seen or literal == self._pattern or not stamps(literal):
             return None
         return CheckpointUnused(
@@ -511,16 +518,16 @@ class CheckpointWatch:
         seen = stamps(self._pattern)
         last_seen = self._last_seen
         self._last_seen = seen
-        own = [
+        matches = [
             (Path(path), stamp)
             for path, stamp in seen.items()
             if self._before.get(path) != stamp and (at_rest or last_seen.get(path) == stamp)
         ]
-        own.sort(key=lambda one: (_changed(one), one), reverse=True)
-        for number, (path, stamp) in enumerate(own, start=1):
+        matches.sort(key=lambda match: (_changed(match), match), reverse=True)
+        for number, (path, stamp) in enumerate(matches, start=1):
             if not is_whole(path):
                 continue
-            earlier = (one for one, _ in own[number:] if one.is_dir())
+            earlier = (folder for folder, _ in matches[number:] if folder.is_dir())
             before = next(earlier, None)
             if not path.is_dir() or (
                 _names(before) <= _names(path)
@@ -541,13 +548,13 @@ def _names(folder: Path) -> set[str]:
 def stamps(pattern: str) -> dict[str, Stamp]:
     """Return every match with its fingerprint, except unfinished files by their name, and
     manifests."""
-    found: dict[str, Stamp] = {}
+    stamped: dict[str, Stamp] = {}
     for match in glob.glob(pattern, recursive=True):
         path = match.rstrip("/")
         if not path.endswith((*UNFINISHED, SUFFIX)):
             with contextlib.suppress(OSError):
-                found[path] = stamp_of(Path(path))
-    return found
+                stamped[path] = stamp_of(Path(path))
+    return stamped
 
 
 def stamp_of(path: Path) -> Stamp:
@@ -560,8 +567,8 @@ def stamp_of(path: Path) -> Stamp:
     if not path.is_dir():
         return status.st_mtime_ns, status.st_size
     inside = [file.stat() for file in files_in(path)]
-    changed = max([status.st_mtime_ns] + [one.st_mtime_ns for one in inside])
-    return changed, sum(one.st_size for one in inside)
+    changed = max([status.st_mtime_ns] + [status_of.st_mtime_ns for status_of in inside])
+    return changed, sum(status_of.st_size for status_of in inside)
 
 
 def _stamped(path: Path) -> Stamped:

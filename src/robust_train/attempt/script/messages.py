@@ -106,8 +106,8 @@ def parse(line: str) -> events.Event | Result:
             return events.parse({"event": name, **fields})
     if name == "user" and isinstance(fields.get("event_name"), str):
         name = fields["event_name"]
-        own = fields.get("fields")
-        fields = own if isinstance(own, dict) else {}
+        inner = fields.get("fields")
+        fields = inner if isinstance(inner, dict) else {}
     return events.UserEvent(name, fields)
 
 

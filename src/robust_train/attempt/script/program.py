@@ -86,7 +86,7 @@ class Program:
         return self._process.pid
 
     def wait(self, run: Run, stop_grace_seconds: float, on_tick: Callable[[], None]) -> int:
-        """Wait until the script and its descendants have ended; return its exit status like
+        """Wait until the script and its descendants have ended, and return its exit status like
         subprocess.
 
         ``on_tick`` is called about twice a second. If ``run.should_stop()``, the stop signal goes
@@ -106,7 +106,8 @@ class Program:
                     if not running or now >= kill_at:
                         break
                     forks = set(filter(is_fork, running))
-                    self._ask_to_stop([one for one in running if one not in forks])
+                    programs = [running_pid for running_pid in running if running_pid not in forks]
+                    self._ask_to_stop(programs)
                     # A fork of a shell may run a program, which gets the signal next.
                     if self._process.returncode is not None:
                         for pid in forks:
@@ -132,8 +133,8 @@ class Program:
     def _running(self) -> list[int]:
         """Return the script and its orphaned descendants; collect those that have ended."""
         self._process.poll()
-        found = {child.pid for child in children()} - self._not_ours
-        return [pid for pid in found if pid == self.pid or collect(pid)]
+        pids = {child.pid for child in children()} - self._not_ours
+        return [pid for pid in pids if pid == self.pid or collect(pid)]
 
     def _tell_of_background(self, left: Sequence[int]) -> None:
         """Warn of programs that a shell started in the background without waiting for them."""
@@ -154,11 +155,11 @@ class Program:
         # A shell waits for its child to end by this signal.
         if self._stop_signal == signal.SIGINT:
             pids = [*pids, *_run_by_shells(below)]
-        asked = set(pids) - self._asked
-        self._asked |= asked
-        for pid in asked:
+        newly_asked = set(pids) - self._asked
+        self._asked |= newly_asked
+        for pid in newly_asked:
             _send(pid, self._stop_signal)
-        for process in below if asked else ():
+        for process in below if newly_asked else ():
             with contextlib.suppress(psutil.Error):
                 if process.status() == psutil.STATUS_STOPPED:
                     _send(process.pid, signal.SIGCONT)
@@ -189,25 +190,25 @@ def _begin(stop_signal: signal.Signals) -> None:
 @contextlib.contextmanager
 def _own_input() -> Iterator[int | None]:
     """Reopen a file on standard input, so that each attempt and each job reads all of it."""
-    own = None
+    reopened = None
     with contextlib.suppress(OSError):  # a pipe, or closed
         starts_at = os.lseek(0, 0, os.SEEK_CUR)
-        own = os.open("/dev/fd/0", os.O_RDONLY)
-        os.lseek(own, starts_at, os.SEEK_SET)
+        reopened = os.open("/dev/fd/0", os.O_RDONLY)
+        os.lseek(reopened, starts_at, os.SEEK_SET)
     try:
-        yield own
+        yield reopened
     finally:
-        if own is not None:
-            os.close(own)
+        if reopened is not None:
+            os.close(reopened)
 
 
 def _files_to_inherit() -> list[int]:
     """Return the files that this process has to pass on: a reservation is a lock on a file."""
-    found = []
+    descriptors = []
     for name in os.listdir("/proc/self/fd"):
         descriptor = int(name)
         with contextlib.suppress(OSError):  # the descriptor that listed the folder
             is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
             if descriptor > 2 and is_file and os.get_inheritable(descriptor):
-                found.append(descriptor)
-    return found
+                descriptors.append(descriptor)
+    return descriptors
