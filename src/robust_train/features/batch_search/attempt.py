@@ -65,10 +65,10 @@ def search_in_first_step(
         return None
     state_bytes, step_bytes = optimizer_bytes(parameters)
     meter = Meter(devices.pop(), plan.memory_share)
-    found = search_size(run, start, sizes, meter, state_bytes, step_bytes)
-    log.info("training.batch_size=auto: %s", found)
+    result = search_size(run, start, sizes, meter, state_bytes, step_bytes)
+    log.info("training.batch_size=auto: %s", result)
     effective = plan.effective_batch_size
-    size = found.batch_size
+    size = result.batch_size
     accumulation = None if size is None else -(-effective // size)
-    send(BatchSizeFound(size, accumulation, effective, found.as_json()))
-    return found
+    send(BatchSizeFound(size, accumulation, effective, result.as_json()))
+    return result

@@ -42,8 +42,8 @@ def _need_of_program(argv: Sequence[str], gpus: Sequence[GpuInfo]) -> Said:
     """Return what earlier runs of a program have shown."""
     config = RobustConfig()
     config = replace(config, trainer=replace(config.trainer, argv=tuple(argv)))
-    known = read_needs().get(fingerprint_of_program(config), Need())
-    peaks = known.on(None)
+    need = read_needs().get(fingerprint_of_program(config), Need())
+    peaks = need.on(None)
     if not peaks:
         words = " ".join(argv)
         raise NotDoneError(
@@ -67,7 +67,7 @@ def _need_of_run(run: KnownRun, gpus: Sequence[GpuInfo]) -> Said:
     """Return what the attempts of a run have held."""
     summary = read_summary(run.run_dir)
     attempts = () if summary is None else summary.attempts
-    measured = [one for one in attempts if PEAK in one.memory]
+    measured = [attempt for attempt in attempts if PEAK in attempt.memory]
     if not measured:
         what = "has not ended yet: robust-train queue shows what it holds"
         if not run.alive:
@@ -90,9 +90,9 @@ def _need_of_run(run: KnownRun, gpus: Sequence[GpuInfo]) -> Said:
         f"to reserve: {mib(with_margin(peak))}",
     ]
     peaks: dict[int, int] = {}
-    for one in measured:
-        held = one.memory[PEAK]
-        peaks[one.spec.batch_size] = max(held, peaks.get(one.spec.batch_size, 0))
+    for attempt in measured:
+        held = attempt.memory[PEAK]
+        peaks[attempt.spec.batch_size] = max(held, peaks.get(attempt.spec.batch_size, 0))
     return _with_gpus(data, lines, peak, peaks, gpus)
 
 

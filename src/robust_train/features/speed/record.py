@@ -42,6 +42,6 @@ class SpeedNote(Note):
         # how many samples a step has is not known
         if not attempt.spec.has_batch:
             speed = replace(speed, samples_per_second=None)
-        others = [one for one in self.speed if one.rank != event.rank]
-        by_rank = sorted([*others, speed], key=lambda one: one.rank)
+        others = [other for other in self.speed if other.rank != event.rank]
+        by_rank = sorted([*others, speed], key=lambda measured: measured.rank)
         return SpeedNote(tuple(by_rank))

@@ -161,10 +161,10 @@ class StallWatch(Watch):
 
     def poll(self, living: Mapping[int, Interpreter]) -> End | None:
         """End the attempt once it hangs, with the stacks of its processes on the disk."""
-        found = self.standstill()
-        if found is None:
+        hang = self.standstill()
+        if hang is None:
             return None
-        self._ended_for = found
+        self._ended_for = hang
         return End(dump_stacks(self._request, living))
 
     def explain(self, stacks: str) -> Failure:
@@ -190,14 +190,14 @@ class StallWatch(Watch):
     def standstill(self) -> Standstill | None:
         """Return the standstill once the attempt hangs; warn when half of its limit is over."""
         self._let_time_pass()
-        found = standstill(self._limit_seconds, self._pulse)
-        if found is None or self._ticked < self._next_look:
+        hang = standstill(self._limit_seconds, self._pulse)
+        if hang is None or self._ticked < self._next_look:
             return None
-        self._next_look = self._ticked + found.limit_seconds / _LOOKS
+        self._next_look = self._ticked + hang.limit_seconds / _LOOKS
         self._look()
-        found = standstill(self._limit_seconds, self._pulse) or found
-        self._warn(found)
-        return found if found.share >= 1 and not self._is_suspended else None
+        hang = standstill(self._limit_seconds, self._pulse) or hang
+        self._warn(hang)
+        return hang if hang.share >= 1 and not self._is_suspended else None
 
     def _let_time_pass(self) -> None:
         now = time.monotonic()
@@ -240,29 +240,29 @@ class StallWatch(Watch):
         uuids = {gpu.uuid for gpu in self._request.spec.gpus}
         if not uuids:
             return False
-        found = read_inventory().gpus
+        gpus = read_inventory().gpus
         close_session()  # an open one blocks a reset of any GPU
-        ours = {os.getpid()} | {one.pid for one in children(recursive=True)}
+        ours = {os.getpid()} | {child.pid for child in children(recursive=True)}
         return any(
             (gpu.utilization_percent or 0) >= _GPU_PERCENT and not is_shared(gpu, ours)
-            for gpu in found
+            for gpu in gpus
             if gpu.uuid in uuids
         )
 
-    def _warn(self, found: Standstill) -> None:
-        if found.share < WARNING_SHARE:
+    def _warn(self, hang: Standstill) -> None:
+        if hang.share < WARNING_SHARE:
             if self._has_warned:
                 log.info("the attempt goes on")
             self._has_warned = False
-        elif found.share < 1 and not (self._has_warned or self._is_suspended):
+        elif hang.share < 1 and not (self._has_warned or self._is_suspended):
             self._has_warned = True
             log.warning(
                 "%s: after %s (stall_timeout_minutes) the attempt is ended, and another one goes "
                 "on from its last checkpoint",
-                found.what,
-                duration(found.limit_seconds),
+                hang.what,
+                duration(hang.limit_seconds),
             )
-            self._on_event(StallWarning(round(found.seconds, 1), round(found.limit_seconds, 1)))
+            self._on_event(StallWarning(round(hang.seconds, 1), round(hang.limit_seconds, 1)))
 
 
 def bytes_moved_by(process: psutil.Process) -> int:
@@ -275,14 +275,14 @@ def bytes_moved_by(process: psutil.Process) -> int:
 
 def _trainers_processes(pids: Sequence[int], request: AttemptRequest) -> list[psutil.Process]:
     """Return the processes that train: of a script without the one that only supervises it."""
-    found = []
+    processes = []
     for pid in pids:
         with contextlib.suppress(psutil.Error):
-            one = psutil.Process(pid)
+            process = psutil.Process(pid)
             if not request.config.traits.is_program:
-                found.append(one)
-            found += one.children(recursive=True)
-    return found
+                processes.append(process)
+            processes += process.children(recursive=True)
+    return processes
 
 
 # --- what they do when they hang --------------------------------------------------------------
@@ -302,25 +302,25 @@ def dump_stacks(
     """Write what the processes of an attempt do; return the seconds that they need for theirs."""
     has_nccl = _request_nccl_dumps(request)
     until = time.monotonic() + _ALL_SECONDS
-    pids = [one.pid for one in interpreters.values()]
-    own = {} if request.config.traits.is_program else interpreters
+    pids = [interpreter.pid for interpreter in interpreters.values()]
+    by_faulthandler = {} if request.config.traits.is_program else interpreters
     silent = [
-        one
-        for one in _trainers_processes(pids, request)
-        if not own or one.pid not in pids or _status(one) in _STOPPED
+        process
+        for process in _trainers_processes(pids, request)
+        if not by_faulthandler or process.pid not in pids or _status(process) in _STOPPED
     ]
     with contextlib.suppress(OSError), request.stacks_file.open("a", 1) as file:
-        for one in silent[:_MOST_PROCESSES]:
+        for process in silent[:_MOST_PROCESSES]:
             with contextlib.suppress(psutil.Error):
-                command = shlex.join(one.cmdline())
+                command = shlex.join(process.cmdline())
                 if not command:
-                    command = one.name()
+                    command = process.name()
                 command = shortened(command, 100)
-                print(f"process {one.pid} ({command}, {_status(one)})", file=file)
+                print(f"process {process.pid} ({command}, {_status(process)})", file=file)
                 if time.monotonic() < until:
-                    file.writelines(f"{line}\n" for line in _threads(one))
+                    file.writelines(f"{line}\n" for line in _threads(process))
                 print(file=file)
-        for rank, interpreter in own.items():
+        for rank, interpreter in by_faulthandler.items():
             if request.ranks > 1:
                 pid = interpreter.pid
                 status = _status(psutil.Process(pid))
@@ -379,15 +379,15 @@ def nccl_variables(environ: Mapping[str, str], run_dir: Path, attempt: int) -> d
     where the disk has no pipes, which would end the ranks.
     """
     stem = str(run_dir.absolute() / f"attempt-{attempt}.nccl-")
-    own = {name: value for name, value in _RECORD.items() if name not in environ}
+    variables = {name: value for name, value in _RECORD.items() if name not in environ}
     if _NEWER_SIZE in environ:
-        own.pop("TORCH_NCCL_TRACE_BUFFER_SIZE", None)
+        variables.pop("TORCH_NCCL_TRACE_BUFFER_SIZE", None)
     with contextlib.suppress(OSError):
         probe = f"{stem}.pipe"
         os.mkfifo(probe)
         os.unlink(probe)
         if not any(name in environ for name in _FILES):
-            return own | dict.fromkeys(_FILES, stem)
+            return variables | dict.fromkeys(_FILES, stem)
     return {}
 
 

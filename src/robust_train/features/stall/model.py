@@ -108,6 +108,6 @@ def standstill(limit_seconds: float | None, pulse: Pulse) -> Standstill | None:
     return Standstill(quiet, _BUSY_TIMES * learned, False)
 
 
-def worth_keeping(longest: float, known: float) -> bool:
+def worth_keeping(longest: float, before: float) -> bool:
     """Return whether a longest pause changes the limit, and enough for a line on the disk."""
-    return longest > max(1.25 * known, SHORTEST_SECONDS / _LONGEST_PAUSES)
+    return longest > max(1.25 * before, SHORTEST_SECONDS / _LONGEST_PAUSES)
