@@ -254,7 +254,7 @@ class _LoadedOnlyUnpickler(pickle.Unpickler):
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How one rank ended, or that it still runs."""
+    """How a rank ended, or that it still runs."""
 
     rank: int
     pid: int = 0
@@ -323,7 +323,8 @@ def root_cause(ends: Sequence[RankEnd]) -> RankEnd | None:
 
 
 def event_of(ends: Sequence[RankEnd]) -> Finished | Failed | RankDied | None:
-    """Merge the ends of several ranks into one event, or None if all that failed were killed."""
+    """Merge the ends of several ranks into a single event, or None if all that failed were
+    killed."""
     figures = (end.ending.memory for end in ends if end.ending is not None)
     memory = max(figures, key=_peak_in, default={})
     root = root_cause(ends)

@@ -1,4 +1,4 @@
-"""A launch as one frozen value: its config, its trainer, its run folder and its surroundings.
+"""A launch as a frozen value: its config, its trainer, its run folder and its surroundings.
 
 ``entry.launch`` calls :func:`plan_job` before the first effect. Everything that can be known by
 then is computed here once.

@@ -1,4 +1,4 @@
-"""The record of one attempt, from its start to the decision after it.
+"""The record of an attempt, from its start to the decision after it.
 
 The launcher folds the attempt's events into it. It is the only record: journal, ``state.json``,
 ``summary.json``, a sweep's row, the table and the report show some of its fields.

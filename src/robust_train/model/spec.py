@@ -54,12 +54,12 @@ class Knob(Part):
 
 @dataclass(frozen=True)
 class AttemptSpec(Record[Knob]):
-    """The settings of one attempt. Choices of features are in their knobs."""
+    """The settings of an attempt. Choices of features are in their knobs."""
 
     kind_of_part = Knob
 
     gpus: Group  # the GPU of rank 0 first; empty for the CPU
-    # Micro-batch: samples in one forward and backward pass of one rank.
+    # Micro-batch: samples in one forward and backward pass of a rank.
     batch_size: int
     # Micro-batches of each rank per optimizer step.
     gradient_accumulation_steps: int
@@ -154,7 +154,7 @@ class AttemptSpec(Record[Knob]):
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast one rank trained in an attempt, without its first step, validation and checkpoints.
+    """How fast a rank trained in an attempt, without its first step, validation and checkpoints.
     None if unknown."""
 
     steps: int  # number of measured steps
