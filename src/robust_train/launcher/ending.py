@@ -39,7 +39,7 @@ _LONGEST_TRACEBACK = 100_000
 
 
 def ended(
-    attempt: Attempt,  # with all its events and its exit
+    attempt: Attempt,  # the attempt with all its events and its exit
     request: AttemptRequest,
     seconds: float,
 ) -> Attempt:
@@ -262,7 +262,7 @@ class RankEnd:
     ending: Finished | Failed | None = None
     # When it reported its end, else when the launcher saw it dead, in seconds.
     at: float = 0.0
-    returncode: int | None = None  # as subprocess returns it, None while it runs
+    returncode: int | None = None  # its exit code as subprocess returns it, None while it runs
     was_killed: bool = False  # whether the launcher killed it because another rank had failed
 
     @property

@@ -47,8 +47,8 @@ class Plan:
     """One launch of a job, before its first effect."""
 
     config: RobustConfig
-    cfg: DictConfig  # as it was composed
-    resolved_cfg: DictConfig  # with every value that can be resolved
+    cfg: DictConfig  # the composed config
+    resolved_cfg: DictConfig  # the same, with every value that can be resolved
     trainer: Trainer | str
     trainer_ref: TrainerRef
     name: str  # the job's name, for people

@@ -504,7 +504,7 @@ class JobStarted(Event):
     job: str = ""
     # How the page names the job.
     about: Mapping[str, str] = field(default_factory=dict)
-    schema: int = 1  # of the journal's lines from here on
+    schema: int = 1  # version of the journal's lines from here on
     # A project's keys that stand for this package's keys; None if the keys are at the root.
     keys: Mapping[str, str] | None = None
 
