@@ -223,6 +223,17 @@ def test_fewer_gpus_keep_the_effective_batch(batch_size, accumulation, ranks, fe
     assert replace(settings, config=config, asked=asked).fewer_ranks(ranks) == ()
 
 
+@pytest.mark.parametrize(("accumulates", "size"), [(False, 7), (True, 6)])
+def test_fewer_gpus_take_no_batch_that_failed(accumulates, size):
+    """A script that is given no accumulation has another effective batch either way."""
+    settings = policy(30, num_gpus=2, min_num_gpus=1)
+    asked = replace(settings.asked, accumulates=accumulates)
+    settings = replace(settings, asked=asked)
+    spec = settings.resized(first_attempt(settings, (gpu(0, 40), gpu(1, 40))), 7)
+    fewer = on_gpus(settings, (), Retry(spec, "fewer_gpus", ""), spec.gpus[:1]).spec
+    assert fewer.batch_size == size
+
+
 def test_a_reduced_group_waits_for_its_size():
     """It has lost a GPU before and waits for as many as it has."""
     settings = policy(24, num_gpus=4, min_num_gpus=2)
@@ -231,6 +242,15 @@ def test_a_reduced_group_waits_for_its_size():
     again = failed(three, FailureKind.DEVICE_FAULT, Evidence(clue=Clue.HARDWARE), rank=2)
     assert decided(settings, (again,), group[:3], (gpu(4, 40),)).room.counts == (3,)
     assert decided(settings, (again,), group[:3]).room.counts == (2,)
+
+
+def test_a_users_rule_keeps_the_loss():
+    """A rule that cannot act is skipped: parts of this batch would have another loss."""
+    settings = policy(8, rules=(RetryRule("smaller_batch", message="sum"),))
+    spec = first_attempt(settings, ())
+    for changes, action in (("", "halve_batch"), ("its loss is a sum", "give_up")):
+        bug = failed(spec, FailureKind.BUG, message="a sum", split_changes=changes)
+        assert decided(settings, (bug,)).action == action
 
 
 def test_a_disks_retry_names_the_disk():

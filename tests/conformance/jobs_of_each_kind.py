@@ -2,8 +2,10 @@
 
 import contextlib
 import json
+import os
 import re
 import sys
+import time
 from dataclasses import dataclass, replace
 
 import psutil
@@ -13,6 +15,7 @@ from robust_train.folder.checkpoints import SUFFIX
 from world import SUPPORT, Ended, wait_until
 
 BOUND_SECONDS = 90
+DAY_SECONDS = 86_400
 PROPOSED = re.compile(r"robust-train ((?:resume|attach|status|stop|logs|wait|report) [^\s,;:)]+)")
 
 COMMON = ("min_batch_size=1", "retry_pause_seconds=0.1", "training.num_workers=0", "seed=3")
@@ -131,10 +134,11 @@ class Day:
         manifests = sorted((self.run_dir / "checkpoints").glob(f"*{SUFFIX}"))
         return manifests[-1] if manifests else None
 
-    def start(self):
-        """Start the command and wait until it trains and has saved; there it is held."""
+    def start(self, *, alone=False):
+        """Start the command and wait until it trains and has saved; there it is held. If it is to
+        be repeated by what it has recorded of itself, it is no fork (``alone``)."""
         self.hold.touch()
-        self.world.alone = self.kind.is_sweep
+        self.world.alone = alone or self.kind.is_sweep
         self.process = self.world.start(*self.words)
         wait_until(self._trains, "the job trains")
         root = psutil.Process(self.process.pid)
@@ -177,6 +181,29 @@ class Day:
         stdout, stderr = process.communicate(timeout=BOUND_SECONDS)
         self.proposed |= set(PROPOSED.findall(stdout + stderr))
         return Ended(process.returncode, stdout, stderr, self.run_dir).with_code(code)
+
+    def a_day_passes(self):
+        """Let all that was recorded, and the files with it, be a day older."""
+        now = time.time()
+
+        def older(value):
+            if isinstance(value, dict):
+                return {name: older(inner) for name, inner in value.items()}
+            if isinstance(value, list):
+                return [older(inner) for inner in value]
+            is_moment = isinstance(value, float) and now - 2 * DAY_SECONDS < value <= now
+            return value - DAY_SECONDS if is_moment else value
+
+        for path in self.world.folder.rglob("*"):
+            if path.is_symlink() or not path.is_file():
+                continue
+            times = path.stat()
+            if path.suffix in (".json", ".jsonl"):
+                with contextlib.suppress(ValueError):
+                    lines = path.read_text().splitlines() if path.suffix == ".jsonl" else None
+                    contents = [path.read_text()] if lines is None else lines
+                    path.write_text("\n".join(json.dumps(older(json.loads(c))) for c in contents))
+            os.utime(path, (times.st_atime - DAY_SECONDS, times.st_mtime - DAY_SECONDS))
 
     def journal(self, event):
         return [one for one in self.events() if one["event"] == event]

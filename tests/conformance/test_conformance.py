@@ -240,5 +240,41 @@ def test_the_same_command_completes_a_troubled_job(
         leaves_nothing(day)
         is_completed_by_the_same_command(day)
         knows_the_commands_that_it_proposed(day)
+        day.a_day_passes()
+        knows_the_commands_that_it_proposed(day)
         has_one_story(day)
         has_the_weights(day, undisturbed(kind), is_exact=what.is_exact)
+
+
+RESUMED_BY_DEFAULT = ("function", "script", "sweep")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(
+            kind, id=kind.name, marks=[] if kind.name in RESUMED_BY_DEFAULT else [pytest.mark.slow]
+        )
+        for kind in KINDS
+    ],
+)
+def test_a_pasted_resume_completes_an_old_job(world, kind, cuda_machine_with):
+    """The screen has proposed it a day before; its user gives another value with it."""
+    if kind.needs:
+        pytest.importorskip(kind.needs, reason=f"the extra [{kind.needs}] is not installed")
+    gpus = [Gpu(uuid=uuid, total_mib=24000, free_mib=20000) for uuid in (A, B)]
+    day = Day(world, kind, machine=cuda_machine_with(*gpus) if kind.on_gpus else None)
+    day.start(alone=True)
+    EVENTS["SIGTERM"].happens(day)
+    (resume,) = {command for command in day.proposed if command.startswith("resume ")}
+    day.a_day_passes()
+    for verb in ("status", "logs"):
+        shown = warm.robust_train(verb, resume.split()[1], environ=day.world.environ)
+        assert shown.returncode == 0 or kind.is_sweep, shown
+    words = ["-m", "robust_train.cli.main", *resume.split(), "max_retries=7"]
+    ended = day.ended(warm.start(words, day.world.folder, day.world.environ), 0)
+    assert "max_retries=7" in ended.stdout.splitlines()[0]
+    assert ended.summary["status"] == "completed"
+    assert day.journal("attempt_started")[-1]["resume_checkpoint"] is not None
+    day.a_day_passes()
+    knows_the_commands_that_it_proposed(day)

@@ -91,6 +91,31 @@ def test_the_last_step_waits_for_room(tmp_path):
         assert torch.equal(content["weight"], weight)
 
 
+@pytest.mark.slow
+def test_two_ranks_wait_for_room_together(tmp_path):
+    """Rank 0 alone knows that the disk took nothing, and both save what training ended with."""
+    votes = Votes(2)
+    cfg = framework_config(4, checkpoint_every_steps=1)
+    cfg.num_gpus = 2
+
+    def train(rank):
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        run = RunOnAFullDisk(folder, filler, rank=rank, world_size=2, flags=votes)
+        weight, _ = _train(folder, cfg, run)
+        owed = str(live_of(run).saving.owed)
+        return [weight.tolist(), owed, list(run.saved_at)]
+
+    folder = tmp_path / "disk"
+    with small_disk(folder, "size=1m"):
+        filler = fill(folder)
+        first, second = of_ranks(2, train)
+        assert first[:2] == second[:2]
+        assert first[1:] == ["None", [9]]
+        (saved,) = folder.glob("checkpoints/*/model.safetensors")
+        content = pytest.importorskip("safetensors.torch").load_file(saved)
+        assert content["weight"].tolist() == first[0]
+
+
 def test_a_second_loop_is_refused_in_one_line(tmp_path):
     _, run = _train(tmp_path, framework_config(8))
     with pytest.raises(UserError, match="a second fit or loop in one job"):

@@ -11,16 +11,18 @@ from omegaconf import OmegaConf
 from running_out import recorded
 from torch.utils.data import DataLoader, TensorDataset
 
+from disks import fill, small_disk
 from forked_ranks import of_forks
 from framework_config import QUIET, framework_config
 from robust_train import launch
+from robust_train.attempt.last_save import save_owed_checkpoint
 from robust_train.attempt.run import Run, live_of
 from robust_train.config.checks import unchecked
 from robust_train.config.placeholders import MicroBatchPlan
 from robust_train.config.schema import RobustConfig
 from robust_train.model.errors import TrainingStopped, UserError
 from robust_train.model.spec import AttemptSpec
-from watched_run import WatchedRun
+from watched_run import RunOnAFullDisk, WatchedRun
 
 lightning = pytest.importorskip("lightning", reason="the extra [lightning] is not installed")
 
@@ -73,6 +75,17 @@ def test_max_steps_ends_interrupted_and_uninterrupted_runs_alike(tmp_path):
     rest, _, _ = trained(framework_config(4, 2), run.saved_at[5])
     torch.testing.assert_close(rest.layer.weight, whole.layer.weight)
     assert rest.seen == whole.seen[-len(rest.seen) :]
+
+
+def test_the_last_step_waits_for_room(tmp_path):
+    """The attempt writes what Lightning gave it, once training is over."""
+    with small_disk(tmp_path / "disk", "size=1m"):
+        run = RunOnAFullDisk(tmp_path / "disk", fill(tmp_path / "disk"))
+        _fit(run.run_dir, framework_config(8, checkpoint_every_steps=None), run=run)
+        assert not run.saved_at
+        save_owed_checkpoint(live_of(run))
+        assert list(run.saved_at) == [3]
+        assert live_of(run).saving.owed is None
 
 
 def test_single_device_ddp_resumes_its_sample_order(tmp_path):

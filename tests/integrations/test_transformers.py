@@ -11,7 +11,7 @@ from framework_config import SILENT, framework_config
 from robust_train.attempt.run import live_of
 from robust_train.model.errors import TrainingDiverged, TrainingStopped, UserError
 from taking_part import guarded
-from watched_run import RunOnAFullDisk, WatchedRun
+from watched_run import FillsTheDisk, RunOnAFullDisk, WatchedRun
 
 transformers = pytest.importorskip(
     "transformers", reason="the extra [transformers] is not installed"
@@ -141,6 +141,22 @@ def test_the_last_step_waits_for_room(tmp_path):
         _fit(run.run_dir, framework_config(8), run=run)
         assert list(run.saved_at) == [9]
         assert live_of(run).saving.owed is None
+
+
+def test_loaded_best_weights_replace_an_unsaved_step(tmp_path, caplog):
+    """They are loaded at the end, and are on the disk, which filled up afterwards."""
+    how = {
+        **dict.fromkeys(("eval_strategy", "save_strategy"), "steps"),
+        **dict.fromkeys(("eval_steps", "save_steps"), 1),
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": True,  # those of step 1
+    }
+    with small_disk(tmp_path / "disk", "size=1m"):
+        run = FillsTheDisk(tmp_path / "disk")
+        _fit(run.run_dir, framework_config(8, checkpoint_every_steps=None), run=run, **how)
+        assert live_of(run).saving.owed is None
+    assert "the best one is, and is loaded" in caplog.text
 
 
 def test_a_second_fit_is_refused_in_one_line(tmp_path):

@@ -63,17 +63,17 @@ class Agents:
         output, _ = process.communicate(timeout=240)
         return process.returncode, output
 
-    def tasks(self, *command, trouble="", start=cold):
-        """Start two tasks as srun does: ranks without an agent."""
+    def tasks(self, *command, trouble="", start=cold, count=2):
+        """Start tasks as srun does: ranks without an agent."""
         srun = {
             "SLURM_JOB_ID": "4711",
-            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_STEP_NUM_TASKS": str(count),
             "SLURM_STEP_NODELIST": "localhost",
             "MASTER_PORT": str(free_port()),
             "TROUBLE": trouble,
         }
         argv, own = command or (SCRIPT, self.run_dir), {**self.world.environ, **srun}
-        numbers = ({"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01")
+        numbers = ({"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in map(str, range(count)))
         return [start(argv, self.world.folder, own | each) for each in numbers]
 
     def end(self, tasks, fails=False):
@@ -121,6 +121,16 @@ def test_restarted_tasks_resume_with_half_the_batch(agents):
     output = agents.end(agents.tasks(trouble="runs_out=5", start=warm.start))
     assert "out of memory on the GPU (rank 1): micro-batch 8 → 4" in output
     assert agents.sizes == [(8, 1), (4, 2)]
+    assert agents.has_the_weights_of_an_undisturbed_run()
+
+
+@pytest.mark.slow
+def test_more_tasks_share_the_same_effective_batch(agents):
+    """The next start has another number of them."""
+    agents.world.environ["BATCH_SIZE"] = "4"
+    agents.end(agents.tasks(trouble="runs_out=5", start=warm.start), fails=True)
+    agents.end(agents.tasks(start=warm.start, count=4))
+    assert agents.sizes == [(4, 2), (2, 2)]
     assert agents.has_the_weights_of_an_undisturbed_run()
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_train.attempt.cadence import SaveClock, seconds_between_saves
+from robust_train.attempt.cadence import OWED_SECONDS, SaveClock, seconds_between_saves
 from robust_train.attempt.run import Run, live_of
 from robust_train.config.checks import checked
 from robust_train.config.composition import complete
@@ -114,6 +114,19 @@ def test_a_late_write_counts_for_its_own_step(time):
     clock.copied()
     assert not clock.is_due(5), "the one of step 4 is the last"
     assert clock.spent == 1.0
+
+
+def test_one_save_retries_a_failed_checkpoint(time):
+    """Although steps follow before its copy is written."""
+    clock = SaveClock(SavePlan(1e9), now=time)
+    clock.begin(1)
+    clock.failed()
+    assert not clock.is_due(2)
+    time.seconds += OWED_SECONDS
+    assert clock.is_due(3)
+    clock.begin(3)
+    clock.copied()
+    assert not clock.is_due(4)
 
 
 def test_the_writing_of_a_copy_costs_nothing(time):

@@ -103,7 +103,10 @@ if __name__ == "__main__":
         {
             **({} if "AUTO_DEVICE" in os.environ else {"auto_device": False, "device": "cpu"}),
             "min_batch_size": 1,
-            "training": {"effective_batch_size": SAMPLES, "batch_size": SAMPLES // 2},
+            "training": {
+                "effective_batch_size": SAMPLES,
+                "batch_size": int(os.environ.get("BATCH_SIZE", SAMPLES // 2)),
+            },
         },
         run_dir=sys.argv[1],
     )

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from disks import fill
 from robust_train.attempt.run import Run, live_of
 
 
@@ -54,3 +55,12 @@ class RunOnAFullDisk(WatchedRun):
             self.failures += 1
             if self.failures > 1:
                 self._filler.unlink(missing_ok=True)
+
+
+class FillsTheDisk(WatchedRun):
+    """A run whose disk is full once it has taken the first checkpoint."""
+
+    def _keep(self, event):
+        super()._keep(event)
+        if self.events[-1]["event"] == "checkpoint" and not (self.run_dir / "filler").exists():
+            fill(self.run_dir)

@@ -108,9 +108,9 @@ COUNT = """
 import psutil
 from robust_train.config.schema import RobustConfig
 from robust_train.gpu import inventory
-from robust_train.sweep.gpu_queue import count_gpus
+from robust_train.sweep.gpu_queue import read_totals
 inventory.OPENING_SECONDS = 1.0
-print(count_gpus(RobustConfig()), psutil.wait_procs(psutil.Process().children(), 9)[1])
+print(len(read_totals(RobustConfig())), psutil.wait_procs(psutil.Process().children(), 9)[1])
 """
 
 

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_world import TINY_VIT, WatchedRun, config, train
 
+from robust_train.attempt.run import live_of
 from robust_train.model.errors import ConfigError
 from robust_train.vision.reporting import Reporter
 from robust_train.vision.step import EpochPosition
@@ -56,7 +57,8 @@ def test_a_job_reports_its_progress_and_files(short):
 def test_displayed_steps_need_no_log_lines(tmp_path, caplog):
     """The launcher shows the steps already."""
     caplog.set_level(logging.INFO)
-    run = WatchedRun(tmp_path, has_live_status=True)
+    run = WatchedRun(tmp_path)
+    live_of(run).has_live_status = True
     report_steps(run, range(1, 11), every=5, total=10)
     assert not [m for m in caplog.messages if m.startswith("step ")]
 

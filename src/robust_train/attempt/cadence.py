@@ -123,6 +123,8 @@ class SaveClock:
         """Record the start of a save."""
         self._mark(step)
         self._saving_since = self._saved_at
+        # this save is the retry, however long it takes to be written
+        self._retries_at = 0.0
 
     def copied(self) -> None:
         """Record that training continues while a copy is written."""

@@ -214,6 +214,11 @@ class CheckpointFolder:
         self._in_flight = _Copy(future, step, self._saving.batches.position, again)
         self._saving.clock.copied()
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is written while training goes on, and not reported yet."""
+        return self._in_flight is not None
+
     def write_again(self) -> bool:
         """Write the newest checkpoint once more, if the disk did not take it, and return whether
         its copy still exists.

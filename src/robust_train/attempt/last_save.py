@@ -99,14 +99,16 @@ def save_last_again(live: LiveAttempt, save: Callable[[], object]) -> None:
     """Let a framework save the final state of training, if the disk did not take its last
     checkpoint: no copy of that exists, and the trainer may change the weights next.
 
-    If the reason is not a full disk, the checkpoint stays owed. With several ranks, which save
-    together, it stays owed too, because only rank 0 knows that its write failed.
+    If the reason is not a full disk, the checkpoint stays owed. Several ranks save together.
 
     Raises:
         TrainingStopped: a stop was requested while the disk was full.
     """
+    if live.world_size > 1:
+        _save_together(live, save)
+        return
     unsaved = live.saving.owed
-    if unsaved is None or live.world_size > 1 or not is_of_full_disk(unsaved):
+    if unsaved is None or not is_of_full_disk(unsaved):
         return
 
     def write() -> None:
@@ -118,6 +120,55 @@ def save_last_again(live: LiveAttempt, save: Callable[[], object]) -> None:
         write_when_there_is_room(live, write)
 
 
+def settle_by_best(live: LiveAttempt) -> None:
+    """Owe no last checkpoint: the weights are those of the best one again, which is on the disk."""
+    if live.saving.owed is not None:
+        log.warning("the last checkpoint is not saved, but the best one is, and is loaded")
+        live.saving.settle()
+
+
+def _save_together(live: LiveAttempt, save: Callable[[], object]) -> None:
+    """Save on all ranks once the disk has room. Rank 0 decides: only it knows whether the write
+    failed that went on while training did."""
+    from robust_train.step.ranks import of_all_ranks
+
+    pauses = list(PAUSES)
+    failed = live.saving.owed
+    while of_all_ranks(failed is not None and is_of_full_disk(failed) and bool(pauses))[0]:
+        if _waited_together(live, failed, pauses.pop(0)):
+            pauses = list(PAUSES)
+        failed = None
+        try:
+            with live.saves.raising():
+                save()
+                live.saves.finish()
+        except CheckpointError as error:
+            failed = error
+
+
+def _waited_together(live: LiveAttempt, failed: CheckpointError | None, pause: float) -> bool:
+    """Wait on all ranks for a pause, and until rank 0 sees that the disk has room; return whether
+    it had none. No rank waits for another for longer than a look, so no collective times out."""
+    from robust_train.step.ranks import of_all_ranks
+
+    until = time.monotonic() + pause
+    next_line = 0.0
+    problem = ""
+    has_waited = False
+    while of_all_ranks(bool(problem) or time.monotonic() < until)[0]:
+        if live.should_stop():
+            raise TrainingStopped("stopped while it waited for space on the disk")
+        time.sleep(min(_LOOK_SECONDS, pause))
+        if not live.is_main or failed is None:
+            continue
+        problem = why_full(live.run_dir, str(failed), failed.bytes)
+        has_waited |= bool(problem)
+        if problem and time.monotonic() >= next_line:
+            next_line = time.monotonic() + _LINE_SECONDS
+            _report_wait(live, problem, failed)
+    return bool(of_all_ranks(has_waited)[0])
+
+
 def _waited_for_room(live: LiveAttempt, failed: CheckpointError) -> bool:
     """Wait until the disk has room for a checkpoint that could not be written, and return whether
     the disk was full."""
@@ -127,12 +178,17 @@ def _waited_for_room(live: LiveAttempt, failed: CheckpointError) -> bool:
         has_waited = True
         if time.monotonic() >= next_line:
             next_line = time.monotonic() + _LINE_SECONDS
-            needed = f"{memory(failed.bytes)} are" if failed.bytes else "space is"
-            log.warning("training is over; %s: %s needed to save it", problem, needed)
-            # A report is a sign of life, so the attempt does not count as hanging.
-            live.reports.send(CheckpointFailed(problem))
+            _report_wait(live, problem, failed)
         _sleep(live, _LOOK_SECONDS)
     return has_waited
+
+
+def _report_wait(live: LiveAttempt, problem: str, failed: CheckpointError | None) -> None:
+    needed_bytes = 0 if failed is None else failed.bytes
+    needed = f"{memory(needed_bytes)} are" if needed_bytes else "space is"
+    log.warning("training is over; %s: %s needed to save it", problem, needed)
+    # A report is a sign of life, so the attempt does not count as hanging.
+    live.reports.send(CheckpointFailed(problem))
 
 
 def _sleep(live: LiveAttempt, seconds: float) -> None:

@@ -102,7 +102,6 @@ class LiveAttempt:
         rank: int = 0,
         world_size: int = 1,
         flags: Flags | None = None,
-        has_live_status: bool = False,
     ) -> None:
         self.attempt = attempt
         self.rank = rank
@@ -110,7 +109,7 @@ class LiveAttempt:
         self.is_main = rank == 0
         self.run_dir = run_dir
         self.checkpoint_dir = run_dir / "checkpoints"
-        self.has_live_status = has_live_status
+        self.has_live_status = False
         self.spec: AttemptSpec | None = None
         self.has_read: Callable[[str], bool] = lambda key: True
         self.supports: Callable[[str], bool] = lambda feature: False
@@ -141,6 +140,7 @@ class LiveAttempt:
     def prepare(self, request: AttemptRequest) -> None:
         """Let the features in a request take part, and split batches as it says."""
         self.spec = request.spec
+        self.has_live_status = request.has_live_status
         self.hooks = load_hooks(request.features, self, request.config)
         self.parts.set_asked(request.asked)
         self.parts.check_by(SplitRule.of(request.config, request.spec))
@@ -265,7 +265,7 @@ class LiveAttempt:
         if is_time and self.losses.allows_checkpoint():
             self.stops.raise_checkpoint()
         self.hooks.boundary("should_save")
-        is_due = self.stops.read_checkpoint()
+        is_due = self.stops.read_checkpoint(is_writing=self.saves.is_writing)
         if is_due:
             self.saving.clock.begin(self.reports.last_step)
             self.speed.pause()

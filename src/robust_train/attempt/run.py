@@ -47,7 +47,6 @@ class Run:
         rank: int = 0,
         world_size: int = 1,
         flags: Flags | None = None,
-        has_live_status: bool = False,
     ) -> None:
         self._live = LiveAttempt(
             run_dir=run_dir,
@@ -57,7 +56,6 @@ class Run:
             rank=rank,
             world_size=world_size,
             flags=flags,
-            has_live_status=has_live_status,
         )
         self.attempt = attempt
         self.rank = rank

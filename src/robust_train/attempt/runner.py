@@ -74,7 +74,6 @@ def run_attempt(
         rank=rank,
         world_size=request.ranks,
         flags=flags,
-        has_live_status=request.has_live_status,
     )
     live = live_of(run)
     live.saving.start_writer()

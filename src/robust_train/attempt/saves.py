@@ -174,6 +174,11 @@ class Saves:
             self._raises = False
 
     @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is written while training goes on, and not reported yet."""
+        return self._folder is not None and self._folder.is_writing
+
+    @property
     def has_checkpoint(self) -> bool:
         """Whether a checkpoint of the job is on the disk, as far as this attempt knows."""
         return self._saving.has_saved or self.resume_checkpoint is not None

@@ -31,6 +31,8 @@ class Stops:
         self._saves_last = False
         self._checkpoint_flag_seen = 0
         self._checkpoint_answers: list[Answer] = []
+        # Of requests for which the trainer was asked to save.
+        self._promised: list[Answer] = []
 
     def request_stop(self) -> None:
         """Ask the trainer to stop at its next step boundary."""
@@ -62,9 +64,14 @@ class Stops:
         """Ask all ranks for a checkpoint at the next step boundary."""
         self._flags.raise_flag(CHECKPOINT)
 
-    def read_checkpoint(self) -> bool:
-        """Return whether to save now: a checkpoint was requested, or the attempt has to stop."""
-        if self._checkpoint_answers:
+    def read_checkpoint(self, *, is_writing: bool) -> bool:
+        """Return whether to save now: a checkpoint was requested, or the attempt has to stop.
+
+        Args:
+            is_writing: whether a checkpoint is being written in the background. The trainer then
+                has started the save that was requested, and is not asked for another one.
+        """
+        if self._checkpoint_answers or (self._promised and not is_writing):
             self.raise_checkpoint()
         before = self._checkpoint_flag_seen
         self._checkpoint_flag_seen = self._flags.look(CHECKPOINT, self._rank)
@@ -72,6 +79,9 @@ class Stops:
         if self._sees_stop() and not self._saves_last:
             self._saves_last = True
             is_due = True
+        if is_due:
+            self._promised += self._checkpoint_answers
+            self._checkpoint_answers = []
         return is_due
 
     @property
@@ -90,7 +100,8 @@ class Stops:
 
     def answer_checkpoint(self, reply: dict[str, Json]) -> None:
         """Answer all requests for a checkpoint."""
-        answers = self._checkpoint_answers
+        answers = self._promised + self._checkpoint_answers
         self._checkpoint_answers = []
+        self._promised = []
         for answer in answers:
             answer(reply)

@@ -109,11 +109,16 @@ def _read_all(cfg: DictConfig, prefix: str, *, is_lenient: bool = False) -> Robu
 
 
 def _with_memory(config: RobustConfig) -> RobustConfig:
-    """Settle the memory to reserve: ``auto`` begins with the default."""
+    """Settle the memory to reserve, and who may share the GPU: ``auto`` begins with the default,
+    and with the job alone."""
     size: int | None = config.min_gpu_memory_mb  # None: auto
-    if size is not None:
-        return config
-    return replace(config, min_gpu_memory_mb=RobustConfig.min_gpu_memory_mb, measures_memory=True)
+    if size is None:
+        least = RobustConfig.min_gpu_memory_mb
+        config = replace(config, min_gpu_memory_mb=least, measures_memory=True)
+    number: int | None = config.gpu_jobs_per_device  # None: auto
+    if number is None:
+        config = replace(config, gpu_jobs_per_device=1, measures_memory=True, packs_gpus=True)
+    return config
 
 
 def read(owner: type[T], cfg: DictConfig, prefix: str, *, is_lenient: bool = False) -> T:
@@ -297,6 +302,11 @@ def _mistakes(config: RobustConfig) -> Iterator[str]:
     if config.min_batch_size > size:
         least = config.min_batch_size
         yield f"min_batch_size={least}: must not be above training.batch_size={size}"
+    if config.packs_gpus and config.finds_batch_size:
+        yield (
+            "gpu_jobs_per_device=auto: training.batch_size=auto fills a GPU with one job; give one "
+            "of them a number"
+        )
     if config.runs_inline and gpus > 1:
         yield (
             f"num_gpus={gpus}: every GPU needs a process of its own; leave isolation=none out, or "

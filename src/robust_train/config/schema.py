@@ -241,7 +241,12 @@ class RobustConfig(PlainConfig):
         read=truth_or_path,
     )
     gpu_jobs_per_device: int = key(
-        1, "maximum number of jobs per GPU that this job accepts, including itself", range=FROM_1
+        1,
+        "maximum number of jobs per GPU that this job accepts, including itself; `auto`: as fit",
+        more="([sweeps](sweeps.md#share-gpus))",
+        accepts="integer or `auto`",
+        range=FROM_1,
+        read=integer_or_auto,
     )
     queue_priority: str = key(
         "auto",
@@ -324,6 +329,8 @@ class RobustConfig(PlainConfig):
     finds_batch_size: bool = False
     # `min_gpu_memory_mb=auto`: the default stands until a feature knows better.
     measures_memory: bool = False
+    # `gpu_jobs_per_device=auto`: it is 1 until a feature has measured the job.
+    packs_gpus: bool = False
     # A project's keys that stand for this package's keys; None if the keys are at the root.
     theirs: dict[str, str] | None = None
     # The keys of features that do not all have their defaults.

@@ -19,7 +19,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from robust_train.attempt.checkpoints import together
-from robust_train.attempt.last_save import save_last_again
+from robust_train.attempt.last_save import save_last_again, settle_by_best
 from robust_train.attempt.run import Run, live_of
 from robust_train.compat import load_best, save_trainer, saving_through
 from robust_train.config.trainers import require
@@ -119,8 +119,10 @@ def fit(trainer: Any, *, cfg: DictConfig, run: Run, metric: str | None = None) -
         try:
             trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
             live_of(run).saves.finish()
-            if not trainer.args.load_best_model_at_end:
-                # else these weights are no longer those of the last step
+            best = trainer.state.best_model_checkpoint
+            if trainer.args.load_best_model_at_end and best and Path(best).exists():
+                settle_by_best(live_of(run))
+            else:
                 save_last_again(live_of(run), lambda: save_trainer(trainer))
         except _AlreadyDone:
             log.info("training was complete already")

@@ -51,7 +51,7 @@ from robust_train.model.feature import Feature
 from robust_train.model.gpu import Group
 from robust_train.model.spec import AttemptSpec, Decision, GiveUp, Retry
 from robust_train.policy.context import Offers
-from robust_train.policy.decide import Remedies, decide, first_attempt
+from robust_train.policy.decide import Remedies, decide, first_attempt, shared_among
 from robust_train.policy.sizes import PolicySettings, size_to_begin_with
 from robust_train.queue.devices import Devices
 from robust_train.queue.waiting import WaitStatus
@@ -188,6 +188,9 @@ class RankDriver(Driver):
         if history := failures.history(beginning.job, gpus):
             decided = self._after(history, policy)
             first = decided or first
+            # the engine may have started more or fewer of them than the last time
+            spec = shared_among(policy, first.spec, self.guest.world_size)
+            first = replace(first, spec=spec)
             is_fresh = decided is None
         number = beginning.attempts + 1
         checkpoint = beginning.checkpoint

@@ -105,7 +105,7 @@ class JobView(Protocol):
 
     @property
     def beginning(self) -> Beginning:
-        """Where this launch began. It exists once the run folder is locked."""
+        """Where this launch began. It exists once the run folder was read."""
 
     @property
     def state(self) -> RunState:
@@ -152,7 +152,7 @@ class InLauncher:
         self.job = job
 
     def begin(self) -> None:
-        """Start with the job, before its run folder is locked. The last hook is :meth:`close`."""
+        """Start with the job, before its run folder is read. The last hook is :meth:`close`."""
 
     def close(self) -> None:
         """End with the job, after its end was recorded and its folder released."""

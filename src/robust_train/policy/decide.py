@@ -66,19 +66,23 @@ def on_gpus(
 
     A different number of GPUs shares the same effective batch.
     """
-    spec = replace(retry.spec, gpus=gpus)
-    if len(gpus) != spec.ranks:
-        fewer = settings.for_ranks(len(gpus))
-        # Take the largest size that divides the share and is not larger than before. If there is
-        # none, take any size that divides it: running out of memory costs less than a changed
-        # effective batch.
-        size = fewer.next_smaller(2 * spec.batch_size)
-        if fewer.share % size:
-            size = fewer.asked.batch_size
-        spec = fewer.resized(spec, size)
-        spec = replace(spec, ranks=len(gpus))
+    spec = shared_among(settings, replace(retry.spec, gpus=gpus), len(gpus))
     spec, _ = size_to_begin_with(settings, history, spec)
     return replace(retry, spec=spec)
+
+
+def shared_among(settings: PolicySettings, spec: AttemptSpec, ranks: int) -> AttemptSpec:
+    """Return the same effective batch, shared among so many processes."""
+    if ranks == spec.ranks:
+        return spec
+    shared = settings.for_ranks(ranks)
+    # Take the largest size that divides the share and is not larger than before. If there is
+    # none, take any size that divides it: running out of memory costs less than a changed
+    # effective batch.
+    size = shared.next_smaller(2 * spec.batch_size)
+    if shared.accumulates and shared.share % size:
+        size = shared.asked.batch_size
+    return replace(shared.resized(spec, size), ranks=ranks)
 
 
 def with_first_size(

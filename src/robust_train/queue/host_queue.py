@@ -267,7 +267,9 @@ class HostQueue:
             taken[rank] = taken_bytes
             self._show(taken_bytes=tuple(taken))
 
-    def follow(self, held: Sequence[int | None], need_bytes: int) -> int | None:
+    def follow(
+        self, held: Sequence[int | None], need_bytes: int, jobs_per_device: int | None = None
+    ) -> int | None:
         """Reserve what the job needs now, on GPUs where its attempt runs.
 
         The record grows as far as the other jobs leave room, and is never below what is held: that
@@ -276,6 +278,7 @@ class HostQueue:
         Args:
             held: what its processes hold on each of its GPUs; None if unknown.
             need_bytes: what it needs on each of them.
+            jobs_per_device: how many jobs it accepts there from now on; None: as before.
 
         Returns:
             What is reserved on each GPU by now; None without a reservation.
@@ -290,7 +293,8 @@ class HostQueue:
         taken = tuple(earlier if new is None else new for new, earlier in pairs)
         least = max((size or 0 for size in taken), default=0)
         wanted = max(need_bytes, least)
-        job = replace(before, taken_bytes=taken, reserved_bytes=wanted)
+        most = jobs_per_device or before.jobs_per_device
+        job = replace(before, taken_bytes=taken, reserved_bytes=wanted, jobs_per_device=most)
         with contextlib.suppress(QueueError):
             reservation.update(job)
             if wanted <= before.reserved_bytes:

@@ -37,6 +37,9 @@ def story_of(sources: Sources) -> Story:
             keys = entry.event.keys
     about |= in_words(sources.environment)
     attempts = tuple(_with_samples(attempt, samples) for attempt in attempts_of(entries))
+    held = wording.held_memory(attempts)
+    if held:
+        about["GPU memory held"] = held
     launches = list(launches_of(entries))
     status = "empty" if summary is None else summary.status
     if launches:

@@ -299,6 +299,12 @@ def _used_by_others(sample: Sample) -> int:
     return used - reserved
 
 
+def held_memory(attempts: Sequence[Attempt]) -> str:
+    """Return the most that a job's processes held of a GPU, empty if that was not measured."""
+    peak = max((attempt.memory.get("gpu_peak", 0) for attempt in attempts), default=0)
+    return f"{memory(peak)} at its peak, CUDA and libraries included" if peak else ""
+
+
 def speed_advice(attempts: Sequence[Attempt]) -> Iterator[str]:
     """Yield what would make the job faster, by the last attempt whose speed is known."""
     measured = [attempt for attempt in attempts if speed_of(attempt)]

@@ -6,6 +6,7 @@ It decides how many run at once. On which GPU a job runs is decided by the job's
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 import multiprocessing
@@ -54,6 +55,7 @@ from robust_train.model.events import ValueReported
 from robust_train.report import html
 from robust_train.report.status import LiveLines
 from robust_train.sweep.checks import hydra_knows, speak_of_keys_in
+from robust_train.sweep.packing import Packer, largest_first
 from robust_train.sweep.pruning import Reports
 from robust_train.sweep.record import (
     INTERRUPTIONS,
@@ -95,7 +97,7 @@ class Jobs:
 
     def next(self) -> tuple[int, Sequence[str]] | None:
         """Return a job to start now, and its overrides, or None."""
-        number = min(self._waiting, default=None)
+        number = next(iter(self._waiting), None)
         return None if number is None else (number, self._waiting.pop(number))
 
     def reported(self, job: int, values: Sequence[ValueReported]) -> str:
@@ -133,6 +135,7 @@ class GpuQueue:
         self.rows = session.sweep.known
         self._jobs: Jobs
         self._reports: Reports
+        self._packer: Packer | None = None  # if jobs share GPUs as they fit
         self._running: dict[int, ForkProcess] = {}
         self._pruned: set[int] = set()  # or about to be
         self._signals = SignalWatch()
@@ -146,7 +149,7 @@ class GpuQueue:
         """Run a sweeper's batch of jobs, and return their results in order, NaN for a job that did
         not complete. Raises as `run` does."""
         listed = dict(enumerate(job_overrides, first))
-        self.run(Jobs(listed))
+        self.run(self.in_order(listed))
         returned = []
         for number in listed:
             row = self.rows[number]
@@ -154,6 +157,10 @@ class GpuQueue:
             job.return_value = row.objective
             returned.append(job)
         return returned
+
+    def in_order(self, listed: Mapping[int, Sequence[str]]) -> Jobs:
+        """Return jobs in the order of their numbers, or the largest first if they share GPUs."""
+        return Jobs(largest_first(listed) if self._settings.packs_gpus else listed)
 
     def run(self, jobs: Jobs) -> None:
         """Run jobs, each as soon as another has ended. Raises JobInterrupted, after all jobs have
@@ -177,13 +184,16 @@ class GpuQueue:
                 # the folder may hold jobs of other sweeps
                 if record.sweep == table.sweep or (row and row.varies_as(record)):
                     self._reports.begin(record.job, folder)
+        totals = {} if self._n_jobs else read_totals(self._settings)
         slots = jobs_at_once(
             self._settings,
             self._n_jobs,
             jobs.most,
-            gpus=0 if self._n_jobs else count_gpus(self._settings),
+            gpus=len(totals),
             cpus=len(os.sched_getaffinity(0)),
         )
+        if self._settings.packs_gpus and not self._n_jobs:
+            self._packer = Packer(self._settings, slots, totals)
         with self._signals, LiveLines() as live:
             log.info(
                 "%d jobs, %d at once; they print to %s",
@@ -227,6 +237,8 @@ class GpuQueue:
         while not (is_over := self._is_stopping or bool(self._received)):
             # robust-train sweep limit
             most = requested_sweep_limit(self.folder)
+            if self._packer is not None:
+                slots = self._packer.packing.limit
             if len(self._running) >= (slots if most is None else most):
                 break
             next_job = self._jobs.next()
@@ -291,6 +303,8 @@ class GpuQueue:
     def _poll(self, live: LiveLines) -> None:
         """Wait a moment, then handle signals and jobs that have ended."""
         self._show(live)
+        if self._packer is not None:
+            self._packer.look([self.rows[number].path for number in self._running])
         # until a job ends: its GPU is free, and the next one takes some time to start
         wait([process.sentinel for process in self._running.values()], _POLL_SECONDS)
         while self._received:
@@ -454,30 +468,37 @@ def jobs_at_once(
     return max(1, min(n_jobs, jobs))
 
 
-def count_gpus(wanted: RobustConfig) -> int:
-    """Return the number of GPUs that a sweep's job may take, or 0 if the driver hangs.
+def read_totals(wanted: RobustConfig) -> Mapping[str, int]:
+    """Return the memory of the GPUs that a sweep's jobs may take, by UUID; empty if the driver
+    hangs.
 
-    Counted in a fork: the jobs, which are forks too, must not inherit NVML's state.
+    Read in a fork: the jobs, which are forks too, must not inherit NVML's state.
     """
     if wanted.device == "cpu" and not wanted.picks_gpu:
-        return 0
+        return {}
     read_end, write_end = os.pipe()
     child = os.fork()
     if not child:
         with contextlib.suppress(BaseException):
+            os.close(read_end)
             visible = visible_gpus(read_inventory(processes=False), os.environ)
-            answer = str(len(visible.gpus)) if visible.inventory.answered else "?"
-            os.write(write_end, answer.encode())
+            totals = {gpu.uuid: gpu.total_bytes for gpu in visible.gpus}
+            answer = json.dumps(totals if visible.inventory.answered else None)
+            with open(write_end, "w") as pipe:
+                pipe.write(answer)
         os._exit(0)
     os.close(write_end)
-    answer = os.read(read_end, 16).decode() or "0"
-    os.close(read_end)
-    if answer == "?":  # the driver is not waited for any longer
+    with open(read_end) as pipe:
+        answer = pipe.read() or "{}"
+    given = json.loads(answer)
+    if given is None:  # the driver is not waited for any longer
         log.warning(
             "the NVIDIA driver has not answered and may be wedged: this sweep does not count its "
             "GPUs; hydra.launcher.n_jobs chooses how many jobs run at once"
         )
-        return 0
+        return {}
     os.waitpid(child, 0)
-    takes_any = wanted.picks_gpu or wanted.device in ("auto", "cuda")
-    return int(answer) if takes_any else min(1, int(answer))
+    totals = {str(uuid): int(total) for uuid, total in given.items()}
+    if wanted.picks_gpu or wanted.device in ("auto", "cuda"):
+        return totals
+    return dict(list(totals.items())[:1])

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from robust_train.model.errors import ConfigError
 from robust_train.model.json import MalformedEventError, from_json
 from robust_train.sweep.checks import SweeperSettings, launcher_of
-from robust_train.sweep.gpu_queue import GpuQueue, Jobs
+from robust_train.sweep.gpu_queue import GpuQueue
 
 
 def sweep(
@@ -63,8 +63,7 @@ def sweep(
         n_jobs = config.hydra.launcher.get("n_jobs")
     queue = GpuQueue(context, task_function, config, n_jobs)
     if settings.sampler is None:
-        jobs = dict(enumerate(_combinations(swept, fixed, seeds)))
-        queue.run(Jobs(jobs))
+        queue.run(queue.in_order(dict(enumerate(_combinations(swept, fixed, seeds)))))
         return
     try:
         from robust_train.sweep.search import Search

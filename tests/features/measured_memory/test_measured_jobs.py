@@ -1,6 +1,7 @@
 """A job's reservation follows what NVML says of its processes, and the next job begins with it."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,17 @@ from simulated_nvml import Gpu
 from world import World, wait_until
 
 A = "GPU-aaaaaaaa-0000-0000-0000-000000000000"
+PROGRAM = """
+import os, time
+from robust_train import current_run
+run = current_run()
+with open(os.environ["READY_FILE"], "w") as file:
+    file.write(str(os.getpid()))
+for step in range(1, 1000000):
+    run.progress(step)
+    time.sleep(0.01)
+"""
 AUTO = "min_gpu_memory_mb=auto"
-TRAINER = "trainer._target_=measured_trainers.holds_memory"
 
 
 class Host:
@@ -27,11 +37,12 @@ class Host:
         self.needs_file = cache / "robust-train" / "needs.json"
         self.tmp_path = tmp_path
 
-    def start(self, *arguments):
+    def start(self, *arguments, trainer="holds_memory"):
         """Start a job; return its process and the number of the one that trains."""
         for name in ("ready", "go", "go2"):
             (self.tmp_path / name).unlink(missing_ok=True)
-        job = self.world.start(TRAINER, *arguments)
+        target = f"trainer._target_=measured_trainers.{trainer}"
+        job = self.world.start(target, *arguments)
         ready = self.tmp_path / "ready"
         pid = wait_until(lambda: ready.exists() and ready.read_text(), "it trains")
         return job, int(pid)
@@ -74,6 +85,8 @@ def test_reservation_follows_and_next_job_begins_with_it(tmp_path, cuda_machine_
     assert attempt["memory"]["gpu_peak"] == 6000 * MIB
     done = host.need("--json", str(Path(first.run_dir)))
     assert json.loads(done.stdout)["need_bytes"] == 6600 * MIB, done.stderr
+    page = host.world.robust_train("report", "--json", str(first.run_dir), code=0)
+    assert json.loads(page.stdout)["about"]["GPU memory held"].startswith("5.9 GiB at its peak")
     host.hold(pid, 0)
     job, pid = host.start(AUTO, "seed=7", "job_name=second")
     assert host.reserved()[0] == 6600
@@ -148,3 +161,38 @@ def test_a_program_that_takes_all_keeps_its_declaration(tmp_path, cuda_machine_w
     ended = host.world.end(job, code=0)
     assert ended.output.count("at once, as JAX") == 1
     assert not host.needs_file.exists()
+
+
+@pytest.mark.slow
+def test_a_program_is_measured_by_a_probe(tmp_path, cuda_machine_with):
+    """One that has not run says how; the probe ends the program, which would not end by itself."""
+    host = Host(tmp_path, cuda_machine_with(Gpu(uuid=A)))
+    script = tmp_path / "endless.py"
+    script.write_text(PROGRAM)
+    words = [sys.executable, str(script), "--width", "8"]
+    before = host.need("--", *words)
+    assert before.returncode == 1
+    assert f"robust-train need --probe -- {sys.executable} {script} --width 8" in before.stderr
+    command = ["-m", "robust_train.cli.main", "need", "--probe", "--json", "--", *words]
+    probe = warm.start(command, tmp_path, {**host.machine.environment(), **host.world.environ})
+    ready = tmp_path / "ready"
+    host.hold(int(wait_until(lambda: ready.exists() and ready.read_text(), "it runs", 20)), 3000)
+    stdout, stderr = probe.communicate(timeout=120)
+    answer = json.loads(stdout)
+    assert answer["peak_bytes"] == 3000 * MIB, stderr
+    assert answer["smallest_gpu"] == A
+    after = host.need("--json", "--", *words, "--seed", "3")
+    assert json.loads(after.stdout) == answer
+
+
+@pytest.mark.slow
+def test_a_shortage_caused_by_others_is_named(tmp_path, cuda_machine_with):
+    host = Host(tmp_path, cuda_machine_with(Gpu(uuid=A, free_mib=39936)))
+    job, pid = host.start(AUTO, "gpu_jobs_per_device=2", trainer="runs_out_in_a_step")
+    host.machine.update(0, compute=[(pid, 2048), (1, 3072)], free_mib=34816)
+    host.go()
+    wait_until(lambda: host.has_logged("others took 3.0 GiB of GPU 0"), "it is said", 30)
+    host.go("go2")
+    ended = host.world.end(job, code=0)
+    assert ended.output.count("others took") == 1
+    assert not host.needs_file.exists(), "a part of the batch says nothing of the whole"

@@ -229,3 +229,9 @@ def test_a_job_without_cuda_holds_nothing():
     assert Sample(3 * GIB, GIB, others=1).is_before_cuda
     assert not Sample(3 * GIB, GIB).is_before_cuda, "WSL2 lists no processes"
     assert not Sample(3 * GIB, GIB, is_listed=False).is_before_cuda
+
+
+def test_memory_of_others_is_told_apart():
+    assert Sample(6 * GIB, GIB, (2 * GIB,), others=1).taken_by_others() == 3 * GIB
+    assert Sample(3 * GIB, GIB, (2 * GIB,)).taken_by_others() == 0
+    assert Sample(6 * GIB, GIB, (None,)).taken_by_others() == 0

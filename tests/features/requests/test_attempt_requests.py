@@ -94,6 +94,23 @@ def test_a_checkpoint_request_is_answered_after_saving(asking):
     assert not asking.run.should_save(), "it is not tried for ever"
 
 
+def test_a_request_costs_one_save_in_the_background(asking):
+    """Although steps follow before it is written."""
+    live = live_of(asking.run)
+    is_free = threading.Event()
+    live.saving.writer.submit(is_free.wait)
+    asking.ask("checkpoint")
+    assert asking.run.should_save()
+    asking.run.save({}, 1)
+    assert not asking.run.should_save()
+    assert not asking.has_replied()
+    asking.ask("checkpoint")
+    assert asking.run.should_save(), "the one that is written is older than this request"
+    is_free.set()
+    live.saves.finish()
+    assert asking.reply(1)["answer"]["step"] == 1
+
+
 def test_a_trainer_gets_one_round_before_a_refusal(asking):
     """One round of its loop shows which hooks it calls."""
     asking.ask("checkpoint")

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import shlex
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
-from robust_train.config.schema import RobustConfig
+from omegaconf import OmegaConf
+
+from robust_train.config.checks import checked
+from robust_train.config.placeholders import literal
+from robust_train.config.refusals import composed
 from robust_train.features.measured_memory.model import PEAK, largest_fitting, with_margin
+from robust_train.features.measured_memory.probe import run_probe
 from robust_train.features.measured_memory.recall import fingerprint_of_program
 from robust_train.features.measured_memory.store import Need, read_needs
 from robust_train.folder.run_list import KnownRun, choose_run
@@ -25,31 +30,30 @@ Said = tuple[dict[str, Json], Sequence[str]]
 
 def need(arguments: Namespace) -> Said:
     """Return what a run, or a program that has run before, needs: data and lines."""
-    gpus = read_inventory(processes=False).gpus
     words = arguments.program
-    # options of a program are its own, but a run has none
+    # Options of a program belong to it, but a run has none.
     if words[1:] == ["--json"] and not os.path.isfile(words[0]):
         arguments.json = True
         words = words[:1]
     is_run = len(words) < 2 and not any(os.path.isfile(word) for word in words)
+    if arguments.probe and (is_run or not words):
+        raise NotDoneError("--probe runs a program: robust-train need --probe -- PROGRAM …")
     if not is_run:
-        return _need_of_program(words, gpus)
+        code = run_probe(words, arguments.batch_size) if arguments.probe else None
+        return _need_of_program(words, code)
     which = words[0] if words else None
-    return _need_of_run(choose_run(which, dead_too=True, command="need"), gpus)
+    return _need_of_run(choose_run(which, dead_too=True, command="need"))
 
 
-def _need_of_program(argv: Sequence[str], gpus: Sequence[GpuInfo]) -> Said:
-    """Return what earlier runs of a program have shown."""
-    config = RobustConfig()
-    config = replace(config, trainer=replace(config.trainer, argv=tuple(argv)))
-    need = read_needs().get(fingerprint_of_program(config), Need())
-    peaks = need.on(None)
+def _need_of_program(argv: Sequence[str], code: int | None) -> Said:
+    """Return what earlier runs of a program have shown; ``code`` is that of a probe run now."""
+    # These are the defaults of `robust-train run`, which differ from those of a function.
+    cfg = composed(["trainer=command", "training.batch_size=1", "min_batch_size=1"])
+    OmegaConf.update(cfg, "trainer.argv", [literal(word) for word in argv])
+    digest = fingerprint_of_program(checked(cfg))
+    peaks = read_needs().get(digest, Need()).on(None)
     if not peaks:
-        words = " ".join(argv)
-        raise NotDoneError(
-            "this program was not measured yet: one run of ten steps and a checkpoint is needed, "
-            f"robust-train run --min-gpu-memory-mb auto -- {words}"
-        )
+        raise NotDoneError(_why_unknown(argv, code))
     peak = max(peaks.values())
     data: dict[str, Json] = {
         "peak_bytes": peak,
@@ -60,21 +64,37 @@ def _need_of_program(argv: Sequence[str], gpus: Sequence[GpuInfo]) -> Said:
         f"micro-batch {size}: {mib(bytes_)} at its peak, {mib(with_margin(bytes_))} to reserve"
         for size, bytes_ in sorted(peaks.items())
     ]
-    return _with_gpus(data, lines, peak, peaks, gpus)
+    return _with_gpus(data, lines, peak, peaks)
 
 
-def _need_of_run(run: KnownRun, gpus: Sequence[GpuInfo]) -> Said:
+def _why_unknown(argv: Sequence[str], code: int | None) -> str:
+    """Return why nothing is known of a program; ``code`` is that of its probe run, if any."""
+    if code is not None:
+        return (
+            f"the probe run ended with exit code {code} before it was measured: its output is above"
+        )
+    return (
+        "this program was not measured yet: a probe run is needed, which ends after ten steps: "
+        f"robust-train need --probe -- {shlex.join(argv)}"
+    )
+
+
+def _need_of_run(run: KnownRun) -> Said:
     """Return what the attempts of a run have held."""
     summary = read_summary(run.run_dir)
     attempts = () if summary is None else summary.attempts
-    measured = [attempt for attempt in attempts if PEAK in attempt.memory]
+    held = {attempt.number: _held_by(attempt) for attempt in attempts}
+    measured = [attempt for attempt in attempts if held[attempt.number]]
     if not measured:
         what = "has not ended yet: robust-train queue shows what it holds"
         if not run.alive:
-            what = "was not measured: it ran on the CPU, or NVML said nothing of its processes"
+            what = (
+                "was not measured: it ran on the CPU, without min_gpu_memory_mb=auto, or NVML said "
+                "nothing of its processes"
+            )
         raise NotDoneError(f"run {run.id} {what}")
     last = measured[-1]
-    peak = last.memory[PEAK]
+    peak = held[last.number]
     made_of = _made_of(last, peak)
     size = last.spec.batch_size
     data: dict[str, Json] = {
@@ -91,9 +111,22 @@ def _need_of_run(run: KnownRun, gpus: Sequence[GpuInfo]) -> Said:
     ]
     peaks: dict[int, int] = {}
     for attempt in measured:
-        held = attempt.memory[PEAK]
-        peaks[attempt.spec.batch_size] = max(held, peaks.get(attempt.spec.batch_size, 0))
-    return _with_gpus(data, lines, peak, peaks, gpus)
+        tried = attempt.spec.batch_size
+        peaks[tried] = max(held[attempt.number], peaks.get(tried, 0))
+    return _with_gpus(data, lines, peak, peaks)
+
+
+def _held_by(attempt: Attempt) -> int:
+    """Return what an attempt held at its peak; 0 if unknown.
+
+    Without a measurement torch's cache and the context that it measured are all that it held.
+    """
+    figures = attempt.memory
+    cache = max(figures.get("reserved", 0), figures.get("max_allocated", 0))
+    context = figures.get("context_bytes", 0)
+    if PEAK in figures or not cache or not context:
+        return figures.get(PEAK, 0)
+    return cache + context
 
 
 def _made_of(attempt: Attempt, peak: int) -> Mapping[str, int]:
@@ -110,18 +143,11 @@ def _made_of(attempt: Attempt, peak: int) -> Mapping[str, int]:
 
 
 def _with_gpus(
-    data: dict[str, Json],
-    lines: list[str],
-    peak: int,
-    peaks: Mapping[int, int],
-    gpus: Sequence[GpuInfo],
+    data: dict[str, Json], lines: list[str], peak: int, peaks: Mapping[int, int]
 ) -> Said:
     """Add the smallest GPU of this host that it fits, and the micro-batch that fits each."""
-    fitting = sorted(
-        (gpu for gpu in gpus if gpu.total_bytes >= with_margin(peak)),
-        key=lambda gpu: (gpu.total_bytes, gpu.index),
-    )
-    smallest = fitting[0] if fitting else None
+    gpus = read_inventory(processes=False).gpus
+    smallest = _smallest_for(with_margin(peak), gpus)
     data["smallest_gpu"] = None if smallest is None else smallest.uuid
     if smallest is not None:
         lines.append(f"the smallest GPU here that it fits: GPU {smallest.index} ({smallest.name})")
@@ -134,3 +160,9 @@ def _with_gpus(
         fits = "unknown, measure one more size" if size is None else str(size)
         lines.append(f"GPU {gpu.index}: largest micro-batch {fits}")
     return data, lines
+
+
+def _smallest_for(need_bytes: int, gpus: Sequence[GpuInfo]) -> GpuInfo | None:
+    """Return the smallest GPU that has this much memory; None if none has."""
+    fitting = [gpu for gpu in gpus if gpu.total_bytes >= need_bytes]
+    return min(fitting, key=lambda gpu: (gpu.total_bytes, gpu.index), default=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -9,12 +10,15 @@ from dataclasses import dataclass, field, replace
 
 from robust_train.config.attempt import AttemptRequest
 from robust_train.features.measured_memory.model import (
+    FIRST_STEPS,
+    MOST_TOGETHER,
     PEAK,
     Sample,
     is_measured,
     took_all_at_once,
     with_margin,
 )
+from robust_train.features.measured_memory.probe import is_probe, stop_probe
 from robust_train.features.measured_memory.recall import fingerprint_of
 from robust_train.features.measured_memory.store import remember
 from robust_train.gpu.inventory import close_session, read_inventory
@@ -34,13 +38,15 @@ from robust_train.model.events import (
 from robust_train.model.gpu import GpuInfo
 from robust_train.queue.host_queue import HostQueue
 from robust_train.queue.queue_dir import QueueError
-from robust_train.readable import mib
+from robust_train.readable import memory, mib
 
 log = logging.getLogger("robust_train")
 
 _LEAST_SECONDS = 1.0
 _MOST_SECONDS = 30.0
 _OFTEN_SECONDS = 60.0  # an attempt allocates most of what it will hold in its first minute
+_SAMPLES_OF_A_PROBE = 3  # after ten steps, until it ends whatever is known
+_NOTABLE_SHARE = 0.05  # of a GPU; less than that is not what a step lacked
 _COST_SHARE = 0.005  # of the time, which reading the GPUs may take
 _FIRST_COST_SHARE = 0.02  # in that minute
 
@@ -63,6 +69,9 @@ class _Attempt:
     is_split: bool = False  # a step ran at a smaller micro-batch than the attempt's
     next_at: float = 0.0
     is_settled: bool = False
+    has_run_out: bool = False  # in a step, since the last sample
+    has_blamed: bool = False  # others, for memory that ran out
+    samples_after_steps: int = 0  # since ten steps are done
     takes_all: bool = False
     # UUIDs of GPUs on which another job of the queue has been seen
     shared: set[str] = field(default_factory=set)
@@ -94,6 +103,7 @@ class MeasuredMemory(InLauncher):
         self._attempt: _Attempt | None = None
         self._warned: set[str] = set()
         self._is_on = config.measures_memory or config.gpu_jobs_per_device > 1
+        self._is_probe = is_probe()
 
     def request(self, request: AttemptRequest, attempt: Attempt) -> AttemptRequest:
         """Note what is used on the GPUs before the attempt begins."""
@@ -119,6 +129,8 @@ class MeasuredMemory(InLauncher):
             current.has_saved = True
         elif isinstance(event, MicroBatchChanged):
             current.is_split = True
+            current.has_run_out = True
+            current.next_at = 0.0
 
     def tick(self, attempt: Attempt | None) -> None:
         """Measure if it is time to."""
@@ -140,12 +152,44 @@ class MeasuredMemory(InLauncher):
         current.next_at = now + pause
         gpus = {gpu.uuid: gpu for gpu in inventory.gpus}
         if all(uuid in gpus for uuid in current.uuids):
-            held = [self._held_on(gpus[uuid], current) for uuid in current.uuids]
-            self._follow(current, held, attempt, [gpus[uuid] for uuid in current.uuids])
+            its_gpus = [gpus[uuid] for uuid in current.uuids]
+            samples = [self._sample_of(gpu, current) for gpu in its_gpus]
+            held = [self._held_by(sample) for sample in samples]
+            self._follow(current, held, attempt, its_gpus)
+            self._tell_shortage_apart(current, samples, its_gpus)
+            self._end_probe(current)
 
-    def _held_on(self, gpu: GpuInfo, current: _Attempt) -> int | None:
+    def _tell_shortage_apart(
+        self, current: _Attempt, samples: Sequence[Sample], gpus: Sequence[GpuInfo]
+    ) -> None:
+        """Say once if memory ran out in a step because others took it."""
+        if not current.has_run_out:
+            return
+        current.has_run_out = False
+        for sample, gpu in zip(samples, gpus, strict=True):
+            taken = sample.taken_by_others()
+            if taken >= _NOTABLE_SHARE * gpu.total_bytes and not current.has_blamed:
+                current.has_blamed = True
+                log.warning(
+                    "memory ran out in a step: others took %s of GPU %d since the attempt began "
+                    "(robust-train gpus)",
+                    memory(taken),
+                    gpu.index,
+                )
+
+    def _end_probe(self, current: _Attempt) -> None:
+        """Stop a probe run that has been measured, or that cannot be."""
+        if (current.steps or 0) >= FIRST_STEPS:
+            current.samples_after_steps += 1
+        is_over = current.samples_after_steps >= _SAMPLES_OF_A_PROBE
+        if self._is_probe and (current.is_settled or current.takes_all or is_over):
+            self._is_probe = False
+            log.info("the probe run ends here")
+            with contextlib.suppress(OSError):
+                stop_probe(self.job.plan.run_dir)
+
+    def _held_by(self, sample: Sample) -> int | None:
         """Return what the job's processes hold on a GPU; None if unknown."""
-        sample = self._sample_of(gpu, current)
         held = sample.by_process()
         if held is not None or sample.is_before_cuda:
             return held
@@ -209,13 +253,17 @@ class MeasuredMemory(InLauncher):
             return
         was_settled = current.is_settled
         current.is_settled = was_settled or is_measured(
-            current.steps, saved=current.has_saved, quiet_seconds=time.monotonic() - current.grew_at
+            current.steps,
+            saved=current.has_saved or self._is_probe,
+            quiet_seconds=time.monotonic() - current.grew_at,
         )
         need = with_margin(peak)
         # A declared figure stands, and so does that of an earlier run until this one is measured.
         if not config.measures_memory or not current.is_settled:
             need = max(need, config.min_gpu_memory_bytes)
-        reserved = self.job.driver.devices.queue.follow(held, need)
+        is_open = config.packs_gpus and current.is_settled
+        most = MOST_TOGETHER if is_open else None
+        reserved = self.job.driver.devices.queue.follow(held, need, most)
         if current.is_settled and not was_settled:
             shown = "" if reserved is None else f"; {mib(reserved)} are reserved by now"
             log.info("the job holds at most %s of a GPU%s", mib(peak), shown)

@@ -20,6 +20,10 @@ PEAK = "gpu_peak"
 QUIET_SECONDS = 60.0
 """A program that reports no steps is measured when its peak has not grown for so long."""
 
+MOST_TOGETHER = 16
+"""Jobs that a measured job accepts on its GPU with ``gpu_jobs_per_device=auto``, itself included:
+more contexts than that cost more than they compute."""
+
 _MARGIN = 10
 """The part of the peak that is reserved beside it: a tenth."""
 
@@ -182,6 +186,13 @@ class Sample:
         if not self.is_alone or (self.is_listed and self.others):
             return None
         return max(self.used_bytes - self.before_bytes, 0)
+
+    def taken_by_others(self) -> int:
+        """Return how much others have taken since the attempt began; 0 if that is unknown."""
+        held = self.by_process()
+        if held is None:
+            return 0
+        return max(self.used_bytes - held - self.before_bytes, 0)
 
 
 _LEAST_CONTEXT = 64 << 20

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from robust_train.config.projects import GROUP
 from robust_train.config.schema import RobustConfig
 from robust_train.features.measured_memory.model import (
+    MOST_TOGETHER,
     fingerprint,
     peak_at,
     program_of,
@@ -51,7 +52,8 @@ def with_known_need(plan: Plan) -> Plan:
         reserved_mb,
         mib(peak),
     )
-    config = replace(config, min_gpu_memory_mb=reserved_mb)
+    most = MOST_TOGETHER if config.packs_gpus else config.gpu_jobs_per_device
+    config = replace(config, min_gpu_memory_mb=reserved_mb, gpu_jobs_per_device=most)
     return replace(plan, config=config, policy=replace(plan.policy, config=config))
 
 

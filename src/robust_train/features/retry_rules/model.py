@@ -141,5 +141,6 @@ def _can(rule: RetryRule, context: FailureContext) -> bool:
         return bool(context.last.gpus)
     if rule.then != "smaller_batch":
         return True
-    may_split = context.has_smaller and not context.keeps_batch
+    is_kept = context.keeps_batch or context.keeps_loss
+    may_split = context.has_smaller and not is_kept
     return may_split and not context.settings.refuses(context.smaller)
