@@ -65,7 +65,7 @@ _LONGEST_PAUSE_SECONDS = 1.0
 
 
 def main() -> NoReturn:
-    """Serve one launcher: prepare, then run one attempt and end."""
+    """Serve one launcher: prepare, then run an attempt and end."""
     # A signal to all processes of a job is held until the attempt can handle it.
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOP_SIGNALS)
     signals.keep_ends_of_children()
@@ -316,7 +316,7 @@ def _modules_to_share() -> tuple[str, ...]:
 def _run_rank(
     begin: Begin, channel: socket.socket, report: _Reporter, descriptors: Sequence[int]
 ) -> int:
-    """Run the trainer as one of the ranks, and return the process's exit status.
+    """Run the trainer as a rank, and return the process's exit status.
 
     ``descriptors`` begin with the file of the votes, and on rank 0 with the socket of the store.
     """

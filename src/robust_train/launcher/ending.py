@@ -40,7 +40,7 @@ _LONGEST_TRACEBACK = 100_000
 
 
 def ended(
-    attempt: Attempt,  # with all its events and its exit
+    attempt: Attempt,  # the attempt with all its events and its exit
     request: AttemptRequest,
     seconds: float,
 ) -> Attempt:
@@ -269,7 +269,7 @@ class _LoadedOnlyUnpickler(pickle.Unpickler):
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How one rank ended, or that it still runs."""
+    """How a rank ended, or that it still runs."""
 
     rank: int
     pid: int = 0
@@ -277,7 +277,7 @@ class RankEnd:
     ending: Finished | Failed | None = None
     # When it reported its end, else when the launcher saw it dead, in seconds.
     at: float = 0.0
-    returncode: int | None = None  # as subprocess returns it, None while it runs
+    returncode: int | None = None  # its exit code as subprocess returns it, None while it runs
     was_killed: bool = False  # whether the launcher killed it because another rank had failed
 
     @property
@@ -338,7 +338,8 @@ def root_cause(ends: Sequence[RankEnd]) -> RankEnd | None:
 
 
 def event_of(ends: Sequence[RankEnd]) -> Finished | Failed | RankDied | None:
-    """Merge the ends of several ranks into one event, or None if all that failed were killed."""
+    """Merge the ends of several ranks into a single event, or None if all that failed were
+    killed."""
     figures = (end.ending.memory for end in ends if end.ending is not None)
     memory = max(figures, key=_peak_in, default={})
     root = root_cause(ends)

@@ -121,7 +121,7 @@ class ProcessExecutor:
         hold: tuple[int, ...] = (),
         tick: Callable[[], None] = lambda: None,
     ) -> Exit:
-        """Run one attempt and return how its process ended.
+        """Run an attempt and return how its process ended.
 
         Raises:
             ConfigError: the trainer cannot be imported, or refuses the configuration.
@@ -326,7 +326,7 @@ def has_room_for_standby(needed_bytes: int) -> bool:
 
 
 class RunningAttempt:
-    """Runs one attempt in one interpreter, or in one interpreter per rank.
+    """Runs an attempt in one interpreter, or in one interpreter per rank.
 
     Args:
         interpreters: all interpreters of the job.

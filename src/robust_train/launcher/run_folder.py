@@ -61,7 +61,7 @@ _MOST_IDS = 50
 
 
 class RunFolder:
-    """Holds the lock, keeps the state and takes the requests of one launch; a context manager.
+    """Holds the lock, keeps the state and takes the requests of a launch; a context manager.
 
     If the disk fails, the job continues after one warning.
 

@@ -164,10 +164,10 @@ class StallWatch(Watch):
 
     def poll(self, living: Mapping[int, Interpreter]) -> End | None:
         """End the attempt once it hangs, with the stacks of its processes on the disk."""
-        still = self.standstill()
-        if still is None:
+        hang = self.standstill()
+        if hang is None:
             return None
-        self._ended_for = still
+        self._ended_for = hang
         return End(dump_stacks(self._request, living))
 
     def explain(self, stacks: str) -> Failure:
@@ -193,14 +193,14 @@ class StallWatch(Watch):
     def standstill(self) -> Standstill | None:
         """Return the standstill once the attempt hangs. Warns when half of its limit is over."""
         self._let_time_pass()
-        still = standstill(self._limit_seconds, self._pulse)
-        if still is None or self._ticked < self._next_look:
+        hang = standstill(self._limit_seconds, self._pulse)
+        if hang is None or self._ticked < self._next_look:
             return None
-        self._next_look = self._ticked + still.limit_seconds / _LOOKS
+        self._next_look = self._ticked + hang.limit_seconds / _LOOKS
         self._look()
-        still = standstill(self._limit_seconds, self._pulse) or still
-        self._warn(still)
-        return still if still.share >= 1 and not self._is_suspended else None
+        hang = standstill(self._limit_seconds, self._pulse) or hang
+        self._warn(hang)
+        return hang if hang.share >= 1 and not self._is_suspended else None
 
     def _let_time_pass(self) -> None:
         now = time.monotonic()
@@ -252,20 +252,20 @@ class StallWatch(Watch):
             if gpu.uuid in uuids
         )
 
-    def _warn(self, still: Standstill) -> None:
-        if still.share < WARNING_SHARE:
+    def _warn(self, hang: Standstill) -> None:
+        if hang.share < WARNING_SHARE:
             if self._has_warned:
                 log.info("the attempt goes on")
             self._has_warned = False
-        elif still.share < 1 and not (self._has_warned or self._is_suspended):
+        elif hang.share < 1 and not (self._has_warned or self._is_suspended):
             self._has_warned = True
             log.warning(
                 "%s: after %s (stall_timeout_minutes) the attempt is ended, and another one goes "
                 "on from its last checkpoint",
-                still.what,
-                duration(still.limit_seconds),
+                hang.what,
+                duration(hang.limit_seconds),
             )
-            self._on_event(StallWarning(round(still.seconds, 1), round(still.limit_seconds, 1)))
+            self._on_event(StallWarning(round(hang.seconds, 1), round(hang.limit_seconds, 1)))
 
 
 def bytes_moved_by(process: psutil.Process) -> int:
@@ -310,11 +310,11 @@ def dump_stacks(
     has_nccl = _request_nccl_dumps(request)
     until = time.monotonic() + _ALL_SECONDS
     pids = [interpreter.pid for interpreter in interpreters.values()]
-    ours = {} if request.config.traits.is_program else interpreters
+    by_faulthandler = {} if request.config.traits.is_program else interpreters
     silent = [
         process
         for process in _trainers_processes(pids, request)
-        if not ours or process.pid not in pids or _status(process) in _STOPPED
+        if not by_faulthandler or process.pid not in pids or _status(process) in _STOPPED
     ]
     with contextlib.suppress(OSError), request.stacks_file.open("a", 1) as file:
         for process in silent[:_MOST_PROCESSES]:
@@ -327,7 +327,7 @@ def dump_stacks(
                 if time.monotonic() < until:
                     file.writelines(f"{line}\n" for line in _threads(process))
                 print(file=file)
-        for rank, interpreter in ours.items():
+        for rank, interpreter in by_faulthandler.items():
             if request.ranks > 1:
                 pid = interpreter.pid
                 status = _status(psutil.Process(pid))
