@@ -50,7 +50,11 @@ def _watched_signals(*, is_script: bool) -> tuple[list[signal.Signals], list[sig
 
 
 def shield_workers(*, is_script: bool = False) -> None:
-    """Remove this process's handlers from the processes that a trainer starts from here on."""
+    """Remove this process's handlers from the processes that a trainer starts from here on.
+
+    Any fork runs ``in_fork``. Processes of ``multiprocessing``, such as data-loader workers, run
+    ``in_worker`` after it.
+    """
     watched, no_stop = _watched_signals(is_script=is_script)
 
     def in_fork() -> None:

@@ -214,6 +214,7 @@ def with_advice(attempt: Attempt, config: RobustConfig, cuda_versions: str = "")
     failure = attempt.failure
     if failure is None:
         return attempt
+    # The text to show instead of an advice, empty to leave the advice out.
     instead: dict[str, str] = {}
     traits = config.traits
     has_workers = traits.has_our_workers and attempt.spec.noted("num_workers", 0) > 0

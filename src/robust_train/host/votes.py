@@ -129,9 +129,14 @@ class Votes:
 class StoreVotes:
     """Votes of ranks on any machines, through their rendezvous store. A context manager.
 
-    A raised flag becomes due in a round. Each rank pauses its looks at the flag and writes their
-    number to the store. Rank 0 then sets the look at which the flag is due, after the furthest
-    rank's, and all continue. While no flag is raised, a thread of each rank polls.
+    A raised flag becomes due in a round. With two ranks, of which rank 1 raises the flag::
+
+        rank 1  raises the flag after its look 7, and says so in the store
+        all     hold their looks at the flag: rank 0 after its look 9, rank 1 after its look 7
+        rank 0  reads both numbers, and writes that the flag is due at look 10
+        all     continue, and each acts at its own look 10, so in the same step
+
+    While no flag is raised, a thread of each rank polls the store.
     """
 
     def __init__(self, store: Store, rank: int, ranks: int) -> None:

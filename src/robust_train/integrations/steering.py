@@ -253,7 +253,7 @@ class InStep:
     ) -> OpenStep | None:
         """Begin an optimizer step, or None if the framework has to run it by itself."""
         if self.is_on and not self._has_begun:
-            # the framework has made its optimizer by now
+            # The framework has created its optimizer by this point.
             self._has_begun = True
             reason = why_not_again(model)
             if reason is not None:

@@ -219,7 +219,7 @@ class GPUMemoryContext:
             was_reset = _reset_peak(self._wanted)
             self.device, self.before, peak = _now_and_peak(self._wanted)
             self.peak = self.before
-            # if the counter cannot be reset, only what exceeds it is known to be the block's
+            # If the counter cannot be reset, only a peak above it is known to be the block's.
             self._earlier_peak = 0 if was_reset else peak
             _open_contexts.append(self)
         return self

@@ -166,7 +166,8 @@ class StepStart:
         return True
 
     def make_room(self) -> bool:
-        """Do so in this step and, if that frees memory, in all that follow, and return whether."""
+        """Move gradients to the host as `move_aside_to_host` does, and return whether that freed
+        memory. If it did, all later steps move theirs at their start."""
         has_freed = self.move_aside_to_host()
         self._watch.keeps_aside_on_host |= has_freed
         return has_freed

@@ -366,7 +366,7 @@ class Training:
         samples = range(len(dataset))
         batches_of_rank = in_order(share_of(samples, run.rank, run.world_size), size)
         rounds = len(in_order(share_of(samples, 0, run.world_size), size))
-        # all ranks take part in every pass; a sample of the last one may not count
+        # Every rank joins each pass. Samples that only pad the last pass do not count.
         chunks: list[Sequence[int]] = [*batches_of_rank, *[[0]] * (rounds - len(batches_of_rank))]
         if self.is_sharded:
             sharding.share_buffers(self.net)

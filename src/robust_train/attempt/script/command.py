@@ -485,7 +485,7 @@ class CheckpointWatch:
         return next(self.found(at_rest=at_rest, reported=reported), NOTHING)
 
     def unused(self, newest_usable: Stamped) -> CheckpointUnused | None:
-        """Return why the newest match is not the newest checkpoint, ``known``, or why a file with
+        """Return why the newest match is not ``newest_usable``, or why a file with
         the pattern's name does not match, or None otherwise."""
         seen = stamps(self._pattern)
         matches = [

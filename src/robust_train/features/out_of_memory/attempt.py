@@ -23,7 +23,7 @@ class Accumulation(InAttempt):
         request = self.live.parts.asked
         steps = self.config.training.gradient_accumulation_steps
         accumulates_more = request is not None and steps > request.gradient_accumulation_steps
-        # A project names the key of its own, and a program has it in its command.
+        # A project has its own name for the key, and a program takes the value from its command.
         has_key = self.config.theirs is None and not self.config.traits.is_program
         self._is_due = self.live.is_main and accumulates_more and has_key
 
