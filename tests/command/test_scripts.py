@@ -106,7 +106,7 @@ def test_ignored_checkpoints_show_by_new_writes(scripts, names, is_seen, advice)
     """A script that begins again next to its checkpoint is noticed by what it writes."""
     own = (*RESUMES, "--resume_from_checkpoint {checkpoint}")
     ended = run_program(scripts, BEGINS_AGAIN, *own, words=(names,))
-    seen = "was given model-2.pt, and has written model-1.pt"
+    seen = "was given model-2.pt, but wrote model-1.pt"
     assert (seen in ended.stdout) == is_seen
     assert ended.stdout.count("trainer.train(resume_from_checkpoint=") == advice
 

@@ -185,6 +185,9 @@ DOUBTED = {
         f"Exception ignored in: <function f>\n{TRACEBACK}KeyError: 'x'\n",
         "",
     ),
+    "a loss that is not a number": ("epoch 1: loss 0.31\nepoch 2: loss nan\nsaved\n", "is nan"),
+    "an infinite loss in a record": (f"{STEPS}{{'loss': inf, 'step': 7}}\n", "is inf"),
+    "a loss that became finite": ("epoch 1: loss nan\nepoch 2: loss 0.5\nloss information\n", ""),
     "nothing": (f"{STEPS}{PRAISE}{TABLE}", ""),
 }
 

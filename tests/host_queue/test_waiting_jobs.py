@@ -246,6 +246,14 @@ def test_gpus_marks_a_gpu_left_idle(second_gpu):
     assert second.endswith("idle for 1:06:40 under its job (robust-train queue)")
 
 
+def test_gpus_names_the_job_that_reserves_one(second_gpu):
+    """Its processes, which ``held by`` lists, may not use it yet."""
+    machine, _, job = second_gpu
+    _, first, second = warm.robust_train("gpus", environ=machine.environment()).stdout.splitlines()
+    assert "reserved" not in first
+    assert second.endswith(f"reserved by {job.job.shown_id} (robust-train queue)")
+
+
 # --- drivers that hang ---
 
 

@@ -44,6 +44,14 @@ def test_a_kept_batch_is_reported_with_its_reason(two_attempts):
     ]
 
 
+def test_ranks_are_no_accumulation():
+    """Each has a micro-batch of its own."""
+    (_, batch, *_) = sentences_of(story_of(read_sources(GOLDEN / "two_ranks")), "1.0")
+    assert batch == (
+        "The effective batch size was 64 throughout, in micro-batches of 32 on each of 2 processes."
+    )
+
+
 def test_what_changed_the_result_is_told(two_attempts):
     start = two_attempts.attempts[1].start_step
     told = _told(two_attempts, gradient_accumulation_steps=1)

@@ -31,7 +31,7 @@ class Place:
 def plan(
     sizes: Sequence[int], blocks: Sequence[int], first: Place, *, pinned: bool
 ) -> tuple[list[Place], list[int], Place]:
-    """Lay out pieces of these sizes one after the other.
+    """Lay out pieces of these sizes in turn.
 
     The free part of ``blocks`` begins at ``first``.
 

@@ -412,7 +412,7 @@ class HostCopies:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor consists only of values in one stretch of memory."""
+    """Return whether a tensor consists only of values in a single stretch of memory."""
     is_strided = type(tensor) is Tensor and tensor.layout is torch.strided
     return is_strided and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
 

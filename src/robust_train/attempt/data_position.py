@@ -36,7 +36,7 @@ class Attempt:
     """The attempt's batches, as far as they are known before the first batch."""
 
     batch_size: int = 0  # `training.batch_size`, 0 if there is none
-    # Samples of one rank in an optimizer step, 0 if unknown.
+    # Samples of a rank in an optimizer step, 0 if unknown.
     effective: int = 0
     reads_batch_size: bool = True  # False if its loader cannot depend on it
     rank: int = 0
@@ -241,7 +241,7 @@ class Batches:
 
     def over(self, loader: Any, attempt: Attempt) -> Iterator[Any]:
         """Yield a pass over a loader, in the first pass only the rest of it. The state belongs to
-        one rank's data, so with several ranks the samples are counted."""
+        a rank's data, so with several ranks the samples are counted."""
         before = self._resumed
         self._resumed = START
         source = examine(loader)

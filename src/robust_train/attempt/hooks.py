@@ -61,7 +61,7 @@ class InAttempt:
 
 
 class AttemptHooks:
-    """Calls the hooks of all features of one attempt, in the order in which they are listed."""
+    """Calls the hooks of all features of an attempt, in the order in which they are listed."""
 
     def __init__(self, features: Sequence[InAttempt] = ()) -> None:
         self._all = features

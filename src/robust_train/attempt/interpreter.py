@@ -65,7 +65,7 @@ _LONGEST_PAUSE_SECONDS = 1.0
 
 
 def main() -> NoReturn:
-    """Serve one launcher: prepare, then run one attempt and end."""
+    """Serve one launcher: prepare, then run an attempt and end."""
     # A signal to all processes of a job is held until the attempt can handle it.
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOP_SIGNALS)
     signals.keep_ends_of_children()
@@ -171,7 +171,8 @@ def _import_one(name: str) -> None:
     try:
         importlib.import_module(name)
     except Exception as error:
-        if (problem := no_room_to_import(name, error)) is not None:
+        problem = no_room_to_import(name, error)
+        if problem is not None:
             raise ConfigError(problem) from error
 
 
@@ -315,7 +316,7 @@ def _modules_to_share() -> tuple[str, ...]:
 def _run_rank(
     begin: Begin, channel: socket.socket, report: _Reporter, descriptors: Sequence[int]
 ) -> int:
-    """Run the trainer as one of the ranks, and return the process's exit status.
+    """Run the trainer as a rank, and return the process's exit status.
 
     ``descriptors`` begin with the file of the votes, and on rank 0 with the socket of the store.
     """
@@ -372,7 +373,8 @@ def set_environment(rank: int, request: AttemptRequest, port: int) -> None:
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     # Gloo looks up the host's name otherwise, whose address may not exist or not be reachable.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if (lightning := sys.modules.get("lightning_utilities.core.rank_zero")) is not None:
+    lightning = sys.modules.get("lightning_utilities.core.rank_zero")
+    if lightning is not None:
         # Lightning read the rank when it was imported, before there was a rank.
         lightning.rank_zero_only.rank = rank
 

@@ -33,6 +33,9 @@ Report = Callable[[Event], None]
 class Reports:
     """Sends an attempt's events to the launcher.
 
+    The newest report of a step waits in ``_unsent``. If it has figures on a GPU, it moves to
+    ``_held`` until they are copied to the host, and is sent then.
+
     Attributes:
         steps_before: optimizer steps of earlier attempts, 0 for a fresh start.
         last_step: last optimizer step that was reported, None before the first.
@@ -120,18 +123,19 @@ class Reports:
         all work that is queued on the GPU. The next report waits for them at the latest."""
         assert self._unsent is not None
         self._send_held(waits=True)
-        self._held = replace(self._unsent, metrics=_on_their_way(self._unsent.metrics))
+        self._held = replace(self._unsent, metrics=_start_copies(self._unsent.metrics))
         self._unsent = None
         self._send_held(waits=False)
 
     def _send_held(self, *, waits: bool) -> None:
+        """Send the held figures if they are on the host, or with ``waits`` when they are."""
         held = self._held
         if held is None or self._is_muted:
             return
         late = [value for value in held.metrics.values() if hasattr(value, "has_arrived")]
         if waits or all(value.has_arrived() for value in late):
             self._held = None
-            self.send(replace(held, metrics=plain(_read(held.metrics))))
+            self.send(replace(held, metrics=plain(_figures_on_host(held.metrics))))
 
     def send_last_progress(self) -> None:
         """Send the newest step's figures, unless they were sent."""
@@ -139,7 +143,7 @@ class Reports:
         unsent = self._unsent
         self._unsent = None
         if unsent is not None:
-            figures = _read(_on_their_way(unsent.metrics))
+            figures = _figures_on_host(_start_copies(unsent.metrics))
             self.send(replace(unsent, metrics=plain(figures)))
 
     def epoch_ended(self, epoch: int, scalars: Mapping[str, float]) -> None:
@@ -191,7 +195,7 @@ class Reports:
             self.send(ValueReported(float(value), step, self._mode))
 
 
-def _on_their_way(scalars: Mapping[str, Any]) -> dict[str, Any]:
+def _start_copies(scalars: Mapping[str, Any]) -> dict[str, Any]:
     """Start to copy the figures on a GPU to the host, and return them with the others. If that
     fails, they stay as they are."""
     figures: dict[str, Any] = {}
@@ -207,7 +211,7 @@ def _on_their_way(scalars: Mapping[str, Any]) -> dict[str, Any]:
     return figures
 
 
-def _read(figures: Mapping[str, Any]) -> dict[str, Any]:
+def _figures_on_host(figures: Mapping[str, Any]) -> dict[str, Any]:
     """Return the figures, all of them on the host. After a fault of the GPU its figures are left
     out: the attempt reports the fault."""
     here = {}

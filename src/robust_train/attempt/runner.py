@@ -1,4 +1,4 @@
-"""Runs a trainer: in the launcher's process, in its own process, or as one of several ranks.
+"""Runs a trainer: in the launcher's process, in its own process, or as a rank of several.
 
 ``attempt.interpreter`` and ``launcher.inline`` call :func:`run_attempt` in the process that trains.
 It calls the trainer and sends its end to the launcher.

@@ -35,7 +35,7 @@ class Saved(Protocol):
 
 
 class Saves:
-    """Loads and saves the checkpoints of one attempt.
+    """Loads and saves the checkpoints of an attempt.
 
     Attributes:
         resume_checkpoint: the checkpoint to resume from, None for a fresh start.

@@ -59,7 +59,7 @@ class Moment:
 
 @dataclass
 class _Interval:
-    """The time from one reported step to the next."""
+    """The time between two reported steps."""
 
     begin: Moment
     counts: bool = True
@@ -78,7 +78,7 @@ class _Interval:
 
 
 class SpeedMeter:
-    """Measures the steps of one rank, in constant memory.
+    """Measures the steps of a rank, in constant memory.
 
     An attempt's first step does not count, nor does the time between two steps if something else is
     known to have happened there: a validation, a checkpoint, the end of an epoch.
@@ -145,7 +145,7 @@ class SpeedMeter:
         self._wait_from = None
         self._is_explicit = True
         if start is not None:
-            self._waited(start)
+            self._count_wait(start)
 
     def batch_begins(self, samples: int) -> None:
         """Count the time from here on as computing a batch."""
@@ -154,9 +154,9 @@ class SpeedMeter:
             return
         interval.samples += samples
         if not self._is_explicit and interval.waited is None:
-            self._waited(interval.begin)
+            self._count_wait(interval.begin)
 
-    def _waited(self, start: Moment) -> None:
+    def _count_wait(self, start: Moment) -> None:
         """Count the time since ``start`` as a wait for data, unless the GPU computed all along."""
         if self._interval is not None:
             seconds = time.perf_counter() - start.at if start.is_past() else 0.0
@@ -201,29 +201,24 @@ class SpeedMeter:
         if not newest:
             return None
         each = sorted(interval.seconds / interval.steps for interval in newest)
-        seconds = self._sum([interval.seconds for interval in newest])
+        seconds = self._sum_without_peaks([interval.seconds for interval in newest])
         samples = [interval.samples for interval in newest]
         alone = [interval.alone for interval in newest if interval.alone is not None]
         share = self._data_share(newest)
         rate = _rounded(sum(samples) / seconds)
-        until = newest[-1].begin.at
-        recent = sorted(
-            interval.seconds / interval.steps
-            for number, interval in enumerate(reversed(newest))
-            if number < _LEAST_RECENT or until - interval.begin.at <= _REPORT_SECONDS
-        )
         return Speed(
             steps=self._steps,
             seconds_per_step=_rounded(_quantile(each, 0.5)),
             seconds_per_step_p95=_rounded(_quantile(each, _HIGH)),
             samples_per_second=rate if all(samples) else None,
-            seconds_per_step_now=_rounded(_quantile(recent, 0.5)),
+            seconds_per_step_now=_rounded(_quantile(_recent(newest), 0.5)),
             data_share=share if self._is_explicit else None,
             between_share=None if self._is_explicit else share,
             seconds_alone_per_step=_rounded(sum(alone) / len(alone)) if alone else None,
         )
 
     def _data_share(self, newest: Sequence[_Interval]) -> float | None:
+        """Return the share of the time that was spent waiting for data, None if unknown."""
         measured = [
             (interval.waited, interval.seconds)
             for interval in newest
@@ -232,17 +227,27 @@ class SpeedMeter:
         if not measured:
             return None
         waits = [waited for waited, _ in measured]
-        waited = self._sum(waits)
+        waited = self._sum_without_peaks(waits)
         computed = sum(seconds for _, seconds in measured) - sum(waits)
         return round(waited / max(waited + computed, waited), 4) if waited else 0.0
 
-    def _sum(self, durations: Sequence[float]) -> float:
+    def _sum_without_peaks(self, durations: Sequence[float]) -> float:
         """Return the sum. If it is unknown which part waits for data, rare peaks have another
         cause, so each of the longest 5 % counts as the 95th percentile."""
         if self._is_explicit:
             return sum(durations)
         most = _quantile(sorted(durations), _HIGH)
         return sum(min(duration, most) for duration in durations)
+
+
+def _recent(newest: Sequence[_Interval]) -> list[float]:
+    """Return the seconds per step of about the last half minute, in ascending order."""
+    until = newest[-1].begin.at
+    return sorted(
+        interval.seconds / interval.steps
+        for number, interval in enumerate(reversed(newest))
+        if number < _LEAST_RECENT or until - interval.begin.at <= _REPORT_SECONDS
+    )
 
 
 def _quantile(ascending: Sequence[float], share: float) -> float:

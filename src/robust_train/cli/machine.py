@@ -52,7 +52,8 @@ def gpus(arguments: Namespace) -> Answer:
     data = machine(inventory, jobs)
     shown: list[str | Table] = [data["problem"]] if data["problem"] else []
     if data["gpus"]:
-        shown.append(Table(_OF_GPUS, [_gpu_row(gpu) for gpu in data["gpus"]]))
+        rows = [_gpu_row(gpu, _reserved_by(gpu["uuid"], jobs)) for gpu in data["gpus"]]
+        shown.append(Table(_OF_GPUS, rows))
     shown += [f"GPU {lost.index} skipped: {lost.reason}" for lost in inventory.skipped]
     return Answer(data, shown, [data["warning"]] if data["warning"] else [])
 
@@ -81,13 +82,20 @@ def machine(inventory: Inventory, jobs: Sequence[QueuedJob]) -> dict[str, Json]:
     }
 
 
-def _gpu_row(gpu: dict[str, Json]) -> list[object]:
+def _reserved_by(uuid: str, jobs: Sequence[QueuedJob]) -> str:
+    """Return which jobs have the GPU, though none of their processes may use it yet."""
+    ids = [job.shown_id for job in jobs if uuid in job.gpus]
+    return f"reserved by {', '.join(ids)} (robust-train queue)" if ids else ""
+
+
+def _gpu_row(gpu: dict[str, Json], reserved: str) -> list[object]:
     percent = gpu["utilization_percent"]
     processes = gpu["processes"]
     notes = ["" if gpu["visible"] else f"hidden by {VARIABLE}", gpu["unusable"]]
     if gpu["idle_seconds"] is not None:
         idle = as_clock(gpu["idle_seconds"])
-        notes.append(f"idle for {idle} under its job (robust-train queue)")
+        reserved = f"idle for {idle} under its job (robust-train queue)"
+    notes.append(reserved)
     return [
         gpu["index"],
         gpu["name"],

@@ -1,5 +1,9 @@
-"""``robust-train status | logs | attach | wait | checkpoint | halve-batch | stop``: a user's
-jobs, live and past."""
+"""``robust-train status | logs | attach | wait | checkpoint | halve-batch | stop``: a user's jobs,
+live and past.
+
+Each function runs in the command's process. It reads the run folder, and asks a live run by a
+request in that folder.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The config and the request of one attempt.
+"""The config and the request of an attempt.
 
 The launcher creates both, in the types of the code and composed for the trainer. The attempt's
 process reads them.
@@ -206,7 +206,7 @@ class Preparation:
 
 @dataclass(frozen=True)
 class Begin:
-    """An attempt, as one interpreter gets it. File descriptors come with it."""
+    """An attempt, as an interpreter gets it. File descriptors come with it."""
 
     request: AttemptRequest
     rank: int = 0  # the rank of this process

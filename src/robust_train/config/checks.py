@@ -51,7 +51,8 @@ def checked(cfg: DictConfig) -> RobustConfig:
     refuse_values_of_groups(keys, prefix)
     _resolve_all(keys, prefix)
     _refuse_near_misses(keys, prefix)
-    if missing := sorted(OmegaConf.missing_keys(keys)):
+    missing = sorted(OmegaConf.missing_keys(keys))
+    if missing:
         raise _missing(prefix + missing[0])
     config = _read_all(keys, prefix)
     objective = config.objective

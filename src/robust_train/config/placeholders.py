@@ -30,7 +30,7 @@ _INTERPOLATION = re.compile(r"\$(?=\$*\{)")
 
 @dataclass(frozen=True)
 class ScriptValues:
-    """The values of one attempt. Each field is a placeholder, and a variable in upper case."""
+    """The values of an attempt. Each field is a placeholder, and a variable in upper case."""
 
     batch_size: int  # micro-batch
     # Micro-batches of each process per optimizer step.
@@ -96,7 +96,8 @@ def near_miss_in(text: str, *, every: bool) -> tuple[str, str] | None:
     for name in _PLACEHOLDER.findall(text):
         if name not in (*PLACEHOLDERS, "$"):
             cutoff = 0.0 if every else 0.75
-            if close := difflib.get_close_matches(name, PLACEHOLDERS, 1, cutoff):
+            close = difflib.get_close_matches(name, PLACEHOLDERS, 1, cutoff)
+            if close:
                 return name, close[0]
     return None
 
@@ -117,7 +118,7 @@ class MicroBatchPlan:
 
     @property
     def samples(self) -> int | None:
-        """Samples of one rank in an optimizer step, None if unknown."""
+        """Samples of a rank in an optimizer step, None if unknown."""
         if not self.batch_size:
             return self.batch_size
         return self.batch_size * self.gradient_accumulation_steps

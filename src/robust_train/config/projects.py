@@ -236,7 +236,8 @@ class Words:
         def name(match: re.Match[str]) -> str:
             key = match[0]
             is_set = text[match.end() :].startswith("=")
-            if their_key := theirs.get(key):
+            their_key = theirs.get(key)
+            if their_key:
                 return their_key
             our_key = f"{GROUP}.{key}"
             return our_key if is_set else _IN_WORDS.get(key, our_key)

@@ -74,7 +74,8 @@ def exit_code_of(error: BaseException) -> int:
 def _of_the_system(error: BaseException) -> BaseException:
     """Turn an error of the system into the error of this package for it, such as a run folder that
     Hydra cannot write."""
-    if (limit := limit_reached(error)) is not None:
+    limit = limit_reached(error)
+    if limit is not None:
         return limit
     if isinstance(error, OSError) and not isinstance(error, HydraException):
         place = error.filename or "the run folder"
@@ -106,21 +107,25 @@ def explain(
         return f"{place}: not YAML: {error.problem}{context}"
     chain = "\n".join(str(link) for link in _chain(error))
     for pattern, answer in _ANSWERS.items():
-        if match := re.search(pattern, chain):
+        match = re.search(pattern, chain)
+        if match:
             return answer.format(*match.groups())
-    if match := _UNKNOWN_OPTION.search(chain):
+    match = _UNKNOWN_OPTION.search(chain)
+    if match:
         return _unknown_option(match[1], match[2], chain)
     lines = [line for line in chain.splitlines() if "HYDRA_FULL_ERROR" not in line]
     if isinstance(error, MissingConfigException):
         return lines[0].strip()
     named_key = _FULL_KEY.search(chain)
     key = named_key[1] if named_key else "?"
-    if match := _WRONG_TYPE.search(chain):
+    match = _WRONG_TYPE.search(chain)
+    if match:
         accepted = _ACCEPTED.get(match[2], f"a value of type {match[2]}")
         return f"{key}={match[1]}: must be {accepted}"
     if _NO_LIST.search(chain):
         return f"{key}: must be a list, '{key}=[one, \"two words\"]'"
-    if match := _UNKNOWN_KEY.search(chain):
+    match = _UNKNOWN_KEY.search(chain)
+    if match:
         overrides = [word for word in arguments if not word.startswith("-")]
         key = match[1]
         if not key and named_key:

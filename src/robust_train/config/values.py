@@ -46,7 +46,7 @@ POSITIVE_SHARE = Range("more than 0 and at most 1", lambda value: 0 < value <= 1
 class Declaration:
     """A key's declaration, in addition to its type and its default."""
 
-    meaning: str  # in one sentence: a comment in YAML, and the page of keys
+    meaning: str  # one sentence: a comment in YAML, and the page of keys
     more: str = ""  # more text for the page of keys only
     unit: str = ""
     range: Range | None = None

@@ -254,7 +254,8 @@ def _reported_in(
         (report, refined(match(report), report, stack) if report.types else match(report))
         for report in reports
     )
-    if telling := most_telling(matches):
+    telling = most_telling(matches)
+    if telling:
         return telling
     # The log before a crash, or before an error that its library wraps, may say why it happened.
     whole = _of_a_log(lines)

@@ -1,6 +1,6 @@
 """Lightning under the launcher: `fit` instead of ``trainer.fit``.
 
-::
+A trainer function calls it in the attempt's process, on every rank::
 
     def train(cfg, run):
         trainer = L.Trainer(**trainer_arguments(cfg, run), max_epochs=cfg.training.epochs)

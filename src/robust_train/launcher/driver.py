@@ -65,7 +65,7 @@ class Executor(Protocol):
         hold: tuple[int, ...] = (),
         tick: Callable[[], None] = lambda: None,
     ) -> Exit:
-        """Run one attempt to its end."""
+        """Run an attempt to its end."""
 
 
 class Driver(ABC):
@@ -119,7 +119,7 @@ class Driver(ABC):
         hold: tuple[int, ...],
         tick: Callable[[], None],
     ) -> Exit:
-        """Run one attempt to its end, and call ``tick`` at least twice a second. The attempt keeps
+        """Run an attempt to its end, and call ``tick`` at least twice a second. The attempt keeps
         the job's reservations ``hold`` open."""
         return self.executor.run(
             request, on_event, signals, hold=self.devices.queue.hold + hold, tick=tick
@@ -238,7 +238,7 @@ class ProcessDriver(HostDriver):
         hold: tuple[int, ...],
         tick: Callable[[], None],
     ) -> Exit:
-        """Run one attempt, whose processes keep the job's reservations open."""
+        """Run an attempt, whose processes keep the job's reservations open."""
 
         def tick_with_queue() -> None:
             signals.check()

@@ -31,6 +31,7 @@ from robust_train.model.failure import Clue, Failure, FailureKind
 from robust_train.model.spec import Decision, GiveUp
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
+_LOSS = re.compile(r"loss[\"']?\s{0,3}[=:]?\s{0,3}(\d+\.\d|[-+]?(?:nan|inf)\b)", re.IGNORECASE)
 _MOST_LINES = 40
 _LINES = 15
 # In characters. Every record of the attempt has the message, and state.json is read up to 1 MiB.
@@ -39,7 +40,7 @@ _LONGEST_TRACEBACK = 100_000
 
 
 def ended(
-    attempt: Attempt,  # with all its events and its exit
+    attempt: Attempt,  # the attempt with all its events and its exit
     request: AttemptRequest,
     seconds: float,
 ) -> Attempt:
@@ -193,17 +194,31 @@ def doubt_of(attempt: Attempt) -> str:
     sign."""
     if attempt.failure is not None or not isinstance(attempt.script, ScriptEnded):
         return ""
-    output = in_order(without_escapes(attempt.exit.output))
-    output = since_progress(output).rstrip()
+    printed = without_escapes(attempt.exit.output)
+    output = since_progress(in_order(printed)).rstrip()
     seen = classify_exit(1, output)
     what = seen.message.removeprefix("ended with exit code 1: ")
     is_workers = seen.kind is FailureKind.WORKER_DEATH
     if not (seen.kind.is_memory or is_workers or TRACEBACK in output):
-        return ""
+        return _doubt_of_loss(printed)
     return (
         f"the script ended with exit code 0, but its output shows a failure: {what} (a shell has "
         "the exit code of its last command, such as tee: set -eo pipefail)"
     )
+
+
+def _doubt_of_loss(printed: str) -> str:
+    """Return that the last loss in an output is not finite; empty if it is, or if there is none."""
+    for line in reversed(re.split(r"[\r\n]", printed)):
+        losses = _LOSS.findall(line)
+        bad = [loss for loss in losses if not loss[0].isdigit()]
+        if bad:
+            return (
+                f"the script ended with exit code 0, but the last loss that it printed is {bad[0]}"
+            )
+        if losses:
+            break
+    return ""
 
 
 def last_words(output: str, log_name: str) -> str:
@@ -254,7 +269,7 @@ class _LoadedOnlyUnpickler(pickle.Unpickler):
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How one rank ended, or that it still runs."""
+    """How a rank ended, or that it still runs."""
 
     rank: int
     pid: int = 0
@@ -262,7 +277,7 @@ class RankEnd:
     ending: Finished | Failed | None = None
     # When it reported its end, else when the launcher saw it dead, in seconds.
     at: float = 0.0
-    returncode: int | None = None  # as subprocess returns it, None while it runs
+    returncode: int | None = None  # its exit code as subprocess returns it, None while it runs
     was_killed: bool = False  # whether the launcher killed it because another rank had failed
 
     @property
@@ -323,7 +338,8 @@ def root_cause(ends: Sequence[RankEnd]) -> RankEnd | None:
 
 
 def event_of(ends: Sequence[RankEnd]) -> Finished | Failed | RankDied | None:
-    """Merge the ends of several ranks into one event, or None if all that failed were killed."""
+    """Merge the ends of several ranks into a single event, or None if all that failed were
+    killed."""
     figures = (end.ending.memory for end in ends if end.ending is not None)
     memory = max(figures, key=_peak_in, default={})
     root = root_cause(ends)

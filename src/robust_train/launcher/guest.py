@@ -185,7 +185,8 @@ class RankDriver(Driver):
         first = Retry(spec, "start", why)
         is_fresh = False
         failures = RankFailures(self.plan.run_dir)
-        if history := failures.history(beginning.job, gpus):
+        history = failures.history(beginning.job, gpus)
+        if history:
             decided = self._after(history, policy)
             first = decided or first
             # the engine may have started more or fewer of them than the last time

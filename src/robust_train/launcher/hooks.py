@@ -56,7 +56,7 @@ class End:
 
 
 class Watch:
-    """Watches the processes of one attempt for a feature.
+    """Watches the processes of an attempt for a feature.
 
     An engine's ranks, each of which has its launcher, are watched too.
     """
@@ -255,7 +255,7 @@ class Hooks:
         return None
 
     def before(self, retry: Retry) -> None:
-        """Let all features wait for the next attempt, one after the other."""
+        """Let all features wait for the next attempt, in turn."""
         for feature in self._all:
             feature.before(retry)
 

@@ -90,7 +90,7 @@ class InlineExecutor:
         hold: tuple[int, ...] = (),
         tick: Callable[[], None] = lambda: None,
     ) -> Exit:
-        """Run one attempt, with ``tick`` in another thread. The reservations ``hold`` are open in
+        """Run an attempt, with ``tick`` in another thread. The reservations ``hold`` are open in
         this process anyway."""
         was_bug = False
 

@@ -175,7 +175,7 @@ class Job:
         log.warning("%s; %s", problem, decision.reason)
 
     def _attempt(self, spec: AttemptSpec) -> None:
-        """Run one attempt, gather the evidence of its end, and decide what comes next."""
+        """Run an attempt, gather the evidence of its end, and decide what comes next."""
         request = self._begin_attempt(spec)
         started = time.monotonic()
         process_exit = self.driver.run(

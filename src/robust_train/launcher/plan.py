@@ -1,4 +1,4 @@
-"""A launch as one frozen value: its config, its trainer, its run folder and its surroundings.
+"""A launch as a frozen value: its config, its trainer, its run folder and its surroundings.
 
 ``entry.launch`` calls :func:`plan_job` before the first effect. Everything that can be known by
 then is computed here once.
@@ -47,8 +47,8 @@ class Plan:
     """One launch of a job, before its first effect."""
 
     config: RobustConfig
-    cfg: DictConfig  # as it was composed
-    resolved_cfg: DictConfig  # with every value that can be resolved
+    cfg: DictConfig  # the composed config
+    resolved_cfg: DictConfig  # the same, with every value that can be resolved
     trainer: Trainer | str
     trainer_ref: TrainerRef
     name: str  # the job's name, for people

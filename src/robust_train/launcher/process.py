@@ -121,7 +121,7 @@ class ProcessExecutor:
         hold: tuple[int, ...] = (),
         tick: Callable[[], None] = lambda: None,
     ) -> Exit:
-        """Run one attempt and return how its process ended.
+        """Run an attempt and return how its process ended.
 
         Raises:
             ConfigError: the trainer cannot be imported, or refuses the configuration.
@@ -326,7 +326,7 @@ def has_room_for_standby(needed_bytes: int) -> bool:
 
 
 class RunningAttempt:
-    """Runs one attempt in one interpreter, or in one interpreter per rank.
+    """Runs an attempt in one interpreter, or in one interpreter per rank.
 
     Args:
         interpreters: all interpreters of the job.
@@ -509,7 +509,8 @@ class RunningAttempt:
         head = b""
         with contextlib.suppress(OSError), request.log_file.open("rb") as file:
             head = file.read(_HEAD_BYTES)
-        if warning := _CUDA_WARNING.search(head.decode(errors="replace")):
+        warning = _CUDA_WARNING.search(head.decode(errors="replace"))
+        if warning:
             self._was_warned = True
             log.warning(
                 "CUDA does not work for this attempt, which may train on the CPU although it has "

@@ -61,7 +61,7 @@ _MOST_IDS = 50
 
 
 class RunFolder:
-    """Holds the lock, keeps the state and takes the requests of one launch; a context manager.
+    """Holds the lock, keeps the state and takes the requests of a launch; a context manager.
 
     If the disk fails, the job continues after one warning.
 
@@ -99,7 +99,8 @@ class RunFolder:
             resume_command=plan.resume_command,
             working_directory=working_directory(),
         )
-        if (before := read_state(run_dir)) is not None:
+        before = read_state(run_dir)
+        if before is not None:
             state = replace(
                 state,
                 id=before.id,

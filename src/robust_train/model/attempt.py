@@ -1,4 +1,4 @@
-"""The record of one attempt, from its start to the decision after it.
+"""The record of an attempt, from its start to the decision after it.
 
 The launcher folds the attempt's events into it. It is the only record: journal, ``state.json``,
 ``summary.json``, a sweep's row, the table and the report show some of its fields.
@@ -85,7 +85,7 @@ class Attempt(Record[Note]):
     started: float = 0.0  # seconds since the epoch
     resumed_from: str | None = None  # its first checkpoint
     # --- how far it came ---
-    pid: int | None = None  # of rank 0
+    pid: int | None = None  # process id of rank 0
     # Whether it reported that training begins. Some trainers never do.
     began_training: bool = False
     start_step: int = 0  # optimizer step it started from (0 for a fresh start)
@@ -316,4 +316,4 @@ class AttemptEnded(Event):
     """An attempt ended, and what comes next is decided."""
 
     name = "attempt_ended"
-    record: Attempt  # as in `summary.json`
+    record: Attempt  # the record, as in `summary.json`

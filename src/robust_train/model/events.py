@@ -1,6 +1,6 @@
 """The events of a job, as frozen values. The launcher parses and folds each event in one place.
 
-An event travels as one JSON object: ``{"event": <name>, …}``, between an attempt and its launcher,
+An event travels as a JSON object: ``{"event": <name>, …}``, between an attempt and its launcher,
 and with ``time`` and ``attempt`` in front as a line of ``journal.jsonl``. A trainer's own events
 (:class:`UserEvent`) and metrics have namespaces of their own. Bytes and seconds throughout.
 """
@@ -66,7 +66,7 @@ class Event:
         return None
 
     def as_json(self) -> dict[str, Json]:
-        """Return the event as one JSON object, ``event`` first."""
+        """Return the event as a JSON object, ``event`` first."""
         return {"event": self.name, **fields_as_json(self)}
 
 
@@ -504,7 +504,7 @@ class JobStarted(Event):
     job: str = ""
     # How the page names the job.
     about: Mapping[str, str] = field(default_factory=dict)
-    schema: int = 1  # of the journal's lines from here on
+    schema: int = 1  # version of the journal's lines from here on
     # A project's keys that stand for this package's keys; None if the keys are at the root.
     keys: Mapping[str, str] | None = None
 
@@ -550,7 +550,7 @@ class JobEnded(Event):
 
 
 def parse(data: object) -> Event:
-    """Return the event in one JSON object. Unknown keys are ignored.
+    """Return the event in a JSON object. Unknown keys are ignored.
 
     Raises:
         MalformedEventError: the event is unknown, or a field is missing or of another type.

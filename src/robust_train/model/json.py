@@ -25,7 +25,7 @@ class MalformedEventError(ValueError):
 
 
 def from_json(cls: type[T], data: object) -> T:
-    """Build the frozen dataclass ``cls`` from one JSON object. Unknown keys are ignored.
+    """Build the frozen dataclass ``cls`` from a JSON object. Unknown keys are ignored.
 
     Raises:
         MalformedEventError: a field is missing or has another type.

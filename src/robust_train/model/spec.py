@@ -54,12 +54,12 @@ class Knob(Part):
 
 @dataclass(frozen=True)
 class AttemptSpec(Record[Knob]):
-    """The settings of one attempt. Choices of features are in their knobs."""
+    """The settings of an attempt. Choices of features are in their knobs."""
 
     kind_of_part = Knob
 
     gpus: Group  # the GPU of rank 0 first; empty for the CPU
-    # Micro-batch: samples in one forward and backward pass of one rank.
+    # Micro-batch: samples in one forward and backward pass of a rank.
     batch_size: int
     # Micro-batches of each rank per optimizer step.
     gradient_accumulation_steps: int
@@ -154,13 +154,13 @@ class AttemptSpec(Record[Knob]):
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast one rank trained in an attempt, without its first step, validation and checkpoints.
+    """How fast a rank trained in an attempt, without its first step, validation and checkpoints.
     None if unknown."""
 
     steps: int  # number of measured steps
     seconds_per_step: float  # median
     seconds_per_step_p95: float  # 95th percentile
-    samples_per_second: float | None = None  # of this rank
+    samples_per_second: float | None = None  # samples of this rank
     # The share of the time spent waiting for data, from 0 to 1.
     data_share: float | None = None
     # If that is not measured, the share from the end of a step to the next batch, whatever its use.
@@ -203,7 +203,7 @@ class Room:
 
     # The GPUs to wait for, all of them. If empty, any `counts` GPUs will do.
     gpu_uuids: tuple[str, ...]
-    free_bytes: int  # on each of these GPUs
+    free_bytes: int  # needed on each of these GPUs
     exclude: tuple[str, ...] = ()  # GPUs that will not do
     # Acceptable numbers of GPUs if none are named. The first available number counts.
     counts: tuple[int, ...] = (1,)

@@ -221,7 +221,7 @@ class HostQueue:
             others = self.others()
             limit = self.gpu_limit()
             # to read the GPUs costs the driver more
-            if any(not one.gpus and one.owner != me.owner for one in others):
+            if any(not other.gpus and other.owner != me.owner for other in others):
                 gpus = self.read().machine
                 close_session()
                 return waits_for(me, others, gpus, now, limit)
@@ -290,7 +290,7 @@ class HostQueue:
         if len(held) != len(before.gpus):
             return None
         pairs = zip(held, before.taken_bytes, strict=True)
-        taken = tuple(known if new is None else new for new, known in pairs)
+        taken = tuple(earlier if new is None else new for new, earlier in pairs)
         least = max((size or 0 for size in taken), default=0)
         wanted = max(need_bytes, least)
         most = jobs_per_device or before.jobs_per_device

@@ -116,9 +116,9 @@ class Plan:
 
     def _choose(self, job: QueuedJob) -> Sequence[GpuState]:
         """Return all the GPUs that it needs, or none."""
-        found = self.suitable(job)
-        apart = [state for state in found if not self._first_could(state)]
-        for states in (apart, found):
+        suitable = self.suitable(job)
+        apart = [state for state in suitable if not self._first_could(state)]
+        for states in (apart, suitable):
             if group := choose_group([state.gpu for state in states], job.count):
                 return [self._states[gpu.uuid] for gpu in group]
         return ()
@@ -309,7 +309,7 @@ class GpuState:
         """
         after = min(self.gpu.free_bytes + self.in_use(), self.gpu.total_bytes)
         most = self.most(job) or job.jobs_per_device
-        began = [0.0 if one.draining else one.since for one in self.jobs]
+        began = [0.0 if other.draining else other.since for other in self.jobs]
         return (
             after < job.reserved_bytes,
             self.gpu.unusable is not None,
@@ -326,12 +326,12 @@ class GpuState:
 
         It keeps the set of kept GPUs stable: a kept one gets no such job.
         """
-        later = [one for one in self.jobs if one.ticket > job.ticket]
-        room = self.gpu.total_bytes - sum(one.reserved_bytes for one in later)
-        most = min((one.jobs_per_device for one in later), default=job.jobs_per_device)
+        later = [later_job for later_job in self.jobs if later_job.ticket > job.ticket]
+        room = self.gpu.total_bytes - sum(later_job.reserved_bytes for later_job in later)
+        most = min((later_job.jobs_per_device for later_job in later), default=job.jobs_per_device)
         if room >= job.reserved_bytes and len(later) < min(most, job.jobs_per_device):
             return 0.0
-        return max((one.since for one in later), default=0.0)
+        return max((later_job.since for later_job in later), default=0.0)
 
 
 def gpu_states(jobs: Iterable[QueuedJob], gpus: Sequence[GpuInfo]) -> dict[str, GpuState]:
@@ -372,20 +372,20 @@ def why_waiting(
         return shortened(decided.capped[job.id], LONGEST)
     promised = {gpu.uuid: id_ for id_, group in decided.groups.items() for gpu in group}
     promised |= dict.fromkeys(decided.kept, decided.first)
-    shown_ids = {one.id: one.shown_id for one in decided.order}
-    found: defaultdict[tuple[int, str], list[GpuState]] = defaultdict(list)
+    shown_ids = {waiting.id: waiting.shown_id for waiting in decided.order}
+    by_obstacle: defaultdict[tuple[int, str], list[GpuState]] = defaultdict(list)
     for state in gpu_states(others, gpus).values():
         if state.gpu.uuid in job.only:
             promised_to = promised.get(state.gpu.uuid, job.id)
             kept_for = None
             if promised_to != job.id:
                 kept_for = shown_ids[promised_to]
-            found[_obstacle(state, job, kept_for)].append(state)
-    available = len(found.pop(_NONE, ()))
+            by_obstacle[_obstacle(state, job, kept_for)].append(state)
+    available = len(by_obstacle.pop(_NONE, ()))
     awaited = decided.kept[: job.count] if decided.first == job.id else ()
 
     nearest = sorted(
-        found.items(),
+        by_obstacle.items(),
         key=lambda item: (not any(state.gpu.uuid in awaited for state in item[1]), item[0][0]),
     )
     parts = [_sentence(text, states, job, holders) for (_, text), states in nearest]
@@ -427,8 +427,8 @@ def _sentence(
         usable = max(max(state.usable for state in states), 0)
         most = "at most " if len(states) > 1 else ""
         text = f"{most}{usable // MIB} of {mib(job.reserved_bytes)} free"
-        jobs = dict.fromkeys(one.shown_id for state in states for one in state.jobs)
-        processes = [one for state in states for one in state.gpu.processes or ()]
+        jobs = dict.fromkeys(other.shown_id for state in states for other in state.jobs)
+        processes = [process for state in states for process in state.gpu.processes or ()]
         if jobs:
             text += f" beside job {', '.join(jobs)}"
         elif processes:

@@ -89,7 +89,7 @@ def wait_for_gpus(
 
 
 class Waiting:
-    """The polls of one job, until it has its GPUs or gives up.
+    """The polls of a job, until it has its GPUs or gives up.
 
     Each poll reads the records of other jobs. Reading the GPUs costs more, so it is done only if a
     record has changed, for some seconds after that, and once per check interval. Without a queue,

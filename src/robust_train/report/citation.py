@@ -70,10 +70,19 @@ def _batch(trained: Sequence[TimedAttempt]) -> str:
     micro = _each(size for attempt in trained for size in attempt.sizes)
     if len(set(effective)) == 1 and micro == str(effective[0]):
         return f"The batch size was {effective[0]} throughout."
+    ranks = [attempt.spec.ranks for attempt in trained]
+    if max(ranks) > 1:
+        micro += f" on each of {_each(ranks)} processes"
     if len(set(effective)) == 1:
+        accumulates = any(
+            size * attempt.spec.ranks < effective[0]
+            for attempt in trained
+            for size in attempt.sizes
+        )
+        how = " with accumulated gradients" if accumulates else ""
         return (
-            f"The effective batch size was {effective[0]} throughout, in micro-batches of {micro} "
-            "with accumulated gradients."
+            f"The effective batch size was {effective[0]} throughout, in micro-batches of {micro}"
+            f"{how}."
         )
     changes = [f"{effective[0]}"]
     for before, after in pairwise(trained):

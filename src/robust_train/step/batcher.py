@@ -280,11 +280,11 @@ class MicroBatcher:
         if search is None or step.start is None:
             return
         with step.undone_after_an_error():
-            found = search(parts.samples, lambda size: body(parts.part(0, size)), step.start)
-        if found is None:
+            result = search(parts.samples, lambda size: body(parts.part(0, size)), step.start)
+        if result is None:
             return
         for sizes in (self._training, self._other):
-            sizes.begin_at(found.batch_size)
+            sizes.begin_at(result.batch_size)
 
 
 def _parts_without_loss(results: Results[Any]) -> dict[tuple[int, int], float]:

@@ -1,4 +1,7 @@
-"""Buffers of modules, which a step that is repeated must not leave changed."""
+"""Buffers of modules, which a step that is repeated must not leave changed.
+
+:mod:`.step_start` keeps and restores them in the process that trains.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ class Buffers:
     """
 
     def __init__(self, most_bytes: int = ALWAYS_COPIED) -> None:
-        # what is where
+        # Each module's dictionary of buffers, and its content at the start.
         self._homes: list[tuple[dict[str, Tensor | None], Any]] = []
         self._copies = Copies(most_bytes)
 

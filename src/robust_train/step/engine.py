@@ -1,5 +1,6 @@
 """One optimizer step in parts that fit: if memory runs out, it starts over with smaller parts.
 
+:class:`.batcher.MicroBatcher` runs each step through a :class:`Step`, in the process that trains.
 The pass over a part is a function. When it has raised, its frames are emptied, and with their
 variables the graph and all activations are free: nothing has to be searched for.
 """

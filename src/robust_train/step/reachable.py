@@ -1,4 +1,7 @@
-"""The modules that a function can reach: those that learn in a step, and others that take part."""
+"""The modules that a function can reach: those that learn in a step, and others that take part.
+
+A step, or the check of a split, asks before its first pass, in the process that trains.
+"""
 
 from __future__ import annotations
 
@@ -65,8 +68,8 @@ def taking_part(models: Iterable[nn.Module], function: Any) -> tuple[list[nn.Mod
 
 
 def with_modules_inside(attributes: Attributes, modules: list[nn.Module]) -> list[nn.Module]:
-    """Keep the attributes of ``modules``, and return these and what lists and dictionaries of
-    theirs hold, as metrics, or a teacher that is hidden from ``parameters()``."""
+    """Keep the attributes of ``modules``, and return these and the modules in their lists and
+    dictionaries, for example metrics, or a teacher that is hidden from ``parameters()``."""
     inside = attributes.keep(modules)
     while inside and not set(map(id, inside)).issubset(map(id, modules)):
         modules = modules_below([*modules, *inside])
@@ -87,7 +90,7 @@ def parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def _reached(function: Any, most_steps: int = _MOST_STEPS) -> Iterator[Any]:
-    """Yield what is a few steps away from a function, each once, the nearest first."""
+    """Yield the objects a few steps away from a function, each once, the nearest first."""
     seen: set[int] = set()
     todo = deque([(function, 0)])
     while todo and len(seen) < _MOST_VALUES:

@@ -1,4 +1,8 @@
-"""The splits that have been checked, and the reaction if a split changes its loss."""
+"""The splits that have been checked, and the reaction if a split changes its loss.
+
+:class:`.batcher.MicroBatcher` has one watch for all steps of an attempt, in the process that
+trains.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The state at the start of a step, or of a part in validation, to go back to."""
+"""The state at the start of a step, or of a part in validation, to go back to.
+
+The batcher creates it before the first pass, and the engine restores it before a repetition, in the
+process that trains.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ from robust_train.step.rng import GeneratorStates
 # The share of the host's free memory for gradients that make room on a GPU. Other processes use
 # it too.
 _MOST_OF_HOST = 0.5
-# a validation may begin in the middle of a step
+# A validation may begin in the middle of a step, so its parts have a place of their own.
 _OF_A_PART = -1
 
 
@@ -39,7 +43,7 @@ class Watch:
         self._attributes = weakref.WeakKeyDictionary[nn.Module, dict[int, Attributes]]()
         self.named: set[str] = set()
         self._checked = weakref.WeakSet[nn.Module]()
-        # whether gradients of earlier batches spend a step on the host, since memory ran out
+        # Whether gradients of earlier batches spend a step on the host, because memory ran out.
         self.keeps_aside_on_host = False
 
     def check(self, model: nn.Module) -> None:
@@ -55,12 +59,12 @@ class Watch:
         self._checked.add(model)
 
     def buffers_with(self, models: Sequence[nn.Module]) -> Buffers:
-        """Return those of the last step that began with these models."""
+        """Return the buffers of the last step that began with these models."""
         new = Buffers()
         return self._buffers.setdefault(models[0], new) if models else new
 
     def attributes_with(self, models: Sequence[nn.Module], batch: int = 0) -> Attributes:
-        """Return those of this batch of the last step that began with these models."""
+        """Return the attributes of this batch in the last step that began with these models."""
         if not models:
             return Attributes(self.named)
         kept = self._attributes.setdefault(models[0], {})

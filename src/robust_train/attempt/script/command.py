@@ -427,7 +427,8 @@ def check_command(config: RobustConfig) -> Path:
         ("checkpoint_glob", [trainer.checkpoint_glob or ""]),
     ):
         for word in words:
-            if miss := near_miss_in(word, every=key == "resume_argv"):
+            miss = near_miss_in(word, every=key == "resume_argv")
+            if miss:
                 raise ConfigError(
                     f"trainer.{key}: {{{miss[0]}}} is not a placeholder; did you mean "
                     f"{{{miss[1]}}}? robust-train run --help lists all"

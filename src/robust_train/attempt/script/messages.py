@@ -165,7 +165,8 @@ class LineReader:
 
 def _texts(lines: Iterable[bytes]) -> Iterator[str]:
     for line in lines:
-        if text := line.decode(errors="replace").strip():
+        text = line.decode(errors="replace").strip()
+        if text:
             yield text
 
 

@@ -141,7 +141,8 @@ class Program:
         if not (left and self._is_shell and self._process.returncode == 0):
             return
         time.sleep(TICK_SECONDS)  # tee ends with its input
-        if left := self._running():
+        left = self._running()
+        if left:
             log.warning(
                 "the script ended while %s still ran, and it ends with the script: let the script "
                 "wait for it (without &, or with wait); --detach is for the background",

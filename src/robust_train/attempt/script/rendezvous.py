@@ -1,7 +1,8 @@
 """Where the ranks that a script starts find each other.
 
-torchrun's default is port 29500, on which two jobs of one machine collide. ``--standalone`` makes
-it choose a free port, as does the variable that it reads in place of that option.
+The trainer behind ``trainer=command`` calls it in the attempt's process. torchrun's default is port
+29500, on which two jobs of one machine collide. ``--standalone`` makes it choose a free port, as
+does the variable that it reads in place of that option.
 """
 
 from __future__ import annotations

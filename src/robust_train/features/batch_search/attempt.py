@@ -24,7 +24,7 @@ class BatchSearch(InAttempt):
     """Lets the first step look for the largest micro-batch that fits, if the attempt searches."""
 
     def begin(self) -> None:
-        """Pass the search on to what splits the batches, which calls it once."""
+        """Pass the search to the splitter of batches, which calls it once."""
         spec = self.live.spec
         if spec is not None and spec.of(SearchKnob).searches:
             plan = SearchPlan.of(self.config, spec)
@@ -35,18 +35,20 @@ class BatchSearch(InAttempt):
 def search_in_first_step(
     plan: SearchPlan, send: Report, samples: int, run: Callable[[int], object], start: StepStart
 ) -> FoundBatchSize | None:
-    """Find the size in a step's first batch and report it; None if it cannot be found there.
-
-    That is with several processes or devices, or too small a batch.
+    """Find the size in a step's first batch, and report it.
 
     Args:
-        plan: what to find.
+        plan: the limits of the search.
         send: reports the size.
-        samples: of the batch.
-        run: a forward and backward pass of this many of them.
-        start: what the step began with.
+        samples: the samples in the batch.
+        run: makes a forward and backward pass of that many samples.
+        start: the state at the start of the step.
+
+    Returns:
+        The size, or None if it cannot be found: with several processes or devices, or in too small
+        a batch.
     """
-    # torch comes with it, and some trainers do without
+    # These import torch, which some trainers do not use.
     from robust_train.step import ranks
     from robust_train.step.probing import Meter, device_of, optimizer_bytes, search_size
 
@@ -65,10 +67,10 @@ def search_in_first_step(
         return None
     state_bytes, step_bytes = optimizer_bytes(parameters)
     meter = Meter(devices.pop(), plan.memory_share)
-    found = search_size(run, start, sizes, meter, state_bytes, step_bytes)
-    log.info("training.batch_size=auto: %s", found)
+    result = search_size(run, start, sizes, meter, state_bytes, step_bytes)
+    log.info("training.batch_size=auto: %s", result)
     effective = plan.effective_batch_size
-    size = found.batch_size
+    size = result.batch_size
     accumulation = None if size is None else -(-effective // size)
-    send(BatchSizeFound(size, accumulation, effective, found.as_json()))
-    return found
+    send(BatchSizeFound(size, accumulation, effective, result.as_json()))
+    return result

@@ -11,12 +11,12 @@ from robust_train.policy.sizes import exact_sizes
 
 @dataclass(frozen=True)
 class SearchPlan:
-    """What to find before training: the largest micro-batch that fits."""
+    """The limits within which a search looks for the largest micro-batch that fits."""
 
-    # samples of an optimizer step; no micro-batch is larger
+    # Samples of an optimizer step, the upper limit of the micro-batch.
     effective_batch_size: int
-    min_batch_size: int = 1  # nor smaller
-    # of the device's memory, the most to count on; above 0 to 1
+    min_batch_size: int = 1  # the lower limit of the micro-batch
+    # The share of the device's memory to use at most, above 0 and up to 1.
     memory_share: float = 1.0
 
     @classmethod
@@ -29,7 +29,7 @@ class SearchPlan:
         )
 
     def sizes(self, samples: int) -> tuple[int, ...]:
-        """Return the micro-batches to choose from in a batch of ``samples``, the smallest first;
-        none if the batch is smaller than all."""
+        """Return the micro-batches to choose from in a batch of ``samples``, smallest first. Empty
+        if the batch is smaller than all of them."""
         sizes = exact_sizes(self.effective_batch_size, self.min_batch_size)
         return tuple(size for size in sizes if size <= samples)

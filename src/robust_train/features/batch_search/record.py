@@ -34,7 +34,7 @@ class SearchKnob(Knob):
 
 @dataclass(frozen=True)
 class BatchSearchNote(Note):
-    """What probes before training have found."""
+    """The result of the probes before training."""
 
     behind = "keeps_batch"
     folds = (BatchSizeFound,)

@@ -49,7 +49,7 @@ class Losses:
     bad_since: int = 0  # first step of the current run of bad losses
     bad_loss: float = 0.0
     bad: int = 0  # reports in a row that are not good
-    not_finite: int = 0  # of these
+    not_finite: int = 0  # number of these that are not finite
     # Recent good losses; more than the last one only if spikes are detected.
     recent: tuple[float, ...] = ()
 
@@ -111,7 +111,7 @@ class WatchesLosses(InAttempt):
 
 
 class Guard(LossWatch):
-    """Watches an attempt; raises `TrainingDiverged` when training has become useless.
+    """Watches an attempt, and raises `TrainingDiverged` when training has become useless.
 
     Attributes:
         divergence: the thresholds of divergence.

@@ -22,7 +22,7 @@ class GradientsKnob(Knob):
 
     @classmethod
     def asked(cls, config: RobustConfig, environ: Mapping[str, str]) -> GradientsKnob:
-        """Return the value of ``training.gradient_checkpointing``; by default it is a remedy."""
+        """Return the value of ``training.gradient_checkpointing``. By default, it is a remedy."""
         return cls(config.training.gradient_checkpointing is True)
 
     def applied(self, config: RobustConfig) -> RobustConfig:

@@ -76,7 +76,7 @@ def variables_named(
             for match in _ASSIGNED.finditer(text)
             if not re.search(rf"\$\{{?{match[1]}\b", match[2])
         }
-        used = {name for found in _READ.findall(text) for name in found if name}
+        used = {name for groups in _READ.findall(text) for name in groups if name}
         names |= used - assigned
     return {
         name: environ.get(name)
@@ -116,15 +116,15 @@ class Provenance:
     Args:
         run_dir: the run folder.
         gpus: name and UUID of each GPU of the job.
-        known: further content of the file.
+        facts: further content of the file.
     """
 
     def __init__(
-        self, run_dir: Path, gpus: Sequence[tuple[str, str]], known: Mapping[str, Json]
+        self, run_dir: Path, gpus: Sequence[tuple[str, str]], facts: Mapping[str, Json]
     ) -> None:
         self._run_dir = run_dir
         self._gpus = gpus
-        self._known = dict(known)
+        self._known = dict(facts)
         self._short: dict[str, Json] | None = None
         self._thread = threading.Thread(target=self._write, name="environment", daemon=True)
         with contextlib.suppress(RuntimeError):  # no room for one more thread
@@ -205,7 +205,7 @@ def _driver() -> str | None:
     lasts as long as the job, which blocks a reset of the GPUs."""
     with contextlib.suppress(OSError):
         text = Path("/proc/driver/nvidia/version").read_text()
-        found = re.search(r"Kernel Module\D*?([\d.]+)", text)
-        if found is not None:
-            return found[1]
+        match = re.search(r"Kernel Module\D*?([\d.]+)", text)
+        if match is not None:
+            return match[1]
     return None

@@ -33,7 +33,7 @@ class RecordsProvenance(InLauncher):
         self._known: dict[str, Json] = {}
 
     def event(self, event: Event, attempt: Attempt | None) -> None:
-        """Compare with the last launch when this launch starts; record when the device is known."""
+        """Compare with the last launch at the start, and record once the device is known."""
         if isinstance(event, JobStarted):
             self._compare()
         elif isinstance(event, DeviceAcquired):

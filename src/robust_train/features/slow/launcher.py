@@ -85,7 +85,8 @@ class SlowWatch:
             case SpeedMeasured(speed=speed) if speed.steps >= _LEAST_STEPS:
                 self._speed[event.rank] = replace(speed, rank=event.rank)
                 self._measured_at = self._now()
-                if pace := speed.seconds_per_step_now:
+                pace = speed.seconds_per_step_now
+                if pace:
                     self._best = min(pace, self._best or pace)
             case MicroBatchChanged(training=True):
                 self._speed.clear()
@@ -119,7 +120,8 @@ class SlowWatch:
         here, ours, _ = _computing(self._gpus)
         self._is_seen = bool(ours)
         on = {index for process in ours for index in process.gpus}
-        if elsewhere := sorted(on - here.keys()):
+        elsewhere = sorted(on - here.keys())
+        if elsewhere:
             log.warning(
                 "the trainer computes on GPU %s, which is not reserved for it: it sets "
                 "CUDA_VISIBLE_DEVICES itself, and should use the GPU that it is given",

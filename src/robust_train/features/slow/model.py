@@ -22,7 +22,8 @@ def hindrances(
     waited = max((speed.data_share or 0 for speed in speeds), default=0)
     text = f"training waits for data {percent(waited)} of the time"
     reasons = [Slow("data", text, waited)]
-    if (slowest := slowest_rank(speeds)) is not None:
+    slowest = slowest_rank(speeds)
+    if slowest is not None:
         rank, most, usual = slowest
         text = f"rank {rank} takes {number(most)} s a step, the others {number(usual)} s"
         reasons.append(Slow(f"rank {rank}", text, 1 - usual / most))

@@ -1,4 +1,4 @@
-"""What is recorded of slow training."""
+"""The event and the field of an attempt's record about slow training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from robust_train.model.events import Event, Notice
 
 @dataclass(frozen=True)
 class Slow(Event):
-    """What has cost this ``share`` of the time for ten minutes; empty once nothing does."""
+    """A cause that has cost this ``share`` of the time for ten minutes. Empty once it is over."""
 
     name = "slow"
     what: str = ""  # `data`, `rank N`, `GPU N`, or `process PID`
@@ -18,7 +18,7 @@ class Slow(Event):
     share: float = 0.0
 
     def notice(self, attempt: int | None) -> Notice | None:
-        """Return what slows the attempt down; None once nothing does."""
+        """Return a message about the cause, or None once it is over."""
         return Notice("slow", f" is slow: {self.text}") if self.text else None
 
 

@@ -1,4 +1,4 @@
-"""What the record of an attempt says of its speed, and of what held it up."""
+"""The fields of an attempt's record about its speed and the cost of its checkpoints."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from robust_train.model.spec import Speed
 
 @dataclass(frozen=True)
 class SavingNote(Note):
-    """What checkpoints have cost an attempt."""
+    """The time that checkpoints have cost an attempt."""
 
     behind = "saves"
     folds = (CheckpointSaved,)
 
-    saving_seconds: float = 0.0  # for which they held training up
+    saving_seconds: float = 0.0  # seconds for which they held training up
 
     def after(self, event: Event, attempt: Attempt) -> SavingNote:
         """Return the note with the seconds up to the last checkpoint that may be resumed from."""
@@ -27,7 +27,7 @@ class SavingNote(Note):
 
 @dataclass(frozen=True)
 class SpeedNote(Note):
-    """How fast each rank trained; those that measured nothing are left out."""
+    """The speed of each rank that measured it."""
 
     behind = "memory"
     folds = (SpeedMeasured,)
@@ -39,9 +39,9 @@ class SpeedNote(Note):
         if not isinstance(event, SpeedMeasured):
             return self
         speed = replace(event.speed, rank=event.rank)
-        # how many samples a step has is not known
+        # The number of samples in a step is unknown.
         if not attempt.spec.has_batch:
             speed = replace(speed, samples_per_second=None)
-        others = [one for one in self.speed if one.rank != event.rank]
-        by_rank = sorted([*others, speed], key=lambda one: one.rank)
+        others = [other for other in self.speed if other.rank != event.rank]
+        by_rank = sorted([*others, speed], key=lambda other: other.rank)
         return SpeedNote(tuple(by_rank))

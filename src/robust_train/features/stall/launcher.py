@@ -1,9 +1,9 @@
-"""The senses for a hang: an attempt's signs of life, and what its processes do at its end.
+"""Watches an attempt's signs of life from the launcher, and ends an attempt that hangs.
 
-Our own Python processes write their stacks at
-a signal, by faulthandler; of others py-spy knows them, where it is installed and may trace them.
-With several GPUs torch keeps a record of each rank's last collectives (NCCL's flight recorder). A
-thread of torch's polls a pipe once a second for a request to dump it, and needs no GIL for that
+Before the end, the stacks of its processes are written. Our own Python processes write theirs at a
+signal, with faulthandler. py-spy writes those of others, if it is installed and may trace them.
+With several GPUs, torch keeps a record of each rank's last collectives (NCCL's flight recorder). A
+thread of torch polls a pipe once a second for a request to dump it, and needs no GIL for that
 (``HeartbeatMonitor`` in ``ProcessGroupNCCL.cpp``).
 """
 
@@ -67,13 +67,13 @@ _OF_THE_LOOP = (
     MicroBatchChanged,
     UserEvent,
 )
-"""Once progress was reported, each of these is progress; others may come from a thread."""
+"""Once progress was reported, each of these counts as progress. Others may come from a thread."""
 
 _SHORTEST_TICK_LIMIT = 1.0
 _LONGEST_TICK_LIMIT = 5.0
-"""Seconds between two ticks, by the stall limit; if it was longer, the launcher was suspended or
-the machine slept."""
-_LOOKS = 20  # in the time of the limit
+"""Seconds between two ticks, depending on the stall limit. After a longer time, the launcher was
+suspended or the machine slept."""
+_LOOKS = 20  # how often the processes are looked at within the limit
 _CPU_SHARE = 0.02
 _CPU_GRAIN_SECONDS = 0.02
 _BYTES_PER_SECOND = 200_000
@@ -87,10 +87,10 @@ class _Glance:
 
     at: float
     cpu_seconds: float
-    # read and written: a download or a copy needs little CPU time
+    # Bytes read and written: a download or a copy needs little CPU time.
     moved_bytes: int
     pids: set[int]
-    stopped: int  # of these, how many are stopped
+    stopped: int  # the number of stopped processes
 
     def shows_life_since(self, before: _Glance) -> bool:
         seconds = self.at - before.at
@@ -104,11 +104,14 @@ class _Glance:
 
 
 class Stall(InLauncher):
-    """Tells the watch what earlier attempts have shown, and has ranks record their collectives."""
+    """Passes the longest pause so far to the watch, and makes ranks record their collectives."""
 
     def request(self, request: AttemptRequest, attempt: Attempt) -> AttemptRequest:
-        """Return the request with the longest pause so far, and with NCCL's flight recorder, which
-        shows where ranks wait, if the attempt has several GPUs."""
+        """Return the request with the longest pause so far.
+
+        If the attempt has several GPUs, it also starts NCCL's flight recorder, which shows the
+        collectives that ranks wait for.
+        """
         request = replace(request, longest_pause=self.job.state.longest_pause or 0.0)
         if self.job.plan.config.of(StallKeys).timeout_seconds == 0 or len(attempt.spec.gpus) < 2:
             return request
@@ -161,10 +164,10 @@ class StallWatch(Watch):
 
     def poll(self, living: Mapping[int, Interpreter]) -> End | None:
         """End the attempt once it hangs, with the stacks of its processes on the disk."""
-        found = self.standstill()
-        if found is None:
+        hang = self.standstill()
+        if hang is None:
             return None
-        self._ended_for = found
+        self._ended_for = hang
         return End(dump_stacks(self._request, living))
 
     def explain(self, stacks: str) -> Failure:
@@ -188,16 +191,16 @@ class StallWatch(Watch):
         remove_nccl_pipes(self._request.run_dir)
 
     def standstill(self) -> Standstill | None:
-        """Return the standstill once the attempt hangs; warn when half of its limit is over."""
+        """Return the standstill once the attempt hangs. Warns when half of its limit is over."""
         self._let_time_pass()
-        found = standstill(self._limit_seconds, self._pulse)
-        if found is None or self._ticked < self._next_look:
+        hang = standstill(self._limit_seconds, self._pulse)
+        if hang is None or self._ticked < self._next_look:
             return None
-        self._next_look = self._ticked + found.limit_seconds / _LOOKS
+        self._next_look = self._ticked + hang.limit_seconds / _LOOKS
         self._look()
-        found = standstill(self._limit_seconds, self._pulse) or found
-        self._warn(found)
-        return found if found.share >= 1 and not self._is_suspended else None
+        hang = standstill(self._limit_seconds, self._pulse) or hang
+        self._warn(hang)
+        return hang if hang.share >= 1 and not self._is_suspended else None
 
     def _let_time_pass(self) -> None:
         now = time.monotonic()
@@ -229,7 +232,7 @@ class StallWatch(Watch):
                 status = process.status()
                 if status == psutil.STATUS_ZOMBIE:
                     continue
-                # with those of children that were collected: a shell starts many short ones
+                # Collected children count too, because a shell starts many short processes.
                 cpu_seconds += sum(process.cpu_times()[:4])
                 stopped += status in _STOPPED
                 pids.add(process.pid)
@@ -240,33 +243,33 @@ class StallWatch(Watch):
         uuids = {gpu.uuid for gpu in self._request.spec.gpus}
         if not uuids:
             return False
-        found = read_inventory().gpus
+        gpus = read_inventory().gpus
         close_session()  # an open one blocks a reset of any GPU
-        ours = {os.getpid()} | {one.pid for one in children(recursive=True)}
+        ours = {os.getpid()} | {process.pid for process in children(recursive=True)}
         return any(
             (gpu.utilization_percent or 0) >= _GPU_PERCENT and not is_shared(gpu, ours)
-            for gpu in found
+            for gpu in gpus
             if gpu.uuid in uuids
         )
 
-    def _warn(self, found: Standstill) -> None:
-        if found.share < WARNING_SHARE:
+    def _warn(self, hang: Standstill) -> None:
+        if hang.share < WARNING_SHARE:
             if self._has_warned:
                 log.info("the attempt goes on")
             self._has_warned = False
-        elif found.share < 1 and not (self._has_warned or self._is_suspended):
+        elif hang.share < 1 and not (self._has_warned or self._is_suspended):
             self._has_warned = True
             log.warning(
                 "%s: after %s (stall_timeout_minutes) the attempt is ended, and another one goes "
                 "on from its last checkpoint",
-                found.what,
-                duration(found.limit_seconds),
+                hang.what,
+                duration(hang.limit_seconds),
             )
-            self._on_event(StallWarning(round(found.seconds, 1), round(found.limit_seconds, 1)))
+            self._on_event(StallWarning(round(hang.seconds, 1), round(hang.limit_seconds, 1)))
 
 
 def bytes_moved_by(process: psutil.Process) -> int:
-    """Return what a process has read and written; 0 where the kernel does not count that."""
+    """Return the bytes that a process has read and written, or 0 if the kernel does not count."""
     with contextlib.suppress(psutil.Error, AttributeError, RuntimeError, ValueError):
         figures = process.io_counters()
         return figures.read_chars + figures.write_chars
@@ -274,15 +277,15 @@ def bytes_moved_by(process: psutil.Process) -> int:
 
 
 def _trainers_processes(pids: Sequence[int], request: AttemptRequest) -> list[psutil.Process]:
-    """Return the processes that train: of a script without the one that only supervises it."""
-    found = []
+    """Return the processes that train, without the process that only supervises a script."""
+    processes = []
     for pid in pids:
         with contextlib.suppress(psutil.Error):
-            one = psutil.Process(pid)
+            process = psutil.Process(pid)
             if not request.config.traits.is_program:
-                found.append(one)
-            found += one.children(recursive=True)
-    return found
+                processes.append(process)
+            processes += process.children(recursive=True)
+    return processes
 
 
 # --- what they do when they hang --------------------------------------------------------------
@@ -297,36 +300,40 @@ _NCCL_DUMP_SECONDS = 5.0
 
 def dump_stacks(
     request: AttemptRequest,
-    interpreters: Mapping[int, Interpreter],  # the living ones, by rank
+    interpreters: Mapping[int, Interpreter],  # the living interpreters, by rank
 ) -> float:
-    """Write what the processes of an attempt do; return the seconds that they need for theirs."""
+    """Write the stacks of an attempt's processes.
+
+    Returns:
+        The seconds that the processes need to write their own.
+    """
     has_nccl = _request_nccl_dumps(request)
     until = time.monotonic() + _ALL_SECONDS
-    pids = [one.pid for one in interpreters.values()]
-    own = {} if request.config.traits.is_program else interpreters
+    pids = [interpreter.pid for interpreter in interpreters.values()]
+    by_faulthandler = {} if request.config.traits.is_program else interpreters
     silent = [
-        one
-        for one in _trainers_processes(pids, request)
-        if not own or one.pid not in pids or _status(one) in _STOPPED
+        process
+        for process in _trainers_processes(pids, request)
+        if not by_faulthandler or process.pid not in pids or _status(process) in _STOPPED
     ]
     with contextlib.suppress(OSError), request.stacks_file.open("a", 1) as file:
-        for one in silent[:_MOST_PROCESSES]:
+        for process in silent[:_MOST_PROCESSES]:
             with contextlib.suppress(psutil.Error):
-                command = shlex.join(one.cmdline())
+                command = shlex.join(process.cmdline())
                 if not command:
-                    command = one.name()
+                    command = process.name()
                 command = shortened(command, 100)
-                print(f"process {one.pid} ({command}, {_status(one)})", file=file)
+                print(f"process {process.pid} ({command}, {_status(process)})", file=file)
                 if time.monotonic() < until:
-                    file.writelines(f"{line}\n" for line in _threads(one))
+                    file.writelines(f"{line}\n" for line in _threads(process))
                 print(file=file)
-        for rank, interpreter in own.items():
+        for rank, interpreter in by_faulthandler.items():
             if request.ranks > 1:
                 pid = interpreter.pid
                 status = _status(psutil.Process(pid))
                 print(f"rank {rank} (process {pid}, {status})", file=file)
             interpreter.signal(DUMP_STACKS)
-            # one after the other, each below its heading; a stopped one writes nothing
+            # They write in turn, each below its heading. A stopped process writes nothing.
             if request.ranks > 1:
                 time.sleep(_OF_A_RANK_SECONDS)
     return _NCCL_DUMP_SECONDS if has_nccl else _OWN_STACKS_SECONDS
@@ -339,7 +346,7 @@ def _status(process: psutil.Process) -> str:
 
 
 def _threads(process: psutil.Process) -> Iterator[str]:
-    """Yield a process's threads as faulthandler writes them; none if py-spy finds none."""
+    """Yield a process's threads in faulthandler's form, or nothing if py-spy finds none."""
     beside = str(Path(sys.executable).parent)
     spy = shutil.which("py-spy")
     if spy is None:
@@ -367,39 +374,39 @@ _FILES = (
     "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
     "TORCH_FR_DUMP_TEMP_FILE",
 )
-# recent versions record anyway; 2,000 is their size of the record
+# Recent versions record anyway. Their record has this size.
 _NEWER_SIZE = "TORCH_FR_BUFFER_SIZE"
 _RECORD = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 
 
 def nccl_variables(environ: Mapping[str, str], run_dir: Path, attempt: int) -> dict[str, str]:
-    """Return variables with which each rank dumps to ``attempt-<n>.nccl-<rank>`` when asked to.
+    """Return variables with which each rank dumps to ``attempt-<n>.nccl-<rank>`` on request.
 
-    torch dumps there at its own time-out as well. Nothing where the user has set any of it, or
-    where the disk has no pipes, which would end the ranks.
+    torch dumps there at its own time-out as well. Empty if the user has set any of them, or if the
+    disk has no pipes, which would end the ranks.
     """
     stem = str(run_dir.absolute() / f"attempt-{attempt}.nccl-")
-    own = {name: value for name, value in _RECORD.items() if name not in environ}
+    variables = {name: value for name, value in _RECORD.items() if name not in environ}
     if _NEWER_SIZE in environ:
-        own.pop("TORCH_NCCL_TRACE_BUFFER_SIZE", None)
+        variables.pop("TORCH_NCCL_TRACE_BUFFER_SIZE", None)
     with contextlib.suppress(OSError):
         probe = f"{stem}.pipe"
         os.mkfifo(probe)
         os.unlink(probe)
         if not any(name in environ for name in _FILES):
-            return own | dict.fromkeys(_FILES, stem)
+            return variables | dict.fromkeys(_FILES, stem)
     return {}
 
 
 def _request_nccl_dumps(request: AttemptRequest) -> bool:
-    """Ask every rank that uses NCCL for its dump; return whether there is one."""
-    is_asked = False
+    """Ask every rank that uses NCCL for its dump, and return whether any rank does."""
+    has_requested = False
     for pipe in request.run_dir.glob(f"attempt-{request.attempt}.nccl-*.pipe"):
         with contextlib.suppress(OSError):  # no one reads it
             with open(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK), "wb") as writer:
                 writer.write(b"1")
-            is_asked = True
-    return is_asked
+            has_requested = True
+    return has_requested
 
 
 def remove_nccl_pipes(run_dir: Path) -> None:

@@ -30,7 +30,7 @@ class StallKeys(FeatureKeys):
 
     @property
     def timeout_seconds(self) -> float | None:
-        """After how long without progress an attempt counts as hanging; 0: never, None: learned."""
+        """Seconds without progress after which an attempt hangs. 0: never, None: learned."""
         return None if self.stall_timeout_minutes is None else 60 * self.stall_timeout_minutes
 
 
@@ -43,16 +43,17 @@ class Pulse:
     """
 
     now: float = 0.0
-    begun: float = 0.0  # training; until that is reported the attempt
+    begun: float = 0.0  # the start of training, or of the attempt until that is reported
     reported: float | None = None  # the last progress, None before the first
     alive: float = 0.0  # the last sign of life
-    # pause between two reports, of the job's earlier attempts too
+    # The longest pause between two reports, also in the job's earlier attempts.
     longest: float = 0.0
 
     def after_progress(self) -> Pulse:
         """Return the pulse with a report of progress now.
 
-        The time up to the first is the limit at least: it may be an epoch, or the start alone.
+        The limit is at least the time up to the first report, which may take an epoch or only the
+        start.
         """
         if self.reported is None:
             pause = (self.now - self.begun) / _LONGEST_PAUSES
@@ -63,7 +64,7 @@ class Pulse:
 
 @dataclass(frozen=True)
 class Standstill:
-    """For how long an attempt has made no progress, and how long it may; seconds."""
+    """The seconds for which an attempt has made no progress, and their limit."""
 
     seconds: float
     limit_seconds: float
@@ -76,22 +77,22 @@ class Standstill:
 
     @property
     def what(self) -> str:
-        """What has been missing, and for how long."""
+        """A description of what has been missing, and for how long."""
         if self.before_progress:
             return f"no progress, output, CPU time or GPU use for {duration(self.seconds)}"
         return f"no progress for {duration(self.seconds)}"
 
 
 def standstill(limit_seconds: float | None, pulse: Pulse) -> Standstill | None:
-    """Return for how long an attempt has made no progress, by what is known.
+    """Return for how long an attempt has made no progress, or None if it may take for ever.
 
     Before the first progress only silence counts, since scripts report none and a start may take
-    long. With a limit that is learned, an attempt that computes or prints has twelve times as long:
-    evaluation may be slower than all that was learned.
+    long. With a learned limit, an attempt that computes or prints has twelve times as long, because
+    an evaluation may be slower than everything before.
 
     Args:
-        limit_seconds: what the user demands; 0 for never; learned from the job's pauses if None.
-        pulse: what is known.
+        limit_seconds: the user's limit. 0: never, None: learned from the job's pauses.
+        pulse: the signs of life so far.
     """
     if limit_seconds == 0:
         return None
@@ -108,6 +109,6 @@ def standstill(limit_seconds: float | None, pulse: Pulse) -> Standstill | None:
     return Standstill(quiet, _BUSY_TIMES * learned, False)
 
 
-def worth_keeping(longest: float, known: float) -> bool:
-    """Return whether a longest pause changes the limit, and enough for a line on the disk."""
-    return longest > max(1.25 * known, SHORTEST_SECONDS / _LONGEST_PAUSES)
+def worth_keeping(longest: float, longest_so_far: float) -> bool:
+    """Return whether a pause raises the learned limit by enough for a line on the disk."""
+    return longest > max(1.25 * longest_so_far, SHORTEST_SECONDS / _LONGEST_PAUSES)

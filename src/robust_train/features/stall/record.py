@@ -1,4 +1,4 @@
-"""What is recorded of an attempt that makes no progress."""
+"""The events and the note of an attempt that makes no progress."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class StallWarning(Event):
 
 @dataclass(frozen=True)
 class Stalled(Event):
-    """The attempt made no progress for ``seconds``; ``stacks`` is what its threads were doing."""
+    """The attempt made no progress for ``seconds``. ``stacks`` has the stacks of its threads."""
 
     name = "stalled"
     seconds: float
     stacks: str = ""
 
     def notice(self, attempt: int | None) -> Notice:
-        """Return that the attempt is ended."""
+        """Return a message that the attempt is ended."""
         return Notice("stalled", f" made no progress in attempt {attempt}: the attempt is ended")
 
 
 @dataclass(frozen=True)
 class StallNote(Note):
-    """How long an attempt stood still before it was ended for that; in no file."""
+    """The seconds for which an attempt stood still before it was ended. No file has it."""
 
     folds = (Stalled,)
 
