@@ -258,7 +258,11 @@ _MACHINE = (
         "need",
         "say how much GPU memory a job needs",
         "of_features:answer",
-        (flag("--probe", help="run the program first, for ten steps, and measure it"), _JSON),
+        (
+            flag("--probe", help="run the program first, for ten steps, and measure it"),
+            option("--batch-size", metavar="N", help="the {batch_size} of the probe run"),
+            _JSON,
+        ),
         about="Say how much memory a run held on its GPUs at its peak, what that is made of, the "
         "smallest GPU of this host that it fits, and the micro-batch that fits each GPU. PROGRAM "
         "is the id or the folder of a run, or a command line that has run before.",

@@ -176,7 +176,7 @@ def test_a_program_is_measured_by_a_probe(tmp_path, cuda_machine_with):
     command = ["-m", "robust_train.cli.main", "need", "--probe", "--json", "--", *words]
     probe = warm.start(command, tmp_path, {**host.machine.environment(), **host.world.environ})
     ready = tmp_path / "ready"
-    host.hold(int(wait_until(lambda: ready.exists() and ready.read_text(), "it runs", 20)), 3000)
+    host.hold(int(wait_until(lambda: ready.exists() and ready.read_text(), "it runs")), 3000)
     stdout, stderr = probe.communicate(timeout=120)
     answer = json.loads(stdout)
     assert answer["peak_bytes"] == 3000 * MIB, stderr
@@ -191,7 +191,7 @@ def test_a_shortage_caused_by_others_is_named(tmp_path, cuda_machine_with):
     job, pid = host.start(AUTO, "gpu_jobs_per_device=2", trainer="runs_out_in_a_step")
     host.machine.update(0, compute=[(pid, 2048), (1, 3072)], free_mib=34816)
     host.go()
-    wait_until(lambda: host.has_logged("others took 3.0 GiB of GPU 0"), "it is said", 30)
+    wait_until(lambda: host.has_logged("others took 3.0 GiB of GPU 0"), "it is said")
     host.go("go2")
     ended = host.world.end(job, code=0)
     assert ended.output.count("others took") == 1
