@@ -1,4 +1,4 @@
-"""What earlier runs of the same job have needed, found before the job starts."""
+"""Finds the peak of earlier runs of the same job, before the job starts."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def with_known_need(plan: Plan) -> Plan:
 
 
 def fingerprint_of(plan: Plan) -> str:
-    """Return what is the same for all jobs that need the memory of this one."""
+    """Return a digest that all jobs with the same need of memory share."""
     if plan.config.trainer.argv is not None:
         return fingerprint_of_program(plan.config)
     content = OmegaConf.to_container(plan.resolved_cfg, resolve=False)
