@@ -105,7 +105,7 @@ class CheckpointFolder:
         self._room = HostCopies(copies)
 
     def save(self, content: Content, step: int) -> Path:
-        """Save and report a checkpoint, then remove the oldest ones beyond ``keep``.
+        """Save and report a checkpoint, then remove the oldest checkpoints beyond ``keep``.
 
         Raises:
             CheckpointError: it could not be written. The earlier checkpoints are untouched.

@@ -101,7 +101,7 @@ class AttemptHooks:
             feature.tick()
 
     def end(self, error: BaseException | None) -> None:
-        """End with the trainer, the last feature first. Each feature ends even if another one
+        """End with the trainer, the last feature first. Each feature ends even if another feature
         raises."""
         with ExitStack() as ends:
             for feature in self._all:

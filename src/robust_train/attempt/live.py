@@ -1,7 +1,7 @@
 """One attempt while it trains, as this package's code sees it. Its trainer sees :class:`.run.Run`.
 
 The subjects of an attempt meet here, and each has its own file: reports, requests to stop or save,
-splitting of batches, checkpoints, speed, losses. None of them knows another one, except that all
+splitting of batches, checkpoints, speed, losses. They do not know each other, except that all
 may report. It lives in the process that trains, one object per rank.
 """
 
@@ -147,7 +147,7 @@ class LiveAttempt:
         self.saves.skip_to(request.spec.noted("skips_to", 0))
 
     def take_part(self, features: Iterable[InAttempt]) -> None:
-        """Let these features take part, instead of earlier ones."""
+        """Let these features take part instead of earlier features."""
         self.hooks = AttemptHooks(tuple(features))
 
     def configure(self, config: RobustConfig) -> None:

@@ -157,7 +157,7 @@ class Run:
         If the loss of :meth:`backward` or the gradients' norm is not finite, all ranks skip the
         update, and weights and optimizer stay as they were. An optimizer made with ``fused=True``
         decides that on the GPU without waiting, and the host counts it a step later. For any other
-        optimizer the host reads one figure, and waits for the backward pass.
+        optimizer the host reads a figure, and waits for the backward pass.
 
         Args:
             optimizer: the optimizer of the trained parameters.

@@ -100,7 +100,7 @@ class Saves:
     # --- loading ---
 
     def load(self, state: MutableMapping[str, Any]) -> int:
-        """Restore the newest checkpoint into ``state``, and return its step, 0 without one."""
+        """Restore the newest checkpoint into ``state``, and return its step. 0 if there is none."""
         from robust_train.attempt.checkpoints import STEP, read_newest, restore
         from robust_train.step.ranks import of_all_ranks
 

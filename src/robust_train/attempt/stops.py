@@ -69,7 +69,7 @@ class Stops:
 
         Args:
             is_writing: whether a checkpoint is being written in the background. The trainer then
-                has started the save that was requested, and is not asked for another one.
+                has started the save that was requested, and is not asked for another save.
         """
         if self._checkpoint_answers or (self._promised and not is_writing):
             self.raise_checkpoint()

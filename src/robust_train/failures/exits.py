@@ -275,7 +275,7 @@ def last_shortage_in(log: str) -> str:
 
 
 def _shortened(line: str) -> str:
-    """Return a line without the middle of one that is too long to have been written for people."""
+    """Shorten a line that is too long to have been written for people."""
     if len(line) <= _LONGEST_LINE:
         return line
     half = _LONGEST_LINE // 2

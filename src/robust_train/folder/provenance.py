@@ -1,4 +1,4 @@
-"""What ``environment.json`` and ``code.jsonl`` say of a launch, and what has changed since."""
+"""Reads ``environment.json`` and ``code.jsonl`` of a launch, and compares it with the next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests to a job: one small file each in ``<run folder>/requests/``.
+"""Requests to a job: a small file each in ``<run folder>/requests/``.
 
 A client writes ``<id>.json``: ``{"verb": …, "options": {…}}``. The process that takes it renames it
 to ``<id>.taken``, writes ``<id>.answer``, ``{"answer": {…}}`` or ``{"error": "why not"}``, and

@@ -262,7 +262,7 @@ class _Logs:
         self._trainer = trainer
         self._has_warned: set[str] = set()
         self._checked: set[str] = set()  # names of objects that aggregate
-        self._are_losses: dict[str, bool] = {}  # for values that are not means
+        self._are_losses: dict[str, bool] = {}  # whether values that are not means are the loss
         # States of metrics by their ids, at the start of the split batch.
         self._states: dict[int, _States] = {}
 

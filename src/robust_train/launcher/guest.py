@@ -390,12 +390,12 @@ class EarlierStart:
         return is_stop and self.attempt.evidence.clue != Clue.KILLED
 
     def code_has_changed(self) -> bool:
-        """Return whether one of the trainer's files has changed since the failure."""
+        """Return whether any of the trainer's files has changed since the failure."""
         return any(_changed_at(path) != at for path, at in self.code.items())
 
 
 def cause_of(ends: Sequence[RankEnd]) -> Failure:
-    """Return why an attempt failed: the earliest failure that is not a consequence of another one.
+    """Return why an attempt failed: the earliest failure that is not a consequence of others.
 
     If all reports are consequences (a lost connection, a request to stop), a rank without a report
     was killed. If every rank was stopped, that is the reason. Pure.

@@ -97,7 +97,7 @@ class Job:
                 return self._end_with(error)
 
     def _train(self) -> Summary:
-        """Run attempts until one completes or no remedy is left."""
+        """Run attempts until an attempt completes or no remedy is left."""
         driver = self.driver
         driver.open(self.signals, self.state.id, self.folder.token, self.sleep, self.folder.waits)
         try:

@@ -1,6 +1,6 @@
 """A job's run folder, as its launcher keeps it: lock, journal, ``state.json`` and ``requests/``.
 
-:class:`.job.Job` holds one :class:`RunFolder` for its whole launch, in the launcher's process.
+:class:`.job.Job` holds a `RunFolder` for its whole launch, in the launcher's process.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ class TrainingDiverged(RuntimeError):  # noqa: N818 - an event
 
 
 class RankFailure(RuntimeError):  # noqa: N818 - it says where an error began
-    """Raised on every rank when one of several cannot go on, after all have agreed about it.
+    """Raised on every rank when any rank cannot continue, after all ranks have agreed about it.
 
     Attributes:
         rank: the rank that failed.

@@ -1,6 +1,6 @@
 """The evidence that a rule may use after a failure.
 
-:func:`.decide.decide` creates one :class:`FailureContext` for each failure, in the launcher, and
+:func:`.decide.decide` creates a `FailureContext` for each failure, in the launcher, and
 hands it to each rule. Pure.
 """
 

@@ -383,7 +383,8 @@ def _queue_directory(config: RobustConfig, environ: Mapping[str, str]) -> Path |
     queue = config.gpu_queue
     if queue is False:
         return None
-    if owner := allocated_by(environ):
+    owner = allocated_by(environ)
+    if owner:
         log.info("the GPUs are allocated by %s: the host's own queue is not used", owner)
         return None
     return directory_for(None if queue is True else str(queue), environ)
@@ -395,7 +396,7 @@ def _several(devices: str, visible: Visible) -> frozenset[str]:
 
 
 def _named(device: str, visible: Visible) -> tuple[str, ...]:
-    """Return the UUID of the visible GPU that ``device`` names, if it names one."""
+    """Return the UUID of the visible GPU that ``device`` names, if any."""
     if device == "auto":
         return ()
     if device.startswith("cuda"):

@@ -71,7 +71,7 @@ class HostQueue:
     ) -> None:
         self.read_machine = read
         self._directory = directory
-        self._job = job  # as it last entered the queue
+        self._job = job  # its record when it last entered the queue
         self._token = token
         self._registry: Registry | None = None
         self._reservation: Reservation | None = None
@@ -85,7 +85,7 @@ class HostQueue:
 
     @property
     def hold(self) -> tuple[int, ...]:
-        """The descriptor that keeps the reservation alive, if there is one."""
+        """The descriptor that keeps the reservation alive, if any."""
         return () if self._reservation is None else (self._reservation.fd,)
 
     @property

@@ -120,7 +120,8 @@ class Plan:
         suitable = self.suitable(job)
         apart = [state for state in suitable if not self._first_could(state)]
         for states in (apart, suitable):
-            if group := choose_group([state.gpu for state in states], job.count):
+            group = choose_group([state.gpu for state in states], job.count)
+            if group:
                 return [self._states[gpu.uuid] for gpu in group]
         return ()
 

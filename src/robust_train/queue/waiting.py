@@ -196,7 +196,8 @@ class Waiting:
             self._next_read = time.monotonic() + _UNANSWERED_SECONDS
             self._obstacles = visible.inventory.problem or ""
             return ()
-        if group := decided.groups.get(me.id, ()):
+        group = decided.groups.get(me.id, ())
+        if group:
             uuids = [gpu.uuid for gpu in group]
             if self._queue.announce(uuids, me.reserved_bytes):
                 return group

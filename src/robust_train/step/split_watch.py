@@ -1,6 +1,6 @@
 """The splits that have been checked, and the reaction if a split changes its loss.
 
-:class:`.batcher.MicroBatcher` has one watch for all steps of an attempt, in the process that
+:class:`.batcher.MicroBatcher` has a watch for all steps of an attempt, in the process that
 trains.
 """
 

@@ -94,7 +94,8 @@ def _overrides(config: DictConfig) -> Iterator[list[str]]:
         with contextlib.suppress(Exception):
             override = parser.parse_override(line)
             values: Iterable[object] = ()
-            if isinstance(ends := override.value(), IntervalSweep):
+            ends = override.value()
+            if isinstance(ends, IntervalSweep):
                 values = (ends.start, ends.end)
             elif override.is_sweep_override():
                 values = override.sweep_string_iterator()

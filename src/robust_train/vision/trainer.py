@@ -1,6 +1,6 @@
 """The built-in trainer, ``trainer=image_classification``.
 
-Open the data, build the model, resume from a checkpoint if there is one, train and validate epoch
+Open the data, build the model, resume from a checkpoint if any, train and validate epoch
 by epoch, save, test.
 """
 

@@ -175,7 +175,7 @@ class Sample:
     def is_before_cuda(self) -> bool:
         """Whether none of the job's processes has started CUDA yet, as far as can be seen.
 
-        Under WSL2 NVML lists no process at all, so growth of the used memory shows one.
+        Under WSL2 NVML lists no process at all, so growth of the used memory shows CUDA.
         """
         grew = self.used_bytes - self.before_bytes
         is_seen = bool(self.ours) or (self.others == 0 and grew >= _LEAST_CONTEXT)

@@ -228,7 +228,8 @@ class MemoryUpkeep(InAttempt):
         return Cached()
 
     def _in_use(self) -> tuple[str, int]:
-        if reserved := self._cached().reserved:
+        reserved = self._cached().reserved
+        if reserved:
             return "reserved", reserved
         with contextlib.suppress(OSError, psutil.Error):
             return "resident", resident_bytes(psutil.Process())[0]

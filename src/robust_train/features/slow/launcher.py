@@ -93,7 +93,7 @@ class SlowWatch:
                 self._best = 0.0
 
     def poll(self) -> None:
-        """Look for hindrances twice a minute, and send the worst lasting one if it changed."""
+        """Look for hindrances twice a minute, and send the worst if it changed."""
         now = self._now()
         if now < self._next_poll:
             return
