@@ -375,7 +375,7 @@ def loops_at(
     batches = loops["epoch_loop.batch_progress"]
     epochs = loops["epoch_progress"]
     batches["is_last_batch"] = False
-    # This is the same for any number of optimizers.
+    # Manual optimization may step any number of optimizers, so its batches are counted.
     stepped = before + done if is_manual else position.step
     validation = loops["epoch_loop.val_loop.batch_progress"]
     validation["total"] |= _counters(0, 0)
