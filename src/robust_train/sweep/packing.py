@@ -49,9 +49,8 @@ class Packing:
 
     least: int  # the number of jobs with one per GPU
     limit: int
-    rates: Mapping[int, float] = field(
-        default_factory=dict
-    )  # samples per second, by the number of jobs
+    # Samples per second, by the number of jobs.
+    rates: Mapping[int, float] = field(default_factory=dict)
     is_saturated: bool = False  # more jobs are not faster together
 
     def after(self, look: Look) -> Packing:
