@@ -71,7 +71,8 @@ def test_the_newest_run_is_listed_last(tmp_path, says):
         [live.state.id, "starting"],
     ]
     assert "0.875" in lines[1]
-    assert lines[5:] == [f"{third} died: the host went down; to go on: robust-train resume {third}"]
+    how = f"to continue: robust-train resume {third}"
+    assert lines[5:] == [f"{third} died: the host went down; {how}"]
     assert [line.split()[0] for line in only_live] == ["id", live.state.id]
     assert [run["state"] for run in listed] == ["starting", "died", "failed", "completed"]
     assert listed[3]["result"] == 0.875
@@ -103,7 +104,7 @@ def test_a_sweeps_name_is_always_its_folder(tmp_path, says):
     for which in (sweep, sweep / "sweep.json"):
         shown = says("status", which).out
         assert shown.startswith(f"{sweep}: died\n")
-        assert f"to go on: robust-train resume {sweep}" in shown
+        assert f"to continue: robust-train resume {sweep}" in shown
         assert [line.split()[-1] for line in shown.splitlines()[2:4]] == ["lr=0", "lr=1"]
         assert says("wait", which, code=1).out.startswith(f"{sweep}: died")
     assert says("logs", sweep).out == "its output\n"

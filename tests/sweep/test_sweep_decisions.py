@@ -72,7 +72,7 @@ PRUNED = replace(DONE, status="pruned")
         (DONE, [SAME[1], "resume=true", SAME[0]], "second", True, "reused"),
         (DONE, [*SAME, "robust.sweep_fail_fast=true"], "second", True, "reused"),
         (RECORD, ["detach=true", *SAME, "gpu_wait_timeout_minutes=9"], "second", True, "resumed"),
-        # put back into the queue by a scheduler: goes on although a new launch would not
+        # put back into the queue by a scheduler: continues although a new launch would not
         (RECORD, SAME, "first", False, "resumed"),
     ],
 )

@@ -216,7 +216,7 @@ class CheckpointFolder:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a checkpoint is written while training goes on, and not reported yet."""
+        """Whether a checkpoint is written while training continues, and not reported yet."""
         return self._in_flight is not None
 
     def write_again(self) -> bool:

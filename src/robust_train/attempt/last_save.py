@@ -129,7 +129,7 @@ def settle_by_best(live: LiveAttempt) -> None:
 
 def _save_together(live: LiveAttempt, save: Callable[[], object]) -> None:
     """Save on all ranks once the disk has room. Rank 0 decides: only it knows whether the write
-    failed that went on while training did."""
+    failed that continued while training did."""
     from robust_train.step.ranks import of_all_ranks
 
     pauses = list(PAUSES)

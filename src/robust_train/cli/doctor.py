@@ -231,7 +231,7 @@ def probe(gpu: GpuInfo) -> tuple[bool, str]:
     last = lines[-1] if lines else f"exit code {done.returncode}"
     if done.returncode != 0:
         return False, last
-    return True, f"computed, ran out of memory and went on with 1/{last} of it"
+    return True, f"computed, ran out of memory and continued with 1/{last} of it"
 
 
 def exercise(device: torch.device, free_bytes: int) -> int:

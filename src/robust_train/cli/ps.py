@@ -47,7 +47,7 @@ class Listed:
 
 
 def list_jobs(arguments: Namespace) -> Answer:
-    """List the user's jobs, live and past, the newest last, and how those that died go on."""
+    """List the user's jobs, live and past, the newest last, and how those that died continue."""
     runs = [run for run in find_runs() if run.alive or not arguments.live]
     whole = arguments.all or arguments.live
     if arguments.which is not None:
@@ -170,14 +170,14 @@ def has_died(folder: Path, table: SweepTable) -> bool:
 
 
 def _how_it_goes_on(line: Listed) -> str:
-    """Return the command that goes on with what died, empty if it did not."""
+    """Return the command that continues with what died, empty if it did not."""
     if line.sweep is not None:
         died = _state_of_sweep(line.sweep) == DIED
-        return f"{line.sweep} died; to go on: robust-train resume {line.sweep}" if died else ""
+        return f"{line.sweep} died; to continue: robust-train resume {line.sweep}" if died else ""
     (run,) = line.runs
     if run.status != DIED or run.state is None:
         return ""
-    return f"{run.id} died: {run.why_died}; to go on: robust-train resume {run.id}"
+    return f"{run.id} died: {run.why_died}; to continue: robust-train resume {run.id}"
 
 
 def _table(rows: Sequence[list[object]], whole_paths: bool) -> Table:

@@ -1,4 +1,4 @@
-"""``robust-train resume``: go on with jobs and sweeps by their own commands."""
+"""``robust-train resume``: continue with jobs and sweeps by their own commands."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _of_sweep(folder: Path) -> str:
     here = folder_override("hydra.sweep.dir", folder.resolve())
     if here not in shlex.split(table.resume_command):
         raise NotDoneError(
-            f"{folder}: the sweep was begun in another folder, where its command would go on; "
+            f"{folder}: the sweep was begun in another folder, where its command would continue; "
             f"repeat it yourself with hydra.sweep.dir={folder}"
         )
     return table.resume_command

@@ -377,9 +377,9 @@ keys people use (those about devices and retries: not with train.py):
   memory.fraction=0.95           the most of the GPU's memory that an attempt may take
   resume=true                    resume an unfinished job in its run folder
   stall_timeout_minutes=auto     without progress for so long: a new attempt; 0: never
-  detach=false                   true: go on in the background, past logout
+  detach=false                   true: continue in the background, past logout
   job_name=NAME                  how queue, tables and run folder call the job
-  hydra.run.dir=FOLDER           the run folder; with an unfinished job in it: go on
+  hydra.run.dir=FOLDER           the run folder; with an unfinished job in it: continue
 
 more: --cfg job (every key with its value), --hydra-help (Hydra's options), --version
       robust-train completion (for bash and zsh), docs/configuration.md (what every key means)

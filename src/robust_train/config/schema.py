@@ -276,7 +276,7 @@ class RobustConfig(PlainConfig):
     preserve_effective_batch_size: bool | None = key(
         None,
         "accumulation grows as the micro-batch shrinks; `true`: stop where that is impossible",
-        more="`auto`: go on with another effective batch then, and say so; `false`: never grow",
+        more="`auto`: continue with another effective batch then, and say so; `false`: never grow",
         choices=(AUTO, True, False),
         written=AUTO,
     )

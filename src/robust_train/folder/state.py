@@ -218,7 +218,7 @@ class StateFile:
                 self._is_due = True
                 if not self._has_warned:
                     self._has_warned = True
-                    text = "cannot write %s: %s; the job goes on"
+                    text = "cannot write %s: %s; the job continues"
                     log.warning(text, self._path, error.strerror)
 
 

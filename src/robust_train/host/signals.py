@@ -106,7 +106,7 @@ class SignalWatch:
     def __init__(self) -> None:
         # the first signal that ends the job, 0 before; only the handler sets it
         self._ended_by = 0
-        # what runs is stopped, and the job goes on
+        # what runs is stopped, and the job continues
         self.is_pausing = False
         self._is_paused = False  # the signal that stops it has come
         self._handler: Callable[[int], None] | None = None
@@ -170,7 +170,7 @@ class SignalWatch:
             signal.pthread_kill(threading.main_thread().ident or 0, next(iter(self._previous)))
 
     def pause(self) -> None:
-        """Stop what runs as SIGTERM does. The job goes on, unless a signal ends it meanwhile."""
+        """Stop what runs as SIGTERM does. The job continues, unless a signal ends it meanwhile."""
         if self._previous and not self.received:
             self.is_pausing = True
             self.deliver(signal.SIGTERM)

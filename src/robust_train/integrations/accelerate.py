@@ -92,7 +92,7 @@ class RobustLoop:
             if self.accelerator.num_processes == 1 and any(path.glob("pytorch_model_fsdp*")):
                 raise UserError(
                     f"{path}: has the shards of several ranks, which accelerate cannot read in one "
-                    "process; go on with num_gpus=2 or more"
+                    "process; continue with num_gpus=2 or more"
                 )
             self.accelerator.load_state(str(path))
             # data of this epoch with which training diverged is passed over
@@ -160,7 +160,7 @@ class RobustLoop:
         return self.run.forward(function, batch, self.model, **options)
 
     def save(self) -> None:
-        """Save a checkpoint while training goes on, as ``run.save`` does."""
+        """Save a checkpoint while training continues, as ``run.save`` does."""
         path = self.run.checkpoint_dir / f"{_SAVED}{self.step:08d}"
         unfinished = path.with_name(f".{path.name}.tmp")
         live_of(self.run).saves.finish()

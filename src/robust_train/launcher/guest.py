@@ -212,7 +212,7 @@ class RankDriver(Driver):
         last = history[-1]
         spec = last.attempt.spec
         if last.was_stopped:
-            return Retry(spec, "start", "goes on after a stop of all ranks")
+            return Retry(spec, "start", "continues after a stop of all ranks")
         attempts = tuple(start.attempt for start in history if not start.was_stopped)
         offers = Offers(spec.gpus)
         decision = decide(policy, self.plan.remedies, attempts, offers)

@@ -152,7 +152,7 @@ class RunFolder:
             open_requests(self._run_dir)
         except OSError as error:
             log.warning(
-                "%s cannot be used (%s); this run goes on, but takes no requests",
+                "%s cannot be used (%s); this run continues, but takes no requests",
                 self._run_dir / REQUESTS,
                 error.strerror,
             )

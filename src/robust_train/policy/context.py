@@ -364,7 +364,7 @@ class FailureContext:
         **changes: Any,
     ) -> Retry:
         """Return the retry with these changes of the spec. Its reason says what failed, and ``how``
-        it goes on."""
+        it continues."""
         spec = replace(self.last, **changes).having(*knobs)
         if batch_size is not None:
             spec = self.settings.for_ranks(spec.ranks).resized(spec, batch_size)

@@ -359,6 +359,6 @@ class HostQueue:
     def do_without(self, problem: QueueError) -> None:
         """Continue without the other jobs, after a warning."""
         # This is formatted here, so that keys are shown by the names that the user types.
-        log.warning(f"{problem}; this job goes on without a reservation")
+        log.warning(f"{problem}; this job continues without a reservation")
         self._directory = None
         self.release()

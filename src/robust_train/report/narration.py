@@ -209,7 +209,7 @@ def conclude(summary: Summary, how_to_go_on: str) -> None:
     say("run folder: %s", summary.run_dir)
     if summary.status == "completed" or not how_to_go_on:
         return
-    first = "to go on"
+    first = "to continue"
     if summary.status == "failed" and last and last.kind is FailureKind.BUG:
         first = "after fixing it"
     elif summary.checkpoint is None:
@@ -230,7 +230,7 @@ def _what_is_lost(attempt: Attempt) -> str:
     if lost <= kept:
         return f" at once by a second signal; the checkpoint of step {kept} has all"
     steps = f"step {lost} is" if lost == kept + 1 else f"steps {kept + 1} to {lost} are"
-    since = f"goes on from step {kept}" if kept else "starts over"
+    since = f"resumes from step {kept}" if kept else "starts over"
     return f" at once by a second signal: {steps} lost, it {since}"
 
 

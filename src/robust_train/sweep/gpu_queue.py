@@ -233,7 +233,7 @@ class GpuQueue:
         )
 
     def _fill(self, slots: int) -> bool:
-        """Start jobs while there is room, and return whether the sweep goes on."""
+        """Start jobs while there is room, and return whether the sweep continues."""
         while not (is_over := self._is_stopping or bool(self._received)):
             # robust-train sweep limit
             most = requested_sweep_limit(self.folder)

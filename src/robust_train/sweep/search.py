@@ -201,7 +201,7 @@ class Search(Jobs):
         rows = self._rows[row.trial]
         rows.append(row)
         is_whole = len(rows) == len(self._seeds)
-        if is_whole and all(map(_is_final, rows)):  # else it can go on later
+        if is_whole and all(map(_is_final, rows)):  # else it can continue later
             self._tell(self._had[row.trial], rows)
 
     def _tell(self, trial: Trial, rows: Sequence[SweepJob]) -> None:

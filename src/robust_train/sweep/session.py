@@ -156,7 +156,7 @@ class Sweep:
             how = f"robust-train resume {shlex.quote(str(folder))}"
             if table.resume_command is None:
                 how = repeated_with(f"hydra.sweep.dir={folder}")
-            lines.append(f"to go on: {how}")
+            lines.append(f"to continue: {how}")
         # not through logging: after an interruption that may still write into a job's log file
         with contextlib.suppress(OSError, ValueError):
             print("\n".join(map(one_line, lines)), flush=True)

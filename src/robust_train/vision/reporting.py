@@ -126,7 +126,7 @@ class Reporter:
         except Exception as error:
             self._board = None
             log.warning(
-                "logger=%s: %s; training goes on without",
+                "logger=%s: %s; training continues without",
                 self._cfg.get("logger"),
                 first_line(error),
             )

@@ -63,8 +63,8 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def folder_writer() -> Callable[[Content, Path], Path]:
-    """Return what writes a checkpoint of all ranks' shards, also while training goes on. Every rank
-    has to call it."""
+    """Return a function that writes a checkpoint of all ranks' shards, also while training
+    continues. Every rank has to call it."""
     group: Any = dist.new_group(backend="gloo")  # a separate group
     return partial(write_shards, group)
 

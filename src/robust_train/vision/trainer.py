@@ -269,7 +269,7 @@ class Training:
                 write_atomically(weights, folder / BEST_NAME)
                 record_best(folder, best)
             except (CheckpointError, OSError) as error:
-                log.warning("%s; training goes on without these weights as the best", error)
+                log.warning("%s; training continues without these weights as the best", error)
 
     def _train_epoch(self) -> None:
         """Train the epoch's steps from the current position on."""

@@ -255,7 +255,7 @@ class StallWatch(Watch):
     def _warn(self, hang: Standstill) -> None:
         if hang.share < WARNING_SHARE:
             if self._has_warned:
-                log.info("the attempt goes on")
+                log.info("the attempt continues")
             self._has_warned = False
         elif hang.share < 1 and not (self._has_warned or self._is_suspended):
             self._has_warned = True
