@@ -141,7 +141,7 @@ def test_logs_shows_the_last_or_named_attempt(tmp_path, says):
         assert says("logs", *arguments).out == "late \\xff\nno end"
     assert says("logs", tmp_path / "a", "--attempt", 2).out == "early\n"
     no_log = says("logs", "lora", "--attempt", 3, code=1)
-    assert "no log of attempt 3; there are 2, 10" in no_log.err
+    assert "no log of attempt 3; attempts with a log: 2, 10" in no_log.err
     ended(tmp_path / "b", "probe", "no_device", reason="no GPU in time")
     assert "has started no attempt: no GPU in time" in says("logs", "probe", code=1).err
     says("logs", "nothing", code=1)

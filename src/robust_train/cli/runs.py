@@ -184,7 +184,7 @@ def logs(arguments: Namespace) -> int:
     numbers = _attempts_in(run.run_dir)
     if attempt is not None and attempt not in numbers:
         there = ", ".join(map(str, numbers)) or "none"
-        raise NotDoneError(f"{run.id}: no log of attempt {attempt}; there are {there}")
+        raise NotDoneError(f"{run.id}: no log of attempt {attempt}; attempts with a log: {there}")
     if not numbers and not is_followed:
         reason = None if run.state is None else run.state.reason
         raise NotDoneError(

@@ -32,7 +32,7 @@ _TAIL_LINES = 60
 _OOM_KILLER = "the kernel's OOM killer"
 _KERNELS = named("KERNEL_OOM")
 _TAKEN = named("TAKEN").words
-# A log line below an error is not the reason of the end, except that NCCL calls its errors
+# A log line below an error does not say why the process ended, except that NCCL logs its errors as
 # warnings.
 _CHATTER = re.compile(r"^(?!.*\bNCCL\b).{0,60}?\b(?:DEBUG|INFO|WARNING)\b|^\S+:\d+: \w*Warning: ")
 
@@ -57,8 +57,8 @@ _BEGINS_WITH_ERROR = re.compile(r"^(?:\w+\.)*\w+(?:Error|Exception): \S")
 _MOST_LINES_OF_A_MESSAGE = 4
 _LONGEST_LINE = 8_000
 _MOST_MESSAGES = 100
-"""This many messages that may be of memory are looked at, from the last one on: each costs
-milliseconds, and a loader may have printed "failed to read" for each of its files."""
+"""At most this many messages that may report a lack of memory are examined, the last first. Each
+takes milliseconds, and a loader may have printed "failed to read" for each of its files."""
 _DIRECT_CAUSE = "The above exception was the direct cause of the following exception"
 
 # An error with a message, or an error without a message as Python shows it. It starts only where a
@@ -76,7 +76,7 @@ def _tracebacks_under(words: str) -> re.Pattern[str]:
     return re.compile(rf"^(.{{0,99}})(?:{words}).*\n{traceback}{led}", re.MULTILINE)
 
 
-# Errors in a destructor, or at the interpreter's exit, which are not the reason of the end.
+# Errors in a destructor, or at the interpreter's exit, which do not end the process.
 _IGNORED = _tracebacks_under(r"Exception ignored |Error in atexit\b")
 _IN_A_THREAD = _tracebacks_under("Exception in thread ")
 # The words of glibc and the compilers for a program that damaged its memory.
@@ -94,11 +94,17 @@ _NATIVE = re.compile(
 def classify_exit(
     returncode: int, output_tail: str = "", *, oom_killed: bool | None = None
 ) -> Failure:
-    """Return why a process failed that left no report.
+    """Return why a process failed that left no report. The first case that applies counts:
 
-    A SIGKILL, of the process or of a process that it reports, is ``host_oom`` only on evidence: the
-    kernel's or the scheduler's words in the output, or ``oom_killed``. Otherwise it is
-    ``interrupted`` with the clue ``killed``: someone did it.
+    1. SIGKILL with ``oom_killed``, or SIGKILL or SIGTERM with the kernel's or the scheduler's words
+       for an OOM kill in the output: ``host_oom``.
+    2. Any other signal that asks to stop: ``interrupted``. A SIGKILL gets the clue ``killed``,
+       because its sender is unknown.
+    3. An error in the output that explains the end. If it only follows from other failures, an
+       earlier lack of memory counts instead.
+    4. SIGBUS: ``worker_death``. Shared memory was probably full.
+    5. The kernel's words alone, unless the process ended by a segmentation fault: ``host_oom``.
+    6. Anything else is a ``bug``.
 
     Args:
         returncode: as :mod:`subprocess` has it, negative for the signal that ended the process. A
@@ -275,7 +281,7 @@ def last_shortage_in(log: str) -> str:
 
 
 def _shortened(line: str) -> str:
-    """Shorten a line that is too long to have been written for people."""
+    """Return a line, without its middle if it is too long to have been written for people."""
     if len(line) <= _LONGEST_LINE:
         return line
     half = _LONGEST_LINE // 2
@@ -386,7 +392,7 @@ def _shown(lines: Sequence[str], text: str) -> str:
 
 
 def _told_last(lines: Sequence[str]) -> str:
-    """Return the last line if it reads like the reason of an end."""
+    """Return the last line if it reads like the reason why a process ended, else nothing."""
     for line in reversed(lines):
         words = line.strip()[:300]
         if words and not words.startswith(_AFTER_THE_END):

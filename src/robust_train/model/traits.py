@@ -1,4 +1,8 @@
-"""The abilities of a job's trainer by its kind, and the tasks that are left to its launcher."""
+"""What each kind of trainer can do, and which tasks it leaves to the launcher. Pure.
+
+``RobustConfig.traits`` has those of the job's trainer: `FUNCTION` or `PROGRAM`. The launcher, the
+policy and the features read them there.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The launcher's log lines about a job."""
+"""The launcher's log lines about a job.
+
+:class:`.run_folder.RunFolder` calls :func:`announce` and :func:`log_end` for each attempt.
+:class:`.job.Job` calls :func:`show_end` last, with :func:`print_failure` as ``explain`` if the
+process ends with the job.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +50,8 @@ def announce(number: int, spec: AttemptSpec) -> None:
 
 
 def show_end(explain: Callable[[Summary], object], summary: Summary, how_to_go_on: str) -> None:
-    """Log how a job ended: its attempts, those of its journal's earlier launches included, what
-    ``explain`` shows, and the last lines."""
+    """Log how a job ended: its attempts, including those of earlier launches in its journal, then
+    what ``explain`` shows, then the last lines."""
     if summary.attempts:
         attempts = list[Attempt](attempts_of(_earlier(summary.run_dir)))
         attempts += summary.attempts

@@ -15,9 +15,11 @@ from robust_train.step.copies import ALWAYS_COPIED, Copies
 
 
 class Buffers:
-    """Buffers and their values, by their places, since a module may put another tensor there.
+    """The buffers of modules and their values, kept to restore them later.
 
-    Quantized weights are buffers too: a large buffer is copied once a step has changed it.
+    A buffer is identified by its entry in the module's dictionary, because the module may replace
+    the tensor. Quantized weights are buffers too, so a large buffer is copied only once a step has
+    changed it.
     """
 
     def __init__(self, most_bytes: int = ALWAYS_COPIED) -> None:

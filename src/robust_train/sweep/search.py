@@ -103,20 +103,21 @@ class Search(Jobs):
             )
         for name, value in begun.items():
             self._study.set_user_attr(name, value)
-        # the jobs of trials that ended in an earlier launch are a part of this one
-        over = {trial.number for trial in self._trials() if trial.state.is_finished()}
-        sweep = queue.sweep.table.sweep
-        drawn = (*self._space, *(seed.partition("=")[0] for seed in seeds[0]))
+        self._adopt_ended_trials(queue.sweep.table.sweep)
+
+    def _adopt_ended_trials(self, sweep: str) -> None:
+        """Add the jobs of trials that ended in an earlier launch to this launch, and warn if they
+        had other overrides."""
+        ended = {trial.number for trial in self._trials() if trial.state.is_finished()}
+        seed_keys = [seed.partition("=")[0] for seed in self._seeds[0]]
+        drawn = (*self._space, *seed_keys)
         changed = set[str]()
         for folder in job_folders(self._folder):
             row = read_row(folder)
-            if row and row.trial in over and row.sweep != sweep:
+            if row and row.trial in ended and row.sweep != sweep:
                 replace(row, sweep=sweep, reused=True).write(folder)
-                changed |= {*fixed} ^ {
-                    override
-                    for override in row.overrides
-                    if override.partition("=")[0] not in drawn
-                }
+                before = {word for word in row.overrides if word.partition("=")[0] not in drawn}
+                changed |= before ^ {*self._fixed}
         others = public_command(of_jobs(sorted(changed)))
         if others:
             log.warning(
@@ -172,7 +173,7 @@ class Search(Jobs):
         return trial
 
     def _sampler(self, trial: int) -> Any:
-        """Return a sampler of the trial's own: what it draws is the same after a kill."""
+        """Return a sampler for this trial alone, so that it draws the same values after a kill."""
         wanted = dict(self._settings.sampler or {})
         if wanted.get("seed") is not None:
             seed = int(wanted["seed"]) * _SEEDS_APART + trial

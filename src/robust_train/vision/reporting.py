@@ -142,5 +142,5 @@ def _open_board(cfg: DictConfig, run: Run, step: int) -> SummaryWriter | None:
     except ImportError:
         log.info('no TensorBoard scalars: pip install "robust-train[vision]"')
         return None
-    # a resumed run draws over the steps that were lost
+    # TensorBoard drops the points of steps that were lost: the resumed run repeats those steps.
     return SummaryWriter(str(run.run_dir / "tensorboard"), purge_step=step + 1 if step else None)

@@ -181,8 +181,8 @@ class MemoryUpkeep(InAttempt):
             return
         self._has_warned = True
         log.warning(
-            "step %d: GPU memory is nearly out: in two steps in a row torch emptied its cache to "
-            "find room, which is slow; robust-train halve-batch takes a smaller micro-batch",
+            "step %d: GPU memory is nearly full: in two steps in a row torch emptied its cache to "
+            "make room, which is slow; robust-train halve-batch takes a smaller micro-batch",
             step,
         )
         self.live.reports.send(MemoryTight(step, total))

@@ -54,7 +54,7 @@ class SlowTraining(InLauncher):
 
     def _record(self, event: Slow) -> None:
         if event.text:
-            log.warning("%s, for ten minutes by now", event.text)
+            log.warning("%s, over the last ten minutes", event.text)
         else:
             log.info("training is no longer slowed down")
         self.job.record(event)
