@@ -1,8 +1,8 @@
 """When to save a checkpoint: often if that is cheap, more often if the job fails often.
 
 Runs in the process that trains. :class:`.live.LiveAttempt` asks :class:`SaveClock` after each step.
-:class:`.saves.Saves` tells :class:`Saving` what was written, and :class:`Saving` writes manifests
-and removes old checkpoints. A save calls the clock's ``begin``, then ``copied`` if training
+:class:`.saves.Saves` reports each written checkpoint to :class:`Saving`, which writes manifests and
+removes old checkpoints. A save calls the clock's ``begin``, then ``copied`` if training
 continues during the write, and at last ``saved`` or ``failed``.
 """
 
