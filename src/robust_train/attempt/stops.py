@@ -94,7 +94,7 @@ class Stops:
         self._checkpoint_answers.append(answer)
 
     def withdraw_checkpoint_request(self, answer: Answer) -> None:
-        """Forget a request if it was not answered yet."""
+        """Forget a request that has not been answered yet."""
         if answer in self._checkpoint_answers:
             self._checkpoint_answers.remove(answer)
 

@@ -90,7 +90,7 @@ def sentence(event: str, state: RunState, result: Json, now: float) -> str:
 
 
 class Notifier:
-    """Watches a job's state and notifies of what happens, if there is anyone to notify.
+    """Watches a job's state and sends a message about each change, if there is anyone to notify.
 
     Attributes:
         has_failed: a delivery has.
@@ -110,7 +110,7 @@ class Notifier:
         self._lock = threading.Lock()
 
     def poll(self, state: RunState) -> None:
-        """Notify of what is new in a job's state, and check the deliveries under way."""
+        """Send what is new in a job's state, and check the deliveries under way."""
         with self._lock:
             event = self._news(state)
             if event and self._last_news != (event, state.since):

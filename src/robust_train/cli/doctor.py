@@ -1,6 +1,6 @@
 """``robust-train doctor``: whether each GPU is usable, the host's queue, facts for a bug report.
 
-``--probe`` uses a GPU for some seconds, runs out of memory and recovers. `probe` starts this file
+``--probe`` uses a GPU for a few seconds, runs out of memory and recovers. `probe` starts this file
 in a separate process, with a time limit, which calls `exercise`.
 """
 

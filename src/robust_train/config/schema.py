@@ -378,8 +378,8 @@ class RobustConfig(PlainConfig):
 
     @property
     def may_checkpoint_gradients(self) -> bool:
-        """Whether gradient checkpointing is a remedy. A project's own key that ours refers to has
-        the value of the first attempt."""
+        """Whether gradient checkpointing is a remedy. In a project, it is one only if our key
+        refers to a key of the project, which an attempt can set."""
         if self.theirs is None or self.traits.is_program:
             return self.training.gradient_checkpointing is not False
         return CHECKPOINTING in self.theirs

@@ -1,6 +1,8 @@
 """Classifies a process that ended without a report, by its exit status and the end of its output.
 
-The launcher calls it for a script or an interpreter that died. Pure.
+In the launcher, :mod:`.ending` calls :func:`classify_exit` for a script or an interpreter that
+died, and :mod:`.process` calls :func:`last_shortage_in` for a script's log. In the attempt, a
+``sys.exit(128 + n)`` is classified as signal n. Pure.
 """
 
 from __future__ import annotations
@@ -94,7 +96,7 @@ _NATIVE = re.compile(
 def classify_exit(
     returncode: int, output_tail: str = "", *, oom_killed: bool | None = None
 ) -> Failure:
-    """Return why a process failed that left no report. The first case that applies counts:
+    """Return why a process that left no report failed. The first case that applies counts:
 
     1. SIGKILL with ``oom_killed``, or SIGKILL or SIGTERM with the kernel's or the scheduler's words
        for an OOM kill in the output: ``host_oom``.
@@ -151,7 +153,7 @@ def classify_exit(
 
 def _interruption(ended: str, lines: list[str], *, is_killed: bool) -> Failure:
     """Return the failure of a process that a signal stopped."""
-    # Nothing else in the output contradicts the signal: peers of a failed rank get it too.
+    # The signal counts, whatever the output says: the peers of a failed rank get it too.
     is_taken = is_killed or _TAKEN.search(one_line(lines))
     return Failure(
         FailureKind.INTERRUPTED,
@@ -161,7 +163,7 @@ def _interruption(ended: str, lines: list[str], *, is_killed: bool) -> Failure:
 
 
 def _bug(ended: str, name: str, output: str, lines: list[str]) -> Failure:
-    """Return the failure of a process whose output matches no section.
+    """Return the failure of a process whose output matches no section of ``patterns.txt``.
 
     Args:
         ended: its end, for the message.
@@ -362,6 +364,8 @@ def _figures_in(report: ErrorReport, meaning: Match) -> int:
 
 
 def _of_a_log(lines: list[str]) -> ErrorReport:
+    """Return lines of a log as one report. Its types are the errors that the lines name, without
+    programming errors."""
     text = one_line(lines)
     named = (name for path in _ERROR.findall(text) for name in names_of(path))
     return ErrorReport(
@@ -382,6 +386,7 @@ def _last_words(lines: list[str], native: bool) -> list[str]:
 
 
 def _shown(lines: Sequence[str], text: str) -> str:
+    """Return the line to show: C++'s last words, else the last line with a pattern's words."""
     for line in lines:
         if "what():" in line:
             return line.partition("what():")[2].strip()[:300]

@@ -1,6 +1,6 @@
 """Whether a process had little host memory left when an error was raised.
 
-The process that fails asks for its own memory. The launcher uses it for messages with several
+The process that fails asks how much it had left. The launcher asks when a message may have several
 causes.
 """
 

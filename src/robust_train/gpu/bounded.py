@@ -1,4 +1,4 @@
-"""Calls to the driver, and commands, that are abandoned after some seconds.
+"""Calls to the driver, and commands, that are abandoned after a few seconds.
 
 A wedged driver blocks its callers in the kernel, where no signal reaches them. So a thread makes
 the call, and is abandoned if it does not return. No other call is made until it does.

@@ -1,7 +1,8 @@
 """An order of samples that a resumed run can continue at any position, and each rank's share.
 
 A shuffling loader draws its order from torch's global generator, which dropout shares. Here the
-order depends on seed and epoch alone, and an epoch can begin at any sample.
+order depends on seed and epoch alone, and an epoch can begin at any sample. The integrations with
+Lightning, transformers and accelerate put it into the user's loaders, in the process that trains.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from robust_train.step.splitting import share_of
 
 @dataclass(frozen=True)
 class StepShares:
-    """Optimizer steps whose samples depend on the product of the numbers below alone.
+    """Divides an epoch's samples among optimizer steps and ranks.
+
+    Which samples a step has depends only on the product of micro-batch, accumulation and ranks.
 
     Samples are counted by their position in the epoch's order. A rank with fewer micro-batches in a
     step than the others gets another, of a single sample without weight, because all ranks must
@@ -51,8 +54,8 @@ class StepShares:
     def steps(self, length: int, start: int = 0) -> Iterator[range]:
         """Yield each step's samples, from ``start`` to the end of an epoch of ``length`` samples.
 
-        Frameworks step when so many micro-batches of the epoch are done: if another effective batch
-        size came before, the first step is shorter.
+        Frameworks step whenever the number of micro-batches since the epoch began is a multiple of
+        the accumulation. After a resume with another accumulation, the first step may be shorter.
         """
         before = self.micro_batches(range(length)) - self.micro_batches(range(start, length))
         count = self.accumulation - before % self.accumulation
@@ -77,8 +80,8 @@ class StepShares:
     def weight(self, step: range, number: int) -> float:
         """Return the factor for the mean loss of micro-batch ``number`` (from 0) of a step.
 
-        The framework divides it by the accumulation and averages the gradients over the ranks. It
-        is 1 except in a short or uneven step, such as an epoch's last.
+        The framework divides the loss by the accumulation and averages the gradients over the
+        ranks. The factor is 1 except in a short or uneven step, such as an epoch's last.
         """
         mine = len(share_of(step, self.rank, self.ranks)) - number * self.micro_batch
         samples = min(max(mine, 0), self.micro_batch)
@@ -159,7 +162,7 @@ class SampleOrder(Sampler[Any]):
         seed_everything(seed)
         try:
             if isinstance(generator, torch.Generator):
-                # the order is as without one: accelerate adds one where there are ranks
+                # accelerate adds a generator where there are ranks, and must not change the order
                 if isinstance(self._sampler, RandomSampler):
                     seed = int(torch.empty((), dtype=torch.int64).random_())
                 generator.manual_seed(seed)
@@ -169,7 +172,7 @@ class SampleOrder(Sampler[Any]):
 
 
 def _batches_of(loader: Any) -> Any:
-    """Return what makes the batches of ``loader`` of a sampler's indices, None if nothing does."""
+    """Return the plain ``BatchSampler`` of a loader, None if it has none."""
     batches: Any = getattr(loader, "batch_sampler", None)
     # accelerate's, where there are ranks
     if type(batches).__name__ == "BatchSamplerShard":
@@ -181,7 +184,7 @@ def order_of_epochs(loader: Any, seed: int) -> SampleOrder | None:
     """Make an epoch's samples depend on seed and epoch, for a framework that resumes within an
     epoch.
 
-    Returns None if no sampler draws them.
+    Returns None if the loader has no sampler with a length.
     """
     batches = _batches_of(loader)
     if batches is None or not hasattr(batches.sampler, "__len__"):
@@ -197,7 +200,8 @@ def take_over(loader: Any, *, name: str, shares: StepShares, seed: int) -> Sampl
     micro-batch.
 
     Raises:
-        UserError: it is not a plain loader of a map-style data set, or has another batch size.
+        UserError: ``loader`` is not a plain loader of a map-style data set, or its batch size is
+            not that of ``shares``.
     """
     loader = getattr(loader, "base_dataloader", loader)  # accelerate wraps it
     if not isinstance(loader, DataLoader):

@@ -281,8 +281,8 @@ class FailureContext:
     def earlier_at_same_step(self) -> tuple[Attempt, ...]:
         """The earlier attempts that failed in the same way at the same step.
 
-        Before the first step only attempts since progress count, because any attempt may fail there
-        once in a while.
+        Before the first step only attempts since the last progress count, because any attempt may
+        fail there once in a while.
         """
         step = self.attempt.end_step
         return tuple(

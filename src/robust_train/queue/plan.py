@@ -1,7 +1,7 @@
 """Decide which job gets which GPUs now, and explain why the others wait. Pure.
 
-Each launcher decides by this for its own job, and ``robust-train queue`` explains by it. GPUs are
-kept for the first job that no free GPU suits, and others may overtake it elsewhere.
+Each launcher calls it for its own job, and ``robust-train queue`` for all of them. GPUs are kept
+for the first job that no free GPU suits, and others may overtake it elsewhere.
 ``docs/decisions/0006-a-reservation-is-a-lock.md`` gives the rules and their reasons.
 """
 

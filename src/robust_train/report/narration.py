@@ -55,7 +55,7 @@ def show_end(explain: Callable[[Summary], object], summary: Summary, how_to_go_o
     if summary.attempts:
         attempts = list[Attempt](attempts_of(_earlier(summary.run_dir)))
         attempts += summary.attempts
-        # the last lines say all of a single attempt that nothing has changed
+        # if nothing changed during a single attempt, the last lines say everything about it
         if len(attempts) > 1 or summary.status != "completed" or len(attempts[0].sizes) > 1:
             say = _logging_of(summary)
             say("attempts:\n%s", attempts_table(attempts))
@@ -76,7 +76,7 @@ def _earlier(run_dir: Path) -> Sequence[Entry]:
     """Return the events of the job's earlier launches in a journal, if it can be read."""
     try:
         entries = read_entries(run_dir)
-    except Exception as error:  # the table is not worth a job
+    except Exception as error:  # no job may fail because of this table
         log.warning("earlier attempts cannot be shown: %s", named_line(error))
         return ()
     starts = [
@@ -159,7 +159,7 @@ def ending_of(attempt: Attempt) -> str:
         return shortened(failure.message, 60)
     process = _ENDING_OF_A_PROCESS.match(failure.message)
     if process and failure.kind is FailureKind.BUG:
-        return process[1]  # a script's may mean anything
+        return process[1]  # a script's exit code may mean anything
     return outcome_in_words(attempt.outcome)
 
 
@@ -252,7 +252,7 @@ def log_end(attempt: Attempt, decision: Decision | None) -> None:
     if decision.action == "stopped":  # The user stopped it.
         log.info("attempt %d: stopped%s", attempt.number, _what_is_lost(attempt))
         return
-    # the reason follows at the job's end, whole
+    # the whole reason follows at the job's end
     is_bug = failure.kind is FailureKind.BUG
     names = attempt.exceptions
     what = failure.kind.in_words
@@ -261,6 +261,6 @@ def log_end(attempt: Attempt, decision: Decision | None) -> None:
     elif is_bug and names:
         what = names[0].rpartition(".")[2]
     log.error("attempt %d failed: %s", attempt.number, what)
-    # where no CUDA can work, the job's reason has the advice
+    # if CUDA cannot work at all, the job's reason includes the advice
     if failure.advice and not is_bug and failure.kind is not FailureKind.SETUP:
         log.error("advice: %s", "; ".join(failure.advice))

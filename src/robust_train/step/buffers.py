@@ -28,7 +28,7 @@ class Buffers:
         self._copies = Copies(most_bytes)
 
     def keep(self, modules: Iterable[nn.Module]) -> None:
-        """Take what modules have now as the values to go back to."""
+        """Remember the buffers that modules have now, with their values, for :meth:`restore`."""
         homes = [home for _, home in map(tensors_of, modules) if home]
         self._homes = [(home, dict(home)) for home in homes]
         now = [buffer for _, buffers in self._homes for buffer in buffers.values()]
@@ -40,7 +40,7 @@ class Buffers:
         return self._copies.is_lost
 
     def restore(self) -> None:
-        """Put the tensors and values of the start back."""
+        """Put back the buffers and values that :meth:`keep` found."""
         self._copies.restore()
         for home, buffers in self._homes:
             for name, buffer in buffers.items():

@@ -106,7 +106,7 @@ class Step(Generic[T]):
         recorder: Recorder,
         *,
         training: bool = True,
-        part_start: Callable[[], PartStart] = PartStart,  # the start of such parts
+        part_start: Callable[[], PartStart] = PartStart,  # makes the start of such a part
     ) -> None:
         self.repeats = 0  # how often passes of this step started over
         self.start = start

@@ -83,7 +83,7 @@ def kind_of_step(parts: Parts, function: Any) -> object:
 
 
 def structure_of(batch: Any) -> tuple[object, ...]:
-    """Return the types and dimensions of what is in a batch, without sizes."""
+    """Return the types and dimensions of the objects in a batch, without sizes."""
     structure: list[object] = []
 
     def note(item: Any, name: str) -> Any:

@@ -92,7 +92,7 @@ class SweepJob:
     # one sentence for any end but `completed`; of that only if it is in doubt
     reason: str | None = None
     folder: str | None = None  # None: not started
-    # the number of what was tried, which `repeat` jobs share
+    # the number of the trial, which the `repeat` jobs of a point share
     trial: int | None = None
 
     @property

@@ -1,7 +1,8 @@
 """A search: Optuna chooses the next trial, each time a job can start.
 
-The study is a single file in the sweep's folder. A later launch that continues it reads its trials
-there.
+:class:`.gpu_queue.GpuQueue` asks for jobs and reports their ends, in the process of the sweep. The
+study is a single file in the sweep's folder, where a later launch that continues it finds the
+trials.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Search(Jobs):
         self._fixed = fixed
         self._seeds = seeds
         self.most = settings.n_trials * len(seeds)
-        self._had: dict[int, Trial] = {}  # trials that this launch has run
+        self._had: dict[int, Trial] = {}  # trials that this launch has started, by number
         # ended jobs of each of them
         self._rows: dict[int, list[SweepJob]] = {}
         self._is_over = False
@@ -121,14 +122,14 @@ class Search(Jobs):
         others = public_command(of_jobs(sorted(changed)))
         if others:
             log.warning(
-                "the trials that are over count, though not all had the same overrides (%s); "
+                "trials that have ended count, though not all had the same overrides (%s); "
                 "another hydra.sweep.dir begins a new search",
                 " ".join(others),
             )
 
     @property
     def is_over(self) -> bool:
-        """Whether all trials have ended, or have been tried here."""
+        """Whether there is no further job: each trial has ended, or was started here."""
         return self._is_over and not self._waiting
 
     def next(self) -> tuple[int, Sequence[str]] | None:
@@ -165,7 +166,7 @@ class Search(Jobs):
             return None
         for name, space in self._space.items():
             try:
-                # also if its launcher was killed before it had all of them
+                # a trial of a launcher that was killed may lack some of its values
                 suggest(trial, name, space)
             except ValueError as error:
                 problem = f"{name}: {error}; choose another hydra.sweep.dir"
@@ -187,7 +188,7 @@ class Search(Jobs):
         trial = self._had[job]
         reported = self._trials()[job].intermediate_values
         for event in values:
-            # reported before it was resumed; and Optuna counts from 0
+            # the job reported it before it was resumed, or Optuna refuses the step
             if event.step in reported or event.step < 0:
                 continue
             trial.report(event.value, event.step)
@@ -232,7 +233,7 @@ def drop_torn_line(path: Path) -> None:
 def _made(wanted: Any) -> Any:
     """Return the sampler or pruner that its ``_target_`` creates. Its arguments may have a
     ``_target_`` too."""
-    # not by Hydra's `instantiate`, which asks from 1.4 on for a list of what may be made
+    # not with Hydra's `instantiate`, which from 1.4 on needs a list of allowed targets
     if isinstance(wanted, list):
         return [_made(each) for each in wanted]
     if not isinstance(wanted, dict):
@@ -250,7 +251,7 @@ def _made(wanted: Any) -> Any:
 
 
 def _is_final(row: SweepJob) -> bool:
-    """Return whether another launch would end alike."""
+    """Return whether the job would end the same way in another launch."""
     if row.status in (Status.FAILED, Status.REFUSED):
         return row.exit_code != EXIT_TRY_LATER
     return row.has_completed or row.is_pruned

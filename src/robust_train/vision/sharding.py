@@ -74,7 +74,7 @@ def whole(weights: dict[str, Tensor], *, keeps: bool) -> dict[str, Any]:
     rank with ``keeps`` gets them, others get None."""
 
     def gathered(_: str, tensor: Any) -> Any:
-        # one at a time: a rank holds one whole tensor beside its share
+        # one at a time: a rank holds only one whole tensor in addition to its share
         full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         return full.cpu() if keeps else None
 

@@ -25,7 +25,7 @@ MOST_TOGETHER = 16
 more contexts than that cost more than they compute."""
 
 _MARGIN = 10
-"""The part of the peak that is reserved beside it: a tenth."""
+"""The peak divided by this is reserved on top of it."""
 
 _ALL_AT_ONCE = 0.7
 """JAX takes three quarters of a GPU when it starts, and TensorFlow nearly all of it."""
