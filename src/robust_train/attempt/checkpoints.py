@@ -59,7 +59,7 @@ LARGEST_COPY = 0.5
 """The largest copy, as a share of the host memory that would be available without it."""
 
 Share = Callable[[str, Tensor], Any]
-"""A function of name and tensor that returns what a rank keeps of a tensor in a checkpoint."""
+"""Takes a tensor's name and the tensor, and returns what a rank keeps of it."""
 
 # The file in a folder of shards that has all other values, and where each shard is.
 VALUES = "values.pt"

@@ -34,7 +34,7 @@ class Run:
             epochs and result count; the others may report them as well.
         is_main: whether this is rank 0, which saves the checkpoints and reports.
         run_dir: the job's run folder.
-        checkpoint_dir: where checkpoints belong; shared by all attempts of the job.
+        checkpoint_dir: the folder for checkpoints, shared by all attempts of the job.
     """
 
     def __init__(

@@ -170,7 +170,7 @@ def has_died(folder: Path, table: SweepTable) -> bool:
 
 
 def _how_it_goes_on(line: Listed) -> str:
-    """Return a sentence with the command that resumes a dead job or sweep, else nothing."""
+    """Return a sentence with the command that resumes a dead job or sweep, otherwise empty."""
     if line.sweep is not None:
         died = _state_of_sweep(line.sweep) == DIED
         return f"{line.sweep} died; to continue: robust-train resume {line.sweep}" if died else ""

@@ -1,8 +1,10 @@
 """An order of samples that a resumed run can continue at any position, and each rank's share.
 
 A shuffling loader draws its order from torch's global generator, which dropout shares. Here the
-order depends on seed and epoch alone, and an epoch can begin at any sample. The integrations with
-Lightning, transformers and accelerate put it into the user's loaders, in the process that trains.
+order depends on seed and epoch alone, and an epoch can begin at any sample.
+
+In the process that trains, `take_over` changes the loaders of Lightning and accelerate, and
+`order_of_epochs` those of transformers.
 """
 
 from __future__ import annotations
@@ -22,10 +24,9 @@ from robust_train.step.splitting import share_of
 
 @dataclass(frozen=True)
 class StepShares:
-    """Divides an epoch's samples among optimizer steps and ranks.
+    """Divides an epoch's samples into optimizer steps, and each step among the ranks.
 
-    Which samples a step has depends only on the product of micro-batch, accumulation and ranks.
-
+    How many samples a step has depends only on the product of micro-batch, accumulation and ranks.
     Samples are counted by their position in the epoch's order. A rank with fewer micro-batches in a
     step than the others gets another, of a single sample without weight, because all ranks must
     reach their collectives equally often.
@@ -54,8 +55,8 @@ class StepShares:
     def steps(self, length: int, start: int = 0) -> Iterator[range]:
         """Yield each step's samples, from ``start`` to the end of an epoch of ``length`` samples.
 
-        Frameworks step whenever the number of micro-batches since the epoch began is a multiple of
-        the accumulation. After a resume with another accumulation, the first step may be shorter.
+        Frameworks count micro-batches from the start of the epoch. After another effective batch
+        size, the first step may therefore be shorter.
         """
         before = self.micro_batches(range(length)) - self.micro_batches(range(start, length))
         count = self.accumulation - before % self.accumulation
@@ -66,7 +67,7 @@ class StepShares:
             count = self.accumulation
 
     def micro_batches(self, samples: Sequence[int]) -> int:
-        """Return how many micro-batches of every rank ``samples`` make."""
+        """Return how many micro-batches on every rank ``samples`` fill."""
         return -(-len(samples) // self.at_once)
 
     def own(self, step: range) -> list[int]:
@@ -98,7 +99,7 @@ class SampleOrder(Sampler[Any]):
     sampler yields only this rank's samples of each optimizer step, according to ``shares``.
 
     Attributes:
-        samples: the number in a whole epoch, of all ranks.
+        samples: the number of samples in a whole epoch, on all ranks together.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class SampleOrder(Sampler[Any]):
         seed_everything(seed)
         try:
             if isinstance(generator, torch.Generator):
-                # accelerate adds a generator where there are ranks, and must not change the order
+                # accelerate adds a generator if there are several ranks; the order stays the same
                 if isinstance(self._sampler, RandomSampler):
                     seed = int(torch.empty((), dtype=torch.int64).random_())
                 generator.manual_seed(seed)
@@ -172,9 +173,9 @@ class SampleOrder(Sampler[Any]):
 
 
 def _batches_of(loader: Any) -> Any:
-    """Return the plain ``BatchSampler`` of a loader, None if it has none."""
+    """Return the batch sampler of ``loader`` if it is torch's own, otherwise None."""
     batches: Any = getattr(loader, "batch_sampler", None)
-    # accelerate's, where there are ranks
+    # accelerate wraps it if there are several ranks
     if type(batches).__name__ == "BatchSamplerShard":
         batches = batches.batch_sampler
     return batches if type(batches) is BatchSampler else None
@@ -194,7 +195,7 @@ def order_of_epochs(loader: Any, seed: int) -> SampleOrder | None:
 
 
 def take_over(loader: Any, *, name: str, shares: StepShares, seed: int) -> SampleOrder:
-    """Replace the sampler of ``loader``, which makes micro-batches, by a `SampleOrder`.
+    """Replace the sampler of ``loader``, which makes micro-batches, with a `SampleOrder`.
 
     With ``drop_last`` an epoch has only whole optimizer steps, which do not depend on the
     micro-batch.

@@ -217,7 +217,7 @@ class Job:
 
     def _decide(self, history: tuple[Attempt, ...]) -> Decision | None:
         """Return the decision after the last attempt, None if it completed."""
-        self.signals.goes_on()
+        self.signals.end_pause()
         failure = history[-1].failure
         if failure is None:
             return None

@@ -18,7 +18,7 @@ class Traits:
     started: it gets what its command names, and only its output and its files are visible.
     """
 
-    # Whether the attempt starts it as another process, where its tensors and exceptions stay.
+    # Whether it runs in a separate process, which has its tensors, threads and exceptions.
     is_program: bool
     # Whether the attempt's micro-batch and accumulation reach it, whatever its command says.
     has_batch: bool

@@ -1,7 +1,7 @@
 """Decide which job gets which GPUs now, and explain why the others wait. Pure.
 
-Each launcher calls it for its own job, and ``robust-train queue`` for all of them. GPUs are kept
-for the first job that no free GPU suits, and others may overtake it elsewhere.
+Each launcher uses it to decide for its own job, and ``robust-train queue`` to explain. GPUs are
+kept for the first job that no free GPU suits, and others may overtake it on other GPUs.
 ``docs/decisions/0006-a-reservation-is-a-lock.md`` gives the rules and their reasons.
 """
 
@@ -26,7 +26,7 @@ from robust_train.queue.registry import QueuedJob
 from robust_train.readable import MIB, mib, shortened
 
 LONGEST = 120
-"""Most characters of a reason."""
+"""The longest reason, in characters."""
 _DOUBLES_EVERY_SECONDS = 300.0
 
 
@@ -91,13 +91,13 @@ class Plan:
             self.kept = self._keep(job)
 
     def suitable(self, job: QueuedJob) -> list[GpuState]:
-        """Return the GPUs that it may have now, best first."""
+        """Return the GPUs that the job may have now, best first."""
         states = [
             state
             for state in self._states.values()
             if state.suits(job) and state.gpu.uuid not in self.kept
         ]
-        if self._is_capped(job):  # it may share those that its user holds
+        if self._is_capped(job):  # the job may only share GPUs that its user holds
             held = self._held[job.owner]
             states = [state for state in states if state.gpu.uuid in held]
         # a tight fit leaves room for large jobs
@@ -112,11 +112,11 @@ class Plan:
         )
 
     def _is_capped(self, job: QueuedJob) -> bool:
-        """Return whether it would have more GPUs than its user may hold."""
+        """Return whether the user of the job would hold more GPUs than allowed."""
         return len(self._held[job.owner]) + job.count > self._limit
 
     def _choose(self, job: QueuedJob) -> Sequence[GpuState]:
-        """Return all the GPUs that it needs, or none."""
+        """Return as many GPUs as the job needs, or none."""
         suitable = self.suitable(job)
         apart = [state for state in suitable if not self._first_could(state)]
         for states in (apart, suitable):
@@ -132,15 +132,15 @@ class Plan:
     def _keep(self, job: QueuedJob) -> tuple[str, ...]:
         """Return the GPUs to keep: as many as it needs, doubling every five minutes up to all.
 
-        None while too few are healthy. GPUs that this process cannot see may be healthy.
+        Empty while too few are healthy. GPUs that this process cannot see count as healthy.
         """
         possible = [state for state in self._states.values() if state.could_ever_suit(job)]
-        # those that do not stay unusable when what runs there ends
+        # GPUs that are usable, or will be once the processes on them end
         healthy = sum(state.gpu.unusable is None or state.gpu.owned for state in possible)
         unseen = len(set(job.only) - self._states.keys())
         if healthy + unseen < job.count:
             return ()
-        # a job that comes back has trained since it was queued first
+        # a job that waits again has trained since it was first queued
         waits_since = max(job.queued_at, job.since)
         doublings = max(self._now - waits_since, 0.0) / _DOUBLES_EVERY_SECONDS
         count = job.count << min(int(doublings), 20)
@@ -226,7 +226,7 @@ def queue_order(jobs: Iterable[QueuedJob]) -> list[QueuedJob]:
     for job in sorted(jobs, key=lambda job: job.order):
         if not job.gpus:
             queues[job.owner].append(job)
-    # Each user's jobs by urgency. Above are the places that these jobs have among all.
+    # Each user's jobs by urgency. They fill the places of that user's jobs in `queues`.
     urgent = {user: sorted(queue, key=lambda job: -job.urgency) for user, queue in queues.items()}
     ordered: list[QueuedJob] = []
     while any(queues.values()):
@@ -257,14 +257,14 @@ class GpuState:
         self.limit = min([most, *(job.jobs_per_device for job in jobs)])
         if gpu.unusable is not None:
             self.limit = 0
-        # what NVML reports as free less what is reserved and not taken yet; and all reservations
-        # together never exceed the GPU
+        # NVML's free memory, minus what is reserved and not allocated yet. The total limits it, so
+        # that all reservations together never exceed the GPU.
         taken = sum(self.taken(job) for job in jobs)
         committed = sum(max(job.reserved_bytes, self.taken(job)) for job in jobs)
         self.usable = min(gpu.free_bytes + taken, gpu.total_bytes) - committed
 
     def taken(self, job: QueuedJob) -> int:
-        """Return the least that a job has allocated here, as far as it has reported that."""
+        """Return how much memory a job has allocated here at least, 0 if unknown."""
         return job.taken_bytes[job.gpus.index(self.gpu.uuid)] or 0
 
     def most(self, job: QueuedJob) -> int:
@@ -325,7 +325,7 @@ class GpuState:
         )
 
     def _overtaken_at(self, job: QueuedJob) -> float:
-        """Return when a later job that is in the way last came here, or 0 if none is.
+        """Return when the newest later job that is in the way started here, or 0 if none is.
 
         This keeps the set of kept GPUs stable, because a kept GPU does not get such a job.
         """

@@ -2,10 +2,10 @@
 
 :mod:`.step_start` and :mod:`.pass_state` use :class:`Attributes` in the process that trains.
 ``keep`` reads the attributes that a :class:`_Plan` lists, and turns each value that can change in
-place into a ``_Held…`` object. ``restore`` puts them back. Of a large tensor or a long container no
-copy is made. If it was changed in place, a warning names it, unless it has only grown.
+place into a ``_Held…`` object. ``restore`` puts them back. Large tensors and long containers are
+not copied. If such a value was changed in place, a warning names it, unless it has only grown.
 
-Restored are numbers, text, None, tensors that are not buffers, and lists, deques, dictionaries,
+It restores numbers, text, None, tensors that are not buffers, and lists, deques, dictionaries,
 sets and small arrays of these: counters, hidden states, queues and their pointers, the states of
 torchmetrics objects. Other objects are ignored.
 """

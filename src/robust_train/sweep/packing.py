@@ -1,7 +1,7 @@
 """Decides how many jobs of a sweep share its GPUs (``gpu_jobs_per_device=auto``).
 
-The launcher ``gpu_queue`` uses it. The decision is pure: `Packing` and `Look`. `Packer` reads the
-host's queue and the jobs' run folders for it.
+:class:`.gpu_queue.GpuQueue` calls `Packer` in the sweep's process. `Packer` reads the host's queue
+and the jobs' run folders into a `Look`, and `Packing` decides. The decision is pure.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from robust_train.queue.registry import QueuedJob, Registry
 log = logging.getLogger("robust_train")
 
 _GAIN = 0.25
-"""Added jobs must bring this part of a proportional speed-up. Otherwise no more are added."""
+"""Added jobs must bring at least this share of a proportional speed-up, or no more are added."""
 
 _LOOK_SECONDS = 1.0
-_STAGE_SECONDS = 10.0  # the time for which the speed of a number of jobs is measured
+_STAGE_SECONDS = 10.0  # how long the speed of a number of jobs is measured
 _BATCH = re.compile(r"\+*(?:robust\.)?training\.batch_size=(\d+)")
 
 
 @dataclass(frozen=True)
 class Look:
-    """The jobs of a sweep at a moment."""
+    """A snapshot of a sweep's jobs."""
 
     on_gpus: int  # jobs that have their GPUs
     waiting: int = 0  # jobs that have started and wait for a GPU
@@ -51,13 +51,13 @@ class Packing:
     limit: int
     # Samples per second, by the number of jobs.
     rates: Mapping[int, float] = field(default_factory=dict)
-    is_saturated: bool = False  # more jobs are not faster together
+    is_saturated: bool = False  # more jobs do not raise the total speed
 
     def after(self, look: Look) -> Packing:
         """Return the packing after a look at the jobs.
 
         Jobs are added only while all jobs that may run have GPUs, memory has room for more, and the
-        last jobs added have made all of them faster together.
+        jobs added last have raised the total speed.
         """
         is_complete = look.on_gpus == self.limit and not look.waiting
         if self.is_saturated or not is_complete or not look.measured:
@@ -94,7 +94,7 @@ def room_for(need_bytes: int, totals: Mapping[str, int], jobs: Iterable[QueuedJo
 
 
 def largest_first(listed: Mapping[int, Sequence[str]]) -> dict[int, Sequence[str]]:
-    """Return jobs with the largest micro-batches in front, as far as their overrides name them.
+    """Return jobs with the largest micro-batches first, and jobs whose overrides name none last.
 
     Large jobs that come last would find no GPU with enough room, and run alone at the end.
     """

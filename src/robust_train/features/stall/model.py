@@ -77,7 +77,7 @@ class Standstill:
 
     @property
     def what(self) -> str:
-        """A description of what has been missing, and for how long."""
+        """A description of the missing sign of life, and for how long it has been missing."""
         if self.before_progress:
             return f"no progress, output, CPU time or GPU use for {duration(self.seconds)}"
         return f"no progress for {duration(self.seconds)}"
