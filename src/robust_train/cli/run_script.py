@@ -97,7 +97,7 @@ def values_of(arguments: Namespace) -> dict[str, Json]:
             "lacks; add --learning-rate LR and, as in train.py, --lr {learning_rate}"
         )
     values |= _batch_sizes(arguments, used)
-    # in one go, which reaches the words in lists too
+    # One call escapes all of them, and reaches the words in lists too.
     words: dict[str, Json] = json.loads(literal(json.dumps(values)))
     return words
 

@@ -1,4 +1,4 @@
-"""What each kind of trainer can do, and which tasks it leaves to the launcher. Pure.
+"""The abilities of each kind of trainer, and the tasks that it leaves to the launcher. Pure.
 
 ``RobustConfig.traits`` has those of the job's trainer: `FUNCTION`, which a project's keys may
 limit, or `PROGRAM`. The launcher, the policy, the features and the attempt's interpreter read them

@@ -42,7 +42,7 @@ log = logging.getLogger("robust_train")
 JOB_FILE = "sweep_job.json"
 STUDY_FILE = "study.jsonl"
 STUDY = "sweep"
-_LINK = "job-"  # with its number: a link to a job that lies elsewhere
+_LINK = "job-"  # The job's number follows: a link to a job that lies elsewhere.
 INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _OF_THE_SWEEP = re.compile(
     r"\+{0,2}(robust\.)?(sweep_(direction|fail_fast|patience)|resume|detach|notify\.\w+|"

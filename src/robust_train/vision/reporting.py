@@ -126,7 +126,7 @@ class Reporter:
     def _drawing(self) -> Iterator[None]:
         try:
             yield
-        # for example, a full disk
+        # a full disk, for example
         except Exception as error:
             self._board = None
             log.warning(

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("robust_train")
 
 _RECENT = 128  # good losses that a spike is compared with
-_LEAST_RECENT = 16  # with fewer of them, no loss counts as a spike
+_LEAST_RECENT = 16  # With fewer losses, none counts as a spike.
 _STEPS_TO_PROVE = 100  # good steps that prove an earlier checkpoint good
 # Multiple of `patience` for spikes: a spike may pass, a loss that is not finite does not.
 _SPIKES = 10
