@@ -438,7 +438,7 @@ _States = dict[str, Any]
 
 
 def _states_of(metric: Any) -> _States:
-    """Return a metric's states, to tell later what was added. Empty if they are large, or if
+    """Return a metric's states, to find later what was added. Empty if they are large, or if
     torchmetrics is too old to list them."""
     states: _States = getattr(metric, "metric_state", {})
     tensors = [state for state in states.values() if isinstance(state, Tensor)]

@@ -301,7 +301,7 @@ class Training:
             position.samples += samples
             if is_step:
                 position.step += 1
-            # With a fused optimizer, `is_step` tells whether the previous step was one
+            # With a fused optimizer, `is_step` says whether the previous step was one
             if is_step or decides_late:
                 leaves_out = live_of(run).losses.leaves_out
                 self.epoch_loss.add(loss, samples, finite=leaves_out)

@@ -199,7 +199,7 @@ def test_an_allocator_that_always_clears_is_warned_about(tmp_path, caplog, monke
         run.progress(step)
     warned = [(event.step, event.alloc_retries) for event in of_type(reported, MemoryTight)]
     assert warned == [(5, 8)], "once an attempt"
-    assert sum("nearly out" in message for message in caplog.messages) == 1
+    assert sum("nearly full" in message for message in caplog.messages) == 1
     assert sizes == [16] * 8
 
 

@@ -1,6 +1,6 @@
 """Finds the peak of earlier runs of the same job, before the job starts.
 
-:func:`.plan.plan_job` in the launcher calls `with_known_need`. Fingerprints tell which jobs are the
+:func:`.plan.plan_job` in the launcher calls `with_known_need`. Jobs with the same fingerprint are the
 same.
 """
 
