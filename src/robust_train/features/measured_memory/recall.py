@@ -1,7 +1,7 @@
 """Finds the peak of earlier runs of the same job, before the job starts.
 
-:func:`.plan.plan_job` in the launcher calls `with_known_need`. Jobs with the same fingerprint are the
-same.
+:func:`.plan.plan_job` in the launcher calls `with_known_need`. Jobs are the same if their
+fingerprints are.
 """
 
 from __future__ import annotations
