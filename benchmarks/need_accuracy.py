@@ -1,11 +1,12 @@
 """What a measured job reserves, against what its processes really hold: twenty-one programs.
 
 Each program runs under the launcher with ``min_gpu_memory_mb=auto`` on a simulated GPU of 40 GB. A
-driver mirrors the resident memory of the job's processes into NVML as their GPU memory, some seven
-times a second, so the dynamics are the program's own. It keeps the peak that NVML has shown and
-reads the job's record in the queue. Programs of ``tests/other_programs`` learn in no time, so
-each of their twelve steps is given some seconds. The same program without measuring shows what
-measuring costs the launcher. Needs a C compiler and the extras of the tests, no GPU.
+driver mirrors what the job's processes have allocated (resident, without pages of files) into NVML
+as their GPU memory, some five times a second, so the dynamics are the program's own. It keeps the
+peak that NVML has shown and reads the job's record in the queue. Programs of
+``tests/other_programs`` learn in no time, so each of their twelve steps is given some seconds. The
+same program without measuring shows what measuring costs the launcher. Needs a C compiler and the
+extras of the tests, no GPU.
 
 Run: python benchmarks/need_accuracy.py [--only NAME …] [--together 6] [--step-seconds 8]
 Goals: once measured, what is reserved is never below the peak so far; at the end, and for the next
@@ -138,7 +139,8 @@ def processes_that_train(
     """Return the processes of a job that train, with the MiB that each holds.
 
     The launcher's helpers have the job's mark and hold nothing on a GPU, and neither does the
-    interpreter that starts a program, so they are left out.
+    interpreter that starts a program, so they are left out. Pages of files are left out as well:
+    an interpreter that ends reads those of torch's libraries again, which no GPU would notice.
     """
     import psutil
 
@@ -152,7 +154,8 @@ def processes_that_train(
         with contextlib.suppress(psutil.Error):
             trains = process.pid == attempt and not is_program
             if trains or attempt in (parent.pid for parent in process.parents()):
-                rows.append((process.pid, -(-process.memory_info().rss // MIB)))
+                memory = process.memory_info()
+                rows.append((process.pid, -(-(memory.rss - memory.shared) // MIB)))
     return rows
 
 
