@@ -958,7 +958,7 @@ def probe_doctor() -> Checks:
     if "not probed" in said:
         yield not_checked("it recovers", said)
     else:
-        yield Check("it recovers", "went on", said[:100], "went on with" in said)
+        yield Check("it recovers", "continued", said[:100], "continued with" in said)
 
 
 def probe_clear() -> Checks:

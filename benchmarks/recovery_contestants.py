@@ -131,7 +131,7 @@ def _launched(job: Job, folder: Path, isolation: str) -> Ending:
 
 
 def attempt(cfg: Any, run: Any) -> str:
-    """A trainer that goes on from checkpoints, and leaves running out of memory to the launcher."""
+    """A trainer that resumes from checkpoints, and leaves running out of memory to the launcher."""
     import torch._dynamo  # every optimizer does it when it is built
 
     run.record("first_line", {"at": time.time()})

@@ -40,7 +40,7 @@ class Job:
         width: of the network.
         depth: of the network.
         data_limit: bytes by which private memory may grow during training, None for any number.
-        checkpoint_every_steps: for those who go on from checkpoints.
+        checkpoint_every_steps: for those who resume from checkpoints.
     """
 
     case: str

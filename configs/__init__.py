@@ -1,4 +1,4 @@
-"""Hydra imports this package to read its files. What they build on is in the ConfigStore then."""
+"""Hydra imports this package to read its files, which build on the schemas that it registers."""
 
 from hydra.core.config_store import ConfigStore
 

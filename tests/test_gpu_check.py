@@ -225,7 +225,7 @@ LISTED = GpuInfo("GPU-0000", "H200", 0, "00", GIB, GIB, 0, processes=(GpuProcess
             "context",
             [..., "DIFFERS"],
         ),
-        (RUN, ends_with(0, "probe of GPU 0: it went on with 1/2 of it\n"), "doctor", ["ok", "ok"]),
+        (RUN, ends_with(0, "probe of GPU 0: it continued with 1/2\n"), "doctor", ["ok", "ok"]),
         (RUN, ends_with(0, "probe of GPU 0: not probed: busy\n"), "doctor", ["ok", "not checked"]),
         (RUN, ends_with(0, "...\n16 passed, 2 skipped in 90 s\n"), "pytest", ["ok"]),
         (RUN, ends_with(1, "...\n1 failed, 15 passed in 90 s\n"), "pytest", ["DIFFERS"]),

@@ -34,7 +34,7 @@ def fits(batch_size, most):
 
 
 def by_hand(handler, step):
-    """A loop of one's own, which goes on as long as the handler says."""
+    """A loop of one's own, which continues as long as the handler says."""
     while True:
         try:
             return step()

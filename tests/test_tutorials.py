@@ -14,7 +14,7 @@ SEEN = {
     "tutorial-script.md": [
         r"completed after .* micro-batch 64",
         r"3 +cpu +16 +64 .*completed",
-        "going on after epoch 1",
+        "continuing after epoch 1",
         r"runs/long",
     ],
     "tutorial-function.md": [r"completed: 0\.\d\d", "128 → 32 .*completed", "runs/function"],

@@ -62,7 +62,7 @@ def train(cfg, run):
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.training.lr)
     state = {"model": None, "optimizer": None}
     step = run.load(state)
-    if step:  # any number of ranks can go on
+    if step:  # any number of ranks can continue
         set_state_dict(
             model,
             optimizer,

@@ -606,7 +606,8 @@ def reset_sharding(root: Any) -> None:
             for parameter in group.fsdp_params:
                 parameter.unsharded_accumulated_grad = None
                 # The first pass creates them.
-                if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
+                whole = getattr(parameter, "_unsharded_param", None)
+                if whole is not None:
                     whole.grad = None
 
 
@@ -691,7 +692,8 @@ def saving_files(take: Callable[[Callable[[Any], None], Any, Path], None]) -> It
     with contextlib.ExitStack() as stack:
         for module, name in _SAVERS:
             home = sys.modules.get(module)
-            if (save := getattr(home, name, None)) is not None:
+            save = getattr(home, name, None)
+            if save is not None:
                 stack.callback(setattr, home, name, save)
                 setattr(home, name, taken(save))
         yield

@@ -175,6 +175,6 @@ def _refuse_to_detach(config: RobustConfig) -> None:
     """
     if detach.is_due(config) and sweep_folder() is None:
         raise ConfigError(
-            "detach=true: only a command goes on in the background, not a call of launch(); "
+            "detach=true: only a command continues in the background, not a call of launch(); "
             "start the program with nohup, or use robust-train run --detach -- PROGRAM"
         )

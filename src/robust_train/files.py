@@ -109,7 +109,7 @@ class LineFile:
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True
-                log.warning("cannot write %s: %s; training goes on", self._path, error.strerror)
+                log.warning("cannot write %s: %s; training continues", self._path, error.strerror)
             return False
         return True
 

@@ -60,7 +60,7 @@ def counted(number: int, what: str) -> str:
 
 
 def of_all(done: int | None, total: int | None) -> str:
-    """Return ``12/400``, or ``12`` if the total is unknown, empty before the first."""
+    """Return ``12/400``, or ``12`` if the total is unknown. Empty before the first step."""
     if done is None:
         return ""
     return f"{done}/{total}" if total else str(done)

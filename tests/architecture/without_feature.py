@@ -137,7 +137,7 @@ def copy_without(name: str, to: Path) -> None:
 def check(name: str, folder: Path, *, quick: bool) -> None:
     """Raise CalledProcessError if the project in ``folder`` does not work without a feature.
 
-    If memory runs out, a job goes on with half the batch; without that very feature it gives up.
+    If memory runs out, a job continues with half the batch; without that very feature it gives up.
     """
     has_remedy = name != "out_of_memory"
     paths = [str(folder / "src"), os.environ.get("PYTHONPATH", "")]

@@ -100,7 +100,7 @@ RESUMES = ("--checkpoint", "*.pt", "--resume-argv")
         ("at1-loss0.52.pt at2-loss0.48.pt v1.pt", False, 0),
         pytest.param("model-2.pt model-1.pt", True, 0, marks=pytest.mark.slow),
     ],
-    ids=["transformers", "goes on", "another library"],
+    ids=["transformers", "continues", "another library"],
 )
 def test_ignored_checkpoints_show_by_new_writes(scripts, names, is_seen, advice):
     """A script that begins again next to its checkpoint is noticed by what it writes."""
@@ -607,7 +607,7 @@ def test_train_py_runs_a_script_once(scripts):
     (scripts.folder / "train.py").write_text(NO_ACCUMULATION)
     given = ("trainer=command", argv(sys.executable, "train.py", "{batch_size}", "1"))
     ended = scripts.world.run(*given, script="train.py", code=1)
-    assert ended.stderr.strip().endswith("MemoryError; train_robust.py would go on")
+    assert ended.stderr.strip().endswith("MemoryError; train_robust.py would continue")
     ended = scripts.world.run(*given, "training.batch_size=2", script="train.py", code=0)
     assert "trained with 2 at 1" in ended.stdout
 

@@ -153,7 +153,7 @@ class Day:
         return self.ready_file.exists() and self.newest() is not None
 
     def end(self, code=None):
-        """Let it go on, and wait for the command."""
+        """Let it continue, and wait for the command."""
         self.hold.unlink(missing_ok=True)
         return self.ended(self.process, code)
 

@@ -1,4 +1,4 @@
-"""Frameworks' trainers go on from the checkpoint of any step, with another micro-batch as well."""
+"""Frameworks' trainers resume from the checkpoint of any step, with another micro-batch as well."""
 
 import pytest
 import torch

@@ -206,7 +206,7 @@ def requested_half_batch(day):
 
 
 def neighbour(day):
-    """Another user waits for every lock he can, and plants files; stopped, the job goes on."""
+    """Another user waits for every lock he can, and plants files; stopped, the job continues."""
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
     base = Path(day.world.environ["ROBUST_TRAIN_QUEUE_DIR"])
@@ -242,7 +242,7 @@ def state_of(day):
 
 
 def pruned(day):
-    """By a sweep, as it trains; alone, the same command goes on with it."""
+    """By a sweep, as it trains; alone, the same command continues with it."""
     request_pruning(day.run_dir, "worse than the median")
     wait_until(lambda: state_of(day) == "stopping", "the request is read")
     ended = day.end(0)
@@ -253,7 +253,7 @@ def pruned(day):
 
 
 def another_user_waits(day):
-    """Who holds no GPU and needs two; the job saves, leaves its own, and goes on after them."""
+    """Who holds no GPU and needs two; the job saves, leaves its own, and continues after them."""
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
     registry = Registry(Path(day.world.environ["ROBUST_TRAIN_QUEUE_DIR"]))

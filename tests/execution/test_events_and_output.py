@@ -230,7 +230,7 @@ def test_a_worker_postpones_a_signal_from_elsewhere(work, signum, ending, enviro
     os.kill(worker, signum)
     while _is_pending(worker, signum):  # a second one like it would be lost
         time.sleep(0.01)
-    shown, _ = program.communicate("go on\n", timeout=60)
+    shown, _ = program.communicate("continue\n", timeout=60)
     assert shown.strip() == str(ending)
 
 

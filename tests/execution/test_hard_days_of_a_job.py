@@ -61,7 +61,7 @@ def test_a_stopped_launcher_does_not_hold_training_up(world):
     ready(world)
     process.send_signal(signal.SIGSTOP)
     (world.folder / "go").touch()
-    wait_until(lambda: steps.exists() and steps.read_text() == "3000", "training goes on")
+    wait_until(lambda: steps.exists() and steps.read_text() == "3000", "training continues")
     process.send_signal(signal.SIGCONT)
     ended = world.end(process, code=0)
     assert ended.summary["result"] == {"steps": 3000, "large": "z" * LARGE_BYTES}

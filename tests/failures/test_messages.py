@@ -1,7 +1,7 @@
 """The labelled table of real messages: what becomes of a job with each of them, however it arrives.
 
-What counts is not the kind's name but what is decided after it: the job gets more memory, goes on,
-or ends. A bug that nobody can name may go on once from a checkpoint.
+What counts is not the kind's name but the decision after it: the job gets more memory, continues,
+or ends. A bug that nobody can name may continue once from a checkpoint.
 """
 
 import functools
@@ -52,7 +52,7 @@ def outcome(kind, clue):
         return "ends"
     if decision.action in LOWERS_MEMORY:
         return "lowers memory"
-    return "leaves the GPU" if decision.spec.gpus != spec.gpus else "goes on"
+    return "leaves the GPU" if decision.spec.gpus != spec.gpus else "continues"
 
 
 def is_wrong(case, failure):
@@ -61,7 +61,7 @@ def is_wrong(case, failure):
     does = outcome(failure.kind.value, clue)
     if case.kind == "bug" and clue == Clue.UNKNOWN:
         is_certain = case.raised_by.rpartition(".")[2] in CERTAIN_BUGS
-        return is_certain or does != "goes on"
+        return is_certain or does != "continues"
     label = case.clue or (clue if clue != Clue.UNKNOWN else None)
     return does != outcome(case.kind, label)
 

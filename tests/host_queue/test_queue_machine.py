@@ -163,7 +163,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(data=st.data(), moves=st.booleans())
     @where(attempt=True, has_launcher=True)
     def attempt_ends(self, data, moves):
-        """The attempt fails: the launcher goes on elsewhere, or ends."""
+        """The attempt fails: the launcher continues elsewhere, or ends."""
         member = data.draw(st.sampled_from(self.those(attempt=True, has_launcher=True)))
         self.end_attempt(member)
         member.queue.drain()

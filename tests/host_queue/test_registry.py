@@ -219,7 +219,7 @@ def test_a_full_disk_means_no_reservation(base, caplog):
         assert job.hold == ()
         job.release()
         assert "is on a file system that is full (No space left on device)" in caplog.text
-        assert caplog.text.count("goes on without a reservation") == 1
+        assert caplog.text.count("continues without a reservation") == 1
 
 
 @needs_root

@@ -1,7 +1,7 @@
 """The jobs of a host as each other's neighbours: their queue, GPUs that they leave idle, drivers
 that hang. Records and locks are real, the clock is this process's and can be moved ahead.
 
-Every interval is 600 s: whoever goes on earlier than that was woken by a record.
+Every interval is 600 s: whoever continues earlier than that was woken by a record.
 """
 
 import contextlib

@@ -49,7 +49,7 @@ def test_sharded_ranks_end_with_one_processs_weights(tmp_path):
     assert heard["error"].startswith("rank 1: ")
     assert "can't allocate memory" in ran_out["error"]
     assert seen["next"][0]["started"] > [0]
-    assert "go on with num_gpus=2 or more" in seen["alone"][0]["error"]
+    assert "continue with num_gpus=2 or more" in seen["alone"][0]["error"]
 
 
 def _mean_square(found):

@@ -79,7 +79,7 @@ def test_a_signal_ends_everything_an_attempt_started(world, ready, trainer, sign
         # by whether a checkpoint was saved before
         what = "(saving a checkpoint|the trainer is asked to end)"
         assert re.search(f"stopping: {what}, at most 20 s; ", ended.stdout)
-        assert "to go on: robust-train resume " in ended.stdout.splitlines()[-1]
+        assert "to continue: robust-train resume " in ended.stdout.splitlines()[-1]
 
 
 def test_inline_attempts_recover_like_isolated_ones(world):

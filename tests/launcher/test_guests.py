@@ -199,7 +199,7 @@ def test_stopping_all_srun_tasks_saves_one_step(agents):
     left = [json.loads((ranks / f"attempt-1.rank-{k}.json").read_text()) for k in (0, 1)]
     assert [one["event"]["failure"]["kind"] for one in left] == ["interrupted"] * 2, output
     assert {one["event"]["step"] for one in left} == {5}
-    assert "goes on after a stop of all ranks" in agents.end(agents.tasks())
+    assert "continues after a stop of all ranks" in agents.end(agents.tasks())
     assert agents.has_the_weights_of_an_undisturbed_run()
 
 

@@ -33,7 +33,7 @@ def test_process_1_saves_on_sigterm_and_resumes(world, ready):
     again = subprocess.run([*_NAMESPACE, *job], cwd=world.folder, env=world.environ)
     assert again.returncode == 0
     summary = json.loads((world.run_dir / "summary.json").read_text())
-    assert summary["result"] == "went on from when-preempted"
+    assert summary["result"] == "continued from when-preempted"
 
 
 JOB = yaml.safe_load((ROOT / "examples/kubernetes/job.yaml").read_text())["spec"]

@@ -175,4 +175,4 @@ def test_submitit_requeues_a_preempted_job_which_resumes(world, ready, monkeypat
     launcher = parent_of(attempt)
     # as Slurm does when the job is preempted; submitit's local executor can only do it on time-out
     os.kill(launcher, submitit.JobEnvironment._usr_sig())
-    assert job.result() == "went on from when-preempted", job.stderr()
+    assert job.result() == "continued from when-preempted", job.stderr()

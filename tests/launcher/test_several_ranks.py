@@ -38,7 +38,7 @@ def test_a_memory_error_on_one_rank_concerns_both(world):
     assert result["size"] in {change["after"] for change in changes}, "and taken over by the first"
     assert changes[0]["kind"] == "host_oom"
     assert "[rank 1]" in ended.output
-    # and then it could not go on: the other one has heard of that, and saved
+    # and then it could not continue: the other one has heard of that, and saved
     assert (first["outcome"], first["action"]) == ("host_oom", "retry")
     assert "(rank 1)" in first["reason"]
     assert result["heard"].startswith("rank 1: ")

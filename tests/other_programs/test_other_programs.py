@@ -34,7 +34,7 @@ class Program:
     options: str  # of ``robust-train run``
     command: str  # the program under it
     keeps: bool = True  # what it learns is the same after an out-of-memory error
-    saves: bool = True  # it goes on from its checkpoints; else it begins again
+    saves: bool = True  # it resumes from its checkpoints; else it begins again
     stop_saves: bool = False  # it saves when it is stopped
 
 

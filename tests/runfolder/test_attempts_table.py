@@ -60,7 +60,7 @@ def test_a_row_ends_with_these_cells(attempt, cells):
     ("own", "said"),
     [
         ({"end_step": None}, "without a last checkpoint"),
-        ({"end_step": 49, "saved_step": 47}, "steps 48 to 49 are lost, it goes on from step 47"),
+        ({"end_step": 49, "saved_step": 47}, "steps 48 to 49 are lost, it resumes from step 47"),
         ({"end_step": 1}, "step 1 is lost, it starts over"),
         ({"end_step": 47, "saved_step": 47}, "the checkpoint of step 47 has all"),
     ],

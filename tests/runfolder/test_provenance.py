@@ -1,4 +1,4 @@
-"""The command that a job ran with and goes on with, and no secrets."""
+"""The command that a job ran with and continues with, and no secrets."""
 
 import os
 import re

@@ -168,7 +168,7 @@ def test_all_are_those_that_no_one_has_ended(here, says):
     def status():
         return {run.state.name: run.status for run in find_runs() if run.state}
 
-    wait_until(lambda: status()["killed"] == "completed", "it goes on in the background")
+    wait_until(lambda: status()["killed"] == "completed", "it continues in the background")
     wait_until(lambda: not any(run.alive for run in find_runs()), "its launcher has ended")
     assert status()["stopped by its user"] == "interrupted"
     assert says("resume", "--all").out == "nothing is to be resumed\n"
@@ -182,8 +182,8 @@ def test_a_sweep_goes_on_as_a_whole(world):
     process = warm.start([str(ROOT / "train_robust.py"), *words], ROOT, world.environ, alone=True)
     wait_until(lambda: len(list(sweeps.place.glob("working-*"))) == 2, "both jobs work")
     process.send_signal(signal.SIGTERM)
-    assert f"to go on: robust-train resume {sweeps.folder}" in process.communicate()[0]
+    assert f"to continue: robust-train resume {sweeps.folder}" in process.communicate()[0]
     world.robust_train("resume", str(sweeps.folder), code=0)
-    assert {*sweeps.column("result")} == {"went on from when-told"}
+    assert {*sweeps.column("result")} == {"continued from when-told"}
     again = world.robust_train("resume", str(sweeps.folder), code=1)
     assert "has completed" in again.stderr

@@ -160,7 +160,7 @@ def test_a_killed_launcher_has_status_died(tmp_path, says):
         assert died.about()["last_state"] == "starting"
     for which in (run.id, tmp_path, tmp_path / "state.json"):
         assert "died; the last state was starting" in says("status", which).out
-    assert f"robust-train resume {run.id} goes on" in says("checkpoint", run.id, code=1).err
+    assert f"robust-train resume {run.id} continues" in says("checkpoint", run.id, code=1).err
 
 
 def test_where_the_list_is(tmp_path, monkeypatch):

@@ -71,7 +71,8 @@ def test_the_newest_run_is_listed_last(tmp_path, says):
         [live.state.id, "starting"],
     ]
     assert "0.875" in lines[1]
-    assert lines[5:] == [f"{third} died: the host went down; to go on: robust-train resume {third}"]
+    how = f"to continue: robust-train resume {third}"
+    assert lines[5:] == [f"{third} died: the host went down; {how}"]
     assert [line.split()[0] for line in only_live] == ["id", live.state.id]
     assert [run["state"] for run in listed] == ["starting", "died", "failed", "completed"]
     assert listed[3]["result"] == 0.875
@@ -103,7 +104,7 @@ def test_a_sweeps_name_is_always_its_folder(tmp_path, says):
     for which in (sweep, sweep / "sweep.json"):
         shown = says("status", which).out
         assert shown.startswith(f"{sweep}: died\n")
-        assert f"to go on: robust-train resume {sweep}" in shown
+        assert f"to continue: robust-train resume {sweep}" in shown
         assert [line.split()[-1] for line in shown.splitlines()[2:4]] == ["lr=0", "lr=1"]
         assert says("wait", which, code=1).out.startswith(f"{sweep}: died")
     assert says("logs", sweep).out == "its output\n"
@@ -140,7 +141,7 @@ def test_logs_shows_the_last_or_named_attempt(tmp_path, says):
         assert says("logs", *arguments).out == "late \\xff\nno end"
     assert says("logs", tmp_path / "a", "--attempt", 2).out == "early\n"
     no_log = says("logs", "lora", "--attempt", 3, code=1)
-    assert "no log of attempt 3; there are 2, 10" in no_log.err
+    assert "no log of attempt 3; attempts with a log: 2, 10" in no_log.err
     ended(tmp_path / "b", "probe", "no_device", reason="no GPU in time")
     assert "has started no attempt: no GPU in time" in says("logs", "probe", code=1).err
     says("logs", "nothing", code=1)

@@ -136,7 +136,7 @@ def test_a_disk_that_takes_nothing_costs_one_warning(tmp_path, caplog):
     for number in range(5):
         kept.update(lambda s, n=number: replace(s, attempt=Attempt(n, SPEC)))
     (record,) = caplog.records
-    assert "No such file or directory; the job goes on" in record.getMessage()
+    assert "No such file or directory; the job continues" in record.getMessage()
     (tmp_path / "gone").mkdir()
     kept.update(lambda state: state.after(CheckpointSaved("/c", 1)))
     assert read_state(tmp_path / "gone") is not None, "it is written once there is room"

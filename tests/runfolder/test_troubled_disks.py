@@ -177,7 +177,7 @@ def test_training_without_any_checkpoint_is_not_repeated(tmp_path, caplog):
     ("checkpoint", "what_follows"),
     [
         (None, "training begins again, for no checkpoint is known"),
-        (Path("step-5"), "training goes on"),
+        (Path("step-5"), "training continues"),
     ],
 )
 def test_a_wait_for_space_says_what_follows(tmp_path, caplog, checkpoint, what_follows):

@@ -83,7 +83,7 @@ class Journal:
 
 
 def write_recovered(journal: Journal) -> Journal:
-    """Waits 10 s; runs out of memory at step 8, 3 after its checkpoint; goes on with half."""
+    """Waits 10 s; runs out of memory at step 8, 3 after its checkpoint; continues with half."""
     journal(0, STARTED)
     journal(11, DeviceAcquired("cuda:0", wait_seconds=10))
     journal.start(1)

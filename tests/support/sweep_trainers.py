@@ -67,7 +67,7 @@ def diverges_at_2(cfg):
 
 
 def fails_at_2_while_others_work(cfg, run):
-    """2 fails once all are there; the others go on until they are told to stop."""
+    """2 fails once all are there; the others continue until they are told to stop."""
     number = _here(cfg.seed)
     if number == 2:
         _wait_for("here-1")
@@ -80,7 +80,7 @@ def works_until_told(cfg, run):
     if run.resume_checkpoint is None:
         run.progress(1)
         _works(run, cfg.seed)
-    return f"went on from {Path(run.resume_checkpoint).name}"
+    return f"continued from {Path(run.resume_checkpoint).name}"
 
 
 def completes_1_and_works_at_2(cfg, run):
@@ -131,7 +131,7 @@ def saves_and_fails_at_2(cfg, run):
 
 
 def works_until_told_at_1(cfg, run):
-    """Jobs 0 and 1 work until they may go on or are told to stop; one that resumes completes."""
+    """Jobs 0 and 1 work until they may continue or are told to stop; one that resumes completes."""
     number = int(run.run_dir.name)
     if run.resume_checkpoint is not None:
         return 100.0 + number

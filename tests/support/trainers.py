@@ -151,7 +151,7 @@ def within_a_budget(cfg):
 
 
 def resumes(cfg, run):
-    """Saves a checkpoint at step 5, runs out of memory at the first attempt, then goes on."""
+    """Saves a checkpoint at step 5, runs out of memory at the first attempt, then continues."""
     for step in steps(run, 10, total_steps=10):
         if step == 5:
             saves(run, "five", step)
@@ -262,7 +262,7 @@ def fills_two_gib_of_the_gpu(cfg):
 def stops_once_then_completes(cfg, run):
     """Stops with a checkpoint when asked to; an attempt that resumes from it completes."""
     if run.resume_checkpoint is not None:
-        return f"went on from {Path(run.resume_checkpoint).name}"
+        return f"continued from {Path(run.resume_checkpoint).name}"
     return works_until_told(run, Path(os.environ["READY_FILE"]), "when-preempted")
 
 
@@ -501,7 +501,7 @@ def does_not_hear_a_stop(cfg, run):
 
 
 def trains_in_parts(cfg, run):
-    """Thirty steps in micro-batches; halts after the fifth until it is told to go on."""
+    """Thirty steps in micro-batches; halts after the fifth until it is told to continue."""
     import torch
 
     model, optimizer = _network()

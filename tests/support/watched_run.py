@@ -9,7 +9,7 @@ from robust_train.attempt.run import Run, live_of
 
 class WatchedRun(Run):
     """A run that keeps its events, and asks the trainer to stop when a step, or the checkpoint of a
-    step, is reported. ``resume`` is the checkpoint to go on from."""
+    step, is reported. ``resume`` is the checkpoint to resume from."""
 
     def __init__(self, folder, *, resume=None, stop_at_step=None, stop_at_checkpoint=None, **more):
         self.events: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""One job's failure: the others go on, or are ended, as the user wishes."""
+"""One job's failure: the others continue, or are ended, as the user wishes."""
 
 import csv
 import json
@@ -41,7 +41,7 @@ def test_a_failed_job_can_be_run_alone(sweeps, launcher):
     lines = ended.stdout.splitlines()
     assert any(line.split()[:2] == ["1", "failed"] for line in lines)
     assert any(line.startswith("2 of 3 completed, 1 failed") for line in lines)
-    assert lines[-1].startswith("to go on: ")
+    assert lines[-1].startswith("to continue: ")
     assert lines[-1].endswith(f"robust-train resume {sweeps.folder}")
     if launcher == "gpu_queue":  # a job's output goes into its own log and not onto the screen
         assert "Traceback" not in ended.output

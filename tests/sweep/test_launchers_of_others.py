@@ -45,7 +45,7 @@ def test_a_preempted_sweep_job_is_requeued_and_resumes(sweeps):
     for number in (1, 2):
         os.kill(sweeps.pid_at_work(number), signal.SIGUSR2)
     sweeps.end(sweep).with_code(0)
-    assert sweeps.column("result") == ["went on from when-told"] * 2
+    assert sweeps.column("result") == ["continued from when-told"] * 2
 
 
 def test_the_slurm_launcher_needs_slurm(sweeps):

@@ -63,7 +63,7 @@ def test_a_killed_search_resumes_its_study(sweeps):
     with (sweeps.folder / "study.jsonl").open("a") as file:
         file.write('{"op_code":4,"worker')  # as a power cut leaves it
     sweeps.world.run(*arguments, code=0)
-    assert sweeps.column("result") == [0.0, 1.0, 102.0, 3.0], "the third went on where it was"
+    assert sweeps.column("result") == [0.0, 1.0, 102.0, 3.0], "the third continued where it was"
     assert sweeps.column("reused") == [True, True, False, False]
     assert len(before) == 3
     assert [trial.params for trial in _study(sweeps)][:3] == before

@@ -1,4 +1,4 @@
-"""However a sweep ends: each job has its checkpoint, nothing is left behind, and it can go on."""
+"""However a sweep ends, each job has its checkpoint, nothing is left behind, and it can resume."""
 
 import os
 import signal
@@ -46,7 +46,7 @@ def test_a_stopped_sweep_resumes_by_its_command(sweeps):
     assert left_behind(sweeps) == []
     sweeps.sweep(*COMPLETES_1).with_code(0)
     assert sweeps.ran == ["1"]
-    assert sweeps.column("result") == [1.5, "went on from when-told", "went on from when-told"]
+    assert sweeps.column("result") == [1.5, "continued from when-told", "continued from when-told"]
     assert sweeps.column("reused") == [True, False, False]
     stopped = sweeps.world.robust_train("stop", str(sweeps.folder), code=1)
     assert "this sweep has ended" in stopped.stderr

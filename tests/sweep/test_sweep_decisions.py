@@ -72,7 +72,7 @@ PRUNED = replace(DONE, status="pruned")
         (DONE, [SAME[1], "resume=true", SAME[0]], "second", True, "reused"),
         (DONE, [*SAME, "robust.sweep_fail_fast=true"], "second", True, "reused"),
         (RECORD, ["detach=true", *SAME, "gpu_wait_timeout_minutes=9"], "second", True, "resumed"),
-        # put back into the queue by a scheduler: goes on although a new launch would not
+        # put back into the queue by a scheduler: continues although a new launch would not
         (RECORD, SAME, "first", False, "resumed"),
     ],
 )
@@ -151,7 +151,7 @@ def test_a_paused_job_resumes_unless_stopped(watched, ends_it):
     if ends_it is not None:
         os.kill(os.getpid(), ends_it)
     assert received == [signal.SIGTERM], "it is stopping already"
-    assert signals.goes_on() is (ends_it is None)
+    assert signals.end_pause() is (ends_it is None)
     assert signals.received == (0 if ends_it is None else signal.SIGTERM)
     os.kill(os.getpid(), ends_it or signal.SIGTERM)
     assert received == [signal.SIGTERM] * 2, "a later one counts"
@@ -199,7 +199,7 @@ def test_a_signal_while_resuming_is_not_lost(watched, line):
 
     sys.settrace(trace)
     try:
-        signals.goes_on()
+        signals.end_pause()
     finally:
         sys.settrace(None)
     if line == 5:  # after the last one

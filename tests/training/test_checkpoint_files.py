@@ -30,7 +30,7 @@ def test_training_continues_without_a_writable_checkpoint_folder(tmp_path, caplo
     with pytest.raises(CheckpointError, match=r"cannot write .*checkpoints/final\.pt"):
         train(config("model.width=8", "training.epochs=2"), run)
     assert run.last_step == 46
-    assert caplog.text.count("training goes on, none is saved yet") == 2
+    assert caplog.text.count("training continues, none is saved yet") == 2
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path):

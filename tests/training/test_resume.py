@@ -43,7 +43,7 @@ def stopped(cfg, folder, **when):
 
 
 def resumed(cfg, run):
-    """Return a run that goes on from its last checkpoint to the end, and the result."""
+    """Return a run that resumes from its last checkpoint to the end, and the result."""
     again = WatchedRun(run.run_dir, resume=run.last_checkpoint)
     return again, train(cfg, again)
 

@@ -1,4 +1,4 @@
-"""``run.save``, ``run.load`` and ``run.batches``: an own loop goes on with the very next batch."""
+"""``run.save``, ``run.load`` and ``run.batches``: a loop continues with the very next batch."""
 
 import itertools
 import threading
@@ -107,7 +107,7 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 def saved_at(run, step, **state):
-    """A later attempt's run that goes on from a checkpoint of this step, saved by ``run``."""
+    """A later attempt's run that resumes from a checkpoint of this step, saved by ``run``."""
     run.save(state, step)
     live_of(run).saves.finish()
     path = run.checkpoint_dir / f"step-{step:08d}.pt"

@@ -1,4 +1,4 @@
-"""An optimizer step that goes on when memory runs out in the middle of it."""
+"""An optimizer step that continues when memory runs out in the middle of it."""
 
 import contextlib
 import functools

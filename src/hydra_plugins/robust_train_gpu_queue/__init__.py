@@ -147,7 +147,7 @@ ROBUST_MEDIAN = {
     "n_warmup_steps": 0,
 }
 
-# Lets the best third of the trials that have come as far go on (ASHA); none waits for others.
+# Lets the best third of the trials that have come as far continue (ASHA); none waits for others.
 ROBUST_SUCCESSIVE_HALVING = {
     "_target_": "optuna.pruners.SuccessiveHalvingPruner",
     "min_resource": "auto",

@@ -1,9 +1,9 @@
 """Host memory for copies of tensors: a few large blocks, which each save uses again.
 
-Saving uses it in the attempt's process. Pinned memory is expensive: the system can neither swap nor
-drop it, torch's allocator rounds each block up to a power of two and keeps freed blocks. So the
-blocks are powers of two from the start, which makes :attr:`Arena.taken` the memory that is really
-in use, and are returned to the system when they are dropped.
+:class:`.checkpoints.HostCopies` uses it in the process that trains. Pinned memory is expensive: the
+system can neither swap nor drop it, and torch's allocator rounds each block up to a power of two
+and keeps freed blocks. So the blocks are powers of two from the start, which makes
+:attr:`Arena.taken` the memory that is really in use, and dropped blocks are returned to the system.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ def plan(
     The free part of ``blocks`` begins at ``first``.
 
     Returns:
-        The place of each piece, the sizes of all blocks after that, and the place behind the last
-            piece.
+        The place of each piece, the sizes of all blocks then, and the place after the last piece.
     """
     capacities = list(blocks)
     places: list[Place] = []

@@ -1,6 +1,9 @@
 """When to save a checkpoint: often if that is cheap, more often if the job fails often.
 
-The attempt asks :class:`SaveClock` after each step; :class:`Saving` records what was saved.
+Runs in the process that trains. :class:`.live.LiveAttempt` asks :class:`SaveClock` after each step.
+:class:`.saves.Saves` reports each written checkpoint to :class:`Saving`, which writes manifests and
+removes old checkpoints. A save calls the clock's ``begin``, then ``copied`` if training
+continues during the write, and at last ``saved`` or ``failed``.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ LEAST_SECONDS = 1.0
 """The least time between two checkpoints of a job that fails often, and before the first, which
 measures the cost of a save."""
 _FIRST_COSTS = 6.0
-"""How much longer a job's first save takes: the system has to provide the memory of the copy."""
+"""A job's first save takes this many times as long: the copy's memory has to be allocated first."""
 OWED_SECONDS = 60.0
 """The time until a failed checkpoint is tried again."""
 _LARGEST_SHARE = 0.01
@@ -54,11 +57,12 @@ _WRITER_NICE = 10
 def seconds_between_saves(cost: float, failures: int, seconds: float) -> float:
     """Return the time between two checkpoints.
 
-    The first comes after a second. From then on saving takes at most 1 % of the time, with 10
-    seconds to 5 minutes between checkpoints. A job that fails loses half the interval on average,
-    and least at √(2 × cost × mean time between failures) (Young 1974, doi:10.1145/361147.361115).
-    So after failures that is the interval, if it is shorter. A job without failures may still fail
-    after as long as it has run, so a shorter value replaces the 10 seconds too.
+    The first checkpoint comes after a second. From then on saving takes at most 1 % of the time,
+    with 10 seconds to 5 minutes between checkpoints. A failure costs half the interval on average.
+    An interval of √(2 × cost × mean time between failures) loses least in total (Young 1974,
+    doi:10.1145/361147.361115), so a job that has failed uses it if it is shorter. A job without
+    failures may still fail after running as long again. If that gives less than 10 seconds, it
+    replaces the 10 seconds too.
 
     Args:
         cost: how long a save holds training up in seconds, 0 if unknown.
@@ -315,13 +319,13 @@ class Saving:
         if self.job is not None:
             with _warned():
                 mark(self.folder, self.job, loss_of)
-            # an older one makes room for the manifest of the newest
+            # Checkpoints whose manifest is still missing count towards `keep`.
             rotate(self.folder, self.job, max(keep - len(self._unlisted), 1))
             self._list()
 
     def spoiled(self, good_step: int, since: float) -> Manifest | None:
-        """Let no attempt resume from checkpoints after ``good_step``, see :func:`spoil`, and return
-        the newest checkpoint before."""
+        """Exclude checkpoints after ``good_step`` from resumption (see :func:`spoil`), and return
+        the newest that remains."""
         if not self.job:
             return None
         with _warned():

@@ -1,7 +1,7 @@
 """Checkpoints: written whole or not at all, and checked before they are used.
 
-The attempt's process saves with :class:`CheckpointFolder`, on its own thread or while training
-continues, and loads with :func:`read_newest`.
+The attempt's process saves with :class:`CheckpointFolder`, at once or on another thread while
+training continues, and loads with :func:`read_newest`.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ log = logging.getLogger("robust_train")
 T = TypeVar("T")
 
 LARGEST_COPY = 0.5
-"""A share of the memory that is available without the copy."""
+"""The largest copy, as a share of the host memory that would be available without it."""
 
 Share = Callable[[str, Tensor], Any]
-"""A function of name and tensor that returns what a rank keeps of a tensor in a checkpoint."""
+"""Takes a tensor's name and the tensor, and returns what a rank keeps of it."""
 
 # The file in a folder of shards that has all other values, and where each shard is.
 VALUES = "values.pt"
@@ -105,7 +105,7 @@ class CheckpointFolder:
         self._room = HostCopies(copies)
 
     def save(self, content: Content, step: int) -> Path:
-        """Save and report a checkpoint, then remove the oldest ones beyond ``keep``.
+        """Save and report a checkpoint, then remove the oldest checkpoints beyond ``keep``.
 
         Raises:
             CheckpointError: it could not be written. The earlier checkpoints are untouched.
@@ -209,6 +209,7 @@ class CheckpointFolder:
     def _goes_on(
         self, step: int, write: Callable[[], Path], *, is_repeatable: bool = False
     ) -> None:
+        """Write a checkpoint on the writer's thread, while training continues."""
         future = self._saving.writer.submit(write)
         again = write if is_repeatable else None
         self._in_flight = _Copy(future, step, self._saving.batches.position, again)
@@ -216,7 +217,7 @@ class CheckpointFolder:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a checkpoint is written while training goes on, and not reported yet."""
+        """Whether a checkpoint is written while training continues, and not reported yet."""
         return self._in_flight is not None
 
     def write_again(self) -> bool:
@@ -284,6 +285,7 @@ class CheckpointFolder:
         return path
 
     def _written(self, path: Path, step: int, at: Position) -> None:
+        """Report a complete checkpoint as rank 0, and let the writer's thread remove old ones."""
         if not self._is_main:
             return
         self._report(path, step, at)

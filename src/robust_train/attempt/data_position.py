@@ -130,7 +130,7 @@ def _order_of(sampler: Any) -> tuple[int | None, str]:
 
 def count_samples(batch: Any) -> int | None:
     """Return the number of samples in a loaded batch, None if it cannot be counted."""
-    # Batches of graphs, and dictionaries of tensors, have an attribute with it.
+    # Graph batches and tensor dictionaries have the number as an attribute.
     for name in ("num_graphs", "batch_size"):
         size = getattr(batch, name, None)
         if isinstance(size, tuple) and size:

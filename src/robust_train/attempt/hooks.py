@@ -50,7 +50,7 @@ class InAttempt:
         return failure
 
     def tick(self) -> None:
-        """Do periodic work, twice a second, in another thread than the trainer's."""
+        """Do periodic work, twice a second, in a thread other than the trainer's."""
 
     def end(self, error: BaseException | None) -> None:
         """End after the trainer has returned, or has raised ``error``."""
@@ -101,7 +101,7 @@ class AttemptHooks:
             feature.tick()
 
     def end(self, error: BaseException | None) -> None:
-        """End with the trainer, the last feature first. Each feature ends even if another one
+        """Let all features end, in reverse order. Each feature ends even if another feature
         raises."""
         with ExitStack() as ends:
             for feature in self._all:

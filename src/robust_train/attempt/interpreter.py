@@ -65,7 +65,7 @@ _LONGEST_PAUSE_SECONDS = 1.0
 
 
 def main() -> NoReturn:
-    """Serve one launcher: prepare, then run an attempt and end."""
+    """Serve a launcher: prepare, then run an attempt and end."""
     # A signal to all processes of a job is held until the attempt can handle it.
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOP_SIGNALS)
     signals.keep_ends_of_children()

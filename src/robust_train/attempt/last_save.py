@@ -59,9 +59,9 @@ def is_of_full_disk(error: CheckpointError) -> bool:
 
 
 def save_result(live: LiveAttempt, write: Callable[[], T]) -> T:
-    """Return the result of ``write``, which writes the weights at the end of training.
+    """Call ``write``, which writes the weights at the end of training, and return what it returns.
 
-    They are the result, so no checkpoint is owed after that.
+    The weights are the job's result, so a checkpoint that failed before need not be repeated.
     """
     result = write_when_there_is_room(live, write)
     if live.saving.owed is not None:
@@ -129,7 +129,7 @@ def settle_by_best(live: LiveAttempt) -> None:
 
 def _save_together(live: LiveAttempt, save: Callable[[], object]) -> None:
     """Save on all ranks once the disk has room. Rank 0 decides: only it knows whether the write
-    failed that went on while training did."""
+    failed that continued while training did."""
     from robust_train.step.ranks import of_all_ranks
 
     pauses = list(PAUSES)

@@ -1,8 +1,9 @@
-"""One attempt while it trains, as this package's code sees it. Its trainer sees :class:`.run.Run`.
+"""One attempt while it trains: the object behind :class:`.run.Run`, which the trainer sees.
 
-The subjects of an attempt meet here, and each has its own file: reports, requests to stop or save,
-splitting of batches, checkpoints, speed, losses. None of them knows another one, except that all
-may report. It lives in the process that trains, one object per rank.
+:class:`.run.Run` creates it in the process that trains, one object per rank. Integrations and
+features call it directly. It joins the parts of an attempt, each of which has its own file:
+reports, requests to stop or save, batch splitting, checkpoints, speed and losses. The parts do not
+know each other, except that all of them may report.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class LiveAttempt:
         has_read: returns whether the trainer has read a key whose name contains this part.
         supports: returns whether the trainer supports a feature.
         is_steered: whether a framework's trainer resumes from its own checkpoints.
-        their_keys: the project's names of this package's keys, None if it has none.
+        their_keys: the project's own names for this package's keys, or None if it has none.
     """
 
     # Without slots, an assignment to a misspelt name would pass and change nothing.
@@ -147,7 +148,7 @@ class LiveAttempt:
         self.saves.skip_to(request.spec.noted("skips_to", 0))
 
     def take_part(self, features: Iterable[InAttempt]) -> None:
-        """Let these features take part, instead of earlier ones."""
+        """Let these features take part instead of earlier features."""
         self.hooks = AttemptHooks(tuple(features))
 
     def configure(self, config: RobustConfig) -> None:

@@ -56,7 +56,7 @@ class Parts:
         self.search = search
 
     def check_by(self, rule: SplitRule) -> None:
-        """Check the loss of the parts by this rule."""
+        """Check the losses of the parts with this rule."""
         self.split_rule = rule
 
     def set_asked(self, requested: AttemptSpec | None) -> None:

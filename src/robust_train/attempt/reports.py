@@ -1,4 +1,8 @@
-"""An attempt's reports to its launcher: its events, its step, the figure that a sweep optimises."""
+"""An attempt's reports to its launcher: its events, its step, the figure that a sweep optimises.
+
+:class:`.live.LiveAttempt` holds one :class:`Reports` in each process that trains. Only rank 0
+reports the figure that a sweep optimises.
+"""
 
 from __future__ import annotations
 

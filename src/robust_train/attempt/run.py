@@ -34,7 +34,7 @@ class Run:
             epochs and result count; the others may report them as well.
         is_main: whether this is rank 0, which saves the checkpoints and reports.
         run_dir: the job's run folder.
-        checkpoint_dir: where checkpoints belong; shared by all attempts of the job.
+        checkpoint_dir: the folder for checkpoints, shared by all attempts of the job.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Run:
         If the loss of :meth:`backward` or the gradients' norm is not finite, all ranks skip the
         update, and weights and optimizer stay as they were. An optimizer made with ``fused=True``
         decides that on the GPU without waiting, and the host counts it a step later. For any other
-        optimizer the host reads one figure, and waits for the backward pass.
+        optimizer the host reads a figure, and waits for the backward pass.
 
         Args:
             optimizer: the optimizer of the trained parameters.

@@ -100,7 +100,7 @@ class Saves:
     # --- loading ---
 
     def load(self, state: MutableMapping[str, Any]) -> int:
-        """Restore the newest checkpoint into ``state``, and return its step, 0 without one."""
+        """Restore the newest checkpoint into ``state``, and return its step. 0 if there is none."""
         from robust_train.attempt.checkpoints import STEP, read_newest, restore
         from robust_train.step.ranks import of_all_ranks
 
@@ -118,7 +118,7 @@ class Saves:
     # --- saving ---
 
     def save(self, content: Content, step: int, *, keep: int, suffix: str) -> None:
-        """Save a dictionary of values and tensors while training goes on."""
+        """Save a dictionary of values and tensors while training continues."""
         # The previous checkpoint may have failed in the meantime, which must not prevent this one.
         self.finish()
         self._saving.clock.begin(step)
@@ -160,7 +160,7 @@ class Saves:
                 raise
             if self._is_main:
                 kept = "earlier ones are kept" if self.has_checkpoint else "none is saved yet"
-                log.warning("%s; training goes on, %s", error, kept)
+                log.warning("%s; training continues, %s", error, kept)
             self._failed(error)
 
     @contextlib.contextmanager
@@ -175,7 +175,7 @@ class Saves:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a checkpoint is written while training goes on, and not reported yet."""
+        """Whether a checkpoint is written while training continues, and not reported yet."""
         return self._folder is not None and self._folder.is_writing
 
     @property

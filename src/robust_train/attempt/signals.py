@@ -75,7 +75,7 @@ def shield_workers(*, is_script: bool = False) -> None:
 
 
 def _end_at_signal(watched: Sequence[signal.Signals], no_stop: Sequence[signal.Signals]) -> None:
-    """End this process at a signal: at once if its parent sent it, else some seconds later, or not
+    """End this process at a signal: at once if its parent sent it, else a few seconds later, or not
     at all."""
     while True:  # it may ignore one signal, and the next must still end it
         info = signal.sigwaitinfo(watched)

@@ -69,7 +69,7 @@ class Stops:
 
         Args:
             is_writing: whether a checkpoint is being written in the background. The trainer then
-                has started the save that was requested, and is not asked for another one.
+                has started the save that was requested, and is not asked for another save.
         """
         if self._checkpoint_answers or (self._promised and not is_writing):
             self.raise_checkpoint()
@@ -94,7 +94,7 @@ class Stops:
         self._checkpoint_answers.append(answer)
 
     def withdraw_checkpoint_request(self, answer: Answer) -> None:
-        """Forget a request if it was not answered yet."""
+        """Forget a request that has not been answered yet."""
         if answer in self._checkpoint_answers:
             self._checkpoint_answers.remove(answer)
 

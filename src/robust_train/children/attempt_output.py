@@ -144,7 +144,7 @@ class OutputPump:
 
     @property
     def tail(self) -> str:
-        """The last of what the current attempt printed."""
+        """The end of the current attempt's output."""
         return self._tail.decode(errors="replace")
 
     def start_log(self, path: Path) -> None:

@@ -50,7 +50,7 @@ is_detached = _pipe is not None
 
 
 def is_due(config: RobustConfig) -> bool:
-    """Return whether the command is to go on in the background, and is not there yet."""
+    """Return whether the command is to continue in the background, and is not there yet."""
     return bool(config.chosen("detach")) and not is_detached
 
 
@@ -118,7 +118,7 @@ def has_begun(folder: Path, text: str) -> None:
 def job_text(job: str, name: str, folder: Path) -> str:
     """Return what the foreground shows of a job."""
     lines = (
-        f"{name} goes on in the background as {job} (pid {os.getpid()}); run folder: {folder}",
+        f"{name} continues in the background as {job} (pid {os.getpid()}); run folder: {folder}",
         f"  robust-train attach {job}     show it; Ctrl-C leaves it running",
         f"  robust-train logs -f {job}    follow its output",
         f"  robust-train wait {job}       wait for its end and exit code",
@@ -130,7 +130,7 @@ def job_text(job: str, name: str, folder: Path) -> str:
 def sweep_text(folder: Path) -> str:
     """Return what the foreground shows of a sweep."""
     lines = (
-        f"the sweep goes on in the background (pid {os.getpid()}); sweep folder: {folder}",
+        f"the sweep continues in the background (pid {os.getpid()}); sweep folder: {folder}",
         "  robust-train ps               list its jobs with your others",
         f"  tail -f {folder}/{OUTPUT_FILE}",
         f"  robust-train wait {folder}",

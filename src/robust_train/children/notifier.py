@@ -62,7 +62,7 @@ _FIELDS = (
 def notifications(config: NotifyConfig, environ: Mapping[str, str]) -> NotifyConfig:
     """Return the targets of a job's notifications. ``environ`` holds the URLs (see
     ``hide_urls``)."""
-    if sweep_folder() is not None:  # it notifies of its own end
+    if sweep_folder() is not None:  # the sweep sends one notification for all of its jobs
         return NotifyConfig()
     urls = tuple(environ.get(URLS_VARIABLE, "").split())
     if urls and importlib.util.find_spec("apprise") is None:
@@ -90,7 +90,7 @@ def sentence(event: str, state: RunState, result: Json, now: float) -> str:
 
 
 class Notifier:
-    """Watches a job's state and notifies of what happens, if there is anyone to notify.
+    """Watches a job's state and sends a message about each change, if there is anyone to notify.
 
     Attributes:
         has_failed: a delivery has.
@@ -99,14 +99,18 @@ class Notifier:
     def __init__(self, settings: NotifyConfig) -> None:
         self.has_failed = False
         self._settings = settings
-        self._hopes_for_gpu = self._is_unsaved = False
+        # Whether the job last waited for a GPU or had one: then training on the CPU is news.
+        self._hopes_for_gpu = False
+        # Whether the last checkpoint failed. A disk that stays full is reported once.
+        self._is_unsaved = False
+        # The last event and when its state began, so that each is reported once.
         self._last_news = ("", 0.0)
         self._deliveries: list[_Delivery] = []
-        # in-process attempts: their thread ticks
+        # If the launcher itself runs the attempt, `poll` is called in another thread.
         self._lock = threading.Lock()
 
     def poll(self, state: RunState) -> None:
-        """Notify of what is new in a job's state, and check the deliveries under way."""
+        """Send what is new in a job's state, and check the deliveries under way."""
         with self._lock:
             event = self._news(state)
             if event and self._last_news != (event, state.since):
@@ -115,7 +119,7 @@ class Notifier:
             self._collect()
 
     def on_event(self, event: Event, state: RunState) -> None:
-        """Notify of an event that has a notice, and, once, of a disk that accepts no checkpoint."""
+        """Notify of an event that has a notice. A series of failed checkpoints is reported once."""
         attempt = None if state.attempt is None else state.attempt.number
         match event:
             case CheckpointSaved():
@@ -139,7 +143,7 @@ class Notifier:
             self._notify(notice.kind, state, f"{state.name} on {state.host}{notice.text}")
 
     def _news(self, state: RunState) -> str:
-        """Return the event that a job's state means, empty if it causes no notification."""
+        """Return the event to report for a job's state, empty if there is nothing to report."""
         hoped = self._hopes_for_gpu
         is_waiting = state.state == "waiting"
         if is_waiting or state.device is not None:
@@ -202,7 +206,7 @@ class Notifier:
                     stderr=errors,
                     env=environ,
                     start_new_session=True,
-                    # where this process is killed: an alarm outlives it, and the exec
+                    # If this process is killed, the alarm still ends the program: exec keeps it.
                     preexec_fn=partial(signal.alarm, 2 * _LIMIT_SECONDS),
                 )
         except (OSError, ValueError) as error:
@@ -247,7 +251,7 @@ class _Delivery:
 
     name: str
     process: subprocess.Popen[bytes]
-    errors: IO[bytes]  # what it prints of them
+    errors: IO[bytes]  # its standard error
     # The deadline by the monotonic clock. 0: end it at once, for a signal.
     until: float
 

@@ -1,4 +1,4 @@
-"""The parts of a command, and the printing of its answer."""
+"""Describes commands and their options, and prints a command's answer."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ _STARTING = (
             ),
             flag("--no-wait", key="wait_for_gpu=false", help="do not wait for a GPU"),
             flag("--no-cpu", key="allow_cpu_fallback=false", help="never fall back to the CPU"),
-            flag("--detach", key="detach=true", help="go on in the background, past logout"),
+            flag("--detach", key="detach=true", help="continue in the background, past logout"),
             option(
                 "--name", key="job_name", help="job name in queue and tables (the script's name)"
             ),
@@ -131,14 +131,14 @@ _STARTING = (
     ),
     Command(
         "resume",
-        "go on with a job or sweep that has ended",
+        "continue with a job or sweep that has ended",
         "resume:resume",
         (
             option("which", nargs="?", metavar="RUN", help=_WHICH_HELP),
             option("overrides", nargs="*", metavar="KEY=VALUE", help="other values from now on"),
             flag("--all", help="all that no one ended, in the background"),
         ),
-        about="Go on with a job, script or sweep by its own command, in its own working directory, "
+        about="Continue a job, script or sweep by its own command, in its own working directory, "
         "with the environment of this command. --all: after a reboot, all jobs that were killed or "
         "ended by a signal of the system. On a host with systemd, robust-train completion --help "
         "shows a unit that does this at each start.",

@@ -1,6 +1,6 @@
 """``robust-train doctor``: whether each GPU is usable, the host's queue, facts for a bug report.
 
-``--probe`` uses a GPU for some seconds, runs out of memory and recovers. `probe` starts this file
+``--probe`` uses a GPU for a few seconds, runs out of memory and recovers. `probe` starts this file
 in a separate process, with a time limit, which calls `exercise`.
 """
 
@@ -231,7 +231,7 @@ def probe(gpu: GpuInfo) -> tuple[bool, str]:
     last = lines[-1] if lines else f"exit code {done.returncode}"
     if done.returncode != 0:
         return False, last
-    return True, f"computed, ran out of memory and went on with 1/{last} of it"
+    return True, f"computed, ran out of memory and continued with 1/{last} of it"
 
 
 def exercise(device: torch.device, free_bytes: int) -> int:

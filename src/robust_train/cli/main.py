@@ -178,7 +178,11 @@ def parser_of(command: Command) -> argparse.ArgumentParser:
 
 
 def parse(command: Command, words: Sequence[str]) -> argparse.Namespace:
-    """Return the parsed arguments of a command. Raises CommandFailed for a mistake."""
+    """Return the parsed arguments of a command.
+
+    Raises:
+        UsageError: the command line has a mistake.
+    """
     options, program = split(command, words)
     arguments = parser_of(command).parse_args(options)
     arguments.program = program

@@ -1,7 +1,7 @@
 """``robust-train memory``: the memory of GPUs and of a live run.
 
-What only a process itself can do is requested of the live run, which does it at its next step
-boundary. ``memory kill`` ends processes.
+Actions that only a process itself can take are requested from the live run, which carries them out
+at its next step boundary. ``memory kill`` ends processes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _POLL_SECONDS = 0.05
 _SENTENCES = {
     "ended": "has ended",
     "killed": f"had not ended {_SECONDS:g} s after SIGTERM and was killed",
-    "gone": "was gone already",
+    "gone": "had ended already",
     "not permitted": "may not be signalled by this user",
     "still there": "is still there after SIGKILL: it waits in the kernel or the driver",
 }
@@ -169,10 +169,11 @@ def kill(arguments: Namespace) -> Answer:
         {**asdict(process), "user": process.user, "result": result}
         for process, result in how.items()
     ]
+    any_left = any(result in _LEFT for result in how.values())
     return Answer(
         {"dry_run": arguments.dry_run, "processes": ended},
         lines,
-        exit_code=EXIT_FAILED * bool(_LEFT & {*how.values()}),
+        exit_code=EXIT_FAILED if any_left else 0,
     )
 
 
@@ -185,8 +186,7 @@ def choose(
     """Return the listed processes to end, and why other named processes must not be ended.
 
     Args:
-        listed: the processes that NVML lists, and by number, the reason why a process is not among
-            them.
+        listed: the processes that NVML lists, and by process id, why it does not list some others.
         named: process ids to end, empty for all of the caller's own.
         uid: the caller's user. Only 0 may name processes of others.
         ancestors: the caller itself and all its parents.
@@ -221,7 +221,7 @@ def end_all(processes: Iterable[CudaProcess], seconds: float = _SECONDS) -> dict
     for signum, result in ((signal.SIGTERM, "ended"), (signal.SIGKILL, "killed")):
         for process in left:
             try:
-                # one that ended just before SIGKILL did so by itself
+                # A process that ended just before SIGKILL counts as ended, not as killed.
                 if send_signal(process.pid, process.started, signum):
                     how[process] = result
             except PermissionError:

@@ -47,7 +47,7 @@ class Listed:
 
 
 def list_jobs(arguments: Namespace) -> Answer:
-    """List the user's jobs, live and past, the newest last, and how those that died go on."""
+    """List the user's jobs, live and past, the newest last, and how to resume those that died."""
     runs = [run for run in find_runs() if run.alive or not arguments.live]
     whole = arguments.all or arguments.live
     if arguments.which is not None:
@@ -96,9 +96,9 @@ def _jobs_of(arguments: Namespace, runs: Sequence[KnownRun]) -> Answer:
     rows = []
     for run, words in zip(jobs, overrides, strict=True):
         row = _row(Listed([run]))
-        own_words = without(words, same)
-        if own_words:
-            row[4] = own_words
+        differences = without(words, same)
+        if differences:
+            row[_COLUMNS.index("job")] = differences
         rows.append(row)
     return Answer({"runs": [about_run(run) for run in jobs[::-1]]}, [_table(rows, arguments.paths)])
 
@@ -170,14 +170,14 @@ def has_died(folder: Path, table: SweepTable) -> bool:
 
 
 def _how_it_goes_on(line: Listed) -> str:
-    """Return the command that goes on with what died, empty if it did not."""
+    """Return a sentence with the command that resumes a dead job or sweep, otherwise empty."""
     if line.sweep is not None:
         died = _state_of_sweep(line.sweep) == DIED
-        return f"{line.sweep} died; to go on: robust-train resume {line.sweep}" if died else ""
+        return f"{line.sweep} died; to continue: robust-train resume {line.sweep}" if died else ""
     (run,) = line.runs
     if run.status != DIED or run.state is None:
         return ""
-    return f"{run.id} died: {run.why_died}; to go on: robust-train resume {run.id}"
+    return f"{run.id} died: {run.why_died}; to continue: robust-train resume {run.id}"
 
 
 def _table(rows: Sequence[list[object]], whole_paths: bool) -> Table:

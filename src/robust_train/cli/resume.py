@@ -1,4 +1,4 @@
-"""``robust-train resume``: go on with jobs and sweeps by their own commands."""
+"""``robust-train resume``: continue with jobs and sweeps by their own commands."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ a unit that resumes your jobs whenever the host starts
 
 
 def resume(arguments: Namespace) -> Answer:
-    """Become the command that resumes what is meant, or start all of them in the background."""
+    """Replace this process by the command that resumes one job or sweep, or start all of them in
+    the background."""
     which = arguments.which
     overrides = list(arguments.overrides)
     if arguments.all:
@@ -136,7 +137,7 @@ def _of_sweep(folder: Path) -> str:
     here = folder_override("hydra.sweep.dir", folder.resolve())
     if here not in shlex.split(table.resume_command):
         raise NotDoneError(
-            f"{folder}: the sweep was begun in another folder, where its command would go on; "
+            f"{folder}: the sweep was begun in another folder, where its command would continue; "
             f"repeat it yourself with hydra.sweep.dir={folder}"
         )
     return table.resume_command
@@ -195,6 +196,7 @@ def _start(command: str, output: Path) -> None:
 
 
 def _words_of(command: str) -> list[str]:
-    """Return how the shell becomes the job, so that it gets signals and gives the exit code."""
+    """Return a command line that runs ``command`` in a shell, which the job then replaces
+    (``exec``), so that the job itself gets the signals and sets the exit code."""
     _, folder, _, *words = shlex.split(command)  # cd FOLDER && …
     return ["sh", "-c", f"cd {shlex.quote(folder)} && exec {shlex.join(words)}"]

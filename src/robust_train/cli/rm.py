@@ -44,8 +44,8 @@ def remove_runs(arguments: Namespace) -> Answer:
     if not rows:
         which = "ended" if arguments.all else "completed"
         shown = (
-            "no run folder of yours is to be removed: it would be one of a job that "
-            f"{which} {arguments.days:g} days ago or earlier"
+            "there is no run folder of yours to remove: only those of jobs that "
+            f"{which} {arguments.days:g} days ago or earlier are removed"
         )
     else:
         if not arguments.json:
@@ -79,12 +79,13 @@ def _remove(folder: Path, kept: list[str]) -> bool:
         kept.append(f"{folder} is not removed: {error.strerror or error}")
         return False
     with contextlib.suppress(OSError):
-        folder.parent.rmdir()  # the day's, if no other job has one
+        folder.parent.rmdir()  # the day's folder, if this was its last
     return True
 
 
 def _inside(run: KnownRun) -> tuple[int, str]:
-    """Return a run folder's size, and why it is not to be removed: it is not the job's alone."""
+    """Return a run folder's size, and why it must stay: it is in use, or holds files that are older
+    than the job. Empty if it may go."""
     size = 0
     began = run.state.started if run.state else 0.0
     here = Path.cwd()

@@ -1,4 +1,7 @@
-"""``robust-train run [OPTIONS] -- PROGRAM [ARGUMENT …]``: a script under the launcher."""
+"""``robust-train run [OPTIONS] -- PROGRAM [ARGUMENT …]``: a script under the launcher.
+
+The command's own process becomes the launcher.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ exit codes: 0 completed, 1 the script failed, 2 wrong usage or configuration,
 _OPTIONS = {option.key: option.names[0] for option in COMMANDS["run"].options if option.key} | {
     "trainer.argv": "PROGRAM"
 }
-"""The options by the keys that they give."""
+"""The option for each key that an option can set."""
 
 
 def run(arguments: Namespace) -> int:
@@ -63,9 +66,9 @@ def run(arguments: Namespace) -> int:
 
 
 def values_of(arguments: Namespace) -> dict[str, Json]:
-    """Return what options and program give, by key, beside the overrides.
+    """Return the values that the options and the program set, by key, without the overrides.
 
-    Raises NotDoneError if they do not describe a job.
+    Raises UsageError if they do not describe a job.
     """
     values: dict[str, Json] = {}
     for full_key, name in _OPTIONS.items():
@@ -94,7 +97,7 @@ def values_of(arguments: Namespace) -> dict[str, Json]:
             "lacks; add --learning-rate LR and, as in train.py, --lr {learning_rate}"
         )
     values |= _batch_sizes(arguments, used)
-    # all words at once, those in lists too
+    # in one go, which reaches the words in lists too
     words: dict[str, Json] = json.loads(literal(json.dumps(values)))
     return words
 
@@ -147,7 +150,7 @@ def _run(arguments: Namespace, values: dict[str, Json]) -> int:
         if detach.is_due(config):
             return detach.start()
         plan = plan_launch(None, cfg, arguments.run_dir)
-        # it locks the run folder: nothing is written before into that of a live job
+        # it locks the run folder; until then nothing is written, because a live job may hold it
         job = Job(plan, driver_of(plan), show_end=functools.partial(show_end, print_failure))
         _log_into(plan.run_dir)
         for warning in _warnings(arguments, config, plan.values_used):
@@ -173,7 +176,7 @@ def _run(arguments: Namespace, values: dict[str, Json]) -> int:
 
 
 def _in_options(line: str, arguments: Namespace) -> str:
-    """Return a refusal with options in place of the keys that were not written."""
+    """Return a refusal that names options instead of keys which the user did not write."""
     for key, option in _OPTIONS.items():
         if not _gives(arguments, key):
             line = re.sub(rf"(?<![\w.{{-]){re.escape(key)}(?=[=:])", option, line)

@@ -103,7 +103,7 @@ def status(arguments: Namespace) -> Answer:
         "loss": loss if loss is None else number(loss),
         "slow": about.get("slow") if run.alive else None,
         "memory": ", ".join(f"{name} {mib(taken)}" for name, taken in memory),
-        "to go on": f"robust-train resume {run.id}" if run.is_unfinished else None,
+        "to continue": f"robust-train resume {run.id}" if run.is_unfinished else None,
     }
     rows = [(name, str(value)) for name, value in facts.items() if value not in (None, False, "")]
     return Answer({"run": run.id, **about}, [Table(("what", "value"), rows)])
@@ -122,7 +122,7 @@ def _sweep_status(folder: Path) -> Answer:
     }
     shown = [f"{folder}: {state}", *screen_table(rows)]
     if state == DIED or table.exit_code:
-        shown.append(f"to go on: robust-train resume {folder}")
+        shown.append(f"to continue: robust-train resume {folder}")
     return Answer(data, shown)
 
 
@@ -184,7 +184,7 @@ def logs(arguments: Namespace) -> int:
     numbers = _attempts_in(run.run_dir)
     if attempt is not None and attempt not in numbers:
         there = ", ".join(map(str, numbers)) or "none"
-        raise NotDoneError(f"{run.id}: no log of attempt {attempt}; there are {there}")
+        raise NotDoneError(f"{run.id}: no log of attempt {attempt}; attempts with a log: {there}")
     if not numbers and not is_followed:
         reason = None if run.state is None else run.state.reason
         raise NotDoneError(

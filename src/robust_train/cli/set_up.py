@@ -1,4 +1,8 @@
-"""``robust-train init``, ``notify test``, ``report`` and ``completion``."""
+"""``robust-train init``, ``notify test``, ``report`` and ``completion``.
+
+``cli.commands`` names each function, and ``cli.main`` calls it in the command's process. A function
+imports what only it needs, so that the other commands start fast.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +76,7 @@ def notify(arguments: Namespace) -> Answer:
     notifier = Notifier(settings)
     notifier.send("test", "a test of {user} on {host}".format(**who), who)
     notifier.finish(_NOTIFY_SECONDS)
-    if notifier.has_failed:  # which is logged
+    if notifier.has_failed:  # the notifier has logged the reason
         return Answer(exit_code=EXIT_FAILED)
     return Answer(shown=["delivered"])
 
@@ -189,11 +193,11 @@ for _name in python python3; do
     eval "${{_set/$_was/_robust_train_$_name}}"
 done; unset _name _was _set _ours
 """
-"""A script for bash or zsh: with it a Tab starts no Python."""
+"""A script for bash and zsh. It contains the words, so that Tab does not start Python."""
 
 
 def completion(arguments: Namespace) -> int:
-    """Print the script."""
+    """Print the completion script."""
     from robust_train.cli.train import groups
     from robust_train.config.refusals import all_keys
 
@@ -215,7 +219,7 @@ def completion(arguments: Namespace) -> int:
 
 
 def _case(name: str) -> str:
-    """Return the line for the words that may follow a command, empty if there are none."""
+    """Return the ``case`` line of the words that may follow a command, empty without words."""
     words = list(members_of(name))
     options = COMMANDS[name].options if name in COMMANDS else ()
     for each in options:
@@ -228,5 +232,5 @@ def _case(name: str) -> str:
 
 
 def _words(words: Iterable[str]) -> str:
-    """Return words as a single quoted value, a line each."""
+    """Return words, one per line, as a single quoted value."""
     return shlex.quote("\n".join(words))

@@ -1,6 +1,7 @@
 """``robust-train train``, ``train_robust.py``, ``train.py`` and a project's ``main.py``.
 
-A mistake in the configuration ends with one line and exit code 2, a bug in the trainer with its own
+The process that the user starts becomes the launcher. With ``train.py`` it trains as well. A
+mistake in the configuration ends with one line and exit code 2, a bug in the trainer with its own
 traceback and exit code 1.
 """
 
@@ -176,11 +177,13 @@ def _open(
 ) -> int:
     """Compose the config, run the job or sweep, and return the exit code.
 
+    Hydra reads the command line in ``sys.argv``, so what we add to it is put there.
+
     Args:
         task: the function for one job.
         config_name: the primary config.
         config_path: the folder of the configs.
-        version_base: Hydra's.
+        version_base: as in :func:`hydra_main`.
         name: the name of our own script, empty for a project's.
     """
     key = "device" if name else "robust.device"
@@ -317,8 +320,8 @@ def may_set_mode(arguments: list[str]) -> bool:
 
 
 def _for_guest(arguments: list[str], name: str) -> list[str]:
-    """Return overrides for a rank of torchrun, srun, … Raises ConfigError if it cannot be a
-    rank."""
+    """Return overrides for a rank of torchrun, srun, … Raises ConfigError if this
+    process cannot be one, or for a sweep."""
     guest = guest_rank(os.environ)
     if guest is None or name == "train":
         return []
@@ -339,7 +342,7 @@ def _start_early(arguments: list[str]) -> None:
         if guest_rank(os.environ) is not None:
             return  # a rank of another engine starts no process
     given = dict(argument.lstrip("+~").partition("=")[::2] for argument in arguments)
-    # the jobs of other launchers start their own
+    # jobs of another Hydra launcher start their own interpreters
     launcher = given.get("hydra/launcher", "basic")
     if given.get("isolation") != "none" and launcher == "basic":
         from robust_train.children.interpreters import start_early
@@ -377,9 +380,9 @@ keys people use (those about devices and retries: not with train.py):
   memory.fraction=0.95           the most of the GPU's memory that an attempt may take
   resume=true                    resume an unfinished job in its run folder
   stall_timeout_minutes=auto     without progress for so long: a new attempt; 0: never
-  detach=false                   true: go on in the background, past logout
+  detach=false                   true: continue in the background, past logout
   job_name=NAME                  how queue, tables and run folder call the job
-  hydra.run.dir=FOLDER           the run folder; with an unfinished job in it: go on
+  hydra.run.dir=FOLDER           the run folder; with an unfinished job in it: continue
 
 more: --cfg job (every key with its value), --hydra-help (Hydra's options), --version
       robust-train completion (for bash and zsh), docs/configuration.md (what every key means)

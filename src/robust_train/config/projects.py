@@ -288,7 +288,7 @@ def _our_keys() -> re.Pattern[str]:
 
 
 def _path(cfg: DictConfig, name: str) -> str | None:
-    """Return the project's key for one of this package's keys: the key that it refers to, or the
+    """Return the project's key for a key of this package: the key that it refers to, or the
     only match."""
     reference = _REFERENCE.fullmatch(str(_given(cfg).get(name)))
     if reference is not None:

@@ -26,7 +26,7 @@ REFUSALS = (
     HydraException,
     OmegaConfBaseException,
     OSError,
-    yaml.YAMLError,  # in a file that Hydra reads
+    yaml.YAMLError,  # the mistake is in a file that Hydra reads
 )
 
 _SEVERAL_VALUES = "{0}={1}: several values; add -m to sweep over them, or write a list: {0}=[{1}]"
@@ -67,7 +67,7 @@ _ACCEPTED = {"Integer": "an integer", "Float": "a number", "bool": "true or fals
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Return the exit code for one of :data:`REFUSALS`."""
+    """Return the exit code for an error of `REFUSALS`."""
     return getattr(_of_the_system(error), "exit_code", EXIT_BAD_CONFIG)
 
 

@@ -276,7 +276,7 @@ class RobustConfig(PlainConfig):
     preserve_effective_batch_size: bool | None = key(
         None,
         "accumulation grows as the micro-batch shrinks; `true`: stop where that is impossible",
-        more="`auto`: go on with another effective batch then, and say so; `false`: never grow",
+        more="`auto`: continue with another effective batch then, and say so; `false`: never grow",
         choices=(AUTO, True, False),
         written=AUTO,
     )
@@ -378,8 +378,8 @@ class RobustConfig(PlainConfig):
 
     @property
     def may_checkpoint_gradients(self) -> bool:
-        """Whether gradient checkpointing is a remedy. A project's own key that ours refers to has
-        the value of the first attempt."""
+        """Whether gradient checkpointing is a remedy. In a project, it is one only if our key
+        refers to a key of the project, which an attempt can set."""
         if self.theirs is None or self.traits.is_program:
             return self.training.gradient_checkpointing is not False
         return CHECKPOINTING in self.theirs

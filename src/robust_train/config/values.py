@@ -141,7 +141,7 @@ def device_name(name: str, given: Any) -> str:
 
 
 def words(name: str, given: Any) -> tuple[str, ...]:
-    """Return the words of a list, or of one string as a shell splits it."""
+    """Return the words of a list, or of a string as a shell splits it."""
     if not isinstance(given, str):
         return words_of_list(name, given)
     try:

@@ -47,7 +47,7 @@ def classify_failure(exception: BaseException, *, host_memory_ran_out: bool = Fa
     """Return why training failed, from the exception that ended it.
 
     Looks at the exception, then through its ``__cause__``, its ``__context__`` (unless it was
-    suppressed, or the exception is a programming error made while handling the first one), the
+    suppressed, or the exception is a programming error made while handling the first error), the
     members of exception groups, and tracebacks that came from worker processes as text. The first
     match decides. Without a match it is a bug, with the clue ``unknown`` unless only the program
     can be the reason.

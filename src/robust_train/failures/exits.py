@@ -1,6 +1,8 @@
 """Classifies a process that ended without a report, by its exit status and the end of its output.
 
-The launcher calls it for a script or an interpreter that died. Pure.
+The launcher calls `classify_exit` for a script or an interpreter that ended, and `last_shortage_in`
+for a script's log. An attempt calls `classify_exit` if its trainer exits with a signal's code.
+Pure.
 """
 
 from __future__ import annotations
@@ -32,19 +34,19 @@ _TAIL_LINES = 60
 _OOM_KILLER = "the kernel's OOM killer"
 _KERNELS = named("KERNEL_OOM")
 _TAKEN = named("TAKEN").words
-# A log line below an error is not the reason of the end, except that NCCL calls its errors
+# A log line below an error does not say why the process ended, except that NCCL logs its errors as
 # warnings.
 _CHATTER = re.compile(r"^(?!.*\bNCCL\b).{0,60}?\b(?:DEBUG|INFO|WARNING)\b|^\S+:\d+: \w*Warning: ")
 
 _NO_ERROR = re.compile(r"^.{0,60}?\b(?:DEBUG|INFO)\b|^\S+:\d+: \w*Warning: ")
-# Any line that reports a lack of memory has one of these words, and few others have.
+# Any line that reports a lack of memory has one of these words, and few other lines do.
 _MAY_BE_SHORT = re.compile(
     r"out[ _-]?of|\bOOM|insufficient|n[o't]+ (?:have )?enough|no more|low on|lack of|exhaust"
     r"|fail|unable|can(?:not| not|['’]t)|could ?n[o'’]?t|bad.?alloc|MemoryError|ENOMEM|exceed"
     r"|n[o'’]t fit|[显顯内內]存|記憶體|メモリ|메모리|speicher|m[ée]moire|mem[oó]ria|памят",
     re.IGNORECASE,
 )
-# The words of a program that continued without the step.
+# The words of a program that overcame an error and continued.
 _HANDLED = re.compile(
     r"\b(?:trying (?!to )|retrying|skipp(?:ing|ed)|halving|recover(?:ing|ed)?\b|falling back"
     r"|continuing|ignor(?:ing|ed)"
@@ -57,8 +59,8 @@ _BEGINS_WITH_ERROR = re.compile(r"^(?:\w+\.)*\w+(?:Error|Exception): \S")
 _MOST_LINES_OF_A_MESSAGE = 4
 _LONGEST_LINE = 8_000
 _MOST_MESSAGES = 100
-"""This many messages that may be of memory are looked at, from the last one on: each costs
-milliseconds, and a loader may have printed "failed to read" for each of its files."""
+"""At most this many messages that may report a lack of memory are examined, the last first. Each
+takes milliseconds, and a loader may have printed "failed to read" for each of its files."""
 _DIRECT_CAUSE = "The above exception was the direct cause of the following exception"
 
 # An error with a message, or an error without a message as Python shows it. It starts only where a
@@ -76,7 +78,7 @@ def _tracebacks_under(words: str) -> re.Pattern[str]:
     return re.compile(rf"^(.{{0,99}})(?:{words}).*\n{traceback}{led}", re.MULTILINE)
 
 
-# Errors in a destructor, or at the interpreter's exit, which are not the reason of the end.
+# Errors in a destructor, or at the interpreter's exit, which do not end the process.
 _IGNORED = _tracebacks_under(r"Exception ignored |Error in atexit\b")
 _IN_A_THREAD = _tracebacks_under("Exception in thread ")
 # The words of glibc and the compilers for a program that damaged its memory.
@@ -94,11 +96,17 @@ _NATIVE = re.compile(
 def classify_exit(
     returncode: int, output_tail: str = "", *, oom_killed: bool | None = None
 ) -> Failure:
-    """Return why a process failed that left no report.
+    """Return why a process that left no report failed. The first case that applies counts:
 
-    A SIGKILL, of the process or of a process that it reports, is ``host_oom`` only on evidence: the
-    kernel's or the scheduler's words in the output, or ``oom_killed``. Otherwise it is
-    ``interrupted`` with the clue ``killed``: someone did it.
+    1. SIGKILL with ``oom_killed``, or SIGKILL or SIGTERM with the kernel's or the scheduler's words
+       for an OOM kill in the output: ``host_oom``.
+    2. Any other signal that asks to stop: ``interrupted``. A SIGKILL gets the clue ``killed``,
+       because its sender is unknown.
+    3. An error in the output that explains the end. If it only follows from other failures, an
+       earlier lack of memory counts instead.
+    4. SIGBUS: ``worker_death``. Shared memory was probably full.
+    5. The kernel's words alone, unless the process ended by a segmentation fault: ``host_oom``.
+    6. Anything else is a ``bug``.
 
     Args:
         returncode: as :mod:`subprocess` has it, negative for the signal that ended the process. A
@@ -145,7 +153,7 @@ def classify_exit(
 
 def _interruption(ended: str, lines: list[str], *, is_killed: bool) -> Failure:
     """Return the failure of a process that a signal stopped."""
-    # Nothing else in the output contradicts the signal: peers of a failed rank get it too.
+    # The signal counts, whatever the output says: the peers of a failed rank get it too.
     is_taken = is_killed or _TAKEN.search(one_line(lines))
     return Failure(
         FailureKind.INTERRUPTED,
@@ -155,13 +163,13 @@ def _interruption(ended: str, lines: list[str], *, is_killed: bool) -> Failure:
 
 
 def _bug(ended: str, name: str, output: str, lines: list[str]) -> Failure:
-    """Return the failure of a process whose output matches no section.
+    """Return the failure of a process whose output matches no section of ``patterns.txt``.
 
     Args:
         ended: its end, for the message.
         name: the name of the signal that ended it, empty if none did.
         output: the end of its output.
-        lines: the last lines of that.
+        lines: the last lines of ``output``.
     """
     crash = native_stack_in(output) if name else None
     if crash is not None:
@@ -170,7 +178,7 @@ def _bug(ended: str, name: str, output: str, lines: list[str]) -> Failure:
         # A message of several lines starts with what happened.
         last = next(reports_in(output)).headline
     else:
-        last = _told_last(lines)
+        last = _reason_in_last_line(lines)
     clue: str | None = Clue.CRASHED if name == "SIGSEGV" else Clue.UNKNOWN
     if not name and _is_certain_bug(output):
         clue = None
@@ -181,8 +189,7 @@ def _bug(ended: str, name: str, output: str, lines: list[str]) -> Failure:
 
 
 def _is_certain_bug(output: str) -> bool:
-    """Return whether only the program can cause the last error, or the error that it was raised
-    from."""
+    """Return whether the last error, or the error that it was raised from, is certainly a bug."""
     if TRACEBACK not in output:
         last = next(filter(str.strip, reversed(output.splitlines())), "")
         return next(reports_in(last)).is_certain_bug
@@ -205,8 +212,7 @@ def in_order(output: str) -> str:
 
 
 def by_oom_killer(failure: Failure) -> Failure:
-    """Turn a failure that reports SIGKILL into one of host memory, because the kernel counted a
-    kill."""
+    """Blame the kernel's OOM killer, which counted a kill, for a failure that reports SIGKILL."""
     if failure.evidence.clue != Clue.KILLED:
         return failure
     is_workers = failure.kind is FailureKind.WORKER_DEATH
@@ -233,7 +239,7 @@ def _reported_in(
     reports: list[ErrorReport] = []
     has_traceback = TRACEBACK in output
     if native or not has_traceback:
-        reports.append(_of_a_log(_last_words(lines, native)))
+        reports.append(_report_of_lines(_last_words(lines, native)))
         if native and _CORRUPTED.search(reports[0].text):
             return None
     if not native and not has_traceback:
@@ -248,7 +254,7 @@ def _reported_in(
         quoted = list(reports_in(output))
         reports += quoted
         if not _OF_A_CHILD.isdisjoint(quoted[0].types):
-            reports.append(_of_a_log(lines))
+            reports.append(_report_of_lines(lines))
     stack = last_stack_in(output)
     matches = (
         (report, refined(match(report), report, stack) if report.types else match(report))
@@ -258,7 +264,7 @@ def _reported_in(
     if telling:
         return telling
     # The log before a crash, or before an error that its library wraps, may say why it happened.
-    whole = _of_a_log(lines)
+    whole = _report_of_lines(lines)
     meaning = match(whole)
     if meaning is None or reports[0].is_programming_error:
         return None
@@ -275,7 +281,7 @@ def last_shortage_in(log: str) -> str:
 
 
 def _shortened(line: str) -> str:
-    """Return a line without the middle of one that is too long to have been written for people."""
+    """Return a line, without its middle if it is too long to have been written for people."""
     if len(line) <= _LONGEST_LINE:
         return line
     half = _LONGEST_LINE // 2
@@ -297,7 +303,7 @@ def _shortage_in(output: str, *, native: bool) -> tuple[ErrorReport, Match] | No
     for number in reversed(range(len(lines))):
         line = lines[number]
         names = (name.rpartition(".")[2] for name in _ERROR.findall(line))
-        if not CERTAIN_BUGS.isdisjoint(names) and match(_of_a_log([line])) is None:
+        if not CERTAIN_BUGS.isdisjoint(names) and match(_report_of_lines([line])) is None:
             return None
         message = tuple(lines[number : number + _MOST_LINES_OF_A_MESSAGE])
         is_new = number in near and message not in looked_at
@@ -308,7 +314,7 @@ def _shortage_in(output: str, *, native: bool) -> tuple[ErrorReport, Match] | No
         longest = len(message) if is_new else 0
         for count in range(1, longest + 1):
             part = lines[number : number + count]
-            report = _of_a_log(part)
+            report = _report_of_lines(part)
             meaning = match(report)
             if meaning is not None and meaning.kind.is_memory:
                 if any(map(_NO_ERROR.match, part)):
@@ -339,11 +345,11 @@ def _may_be_short(lines: Sequence[str]) -> set[int]:
 def _with_rest(lines: list[str], following: Sequence[str], meaning: Match) -> ErrorReport:
     """Return the report in some lines, with lines below that have more of its figures: a terminal
     may have broken the message there."""
-    report = _of_a_log(lines)
+    report = _report_of_lines(lines)
     most = _figures_in(report, meaning)
     for line in following:
         lines = [*lines, line]
-        wider = _of_a_log(lines)
+        wider = _report_of_lines(lines)
         if _figures_in(wider, meaning) > most:
             report = replace(wider, headline=wider.text[:300])
             most = _figures_in(wider, meaning)
@@ -355,13 +361,13 @@ def _figures_in(report: ErrorReport, meaning: Match) -> int:
     return sum(type(value) is int for value in figures.values())
 
 
-def _of_a_log(lines: list[str]) -> ErrorReport:
+def _report_of_lines(lines: list[str]) -> ErrorReport:
     text = one_line(lines)
     named = (name for path in _ERROR.findall(text) for name in names_of(path))
     return ErrorReport(
         tuple(name for name in named if name not in PROGRAMMING_ERRORS),
         text,
-        _shown(lines, text),
+        _headline_in(lines, text),
         one_line(lines, ""),
     )
 
@@ -375,7 +381,7 @@ def _last_words(lines: list[str], native: bool) -> list[str]:
     return [line for line in lines if not _CHATTER.match(line)]
 
 
-def _shown(lines: Sequence[str], text: str) -> str:
+def _headline_in(lines: Sequence[str], text: str) -> str:
     for line in lines:
         if "what():" in line:
             return line.partition("what():")[2].strip()[:300]
@@ -385,8 +391,8 @@ def _shown(lines: Sequence[str], text: str) -> str:
     return text[:300]
 
 
-def _told_last(lines: Sequence[str]) -> str:
-    """Return the last line if it reads like the reason of an end."""
+def _reason_in_last_line(lines: Sequence[str]) -> str:
+    """Return the last line if it reads like the reason why a process ended, otherwise empty."""
     for line in reversed(lines):
         words = line.strip()[:300]
         if words and not words.startswith(_AFTER_THE_END):

@@ -1,7 +1,7 @@
-"""Whether a process had little host memory left when an error was raised.
+"""Whether a lack of host memory explains an error whose message does not say so.
 
-The process that fails asks for its own memory. The launcher uses it for messages with several
-causes.
+`little_is_left` and `do_without_onednn` run in the process that failed. The launcher calls
+`with_shortage` after each attempt. Both call `no_room_to_import` for an import that failed.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from robust_train.readable import GIB, memory
 
 log = logging.getLogger("robust_train")
 
-# Less than this share of the process's peak is little to be left.
+# Host memory is short if less than this share of the process's peak is left.
 _LITTLE = 0.5
 _LEAST_FOR_TORCH = 2 * GIB
-"""Below this limit an import that ends the process counts as a lack of memory."""
+"""Up to this limit, a process that dies during an import counts as out of memory."""
 
-# The words of the dynamic loader and the C library, and Python's for a thread without a stack.
+# Messages of the dynamic loader, of the C library, and of Python for a thread without a stack.
 _NO_ROOM = re.compile(
     r"failed to map segment from shared object|Cannot allocate memory|can't start new thread"
 )
@@ -68,8 +68,8 @@ def do_without_onednn(failure: Failure) -> None:
 
 
 def with_shortage(attempt: Attempt, earlier: Sequence[Attempt]) -> Attempt:
-    """Return the attempt, with a oneDNN message that has several causes counted as a lack of host
-    memory if its process reached its own limit, or if an attempt before it ran out."""
+    """Return the attempt. An ambiguous oneDNN message becomes a lack of host memory if the process
+    came near its limit, or if an earlier attempt ran out."""
     failure = attempt.failure
     if failure is None or failure.kind is not FailureKind.BUG:
         return attempt

@@ -1,5 +1,8 @@
-"""Clues from a stack, if the words of a failure leave it open. A stack is a traceback's text.
-Pure."""
+"""Clues from a stack, where the words of a failure leave its cause open. Pure.
+
+A stack is a traceback's text. In the attempt's process it is that of an exception. The launcher
+finds it in what a process printed, or in the stacks of an attempt that hangs.
+"""
 
 from __future__ import annotations
 
@@ -154,7 +157,7 @@ def memory_clue(stack: str) -> str:
 
 def refined(meaning: Match | None, report: ErrorReport, stack: str) -> Match | None:
     """Refine a match by words with the evidence of the stack."""
-    # Its file is in /dev/shm, which a container may lack. Without workers no such file is needed.
+    # A lock's file is in /dev/shm, which a container may lack. Only workers need such a file.
     if _MAKES_A_LOCK.search(stack):
         return Match(FailureKind.WORKER_DEATH, "multiprocessing")
     types = report.types
@@ -169,8 +172,7 @@ def refined(meaning: Match | None, report: ErrorReport, stack: str) -> Match | N
         return None
     is_in_loader = _IN_A_LOADER.search(stack) is not None
     if is_in_loader and "ConnectionResetError" in types:
-        # The loader may notice a killed worker first by this, if the worker was just handing over a
-        # batch.
+        # This may be the first sign of a killed worker, if it was just handing over a batch.
         return Match(FailureKind.WORKER_DEATH, "torch", Clue.KILLED)
     if meaning.kind.is_memory:
         return replace(meaning, clue=memory_clue(stack) or meaning.clue)

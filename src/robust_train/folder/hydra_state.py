@@ -193,7 +193,7 @@ def composed_files(config: DictConfig | None = None) -> list[Path]:
     if whole is None or not instance.is_initialized():
         return []
     files: list[Path] = []
-    # A list of files is never worth a job.
+    # A missing list of files must not end a job.
     with contextlib.suppress(Exception):
         loader = instance.config_loader()
         hydra = whole.hydra

@@ -189,8 +189,12 @@ def resume_from(
     *,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Path | None:
-    """Return the newest whole checkpoint of ``job`` on the disk, or the last one that its trainer
-    ``reported`` if that has no manifest. Raises ConfigError as `wait_until_readable` does."""
+    """Return the newest whole checkpoint of ``job`` on the disk, or the last checkpoint that its
+    trainer ``reported`` if that has no manifest.
+
+    Raises:
+        ConfigError: as in `wait_until_readable`.
+    """
     folder = run_dir / "checkpoints"
 
     def read() -> Path | None:

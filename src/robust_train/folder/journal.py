@@ -1,4 +1,4 @@
-"""The record of a job: one JSON line per event, written as soon as it happens.
+"""The record of a job: a JSON line per event, written as soon as it happens.
 
 Nothing waits for the disk, which may take many seconds: a power cut costs the last lines, and they
 decide nothing.

@@ -221,7 +221,8 @@ def refusal(run_dir: Path) -> str | None:
 
 
 def wait_until_free(run_dir: Path) -> None:
-    """Wait, and refuse, as `RunLock` does, before anything in the folder is written."""
+    """Wait until the folder is free, or refuse as `RunLock` does. To be called before anything is
+    written to the folder."""
     _wait_until(lambda: not is_held(run_dir), run_dir)
 
 

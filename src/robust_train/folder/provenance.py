@@ -1,4 +1,4 @@
-"""What ``environment.json`` and ``code.jsonl`` say of a launch, and what has changed since."""
+"""Reads ``environment.json`` and ``code.jsonl`` of a launch, and compares it with the next."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def config_digests(composed: Sequence[Path], command: Sequence[str] = ()) -> dic
 
 
 def changed_files(before: Mapping[str, Json], digests: Mapping[str, Json]) -> list[str]:
-    """Return the config files that were others in ``before``, the content of ``environment.json``
-    of an earlier launch."""
+    """Return the config files that differ from those in ``before``, the content of
+    ``environment.json`` of an earlier launch."""
     earlier = before.get("config_files")
     if not isinstance(earlier, dict):
         return []

@@ -1,9 +1,9 @@
-"""Requests to a job: one small file each in ``<run folder>/requests/``.
+"""Requests to a job: a small file each in ``<run folder>/requests/``.
 
 A client writes ``<id>.json``: ``{"verb": …, "options": {…}}``. The process that takes it renames it
 to ``<id>.taken``, writes ``<id>.answer``, ``{"answer": {…}}`` or ``{"error": "why not"}``, and
 removes the request. The client removes the answer. The launcher takes ``stop``, the attempt all
-other requests.
+other requests. A sweep has single files instead, ``stop.json`` and ``limit.json`` in its folder.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ def key_of(override: str) -> str:
 
 
 def resumed_overrides(run_dir: Path) -> list[str]:
-    """Return the overrides that ``robust-train resume`` has for a ``launch`` call in this folder.
-    They count once."""
+    """Return the overrides that ``robust-train resume`` passes to a ``launch`` call in this folder.
+    Only the first call gets them."""
     given = os.environ.get(OVERRIDES_VARIABLE)
     with contextlib.suppress(ValueError, KeyError, TypeError):
         content = json.loads(given or "")
@@ -60,10 +60,11 @@ _PLAIN = re.compile(r"[\w/. @%+-]*", re.ASCII)
 
 
 def resume_command(run_dir: Path, *, is_named: bool = False) -> str | None:
-    """Return the shell command that resumes this process's job from any working directory, or None
-    if it holds what is not kept, for a part of a sweep, or if no command started the job.
+    """Return the shell command that resumes this process's job from any working directory.
 
-    ``is_named`` means that the program that calls ``launch`` names the run folder itself.
+    It is None if the command holds a secret or a line break, which are not kept, if the job belongs
+    to a sweep, or if no command started it, as in a notebook. ``is_named`` means that the program
+    that calls ``launch`` names the run folder itself.
     """
     if HydraConfig.initialized():
         hydra = HydraConfig.get()
@@ -93,7 +94,7 @@ def sweep_resume_command(folder: Path, cwd: str) -> str | None:
 
 
 def resumed_by_hand(run_dir: Path) -> str:
-    """Return how the job of this process is resumed that has no resume command."""
+    """Return how to resume this process's job by hand, if it has no resume command."""
     if HydraConfig.initialized():
         return repeated_with(f"hydra.run.dir={run_dir}")
     if arguments_of_run(command()):
@@ -136,7 +137,7 @@ def _from(words: list[str], cwd: str = "", before: Sequence[str] = ()) -> str | 
     if not cwd:
         cwd = os.getcwd()
     same = f"cd {shlex.quote(cwd)} && {same}"
-    # whoever reads the files drops control characters: it would be another command
+    # Readers of the files drop control characters, which would change the command.
     return same if public_command(words) == words and same.isprintable() else None
 
 

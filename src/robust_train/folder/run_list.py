@@ -196,7 +196,7 @@ def register(run_dir: Path, token: str) -> None:
         links = _links(directory)
         earlier = [name for name, to in links.items() if to == run_dir]
         others = {name: to for name, to in links.items() if to != run_dir}
-        # first, or a command that looks now would miss a run that goes on
+        # first, or a command that looks now would miss a run that continues
         (directory / f"{time.time_ns():020}-{token}").symlink_to(run_dir)
         for name in earlier + _surplus(others, MOST_LINKS - 1):
             (directory / name).unlink(missing_ok=True)
@@ -313,7 +313,7 @@ def _default_run(command: str) -> KnownRun:
 def _goes_on(run: KnownRun) -> str:
     if not run.is_unfinished:
         return ""
-    return f"; robust-train resume {run.id} goes on"
+    return f"; robust-train resume {run.id} continues"
 
 
 def _run_at(path: Path) -> KnownRun | None:

@@ -218,7 +218,7 @@ class StateFile:
                 self._is_due = True
                 if not self._has_warned:
                     self._has_warned = True
-                    text = "cannot write %s: %s; the job goes on"
+                    text = "cannot write %s: %s; the job continues"
                     log.warning(text, self._path, error.strerror)
 
 
@@ -345,7 +345,7 @@ def summary_of_earlier_launch() -> Summary | None:
 
 
 def read_summary(folder: Path) -> Summary | None:
-    """Return the summary in a run folder, None if there is none that can be read.
+    """Return the summary in a run folder, or None if it cannot be read.
 
     The attempts of a file that another version wrote may be missing.
     """

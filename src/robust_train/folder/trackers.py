@@ -1,7 +1,8 @@
 """Experiment trackers continue one run through all attempts and launches of a job.
 
 wandb takes our id. MLflow and trackio choose the ids and names of their runs, so the run folder
-records those of an attempt's run for the attempts after it.
+records those of an attempt's run for the attempts after it. The launcher reads that note in
+`tracker_environment`, and the process that trains writes it by `TrackerNote`.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ VARIABLES = (WANDB_ID, WANDB_RESUME, MLFLOW_ID, TRACKIO_NAME)
 _WANDB_ITSELF = (WANDB_ID, WANDB_RESUME, "WANDB_SWEEP_ID")
 _MLFLOW_SERVER = "MLFLOW_TRACKING_URI"
 _NOTED = {MLFLOW_ID: "mlflow_run_id", TRACKIO_NAME: "trackio_run_name"}
-"""The key of the note that has the value of a variable."""
+"""The note's key for the value of each variable."""
 
 
 def tracker_environment(
     environ: Mapping[str, str], run_dir: Path, job: str, *, shares_packages: bool
 ) -> dict[str, str]:
-    """Return what an attempt is to have in its environment, none of which the user has set.
+    """Return the variables to add to an attempt's environment. Those that the user set stay.
 
-    If the trainer does not share the packages of this process, it may import others.
+    A trainer that does not share the packages of this process may have wandb all the same.
     """
     variables: dict[str, str] = {}
     has_wandb = not shares_packages or importlib.util.find_spec("wandb") is not None
@@ -49,7 +50,7 @@ def _read_note(run_dir: Path, job: str, server: str | None) -> dict[str, str]:
         return {}
     runs = {name: note.get(key) for name, key in _NOTED.items()}
     if note.get("server") != server:
-        del runs[MLFLOW_ID]  # it is not known there
+        del runs[MLFLOW_ID]  # this server does not know the run
     return {name: run for name, run in runs.items() if isinstance(run, str)}
 
 
@@ -68,7 +69,7 @@ class TrackerNote:
         """Record the active runs, if they changed."""
         if not self._job:
             return
-        with contextlib.suppress(Exception):  # curves are never worth a job
+        with contextlib.suppress(Exception):  # a tracker must not end a job
             active = _active_mlflow_run() | _active_trackio_run()
             if active.items() <= self._noted.items():
                 return
@@ -90,7 +91,7 @@ def _active_mlflow_run() -> dict[str, str]:
     run = active() if active is not None else None
     if run is None:
         return {}
-    # a run within another ends with it
+    # a nested run ends with its parent
     return {MLFLOW_ID: run.data.tags.get("mlflow.parentRunId", run.info.run_id)}
 
 

@@ -1,4 +1,4 @@
-"""Calls to the driver, and commands, that are abandoned after some seconds.
+"""Calls to the driver, and commands, that are abandoned after a few seconds.
 
 A wedged driver blocks its callers in the kernel, where no signal reaches them. So a thread makes
 the call, and is abandoned if it does not return. No other call is made until it does.
@@ -80,7 +80,7 @@ def ask(call: Callable[[], _T], limit_seconds: float) -> _T:
         log.info("the NVIDIA driver answers again")
     _hanging = None
     pending = _Call(call)
-    # a process that was stopped (Ctrl-Z) finds its time used up before the thread could go on
+    # a process that was stopped (Ctrl-Z) finds its time used up before the thread could continue
     for seconds in (limit_seconds, _LAST_SECONDS):
         with contextlib.suppress(NotInTime):
             pending.answer.exception(seconds)

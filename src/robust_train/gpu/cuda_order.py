@@ -1,7 +1,9 @@
-"""In which order CUDA numbers this machine's GPUs, as CUDA's driver itself reports it.
+"""The order in which CUDA numbers this machine's GPUs, as CUDA's driver itself reports it.
 
-NVML numbers by PCI address, CUDA's default by undocumented rules. This file also runs as a script
-without anything of ours on its path: at the top it imports only the standard library.
+NVML numbers GPUs by PCI address, CUDA by default by undocumented rules. The launcher and
+``robust-train doctor`` need the order but must not start CUDA themselves. So :func:`cuda_order`
+runs this file as a script in a short-lived process without robust_train on its path, and the top of
+the file imports only the standard library. The other functions look at the calling process.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ def _ask_fresh_process(device_order: str | None) -> tuple[str, ...] | str:
 
 def started_driver() -> ctypes.CDLL | None:
     """Return CUDA's driver if something in this process has initialised it. Does not initialise it.
-    ``torch.cuda.is_initialized()`` would not do: ``is_available()`` may start the driver."""
+    ``torch.cuda.is_initialized()`` is not enough: ``is_available()`` may start the driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
     except OSError:

@@ -208,10 +208,11 @@ def has_cuda_library(pid: int) -> bool:
     return any("libcuda.so" in os.path.basename(entry.path) for entry in maps)
 
 
-# --- what one takes ----------------------------------------------------------------------
+# --- what a process takes ----------------------------------------------------------------------
 
 CONTEXT_BYTES = 512 * MIB
-"""A CUDA context with its kernels, which NVML shows beside torch's cache, until it was measured."""
+"""The size of a CUDA context with its kernels, until it is measured. NVML counts it in addition to
+torch's cache."""
 
 CACHE_FACTOR = 1.1
 """Bytes that the caching allocator holds for each that tensors take at their peak: it asks the

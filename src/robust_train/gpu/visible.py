@@ -126,7 +126,7 @@ def mask_for(gpus: Sequence[GpuInfo], *, by_index: bool) -> str:
 
 
 def names_integers(mask: str | None) -> bool:
-    """Return whether a mask numbers GPUs, so that it depends on who counts."""
+    """Return whether a mask has numbers, whose meaning depends on the order of the GPUs."""
     return mask is not None and _INTEGER.match(mask) is not None and not _hides_all(mask)
 
 

@@ -1,4 +1,8 @@
-"""The log lines of a job, in a short format everywhere. A full disk does not lose them."""
+"""Sets up logging: short lines on the screen, and no traceback when a log file's disk is full.
+
+``launch`` and ``robust-train run`` run a job within `logged_to_screen`. Each attempt's interpreter
+calls `adopt_hydra`. Launchers and sweeps call `shorten_lines` for the format that Hydra has set.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +35,16 @@ def logged_to_screen() -> Iterator[None]:
 
 
 def adopt_hydra(hydra_cfg: DictConfig | None) -> None:
-    """Give a new process the job's ``HydraConfig`` and logging, or without Hydra a plain format."""
+    """Give a new process the job's ``HydraConfig`` and logging, or a plain format without Hydra."""
     if hydra_cfg is None:
-        # A handler of the root would turn a program's own basicConfig() into a call without effect.
+        # With a handler on the root logger, a program's own basicConfig() would have no effect.
         handler = logging.StreamHandler(sys.stdout)
         handler.setFormatter(ShortLines())
         logging.lastResort = handler
         logging.getLogger().setLevel(logging.INFO)
         show_lines()
         return
-    # the resolvers that Hydra's own config uses, ${now:} among them
+    # registers the resolvers that Hydra's own config uses, such as ${now:}
     setup_globals()
     instance = HydraConfig.instance()
     instance.cfg = hydra_cfg  # type: ignore[assignment]  # as Hydra itself sets it
@@ -68,7 +72,7 @@ def lose_lines_quietly() -> None:
 
 
 def shorten_lines() -> None:
-    """Replace Hydra's own format of log lines by ours. A project's format stays."""
+    """Replace Hydra's default log format with ours. A project's own format stays."""
     for handler in log_handlers():
         if format_of(handler) in (_HYDRAS_FORMAT, _OF_SWEEPS):
             handler.setFormatter(ShortLines())

@@ -213,7 +213,8 @@ def end_processes_of(job: str, uid: int, grace_seconds: float) -> list[psutil.Pr
     """End the remaining processes of a job without a launcher, and return those that cannot be
     ended.
 
-    SIGTERM goes to those that no other of them started, for a last checkpoint. Then all are killed.
+    SIGTERM goes to those that none of the others started, so that they can save a last checkpoint.
+    Then all are killed.
     """
     end_marked(job_mark(job), uid, signal.SIGTERM, grace_seconds)
     return processes_of(job, uid)

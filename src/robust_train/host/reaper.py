@@ -61,8 +61,9 @@ def main() -> None:
 def end_marked(
     mark: int, uid: int, stop_signal: int, grace_seconds: float, interpreters: Collection[int] = ()
 ) -> None:
-    """Ask those processes of a user with a mark to stop that no other of them started, but kill
-    forks that are not among the ``interpreters``. After ``grace_seconds``, kill all."""
+    """Ask a user's processes with a mark to stop, except those that another of them started, but
+    kill a fork whose parent is gone unless it is one of ``interpreters``. After ``grace_seconds``,
+    kill all."""
     kill_at = time.monotonic() + grace_seconds
     is_asked = False
     while (now := time.monotonic()) < kill_at + _KILL_SECONDS:

@@ -1,4 +1,8 @@
-"""Ctrl-C, SIGTERM, SIGHUP and a scheduler's warning, as the launcher takes them."""
+"""Ctrl-C, SIGTERM, SIGHUP and a scheduler's warning, as a launcher and a sweep receive them.
+
+:class:`.job.Job` and :class:`.gpu_queue.GpuQueue` each have a `SignalWatch`, in the main thread of
+their processes. An attempt handles its signals by ``attempt.signals``.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +27,17 @@ FORWARDED = {
         (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *WARNING_SIGNALS), start=1
     )
 }
-"""From a sweep to its jobs, or node to node. A process that receives the signal itself counts it
-once."""
+"""What a sweep sends its jobs, or a node another node, for the signal that it received. A process
+that receives the original as well counts both once."""
 _FORWARDED_AS: dict[int, int] = {original: sent for sent, original in FORWARDED.items()}
 
 UNDER_SUBMITIT = "SUBMITIT_EXECUTOR"
 """Set in the environment of submitit's jobs, where SIGTERM comes with every preemption."""
 
 DUMP_STACKS = signal.SIGRTMAX - 1
-"""Lets an attempt write what its threads do. Trainers and schedulers have uses for SIGUSR1 and 2.
-"""
+"""Makes an attempt write the stacks of its threads. Trainers and schedulers use SIGUSR1 and 2."""
 
-# Time that an attempt whose launcher is gone has for a last checkpoint
+# An attempt has this long for a last checkpoint after its launcher has ended.
 ORPHAN_GRACE_SECONDS = 5.0
 
 
@@ -44,8 +47,8 @@ def forwarded(signum: int) -> int:
 
 
 def stop_signal(environ: Mapping[str, str]) -> signal.Signals:
-    """Return the signal with which a launcher asks an attempt to stop, which may ignore SIGINT as
-    whatever a shell's script starts with ``&``."""
+    """Return the signal with which a launcher asks an attempt to stop. An attempt may ignore
+    SIGINT, like anything that a shell script starts with ``&``."""
     if UNDER_SUBMITIT not in environ:
         return signal.SIGTERM
     is_ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
@@ -53,8 +56,8 @@ def stop_signal(environ: Mapping[str, str]) -> signal.Signals:
 
 
 def keep_ends_of_children() -> bool:
-    """Make the kernel keep the exit status of children, and return whether it did not. A process
-    may inherit an ignored SIGCHLD from its parent, and then each child seems to have succeeded."""
+    """Make the kernel keep the exit status of children, and return whether SIGCHLD was ignored. A
+    process may inherit that from its parent, and then each child seems to have succeeded."""
     is_ignored = signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
     if is_ignored:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -99,16 +102,16 @@ def _end_if_ours(
 
 
 class SignalWatch:
-    """While active, records a signal, or passes it to a handler. Waiting code polls it by `check`,
+    """While active, records a signal, or passes it to a handler. Waiting code calls `check`,
     because an exception at an arbitrary line would leave that line half done. Does nothing outside
     the main thread, where Python does not allow handlers."""
 
     def __init__(self) -> None:
         # the first signal that ends the job, 0 before; only the handler sets it
         self._ended_by = 0
-        # what runs is stopped, and the job goes on
+        # only the attempt is being stopped, and the job continues
         self.is_pausing = False
-        self._is_paused = False  # the signal that stops it has come
+        self._is_paused = False  # the pause's own signal has come
         self._handler: Callable[[int], None] | None = None
         self._previous: dict[int, Any] = {}
         self._blocked: set[int] = set()
@@ -133,7 +136,7 @@ class SignalWatch:
             if previous in (signal.SIG_IGN, None):
                 continue
             if signum == signal.SIGTERM and UNDER_SUBMITIT in os.environ:
-                # comes with every preemption and is not its signal to requeue
+                # it comes with every preemption, and submitit requeues at another signal
                 continue
             for number in (signum, forwarded):
                 self._previous[number] = signal.signal(number, self._on_signal)
@@ -170,13 +173,13 @@ class SignalWatch:
             signal.pthread_kill(threading.main_thread().ident or 0, next(iter(self._previous)))
 
     def pause(self) -> None:
-        """Stop what runs as SIGTERM does. The job goes on, unless a signal ends it meanwhile."""
+        """Stop the attempt as SIGTERM does. The job continues, unless a signal ends it first."""
         if self._previous and not self.received:
             self.is_pausing = True
             self.deliver(signal.SIGTERM)
 
-    def goes_on(self) -> bool:
-        """Return whether it was only a pause that has stopped what ran."""
+    def end_pause(self) -> bool:
+        """End a pause, and return whether only the pause stopped the attempt."""
         was_pausing = self.is_pausing
         self.is_pausing = False
         self._is_paused = False
@@ -202,7 +205,7 @@ class SignalWatch:
         return signum in self._previous
 
     def pass_on(self) -> None:
-        """Call whoever had handled the signal before us, now that the checkpoint is written.
+        """Call the previous handler of the signal, now that the checkpoint is written.
         Submitit's handler puts the job back into the queue and ends the process."""
         previous = self._previous.get(self.received)
         if self.received in WARNING_SIGNALS and callable(previous):
@@ -225,7 +228,7 @@ class SignalWatch:
         is_forwarded = signum in FORWARDED
         signum = FORWARDED.get(signum, signum)
         if not self.is_pausing:
-            # the same one comes twice: forwarded, and to all processes of the job
+            # a signal may come twice: forwarded, and to all processes of the job
             others = not is_forwarded
             self._counts[is_forwarded] += 1
             if self._counts[is_forwarded] <= self._counts[others]:
@@ -233,7 +236,7 @@ class SignalWatch:
         elif not self._is_paused:
             self._is_paused = True
         else:
-            # someone ends the job, whose attempt is stopping already
+            # a second signal ends the job, whose attempt is already stopping
             self._counts[is_forwarded] += 1
             self._ended_by = signum
             self.is_pausing = False

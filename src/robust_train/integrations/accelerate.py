@@ -58,7 +58,7 @@ class RobustLoop:
         refuse_saving_on_each_node("Accelerator", accelerator.project_configuration)
         its_log = logging.getLogger("accelerate")
         if its_log.level == logging.NOTSET:
-            # it has twelve lines for a checkpoint, we one
+            # accelerate logs twelve lines for each checkpoint, robust-train one.
             its_log.setLevel(logging.WARNING)
         self.accelerator = accelerator
         self.model = model
@@ -92,14 +92,14 @@ class RobustLoop:
             if self.accelerator.num_processes == 1 and any(path.glob("pytorch_model_fsdp*")):
                 raise UserError(
                     f"{path}: has the shards of several ranks, which accelerate cannot read in one "
-                    "process; go on with num_gpus=2 or more"
+                    "process; continue with num_gpus=2 or more"
                 )
             self.accelerator.load_state(str(path))
             # data of this epoch with which training diverged is passed over
             passes_over = max(live_of(self.run).saves.skips_to - self.step, 0) * self._effective
             self.samples = min(self.samples + passes_over, self._order.samples)
         if self.run.world_size > 1:
-            # a batch is a step, so accelerate is not to make one more for each rank
+            # A batch is a step, so accelerate must not step the scheduler once for each rank.
             for scheduler in prepared_schedulers(self.accelerator):
                 scheduler.split_batches = True
         self._total = count * -(-self._order.samples // self._effective)
@@ -141,7 +141,7 @@ class RobustLoop:
             batch = loader.collate_fn([loader.dataset[first]])
             batch = _loaders.send_to_device(batch, self.accelerator.device)
             self._has_samples = False
-            # the pass of a sharded model needs a sample, which then has no weight
+            # A sharded model's pass needs at least one sample. Its loss gets no weight.
             is_whole = is_sharded(self.model)
             yield batch if is_whole else part_of(batch, 0, 0)
             self._has_samples = True
@@ -160,7 +160,7 @@ class RobustLoop:
         return self.run.forward(function, batch, self.model, **options)
 
     def save(self) -> None:
-        """Save a checkpoint while training goes on, as ``run.save`` does."""
+        """Save a checkpoint while training continues, as ``run.save`` does."""
         path = self.run.checkpoint_dir / f"{_SAVED}{self.step:08d}"
         unfinished = path.with_name(f".{path.name}.tmp")
         live_of(self.run).saves.finish()
@@ -173,18 +173,17 @@ class RobustLoop:
         if of_all_ranks(is_there)[0]:
             return
         self._saved_step = self.step
-        live_of(self.run).saves.try_to_write(
-            lambda: (
-                live_of(self.run)
-                .saves.folder(self._cfg.keep_checkpoints)
-                .save_files(
-                    unfinished,
-                    self.step,
-                    write=lambda: self.accelerator.save_state(str(unfinished)),
-                    publish=lambda: unfinished.rename(path),
-                )
+        saves = live_of(self.run).saves
+
+        def write() -> None:
+            saves.folder(self._cfg.keep_checkpoints).save_files(
+                unfinished,
+                self.step,
+                write=lambda: self.accelerator.save_state(str(unfinished)),
+                publish=lambda: unfinished.rename(path),
             )
-        )
+
+        saves.try_to_write(write)
 
     def state_dict(self) -> dict[str, object]:
         """Return what ``Accelerator.save_state`` saves."""

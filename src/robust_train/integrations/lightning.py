@@ -169,7 +169,7 @@ def adopted_fit(cfg: DictConfig, run: Run) -> Iterator[None]:
         reason = _counts_micro_batches(trainer)
         if live_of(run).is_steered:
             log.warning(
-                "only one fit of a job goes on from its checkpoints; this fit is Lightning's own, "
+                "only one fit of a job resumes from its checkpoints; this fit is Lightning's own, "
                 "and begins again in each attempt"
             )
             if trainer.accumulate_grad_batches == 1:

@@ -82,7 +82,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
     def state_dict(self) -> dict[str, object]:
         """Return what Lightning saves in the checkpoint."""
         position = self.position
-        # of a callback that is called before this one
+        # If another callback saves first, this callback has not counted the batch yet.
         if self._trainer.global_step != position.step:
             position = self._after_batch()
         return {
@@ -187,7 +187,7 @@ class RobustCallback(_Checkpoint):  # type: ignore[misc]
         self._begin_step(0 if self.position.is_between_epochs else self.position.samples)
         self.run.started(trainer.global_step)
         live_of(self.run).reports.record_memory("fit begins")
-        # of a ModelCheckpoint or EarlyStopping
+        # ModelCheckpoint and EarlyStopping name the figures that they monitor.
         for callback in trainer.callbacks:
             if getattr(callback, "monitor", None) is not None:
                 live_of(self.run).reports.monitor(
@@ -375,7 +375,7 @@ def loops_at(
     batches = loops["epoch_loop.batch_progress"]
     epochs = loops["epoch_progress"]
     batches["is_last_batch"] = False
-    # of any number of optimizers
+    # Manual optimization may step any number of optimizers, so its batches are counted.
     stepped = before + done if is_manual else position.step
     validation = loops["epoch_loop.val_loop.batch_progress"]
     validation["total"] |= _counters(0, 0)

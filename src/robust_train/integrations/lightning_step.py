@@ -1,7 +1,8 @@
 """Recovery inside the steps of Lightning's ``Trainer``.
 
-Loader, counters, batch hooks, loggers, clipping, schedulers and checkpoints stay the Trainer's own:
-its automatic optimization gets a subclass that runs the closure for parts of a batch.
+``integrations.lightning`` calls `recover_in_steps` before a fit, in the process of each rank. The
+Trainer keeps its loader, counters, batch hooks, loggers, clipping, schedulers and checkpoints. Its
+automatic optimization is replaced by a subclass that runs the closure for parts of a batch.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ def recover_in_steps(trainer: Any, model: Any, run: Run, callback: Any) -> None:
 
 
 def _keep_evaluation_batches(trainer: Any, run: Run, callback: Any, *, can_split: bool) -> None:
-    """Give loaders of validation and test the batches that they had in the job's first attempt,
-    because figures and the effect of ``limit_val_batches`` depend on them."""
+    """Give loaders of validation and test the batch size that the user requested, because figures
+    and the effect of ``limit_val_batches`` depend on it."""
     micro_batch: int = callback.shares.micro_batch
     spec = live_of(run).parts.asked
     batch_size = micro_batch if spec is None else spec.batch_size
@@ -107,11 +108,11 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
         if isinstance(optimizer, torch.optim.LBFGS) and self._in_step.is_on:
             self._in_step.is_on = False
             self._in_step.say("LBFGS runs the closure several times a step")
-        # without a backward pass: weight averaging collects BatchNorm's statistics
+        # weight averaging collects BatchNorm's statistics without a backward pass
         if self._in_step.is_on and "batch" in kwargs and not self._skip_backward:
             whole = closure.closure
             runs = iter([partial(self._run, whole, kwargs, optimizer, batch_idx)])
-            # only the first call is the step's: optimizers of two passes have another gradient
+            # only the first call runs in parts: a second call in a step computes another gradient
             closure.closure = lambda *args, **named: next(runs, whole)()
         return closure
 
@@ -121,10 +122,10 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
         trainer = self.trainer
         batch = kwargs["batch"]
         zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
-        # the last one may have been left before its last batch
+        # the previous step may have been left before its last batch
         if self._step is None or zero_grad is not None:
             self._zero_grad = zero_grad
-            # its hook may have changed attributes, which are put back
+            # a rewind restores attributes that its hook may have changed, so it runs again
             again = partial(setattr, self, "_zero_grad", zero_grad)
             self._step = self._in_step.begin(trainer.model, on_rewind=again, keeps_gradients=False)
             if self._step is None:
@@ -133,7 +134,7 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
         number = self._callback.done
 
         def body(part: Part) -> tuple[Any, _OfPart]:
-            # an earlier batch that is repeated has its own weight
+            # the weight depends on the batch, and an earlier batch may be repeated
             self._callback.done = number
             weight = part.weight
             inputs = kwargs
@@ -178,7 +179,7 @@ class _InParts(_AutomaticOptimization):  # type: ignore[misc]
         (result, _), _ = results[0]
         return result if len(results) == 1 else self._merged(results)
 
-    def _merged(self, outcomes: _Found) -> Any:
+    def _merged(self, outcomes: _Outcomes) -> Any:
         merged = _automatic.ClosureResult(None)
         results = [result for (result, _), _ in outcomes]
         extras = [(result.extra, part) for (result, _), part in outcomes]
@@ -249,7 +250,8 @@ class _OfPart:
         return bool(torch.isclose(loss, value, rtol=1e-6, atol=0))
 
 
-_Found = Sequence[tuple[tuple[Any, _OfPart], Part]]
+_Outcomes = Sequence[tuple[tuple[Any, _OfPart], Part]]
+"""The parts of a batch, each with its result and with what it logged."""
 
 
 class _Logs:
@@ -262,13 +264,13 @@ class _Logs:
         self._trainer = trainer
         self._has_warned: set[str] = set()
         self._checked: set[str] = set()  # names of objects that aggregate
-        self._are_losses: dict[str, bool] = {}  # for values that are not means
+        self._are_losses: dict[str, bool] = {}  # whether values that are not means are the loss
         # States of metrics by their ids, at the start of the split batch.
         self._states: dict[int, _States] = {}
 
     @contextlib.contextmanager
     def part(self, part: Part) -> Iterator[_OfPart]:
-        """Yield what is logged within the block, of a part of a batch."""
+        """Yield an object that collects what a part of a batch logs within the block."""
         results = logged_by(self._trainer)
         logged = _OfPart(len(part))
         if not part.start and not part.is_whole:
@@ -283,7 +285,7 @@ class _Logs:
 
     @contextlib.contextmanager
     def unheard(self) -> Iterator[None]:
-        """Log nothing within the block, as for a pass that only checks something."""
+        """Log nothing within the block, for a pass that only checks something."""
         results = logged_by(self._trainer)
         if results is None:
             yield
@@ -294,7 +296,7 @@ class _Logs:
         finally:
             del results.log
 
-    def log(self, outcomes: _Found) -> None:
+    def log(self, outcomes: _Outcomes) -> None:
         """Log the values of a batch's parts, each once."""
         results = logged_by(self._trainer)
         parts = [part for (_, part), _ in outcomes]
@@ -328,7 +330,7 @@ class _Logs:
         figures: Sequence[Tensor],
         options: dict[str, Any],
     ) -> Tensor:
-        """Return what a metric would show of the whole batch."""
+        """Return the value that a metric would have for the whole batch."""
         for kind, reduce in _REDUCED:
             if isinstance(metric, kind):
                 return torch.as_tensor(reduce(torch.stack(list(figures))))
@@ -346,7 +348,7 @@ class _Logs:
         return mean
 
     def _is_of_batch(self, metric: Any, figure: Tensor) -> bool:
-        """Return whether a figure is what the batch alone gave the states of a metric."""
+        """Return whether a figure is the metric's value for this batch alone."""
         before = self._states.get(id(metric))
         value = None if not before else _value_since(metric, before)
         if not isinstance(value, Tensor):
@@ -363,7 +365,7 @@ class _Logs:
         ]
 
     def _check_aggregations(self) -> None:
-        """Warn of objects for which each part of a batch is a value of its own."""
+        """Warn about objects that count each part of a batch as a separate value."""
         for name, metric in self._aggregations:
             if name in self._checked or not metric.update_called:
                 continue
@@ -399,7 +401,7 @@ class _Logs:
             log.warning(text, *args)
 
     def _compare(self, key: _Key, parts: Sequence[_OfPart]) -> None:
-        """Learn once whether a value is the loss: of a single sample an extreme is it too."""
+        """Learn once whether a value is the loss. A single sample's extreme is always its loss."""
         if key[1] in self._are_losses:
             return
         several = (part for part in parts if part.samples > 1)
@@ -410,7 +412,7 @@ class _Logs:
     def _joined(
         self, name: str, parts: Sequence[_OfPart], figures: Sequence[Tensor], kind: str
     ) -> Tensor:
-        """Return a batch's value of those of its parts."""
+        """Return a batch's value from the values of its parts."""
         is_mean = kind in _MEANS or len(parts) == 1
         if is_mean or self._are_losses.get(name, True):
             return _mean(parts, figures)
@@ -432,12 +434,12 @@ class _Logs:
 
 
 _States = dict[str, Any]
-"""A metric's tensors by their names; of a list its length, since it only grows."""
+"""A metric's states by name: a tensor, or the length of a list, which only grows."""
 
 
 def _states_of(metric: Any) -> _States:
-    """Return a metric's states, to know later what was added, empty if they are large, or not
-    known, as of an old torchmetrics."""
+    """Return a metric's states, to tell later what was added. Empty if they are large, or if
+    torchmetrics is too old to list them."""
     states: _States = getattr(metric, "metric_state", {})
     tensors = [state for state in states.values() if isinstance(state, Tensor)]
     if not all(map(is_small, tensors)):
@@ -449,16 +451,16 @@ def _states_of(metric: Any) -> _States:
 
 
 def _value_since(metric: Any, before: _States) -> Any:
-    """Return a metric's value of what was added to its states, or None if that is not possible."""
+    """Return a metric's value for what was added to its states, None if that is impossible."""
     added = copy(metric)
     try:
         for name, start in before.items():
             now = getattr(metric, name)
             is_list = isinstance(now, list)
             setattr(added, name, now[start:] if is_list else now - start)
-        # The object's own function would return the value that it has remembered.
+        # The object's own function would return its cached value.
         return type(metric).compute(added)
-    # Whoever wrote the metric knows of no states that are not its own.
+    # A user's metric may not expect states other than its own.
     except Exception:
         return None
 
@@ -472,7 +474,7 @@ def _mean(parts: Sequence[_OfPart], figures: Sequence[Tensor]) -> Tensor:
 
 
 def why_not(trainer: Any, model: Any) -> str | None:
-    """Return what makes it impossible to run a step in parts, if anything."""
+    """Return why a step cannot run in parts, or None if it can."""
     strategy = trainer.strategy  # DeepSpeed's and XLA's derive from DDP's
     if type(strategy) not in (_strategies.SingleDeviceStrategy, _strategies.DDPStrategy):
         return f"{type(strategy).__name__} runs the model"

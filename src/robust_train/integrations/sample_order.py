@@ -2,6 +2,9 @@
 
 A shuffling loader draws its order from torch's global generator, which dropout shares. Here the
 order depends on seed and epoch alone, and an epoch can begin at any sample.
+
+In the process that trains, `take_over` changes the loaders of Lightning and accelerate, and
+`order_of_epochs` those of transformers.
 """
 
 from __future__ import annotations
@@ -21,8 +24,9 @@ from robust_train.step.splitting import share_of
 
 @dataclass(frozen=True)
 class StepShares:
-    """Optimizer steps whose samples depend on the product of the numbers below alone.
+    """Divides an epoch's samples into optimizer steps, and each step among the ranks.
 
+    How many samples a step has depends only on the product of micro-batch, accumulation and ranks.
     Samples are counted by their position in the epoch's order. A rank with fewer micro-batches in a
     step than the others gets another, of a single sample without weight, because all ranks must
     reach their collectives equally often.
@@ -51,8 +55,8 @@ class StepShares:
     def steps(self, length: int, start: int = 0) -> Iterator[range]:
         """Yield each step's samples, from ``start`` to the end of an epoch of ``length`` samples.
 
-        Frameworks step when so many micro-batches of the epoch are done: if another effective batch
-        size came before, the first step is shorter.
+        Frameworks count micro-batches from the start of the epoch. After another effective batch
+        size, the first step may therefore be shorter.
         """
         before = self.micro_batches(range(length)) - self.micro_batches(range(start, length))
         count = self.accumulation - before % self.accumulation
@@ -63,7 +67,7 @@ class StepShares:
             count = self.accumulation
 
     def micro_batches(self, samples: Sequence[int]) -> int:
-        """Return how many micro-batches of every rank ``samples`` make."""
+        """Return how many micro-batches on every rank ``samples`` fill."""
         return -(-len(samples) // self.at_once)
 
     def own(self, step: range) -> list[int]:
@@ -77,8 +81,8 @@ class StepShares:
     def weight(self, step: range, number: int) -> float:
         """Return the factor for the mean loss of micro-batch ``number`` (from 0) of a step.
 
-        The framework divides it by the accumulation and averages the gradients over the ranks. It
-        is 1 except in a short or uneven step, such as an epoch's last.
+        The framework divides the loss by the accumulation and averages the gradients over the
+        ranks. The factor is 1 except in a short or uneven step, such as an epoch's last.
         """
         mine = len(share_of(step, self.rank, self.ranks)) - number * self.micro_batch
         samples = min(max(mine, 0), self.micro_batch)
@@ -95,7 +99,7 @@ class SampleOrder(Sampler[Any]):
     sampler yields only this rank's samples of each optimizer step, according to ``shares``.
 
     Attributes:
-        samples: the number in a whole epoch, of all ranks.
+        samples: the number of samples in a whole epoch, on all ranks together.
     """
 
     def __init__(
@@ -159,7 +163,7 @@ class SampleOrder(Sampler[Any]):
         seed_everything(seed)
         try:
             if isinstance(generator, torch.Generator):
-                # the order is as without one: accelerate adds one where there are ranks
+                # accelerate adds a generator if there are several ranks; the order stays the same
                 if isinstance(self._sampler, RandomSampler):
                     seed = int(torch.empty((), dtype=torch.int64).random_())
                 generator.manual_seed(seed)
@@ -169,9 +173,9 @@ class SampleOrder(Sampler[Any]):
 
 
 def _batches_of(loader: Any) -> Any:
-    """Return what makes the batches of ``loader`` of a sampler's indices, None if nothing does."""
+    """Return the batch sampler of ``loader`` if it is torch's own, otherwise None."""
     batches: Any = getattr(loader, "batch_sampler", None)
-    # accelerate's, where there are ranks
+    # accelerate wraps it if there are several ranks
     if type(batches).__name__ == "BatchSamplerShard":
         batches = batches.batch_sampler
     return batches if type(batches) is BatchSampler else None
@@ -181,7 +185,7 @@ def order_of_epochs(loader: Any, seed: int) -> SampleOrder | None:
     """Make an epoch's samples depend on seed and epoch, for a framework that resumes within an
     epoch.
 
-    Returns None if no sampler draws them.
+    Returns None if the loader has no sampler with a length.
     """
     batches = _batches_of(loader)
     if batches is None or not hasattr(batches.sampler, "__len__"):
@@ -191,13 +195,14 @@ def order_of_epochs(loader: Any, seed: int) -> SampleOrder | None:
 
 
 def take_over(loader: Any, *, name: str, shares: StepShares, seed: int) -> SampleOrder:
-    """Replace the sampler of ``loader``, which makes micro-batches, by a `SampleOrder`.
+    """Replace the sampler of ``loader``, which makes micro-batches, with a `SampleOrder`.
 
     With ``drop_last`` an epoch has only whole optimizer steps, which do not depend on the
     micro-batch.
 
     Raises:
-        UserError: it is not a plain loader of a map-style data set, or has another batch size.
+        UserError: ``loader`` is not a plain loader of a map-style data set, or its batch size is
+            not that of ``shares``.
     """
     loader = getattr(loader, "base_dataloader", loader)  # accelerate wraps it
     if not isinstance(loader, DataLoader):

@@ -178,8 +178,8 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
         self._has_ended = then.get("args", {}).get("should_training_stop")
         if batches is None and state.global_step:
             log.warning(
-                "Trainer: goes on in an iterable data set as if in its first pass, and with other "
-                "samples where torch's generator shuffles them; one with a length is exact"
+                "Trainer: continues in an iterable data set as if in its first pass, and with "
+                "other samples where torch's generator shuffles them; one with a length is exact"
             )
         elif self._order is None and state.global_step:
             log.warning(

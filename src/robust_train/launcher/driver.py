@@ -206,7 +206,7 @@ class HostDriver(Driver):
             return decide(policy, self._plan.remedies, history, offers)
         if last.cuda_cannot_work:
             return GiveUp(cannot_work(failure))
-        hint = "; train_robust.py would go on" if failure.kind.is_memory else ""
+        hint = "; train_robust.py would continue" if failure.kind.is_memory else ""
         return GiveUp(failure.message + hint)
 
     def how_to_resume(self, plan: Plan, state: RunState) -> str:

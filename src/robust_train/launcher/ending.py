@@ -208,7 +208,7 @@ def doubt_of(attempt: Attempt) -> str:
 
 
 def _doubt_of_loss(printed: str) -> str:
-    """Return that the last loss in an output is not finite; empty if it is, or if there is none."""
+    """Return a sentence if the last loss in an output is not finite, otherwise empty."""
     for line in reversed(re.split(r"[\r\n]", printed)):
         losses = _LOSS.findall(line)
         bad = [loss for loss in losses if not loss[0].isdigit()]

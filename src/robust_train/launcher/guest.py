@@ -61,7 +61,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("robust_train")
 
-# The time for rank 0, which may wait for a disk or for the last start's processes.
+# The other ranks wait this long for rank 0, which may wait for a disk or for the last start's
+# processes.
 _START_SECONDS = 1800.0
 _POLL_SECONDS = 0.05
 
@@ -164,7 +165,8 @@ class RankDriver(Driver):
         return "start all ranks again, with the same run folder"
 
     def begin(self, start: Mapping[str, object]) -> None:
-        """Send all ranks, as rank 0, how this start begins. Only the first call counts."""
+        """Tell the other ranks how this start begins. Rank 0 calls it, and only its first call
+        counts."""
         if not self._has_begun:
             self._has_begun = True
             self._store.set("start", json.dumps(start))
@@ -189,7 +191,7 @@ class RankDriver(Driver):
         if history:
             decided = self._after(history, policy)
             first = decided or first
-            # the engine may have started more or fewer of them than the last time
+            # the engine may have started more or fewer ranks than last time
             spec = shared_among(policy, first.spec, self.guest.world_size)
             first = replace(first, spec=spec)
             is_fresh = decided is None
@@ -212,7 +214,7 @@ class RankDriver(Driver):
         last = history[-1]
         spec = last.attempt.spec
         if last.was_stopped:
-            return Retry(spec, "start", "goes on after a stop of all ranks")
+            return Retry(spec, "start", "continues after a stop of all ranks")
         attempts = tuple(start.attempt for start in history if not start.was_stopped)
         offers = Offers(spec.gpus)
         decision = decide(policy, self.plan.remedies, attempts, offers)
@@ -321,7 +323,7 @@ def _open_store(guest: GuestRank) -> Store:
 
 
 class RankDevices(Devices):
-    """The GPU with a rank's local rank, reserved if the host has a queue."""
+    """The GPU whose number is the local rank, reserved in the host's queue if there is one."""
 
     def __init__(
         self, guest: GuestRank, config: RobustConfig, job_name: str, run_dir: Path
@@ -390,12 +392,12 @@ class EarlierStart:
         return is_stop and self.attempt.evidence.clue != Clue.KILLED
 
     def code_has_changed(self) -> bool:
-        """Return whether one of the trainer's files has changed since the failure."""
+        """Return whether any of the trainer's files has changed since the failure."""
         return any(_changed_at(path) != at for path, at in self.code.items())
 
 
 def cause_of(ends: Sequence[RankEnd]) -> Failure:
-    """Return why an attempt failed: the earliest failure that is not a consequence of another one.
+    """Return why an attempt failed: the earliest failure that is not a consequence of others.
 
     If all reports are consequences (a lost connection, a request to stop), a rank without a report
     was killed. If every rank was stopped, that is the reason. Pure.
@@ -445,7 +447,7 @@ class RankFailures:
                 if start.get("is_fresh"):
                     attempts.clear()
                 attempts[number] = Attempt(number, replace(spec, gpus=gpus))
-        # The journal of rank 0 says how far they came.
+        # Rank 0's journal shows how far they got.
         with contextlib.suppress(OSError):
             for content in filter(None, json_lines(self._journal)):
                 which = content.get("attempt")
@@ -455,6 +457,7 @@ class RankFailures:
         return [self._ended(attempt) for attempt in attempts.values()]
 
     def _ended(self, attempt: Attempt) -> EarlierStart:
+        """Return an earlier attempt with its failure, as the files of its ranks show it."""
         ends: list[RankEnd] = []
         code: dict[int, dict[str, float]] = {}
         for rank in range(attempt.spec.ranks):

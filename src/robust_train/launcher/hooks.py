@@ -58,7 +58,8 @@ class End:
 class Watch:
     """Watches the processes of an attempt for a feature.
 
-    An engine's ranks, each of which has its launcher, are watched too.
+    Only attempts in processes of their own are watched: not those of ``isolation=none``, and not an
+    engine's ranks.
     """
 
     def __init__(
@@ -188,8 +189,8 @@ class InLauncher:
         """Wait until the next attempt can start. All features are called, in order."""
 
     def end(self, summary: Summary) -> Summary:
-        """Complete the summary of a job that has ended. Chained: an exception costs a warning and
-        this feature's share."""
+        """Complete the summary of a job that has ended. Chained: after an exception there is a
+        warning, and this feature's share is missing."""
         return summary
 
 

@@ -97,7 +97,7 @@ class Job:
                 return self._end_with(error)
 
     def _train(self) -> Summary:
-        """Run attempts until one completes or no remedy is left."""
+        """Run attempts until an attempt completes or no remedy is left."""
         driver = self.driver
         driver.open(self.signals, self.state.id, self.folder.token, self.sleep, self.folder.waits)
         try:
@@ -217,7 +217,7 @@ class Job:
 
     def _decide(self, history: tuple[Attempt, ...]) -> Decision | None:
         """Return the decision after the last attempt, None if it completed."""
-        self.signals.goes_on()
+        self.signals.end_pause()
         failure = history[-1].failure
         if failure is None:
             return None

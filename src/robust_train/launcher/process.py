@@ -226,7 +226,7 @@ class ProcessExecutor:
     def _leave_to_attempts(self, culprits: set[str]) -> None:
         """Stop importing early the modules that started CUDA, and all modules after them.
 
-        A later module may need the earlier one, while an earlier module was imported without it.
+        A later module may need an earlier module, while an earlier module was imported without it.
         """
         for name in sorted(culprits - self._starts_cuda - {""}):
             log.info(
@@ -238,7 +238,7 @@ class ProcessExecutor:
         self._modules = self._harmless(self._modules)
 
     def _harmless(self, modules: Sequence[str]) -> tuple[str, ...]:
-        """Return the modules before the first one that starts CUDA."""
+        """Return the modules before the first module that starts CUDA."""
         return tuple(itertools.takewhile(lambda name: name not in self._starts_cuda, modules))
 
     def _import_nothing_early(self) -> None:

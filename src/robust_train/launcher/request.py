@@ -31,7 +31,7 @@ def request_for(
         attempt: the attempt.
         plan: the job's plan.
         requested: the requested split of the batch.
-        is_first: whether the attempt is the first one of its launch.
+        is_first: whether the attempt is the first of its launch.
     """
     spec = attempt.spec
     config = plan.config

@@ -1,6 +1,6 @@
 """A job's run folder, as its launcher keeps it: lock, journal, ``state.json`` and ``requests/``.
 
-:class:`.job.Job` holds one :class:`RunFolder` for its whole launch, in the launcher's process.
+:class:`.job.Job` holds a `RunFolder` for its whole launch, in the launcher's process.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class RunFolder:
             open_requests(self._run_dir)
         except OSError as error:
             log.warning(
-                "%s cannot be used (%s); this run goes on, but takes no requests",
+                "%s cannot be used (%s); this run continues, but takes no requests",
                 self._run_dir / REQUESTS,
                 error.strerror,
             )

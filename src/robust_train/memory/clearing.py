@@ -237,8 +237,8 @@ def clear_gpu_memory(force: bool = False) -> Cleared:
     Args:
         force: also drop objects that an ordinary collection keeps: those that ``gc.freeze`` has
             frozen, the collector's own list of garbage, and the frames of the last uncaught
-            exception. Then name the largest tensors that are left. That takes some seconds if large
-            libraries are loaded.
+            exception. Then name the largest tensors that are left. That takes a few seconds if
+            large libraries are loaded.
 
     Returns:
         The figures before and after, in bytes, and the tensors that are left with ``force``.

@@ -285,7 +285,7 @@ def describe_memory(figures: Mapping[str, int]) -> str:
 
 
 def beside_cache(torch: Any, index: int) -> dict[str, int]:
-    """Return ``context_bytes``: what this process takes of a GPU beside torch's cache, by NVML.
+    """Return ``context_bytes``: what this process holds on a GPU outside torch's cache, by NVML.
 
     That is the CUDA context with its kernels and the memory of cuBLAS, cuDNN and NCCL. If NVML does
     not list the process (a container), ``context_at_most_bytes``: others' memory counts too.

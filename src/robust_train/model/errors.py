@@ -131,7 +131,7 @@ class TrainerFailedError(RuntimeError):
 
 
 class AttemptsExhaustedError(RuntimeError):
-    """Memory ran out with everything that may be tried. The message lists the tries."""
+    """Memory ran out, and nothing is left to try. The message lists the tries."""
 
     exit_code = EXIT_FAILED
 
@@ -165,12 +165,12 @@ class TrainingDiverged(RuntimeError):  # noqa: N818 - an event
 
 
 class RankFailure(RuntimeError):  # noqa: N818 - it says where an error began
-    """Raised on every rank when one of several cannot go on, after all have agreed about it.
+    """Raised on every rank when any rank cannot continue, after all ranks have agreed on it.
 
     Attributes:
         rank: the rank that failed.
         failure: its failure.
-        is_elsewhere: whether ``rank`` is another process than the raising process.
+        is_elsewhere: whether ``rank`` is not the process that raises this.
     """
 
     def __init__(self, rank: int, failure: Failure, is_elsewhere: bool) -> None:

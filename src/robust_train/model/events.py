@@ -32,7 +32,7 @@ EVENTS: dict[str, type[Event]] = {}
 
 @dataclass(frozen=True)
 class Notice:
-    """What a notification says of an event."""
+    """The text of a notification about an event."""
 
     kind: str  # a value of `notify.on`
     text: str  # continues a sentence that begins with the job and its host

@@ -1,4 +1,4 @@
-"""GPUs and their processes at one moment. Memory is in bytes."""
+"""GPUs and their processes at a moment. Memory is in bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class GpuInfo:
-    """One GPU (or one MIG slice) at one moment."""
+    """A GPU (or a MIG slice) at a moment."""
 
     # The device's identity, `GPU-…` or `MIG-…`. Indices are never an identity.
     uuid: str
@@ -67,7 +67,7 @@ class SkippedGpu:
 
 @dataclass(frozen=True)
 class Inventory:
-    """All GPUs of the machine at one moment."""
+    """All GPUs of the machine at a moment."""
 
     # The GPUs that answered, MIG slices instead of their GPU, ordered by PCI address.
     gpus: tuple[GpuInfo, ...] = ()

@@ -79,7 +79,7 @@ class Record(Generic[P]):
         return replace(self, parts=tuple(sorted(kept, key=lambda part: type(part).__name__)))
 
     def noted(self, name: str, otherwise: T) -> T:
-        """Return the figure with this name from one of the parts; ``otherwise`` if none has it, for
+        """Return the figure with this name from the parts, or ``otherwise`` if no part has it, for
         example because its feature was deleted."""
         for part in self.parts:
             if name in part.__dataclass_fields__:

@@ -1,4 +1,9 @@
-"""The abilities of a job's trainer by its kind, and the tasks that are left to its launcher."""
+"""What each kind of trainer can do, and which tasks it leaves to the launcher. Pure.
+
+``RobustConfig.traits`` has those of the job's trainer: `FUNCTION`, which a project's keys may
+limit, or `PROGRAM`. The launcher, the policy, the features and the attempt's interpreter read them
+there.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ class Traits:
     started: it gets what its command names, and only its output and its files are visible.
     """
 
-    # Started by the attempt in a separate process, which has its tensors, threads and exceptions.
+    # Whether it runs in a separate process, which has its tensors, threads and exceptions.
     is_program: bool
     # Whether the attempt's micro-batch and accumulation reach it, whatever its command says.
     has_batch: bool

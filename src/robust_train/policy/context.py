@@ -1,6 +1,6 @@
 """The evidence that a rule may use after a failure.
 
-:func:`.decide.decide` creates one :class:`FailureContext` for each failure, in the launcher, and
+:func:`.decide.decide` creates a `FailureContext` for each failure, in the launcher, and
 hands it to each rule. Pure.
 """
 
@@ -281,8 +281,8 @@ class FailureContext:
     def earlier_at_same_step(self) -> tuple[Attempt, ...]:
         """The earlier attempts that failed in the same way at the same step.
 
-        Before the first step only attempts since progress count, because any attempt may fail there
-        once in a while.
+        Before the first step only attempts since the last progress count, because any attempt may
+        fail there once in a while.
         """
         step = self.attempt.end_step
         return tuple(
@@ -364,7 +364,7 @@ class FailureContext:
         **changes: Any,
     ) -> Retry:
         """Return the retry with these changes of the spec. Its reason says what failed, and ``how``
-        it goes on."""
+        it continues."""
         spec = replace(self.last, **changes).having(*knobs)
         if batch_size is not None:
             spec = self.settings.for_ranks(spec.ranks).resized(spec, batch_size)

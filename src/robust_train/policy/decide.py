@@ -72,7 +72,7 @@ def on_gpus(
 
 
 def shared_among(settings: PolicySettings, spec: AttemptSpec, ranks: int) -> AttemptSpec:
-    """Return the same effective batch, shared among so many processes."""
+    """Return a spec that shares the same effective batch among this many processes."""
     if ranks == spec.ranks:
         return spec
     shared = settings.for_ranks(ranks)

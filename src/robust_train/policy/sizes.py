@@ -1,4 +1,4 @@
-"""The settings that decisions depend on, the sizes of a job's micro-batch, and the search for one.
+"""The settings of decisions, the sizes of a job's micro-batch, and the search for the first.
 
 The launcher's policy and the attempt's step use it, as does any program with
 ``training.batch_size=auto``. The search relies on memory being near-affine in the micro-batch: a
@@ -183,7 +183,7 @@ def next_smaller(batch_size: int, least: int, share: int = 0) -> int:
 
 
 def sizes(settings: PolicySettings) -> Iterator[int]:
-    """Yield each micro-batch from the requested one to ``min_batch_size``."""
+    """Yield each micro-batch from the requested size to ``min_batch_size``."""
     size = settings.asked.batch_size
     yield size
     while settings.asked.has_batch and size > settings.min_batch_size:

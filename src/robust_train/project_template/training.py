@@ -1,4 +1,4 @@
-"""The trainer. Replace data and model with yours, and keep the calls of ``run``."""
+"""The trainer. Replace the data and the model with your own, and keep the calls to ``run``."""
 
 import torch
 from omegaconf import DictConfig

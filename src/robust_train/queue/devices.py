@@ -1,6 +1,7 @@
 """Acquire the GPUs for a job's first attempt, and offer GPUs for the attempts after it.
 
-In the launcher. It joins what NVML shows, the job's keys and the host's queue.
+The launcher's driver holds a :class:`Devices`, which joins what NVML shows, the job's keys and the
+host's queue.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from robust_train.readable import MIB
 
 log = logging.getLogger("robust_train")
 
+# How long to wait until the driver returns an attempt's memory, and how much may stay missing.
 _SETTLE_SECONDS = 5.0
 _SETTLE_BAND_BYTES = 256 * MIB
 
@@ -55,7 +57,7 @@ class Devices:
         # Its CUDA_VISIBLE_DEVICES bounds the choice.
         environ: Mapping[str, str],
         run_dir: Path,
-        # Waits some seconds. An exception ends the waiting.
+        # Waits a number of seconds. An exception ends the waiting.
         sleep: Callable[[float], None],
         # Called with each status of the waiting.
         on_wait: Callable[[WaitStatus], None] = lambda status: None,
@@ -70,7 +72,7 @@ class Devices:
         self._sleep = sleep
         self._on_wait = on_wait
         self._need_bytes = config.min_gpu_memory_bytes
-        self._other_ranks_bytes = 0
+        self._other_ranks_bytes = 0  # the most that a rank other than 0 has reserved
         self._free_before: dict[str, int] = {}
         # The GPU that the config names, if any.
         self._named: tuple[str, ...] = ()
@@ -143,10 +145,10 @@ class Devices:
         return group
 
     def offers(self) -> Offers:
-        """Return the GPUs for the next attempt.
+        """Return the GPUs for the next attempt: those that could be taken now, and those in use.
 
-        These are the GPUs that could be taken now, best first, with the usable memory as
-        ``free_bytes``, and the healthy GPUs that other jobs have.
+        The first are best first, with the usable memory as ``free_bytes``. The others are healthy
+        GPUs that other jobs have.
         """
         count = self._config.num_gpus
         least = self._config.min_gpu_memory_bytes
@@ -178,7 +180,7 @@ class Devices:
 
     def leave(self, count: int) -> Room:
         """Release the GPUs, and return what the job then waits for, behind all waiting jobs."""
-        # No GPU is kept for the job's own interpreters, which have its mark and no attempt.
+        # The job's waiting interpreters have its mark but no attempt: no GPU is kept for them.
         self.queue.take((), 0)
         return Room((), self._need_bytes, counts=(count,))
 
@@ -294,10 +296,10 @@ class Devices:
             self._need_bytes = max(self._config.min_gpu_memory_bytes, needed)
 
     def _settle(self, group: Group, before: Mapping[str, int]) -> Mapping[str, int]:
-        """Wait some seconds for the memory of an attempt, which the driver may return with a delay.
+        """Wait a few seconds for the memory of an attempt, which NVIDIA's driver may return late.
 
         Returns:
-            The free memory then, by UUID.
+            The free memory after the wait, by UUID.
         """
         deadline = time.monotonic() + _SETTLE_SECONDS
         while True:
@@ -383,7 +385,8 @@ def _queue_directory(config: RobustConfig, environ: Mapping[str, str]) -> Path |
     queue = config.gpu_queue
     if queue is False:
         return None
-    if owner := allocated_by(environ):
+    owner = allocated_by(environ)
+    if owner:
         log.info("the GPUs are allocated by %s: the host's own queue is not used", owner)
         return None
     return directory_for(None if queue is True else str(queue), environ)
@@ -395,7 +398,7 @@ def _several(devices: str, visible: Visible) -> frozenset[str]:
 
 
 def _named(device: str, visible: Visible) -> tuple[str, ...]:
-    """Return the UUID of the visible GPU that ``device`` names, if it names one."""
+    """Return the UUID of the visible GPU that ``device`` names, if any."""
     if device == "auto":
         return ()
     if device.startswith("cuda"):

@@ -1,7 +1,7 @@
-"""This job among the host's jobs: its queue position, then its reservation.
+"""This job among the host's jobs: first its queue position, then its reservation.
 
-If the queue directory cannot be used, one warning has the reason, and from then on GPUs are
-chosen by free memory alone.
+The launcher uses it. If the queue directory cannot be used, a warning has the reason, and from then
+on GPUs are chosen by free memory alone.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class GpuRequest:
     """A job's request."""
 
     min_bytes: int  # free memory that it needs on each GPU
-    # how long to wait for that at most; 0: take what there is now
+    # The longest wait for that memory. 0: decide now.
     timeout_seconds: float = 3600.0
-    interval_seconds: float = 30.0  # between two polls of the GPUs
-    # UUIDs of the GPUs that will do; none: any
+    interval_seconds: float = 30.0  # time between two polls of the GPUs
+    # UUIDs of the GPUs that will do. Empty: any.
     only: frozenset[str] = frozenset()
     count: int = 1  # GPUs that it needs at once
     exclude: frozenset[str] = frozenset()  # UUIDs of GPUs that will not do
@@ -52,13 +52,14 @@ class GpuRequest:
 
 
 class HostQueue:
-    """One job, as it deals with the other jobs of its host, or without them.
+    """A job in the queue of its host, or alone.
 
     Args:
-        directory: the queue directory; None: no reservations at all.
-        read: reads the GPUs; its argument asks for their processes too.
+        directory: the queue directory. None: no reservations at all.
+        read: reads the GPUs, with their processes if its argument is true.
         job: its name, run folder, jobs per GPU and urgency.
-        token: marks the job's processes and its record, six hexadecimal digits; empty: any.
+        token: marks the job's processes and its record, six hexadecimal digits. Empty: a new
+            token.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class HostQueue:
     ) -> None:
         self.read_machine = read
         self._directory = directory
-        self._job = job  # as it last entered the queue
+        self._job = job  # its record when it last entered the queue
         self._token = token
         self._registry: Registry | None = None
         self._reservation: Reservation | None = None
@@ -79,12 +80,12 @@ class HostQueue:
 
     @property
     def job_id(self) -> str:
-        """Of its record in the queue; empty before the job had a ticket."""
+        """The id of its record in the queue, empty before the job had a ticket."""
         return self._job.id
 
     @property
     def hold(self) -> tuple[int, ...]:
-        """The descriptor that keeps the reservation alive, if there is one."""
+        """The descriptor that keeps the reservation alive, if any."""
         return () if self._reservation is None else (self._reservation.fd,)
 
     @property
@@ -93,7 +94,7 @@ class HostQueue:
         return self._registry is not None
 
     def join(self, request: GpuRequest) -> None:
-        """Come to know the host's other jobs, if this job has a queue directory.
+        """Open the queue directory, if this job has one.
 
         Raises:
             QueueError: the queue directory cannot be used.
@@ -109,8 +110,9 @@ class HostQueue:
                     self._directory,
                     user_name(self._registry.owner),
                 )
-        # root may set a limit later, then the job waits
-        if not self.job_id and request.count > (limit := self.gpu_limit()):
+        # If root sets a limit later, the job waits.
+        limit = self.gpu_limit()
+        if not self.job_id and request.count > limit:
             raise ConfigError(
                 f"num_gpus={request.count}: this machine's {LIMITS_FILE} has max_gpus_per_user: "
                 f"{limit}; ask for at most num_gpus={limit}"
@@ -123,16 +125,16 @@ class HostQueue:
             self._reservation = None
 
     def others(self) -> list[QueuedJob]:
-        """Return all living jobs but this one."""
+        """Return all other living jobs."""
         jobs = [] if self._registry is None else self._registry.jobs()
         return [job for job in jobs if job.id != self.job_id]
 
     def gpu_limit(self) -> int:
-        """Return how many GPUs one user may hold."""
+        """Return the number of GPUs that a user may hold."""
         return NO_LIMIT if self._registry is None else self._registry.gpu_limit()
 
     def read(self, processes: bool = False) -> Visible:
-        """Return all GPUs that the job may use, with what the host's jobs have found out."""
+        """Return all GPUs that the job may use, with the exclusions of the host's jobs."""
         visible = self.read_machine(processes)
         registry = self._registry
         if registry is None:
@@ -145,7 +147,7 @@ class HostQueue:
         )
 
     def requeue(self, request: GpuRequest, only: tuple[str, ...]) -> QueuedJob:
-        """Write down what the job waits for, under its old ticket if it has one; return the job."""
+        """Record what the job waits for, under its old ticket if it has one, and return it."""
         now = time.monotonic()
         reservation = self._reservation
         job = self._job if reservation is None else reservation.job
@@ -156,18 +158,19 @@ class HostQueue:
             self._reservation = self._registry.enter(job, self._token)
             self._job = self._reservation.job
             return self._job
-        # without a GPU to take it does not show itself, so that those behind it pass
+        # Without a GPU to take, the job does not poll, so that jobs behind it can pass.
         if only and now - job.polled_at >= _SEEN_SECONDS:
             job = replace(job, polled_at=now)
         reservation.update(job)
         return reservation.job
 
     def announce(self, uuids: Sequence[str], need_bytes: int) -> bool:
-        """Reserve GPUs if they have room: write it down first, then look who else did the same.
-        Without other jobs there is nothing to write.
+        """Reserve GPUs if they have room: record that first, then see whether others did the same.
+        Without other jobs there is nothing to record.
 
         Two jobs that announce the same room at once see each other, and both withdraw. Records are
-        read before the GPUs: what a job takes meanwhile counts twice, rather than not at all.
+        read before the GPUs, so that memory that a job takes in between counts twice rather than
+        not at all.
 
         Raises:
             QueueError: the record cannot be written.
@@ -176,7 +179,7 @@ class HostQueue:
         if reservation is None:
             return True
         before = reservation.job
-        # a job that moves keeps what it has until it has the other
+        # A job that moves keeps its old GPUs until it has the new ones.
         both = dict.fromkeys(before.gpus + tuple(uuids))
         most = max(need_bytes, before.reserved_bytes)
         reservation.update(before.on(tuple(both), reserved_bytes=most))
@@ -191,11 +194,10 @@ class HostQueue:
         return is_mine
 
     def open_gpus(self) -> tuple[GpuInfo, ...]:
-        """Return the GPUs that the job could have now; its own memory counts as free."""
+        """Return the GPUs that the job could have now. Its own memory counts as free."""
         if self._reservation is None:
             return self.read().gpus
-        # of the records: to read the GPUs may take long
-        now = time.monotonic()
+        now = time.monotonic()  # when the records are read: reading the GPUs may take long
         try:
             others = self.others()
             limit = self.gpu_limit()
@@ -209,9 +211,9 @@ class HostQueue:
         return open_to(me, others, visible.machine, now, limit)
 
     def who_waits(self) -> QueuedJob | None:
-        """Return the job of a user with fewer GPUs that this job's are kept for, if there is one.
+        """Return the job of a user with fewer GPUs that GPUs of this job are kept for, if any.
 
-        Not in the attempt's own process, as :meth:`tick`.
+        Like `tick`, this must not run in the attempt's own process.
         """
         if self._reservation is None:
             return None
@@ -220,7 +222,7 @@ class HostQueue:
         with contextlib.suppress(QueueError):
             others = self.others()
             limit = self.gpu_limit()
-            # to read the GPUs costs the driver more
+            # Reading the GPUs costs more, so the records are checked first.
             if any(not other.gpus and other.owner != me.owner for other in others):
                 gpus = self.read().machine
                 close_session()
@@ -228,11 +230,16 @@ class HostQueue:
         return None
 
     def take(self, uuids: Sequence[str], need_bytes: int, offered_bytes: int | None = None) -> bool:
-        """Reserve the next attempt's GPUs, in the order of its ranks, in place of the last one's;
-        none for the CPU: everything is released. Returns False if another job has one by now.
+        """Reserve the next attempt's GPUs instead of the last attempt's.
 
-        Of other GPUs than the last ones no more than ``offered_bytes`` is reserved: what each of
-        them had free when the attempt was decided on.
+        Args:
+            uuids: the GPUs in the order of the ranks. Empty for the CPU: everything is released.
+            need_bytes: memory that the attempt needs on each.
+            offered_bytes: the free memory of each when the attempt was decided. On other GPUs than
+                the last attempt's, no more is reserved.
+
+        Returns:
+            False if another job has taken any of them.
         """
         if self._reservation is None:
             return True
@@ -270,18 +277,19 @@ class HostQueue:
     def follow(
         self, held: Sequence[int | None], need_bytes: int, jobs_per_device: int | None = None
     ) -> int | None:
-        """Reserve what the job needs now, on GPUs where its attempt runs.
+        """Adapt the reservation on the attempt's GPUs to the job's present need.
 
-        The record grows as far as the other jobs leave room, and is never below what is held: that
-        is so whatever the record says. As in :meth:`announce`, it is written first, then compared.
+        The record grows as far as the other jobs leave room. It never falls below what the
+        processes hold, since that memory is in use anyway. As in `announce`, it is written first,
+        then compared.
 
         Args:
-            held: what its processes hold on each of its GPUs; None if unknown.
-            need_bytes: what it needs on each of them.
-            jobs_per_device: how many jobs it accepts there from now on; None: as before.
+            held: bytes that its processes hold on each of its GPUs, None if unknown.
+            need_bytes: bytes that it needs on each of them.
+            jobs_per_device: jobs that it accepts there from now on. None: as before.
 
         Returns:
-            What is reserved on each GPU by now; None without a reservation.
+            The bytes that are now reserved on each GPU, or None without a reservation.
         """
         reservation = self._reservation
         if reservation is None or reservation.job.draining:
@@ -307,15 +315,15 @@ class HostQueue:
         return reservation.job.reserved_bytes
 
     def drain(self) -> None:
-        """Show the other jobs that the attempt has ended; its memory will be free soon."""
+        """Show the other jobs that the attempt has ended, so its memory will soon be free."""
         if self._reservation is not None:
             gpus = self._reservation.job.gpus
             self._show(draining=True, taken_bytes=(None,) * len(gpus), idle_seconds=())
 
     def tick(self) -> None:
-        """Record now and then for how long the job's GPUs have been idle.
+        """Record once a minute for how long the job's GPUs have been idle.
 
-        Not in the attempt's own process, whose NVML session would end with ours.
+        This must not run in the attempt's own process, whose NVML session would end with ours.
         """
         now = time.monotonic()
         if self._reservation is None or now < self._next_look:
@@ -323,7 +331,7 @@ class HostQueue:
         self._next_look = now + _LOOK_SECONDS
         uuids = self._reservation.job.gpus
         busy_at = self._busy_at
-        # one that does not report its utilisation counts as busy
+        # A GPU that does not report its utilisation counts as busy.
         self._busy_at = {
             gpu.uuid: now if gpu.utilization_percent != 0 else busy_at.get(gpu.uuid, now)
             for gpu in self.read().gpus
@@ -334,7 +342,7 @@ class HostQueue:
         self._show(idle_seconds=tuple(idle))
 
     def release(self) -> None:
-        """Release everything; living processes of an attempt keep its GPUs."""
+        """Release everything. Living processes of an attempt keep its GPUs."""
         if self._reservation is not None:
             self._reservation.release()
         if self._registry is not None:
@@ -349,8 +357,8 @@ class HostQueue:
                 self._reservation.update(replace(job, **changes))
 
     def do_without(self, problem: QueueError) -> None:
-        """Go on without the other jobs, after a warning."""
-        # its keys are shown as the job's user types them
-        log.warning(f"{problem}; this job goes on without a reservation")
+        """Continue without the other jobs, after a warning."""
+        # This is formatted here, so that keys are shown by the names that the user types.
+        log.warning(f"{problem}; this job continues without a reservation")
         self._directory = None
         self.release()

@@ -1,7 +1,7 @@
 """Decide which job gets which GPUs now, and explain why the others wait. Pure.
 
-Each launcher decides by this for its own job, and ``robust-train queue`` explains by it. GPUs are
-kept for the first job that no free GPU suits, and others may overtake it elsewhere.
+Each launcher uses it to decide for its own job, and ``robust-train queue`` to explain. GPUs are
+kept for the first job that no free GPU suits, and others may overtake it on other GPUs.
 ``docs/decisions/0006-a-reservation-is-a-lock.md`` gives the rules and their reasons.
 """
 
@@ -26,31 +26,31 @@ from robust_train.queue.registry import QueuedJob
 from robust_train.readable import MIB, mib, shortened
 
 LONGEST = 120
-"""Most characters of a reason."""
+"""The longest reason, in characters."""
 _DOUBLES_EVERY_SECONDS = 300.0
 
 
 class Plan:
-    """Which waiting job gets which GPUs. They are served one after the other; the GPUs of one are
-    not there for the next.
+    """The GPUs of each waiting job. Jobs are served in turn, and take GPUs from the jobs behind.
 
     Attributes:
-        order: all waiting jobs, as they are served.
-        groups: by job id all the GPUs that a job gets, best first; ``free_bytes`` as usable.
-        first: id of the first job in the queue that gets nothing now, empty if there is none.
-        kept: UUIDs of the GPUs kept for it, the one that suits it soonest in front.
+        order: all waiting jobs, in the order of service.
+        groups: the GPUs that a job gets, by its id, best first, with the usable memory as
+            ``free_bytes``.
+        first: the id of the first job in the queue that gets nothing now, empty if all get GPUs.
+        kept: UUIDs of the GPUs kept for it, the GPU that suits it soonest in front.
         capped: why jobs get nothing because of ``max_gpus_per_user``, by id.
     """
 
     def __init__(
         self,
         jobs: Iterable[QueuedJob],  # all living jobs
-        # all of the host; unusable ones are not granted
+        # All GPUs of the host. Unusable GPUs are not granted.
         gpus: Sequence[GpuInfo],
         now: float,  # seconds of the host's monotonic clock
-        gpu_limit: int = NO_LIMIT,  # most GPUs that one user may hold
+        gpu_limit: int = NO_LIMIT,  # the most GPUs that a user may hold
         *,
-        until: str = "",  # the id of a job: only those before it are served
+        until: str = "",  # the id of a job: only the jobs before it are served
     ) -> None:
         jobs = list(jobs)
         self.order = queue_order(jobs)
@@ -91,13 +91,13 @@ class Plan:
             self.kept = self._keep(job)
 
     def suitable(self, job: QueuedJob) -> list[GpuState]:
-        """Return the GPUs that it may have now, best first."""
+        """Return the GPUs that the job may have now, best first."""
         states = [
             state
             for state in self._states.values()
             if state.suits(job) and state.gpu.uuid not in self.kept
         ]
-        if self._is_capped(job):  # it may share those that its user holds
+        if self._is_capped(job):  # the job may only share GPUs that its user holds
             held = self._held[job.owner]
             states = [state for state in states if state.gpu.uuid in held]
         # a tight fit leaves room for large jobs
@@ -112,15 +112,16 @@ class Plan:
         )
 
     def _is_capped(self, job: QueuedJob) -> bool:
-        """Return whether it would have more GPUs than its user may hold."""
+        """Return whether the user of the job would hold more GPUs than allowed."""
         return len(self._held[job.owner]) + job.count > self._limit
 
     def _choose(self, job: QueuedJob) -> Sequence[GpuState]:
-        """Return all the GPUs that it needs, or none."""
+        """Return as many GPUs as the job needs, or none."""
         suitable = self.suitable(job)
         apart = [state for state in suitable if not self._first_could(state)]
         for states in (apart, suitable):
-            if group := choose_group([state.gpu for state in states], job.count):
+            group = choose_group([state.gpu for state in states], job.count)
+            if group:
                 return [self._states[gpu.uuid] for gpu in group]
         return ()
 
@@ -131,15 +132,15 @@ class Plan:
     def _keep(self, job: QueuedJob) -> tuple[str, ...]:
         """Return the GPUs to keep: as many as it needs, doubling every five minutes up to all.
 
-        None while too few are healthy. GPUs that this process cannot see may be healthy.
+        Empty while too few are healthy. GPUs that this process cannot see count as healthy.
         """
         possible = [state for state in self._states.values() if state.could_ever_suit(job)]
-        # those that do not stay unusable when what runs there ends
+        # GPUs that are usable, or will be once the processes on them end
         healthy = sum(state.gpu.unusable is None or state.gpu.owned for state in possible)
         unseen = len(set(job.only) - self._states.keys())
         if healthy + unseen < job.count:
             return ()
-        # a job that comes back has trained since it was queued first
+        # a job that waits again has trained since it was first queued
         waits_since = max(job.queued_at, job.since)
         doublings = max(self._now - waits_since, 0.0) / _DOUBLES_EVERY_SECONDS
         count = job.count << min(int(doublings), 20)
@@ -154,9 +155,10 @@ def open_to(
     now: float,
     gpu_limit: int = NO_LIMIT,
 ) -> tuple[GpuInfo, ...]:
-    """Return the GPUs that a job may take now, after the jobs before it; ``free_bytes`` as usable.
+    """Return the GPUs that a job may take now, with the usable memory as ``free_bytes``.
 
-    A job of several GPUs may take any of them. What it holds itself counts as free.
+    The jobs before it are served first. A job of several GPUs may take any of them. Its own memory
+    counts as free.
     """
     me = me.on((), polled_at=now)
     before = Plan([*others, me], gpus, now, gpu_limit, until=me.id)
@@ -170,8 +172,8 @@ def waits_for(
     now: float,
     gpu_limit: int = NO_LIMIT,
 ) -> QueuedJob | None:
-    """Return the first waiting job if one of this job's GPUs is kept for it, and its user holds
-    fewer GPUs than this job's."""
+    """Return the first waiting job if a GPU of this job is kept for it, and its user holds fewer
+    GPUs than this job's user."""
     jobs = [*others, me]
     decided = Plan(jobs, gpus, now, gpu_limit)
     held = _held(jobs)
@@ -197,8 +199,8 @@ def has_room(
 def room_on_own_gpus(
     me: QueuedJob, others: Iterable[QueuedJob], gpus: Sequence[GpuInfo]
 ) -> int | None:
-    """Return how much a running job may reserve on each of its GPUs beside all other jobs, with
-    what it has taken; None if one of its GPUs is not among ``gpus``."""
+    """Return the bytes that a running job may reserve on each of its GPUs next to all other jobs,
+    including its own memory. None if any of its GPUs is not among ``gpus``."""
     taken = dict(zip(me.gpus, me.taken_bytes, strict=True))
     its_gpus = [
         replace(gpu, free_bytes=gpu.free_bytes + (taken[gpu.uuid] or 0))
@@ -214,9 +216,9 @@ def room_on_own_gpus(
 def queue_order(jobs: Iterable[QueuedJob]) -> list[QueuedJob]:
     """Return the waiting jobs in the order in which they are served.
 
-    The user who holds fewer GPUs goes first, jobs that are already in the order included; then who
-    came first. Within one user urgent jobs go first, then those that came first: they change
-    places among themselves, and no one else's.
+    The user who holds fewer GPUs goes first, counting jobs that are already in the order. Then the
+    earlier job goes first. Among the jobs of a user, urgent jobs go first, and then earlier jobs:
+    they change places only with each other.
     """
     jobs = list(jobs)
     held = {user: len(gpus) for user, gpus in _held(jobs).items()}
@@ -224,7 +226,7 @@ def queue_order(jobs: Iterable[QueuedJob]) -> list[QueuedJob]:
     for job in sorted(jobs, key=lambda job: job.order):
         if not job.gpus:
             queues[job.owner].append(job)
-    # each user's, and the places that they have among all
+    # Each user's jobs by urgency. They fill the places of that user's jobs in `queues`.
     urgent = {user: sorted(queue, key=lambda job: -job.urgency) for user, queue in queues.items()}
     ordered: list[QueuedJob] = []
     while any(queues.values()):
@@ -255,18 +257,18 @@ class GpuState:
         self.limit = min([most, *(job.jobs_per_device for job in jobs)])
         if gpu.unusable is not None:
             self.limit = 0
-        # what NVML reports as free less what is reserved and not taken yet; and all reservations
-        # together never exceed the GPU
+        # NVML's free memory, minus what is reserved and not allocated yet. The total limits it, so
+        # that all reservations together never exceed the GPU.
         taken = sum(self.taken(job) for job in jobs)
         committed = sum(max(job.reserved_bytes, self.taken(job)) for job in jobs)
         self.usable = min(gpu.free_bytes + taken, gpu.total_bytes) - committed
 
     def taken(self, job: QueuedJob) -> int:
-        """Return the least that a job has allocated here, as far as it has reported that."""
+        """Return how much memory a job has allocated here at least, 0 if unknown."""
         return job.taken_bytes[job.gpus.index(self.gpu.uuid)] or 0
 
     def most(self, job: QueuedJob) -> int:
-        """Return how many jobs could share the GPU with this one among them."""
+        """Return how many jobs could share the GPU, including this job."""
         return min(self.limit, job.jobs_per_device)
 
     def suits(self, job: QueuedJob) -> bool:
@@ -286,7 +288,7 @@ class GpuState:
         self.limit = self.most(job)
 
     def is_exclusive(self) -> bool:
-        """Return whether the GPU's compute mode allows one process only."""
+        """Return whether the GPU's compute mode allows only a single process."""
         return self.gpu.compute_mode.startswith("exclusive") and not self.gpu.mps
 
     def as_gpu(self) -> GpuInfo:
@@ -294,7 +296,7 @@ class GpuState:
         return replace(self.gpu, free_bytes=max(self.usable, 0))
 
     def in_use(self) -> int:
-        """Return what will be free when its jobs end: an estimate, which never grants a GPU."""
+        """Estimate the memory that will be free when its jobs end. This never grants a GPU."""
         most = self.gpu.used_bytes
         total = 0
         for job in self.jobs:
@@ -303,10 +305,10 @@ class GpuState:
         return total
 
     def distance(self, job: QueuedJob) -> tuple[Any, ...]:
-        """Return a sort key; the GPU that suits the job soonest comes first.
+        """Return a sort key that puts the GPU first that suits the job soonest.
 
-        Programs outside of the queue end at an unknown time, so they count most. Then who overtook
-        the job there, what is missing, and who began first.
+        Programs outside of the queue end at an unknown time, so they count most. Then come jobs
+        that overtook this job there, the missing memory, and the start of the first job there.
         """
         after = min(self.gpu.free_bytes + self.in_use(), self.gpu.total_bytes)
         most = self.most(job) or job.jobs_per_device
@@ -323,9 +325,9 @@ class GpuState:
         )
 
     def _overtaken_at(self, job: QueuedJob) -> float:
-        """Return when a later job that is in the way last came here, 0 if there is none.
+        """Return when the newest later job that is in the way started here, or 0 if none is.
 
-        It keeps the set of kept GPUs stable: a kept one gets no such job.
+        This keeps the set of kept GPUs stable, because a kept GPU does not get such a job.
         """
         later = [later_job for later_job in self.jobs if later_job.ticket > job.ticket]
         room = self.gpu.total_bytes - sum(later_job.reserved_bytes for later_job in later)
@@ -348,7 +350,7 @@ def gpu_states(jobs: Iterable[QueuedJob], gpus: Sequence[GpuInfo]) -> dict[str, 
 
 
 def who_goes_first(job: QueuedJob, order: Sequence[QueuedJob]) -> str:
-    """Return why a later job goes before this one; empty if none does."""
+    """Return why a later job goes first, or an empty text if none does."""
     for other in order[: order.index(job)]:
         if other.owner == job.owner and other.urgency > job.urgency:
             return f"job {other.shown_id} goes first: its queue_priority is higher"
@@ -402,7 +404,7 @@ _NONE = 0, ""
 
 
 def _obstacle(state: GpuState, job: QueuedJob, kept_for: str | None) -> tuple[int, str]:
-    """Return how far away a GPU is, for sorting, and why; ``_NONE`` if the job could have it."""
+    """Return how far away a GPU is, for sorting, and why, or ``_NONE`` if the job could have it."""
     if state.gpu.unusable is not None:
         return 4, state.gpu.unusable
     most = state.most(job)

@@ -192,7 +192,7 @@ class QueueDir:
             return NO_LIMIT
 
     def exclusions(self) -> list[Exclusion]:
-        """Return the exclusions that hold now, for each GPU by its last fault."""
+        """Return the exclusions in force: for each GPU, the one that lasts longest."""
         exclusions = [
             exclusion
             for exclusion in map(self._read_exclusion, self._exclusion_files())

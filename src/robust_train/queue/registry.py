@@ -264,7 +264,8 @@ def _read(fd: int, record: re.Match[str], owner: int) -> QueuedJob | None:
     for _ in range(2):
         with contextlib.suppress(OSError):
             data = os.pread(fd, MOST_BYTES + 1, 0)
-            if job := decode(data, f"{ticket}-{record[2]}", ticket, owner):
+            job = decode(data, f"{ticket}-{record[2]}", ticket, owner)
+            if job:
                 return job
     return None
 

@@ -70,7 +70,7 @@ def wait_for_gpus(
     request: GpuRequest,
     # Called each second, and after each poll in vain.
     on_status: Callable[[WaitStatus], None] = lambda status: None,
-    # Waits some seconds. An exception, such as of Ctrl-C, ends the waiting.
+    # Waits a number of seconds. An exception, for example of Ctrl-C, ends the waiting.
     sleep: Callable[[float], None] = time.sleep,
 ) -> Group | NoGpu:
     """Wait for GPUs and reserve them. A job that comes back keeps its ticket.
@@ -92,7 +92,7 @@ class Waiting:
     """The polls of a job, until it has its GPUs or gives up.
 
     Each poll reads the records of other jobs. Reading the GPUs costs more, so it is done only if a
-    record has changed, for some seconds after that, and once per check interval. Without a queue,
+    record has changed, for a few seconds after that, and once per check interval. Without a queue,
     the first job that finds a GPU free has it.
     """
 
@@ -196,7 +196,8 @@ class Waiting:
             self._next_read = time.monotonic() + _UNANSWERED_SECONDS
             self._obstacles = visible.inventory.problem or ""
             return ()
-        if group := decided.groups.get(me.id, ()):
+        group = decided.groups.get(me.id, ())
+        if group:
             uuids = [gpu.uuid for gpu in group]
             if self._queue.announce(uuids, me.reserved_bytes):
                 return group

@@ -130,7 +130,7 @@ def _memory_chart(story: Story, device: DeviceMemory, clock: Clock) -> Chart:
     highest = 0
     for name, (label, style) in _MEMORY_LINES.items():
         peak = device.most(name)
-        # host memory matters little beside a GPU's
+        # host memory matters little where there is a GPU's
         if not peak or (name == "resident" and lines):
             continue
         highest = max(highest, peak)

@@ -1,4 +1,8 @@
-"""The facts of a job: the uses of its time, memory over time, scalars, events. Pure."""
+"""The facts of a job: the uses of its time, memory over time, scalars, events. Pure.
+
+:func:`.story.story_of` makes a `Story` of them for the report: in the launcher at a job's end, in
+the process of a sweep, or in ``robust-train report``.
+"""
 
 from __future__ import annotations
 

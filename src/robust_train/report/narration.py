@@ -1,4 +1,9 @@
-"""The launcher's log lines about a job."""
+"""The launcher's log lines about a job.
+
+:class:`.run_folder.RunFolder` calls :func:`announce` and :func:`log_end` for each attempt.
+:class:`.job.Job` calls :func:`show_end` last, with :func:`print_failure` as ``explain`` if the
+process ends with the job.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +50,12 @@ def announce(number: int, spec: AttemptSpec) -> None:
 
 
 def show_end(explain: Callable[[Summary], object], summary: Summary, how_to_go_on: str) -> None:
-    """Log how a job ended: its attempts, those of its journal's earlier launches included, what
-    ``explain`` shows, and the last lines."""
+    """Log how a job ended: its attempts, including those of earlier launches in its journal, then
+    what ``explain`` shows, then the last lines."""
     if summary.attempts:
         attempts = list[Attempt](attempts_of(_earlier(summary.run_dir)))
         attempts += summary.attempts
-        # the last lines say all of a single attempt that nothing has changed
+        # the last lines say everything about one attempt that completed at its first size
         if len(attempts) > 1 or summary.status != "completed" or len(attempts[0].sizes) > 1:
             say = _logging_of(summary)
             say("attempts:\n%s", attempts_table(attempts))
@@ -62,7 +67,7 @@ def show_end(explain: Callable[[Summary], object], summary: Summary, how_to_go_o
 
 
 def _logging_of(summary: Summary) -> Callable[..., None]:
-    """Return how a job's last lines are logged: if all went well, a level may hide them."""
+    """Return the function that logs a job's last lines. A log level may hide good news."""
     went_well = summary.status == "completed" and len(summary.attempts) <= 1
     return log.info if went_well else log_always
 
@@ -71,7 +76,7 @@ def _earlier(run_dir: Path) -> Sequence[Entry]:
     """Return the events of the job's earlier launches in a journal, if it can be read."""
     try:
         entries = read_entries(run_dir)
-    except Exception as error:  # the table is not worth a job
+    except Exception as error:  # a missing table must not end a job
         log.warning("earlier attempts cannot be shown: %s", named_line(error))
         return ()
     starts = [
@@ -102,14 +107,14 @@ def print_failure(summary: Summary) -> None:
     if is_shown and last is not None and last.script is not None:
         return
     traceback = last.traceback if last and kind not in MEMORY_FAILURES else ""
-    if traceback:  # a mistake that the trainer has put into words has none
+    if traceback:  # empty for a mistake that the trainer explains itself
         print(traceback, file=standard_error(), end="")
     if not is_shown and not (traceback and kind is FailureKind.BUG):
         print(f"{summary.status}: {summary.reason}", file=standard_error())
 
 
 def attempts_table(attempts: Sequence[Attempt]) -> str:
-    """Return the attempts, by their numbers, as plain columns of 80 characters for any output."""
+    """Return a table of the attempts in plain text, wrapped at 80 characters."""
     names = ["#", "device", "micro-batch", "effective"]
     names += ["steps", "time", "outcome"]
     rows: list[list[object]] = []
@@ -154,7 +159,7 @@ def ending_of(attempt: Attempt) -> str:
         return shortened(failure.message, 60)
     process = _ENDING_OF_A_PROCESS.match(failure.message)
     if process and failure.kind is FailureKind.BUG:
-        return process[1]  # a script's may mean anything
+        return process[1]  # a script's exit code may mean anything
     return outcome_in_words(attempt.outcome)
 
 
@@ -189,7 +194,7 @@ def conclude(summary: Summary, how_to_go_on: str) -> None:
         if figure is not None:
             ending += f" ({figure.replace('_', ' ')})"
     elif summary.status == "completed" and last is not None and last.script is None:
-        ending += "; result: none"  # a forgotten return would cost a sweep
+        ending += "; result: none"  # a trainer that forgets to return it would spoil a sweep
     if summary.status == "no_device" or (
         last is not None and summary.status in ("failed", "pruned")
     ):
@@ -209,7 +214,7 @@ def conclude(summary: Summary, how_to_go_on: str) -> None:
     say("run folder: %s", summary.run_dir)
     if summary.status == "completed" or not how_to_go_on:
         return
-    first = "to go on"
+    first = "to continue"
     if summary.status == "failed" and last and last.kind is FailureKind.BUG:
         first = "after fixing it"
     elif summary.checkpoint is None:
@@ -219,7 +224,7 @@ def conclude(summary: Summary, how_to_go_on: str) -> None:
 
 
 def _what_is_lost(attempt: Attempt) -> str:
-    """Return which steps a second signal has cost, empty if there was none."""
+    """Return which steps a second signal lost, empty if there was none."""
     if not attempt.exit.was_hurried or attempt.ending is not None:
         return ""
     lost = attempt.end_step
@@ -230,7 +235,7 @@ def _what_is_lost(attempt: Attempt) -> str:
     if lost <= kept:
         return f" at once by a second signal; the checkpoint of step {kept} has all"
     steps = f"step {lost} is" if lost == kept + 1 else f"steps {kept + 1} to {lost} are"
-    since = f"goes on from step {kept}" if kept else "starts over"
+    since = f"resumes from step {kept}" if kept else "starts over"
     return f" at once by a second signal: {steps} lost, it {since}"
 
 
@@ -247,7 +252,7 @@ def log_end(attempt: Attempt, decision: Decision | None) -> None:
     if decision.action == "stopped":  # The user stopped it.
         log.info("attempt %d: stopped%s", attempt.number, _what_is_lost(attempt))
         return
-    # the reason follows at the job's end, whole
+    # the full reason follows at the job's end
     is_bug = failure.kind is FailureKind.BUG
     names = attempt.exceptions
     what = failure.kind.in_words
@@ -256,6 +261,6 @@ def log_end(attempt: Attempt, decision: Decision | None) -> None:
     elif is_bug and names:
         what = names[0].rpartition(".")[2]
     log.error("attempt %d failed: %s", attempt.number, what)
-    # where no CUDA can work, the job's reason has the advice
+    # if CUDA cannot work, the job's reason has the advice
     if failure.advice and not is_bug and failure.kind is not FailureKind.SETUP:
         log.error("advice: %s", "; ".join(failure.advice))

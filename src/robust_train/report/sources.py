@@ -136,7 +136,7 @@ class TimedAttempt(Attempt):
     ended: float = 0.0  # time of the last entry if no end is recorded
     # when the first step did, None if never
     training_began: float | None = None
-    # (step, time) of each
+    # (step, time) of each progress report
     progress: tuple[tuple[int, float], ...] = field(default=(), repr=False)
     checkpoints: tuple[tuple[int, float], ...] = ()
 

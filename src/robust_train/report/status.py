@@ -1,4 +1,7 @@
-"""The live status of a job on a terminal. Pure, but for `LiveStatus`, which shows it."""
+"""The live status of a job on a terminal, shown by the launcher and by ``robust-train attach``.
+
+A sweep shows its table with `LiveLines`. Pure, except for `LiveLines` and `LiveStatus`.
+"""
 
 from __future__ import annotations
 

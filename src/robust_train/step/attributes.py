@@ -1,7 +1,12 @@
 """Plain attributes of modules, which are restored before a pass is repeated.
 
-These are numbers, text, None, tensors that are not buffers, and lists, deques, dictionaries, sets
-and small arrays of these: counters, hidden states, queues and their pointers, the states of
+:mod:`.step_start` and :mod:`.pass_state` use :class:`Attributes` in the process that trains.
+``keep`` reads the attributes that a :class:`_Plan` lists, and turns each value that can change in
+place into a ``_Held…`` object. ``restore`` puts them back. Large tensors and long containers are
+not copied. If such a value was changed in place, a warning names it, unless it has only grown.
+
+It restores numbers, text, None, tensors that are not buffers, and lists, deques, dictionaries,
+sets and small arrays of these: counters, hidden states, queues and their pointers, the states of
 torchmetrics objects. Other objects are ignored.
 """
 
@@ -44,7 +49,7 @@ _MOST_OTHERS = 200
 # Lists of tensors that grow, as a metric's, are not written to in place.
 _MOST_COPIED = 32
 _MOST_LEVELS = 4
-# After so many all attributes are looked at again.
+# After this many steps, all attributes are examined again.
 _MOST_STEPS = 50
 # A tensor above this may be the largest of a pass, so that the step before must not keep it.
 _MOST_HELD = 16 * MIB
@@ -62,7 +67,7 @@ _WRAPPERS = (
 
 _Read = Callable[[dict[str, Any]], tuple[Any, ...]]
 
-# Kinds of values that hold others. Of other objects, as a model's config, nothing is put back.
+# Kinds of values that hold others. Other objects, such as a model's config, are not restored.
 _HOLDING = (Tensor, nn.Module, tuple, *_CONTAINERS, *_ARRAYS)
 
 
@@ -205,10 +210,10 @@ _HELD = (_HeldTensor, _HeldContainer, _HeldTuple, _LongContainer, _HeldArray)
 
 
 class Attributes:
-    """The attributes that modules have at a moment to go back to."""
+    """The attributes of modules and their values, kept to restore them later."""
 
     def __init__(self, named: set[str] | None = None) -> None:
-        # Of which a line has said that they cannot be put back.
+        # Names of attributes for which the warning was already logged.
         self._named = set() if named is None else named
         self._plan = _Plan()
         self._age = 0
@@ -425,7 +430,7 @@ def _fill(target: Any, items: Any) -> None:
 
 
 def _ends_of(value: Any, length: int) -> tuple[int, int]:
-    """Return which are the first and the last of so many items of a container."""
+    """Return the identities of a container's first item and of item number ``length``."""
     if isinstance(value, (set, dict)):
         return 0, 0
     return id(value[0]), id(value[length - 1])

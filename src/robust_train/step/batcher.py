@@ -291,7 +291,7 @@ def _parts_without_loss(results: Results[Any]) -> dict[tuple[int, int], float]:
     """Return the bounds and weights of parts whose loss is NaN, if that of others is not.
 
     A mean over labels is NaN in a part without labels, although the whole batch has a loss. If the
-    loss of every part is NaN, so is that of the batch. This reads one figure from the device.
+    loss of every part is NaN, so is that of the batch. This reads a figure from the device.
     """
     if len(results) < 2:
         return {}

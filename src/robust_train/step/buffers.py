@@ -15,9 +15,11 @@ from robust_train.step.copies import ALWAYS_COPIED, Copies
 
 
 class Buffers:
-    """Buffers and their values, by their places, since a module may put another tensor there.
+    """The buffers of modules and their values, kept to restore them later.
 
-    Quantized weights are buffers too: a large buffer is copied once a step has changed it.
+    A buffer is identified by its entry in the module's dictionary, because the module may replace
+    the tensor. Quantized weights are buffers too, so a large buffer is copied only once a step has
+    changed it.
     """
 
     def __init__(self, most_bytes: int = ALWAYS_COPIED) -> None:
@@ -26,7 +28,7 @@ class Buffers:
         self._copies = Copies(most_bytes)
 
     def keep(self, modules: Iterable[nn.Module]) -> None:
-        """Take what modules have now as the values to go back to."""
+        """Remember the buffers that modules have now, with their values, for :meth:`restore`."""
         homes = [home for _, home in map(tensors_of, modules) if home]
         self._homes = [(home, dict(home)) for home in homes]
         now = [buffer for _, buffers in self._homes for buffer in buffers.values()]
@@ -38,7 +40,7 @@ class Buffers:
         return self._copies.is_lost
 
     def restore(self) -> None:
-        """Put the tensors and values of the start back."""
+        """Put back the buffers and values that :meth:`keep` found."""
         self._copies.restore()
         for home, buffers in self._homes:
             for name, buffer in buffers.items():

@@ -95,7 +95,7 @@ class PartEnd:
 class Step(Generic[T]):
     """A step in progress: the batches so far, and what is needed to run them again.
 
-    Most steps have one batch. A framework that accumulates hands over several in turn.
+    Most steps have a single batch. A framework that accumulates hands over several in turn.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Step(Generic[T]):
         recorder: Recorder,
         *,
         training: bool = True,
-        part_start: Callable[[], PartStart] = PartStart,  # for parts that stand for themselves
+        part_start: Callable[[], PartStart] = PartStart,  # makes the start of such a part
     ) -> None:
         self.repeats = 0  # how often passes of this step started over
         self.start = start

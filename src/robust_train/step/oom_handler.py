@@ -59,8 +59,8 @@ class OOMHandler:
         max_retries: the number of tries after the first. None: as many as there are sizes.
         preserve_effective_batch_size: False leaves the accumulation as it is.
         batch_argument: the parameter of the function passed to `run` that is the batch.
-        check_memory: False skips the comparison with the memory at the start, which takes some ten
-            milliseconds here and after each failure.
+        check_memory: False skips the comparison with the memory at the start, which takes about
+            ten milliseconds here and after each failure.
 
     Attributes:
         batch_size: micro-batch to use now.
@@ -116,9 +116,8 @@ class OOMHandler:
         """Take a failure: release its memory, restore gradients, and make the batch smaller.
 
         Returns:
-            Whether to try again. False if the failure is not a lack of memory, or an unclear
-                failure
-            that happened at every size.
+            Whether to try again. False if the failure is not a lack of memory, or if it is unclear
+            and happened at every size.
 
         Raises:
             AttemptsExhaustedError: memory ran out at the smallest batch, or within an optimizer's
@@ -333,13 +332,13 @@ def retry_on_oom(
 
 
 def _must_be_plain(function: Callable[..., Any], user: str) -> None:
-    """Refuse a generator or coroutine, whose body runs after the call: nothing to repeat."""
+    """Refuse a generator or coroutine: its body runs only after the call that we would repeat."""
     kinds: dict[str, Callable[[Any], bool]] = {
         "a generator": inspect.isgeneratorfunction,
         "an async function": inspect.iscoroutinefunction,
         "an async generator": inspect.isasyncgenfunction,
     }
-    # an object that is called is what its __call__ is
+    # a callable object is judged by its __call__
     called = getattr(type(function), "__call__", None)  # noqa: B004
     for kind, is_kind in kinds.items():
         if is_kind(function) or is_kind(called):

@@ -240,7 +240,7 @@ class _Outcome(Enum):
 
 
 class _Trouble(IntEnum):
-    """How a pass went. The largest of all ranks counts."""
+    """How a pass went. The worst of all ranks counts."""
 
     NONE = 0
     FAILED = 1
@@ -349,7 +349,7 @@ class Checker:
             # The exception is gone here, and with it what its frames held.
             return_memory(thorough=False, workspaces=True)
             self._size = (self._size + 1) // 2 if self._size > 2 else 1
-        return SplitCheck(Kept.UNKNOWN, "memory ran out in it", 1)
+        return SplitCheck(Kept.UNKNOWN, "memory ran out during the check", 1)
 
     def _compare_what_shows_something(self) -> SplitCheck:
         """Compare parts until a part has a loss other than 0: zeros, for example of a hinge loss,

@@ -1,6 +1,6 @@
 """The splits that have been checked, and the reaction if a split changes its loss.
 
-:class:`.batcher.MicroBatcher` has one watch for all steps of an attempt, in the process that
+:class:`.batcher.MicroBatcher` has a watch for all steps of an attempt, in the process that
 trains.
 """
 
@@ -83,7 +83,7 @@ def kind_of_step(parts: Parts, function: Any) -> object:
 
 
 def structure_of(batch: Any) -> tuple[object, ...]:
-    """Return the types and dimensions of what is in a batch, without sizes."""
+    """Return the types and dimensions of the objects in a batch, without sizes."""
     structure: list[object] = []
 
     def note(item: Any, name: str) -> Any:

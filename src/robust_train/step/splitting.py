@@ -250,7 +250,7 @@ class Parts:
 
     @property
     def has_changed(self) -> bool:
-        """Whether a tensor of the batch was changed in place since then."""
+        """Whether a tensor of the batch has been changed in place since then."""
         return any(version_of(tensor) != at for tensor, at in self._tensors)
 
     @functools.cached_property

@@ -1,7 +1,7 @@
 """The state at the start of a step, or of a part in validation, to go back to.
 
-The batcher creates it before the first pass, and the engine restores it before a repetition, in the
-process that trains.
+In the process that trains, the batcher creates it before the first pass, and the engine restores it
+before it repeats the step. A search for the batch size restores it after each probe.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from robust_train.step.reachable import (
 )
 from robust_train.step.rng import GeneratorStates
 
-# The share of the host's free memory for gradients that make room on a GPU. Other processes use
-# it too.
+# Gradients that make room on a GPU may take this share of the host's free memory, which other
+# processes need too.
 _MOST_OF_HOST = 0.5
-# A validation may begin in the middle of a step, so its parts have a place of their own.
+# The key of the attributes in validation, which may begin in the middle of a step.
 _OF_A_PART = -1
 
 
 class Watch:
-    """Remembers from step to step what is known of models, without keeping them alive."""
+    """Keeps data about models from step to step, without keeping the models alive."""
 
     def __init__(self) -> None:
         self._buffers = weakref.WeakKeyDictionary[nn.Module, Buffers]()
         self._attributes = weakref.WeakKeyDictionary[nn.Module, dict[int, Attributes]]()
         self.named: set[str] = set()
         self._checked = weakref.WeakSet[nn.Module]()
-        # Whether gradients of earlier batches spend a step on the host, because memory ran out.
+        # Whether gradients of earlier batches move to the host in each step: memory ran out before.
         self.keeps_aside_on_host = False
 
     def check(self, model: nn.Module) -> None:
-        """Raise UserError if no step of ``model`` can start over. This is checked once."""
+        """Raise UserError if a step of ``model`` cannot start over. Each model is checked once."""
         if model in self._checked:
             return
         reason = why_not_again(model)
@@ -92,7 +92,7 @@ class PartStart:
         self._buffers.keep(module for module in modules if module.training)
 
     def restore(self) -> None:
-        """Go back to it."""
+        """Restore the state."""
         self._attributes.restore()
         self._buffers.restore()
         self._generators.restore()
@@ -101,13 +101,14 @@ class PartStart:
 class StepStart:
     """The state at the start of an optimizer step.
 
-    Existing gradients (of earlier batches) are kept aside, so that those of the step can be
-    dropped. `end` adds them again. A sum cannot be taken apart without rounding, so both must
-    exist. If memory is short, the earlier gradients move to the host until then. The step then
-    takes no more of the GPU than a step that adds to them in place. Zeros on the host are added to
-    in place, because they are easily made again. Without ``keeps_gradients`` all stay, for a
-    framework that drops them itself once the step has started. ``function`` may use other modules
-    in addition to ``models``, which learn.
+    Gradients of earlier batches are kept aside, so that the step's own gradients can be dropped.
+    `end` adds both up: a sum could not be taken apart again without rounding. If memory is short,
+    the earlier gradients move to the host until then. The step then needs no more GPU memory than a
+    step that adds to them in place. Zeros on the host stay where they are, because they are easily
+    restored.
+
+    Without ``keeps_gradients`` all gradients stay, for a framework that drops them itself once the
+    step has started. The step trains ``models``. ``function`` may use other modules as well.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class StepStart:
         self._attributes = [watch.attributes_with(models)]
         self.modules = with_modules_inside(self._attributes[0], modules)
         parameters = parameters_of(self.modules)
-        # each once
+        # each parameter once
         self._known = dict(zip(map(id, parameters), parameters, strict=True))
         self._versions = versions_of(list(self._known.values()))
         self.is_open = True
@@ -136,7 +137,7 @@ class StepStart:
         self._generators = GeneratorStates(generators)
         self._buffers = watch.buffers_with(models)
         self._buffers.keep(self.modules)
-        # last: from here on end() has to be called
+        # this comes last: from here on, end() has to be called
         self._lay_aside(self._known.values())
 
     def _lay_aside(self, parameters: Iterable[Tensor]) -> None:
@@ -173,7 +174,7 @@ class StepStart:
         return has_freed
 
     def notice(self, loss: Tensor) -> None:
-        """Take the parameters of ``loss``, whose gradients it is going to change, as the step's."""
+        """Add the parameters that ``loss`` depends on to the step, before its backward pass."""
         new = [parameter for parameter in leaves_of(loss) if id(parameter) not in self._known]
         self._known.update(zip(map(id, new), new, strict=True))
         self._versions += versions_of(new)
@@ -181,16 +182,16 @@ class StepStart:
 
     @property
     def named(self) -> set[str]:
-        """Which attributes a line has said that they cannot be put back."""
+        """The attributes that a log line has reported as impossible to restore."""
         return self._watch.named
 
     def parameters(self) -> list[Tensor]:
-        """Return what the step trains, each once."""
+        """Return the parameters that the step trains, each once."""
         parameters = (parameter for model in self.models for parameter in model.parameters())
         return list(dict.fromkeys(parameters))
 
     def make_gradients(self) -> None:
-        """Give every parameter a gradient of zeros, as in all parts of a step but the first."""
+        """Give every parameter a gradient, as in all parts of a step except the first."""
         for parameter in self.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -226,7 +227,7 @@ class StepStart:
         self._attributes.append(attributes)
 
     def enter_batch(self, number: int) -> None:
-        """Put back the attributes that there were at the start of a batch of the step."""
+        """Restore the attributes as they were at the start of a batch of the step."""
         self._attributes[number].restore()
 
     def end(self) -> None:

@@ -76,7 +76,7 @@ class LateFigures:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the host knows of updates after one more of them."""
+    """The host's knowledge of the updates so far."""
 
     # Whether the weights have changed in this update, or in the one before if the device decides.
     # The first such update counts as one that changed them.

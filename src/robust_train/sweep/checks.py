@@ -94,7 +94,8 @@ def _overrides(config: DictConfig) -> Iterator[list[str]]:
         with contextlib.suppress(Exception):
             override = parser.parse_override(line)
             values: Iterable[object] = ()
-            if isinstance(ends := override.value(), IntervalSweep):
+            ends = override.value()
+            if isinstance(ends, IntervalSweep):
                 values = (ends.start, ends.end)
             elif override.is_sweep_override():
                 values = override.sweep_string_iterator()
@@ -157,7 +158,7 @@ def direction_of(config: DictConfig) -> str:
     if not objective:
         objective = config.get("optimized_metric")
     if not objective and given is None and not settings.is_built_in:
-        # A trainer may return its loss, and a figure without a name shows no direction.
+        # The trainer may return its loss, and nothing shows the direction of an unnamed result.
         log.info("the largest result is best; sweep_direction=minimize says otherwise")
     if not (objective and SMALLEST_IS_BEST.search(str(objective).lower())):
         return MAXIMIZE

@@ -1,6 +1,7 @@
 """``hydra/launcher=gpu_queue``: a sweep's jobs side by side, each in a process of its own.
 
-It decides how many run at once. On which GPU a job runs is decided by the job's own launcher.
+Hydra's launcher plugin or one of our sweepers creates :class:`GpuQueue` in the sweep's process. It
+decides how many jobs run at once. Each job's own launcher decides on which GPU the job runs.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ _REFRESH_SECONDS = 0.5
 
 
 class Jobs:
-    """The jobs of a sweep. ``listed`` has their overrides by number. A search adds single jobs."""
+    """The jobs of a sweep. ``listed`` has their overrides by number. A search adds jobs singly."""
 
     prunes = False
     """Whether `reported` may stop a job."""
@@ -92,7 +93,7 @@ class Jobs:
 
     @property
     def is_over(self) -> bool:
-        """Whether no more job will come, now that none runs here."""
+        """Whether the sweep has no more jobs to start. Only read while no job runs."""
         return not self._waiting
 
     def next(self) -> tuple[int, Sequence[str]] | None:
@@ -101,11 +102,11 @@ class Jobs:
         return None if number is None else (number, self._waiting.pop(number))
 
     def reported(self, job: int, values: Sequence[ValueReported]) -> str:
-        """Read a job's reports. Returns the reason if it is stopped early, else empty."""
+        """Read a job's reports. Return the reason to stop it early, empty if there is none."""
         return ""
 
     def ended(self, row: SweepJob) -> None:
-        """Take how a job has ended."""
+        """Take note of a job that has ended."""
 
 
 class GpuQueue:
@@ -131,17 +132,17 @@ class GpuQueue:
         self._settings = unchecked(config)
         self.sweep = session.sweep
         self.folder = session.sweep.folder
-        # every job that is known, as it is; the sweep's table has those that left no folder
+        # the latest row of each job; the sweep's table needs it for jobs that left no folder
         self.rows = session.sweep.known
         self._jobs: Jobs
         self._reports: Reports
         self._packer: Packer | None = None  # if jobs share GPUs as they fit
         self._running: dict[int, ForkProcess] = {}
-        self._pruned: set[int] = set()  # or about to be
+        self._pruned: set[int] = set()  # jobs that were requested to end early
         self._signals = SignalWatch()
         self._received: deque[int] = deque()  # handled between two steps
         self._is_stopping = False
-        self._has_passed_on = False  # a signal
+        self._has_passed_on = False  # whether a signal has been sent to the jobs
         self._killed_at = math.inf
         self._next_show = 0.0
 
@@ -205,7 +206,7 @@ class GpuQueue:
                 try:
                     self._signals.raise_if_received()
                     goes_on = self._fill(slots)
-                    # while the first jobs start: a later one is a fork
+                    # while the first jobs start: later jobs are forks, and need not import it
                     html.prepare()
                     while goes_on:
                         self._poll(live)
@@ -217,7 +218,7 @@ class GpuQueue:
                         self._poll(live)
                     raise
             if self._signals.received:
-                # one more must not cost the table: until the sweep is finished
+                # until the sweep is finished: another signal would prevent its table
                 signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTIONS)
             self._signals.raise_if_received()
 
@@ -233,7 +234,7 @@ class GpuQueue:
         )
 
     def _fill(self, slots: int) -> bool:
-        """Start jobs while there is room, and return whether the sweep goes on."""
+        """Start jobs while there is room, and return whether the sweep continues."""
         while not (is_over := self._is_stopping or bool(self._received)):
             # robust-train sweep limit
             most = requested_sweep_limit(self.folder)
@@ -305,7 +306,7 @@ class GpuQueue:
         self._show(live)
         if self._packer is not None:
             self._packer.look([self.rows[number].path for number in self._running])
-        # until a job ends: its GPU is free, and the next one takes some time to start
+        # no longer than until a job ends: its GPU is free, and the next job starts slowly
         wait([process.sentinel for process in self._running.values()], _POLL_SECONDS)
         while self._received:
             self._pass_on(self._received.popleft())
@@ -328,14 +329,14 @@ class GpuQueue:
             self._running.clear()
 
     def _show(self, live: LiveLines) -> None:
-        """Show on a terminal how far the jobs are that run, twice a second."""
+        """Show the progress of the running jobs on a terminal, twice a second."""
         if live.area is None or time.monotonic() < self._next_show:
             return
         self._next_show = time.monotonic() + _REFRESH_SECONDS
         rows = dict(self.rows)
         for number in self._running:
             row = read_row(rows[number].path)
-            # before it has its folder's lock it looks as if it had died
+            # a job without its folder's lock yet looks as if it had died
             if row is not None and row.status != Status.DIED:
                 rows[number] = row
         shown = list(rows.values())
@@ -376,7 +377,7 @@ class GpuQueue:
         self._ended(row)
 
     def _ended(self, row: SweepJob) -> None:
-        """Read a job that has ended. It may end the sweep."""
+        """Take the row of a job that has ended. Its failure may end the sweep."""
         self.rows[row.job] = row
         if self._has_lost_folder():
             return
@@ -385,7 +386,7 @@ class GpuQueue:
             fail_fast(self._settings, row, self.folder)
 
     def _has_lost_folder(self) -> bool:
-        """Return whether another sweep has the folder by now, whose records are not ours."""
+        """Return whether another sweep has taken the folder, so that its records are not ours."""
         return is_anothers(self.folder, self.sweep.table.sweep)
 
     def _pass_on(self, signum: int) -> None:
@@ -402,7 +403,7 @@ class GpuQueue:
         self._is_stopping = True
         for process in self._running.values():
             if process.exitcode is None and process.pid is not None:
-                # one that it has received as well counts once
+                # a signal that the job has received directly as well counts once
                 os.kill(process.pid, forwarded(signum))
 
 
@@ -413,7 +414,7 @@ def start_job(work: Callable[[], int], log_path: Path, detach: Callable[[], None
     A fork without torch, because the task function may live in a script that cannot be imported.
     """
     with contextlib.suppress(ValueError):  # outside the main thread
-        # ignored by whoever has started the sweep, it would cost the exit codes
+        # an ignored SIGCHLD, inherited from whoever started the sweep, would cost the exit codes
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # no signal may come between the fork and the child's own handlers
     signals = (*FORWARDED, *FORWARDED.values())
@@ -449,7 +450,7 @@ def start_job(work: Callable[[], int], log_path: Path, detach: Callable[[], None
 
 
 def _receive(signum: int, frame: FrameType | None) -> None:
-    """Act as the forwarded signal does, while no job watches them."""
+    """Act like the original of a forwarded signal, while no `SignalWatch` is active."""
     os.kill(os.getpid(), FORWARDED[signum])
 
 
@@ -458,9 +459,9 @@ def jobs_at_once(
 ) -> int:
     """Return how many of a sweep's ``jobs`` run side by side.
 
-    Without ``n_jobs`` as many as fit on the GPUs: more would only wait behind their own siblings
-    while their ``gpu_wait_timeout_minutes`` run. Without GPUs half the CPU cores, because a job on
-    the CPU uses several.
+    Without ``n_jobs``, as many run as fit on the GPUs: more would only wait for their siblings, and
+    use up their ``gpu_wait_timeout_minutes``. Without GPUs, the number is half that of the CPU
+    cores, because a job on the CPU uses several.
     """
     on_gpus = gpus * wanted.gpu_jobs_per_device // wanted.num_gpus
     if not n_jobs:
@@ -491,7 +492,7 @@ def read_totals(wanted: RobustConfig) -> Mapping[str, int]:
     with open(read_end) as pipe:
         answer = pipe.read() or "{}"
     given = json.loads(answer)
-    if given is None:  # the driver is not waited for any longer
+    if given is None:  # the driver hangs, so the child is not waited for
         log.warning(
             "the NVIDIA driver has not answered and may be wedged: this sweep does not count its "
             "GPUs; hydra.launcher.n_jobs chooses how many jobs run at once"

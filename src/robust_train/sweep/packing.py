@@ -1,7 +1,7 @@
-"""How many jobs of a sweep share its GPUs (``gpu_jobs_per_device=auto``).
+"""Decides how many jobs of a sweep share its GPUs (``gpu_jobs_per_device=auto``).
 
-The decision is pure: :class:`Packing` and :class:`Look`. :class:`Packer` looks at the host's queue
-and at the jobs' run folders, and asks for it.
+:class:`.gpu_queue.GpuQueue` calls `Packer` in the sweep's process. `Packer` reads the host's queue
+and the jobs' run folders into a `Look`, and `Packing` decides. The decision is pure.
 """
 
 from __future__ import annotations
@@ -23,40 +23,41 @@ from robust_train.queue.registry import QueuedJob, Registry
 log = logging.getLogger("robust_train")
 
 _GAIN = 0.25
-"""The part of their share of the speed that added jobs must bring, or no more are added."""
+"""Added jobs must bring at least this share of a proportional speed-up, or no more are added."""
 
 _LOOK_SECONDS = 1.0
-_STAGE_SECONDS = 10.0  # for which the speed of a number of jobs is measured
+_STAGE_SECONDS = 10.0  # how long the speed of a number of jobs is measured
 _BATCH = re.compile(r"\+*(?:robust\.)?training\.batch_size=(\d+)")
 
 
 @dataclass(frozen=True)
 class Look:
-    """The jobs of a sweep at one moment."""
+    """A snapshot of a sweep's jobs."""
 
     on_gpus: int  # jobs that have their GPUs
     waiting: int = 0  # jobs that have started and wait for a GPU
-    measured: int = 0  # of those on GPUs: their memory is measured, so they accept others
+    measured: int = 0  # jobs on GPUs whose memory is measured, so that they accept others
     room: int = 0  # further jobs that fit beside them by memory
-    # samples per second over all of them; None until they are measured, or if jobs report no steps
+    # Samples per second over all jobs. None until it is measured, or if jobs report no steps.
     rate: float | None = None
     is_silent: bool = False  # jobs report no steps, so their speed will never be known
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How many jobs may run at once, and what was learned of it."""
+    """How many jobs may run at once, and the speeds that decide it."""
 
-    least: int  # with one job per GPU
+    least: int  # the number of jobs with one per GPU
     limit: int
-    rates: Mapping[int, float] = field(default_factory=dict)  # by the number of jobs
-    is_saturated: bool = False  # more jobs are not faster together
+    # Samples per second, by the number of jobs.
+    rates: Mapping[int, float] = field(default_factory=dict)
+    is_saturated: bool = False  # more jobs do not raise the total speed
 
     def after(self, look: Look) -> Packing:
         """Return the packing after a look at the jobs.
 
-        Jobs are added only while all that may run have GPUs, memory has room for more, and the
-        last ones added have made all of them faster together.
+        Jobs are added only while all jobs that may run have GPUs, memory has room for more, and the
+        jobs added last have raised the total speed.
         """
         is_complete = look.on_gpus == self.limit and not look.waiting
         if self.is_saturated or not is_complete or not look.measured:
@@ -71,12 +72,12 @@ class Packing:
         return replace(self, rates=rates).with_more(look)
 
     def with_more(self, look: Look) -> Packing:
-        """Return the packing with up to one more job per GPU, as far as memory has room."""
+        """Return the packing with up to one further job per GPU, as far as memory has room."""
         return replace(self, limit=self.limit + min(self.least, max(look.room, 0)))
 
 
 def room_for(need_bytes: int, totals: Mapping[str, int], jobs: Iterable[QueuedJob]) -> int:
-    """Return how many further jobs that need this much each fit on GPUs beside the host's jobs.
+    """Return how many further jobs of this need fit on the GPUs next to the host's jobs.
 
     A job that accepts no others on its GPU leaves no room there.
     """
@@ -93,7 +94,7 @@ def room_for(need_bytes: int, totals: Mapping[str, int], jobs: Iterable[QueuedJo
 
 
 def largest_first(listed: Mapping[int, Sequence[str]]) -> dict[int, Sequence[str]]:
-    """Return jobs with the largest micro-batches in front, as far as their overrides name them.
+    """Return jobs with the largest micro-batches first, and jobs whose overrides name none last.
 
     Large jobs that come last would find no GPU with enough room, and run alone at the end.
     """
@@ -107,12 +108,12 @@ def _micro_batch(overrides: Sequence[str]) -> int:
 
 
 class Packer:
-    """Looks at the jobs of a sweep that run, and says how many may run at once.
+    """Watches the running jobs of a sweep, and decides how many may run at once.
 
     Args:
-        settings: of the sweep's jobs.
-        least: how many run at once with one job per GPU.
-        totals: memory of the GPUs by UUID.
+        settings: the settings of the sweep's jobs.
+        least: the number of jobs at once with one job per GPU.
+        totals: memory of the GPUs in bytes, by UUID.
     """
 
     def __init__(self, settings: RobustConfig, least: int, totals: Mapping[str, int]) -> None:
@@ -131,7 +132,7 @@ class Packer:
             log.warning("gpu_jobs_per_device=auto needs GPUs and their queue: one job per GPU")
 
     def look(self, folders: Sequence[Path]) -> None:
-        """Look at the jobs in these run folders, if it is time to."""
+        """Look at the jobs in these run folders, if the next look is due."""
         now = time.monotonic()
         if self._registry is None or now < self._next_look:
             return
@@ -151,7 +152,7 @@ class Packer:
         log.info("%d jobs %s from here on", self.packing.limit, how)
 
     def _look_at(self, folders: Sequence[Path], jobs: Sequence[QueuedJob], now: float) -> Look:
-        """Return what the queue and the run folders say."""
+        """Read the queue and the run folders."""
         ours = {os.path.realpath(folder): folder for folder in folders}
         running = [job for job in jobs if os.path.realpath(job.run_dir) in ours and job.gpus]
         measured = [job for job in running if job.jobs_per_device > 1]
@@ -175,9 +176,10 @@ class Packer:
     def _rate(
         self, running: Sequence[QueuedJob], states: Sequence[RunState | None], now: float
     ) -> float | None:
-        """Return the samples per second since as many jobs run as may; None if that is too short.
+        """Return the samples per second since the limit of jobs was reached.
 
-        A job that ends and one that takes its place count with what they did in that time.
+        A job that ended in that time and the job that replaced it both count. None if the time is
+        too short.
         """
         samples = {
             job.run_dir: _samples_of(state) for job, state in zip(running, states, strict=True)

@@ -1,7 +1,8 @@
 """A sweep on disk: ``sweep_job.json`` in each job's run folder, and ``sweep.json`` of all jobs.
 
-A job has a single record, folded from its run folder, whichever launcher ran it. The screen and
-commands show it, and a later launch of the sweep reads it.
+A job has a single record, folded from its run folder, whichever launcher ran it. ``sweep.session``
+and ``sweep.gpu_queue`` write it, the screen and commands show it, and a later launch of the sweep
+reads it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ log = logging.getLogger("robust_train")
 JOB_FILE = "sweep_job.json"
 STUDY_FILE = "study.jsonl"
 STUDY = "sweep"
-_LINK = "job-"  # and its number, of one that lies elsewhere
+_LINK = "job-"  # with its number: a link to a job that lies elsewhere
 INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _OF_THE_SWEEP = re.compile(
     r"\+{0,2}(robust\.)?(sweep_(direction|fail_fast|patience)|resume|detach|notify\.\w+|"
@@ -73,26 +74,26 @@ class Status:
 
 @dataclass(frozen=True)
 class SweepJob:
-    """One job of a sweep, as ``sweep.json`` has it, or None if unknown or not yet."""
+    """One job of a sweep, as in ``sweep.json``. None means unknown or absent."""
 
     job: int  # its number
     overrides: tuple[str, ...]
-    sweep: str = ""  # the launch of the sweep that ran it, or reused it
+    sweep: str = ""  # the id of the sweep's launch that ran or reused it
     status: str = Status.STARTED
-    exit_code: int | None = None  # that of the job if it had run alone
-    attempts: int = 0  # number in all its launches
+    exit_code: int | None = None  # the exit code as if the job had run alone
+    attempts: int = 0  # number of attempts in all its launches
     devices: tuple[str, ...] = ()  # devices of the attempts, in order, each once
     batch_size: int | None = None  # micro-batch size of the last attempt
-    step: int | None = None  # the last one that it reported, of `total_steps`
+    step: int | None = None  # the last reported step, of `total_steps`
     total_steps: int | None = None
     result: Any = None  # the objective
     wall_seconds: float | None = None
-    wait_seconds: float | None = None  # the part of them spent waiting for a GPU
+    wait_seconds: float | None = None  # the part of it spent waiting for a GPU
     reused: bool = False  # completed in an earlier launch of the sweep
-    # one sentence for any end but `completed`; of that only if it is in doubt
+    # one sentence for any end except `completed`, which has one only if it is in doubt
     reason: str | None = None
     folder: str | None = None  # None: not started
-    # the number of what was tried, which `repeat` jobs share
+    # the number of the combination, which `repeat` jobs share
     trial: int | None = None
 
     @property
@@ -112,7 +113,7 @@ class SweepJob:
 
     @property
     def is_pruned(self) -> bool:
-        """Whether it was ended early: it is over, and its result is none."""
+        """Whether it was ended early: it is over, and has no result."""
         return self.status == Status.PRUNED
 
     @property
@@ -131,19 +132,19 @@ class SweepJob:
 
     @property
     def why(self) -> str | None:
-        """Its reason, or why the result of a job that completed has no rank."""
+        """The reason for its end, or why the result of a completed job cannot be ranked."""
         if self.reason or not self.has_completed or self.value is not None:
             return self.reason
         result = self.result
         what = "not a number"
-        # NaN differs from itself; of an integer that no float holds isnan() makes an error
+        # NaN differs from itself; isnan() would raise for an integer that no float holds
         if isinstance(result, (int, float)) and result == result:
             what = "not finite"
         return f"its result is {what}: {shortened(repr(result), 100)}"
 
     def varies_as(self, other: SweepJob) -> bool:
-        """Return whether the overrides are those of the other, whatever their order, and how they
-        are resumed."""
+        """Return whether the other job computes the same: the order of overrides does not matter,
+        nor how a job is run."""
         ours, others = map(of_jobs, (self.overrides, other.overrides))
         return sorted(ours) == sorted(others)
 
@@ -173,7 +174,7 @@ class SweepJob:
 
     @classmethod
     def parse(cls, content: Any) -> SweepJob:
-        """Return the job of a file's content. Raises MalformedEventError if it is none."""
+        """Return the job in a file's content. Raises MalformedEventError if there is none."""
         return from_json(cls, with_lacked_by_json(content))
 
 
@@ -185,7 +186,7 @@ def begun(job: SweepJob, earlier: SweepJob | None, *, resume: bool) -> tuple[Swe
     """
     if earlier is None:
         return job, resume
-    # resumed anyway: put back into the queue by Slurm
+    # the same launch: Slurm put the job back into its queue, so it resumes anyway
     stays = job.varies_as(earlier) and (resume or earlier.sweep == job.sweep)
     if not stays or not (earlier.has_completed or earlier.is_pruned):
         return job, stays
@@ -194,21 +195,21 @@ def begun(job: SweepJob, earlier: SweepJob | None, *, resume: bool) -> tuple[Swe
 
 
 def read_record(folder: Path) -> SweepJob | None:
-    """Return the record in a run folder, or None if there is none that can be read."""
+    """Return the record in a run folder, or None if it cannot be read."""
     with contextlib.suppress(MalformedEventError):
         return SweepJob.parse(read_object(folder / JOB_FILE))
     return None
 
 
 def read_row(folder: Path) -> SweepJob | None:
-    """Return the job in ``folder`` as it is now, or None if there is none that can be read."""
+    """Return the job in ``folder`` as it is now, or None if its record cannot be read."""
     record = read_record(folder)
     return None if record is None else row_of(record, folder)
 
 
 def row_of(job: SweepJob, folder: Path, returncode: int | None = None) -> SweepJob:
-    """Return a job of which this is the record as it is now, however it has ended. ``returncode``
-    is of its process, for whoever knows that it has ended."""
+    """Return the job of this record as it is now, by its run folder. ``returncode`` is the exit
+    code of its process, if the caller knows that the process has ended."""
     summary = read_summary(folder)
     attempts = tuple[Attempt, ...]()
     state = read_state(folder)
@@ -346,7 +347,7 @@ class SweepTable:
 
 
 def read_table(folder: Path) -> SweepTable | None:
-    """Return the table in a sweep folder, or None if there is none that can be read."""
+    """Return the table in a sweep folder, or None if it cannot be read."""
     with contextlib.suppress(MalformedEventError):
         return from_json(SweepTable, read_object(folder / SWEEP_FILE))
     return None

@@ -1,7 +1,8 @@
 """A search: Optuna chooses the next trial, each time a job can start.
 
-The study is a single file in the sweep's folder. A later launch that continues it reads its trials
-there.
+:class:`.gpu_queue.GpuQueue` asks for jobs and reports their ends, in the process of the sweep. The
+study is a single file in the sweep's folder, where a later launch that continues it finds the
+trials.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Search(Jobs):
         self._fixed = fixed
         self._seeds = seeds
         self.most = settings.n_trials * len(seeds)
-        self._had: dict[int, Trial] = {}  # trials that this launch has run
+        self._had: dict[int, Trial] = {}  # trials that this launch has started, by number
         # ended jobs of each of them
         self._rows: dict[int, list[SweepJob]] = {}
         self._is_over = False
@@ -103,31 +104,32 @@ class Search(Jobs):
             )
         for name, value in begun.items():
             self._study.set_user_attr(name, value)
-        # the jobs of trials that ended in an earlier launch are a part of this one
-        over = {trial.number for trial in self._trials() if trial.state.is_finished()}
-        sweep = queue.sweep.table.sweep
-        drawn = (*self._space, *(seed.partition("=")[0] for seed in seeds[0]))
+        self._adopt_ended_trials(queue.sweep.table.sweep)
+
+    def _adopt_ended_trials(self, sweep: str) -> None:
+        """Add the jobs of trials that ended in an earlier launch to this launch, and warn if they
+        had other overrides."""
+        ended = {trial.number for trial in self._trials() if trial.state.is_finished()}
+        seed_keys = [seed.partition("=")[0] for seed in self._seeds[0]]
+        drawn = (*self._space, *seed_keys)
         changed = set[str]()
         for folder in job_folders(self._folder):
             row = read_row(folder)
-            if row and row.trial in over and row.sweep != sweep:
+            if row and row.trial in ended and row.sweep != sweep:
                 replace(row, sweep=sweep, reused=True).write(folder)
-                changed |= {*fixed} ^ {
-                    override
-                    for override in row.overrides
-                    if override.partition("=")[0] not in drawn
-                }
+                before = {word for word in row.overrides if word.partition("=")[0] not in drawn}
+                changed |= before ^ {*self._fixed}
         others = public_command(of_jobs(sorted(changed)))
         if others:
             log.warning(
-                "the trials that are over count, though not all had the same overrides (%s); "
+                "trials that have ended count, though not all had the same overrides (%s); "
                 "another hydra.sweep.dir begins a new search",
                 " ".join(others),
             )
 
     @property
     def is_over(self) -> bool:
-        """Whether all trials have ended, or have been tried here."""
+        """Whether there is no further job: each trial has ended, or was started here."""
         return self._is_over and not self._waiting
 
     def next(self) -> tuple[int, Sequence[str]] | None:
@@ -164,7 +166,7 @@ class Search(Jobs):
             return None
         for name, space in self._space.items():
             try:
-                # also if its launcher was killed before it had all of them
+                # a trial of a launcher that was killed may lack some of its values
                 suggest(trial, name, space)
             except ValueError as error:
                 problem = f"{name}: {error}; choose another hydra.sweep.dir"
@@ -172,7 +174,7 @@ class Search(Jobs):
         return trial
 
     def _sampler(self, trial: int) -> Any:
-        """Return a sampler of the trial's own: what it draws is the same after a kill."""
+        """Return a sampler for this trial alone, so that it draws the same values after a kill."""
         wanted = dict(self._settings.sampler or {})
         if wanted.get("seed") is not None:
             seed = int(wanted["seed"]) * _SEEDS_APART + trial
@@ -186,7 +188,7 @@ class Search(Jobs):
         trial = self._had[job]
         reported = self._trials()[job].intermediate_values
         for event in values:
-            # reported before it was resumed; and Optuna counts from 0
+            # the job reported it before it was resumed, or Optuna refuses the step
             if event.step in reported or event.step < 0:
                 continue
             trial.report(event.value, event.step)
@@ -201,7 +203,7 @@ class Search(Jobs):
         rows = self._rows[row.trial]
         rows.append(row)
         is_whole = len(rows) == len(self._seeds)
-        if is_whole and all(map(_is_final, rows)):  # else it can go on later
+        if is_whole and all(map(_is_final, rows)):  # else it can continue later
             self._tell(self._had[row.trial], rows)
 
     def _tell(self, trial: Trial, rows: Sequence[SweepJob]) -> None:
@@ -231,7 +233,7 @@ def drop_torn_line(path: Path) -> None:
 def _made(wanted: Any) -> Any:
     """Return the sampler or pruner that its ``_target_`` creates. Its arguments may have a
     ``_target_`` too."""
-    # not by Hydra's `instantiate`, which asks from 1.4 on for a list of what may be made
+    # not with Hydra's `instantiate`, which from 1.4 on needs a list of allowed targets
     if isinstance(wanted, list):
         return [_made(each) for each in wanted]
     if not isinstance(wanted, dict):
@@ -249,7 +251,7 @@ def _made(wanted: Any) -> Any:
 
 
 def _is_final(row: SweepJob) -> bool:
-    """Return whether another launch would end alike."""
+    """Return whether the job would end the same way in another launch."""
     if row.status in (Status.FAILED, Status.REFUSED):
         return row.exit_code != EXIT_TRY_LATER
     return row.has_completed or row.is_pruned

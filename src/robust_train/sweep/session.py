@@ -1,6 +1,11 @@
 """The job, or the sweep with its jobs, that Hydra runs in this process, and its end.
 
-A single `session` exists, because Hydra itself creates the callback and calls the task.
+Hydra creates :class:`SweepCallback` and calls it in this order. ``on_multirun_start`` begins a
+sweep in the sweep's process. ``on_job_start`` and ``on_job_end`` record each job in the process
+that runs it: the sweep's, a fork of it, or one that joblib or submitit started. ``on_multirun_end``
+shows the table and sets the exit code. Without a sweep, ``on_run_start`` comes first instead.
+
+All share the process's only `session`, because Hydra creates the callback and calls the task.
 """
 
 from __future__ import annotations
@@ -124,7 +129,7 @@ class Sweep:
             log.error(LOST, folder)
             return exit_code_of(rows) or EXIT_FAILED
         if all(row.status == Status.NOT_STARTED for row in rows):
-            # one of an earlier launch has its command
+            # With jobs of an earlier launch, the file stays: it holds the command to resume them.
             if not any(job_folders(folder)):
                 with contextlib.suppress(OSError):
                     (folder / SWEEP_FILE).unlink()
@@ -156,7 +161,7 @@ class Sweep:
             how = f"robust-train resume {shlex.quote(str(folder))}"
             if table.resume_command is None:
                 how = repeated_with(f"hydra.sweep.dir={folder}")
-            lines.append(f"to go on: {how}")
+            lines.append(f"to continue: {how}")
         # not through logging: after an interruption that may still write into a job's log file
         with contextlib.suppress(OSError, ValueError):
             print("\n".join(map(one_line, lines)), flush=True)
@@ -407,7 +412,7 @@ class SweepCallback(Callback):
         except ConfigError as error:
             _end(error)
         except Exception:
-            # Hydra would warn, and run a sweep of which there is no record
+            # Otherwise Hydra would only warn, and run a sweep that leaves no record.
             traceback.print_exc()
             raise SystemExit(EXIT_FAILED) from None
 

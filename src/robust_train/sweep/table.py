@@ -1,4 +1,8 @@
-"""A sweep's jobs as tables: on the screen, while they run and at the end, and as ``sweep.csv``."""
+"""Formats a sweep's jobs: tables for the screen, during the sweep and after it, and ``sweep.csv``.
+
+Pure. The sweep's own process uses it, and so do the commands that list jobs, such as
+``robust-train ps``.
+"""
 
 from __future__ import annotations
 

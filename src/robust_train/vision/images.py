@@ -198,7 +198,7 @@ def read_batches(
         prefetch_factor=training.prefetch_factor if training.num_workers else None,
         pin_memory=pinned,
         collate_fn=collate,
-        # the loader draws a seed; from dropout's generator it would change a resumed epoch
+        # drawing the loader's seed from dropout's generator would change a resumed epoch
         generator=torch.Generator(),
         worker_init_fn=_prepare_worker,
     )

@@ -3,6 +3,9 @@
 As in `schema`, each is declared here once: ``just keys`` writes
 ``configs/robust/model/``, ``configs/robust/dataset/image_folder.yaml`` and the tables of
 ``docs/built-in-trainer.md``.
+
+In every process that composes a config, `register` makes Hydra check them. The attempt's process
+calls the other functions.
 """
 
 from __future__ import annotations
@@ -189,7 +192,7 @@ def logger_of(cfg: DictConfig) -> str:
 
 
 def preload_modules(cfg: DictConfig) -> list[str]:
-    """Return the modules that this config imports, early, while a job waits. None touches CUDA."""
+    """Return the modules that an interpreter imports while the job waits. None touches CUDA."""
     check_config(cfg)
     # every torch optimizer imports torch._dynamo when it is built: more than a second
     modules = ["numpy", "PIL.Image", "torch._dynamo", "torchvision.transforms.v2"]

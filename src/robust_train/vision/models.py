@@ -1,4 +1,7 @@
-"""The models by the name in ``model=…``, the part of them that is trained, and their weights."""
+"""The models that ``model=…`` names, the part of each that is trained, and their weights.
+
+:mod:`.trainer` builds and restores them, in the process that trains.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,8 @@ _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 _CONTAINERS = ("state_dict", "model", "model_state_dict")
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
+# For `SmallCnn`: the image size if neither the config nor the data set has one, the least size of
+# the last stage's map, and limits of depth and width.
 _PHOTOGRAPH_SIZE = 64
 _LEAST_MAP_SIZE = 4
 _MOST_STAGES = 5
@@ -143,7 +148,7 @@ class LinearProbe(nn.Module):
 
 
 def add_lora(module: nn.Module, cfg: Any) -> nn.Module:
-    """Add low-rank adapters (Hu et al. 2021, arXiv:2106.09685) by peft in ``cfg.target_modules``.
+    """Add peft's low-rank adapters (Hu et al. 2021, arXiv:2106.09685) to ``cfg.target_modules``.
     The classifier is trained too, and everything else is frozen."""
     peft = require("peft", "model=lora")
     heads = classifier_names(module)
@@ -200,7 +205,7 @@ def trained_state(module: nn.Module) -> dict[str, Tensor]:
     trained: set[str] = set()
     for prefix, layer in module.named_modules():
         parameters = dict(layer.named_parameters(prefix, recurse=False))
-        # statistics without weights beside them move in training as well
+        # a BatchNorm without weights of its own still updates its statistics in training
         has_statistics = isinstance(layer, _BATCH_NORMS) and not parameters
         if has_statistics or any(p.requires_grad for p in parameters.values()):
             trained.update(name for name, p in parameters.items() if p.requires_grad)
@@ -289,8 +294,8 @@ def _check_patches(cfg: Any, model: nn.Module) -> None:
 
 
 def _check_hub(backbone: str, repository: str | None) -> None:
-    """Find out within seconds that the hub is unreachable. Its client tries for 46 s (version
-    2.4)."""
+    """Raise OSError within seconds if the hub is unreachable. Its own client (version 2.4) keeps
+    trying for 46 s."""
     hub = require("huggingface_hub", f"model.backbone={backbone}")
     if repository is None or hub.constants.HF_HUB_OFFLINE:
         return
@@ -333,13 +338,13 @@ def _load_weights(model: nn.Module, cfg: Any, *, heads: tuple[str, ...]) -> None
         else:
             raise ConfigError(
                 f"{key}: {name} has shape {tuple(tensor.shape)}, this model "
-                f"needs {tuple(expected[name].shape)}; choose the model that the file is of"
+                f"needs {tuple(expected[name].shape)}; choose the model that the file belongs to"
             )
     missing = [name for name in expected if name not in fitting and not name.startswith(of_head)]
     if missing:
         raise ConfigError(
             f"{key}: lacks {len(missing)} of this model's {len(expected)} tensors, "
-            f"{missing[0]} is the first; choose the model that the file is of"
+            f"{missing[0]} is the first; choose the model that the file belongs to"
         )
     model.load_state_dict(fitting, strict=False)
 
@@ -352,7 +357,7 @@ def _read(path: Path, key: str) -> dict[str, Tensor]:
         load = require("safetensors.torch", key).load_file
     try:
         content: Any = load(path)
-    except (OSError, MemoryError):  # the disk's and the host's, not the file's
+    except (OSError, MemoryError):  # the fault of the disk or the host, not of the file
         raise
     except Exception as error:
         reason = first_line(error)[:120]

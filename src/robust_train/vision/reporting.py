@@ -1,4 +1,8 @@
-"""Report a run's progress: screen, launcher, and curves for TensorBoard."""
+"""Reports a run's progress to the screen, to the launcher, and to TensorBoard.
+
+`vision.trainer.train` creates a `Reporter` in the process of each rank. Only the main rank draws
+curves.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +29,11 @@ _READING_INTERVAL_SECONDS = 1.0
 
 
 class Reporter:
-    """Report steps and epochs. A context manager: it owns the curves.
+    """Reports steps and epochs. As a context manager it closes the curves.
 
-    Every ``log_every_steps`` steps are a log line, unless the launcher shows them on a terminal.
+    It logs a line every ``log_every_steps`` steps, unless the launcher shows them on a terminal.
     Reading the loss waits for the device, so it is read only then and once a second. The reported
-    value is its mean since the last report.
+    value is the mean since the last of these steps.
     """
 
     def __init__(self, run: Run, cfg: DictConfig) -> None:
@@ -90,7 +94,7 @@ class Reporter:
             self._unsent = {}
 
     def epoch_begins(self) -> None:
-        """Start the clock of the epoch's line."""
+        """Start to measure the time of an epoch for its log line."""
         self._epoch_started = time.monotonic()
 
     def epoch(self, position: EpochPosition, train_loss: float, score: Score) -> None:
@@ -122,11 +126,11 @@ class Reporter:
     def _drawing(self) -> Iterator[None]:
         try:
             yield
-        # a disk that is full
+        # for example, a full disk
         except Exception as error:
             self._board = None
             log.warning(
-                "logger=%s: %s; training goes on without",
+                "logger=%s: %s; training continues without",
                 self._cfg.get("logger"),
                 first_line(error),
             )
@@ -142,5 +146,5 @@ def _open_board(cfg: DictConfig, run: Run, step: int) -> SummaryWriter | None:
     except ImportError:
         log.info('no TensorBoard scalars: pip install "robust-train[vision]"')
         return None
-    # a resumed run draws over the steps that were lost
+    # TensorBoard drops the points of steps that were lost: the resumed run repeats those steps.
     return SummaryWriter(str(run.run_dir / "tensorboard"), purge_step=step + 1 if step else None)

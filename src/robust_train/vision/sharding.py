@@ -63,8 +63,8 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def folder_writer() -> Callable[[Content, Path], Path]:
-    """Return what writes a checkpoint of all ranks' shards, also while training goes on. Every rank
-    has to call it."""
+    """Return a function that writes a checkpoint of all ranks' shards, also while training
+    continues. Every rank has to call it."""
     group: Any = dist.new_group(backend="gloo")  # a separate group
     return partial(write_shards, group)
 
@@ -74,7 +74,7 @@ def whole(weights: dict[str, Tensor], *, keeps: bool) -> dict[str, Any]:
     rank with ``keeps`` gets them, others get None."""
 
     def gathered(_: str, tensor: Any) -> Any:
-        # one at a time: a rank holds one whole tensor beside its share
+        # one at a time: a rank holds only one whole tensor in addition to its share
         full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         return full.cpu() if keeps else None
 
@@ -101,9 +101,17 @@ def shares(model: nn.Module, optimizer: torch.optim.Optimizer) -> Share:
 
 
 def write_shards(group: dist.ProcessGroup, content: Content, path: Path) -> Path:
-    """Write a folder that appears once all ranks of ``group`` have written. All have to call it.
-    Returns its path, which the first rank chooses: ``path-again`` if ``path`` exists already.
-    Raises CheckpointError on all ranks if a rank cannot write, and then leaves no files."""
+    """Write all ranks' shards into a folder, which appears once all of them have written.
+
+    Every rank of ``group`` has to call this.
+
+    Returns:
+        the folder's path. Only the first rank's is right: if ``path`` exists, it is ``path-again``.
+
+    Raises:
+        CheckpointError: a rank cannot write. All ranks raise it, and no files are left.
+        RankFailure: another rank failed for another reason.
+    """
     shards: dict[str, Tensor] = {}
 
     def set_apart(name: str, tensor: Tensor) -> Tensor:
@@ -132,7 +140,7 @@ def write_shards(group: dist.ProcessGroup, content: Content, path: Path) -> Path
 
 class _FolderWriter(FileSystemWriter):
     def __init__(self, path: Path, values: Content) -> None:
-        # copies ahead begin in the current stream, so in a thread on the first GPU
+        # Copying ahead would use the writer thread's current stream, which is the first GPU's.
         temporary = path.with_name(f".{path.name}.tmp")
         super().__init__(temporary, per_thread_copy_ahead=0, sync_files=False)
         self.final = path
@@ -143,7 +151,7 @@ class _FolderWriter(FileSystemWriter):
         with system_errors():
             written = super().write_data(plan, planner)
         for name in {result.storage_data.relative_path for result in written.wait()}:
-            # not every disk can; torch would fail there
+            # torch's own sync_files would fail on file systems that cannot sync.
             sync(Path(self.path, name))
         return written
 

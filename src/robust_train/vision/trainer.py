@@ -1,7 +1,7 @@
 """The built-in trainer, ``trainer=image_classification``.
 
-Open the data, build the model, resume from a checkpoint if there is one, train and validate epoch
-by epoch, save, test.
+The attempt's runner calls `train` in the process of each rank: open the data, build the model,
+resume from a checkpoint if any, train and validate epoch by epoch, save, test.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def train(cfg: DictConfig, run: Run) -> dict[str, float | str]:
         training.resume()
         training.fit()
         result = training.finish()
-    # not after a failure: it would wait for ranks that have gone
+    # not after a failure: it would wait for ranks that have ended
     if run.world_size > 1:
         dist.destroy_process_group()
     return result
@@ -136,7 +136,7 @@ class Training:
             self.net.parameters(),
             lr=training.lr,
             weight_decay=training.weight_decay,
-            # a scaler's overflows have to be known before a step is counted
+            # a scaler must report an overflow before the step is counted
             fused=device.type == "cuda"
             and not self.is_sharded
             and not self.precision.scaler.is_enabled(),
@@ -257,7 +257,7 @@ class Training:
             self.epoch_loss = LossAverage()
 
     def _keep_if_best(self, score: Score) -> None:
-        """Keep the weights if no epoch before was as good. All ranks call it."""
+        """Keep the weights if this epoch is the best so far. All ranks call it."""
         best = Best(score.accuracy, self.position.step, "validation_accuracy")
         if not best.is_better_than(self.best):
             return
@@ -269,7 +269,7 @@ class Training:
                 write_atomically(weights, folder / BEST_NAME)
                 record_best(folder, best)
             except (CheckpointError, OSError) as error:
-                log.warning("%s; training goes on without these weights as the best", error)
+                log.warning("%s; training continues without these weights as the best", error)
 
     def _train_epoch(self) -> None:
         """Train the epoch's steps from the current position on."""
@@ -301,17 +301,17 @@ class Training:
             position.samples += samples
             if is_step:
                 position.step += 1
-            # a fused optimizer's answer is that of the step before
+            # for a fused optimizer, `is_step` tells whether the previous step was one
             if is_step or decides_late:
                 leaves_out = live_of(run).losses.leaves_out
                 self.epoch_loss.add(loss, samples, finite=leaves_out)
                 self.reporter.step(position, loss, samples, lr, finite=leaves_out)
-            # first, because what is due then would be saved twice
+            # a stop comes first: a checkpoint that is due as well would be saved twice
             if run.should_stop():
                 self._save_and_stop()
             if run.should_save():
                 self._save(in_background=True)
-        # validation may last
+        # validation may take long
         live_of(run).saves.finish()
 
     def _batches(
@@ -357,8 +357,8 @@ class Training:
     def _evaluate(self, source: Images) -> Score:
         """Score the model, and stop if requested.
 
-        With several ranks, each scores its share, and all get the total. The model has no wrapper,
-        in which the ranks would wait for each other.
+        With several ranks, each scores its share, and all get the total. The model runs without its
+        wrapper, in which the ranks would wait for each other.
         """
         run = self.run
         size = self.plan.at_once
@@ -450,7 +450,7 @@ class Training:
         return torch.cuda.get_device_name(self.device) if kind == "cuda" else kind
 
     def _identity(self) -> dict[str, str]:
-        """Return what a checkpoint has in common with any run that may resume from it."""
+        """Return the values that a checkpoint must share with a run that resumes from it."""
         identity = {
             "seed": str(self.cfg.seed),
             "training samples": str(self.plan.num_samples),
@@ -480,9 +480,9 @@ class Training:
             )
 
     def _weights(self, **scores: float) -> dict[str, Any]:
-        """Return the trained weights for a file of their own. All ranks call it."""
+        """Return the content of a file with the trained weights. All ranks call it."""
         weights: Any = models.trained_state(self.net)
-        if self.is_sharded:  # whole on the main rank
+        if self.is_sharded:  # only the main rank gets the whole weights
             weights = sharding.whole(weights, keeps=self.run.is_main)
         return {
             "model": weights,

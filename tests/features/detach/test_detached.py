@@ -1,4 +1,4 @@
-"""Jobs that go on in the background."""
+"""Jobs that continue in the background."""
 
 import contextlib
 import json
@@ -35,7 +35,7 @@ def test_a_detached_job_outlives_its_terminal(world, capfdbinary):
     code, shown = run_at_a_terminal(command, world.environ, cwd=world.folder)
     assert code == 0, shown
     live = choose_run(None)
-    for line in ("goes on in the background as", f"robust-train logs -f {live.id}"):
+    for line in ("continues in the background as", f"robust-train logs -f {live.id}"):
         assert line in shown
     assert "\x1b" not in shown
     launcher = psutil.Process(live.pid)
@@ -60,7 +60,7 @@ def test_what_cannot_run_is_refused_in_the_foreground(tmp_path, capfd, monkeypat
     monkeypatch.chdir(tmp_path)
     assert main(["run", "--detach", "device=tpu", "--", "true"]) == 2
     assert capfd.readouterr().err.startswith("device=tpu: must be")
-    with pytest.raises(ConfigError, match="only a command goes on in the background"):
+    with pytest.raises(ConfigError, match="only a command continues in the background"):
         launch(lambda cfg: None, {"detach": True, "device": "cpu"})
     assert find_runs() == []
 

@@ -175,7 +175,7 @@ def test_a_full_disk_is_warned_about_once(tmp_path, caplog):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     [warning] = caplog.messages
-    assert warning == f"cannot write {path}: File too large; training goes on"
+    assert warning == f"cannot write {path}: File too large; training continues"
     for sample in samples[5:]:
         file.add(sample)
     assert read_samples(path) == [samples[0], *samples[5:]]

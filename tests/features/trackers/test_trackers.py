@@ -1,4 +1,4 @@
-"""What attempts are given so that experiment trackers go on in one run."""
+"""What attempts are given so that experiment trackers continue in one run."""
 
 import contextvars
 import json

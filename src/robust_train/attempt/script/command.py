@@ -244,7 +244,7 @@ class _Attempt:
 
     def _saved(self, path: Path, step: int | None) -> None:
         """Report a checkpoint. If it looks damaged, it is checked again until it stays the same:
-        the script may be writing the next one over it."""
+        the script may be writing the next checkpoint over it."""
         if _is_before(path.name, self._resumed.name):
             advice = ""
             if (path / _OF_TRANSFORMERS).exists():

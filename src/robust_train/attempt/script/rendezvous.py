@@ -1,8 +1,8 @@
-"""Where the ranks that a script starts find each other.
+"""Chooses a rendezvous for the ranks that a script starts.
 
-The trainer behind ``trainer=command`` calls it in the attempt's process. torchrun's default is port
-29500, on which two jobs of one machine collide. ``--standalone`` makes it choose a free port, as
-does the variable that it reads in place of that option.
+The trainer behind ``trainer=command`` uses this in the attempt's process. torchrun's default port
+is 29500, so two jobs on one machine collide. ``--standalone``, or the environment variable
+that stands for it, makes torchrun choose a free port.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Whether an attempt searches for its micro-batch, and what the record says of the search."""
+"""Whether an attempt searches for its micro-batch, and the result of the search.
+
+The launcher's policy sets the knob when no size is known, ``batch_search.attempt`` reads it in the
+process that trains, and every reader of events folds the result into the note.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +21,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SearchKnob(Knob):
-    """The attempt finds its micro-batch before it trains."""
+    """Whether the attempt finds its micro-batch before it trains."""
 
     behind = "accumulates"
 
     searches: bool = False
 
     def for_unknown_size(self, config: RobustConfig, spec: AttemptSpec) -> SearchKnob:
-        """Return whether the attempt searches: a single process that calls ``run.backward``."""
+        """Return the choice to search, for a single process that calls ``run.backward``."""
         return SearchKnob(spec.ranks == 1 and config.traits.can_be_probed)
 
     def for_known_size(self) -> SearchKnob:
-        """Return the choice to search no more."""
+        """Return the choice not to search."""
         return SearchKnob()
 
 

@@ -54,7 +54,7 @@ class WorkersWatch(Watch):
         return None
 
     def close(self) -> None:
-        """Record the workers. Their absence counts only if a look was late enough."""
+        """Record the workers. That there are none counts only if the last look was late enough."""
         seconds = time.monotonic() - self._began
         is_late = self._looked - self._began >= _LATE * seconds
         workers = self._workers

@@ -71,6 +71,6 @@ class WorkersFinding(Finding):
 
     # Whether the trainer has read no number of data-loader workers.
     no_workers: bool = False
-    workers: int | None = None  # data-loader workers among its processes
+    workers: int | None = None  # data-loader workers among the attempt's processes
     # Whether they held most of the memory that ran out; None if unknown.
     workers_hold_most: bool | None = None

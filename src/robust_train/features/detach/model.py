@@ -13,5 +13,5 @@ class DetachKeys(FeatureKeys):
     """``detach``."""
 
     detach: bool = key(
-        False, "go on in the background, past logout", more="([walk away](walk-away.md))"
+        False, "continue in the background, past logout", more="([walk away](walk-away.md))"
     )

@@ -97,7 +97,7 @@ class Disk(InLauncher):
         if failure is None or failure.kind is not FailureKind.DISK_FULL:
             return
         next_line = 0.0
-        what_follows = "training goes on"
+        what_follows = "training continues"
         if self.job.checkpoint is None:
             what_follows = "training begins again, for no checkpoint is known"
         needed_bytes = failure.evidence.requested_bytes or 0

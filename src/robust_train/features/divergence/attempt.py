@@ -1,6 +1,7 @@
-"""Watches the losses and updates of an attempt for divergence.
+"""Watches the losses and updates of an attempt for divergence, in the process that trains.
 
-`Losses` is pure. `Guard` reads figures from the device a step late.
+The attempt gives every loss and update to `Guard`, which reads figures from the device a step late.
+`Losses` is pure.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("robust_train")
 
-_RECENT = 128
-_LEAST_RECENT = 16
-_STEPS_TO_PROVE = 100
+_RECENT = 128  # good losses that a spike is compared with
+_LEAST_RECENT = 16  # with fewer of them, no loss counts as a spike
+_STEPS_TO_PROVE = 100  # good steps that prove an earlier checkpoint good
 # Multiple of `patience` for spikes: a spike may pass, a loss that is not finite does not.
 _SPIKES = 10
 # Multiple of `patience` for skipped updates, which have not touched the weights.
@@ -54,7 +55,7 @@ class Losses:
     recent: tuple[float, ...] = ()
 
     def after(self, step: int, loss: float, plan: DivergenceKeys) -> Losses:
-        """Return the losses and another loss."""
+        """Return the losses after another loss."""
         is_finite = math.isfinite(loss)
         if is_finite and not self._is_spike(loss, plan):
             most = _RECENT if plan.spike_sigma else 1
@@ -128,7 +129,7 @@ class Guard(LossWatch):
         self._good_since = time.time()  # about when the last good loss was reported
         self._source = COMPUTED
         self._late_losses: LateFigures | None = None
-        # `step` ends the optimizer steps, and takes their losses.
+        # Whether `step` ends the optimizer steps, and takes their losses.
         self._makes_updates = False
         self._loss: Tensor | None = None  # loss of the current step
         # Skipped updates in a row, from this step on.

@@ -1,5 +1,7 @@
 """The keys of divergence, and its remedies: an earlier checkpoint, then a lower learning rate.
-Pure."""
+
+`assembly.load_remedies` orders them, and ``policy.decide`` calls them in the launcher. Pure.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +43,14 @@ class DivergenceKeys(FeatureKeys):
 
 
 def before_it_diverged(context: FailureContext) -> Retry | None:
-    """Retry once from the last checkpoint before it: data or chance may have been the cause."""
+    """Retry once from the last good checkpoint: data or chance may have been the cause."""
     if not context.evidence.has_checkpoint or context.failures_without_progress > 1:
         return None
     return _back(context, "before_it_diverged", context.last.of(DivergenceKnob).lr_factor, "")
 
 
 def lower_learning_rate(context: FailureContext) -> Retry | None:
-    """Retry from the last checkpoint before it, with a lower learning rate."""
+    """Retry from the last good checkpoint, with a lower learning rate."""
     tries = context.failures_without_progress - context.evidence.has_checkpoint
     if not context.evidence.of(RepeatFinding).reads_lr:
         return None

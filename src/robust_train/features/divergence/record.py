@@ -1,4 +1,8 @@
-"""The fields of an attempt's record about divergence, and the settings that a retry may change."""
+"""The fields of an attempt's record about divergence, and the settings that a retry may change.
+
+:mod:`.attempt` makes the findings in the process that trains. In the launcher, the remedies in
+:mod:`.model` read them and choose the knob of the next attempt.
+"""
 
 from __future__ import annotations
 

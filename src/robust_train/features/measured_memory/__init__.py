@@ -1,4 +1,4 @@
-"""Memory measured, not declared: what a job takes is remembered for the next one like it."""
+"""Memory measured, not declared. The peak of a job is remembered for later jobs like it."""
 
 from robust_train.model.feature import Feature
 

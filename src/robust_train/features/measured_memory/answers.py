@@ -1,4 +1,4 @@
-"""``robust-train need``: how much GPU memory a job needs, and where it fits."""
+"""``robust-train need``: how much GPU memory a job needs, and which GPUs it fits."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def need(arguments: Namespace) -> Said:
 
 
 def _need_of_program(argv: Sequence[str], code: int | None) -> Said:
-    """Return what earlier runs of a program have shown; ``code`` is that of a probe run now."""
+    """Return the peaks of earlier runs of a program. ``code`` is the exit code of a probe run."""
     # These are the defaults of `robust-train run`, which differ from those of a function.
     cfg = composed(["trainer=command", "training.batch_size=1", "min_batch_size=1"])
     OmegaConf.update(cfg, "trainer.argv", [literal(word) for word in argv])
@@ -68,7 +68,7 @@ def _need_of_program(argv: Sequence[str], code: int | None) -> Said:
 
 
 def _why_unknown(argv: Sequence[str], code: int | None) -> str:
-    """Return why nothing is known of a program; ``code`` is that of its probe run, if any."""
+    """Explain why a program is unknown. ``code`` is the exit code of its probe run, if any."""
     if code is not None:
         return (
             f"the probe run ended with exit code {code} before it was measured: its output is above"
@@ -117,7 +117,7 @@ def _need_of_run(run: KnownRun) -> Said:
 
 
 def _held_by(attempt: Attempt) -> int:
-    """Return what an attempt held at its peak; 0 if unknown.
+    """Return the peak of an attempt in bytes, or 0 if unknown.
 
     Without a measurement torch's cache and the context that it measured are all that it held.
     """
@@ -163,6 +163,6 @@ def _with_gpus(
 
 
 def _smallest_for(need_bytes: int, gpus: Sequence[GpuInfo]) -> GpuInfo | None:
-    """Return the smallest GPU that has this much memory; None if none has."""
+    """Return the smallest GPU with this much memory, or None if no GPU has it."""
     fitting = [gpu for gpu in gpus if gpu.total_bytes >= need_bytes]
     return min(fitting, key=lambda gpu: (gpu.total_bytes, gpu.index), default=None)

@@ -46,21 +46,21 @@ _LEAST_SECONDS = 1.0
 _MOST_SECONDS = 30.0
 _OFTEN_SECONDS = 60.0  # an attempt allocates most of what it will hold in its first minute
 _SAMPLES_OF_A_PROBE = 3  # after ten steps, until it ends whatever is known
-_NOTABLE_SHARE = 0.05  # of a GPU; less than that is not what a step lacked
-_COST_SHARE = 0.005  # of the time, which reading the GPUs may take
-_FIRST_COST_SHARE = 0.02  # in that minute
+_NOTABLE_SHARE = 0.05  # a smaller share of a GPU did not make a step run out
+_COST_SHARE = 0.005  # the share of the time that reading the GPUs may take
+_FIRST_COST_SHARE = 0.02  # the same share in the first minute
 
 
 @dataclass
 class _Attempt:
-    """What is known of the attempt that runs."""
+    """The measurements of the current attempt."""
 
     number: int
     uuids: tuple[str, ...]
     used_before: Mapping[str, int]  # bytes by UUID, before it began
     began: float = field(default_factory=time.monotonic)
     peaks: dict[str, int] = field(default_factory=dict)  # bytes by UUID
-    history: list[int] = field(default_factory=list)  # of the fullest GPU, as it rose
+    history: list[int] = field(default_factory=list)  # peaks of the fullest GPU, as they rose
     grew_at: float = field(default_factory=time.monotonic)
     totals: dict[str, int] = field(default_factory=dict)
     first_step: int | None = None
@@ -69,21 +69,21 @@ class _Attempt:
     is_split: bool = False  # a step ran at a smaller micro-batch than the attempt's
     next_at: float = 0.0
     is_settled: bool = False
-    has_run_out: bool = False  # in a step, since the last sample
-    has_blamed: bool = False  # others, for memory that ran out
-    samples_after_steps: int = 0  # since ten steps are done
+    has_run_out: bool = False  # a step ran out since the last sample
+    has_blamed: bool = False  # a line has blamed others for that
+    samples_after_steps: int = 0  # samples since ten steps were done
     takes_all: bool = False
-    # UUIDs of GPUs on which another job of the queue has been seen
+    # UUIDs of GPUs on which another job of the queue was seen.
     shared: set[str] = field(default_factory=set)
 
     @property
     def peak(self) -> int:
-        """The most that it has held on one GPU."""
+        """The most memory that it held on any GPU."""
         return max(self.peaks.values(), default=0)
 
     @property
     def steps(self) -> int | None:
-        """Optimizer steps since it began; None if it reports none."""
+        """Optimizer steps since it began, or None if it reports no steps."""
         if self.first_step is None or self.last_step is None:
             return None
         return self.last_step - self.first_step + 1
@@ -93,8 +93,8 @@ class MeasuredMemory(InLauncher):
     """Asks NVML from the launcher, so whatever a process holds counts: CUDA's context, libraries
     and all allocators.
 
-    A job measures itself if its user has left the figure to us, or shares its GPU with other jobs.
-    Others keep the figure that they declare, and nothing is read or written for them.
+    A job is measured with ``min_gpu_memory_mb=auto``, or if it shares its GPU with other jobs. All
+    other jobs keep their declared figure, and nothing is read or written for them.
     """
 
     def __init__(self, job: JobView) -> None:
@@ -117,7 +117,7 @@ class MeasuredMemory(InLauncher):
         return request
 
     def event(self, event: Event, attempt: Attempt | None) -> None:
-        """Count its steps, and note that it has saved or validated."""
+        """Count the steps, and note that the attempt saved or validated."""
         current = self._attempt
         if current is None:
             return
@@ -133,7 +133,7 @@ class MeasuredMemory(InLauncher):
             current.next_at = 0.0
 
     def tick(self, attempt: Attempt | None) -> None:
-        """Measure if it is time to."""
+        """Measure, if the next sample is due."""
         current = self._attempt
         if attempt is None or current is None or current.takes_all:
             return
@@ -162,7 +162,7 @@ class MeasuredMemory(InLauncher):
     def _tell_shortage_apart(
         self, current: _Attempt, samples: Sequence[Sample], gpus: Sequence[GpuInfo]
     ) -> None:
-        """Say once if memory ran out in a step because others took it."""
+        """Warn once if memory ran out in a step because others took it."""
         if not current.has_run_out:
             return
         current.has_run_out = False
@@ -178,7 +178,7 @@ class MeasuredMemory(InLauncher):
                 )
 
     def _end_probe(self, current: _Attempt) -> None:
-        """Stop a probe run that has been measured, or that cannot be."""
+        """Stop a probe run that was measured, or that cannot be measured."""
         if (current.steps or 0) >= FIRST_STEPS:
             current.samples_after_steps += 1
         is_over = current.samples_after_steps >= _SAMPLES_OF_A_PROBE
@@ -189,7 +189,7 @@ class MeasuredMemory(InLauncher):
                 stop_probe(self.job.plan.run_dir)
 
     def _held_by(self, sample: Sample) -> int | None:
-        """Return what the job's processes hold on a GPU; None if unknown."""
+        """Return the bytes that the job's processes hold on a GPU, or None if unknown."""
         held = sample.by_process()
         if held is not None or sample.is_before_cuda:
             return held
@@ -207,7 +207,7 @@ class MeasuredMemory(InLauncher):
         return held or None
 
     def _sample_of(self, gpu: GpuInfo, current: _Attempt) -> Sample:
-        """Return what NVML says of a GPU, and who is there."""
+        """Return NVML's figures of a GPU, with the processes of the job and of others."""
         queue = self.job.driver.devices.queue
         mark = job_mark(queue.job_id)
         processes = gpu.processes or ()
@@ -231,7 +231,7 @@ class MeasuredMemory(InLauncher):
         attempt: Attempt,
         gpus: Sequence[GpuInfo],
     ) -> None:
-        """Raise the peaks, and change the reservation to what they ask for."""
+        """Raise the peaks, and adapt the reservation to them."""
         for gpu, size in zip(gpus, held, strict=True):
             if size is not None and size > current.peaks.get(gpu.uuid, 0):
                 current.peaks[gpu.uuid] = size
@@ -288,14 +288,14 @@ class MeasuredMemory(InLauncher):
             remember(fingerprint_of(self.job.plan), gpus[0].name, size, current.peak)
 
     def _warn(self, line: str) -> None:
-        """Say a line once."""
+        """Log a line once."""
         if line not in self._warned:
             self._warned.add(line)
             log.warning("%s", line)
 
 
 def _has_others(queue: HostQueue, uuid: str) -> bool:
-    """Return whether another job of the queue is on a GPU; True if that is unknown."""
+    """Return whether another job of the queue is on a GPU. True if that is unknown."""
     try:
         return any(uuid in job.gpus for job in queue.others())
     except QueueError:

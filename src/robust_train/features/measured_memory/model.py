@@ -25,7 +25,7 @@ MOST_TOGETHER = 16
 more contexts than that cost more than they compute."""
 
 _MARGIN = 10
-"""The part of the peak that is reserved beside it: a tenth."""
+"""The peak divided by this is reserved on top of it."""
 
 _ALL_AT_ONCE = 0.7
 """JAX takes three quarters of a GPU when it starts, and TensorFlow nearly all of it."""
@@ -43,14 +43,14 @@ _WITH_A_MEANING = frozenset({"model", "dataset", "data", "trainer"})
 
 
 def fingerprint(job: str, keys: Mapping[str, Any], versions: Sequence[str] = ()) -> str:
-    """Return what is the same for all jobs that need the same memory at the same micro-batch.
+    """Return a digest that all jobs with the same memory at the same micro-batch share.
 
     Only this digest is kept, so that no value of a key is in the file.
 
     Args:
-        job: which program or trainer it is.
+        job: the program or trainer.
         keys: the keys of the job that may change its memory, nested.
-        versions: of what decides about memory, such as torch.
+        versions: versions of the libraries that allocate memory, such as torch.
     """
     named = {".".join(path): value for path, value in _leaves(keys)}
     content = json.dumps([job, named, list(versions)], sort_keys=True, default=str)
@@ -98,15 +98,15 @@ def program_of(argv: Sequence[str], folder: str) -> list[str]:
 
 
 def with_margin(peak_bytes: int, held_bytes: int = 0) -> int:
-    """Return what to reserve for a peak: a tenth more, and never less than what is held."""
+    """Return the bytes to reserve for a peak: a tenth more, never less than is held."""
     return max(peak_bytes + math.ceil(peak_bytes / _MARGIN), held_bytes)
 
 
 def peak_at(peaks: Mapping[int, int], micro_batch: int) -> int | None:
-    """Return the peak at a micro-batch, from the peaks that were measured at some; None if unknown.
+    """Return the peak at a micro-batch from measured peaks, or None if unknown.
 
-    Memory is affine in the micro-batch: weights and optimizer, and so much for each sample. From
-    one peak only a smaller micro-batch can be answered for: it needs at most as much.
+    Memory is affine in the micro-batch: a constant part for weights and optimizer, and a part for
+    each sample. A single peak only bounds that of smaller micro-batches.
     """
     if micro_batch in peaks:
         return peaks[micro_batch]
@@ -122,7 +122,7 @@ def peak_at(peaks: Mapping[int, int], micro_batch: int) -> int | None:
 
 
 def _around(nearest: Sequence[int], micro_batch: int) -> tuple[int, int]:
-    """Return the nearest size on each side of a micro-batch, else the two nearest."""
+    """Return the nearest size on each side of a micro-batch, or else the two nearest sizes."""
     below = next((size for size in nearest if size < micro_batch), None)
     above = next((size for size in nearest if size > micro_batch), None)
     if below is None or above is None:
@@ -131,7 +131,7 @@ def _around(nearest: Sequence[int], micro_batch: int) -> tuple[int, int]:
 
 
 def largest_fitting(peaks: Mapping[int, int], room_bytes: int) -> int | None:
-    """Return the largest micro-batch whose reservation fits; 0 if none does, None if unknown."""
+    """Return the largest micro-batch whose reservation fits, 0 if none fits, None if unknown."""
     if not peaks:
         return None
     fits = 0
@@ -156,18 +156,18 @@ def largest_fitting(peaks: Mapping[int, int], room_bytes: int) -> int | None:
 
 @dataclass(frozen=True)
 class Sample:
-    """What NVML says at one moment of a GPU on which a job runs."""
+    """NVML's figures of a GPU on which a job runs, at a moment."""
 
-    used_bytes: int  # by whomever
-    before_bytes: int  # by whomever, before the attempt began
-    # what each process of the job holds there, None if NVML does not say
+    used_bytes: int  # memory that any process uses
+    before_bytes: int  # the same before the attempt began
+    # Bytes that each process of the job holds there, None if NVML does not say.
     ours: tuple[int | None, ...] = ()
     others: int = 0  # processes of others that NVML lists there
     is_listed: bool = True  # NVML lists processes, by the numbers that they have here
     is_alone: bool = True  # no other job of the queue has been there since the attempt began
 
     def by_process(self) -> int | None:
-        """Return what the job's processes hold there by NVML; None if it does not say."""
+        """Return the bytes that NVML counts for the job's processes, or None without a count."""
         sizes = [size for size in self.ours if size is not None]
         return sum(sizes) if sizes and len(sizes) == len(self.ours) else None
 
@@ -175,20 +175,20 @@ class Sample:
     def is_before_cuda(self) -> bool:
         """Whether none of the job's processes has started CUDA yet, as far as can be seen.
 
-        Under WSL2 NVML lists no process at all, so growth of the used memory shows one.
+        Under WSL2 NVML lists no process at all, so growth of the used memory shows CUDA.
         """
         grew = self.used_bytes - self.before_bytes
         is_seen = bool(self.ours) or (self.others == 0 and grew >= _LEAST_CONTEXT)
         return self.is_listed and not is_seen
 
     def by_difference(self) -> int | None:
-        """Return by how much the used memory has grown; None if that may be others' memory."""
+        """Return the growth of the used memory, or None if others may have caused it."""
         if not self.is_alone or (self.is_listed and self.others):
             return None
         return max(self.used_bytes - self.before_bytes, 0)
 
     def taken_by_others(self) -> int:
-        """Return how much others have taken since the attempt began; 0 if that is unknown."""
+        """Return the bytes that others took since the attempt began, or 0 if unknown."""
         held = self.by_process()
         if held is None:
             return 0
@@ -196,16 +196,16 @@ class Sample:
 
 
 _LEAST_CONTEXT = 64 << 20
-"""No CUDA context is smaller; less than that the driver itself may take."""
+"""No CUDA context is smaller. The driver itself may take less than this."""
 
 
 def is_measured(
-    steps: int | None,  # since the attempt began; None: it reports none
+    steps: int | None,  # steps since the attempt began, None if it reports none
     *,
     saved: bool,  # a checkpoint, an epoch or a validation has ended
-    quiet_seconds: float,  # since the peak has grown
+    quiet_seconds: float,  # time since the peak last grew
 ) -> bool:
-    """Return whether an attempt has probably been at its peak."""
+    """Return whether an attempt has probably reached its peak."""
     if steps is None:
         return quiet_seconds >= QUIET_SECONDS
     return steps >= FIRST_STEPS and saved
@@ -215,9 +215,9 @@ def took_all_at_once(peaks: Sequence[int], total_bytes: int, *, has_allocator: b
     """Return whether a program takes most of a GPU whatever it needs, as JAX and TensorFlow do.
 
     Args:
-        peaks: what it held in each sample so far, without zeros.
-        total_bytes: of the GPU.
-        has_allocator: torch reports what its own allocator holds.
+        peaks: bytes that it held in each sample so far, without zeros.
+        total_bytes: the GPU's memory.
+        has_allocator: whether torch reports the bytes of its own allocator.
     """
     if has_allocator or not peaks:
         return False

@@ -13,14 +13,14 @@ from robust_train.files import write_json
 from robust_train.folder.requests import LAUNCHERS_VERB, new_request
 
 _VARIABLE = "ROBUST_TRAIN_PROBE"
-"""Set for the launcher of a probe run alone; its attempts find it too, and have no use for it."""
+"""Set for the launcher of a probe run. Its attempts inherit it, and do not use it."""
 
 
 def run_probe(argv: Sequence[str], batch_size: str | None) -> int:
     """Run a program until it is measured, and return the exit code of its job.
 
-    It prints to standard error, since the answer of the command is on standard output. Its run
-    folder is removed: what was learned is in the store.
+    It prints to standard error, because the answer of the command is on standard output.
+    The run folder is removed, and the result stays in the store.
     """
     with tempfile.TemporaryDirectory(
         prefix="robust-train-probe-", ignore_cleanup_errors=True

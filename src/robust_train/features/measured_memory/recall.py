@@ -1,4 +1,8 @@
-"""What earlier runs of the same job have needed, found before the job starts."""
+"""Finds the peak of earlier runs of the same job, before the job starts.
+
+:func:`.plan.plan_job` in the launcher calls `with_known_need`. Fingerprints tell which jobs are the
+same.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +62,7 @@ def with_known_need(plan: Plan) -> Plan:
 
 
 def fingerprint_of(plan: Plan) -> str:
-    """Return what is the same for all jobs that need the memory of this one."""
+    """Return a digest that all jobs which need the same memory share."""
     if plan.config.trainer.argv is not None:
         return fingerprint_of_program(plan.config)
     content = OmegaConf.to_container(plan.resolved_cfg, resolve=False)
@@ -68,7 +72,7 @@ def fingerprint_of(plan: Plan) -> str:
 
 
 def fingerprint_of_program(config: RobustConfig) -> str:
-    """Return the same for a job that runs a program."""
+    """Return what `fingerprint_of` returns, for a job that runs a program."""
     folder = config.trainer.cwd
     if folder is None:
         folder = os.getcwd()
@@ -77,7 +81,7 @@ def fingerprint_of_program(config: RobustConfig) -> str:
 
 
 def versions() -> tuple[str, ...]:
-    """Return the versions that decide about memory. Nothing is imported."""
+    """Return the versions on which memory depends, without importing anything."""
     try:
         return (importlib.metadata.version("torch"),)
     except importlib.metadata.PackageNotFoundError:

@@ -1,6 +1,6 @@
-"""What jobs of this user have needed: one small file, which is only ever a help.
+"""The measured peaks of this user's jobs, in a small file.
 
-Whatever is wrong with it costs what was learned, and one line.
+Jobs only gain from it. A damaged file costs its content and one line.
 """
 
 from __future__ import annotations
@@ -31,24 +31,23 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class Need:
-    """What one kind of job has needed."""
+    """The measured peaks of a kind of job."""
 
     seen: float = 0.0  # seconds since the epoch
-    # bytes by GPU model and micro-batch
+    # Bytes, by GPU model and micro-batch.
     peaks: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
 
     def with_peak(self, gpu: str, micro_batch: int, peak_bytes: int, now: float) -> Need:
-        """Return the need with a new measurement, in place of the one of the same kind."""
+        """Return the need with a new measurement, instead of an earlier one at the same size."""
         sizes = {**self.peaks.get(gpu, {})}
-        # the last one is the newest
+        # The order is by age, the newest last.
         sizes.pop(micro_batch, None)
         sizes[micro_batch] = peak_bytes
         newest = dict(list(sizes.items())[-MOST_SIZES:])
         return Need(now, {**self.peaks, gpu: newest})
 
     def on(self, gpu: str | None) -> Mapping[int, int]:
-        """Return the peaks on a GPU of this model; on any if none was measured there, each the
-        largest."""
+        """Return the peaks on GPUs of this model, or if there are none, the largest on any."""
         if gpu is not None and gpu in self.peaks:
             return self.peaks[gpu]
         largest: dict[int, int] = {}
@@ -59,16 +58,16 @@ class Need:
 
 
 def needs_file() -> Path:
-    """Return where needs are kept, beside what else was learned of this user's GPUs."""
+    """Return the path of the file, in this user's cache."""
     chosen = os.environ.get("XDG_CACHE_HOME", "")
-    # the XDG Base Directory Specification ignores relative paths
+    # The XDG Base Directory Specification ignores relative paths.
     if not os.path.isabs(chosen):
         chosen = os.path.join(os.path.expanduser("~"), ".cache")
     return Path(chosen) / "robust-train" / FILE_NAME
 
 
 def read_needs(path: Path | None = None) -> dict[str, Need]:
-    """Return what is known, by fingerprint; nothing after one line if the file cannot be used."""
+    """Return the needs by fingerprint. If the file cannot be used, log a line and return none."""
     path = path or needs_file()
     try:
         data, status = read_small(path, _MOST_BYTES)
@@ -83,7 +82,7 @@ def read_needs(path: Path | None = None) -> dict[str, Need]:
 
 
 _UNUSABLE = (OSError, ValueError, TypeError, AttributeError, KeyError, OverflowError)
-"""Whatever a file that anybody may have written makes of its reader."""
+"""Errors of reading a file that anyone may have written."""
 
 
 def _decode(content: Any) -> dict[str, Need]:
@@ -109,8 +108,8 @@ def _bytes(peak: Any) -> int:
 def remember(
     digest: str, gpu: str, micro_batch: int, peak_bytes: int, path: Path | None = None
 ) -> None:
-    """Keep a measurement. Never raises: a disk that is full, or a lock that another process does
-    not release in time, costs what was learned."""
+    """Keep a measurement. Never raises: a full disk, or a lock that another process does not
+    release in time, costs the measurement."""
     path = path or needs_file()
     with contextlib.suppress(OSError):
         path.parent.mkdir(0o700, parents=True, exist_ok=True)
@@ -120,7 +119,7 @@ def remember(
 
 
 def _write_with(path: Path, digest: str, gpu: str, micro_batch: int, peak_bytes: int) -> None:
-    """Write the file with one more measurement, without the oldest ones."""
+    """Write the file with another measurement, and without the oldest entries."""
     now = time.time()
     needs = read_needs(path)
     needs[digest] = needs.get(digest, Need()).with_peak(gpu, micro_batch, peak_bytes, now)
@@ -128,7 +127,7 @@ def _write_with(path: Path, digest: str, gpu: str, micro_batch: int, peak_bytes:
         name: need for name, need in needs.items() if abs(now - need.seen) < MOST_DAYS * 24 * 3600
     }
     newest = sorted(young, key=lambda name: young[name].seen)[-MOST_JOBS:]
-    # sizes become text, as JSON has no other keys
+    # JSON makes the sizes text, because its keys are text.
     jobs = {name: {"seen": young[name].seen, "peaks": young[name].peaks} for name in newest}
     write_json(path, {"version": _VERSION, "jobs": jobs})
 

@@ -207,6 +207,7 @@ def _uuid_of(index: int) -> str:
     if name.startswith(("GPU-", "MIG-")) or (name.isdecimal() and by_pci):
         return name
     with contextlib.suppress(AttributeError, RuntimeError, AssertionError):
-        if (torch := started_torch()) is not None:
+        torch = started_torch()
+        if torch is not None:
             return gpu_uuid(torch, index)
     return ""

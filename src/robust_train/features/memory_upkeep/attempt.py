@@ -181,8 +181,8 @@ class MemoryUpkeep(InAttempt):
             return
         self._has_warned = True
         log.warning(
-            "step %d: GPU memory is nearly out: in two steps in a row torch emptied its cache to "
-            "find room, which is slow; robust-train halve-batch takes a smaller micro-batch",
+            "step %d: GPU memory is nearly full: in two steps in a row torch emptied its cache to "
+            "make room, which is slow; robust-train halve-batch takes a smaller micro-batch",
             step,
         )
         self.live.reports.send(MemoryTight(step, total))
@@ -228,7 +228,8 @@ class MemoryUpkeep(InAttempt):
         return Cached()
 
     def _in_use(self) -> tuple[str, int]:
-        if reserved := self._cached().reserved:
+        reserved = self._cached().reserved
+        if reserved:
             return "reserved", reserved
         with contextlib.suppress(OSError, psutil.Error):
             return "resident", resident_bytes(psutil.Process())[0]

@@ -1,4 +1,7 @@
-"""The keys for the memory of a running attempt. Steps are optimizer steps."""
+"""The keys for the memory of a running attempt. Steps are optimizer steps.
+
+:mod:`.attempt` reads them, in the process that trains.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The remedies when memory runs out: room elsewhere, smaller parts, another GPU, a new process."""
+"""The remedies when memory runs out: room elsewhere, smaller parts, another GPU, a new process.
+
+`assembly.load_remedies` orders them, and ``policy.decide`` calls them in the launcher. Pure.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from robust_train.policy.sizes import largest_up_to
 from robust_train.readable import mib
 
 ALIKE = 0.9
-"""The share of a GPU's free memory that makes another GPU count as equally large."""
+"""A GPU counts as equally large if it has at least this share of the other's free memory."""
 
 
 def room_taken_by_others(context: FailureContext) -> Retry | None:
@@ -123,7 +126,7 @@ def _confirmed_by_another_gpu(context: FailureContext) -> bool:
         there = earlier.failed_gpus
         if not here or not there or here.intersection(uuids(there)):
             continue
-        # That shows how much others took, not how much the step needs.
+        # Memory that others took does not show how much the step needs.
         if blamed_on_others(earlier)[0]:
             continue
         had_no_less = min(gpu.free_bytes for gpu in there) >= had
@@ -139,7 +142,7 @@ def _shortest(context: FailureContext) -> tuple[int, Group]:
 
 
 def again_after_progress(context: FailureContext) -> Retry | None:
-    """Repeat in a new process while each attempt saves a later checkpoint: memory leaks."""
+    """Repeat in a new process while each attempt saves a later checkpoint: memory may leak."""
     if not context.got_further or context.failed_before_training:
         return None
     how = f", but got further: the same again from {context.saved}"

@@ -1,4 +1,8 @@
-"""Which of the user's rules applies to a failure, and its decision. Pure."""
+"""Which of the user's rules applies to a failure, and its decision. Pure.
+
+``retry_rules.launcher`` calls `with_rule` for the evidence of each failure, and `decided_by_rule`
+before any remedy.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +101,7 @@ def _decision(context: FailureContext, number: int) -> Decision | None:
             pause = pause_before(context, _tries(context, number))
             reason = f"{why}: the same again in {pause:g} s"
             return Retry(context.last, "retry", reason, pause_seconds=pause)
-    return None  # the remedies for a GPU whose hardware failed decide
+    return None  # exclude_gpu: the remedies for failed hardware decide
 
 
 def _why(context: FailureContext) -> str:

@@ -54,7 +54,7 @@ class SlowTraining(InLauncher):
 
     def _record(self, event: Slow) -> None:
         if event.text:
-            log.warning("%s, for ten minutes by now", event.text)
+            log.warning("%s, over the last ten minutes", event.text)
         else:
             log.info("training is no longer slowed down")
         self.job.record(event)
@@ -93,7 +93,7 @@ class SlowWatch:
                 self._best = 0.0
 
     def poll(self) -> None:
-        """Look for hindrances twice a minute, and send the worst lasting one if it changed."""
+        """Look for hindrances twice a minute, and send the worst if it changed."""
         now = self._now()
         if now < self._next_poll:
             return

@@ -67,13 +67,16 @@ _OF_THE_LOOP = (
     MicroBatchChanged,
     UserEvent,
 )
-"""Once progress was reported, each of these counts as progress. Others may come from a thread."""
+"""Once progress was reported, each of these counts as progress: the training loop sends it. Other
+events may come from a thread that still runs when training hangs."""
 
 _SHORTEST_TICK_LIMIT = 1.0
 _LONGEST_TICK_LIMIT = 5.0
-"""Seconds between two ticks, depending on the stall limit. After a longer time, the launcher was
-suspended or the machine slept."""
+"""Bounds of the longest time between two ticks, in seconds. It follows from the stall limit. If
+more time has passed, the launcher was suspended or the machine slept: the rest does not count."""
 _LOOKS = 20  # how often the processes are looked at within the limit
+# Since the last look, an attempt that is alive has used this much CPU time (a share of the time and
+# a constant) or moved this many bytes, or its GPU is this busy now.
 _CPU_SHARE = 0.02
 _CPU_GRAIN_SECONDS = 0.02
 _BYTES_PER_SECOND = 200_000
@@ -120,7 +123,8 @@ class Stall(InLauncher):
 
 
 class StallWatch(Watch):
-    """Ends an attempt that hangs."""
+    """Ends an attempt that hangs. In the launcher, :class:`.process.RunningAttempt` passes it each
+    event and the news of output, and polls it."""
 
     def __init__(
         self, request: AttemptRequest, pids: Sequence[int], send: Callable[[Event], None]
@@ -191,7 +195,7 @@ class StallWatch(Watch):
         remove_nccl_pipes(self._request.run_dir)
 
     def standstill(self) -> Standstill | None:
-        """Return the standstill once the attempt hangs. Warns when half of its limit is over."""
+        """Return the standstill if the attempt hangs, else None. Warns at half of the limit."""
         self._let_time_pass()
         hang = standstill(self._limit_seconds, self._pulse)
         if hang is None or self._ticked < self._next_look:
@@ -255,13 +259,13 @@ class StallWatch(Watch):
     def _warn(self, hang: Standstill) -> None:
         if hang.share < WARNING_SHARE:
             if self._has_warned:
-                log.info("the attempt goes on")
+                log.info("the attempt continues")
             self._has_warned = False
         elif hang.share < 1 and not (self._has_warned or self._is_suspended):
             self._has_warned = True
             log.warning(
-                "%s: after %s (stall_timeout_minutes) the attempt is ended, and another one goes "
-                "on from its last checkpoint",
+                "%s: after %s (stall_timeout_minutes) the attempt is ended, and another one "
+                "resumes from its last checkpoint",
                 hang.what,
                 duration(hang.limit_seconds),
             )
@@ -288,7 +292,7 @@ def _trainers_processes(pids: Sequence[int], request: AttemptRequest) -> list[ps
     return processes
 
 
-# --- what they do when they hang --------------------------------------------------------------
+# --- the stacks of an attempt that hangs --------------------------------------------------------
 
 _MOST_PROCESSES = 64
 _PY_SPY_SECONDS = 3.0

@@ -8,11 +8,11 @@ from robust_train.config.values import AUTO, FROM_0, key
 from robust_train.model.feature import FeatureKeys
 from robust_train.readable import duration
 
-SHORTEST_SECONDS = 600.0
-STARTUP_SECONDS = 1800.0
-_LONGEST_PAUSES = 5.0
-_BUSY_TIMES = 12.0
-WARNING_SHARE = 0.5
+SHORTEST_SECONDS = 600.0  # no learned limit is shorter
+STARTUP_SECONDS = 1800.0  # before the first progress, no learned limit is shorter
+_LONGEST_PAUSES = 5.0  # the learned limit, as a multiple of the longest pause so far
+_BUSY_TIMES = 12.0  # the limit of an attempt that computes or prints, as a multiple of that
+WARNING_SHARE = 0.5  # share of the limit after which a line warns
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Pulse:
     def after_progress(self) -> Pulse:
         """Return the pulse with a report of progress now.
 
-        The limit is at least the time up to the first report, which may take an epoch or only the
-        start.
+        Up to the first report, a fifth of the time counts as a pause. So the learned limit is at
+        least that time, whether it was an epoch or only the start.
         """
         if self.reported is None:
             pause = (self.now - self.begun) / _LONGEST_PAUSES
@@ -77,14 +77,14 @@ class Standstill:
 
     @property
     def what(self) -> str:
-        """A description of what has been missing, and for how long."""
+        """A description of the missing sign of life, and for how long it has been missing."""
         if self.before_progress:
             return f"no progress, output, CPU time or GPU use for {duration(self.seconds)}"
         return f"no progress for {duration(self.seconds)}"
 
 
 def standstill(limit_seconds: float | None, pulse: Pulse) -> Standstill | None:
-    """Return for how long an attempt has made no progress, or None if it may take for ever.
+    """Return for how long an attempt has made no progress, or None without a limit.
 
     Before the first progress only silence counts, since scripts report none and a start may take
     long. With a learned limit, an attempt that computes or prints has twelve times as long, because

@@ -1,4 +1,7 @@
-"""The events and the note of an attempt that makes no progress."""
+"""The events and the note of an attempt that makes no progress.
+
+``stall.launcher`` sends the events. The report reads the note, to count the time as lost.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ class Stalled(Event):
 
 @dataclass(frozen=True)
 class StallNote(Note):
-    """The seconds for which an attempt stood still before it was ended. No file has it."""
+    """The seconds for which an attempt stood still before it was ended. It is in no file."""
 
     folds = (Stalled,)
 

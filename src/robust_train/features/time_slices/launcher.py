@@ -56,8 +56,8 @@ class TimeSlices(InLauncher):
     def overrule(self, history: History) -> Decision | None:
         """Queue again after a pause that ended the attempt."""
         last = history[-1]
-        is_over = last.number == self._paused
-        if not is_over or last.kind is not FailureKind.INTERRUPTED:
+        was_paused = last.number == self._paused
+        if not was_paused or last.kind is not FailureKind.INTERRUPTED:
             return None
         return Retry(
             last.spec,

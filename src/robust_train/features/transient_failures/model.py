@@ -1,5 +1,7 @@
-"""When the same attempt is tried again: networks and disks recover, and some crashes do not repeat.
-Pure."""
+"""Remedies that try the same attempt again: networks and disks recover, some crashes do not repeat.
+
+`assembly.load_remedies` orders them, and ``policy.decide`` calls them in the launcher. Pure.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ def same_again(context: FailureContext) -> Retry | None:
 
 
 def killed_again(context: FailureContext) -> Retry | None:
-    """Retry from the last checkpoint: someone, not the kernel, killed the process or a data-loader
-    worker without a request."""
+    """Retry from the last checkpoint after someone, not the kernel, killed the process or a
+    data-loader worker."""
     if context.evidence.clue != Clue.KILLED or not context.has_retries:
         return None
     where = device_name(context.last.gpus)
@@ -33,7 +35,7 @@ def killed_again(context: FailureContext) -> Retry | None:
 
 
 def crashed_once_more(context: FailureContext) -> Retry | None:
-    """Retry once after a segmentation fault, which may be a cosmic ray. Twice, it is a bug."""
+    """Retry once after a segmentation fault, which may be a cosmic ray. A second is a bug."""
     crashes = [attempt.evidence.clue == Clue.CRASHED for attempt in context.since_progress]
     if context.evidence.clue != Clue.CRASHED or sum(crashes) > 1:
         return None
