@@ -34,6 +34,10 @@ SMALLEST = {
     "micro_batch_overhead.py --frameworks --steps 5 --rounds 1": (
         rf"accelerate: … × {X} … Lightning: … × {X} … transformers: … × {X}"
     ),
+    # So short a program is measured for its next run only.
+    "need_accuracy.py --only 'no accumulation' --step-seconds 0.4 --together 1": (
+        rf"no accumulation +\d+ +4000 +- +- +{X} +{X} %"
+    ),
     "packing.py --jobs 4 --gpus 1 --job-seconds 1": (
         rf"packed: {X} s, … 0 lost to memory, 0 over-commits … packed ÷ alone: {X}\n"
         rf"reserved ÷ true peak: {X} to {X}"
