@@ -9,6 +9,7 @@ same program without measuring shows what measuring costs the launcher. Needs a 
 extras of the tests, no GPU.
 
 Run: python benchmarks/need_accuracy.py [--only NAME …] [--together 6] [--step-seconds 8]
+       [--resident]
 Goals: once measured, what is reserved is never below the peak so far; at the end, and for the next
 run of the same job, it is 1.0 to 1.15 of the true peak. Exit code 1 if one is not.
 """
@@ -78,12 +79,13 @@ class Seen:
 class Driver:
     """Shows what each job's processes hold on its GPU, and watches what it reserves."""
 
-    def __init__(self, machine: Any, programs: set[str]) -> None:
+    def __init__(self, machine: Any, programs: set[str], *, counts_files: bool) -> None:
         from robust_train.queue.registry import Registry
 
         self.seen: dict[str, Seen] = {}
         self._machine = machine
         self._programs = programs
+        self._counts_files = counts_files
         self._registry = Registry(machine.folder / "queue")
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -112,7 +114,9 @@ class Driver:
             seen = self.seen.setdefault(job.name, Seen())
             self._compare(seen, job)
             is_program = job.name in self._programs
-            rows = processes_that_train(job, marked, is_program=is_program)
+            rows = processes_that_train(
+                job, marked, is_program=is_program, counts_files=self._counts_files
+            )
             if rows:
                 seen.peak = max(seen.peak, sum(mib for _, mib in rows) * MIB)
             held[job.gpus[0]] = rows
@@ -134,13 +138,14 @@ class Driver:
 
 
 def processes_that_train(
-    job: Any, marked: Mapping[int, list[int]], *, is_program: bool
+    job: Any, marked: Mapping[int, list[int]], *, is_program: bool, counts_files: bool
 ) -> list[tuple[int, int]]:
     """Return the processes of a job that train, with the MiB that each holds.
 
     The launcher's helpers have the job's mark and hold nothing on a GPU, and neither does the
-    interpreter that starts a program, so they are left out. Pages of files are left out as well:
-    an interpreter that ends reads those of torch's libraries again, which no GPU would notice.
+    interpreter that starts a program, so they are left out. Pages of files are left out unless
+    they are to count: an interpreter that ends reads those of torch's libraries again, which a GPU
+    would not show, and ranks that end together grow by a sixth within half a second.
     """
     import psutil
 
@@ -155,7 +160,8 @@ def processes_that_train(
             trains = process.pid == attempt and not is_program
             if trains or attempt in (parent.pid for parent in process.parents()):
                 memory = process.memory_info()
-                rows.append((process.pid, -(-(memory.rss - memory.shared) // MIB)))
+                held = memory.rss if counts_files else memory.rss - memory.shared
+                rows.append((process.pid, -(-held // MIB)))
     return rows
 
 
@@ -345,6 +351,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="programs by name")
     parser.add_argument("--together", type=int, default=6, help="programs at once")
     parser.add_argument("--step-seconds", type=float, default=8.0)
+    parser.add_argument("--resident", action="store_true", help="count pages of files too")
     chosen = parser.parse_args()
 
     from simulated_nvml import Gpu, Machine, build_libcuda, build_nvml
@@ -358,7 +365,10 @@ def main() -> None:
         machine = Machine(folder, libraries, gpus)
         programs = {job.folder for job in jobs if job.is_program}
         print(f"{'':22}{'peak':>8}{'reserved':>9}{'ratio':>9}{'lowest':>9}{'next':>9}{'CPU':>10}")
-        with Driver(machine, programs) as driver, ThreadPoolExecutor(chosen.together) as pool:
+        with (
+            Driver(machine, programs, counts_files=chosen.resident) as driver,
+            ThreadPoolExecutor(chosen.together) as pool,
+        ):
             runs = [pool.submit(run_job, job, machine, driver, folder) for job in jobs]
             rows = []
             for run in as_completed(runs):
