@@ -110,9 +110,10 @@ class HostQueue:
                     self._directory,
                     user_name(self._registry.owner),
                 )
-        # If root sets a limit later, the job waits.
+        if self.job_id:
+            return  # if root sets a limit later, the job waits
         limit = self.gpu_limit()
-        if not self.job_id and request.count > limit:
+        if request.count > limit:
             raise ConfigError(
                 f"num_gpus={request.count}: this machine's {LIMITS_FILE} has max_gpus_per_user: "
                 f"{limit}; ask for at most num_gpus={limit}"
