@@ -111,13 +111,8 @@ def save_last_again(live: LiveAttempt, save: Callable[[], object]) -> None:
     if unsaved is None or not is_of_full_disk(unsaved):
         return
 
-    def write() -> None:
-        with live.saves.raising():
-            save()
-            live.saves.finish()
-
     with contextlib.suppress(CheckpointError):
-        write_when_there_is_room(live, write)
+        write_when_there_is_room(live, lambda: _save_and_finish(live, save))
 
 
 def settle_by_best(live: LiveAttempt) -> None:
@@ -125,6 +120,13 @@ def settle_by_best(live: LiveAttempt) -> None:
     if live.saving.owed is not None:
         log.warning("the last checkpoint is not saved, but the best one is, and is loaded")
         live.saving.settle()
+
+
+def _save_and_finish(live: LiveAttempt, save: Callable[[], object]) -> None:
+    """Save, and wait until the checkpoint is written. Raises CheckpointError if that fails."""
+    with live.saves.raising():
+        save()
+        live.saves.finish()
 
 
 def _save_together(live: LiveAttempt, save: Callable[[], object]) -> None:
@@ -139,9 +141,7 @@ def _save_together(live: LiveAttempt, save: Callable[[], object]) -> None:
             pauses = list(PAUSES)
         failed = None
         try:
-            with live.saves.raising():
-                save()
-                live.saves.finish()
+            _save_and_finish(live, save)
         except CheckpointError as error:
             failed = error
 
@@ -156,8 +156,8 @@ def _waited_together(live: LiveAttempt, failed: CheckpointError | None, pause: f
     problem = ""
     has_waited = False
     while of_all_ranks(bool(problem) or time.monotonic() < until)[0]:
-        if live.should_stop():
-            raise TrainingStopped("stopped while it waited for space on the disk")
+        # Every rank looks once a round, because ranks stop at the same number of looks.
+        _end_if_stopped(live)
         time.sleep(min(_LOOK_SECONDS, pause))
         if not live.is_main or failed is None:
             continue
@@ -192,14 +192,10 @@ def _report_wait(live: LiveAttempt, problem: str, failed: CheckpointError | None
 
 
 def _sleep(live: LiveAttempt, seconds: float) -> None:
-    """Wait.
+    """Wait. Raises TrainingStopped if a stop is requested."""
+    sleep_with_ticks(seconds, lambda: _end_if_stopped(live))
 
-    Raises:
-        TrainingStopped: a stop is requested.
-    """
 
-    def end_if_stopped() -> None:
-        if live.should_stop():
-            raise TrainingStopped("stopped while it waited for space on the disk")
-
-    sleep_with_ticks(seconds, end_if_stopped)
+def _end_if_stopped(live: LiveAttempt) -> None:
+    if live.should_stop():
+        raise TrainingStopped("stopped while it waited for space on the disk")
