@@ -1,7 +1,6 @@
 """``find_batch_size``: what is found, and that nothing else changes."""
 
 import json
-import random
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 from torch import nn
 
 import warm
+from networks import Noisy
 from robust_train import find_batch_size
 from robust_train.model.errors import AttemptsExhaustedError
 from robust_train.step.probing import Meter, device_of, optimizer_bytes, search_size
@@ -63,22 +63,9 @@ def test_four_probes_find_the_largest_size():
     assert probes <= 4
 
 
-class Model(nn.Module):
-    """Buffers that change, draws in the forward pass."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(5, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 3)
-        )
-
-    def forward(self, x):
-        return self.layers(x * random.random())
-
-
 def test_find_batch_size_leaves_no_trace():
     """No gradients and no draws; it says when nothing fits."""
-    model, tried, own = Model(), [], torch.Generator()
+    model, tried, own = Noisy(), [], torch.Generator()
     state = own.get_state()
 
     def try_batch(size):

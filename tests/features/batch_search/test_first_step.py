@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from networks import Noisy
 from robust_train.attempt.run import live_of
 from robust_train.config.placeholders import MicroBatchPlan
 from robust_train.config.schema import RobustConfig
@@ -16,24 +17,11 @@ from robust_train.model.spec import AttemptSpec
 from watched_run import WatchedRun
 
 
-class Model(nn.Module):
-    """Buffers that change, draws in the forward pass."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(5, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 3)
-        )
-
-    def forward(self, x):
-        return self.layers(x * random.random())
-
-
 def three_steps(run):
     """Weights, buffers, optimizer state and the next draws after three steps of a user's loop."""
     torch.manual_seed(1)
     random.seed(1)
-    model, lengths = Model(), []
+    model, lengths = Noisy(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu")
 
