@@ -339,7 +339,7 @@ def run_job(job: Job, machine: Any, driver: Driver, folder: Path) -> Row:
     process = job.start(world)
     output = "".join(process.communicate())
     needs = read_needs(place / "cache" / "robust-train" / "needs.json")
-    peaks = [peak for need in needs.values() for peak in need.on(None).values()]
+    peaks = [peak for need in needs.values() for peak in need.on().values()]
     known = with_margin(max(peaks)) if peaks else None
     if process.returncode:
         print(output, file=sys.stderr)

@@ -75,7 +75,7 @@ def run_job(number: int, setting: Setting, folder: Path, board: mmap.mmap) -> No
     need = 4000 * MIB
     most = 1
     if setting.is_packed:
-        peak = peak_at(read_needs(store).get("sweep", Need()).on(None), size)
+        peak = peak_at(read_needs(store).get("sweep", Need()).on(), size)
         if peak:
             need = with_margin(peak)
             most = MOST_TOGETHER
@@ -124,15 +124,15 @@ def run_all(setting: Setting, folder: Path) -> dict[str, Any]:
 
     from robust_train.queue.queue_dir import directory_for
     from robust_train.queue.registry import Registry
-    from robust_train.sweep.packing import Look, Packing, room_for
+    from robust_train.sweep.packing import GpuMemory, Look, Packing, room_for
     from simulated_nvml.device import SharedDevice
 
     device = SharedDevice(Path(os.environ["SIMULATED_NVML_STATE"]))
-    totals = {uuid: size * MIB for uuid, size in device.totals().items()}
+    gpus = {uuid: GpuMemory(size * MIB) for uuid, size in device.totals().items()}
     registry = Registry(directory_for(None, os.environ))
     board = mmap.mmap(-1, setting.jobs * _ROW.size)
     waiting = list(range(setting.jobs))
-    packing = Packing(len(totals), len(totals))
+    packing = Packing(len(gpus), len(gpus))
     running: dict[int, int] = {}  # numbers by process id
     victims = random.Random(1).sample(waiting, int(setting.killed_share * setting.jobs))
     kill_at: dict[int, float] = {}
@@ -164,7 +164,7 @@ def run_all(setting: Setting, folder: Path) -> dict[str, Any]:
                 lost += 1
         device.collect()
         jobs = registry.jobs()
-        over += is_over_committed(jobs, totals)
+        over += is_over_committed(jobs, gpus)
         mine = [job for job in jobs if job.gpus]
         most = max(most, len(mine))
         measured = [job for job in mine if job.jobs_per_device > 1]
@@ -176,7 +176,7 @@ def run_all(setting: Setting, folder: Path) -> dict[str, Any]:
             on_gpus=len(mine),
             waiting=len(running) - len(mine),
             measured=len(measured),
-            room=room_for(max((job.reserved_bytes for job in measured), default=0), totals, jobs),
+            room=room_for(max((job.reserved_bytes for job in measured), default=0), gpus, jobs),
             rate=rate,
         )
         before = packing
@@ -216,13 +216,13 @@ def ended(running: dict[int, int]) -> list[tuple[int, int]]:
     return codes
 
 
-def is_over_committed(jobs: Sequence[Any], totals: dict[str, int]) -> bool:
+def is_over_committed(jobs: Sequence[Any], gpus: dict[str, Any]) -> bool:
     """Return whether records promise more of a GPU than it has."""
-    promised = dict.fromkeys(totals, 0)
+    promised = dict.fromkeys(gpus, 0)
     for job in jobs:
         for uuid in job.gpus:
             promised[uuid] += job.reserved_bytes
-    return any(promised[uuid] > totals[uuid] for uuid in totals)
+    return any(promised[uuid] > gpus[uuid].total_bytes for uuid in gpus)
 
 
 def main() -> None:

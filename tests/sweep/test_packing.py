@@ -6,10 +6,11 @@ from hypothesis import strategies as st
 
 from robust_train.config.checks import checked
 from robust_train.config.composition import complete
+from robust_train.config.schema import RobustConfig
 from robust_train.model.errors import ConfigError
-from robust_train.queue.registry import QueuedJob
+from robust_train.queue.registry import QueuedJob, Registry
 from robust_train.readable import GIB
-from robust_train.sweep.packing import Look, Packing, largest_first, room_for
+from robust_train.sweep.packing import GpuMemory, Look, Packer, Packing, largest_first, room_for
 
 LEAST = st.integers(1, 8)
 LOOKS = st.builds(
@@ -87,16 +88,53 @@ JOB = QueuedJob(reserved_bytes=10 * GIB, gpus=("A",), taken_bytes=(None,), jobs_
 
 
 def test_room_is_left_by_open_jobs_only():
-    totals = {"A": 40 * GIB, "B": 40 * GIB}
-    assert room_for(10 * GIB, totals, []) == 8
-    assert room_for(10 * GIB, totals, [JOB, JOB]) == 6
+    gpus = {"A": GpuMemory(40 * GIB), "B": GpuMemory(40 * GIB)}
+    assert room_for(10 * GIB, gpus, []) == 8
+    assert room_for(10 * GIB, gpus, [JOB, JOB]) == 6
     alone = QueuedJob(reserved_bytes=4 * GIB, gpus=("B",), taken_bytes=(None,))
-    assert room_for(10 * GIB, totals, [JOB, alone]) == 3
+    assert room_for(10 * GIB, gpus, [JOB, alone]) == 3
     grown = QueuedJob(
         reserved_bytes=10 * GIB, gpus=("A",), taken_bytes=(25 * GIB,), jobs_per_device=16
     )
-    assert room_for(10 * GIB, {"A": 40 * GIB}, [grown]) == 1
-    assert room_for(0, totals, []) == 0
+    assert room_for(10 * GIB, {"A": GpuMemory(40 * GIB)}, [grown]) == 1
+    assert room_for(0, gpus, []) == 0
+
+
+def test_programs_outside_the_queue_leave_less_room():
+    job = QueuedJob(
+        reserved_bytes=10 * GIB, gpus=("A",), taken_bytes=(8 * GIB,), jobs_per_device=16
+    )
+    assert room_for(10 * GIB, {"A": GpuMemory(40 * GIB, 8 * GIB)}, [job]) == 3
+    assert room_for(10 * GIB, {"A": GpuMemory(40 * GIB, 20 * GIB)}, [job]) == 1
+    assert room_for(10 * GIB, {"A": GpuMemory(40 * GIB, 40 * GIB)}, [job]) == 0
+
+
+@pytest.mark.parametrize(("used_outside", "limit"), [(0, 2), (20, 1)])
+def test_gpus_are_read_again_before_jobs_join(tmp_path, used_outside, limit):
+    """A program outside the queue has started since the sweep began. The job reports no steps."""
+    registry = Registry(tmp_path)
+    folder = tmp_path / "job"
+    job = QueuedJob(run_dir=str(folder), reserved_bytes=12 * GIB, jobs_per_device=16)
+    reservation = registry.enter(job)
+    reservation.update(reservation.job.on(["A"], taken_bytes=(10 * GIB,)))
+    now = {"A": GpuMemory(40 * GIB, (10 + used_outside) * GIB)}
+    settings = RobustConfig(gpu_queue=str(tmp_path))
+    packer = Packer(settings, 1, {"A": GpuMemory(40 * GIB)}, lambda: now)
+    packer.look([folder])
+    assert packer.packing.limit == limit
+    reservation.release()
+
+
+@pytest.mark.parametrize(("total_of_second", "limit"), [(24, 2), (12, 1)])
+def test_jobs_of_two_gpus_need_room_on_both(tmp_path, total_of_second, limit):
+    job = QueuedJob(run_dir=str(tmp_path), reserved_bytes=12 * GIB, jobs_per_device=16, count=2)
+    reservation = Registry(tmp_path).enter(job)
+    reservation.update(reservation.job.on(["A", "B"]))
+    gpus = {"A": GpuMemory(24 * GIB), "B": GpuMemory(total_of_second * GIB)}
+    packer = Packer(RobustConfig(gpu_queue=str(tmp_path), num_gpus=2), 1, gpus, lambda: gpus)
+    packer.look([tmp_path])
+    assert packer.packing.limit == limit
+    reservation.release()
 
 
 def test_largest_micro_batches_start_first():

@@ -108,9 +108,9 @@ COUNT = """
 import psutil
 from robust_train.config.schema import RobustConfig
 from robust_train.gpu import inventory
-from robust_train.sweep.gpu_queue import read_totals
+from robust_train.sweep.gpu_queue import read_memory
 inventory.OPENING_SECONDS = 1.0
-print(len(read_totals(RobustConfig())), psutil.wait_procs(psutil.Process().children(), 9)[1])
+print(len(read_memory(RobustConfig())), psutil.wait_procs(psutil.Process().children(), 9)[1])
 """
 
 

@@ -56,7 +56,7 @@ from robust_train.model.events import ValueReported
 from robust_train.report import html
 from robust_train.report.status import LiveLines
 from robust_train.sweep.checks import hydra_knows, speak_of_keys_in
-from robust_train.sweep.packing import Packer, largest_first
+from robust_train.sweep.packing import GpuMemory, Packer, largest_first
 from robust_train.sweep.pruning import Reports
 from robust_train.sweep.record import (
     INTERRUPTIONS,
@@ -185,16 +185,16 @@ class GpuQueue:
                 # the folder may hold jobs of other sweeps
                 if record.sweep == table.sweep or (row and row.varies_as(record)):
                     self._reports.begin(record.job, folder)
-        totals = {} if self._n_jobs else read_totals(self._settings)
+        gpus = {} if self._n_jobs else read_memory(self._settings)
         slots = jobs_at_once(
             self._settings,
             self._n_jobs,
             jobs.most,
-            gpus=len(totals),
+            gpus=len(gpus),
             cpus=len(os.sched_getaffinity(0)),
         )
         if self._settings.packs_gpus and not self._n_jobs:
-            self._packer = Packer(self._settings, slots, totals)
+            self._packer = Packer(self._settings, slots, gpus, partial(read_memory, self._settings))
         with self._signals, LiveLines() as live:
             log.info(
                 "%d jobs, %d at once; they print to %s",
@@ -469,7 +469,7 @@ def jobs_at_once(
     return max(1, min(n_jobs, jobs))
 
 
-def read_totals(wanted: RobustConfig) -> Mapping[str, int]:
+def read_memory(wanted: RobustConfig) -> Mapping[str, GpuMemory]:
     """Return the memory of the GPUs that a sweep's jobs may take, by UUID; empty if the driver
     hangs.
 
@@ -483,8 +483,8 @@ def read_totals(wanted: RobustConfig) -> Mapping[str, int]:
         with contextlib.suppress(BaseException):
             os.close(read_end)
             visible = visible_gpus(read_inventory(processes=False), os.environ)
-            totals = {gpu.uuid: gpu.total_bytes for gpu in visible.gpus}
-            answer = json.dumps(totals if visible.inventory.answered else None)
+            sizes = {gpu.uuid: (gpu.total_bytes, gpu.used_bytes) for gpu in visible.gpus}
+            answer = json.dumps(sizes if visible.inventory.answered else None)
             with open(write_end, "w") as pipe:
                 pipe.write(answer)
         os._exit(0)
@@ -499,7 +499,7 @@ def read_totals(wanted: RobustConfig) -> Mapping[str, int]:
         )
         return {}
     os.waitpid(child, 0)
-    totals = {str(uuid): int(total) for uuid, total in given.items()}
+    gpus = {str(uuid): GpuMemory(*sizes) for uuid, sizes in given.items()}
     if wanted.picks_gpu or wanted.device in ("auto", "cuda"):
-        return totals
-    return dict(list(totals.items())[:1])
+        return gpus
+    return dict(list(gpus.items())[:1])

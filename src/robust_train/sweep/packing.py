@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -76,21 +76,42 @@ class Packing:
         return replace(self, limit=self.limit + min(self.least, max(look.room, 0)))
 
 
-def room_for(need_bytes: int, totals: Mapping[str, int], jobs: Iterable[QueuedJob]) -> int:
-    """Return how many further jobs of this need fit on the GPUs next to the host's jobs.
+@dataclass(frozen=True)
+class GpuMemory:
+    """The memory of a GPU, and how much of it all processes use, in bytes."""
 
-    A job that accepts no others on its GPU leaves no room there.
+    total_bytes: int
+    used_bytes: int = 0
+
+
+def room_for(need_bytes: int, gpus: Mapping[str, GpuMemory], jobs: Iterable[QueuedJob]) -> int:
+    """Return how many further jobs fit by memory, if each takes one GPU.
+
+    A job that accepts no others on its GPU leaves no room there. Programs outside the queue leave
+    what they do not use.
+
+    Args:
+        need_bytes: the memory that each further job reserves.
+        gpus: the GPUs of the sweep, by UUID.
+        jobs: all jobs of the host.
     """
     if need_bytes <= 0:
         return 0
-    left = dict(totals)
+    used_outside = {uuid: gpu.used_bytes for uuid, gpu in gpus.items()}
+    left = {uuid: gpu.total_bytes for uuid, gpu in gpus.items()}
     for job in jobs:
         for uuid, taken in zip(job.gpus, job.taken_bytes, strict=True):
-            if uuid in left:
-                left[uuid] -= max(job.reserved_bytes, taken or 0)
-                if job.jobs_per_device == 1:
-                    left[uuid] = 0
-    return sum(max(size, 0) // need_bytes for size in left.values())
+            if uuid not in gpus:
+                continue
+            left[uuid] -= max(job.reserved_bytes, taken or 0)
+            used_outside[uuid] -= job.reserved_bytes if taken is None else taken
+            if job.jobs_per_device == 1:
+                left[uuid] = 0
+    room = 0
+    for uuid, size in left.items():
+        free = size - max(used_outside[uuid], 0)
+        room += max(free, 0) // need_bytes
+    return room
 
 
 def largest_first(listed: Mapping[int, Sequence[str]]) -> dict[int, Sequence[str]]:
@@ -113,18 +134,28 @@ class Packer:
     Args:
         settings: the settings of the sweep's jobs.
         least: the number of jobs at once with one job per GPU.
-        totals: memory of the GPUs in bytes, by UUID.
+        gpus: the GPUs that the jobs may take, by UUID.
+        read_gpus: reads the GPUs again. This costs a process, so it is called only before jobs are
+            added.
     """
 
-    def __init__(self, settings: RobustConfig, least: int, totals: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        settings: RobustConfig,
+        least: int,
+        gpus: Mapping[str, GpuMemory],
+        read_gpus: Callable[[], Mapping[str, GpuMemory]],
+    ) -> None:
         self.packing = Packing(least, least)
-        self._totals = totals
+        self._gpus = gpus
+        self._read_gpus = read_gpus
+        self._gpus_per_job = settings.num_gpus
         self._next_look = 0.0
         self._stage_began: float | None = None
         self._first: dict[str, int] = {}  # samples of each run folder when the stage began
         self._last: dict[str, int] = {}
         self._registry: Registry | None = None
-        if settings.gpu_queue is not False and totals:
+        if settings.gpu_queue is not False and gpus:
             setting = None if settings.gpu_queue is True else str(settings.gpu_queue)
             with contextlib.suppress(QueueError):
                 self._registry = Registry(directory_for(setting, os.environ))
@@ -144,12 +175,19 @@ class Packer:
             self._registry = None
             return
         before = self.packing
-        self.packing = before.after(self._look_at(folders, jobs, now))
-        if self.packing.limit == before.limit:
+        after = before.after(self._look_at(folders, jobs, now))
+        if after.limit > before.limit:
+            # Programs outside the queue may have started since the GPUs were last read.
+            self._gpus = self._read_gpus()
+            after = before.after(self._look_at(folders, jobs, now))
+            if after.limit == before.limit:
+                self._next_look = now + _STAGE_SECONDS
+        self.packing = after
+        if after.limit == before.limit:
             return
         self._stage_began = None
-        how = "share GPUs" if self.packing.limit > before.limit else "are as fast together"
-        log.info("%d jobs %s from here on", self.packing.limit, how)
+        how = "share GPUs" if after.limit > before.limit else "are as fast together"
+        log.info("%d jobs %s from here on", after.limit, how)
 
     def _look_at(self, folders: Sequence[Path], jobs: Sequence[QueuedJob], now: float) -> Look:
         """Read the queue and the run folders."""
@@ -162,13 +200,12 @@ class Packer:
         rate = None
         if len(running) == self.packing.limit:
             rate = self._rate(running, states, now)
+        need_bytes = max((job.reserved_bytes for job in measured), default=0)
         return Look(
             on_gpus=len(running),
             waiting=waiting,
             measured=len(measured),
-            room=room_for(
-                max((job.reserved_bytes for job in measured), default=0), self._totals, jobs
-            ),
+            room=room_for(need_bytes, self._gpus, jobs) // self._gpus_per_job,
             rate=rate,
             is_silent=not has_steps and len(measured) == len(running),
         )

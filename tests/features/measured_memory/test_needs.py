@@ -4,19 +4,24 @@ import concurrent.futures
 import json
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from robust_train.config.schema import RobustConfig
+from robust_train.features.measured_memory.launcher import MeasuredMemory, _Attempt
 from robust_train.features.measured_memory.model import (
     FIRST_STEPS,
+    PEAK,
     QUIET_SECONDS,
     Sample,
     fingerprint,
     is_measured,
     largest_fitting,
     peak_at,
+    peak_by_torch,
     program_of,
     took_all_at_once,
     with_margin,
@@ -30,6 +35,8 @@ from robust_train.features.measured_memory.store import (
     remember,
 )
 from robust_train.host.linux import lock
+from robust_train.model.attempt import Attempt
+from robust_train.model.spec import AttemptSpec
 from robust_train.readable import GIB, MIB
 
 SIZES = st.integers(1, 4096)
@@ -126,6 +133,18 @@ def test_ten_steps_and_a_checkpoint_are_a_measurement():
     assert is_measured(None, saved=False, quiet_seconds=QUIET_SECONDS)
 
 
+def test_torch_counts_a_peak_between_samples():
+    figures = {"reserved": 2 * GIB, "max_allocated": 3 * GIB, "context_bytes": 500 * MIB}
+    assert peak_by_torch(figures) == 3 * GIB + 500 * MIB
+    assert peak_by_torch({"reserved": 2 * GIB}) == 0, "the context is unknown"
+    assert peak_by_torch({"max_resident": GIB}) == 0
+    config = RobustConfig(gpu_jobs_per_device=2)
+    feature = MeasuredMemory(SimpleNamespace(plan=SimpleNamespace(config=config)))
+    feature._attempt = _Attempt(1, ("A", "B"), {}, peaks={"A": GIB, "B": 2 * GIB})
+    attempt = Attempt(1, AttemptSpec((), 8, 1), memory=figures)
+    assert feature.evidence(attempt, [attempt]).memory[PEAK] == 3 * GIB + 500 * MIB
+
+
 def test_a_program_that_takes_all_is_recognised():
     assert took_all_at_once([500 * MIB, 31 * GIB], 40 * GIB, has_allocator=False)
     assert not took_all_at_once([500 * MIB, 31 * GIB], 40 * GIB, has_allocator=True)
@@ -139,9 +158,9 @@ def test_a_measurement_is_kept_and_found(tmp_path):
     remember("job", "A100", 16, 9 * GIB, path)
     remember("job", "H100", 16, 10 * GIB, path)
     need = read_needs(path)["job"]
-    assert need.on("A100") == {8: 5 * GIB, 16: 9 * GIB}
-    assert need.on(None) == {8: 5 * GIB, 16: 10 * GIB}
-    assert need.on("L4") == need.on(None)
+    assert need.on(["A100"]) == {8: 5 * GIB, 16: 9 * GIB}
+    assert need.on(["A100", "H100"]) == {8: 5 * GIB, 16: 10 * GIB}
+    assert need.on(["L4"]) == need.on() == need.on(["A100", "H100"])
     assert path.parent.stat().st_mode & 0o077 == 0
 
 
@@ -162,7 +181,7 @@ def test_the_newest_sizes_are_kept():
     need = Need()
     for size in range(1, MOST_SIZES + 4):
         need = need.with_peak("A100", size, GIB, 1.0)
-    assert sorted(need.on("A100")) == list(range(4, MOST_SIZES + 4))
+    assert sorted(need.on(["A100"])) == list(range(4, MOST_SIZES + 4))
 
 
 @pytest.mark.parametrize(
@@ -184,7 +203,7 @@ def test_a_torn_file_is_ignored_in_one_line(tmp_path, caplog, content):
     assert len(caplog.messages) == 1
     assert str(path) in caplog.text
     remember("job", "A100", 8, GIB, path)
-    assert read_needs(path)["job"].on("A100") == {8: GIB}
+    assert read_needs(path)["job"].on(["A100"]) == {8: GIB}
 
 
 def test_measurements_at_once_are_all_kept(tmp_path):

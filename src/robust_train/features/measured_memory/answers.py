@@ -12,7 +12,12 @@ from omegaconf import OmegaConf
 from robust_train.config.checks import checked
 from robust_train.config.placeholders import literal
 from robust_train.config.refusals import composed
-from robust_train.features.measured_memory.model import PEAK, largest_fitting, with_margin
+from robust_train.features.measured_memory.model import (
+    PEAK,
+    largest_fitting,
+    peak_by_torch,
+    with_margin,
+)
 from robust_train.features.measured_memory.probe import run_probe
 from robust_train.features.measured_memory.recall import fingerprint_of_program
 from robust_train.features.measured_memory.store import Need, read_needs
@@ -51,9 +56,11 @@ def _need_of_program(argv: Sequence[str], code: int | None) -> Said:
     cfg = composed(["trainer=command", "training.batch_size=1", "min_batch_size=1"])
     OmegaConf.update(cfg, "trainer.argv", [literal(word) for word in argv])
     digest = fingerprint_of_program(checked(cfg))
-    peaks = read_needs().get(digest, Need()).on(None)
-    if not peaks:
+    measured = read_needs().get(digest, Need())
+    if not measured.peaks:
         raise NotDoneError(_why_unknown(argv, code))
+    gpus = read_inventory(processes=False).gpus
+    peaks = measured.on({gpu.name for gpu in gpus})
     peak = max(peaks.values())
     data: dict[str, Json] = {
         "peak_bytes": peak,
@@ -64,7 +71,8 @@ def _need_of_program(argv: Sequence[str], code: int | None) -> Said:
         f"micro-batch {size}: {mib(bytes_)} at its peak, {mib(with_margin(bytes_))} to reserve"
         for size, bytes_ in sorted(peaks.items())
     ]
-    return _with_gpus(data, lines, peak, peaks)
+    _add_gpus(data, lines, gpus, peak, measured)
+    return data, lines
 
 
 def _why_unknown(argv: Sequence[str], code: int | None) -> str:
@@ -113,7 +121,9 @@ def _need_of_run(run: KnownRun) -> Said:
     for attempt in measured:
         tried = attempt.spec.batch_size
         peaks[tried] = max(held[attempt.number], peaks.get(tried, 0))
-    return _with_gpus(data, lines, peak, peaks)
+    gpus = read_inventory(processes=False).gpus
+    _add_gpus(data, lines, gpus, peak, Need(peaks={"": peaks}))
+    return data, lines
 
 
 def _held_by(attempt: Attempt) -> int:
@@ -121,12 +131,7 @@ def _held_by(attempt: Attempt) -> int:
 
     Without a measurement torch's cache and the context that it measured are all that it held.
     """
-    figures = attempt.memory
-    cache = max(figures.get("reserved", 0), figures.get("max_allocated", 0))
-    context = figures.get("context_bytes", 0)
-    if PEAK in figures or not cache or not context:
-        return figures.get(PEAK, 0)
-    return cache + context
+    return attempt.memory.get(PEAK) or peak_by_torch(attempt.memory)
 
 
 def _made_of(attempt: Attempt, peak: int) -> Mapping[str, int]:
@@ -142,24 +147,22 @@ def _made_of(attempt: Attempt, peak: int) -> Mapping[str, int]:
     }
 
 
-def _with_gpus(
-    data: dict[str, Json], lines: list[str], peak: int, peaks: Mapping[int, int]
-) -> Said:
-    """Add the smallest GPU of this host that it fits, and the micro-batch that fits each."""
-    gpus = read_inventory(processes=False).gpus
+def _add_gpus(
+    data: dict[str, Json], lines: list[str], gpus: Sequence[GpuInfo], peak: int, measured: Need
+) -> None:
+    """Add the smallest GPU of this host that fits the peak, and the micro-batch for each GPU."""
     smallest = _smallest_for(with_margin(peak), gpus)
     data["smallest_gpu"] = None if smallest is None else smallest.uuid
     if smallest is not None:
         lines.append(f"the smallest GPU here that it fits: GPU {smallest.index} ({smallest.name})")
     elif gpus:
         lines.append("it fits no GPU here")
-    sizes = {gpu.uuid: largest_fitting(peaks, gpu.total_bytes) for gpu in gpus}
+    sizes = {gpu.uuid: largest_fitting(measured.on([gpu.name]), gpu.total_bytes) for gpu in gpus}
     data["micro_batches"] = dict(sizes)
     for gpu in gpus:
         size = sizes[gpu.uuid]
         fits = "unknown, measure one more size" if size is None else str(size)
         lines.append(f"GPU {gpu.index}: largest micro-batch {fits}")
-    return data, lines
 
 
 def _smallest_for(need_bytes: int, gpus: Sequence[GpuInfo]) -> GpuInfo | None:

@@ -15,6 +15,7 @@ from robust_train.features.measured_memory.model import (
     PEAK,
     Sample,
     is_measured,
+    peak_by_torch,
     took_all_at_once,
     with_margin,
 )
@@ -275,6 +276,9 @@ class MeasuredMemory(InLauncher):
         self._attempt = None
         if current is None or not current.peak:
             return attempt
+        # Torch also counts what it held for less than a second, between two samples.
+        fullest = max(current.peaks, key=current.peaks.__getitem__)
+        current.peaks[fullest] = max(current.peak, peak_by_torch(attempt.memory))
         if not current.takes_all and (current.is_settled or attempt.failure is None):
             self._remember(current, attempt)
         return replace(attempt, memory={**attempt.memory, PEAK: current.peak})

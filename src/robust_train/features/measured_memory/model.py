@@ -102,6 +102,19 @@ def with_margin(peak_bytes: int, held_bytes: int = 0) -> int:
     return max(peak_bytes + math.ceil(peak_bytes / _MARGIN), held_bytes)
 
 
+def peak_by_torch(figures: Mapping[str, int]) -> int:
+    """Return the bytes that a process with torch held at its peak, or 0 if unknown.
+
+    Args:
+        figures: its memory in bytes, as `memory_in_use` returns it at the end of an attempt.
+    """
+    cache = max(figures.get("reserved", 0), figures.get("max_allocated", 0))
+    context = figures.get("context_bytes", 0)
+    if not cache or not context:
+        return 0
+    return cache + context
+
+
 def peak_at(peaks: Mapping[int, int], micro_batch: int) -> int | None:
     """Return the peak at a micro-batch from measured peaks, or None if unknown.
 

@@ -10,7 +10,7 @@ import importlib.metadata
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -27,6 +27,8 @@ from robust_train.features.measured_memory.model import (
     words_that_matter,
 )
 from robust_train.features.measured_memory.store import Need, read_needs
+from robust_train.gpu.inventory import read_inventory
+from robust_train.gpu.visible import visible_gpus
 from robust_train.launcher.plan import Plan
 from robust_train.readable import MIB, mib
 
@@ -43,7 +45,7 @@ def with_known_need(plan: Plan) -> Plan:
     need = read_needs().get(fingerprint_of(plan), Need())
     peak = None
     if not config.finds_batch_size:
-        peak = peak_at(need.on(None), config.training.batch_size)
+        peak = peak_at(need.on(_models_for(need, plan)), config.training.batch_size)
     if not peak:
         log.info(
             "min_gpu_memory_mb=auto: not measured yet, so %d MiB are reserved until it is",
@@ -59,6 +61,14 @@ def with_known_need(plan: Plan) -> Plan:
     most = MOST_TOGETHER if config.packs_gpus else config.gpu_jobs_per_device
     config = replace(config, min_gpu_memory_mb=reserved_mb, gpu_jobs_per_device=most)
     return replace(plan, config=config, policy=replace(plan.policy, config=config))
+
+
+def _models_for(need: Need, plan: Plan) -> Collection[str]:
+    """Return the models of the GPUs that a job may get. NVML is asked only if they matter."""
+    if len(need.peaks) < 2:
+        return ()
+    visible = visible_gpus(read_inventory(processes=False), plan.environ)
+    return {gpu.name for gpu in visible.gpus}
 
 
 def fingerprint_of(plan: Plan) -> str:

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,13 +46,15 @@ class Need:
         newest = dict(list(sizes.items())[-MOST_SIZES:])
         return Need(now, {**self.peaks, gpu: newest})
 
-    def on(self, gpu: str | None) -> Mapping[int, int]:
-        """Return the peaks on GPUs of this model, or if there are none, the largest on any."""
-        if gpu is not None and gpu in self.peaks:
-            return self.peaks[gpu]
+    def on(self, gpus: Collection[str] = ()) -> Mapping[int, int]:
+        """Return the largest peak at each micro-batch on GPUs of these models, in bytes.
+
+        If none was measured on these models, peaks on all models count.
+        """
+        models = [model for model in self.peaks if model in gpus] or list(self.peaks)
         largest: dict[int, int] = {}
-        for sizes in self.peaks.values():
-            for size, peak in sizes.items():
+        for model in models:
+            for size, peak in self.peaks[model].items():
                 largest[size] = max(peak, largest.get(size, 0))
         return largest
 
