@@ -131,7 +131,8 @@ def _held_by(attempt: Attempt) -> int:
 
     Without a measurement torch's cache and the context that it measured are all that it held.
     """
-    return attempt.memory.get(PEAK) or peak_by_torch(attempt.memory)
+    measured = attempt.memory.get(PEAK)
+    return peak_by_torch(attempt.memory) if measured is None else measured
 
 
 def _made_of(attempt: Attempt, peak: int) -> Mapping[str, int]:

@@ -51,7 +51,9 @@ class Need:
 
         If none was measured on these models, peaks on all models count.
         """
-        models = [model for model in self.peaks if model in gpus] or list(self.peaks)
+        models = self.peaks.keys() & set(gpus)
+        if not models:
+            models = set(self.peaks)
         largest: dict[int, int] = {}
         for model in models:
             for size, peak in self.peaks[model].items():
