@@ -262,14 +262,14 @@ def all_jobs(step_seconds: float) -> list[Job]:
     from test_other_programs import PLACES
 
     computing = [
-        script("nanogpt_like", "--max_iters=200"),
-        script("yolo_like", "epochs=10"),
+        script("nanogpt_like", "--max_iters=1200"),
+        script("yolo_like", "epochs=600"),
         function("accelerate_digits", "training.epochs=4"),
         function("fsdp2_digits", "training.epochs=4"),
         function("lightning_digits", "training.epochs=4"),
         function("ray_digits", "training.epochs=4"),
         function("transformers_sonnets", "training.epochs=2"),
-        project("own_project", "iris", "training.epochs=60"),
+        project("own_project", "iris", "training.epochs=600"),
     ]
     sleeping = [other_program(name, step_seconds) for name in PLACES]
     jobs = [other_program("overwrites", step_seconds, DECLARED)]

@@ -122,6 +122,19 @@ def test_a_declared_figure_changes_nothing(tmp_path, cuda_machine_with):
     assert not host.needs_file.exists()
 
 
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [("isolation=none", "which is not measured, so 4000 MiB stay reserved"), ("device=cpu", "")],
+)
+def test_nothing_is_promised_without_a_measurement(tmp_path, option, words):
+    """Training in the launcher's process is not measured, and the CPU has nothing to measure."""
+    world = World(tmp_path)
+    ended = world.run("trainer._target_=trainers.plain", AUTO, option)
+    assert ended.returncode == 0, ended.output
+    assert words in ended.output
+    assert "not measured yet" not in ended.output
+
+
 @pytest.mark.slow
 def test_a_silent_driver_leaves_the_difference(tmp_path, cuda_machine_with):
     """As in containers, WSL2, MIG and vGPUs: what is used more than before, while alone."""

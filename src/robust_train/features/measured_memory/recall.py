@@ -40,12 +40,19 @@ _OF_TRAINING = ("num_workers", "prefetch_factor", "gradient_checkpointing")
 def with_known_need(plan: Plan) -> Plan:
     """Return the plan of a job whose memory is measured with what it needs, if known."""
     config = plan.config
-    if not config.measures_memory:
+    if not config.measures_memory or config.device == "cpu":
         return plan
     need = read_needs().get(fingerprint_of(plan), Need())
     peak = None
     if not config.finds_batch_size:
         peak = peak_at(need.on(_models_for(need, plan)), config.training.batch_size)
+    if not peak and config.runs_inline:
+        log.warning(
+            "min_gpu_memory_mb=auto: isolation=none trains in the launcher's process, which is not "
+            "measured, so %d MiB stay reserved",
+            config.min_gpu_memory_mb,
+        )
+        return plan
     if not peak:
         log.info(
             "min_gpu_memory_mb=auto: not measured yet, so %d MiB are reserved until it is",
