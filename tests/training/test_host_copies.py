@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_train.attempt import checkpoints
+from robust_train.attempt import host_copies
 from robust_train.attempt.arena import Arena, Place, plan
-from robust_train.attempt.checkpoints import HostCopies
+from robust_train.attempt.host_copies import HostCopies
 from robust_train.readable import GIB, MIB
 
 FLOATS = 4
@@ -85,7 +85,7 @@ def test_pinned_memory_is_returned_if_others_need_it(pinned, copies, monkeypatch
     saved(copies, {"weights": torch.rand(1 << 18)})
     copies.shrink()
     assert pinned.taken == MIB
-    monkeypatch.setattr(checkpoints, "LARGEST_COPY", 0.0)
+    monkeypatch.setattr(host_copies, "LARGEST_COPY", 0.0)
     copies.shrink()
     assert pinned.taken == 0
 

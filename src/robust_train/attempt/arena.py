@@ -1,6 +1,6 @@
 """Host memory for copies of tensors: a few large blocks, which each save uses again.
 
-:class:`.checkpoints.HostCopies` uses it in the process that trains. Pinned memory is expensive: the
+:class:`.host_copies.HostCopies` uses it in the process that trains. Pinned memory is expensive: the
 system can neither swap nor drop it, and torch's allocator rounds each block up to a power of two
 and keeps freed blocks. So the blocks are powers of two from the start, which makes
 :attr:`Arena.taken` the memory that is really in use, and dropped blocks are returned to the system.

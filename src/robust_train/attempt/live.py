@@ -287,10 +287,10 @@ class LiveAttempt:
 
     def save(self, state: Mapping[str, Any], step: int, metric: float | None, mode: str) -> None:
         """See :meth:`.run.Run.save`."""
-        from robust_train.attempt.checkpoints import contents_of
+        from robust_train.attempt.checkpoint_content import build_content
 
         if self.is_main:
-            content = contents_of(state, int(step), metric, mode)
+            content = build_content(state, int(step), metric, mode)
             self.save_content(content, int(step), keep=self.saves.keep)
 
     def save_content(self, content: Content, step: int, *, keep: int, suffix: str = ".pt") -> None:

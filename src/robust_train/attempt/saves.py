@@ -101,7 +101,8 @@ class Saves:
 
     def load(self, state: MutableMapping[str, Any]) -> int:
         """Restore the newest checkpoint into ``state``, and return its step. 0 if there is none."""
-        from robust_train.attempt.checkpoints import STEP, read_newest, restore
+        from robust_train.attempt.checkpoint_content import STEP, restore_state
+        from robust_train.attempt.read_checkpoint import read_newest
         from robust_train.step.ranks import of_all_ranks
 
         path = self.resume_checkpoint
@@ -113,7 +114,7 @@ class Saves:
         if newest is None:
             return 0
         self.resume_checkpoint, content = newest
-        return restore(state, content)
+        return restore_state(state, content)
 
     # --- saving ---
 

@@ -20,8 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from robust_train.attempt.checkpoints import read_newest
 from robust_train.attempt.last_save import save_result
+from robust_train.attempt.read_checkpoint import read_newest
 from robust_train.attempt.run import Run, live_of
 from robust_train.failures import classify_failure
 from robust_train.folder.best import BEST_NAME, Best, record_best
