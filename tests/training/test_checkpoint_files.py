@@ -136,7 +136,7 @@ def test_a_restarted_folder_is_safe_from_its_predecessor(tmp_path):
     unfinished.touch()
     run.save({"weights": torch.zeros(3)}, 1)
     live_of(run).saves.finish()
-    assert "begun anew by another job" in str(live_of(run).saving.owed)
+    assert "another job has removed and restarted this run folder" in str(live_of(run).saving.owed)
     run.checkpoint_saved(unfinished, 1)
     assert list(unfinished.parent.iterdir()) == [unfinished]
 

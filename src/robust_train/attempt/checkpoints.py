@@ -22,9 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from robust_train.attempt.cadence import Saving
 from robust_train.attempt.checkpoint_content import METRIC
 from robust_train.attempt.checkpoint_errors import is_disk_error, run_on_all_ranks
+from robust_train.attempt.checkpoint_records import CheckpointRecords
 from robust_train.attempt.host_copies import HostCopies
 from robust_train.attempt.read_checkpoint import VALUES
 from robust_train.compat import saving_files
@@ -63,7 +63,7 @@ class CheckpointFolder:
 
     def __init__(
         self,
-        saving: Saving,
+        saving: CheckpointRecords,
         # Reports a complete checkpoint: its path, its step, and its position in the data.
         report: Callable[[Path, int, Position | None], None],
         *,

@@ -77,7 +77,7 @@ class HostCopies:
         """Return how many bytes of new memory the copies need."""
         total = 0
         for is_pinned, arena_layouts in layouts.items():
-            total += self.arenas[is_pinned].more_for(_sizes_of(arena_layouts))
+            total += self.arenas[is_pinned].bytes_to_add(_sizes_of(arena_layouts))
         planned = {name for arena_layouts in layouts.values() for name in arena_layouts}
         for name, source in sources.items():
             if name not in planned:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from robust_train.attempt.cadence import Saving
-from robust_train.attempt.data_position import Attempt
+from robust_train.attempt.checkpoint_records import CheckpointRecords
+from robust_train.attempt.data_position import BatchFacts
 from robust_train.attempt.hooks import AttemptHooks, load_hooks
 from robust_train.attempt.losses import REPORTED, LossWatch
 from robust_train.attempt.parts import Parts
@@ -126,14 +126,14 @@ class LiveAttempt:
         self.parts = Parts(
             self.reports, self.speed, lambda error, failure: self.hooks.ran_out(error, failure)
         )
-        self.saving = Saving(run_dir, attempt, lambda step: self.losses.proves(step))
+        self.saving = CheckpointRecords(run_dir, attempt, lambda step: self.losses.proves(step))
         self.saves = Saves(
             self.saving,
             self.reports,
             resume_checkpoint,
             is_main=self.is_main,
-            saved=self.checkpoint_saved,
-            failed=self._owe,
+            report=self.checkpoint_saved,
+            report_failure=self._owe,
         )
 
     # --- before the trainer is called ---
@@ -226,10 +226,10 @@ class LiveAttempt:
         passes = self.saves.pass_over(loader, self._batches_so_far)
         return self.speed.waits(passes)
 
-    def _batches_so_far(self) -> Attempt:
-        """Return what is known of the batches before the first batch."""
+    def _batches_so_far(self) -> BatchFacts:
+        """Return the facts about the batches that are known before the first batch."""
         plan = self.parts.plan
-        return Attempt(
+        return BatchFacts(
             batch_size=plan.batch_size or 0,
             effective=plan.samples or 0,
             reads_batch_size=(self.has_read("batch_size") or bool(self.their_keys)),
