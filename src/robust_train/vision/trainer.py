@@ -279,7 +279,7 @@ class Training:
         steps = list(self.plan.steps(position.epoch, position.samples))
         # A rank without a sample of the step takes part with a sample that has no weight.
         reads = [share or [[0]] for share in steps]
-        batches = live_of(run).speed.waits(
+        batches = live_of(run).speed.measure_waits(
             self._batches(
                 self.train_set, list(itertools.chain.from_iterable(reads)), position.epoch
             )

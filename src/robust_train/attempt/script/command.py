@@ -23,11 +23,11 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from robust_train.attempt.loading import WORKERS
 from robust_train.attempt.run import Run, live_of
 from robust_train.attempt.script.messages import LineReader, Result, parse
 from robust_train.attempt.script.program import Program
 from robust_train.attempt.script.rendezvous import rendezvous_environment
+from robust_train.attempt.supports import WORKERS
 from robust_train.config.checks import read
 from robust_train.config.placeholders import (
     AUTO,
