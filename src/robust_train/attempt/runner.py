@@ -178,7 +178,7 @@ def call_trainer(trainer: Trainer, cfg: DictConfig, config: RobustConfig, run: R
 
 @contextlib.contextmanager
 def run_ticks(live: LiveAttempt, tick: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Within the block, do the features' periodic work twice a second in another thread of rank 0.
+    """Do the features' periodic work twice a second within the block, in another thread of rank 0.
 
     Args:
         live: the attempt.

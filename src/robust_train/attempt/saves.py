@@ -175,7 +175,7 @@ class Saves:
 
     @contextlib.contextmanager
     def raising(self) -> Iterator[None]:
-        """Within the block, raise the error of a checkpoint that cannot be written instead of
+        """Raise the error of a checkpoint that cannot be written within the block, instead of
         logging a warning: the caller tries again."""
         self._raises = True
         try:
