@@ -44,7 +44,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from robust_train import compat  # noqa: E402
-from robust_train.attempt.checkpoints import HostCopies  # noqa: E402
+from robust_train.attempt.host_copies import HostCopies  # noqa: E402
 from robust_train.attempt.reports import Reports  # noqa: E402
 from robust_train.children.interpreters import Interpreters, preparation  # noqa: E402
 from robust_train.failures import classify_failure  # noqa: E402

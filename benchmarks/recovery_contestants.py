@@ -147,7 +147,7 @@ def attempt(cfg: Any, run: Any) -> str:
 
 
 def _train_from_checkpoint(job: Job, training: Any, run: Any) -> Network:
-    from robust_train.attempt.checkpoints import read_newest
+    from robust_train.attempt.read_checkpoint import read_newest
     from robust_train.attempt.run import live_of
 
     network, optimizer = build(job)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from robust_train.attempt.run import Run, live_of
-from robust_train.attempt.runner import beside_the_trainer
+from robust_train.attempt.runner import run_ticks
 from robust_train.config.placeholders import SavePlan
 from robust_train.config.schema import RobustConfig
 from robust_train.features.requests.attempt import Requests
@@ -60,7 +60,7 @@ def main() -> None:
         open_requests(Path(folder))
         live = live_of(listening)
         live.take_part([Requests(live, RobustConfig())])
-        with beside_the_trainer(live):
+        with run_ticks(live):
             plain, served = step_of(deaf), step_of(listening)
             for _ in range(50):
                 plain(), served()

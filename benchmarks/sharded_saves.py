@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from robust_train.attempt.checkpoints import named_map
+from robust_train.attempt.checkpoint_content import map_tensors
 from robust_train.folder.checkpoints import write_atomically
 from robust_train.vision.sharding import shard, write_shards
 
@@ -45,7 +45,7 @@ def write_whole(group: dist.ProcessGroup, content: dict, path: Path) -> None:
         full = tensor.full_tensor()
         return full.cpu() if is_first else None
 
-    whole = named_map(gathered, content)
+    whole = map_tensors(gathered, content)
     if is_first:
         write_atomically(whole, path.with_suffix(".pt"))
 

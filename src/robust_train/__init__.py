@@ -12,7 +12,7 @@ from robust_train.host.loggers import take_loggers
 
 if TYPE_CHECKING:
     from robust_train.attempt.run import Run
-    from robust_train.attempt.script.messages import ScriptRun, current_run
+    from robust_train.attempt.script.script_run import ScriptRun, current_run
     from robust_train.cli.train import hydra_main
     from robust_train.entry import launch
     from robust_train.failures import classify_failure
@@ -102,7 +102,7 @@ _NAMES = {
     "attempt.run": "Run",
     "folder.checkpoints": "CheckpointError save_checkpoint",
     "folder.state": "Summary",
-    "attempt.script.messages": "ScriptRun current_run",
+    "attempt.script.script_run": "ScriptRun current_run",
     "model.failure": "Evidence Failure FailureKind",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}

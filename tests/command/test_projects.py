@@ -389,7 +389,7 @@ def test_a_resolver_missing_in_attempts_is_one_line(world):
     (world.folder / "main.py").write_text(OF_THE_LAUNCHER)
     ended = _run(world, world.folder, "robust.num_gpus=1", code=1)
     (line,) = ended.stderr.splitlines()
-    assert line.startswith("failed: net.kind: no resolver 'kind_of' in the attempt, ")
+    assert line.startswith("failed: net.kind: the attempt has no resolver 'kind_of': ")
     assert "__main__" in line
     assert "Traceback" not in ended.output
 

@@ -13,7 +13,7 @@ import pytest
 import warm
 from command_world import SCRIPTS, argv, script
 from disks import small_disk
-from robust_train.attempt.script.command import check_command
+from robust_train.attempt.script.check import check_command
 from robust_train.config.checks import checked
 from robust_train.config.refusals import REFUSALS, composed, explain
 from robust_train.model.attempt import Attempt
@@ -465,7 +465,7 @@ def test_exit_0_over_dead_children_is_doubted(scripts, failure):
 
 def test_what_a_shell_hides_is_said(scripts):
     ended = scripts.run("--", "sh", "-c", "sleep 60 & echo | tee").with_code(0)
-    assert "(sleep) still ran, and it ends with the script" in ended.stdout
+    assert "(sleep) still ran, which is ended too" in ended.stdout
     assert "exit code is that of tee" in ended.stdout
 
 

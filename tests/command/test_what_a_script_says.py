@@ -19,16 +19,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from robust_train.attempt.run import Run, live_of
-from robust_train.attempt.script.command import NOTHING, CheckpointWatch, stamps
-from robust_train.attempt.script.messages import (
-    LineReader,
-    NotUnderstoodError,
-    Result,
-    ScriptRun,
-    appending_to,
-    parse,
-)
+from robust_train.attempt.script.checkpoint_watch import NOTHING, CheckpointWatch, find_stamps
+from robust_train.attempt.script.messages import LineReader, NotUnderstoodError, Result, parse
 from robust_train.attempt.script.rendezvous import rendezvous_environment
+from robust_train.attempt.script.script_run import ScriptRun, line_writer
 from robust_train.config.placeholders import ScriptValues, decimal, literal, placeholders_in
 from robust_train.config.schema import RobustConfig
 from robust_train.folder.checkpoints import is_whole
@@ -224,7 +218,7 @@ def test_read_reports_take_no_disk_space(tmp_path):
 def test_a_torn_report_does_not_spoil_another(tmp_path):
     """A full disk cut it short; the next is a line of its own."""
     path = tmp_path / "events"
-    report = appending_to(path)
+    report = line_writer(path)
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20, hard))
     try:
@@ -293,17 +287,17 @@ def test_only_new_files_at_rest_are_found(tmp_path):
     pattern = str(tmp_path / "*.ckpt*")
     old, new = tmp_path / "1.ckpt", tmp_path / "2.ckpt"
     old.write_text("old")
-    watch = CheckpointWatch(pattern, stamps(pattern))
+    watch = CheckpointWatch(pattern, find_stamps(pattern))
 
     def newest(*, at_rest):
-        return watch.newest(at_rest=at_rest)[0]
+        return watch.newest(at_rest=at_rest).path
 
     assert watch.newest(at_rest=True) == NOTHING
     new.write_text("half")
     (tmp_path / "3.ckpt.tmp").write_text("unfinished by its name")
-    assert newest(at_rest=False) == NOTHING[0], "seen only once"
+    assert newest(at_rest=False) == NOTHING.path, "seen only once"
     new.write_text("half and more")
-    assert newest(at_rest=False) == NOTHING[0], "changed since"
+    assert newest(at_rest=False) == NOTHING.path, "changed since"
     assert newest(at_rest=False) == new
     old.write_text("written again")
     os.utime(old, ns=(0, new.stat().st_mtime_ns + 1))
@@ -362,15 +356,15 @@ def test_the_last_of_many_quick_reports_is_kept():
 def test_a_matching_incomplete_checkpoint_is_called_incomplete(tmp_path, cut, said):
     path = tmp_path / "last.pt"
     watch = CheckpointWatch(str(path), {})
-    assert watch.unused(NOTHING) is None
+    assert watch.explain_unused(NOTHING) is None
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("weights", bytes(1000))
     whole = watch.newest(at_rest=True)
-    assert whole[0] == path
+    assert whole.path == path
     if cut is not None:
         path.write_bytes(path.read_bytes()[:cut])
-        os.utime(path, ns=(whole[1][0] + 1,) * 2)
-    unused = watch.unused(whole)
+        os.utime(path, ns=(whole.changed + 1,) * 2)
+    unused = watch.explain_unused(whole)
     assert unused is None if cut is None else unused.text == f"checkpoint {path} {said}"
     assert cut is None or unused.path == str(path)
 
@@ -379,7 +373,7 @@ def test_brackets_in_checkpoint_names_are_pointed_out(tmp_path):
     (tmp_path / "[exp]").mkdir()
     (tmp_path / "[exp]" / "1.pt").write_text("weights")
     pattern = f"{glob.escape(str(tmp_path))}/[exp]/*.pt"
-    said = CheckpointWatch(pattern, {}).unused(NOTHING).text
-    assert said.endswith(f"write [[] for one in a name: {tmp_path}/[[]exp]/*.pt")
-    assert CheckpointWatch(f"{tmp_path}/[[]exp]/*.pt", {}).unused(NOTHING) is None
-    assert CheckpointWatch(f"{tmp_path}/[abc]/*.pt", {}).unused(NOTHING) is None
+    said = CheckpointWatch(pattern, {}).explain_unused(NOTHING).text
+    assert said.endswith(f"write [[] for a bracket in a name: {tmp_path}/[[]exp]/*.pt")
+    assert CheckpointWatch(f"{tmp_path}/[[]exp]/*.pt", {}).explain_unused(NOTHING) is None
+    assert CheckpointWatch(f"{tmp_path}/[abc]/*.pt", {}).explain_unused(NOTHING) is None

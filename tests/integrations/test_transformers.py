@@ -156,7 +156,7 @@ def test_loaded_best_weights_replace_an_unsaved_step(tmp_path, caplog):
         run = FillsTheDisk(tmp_path / "disk")
         _fit(run.run_dir, framework_config(8, checkpoint_every_steps=None), run=run, **how)
         assert live_of(run).saving.owed is None
-    assert "the best one is, and is loaded" in caplog.text
+    assert "the best is, and is loaded" in caplog.text
 
 
 def test_a_second_fit_is_refused_in_one_line(tmp_path):

@@ -94,7 +94,7 @@ def test_a_resuming_launch_names_changed_source_files(tmp_path, caplog):
             path.write_text(text)
         caplog.clear()
         request = attempt_request(tmp_path, resume_checkpoint=resumed)
-        Code(request, rank=0).note(program)
+        Code(request, rank=0).record(program)
         if resumed is None:
             assert not caplog.messages, "a job that starts afresh is made of today's files"
     (line,) = caplog.messages

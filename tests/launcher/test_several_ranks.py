@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from forked_ranks import of_forks
-from robust_train.attempt import interpreter
+from robust_train.attempt import rank
 from robust_train.folder.state import read_state
 from robust_train.report.facts import speed_of
 from simulated_nvml import Gpu
@@ -113,7 +113,7 @@ def test_early_imported_libraries_know_their_rank():
     request = SimpleNamespace(of_first_rank=(), ranks=2)
 
     def rank_of_lightning(number):
-        interpreter.set_environment(number, request, 29500)
+        rank.set_environment(number, request, 29500)
         return utilities.rank_zero_only.rank
 
     assert utilities.rank_zero_only.rank == 0
@@ -126,13 +126,11 @@ def test_each_rank_has_its_gpu_and_cores(monkeypatch):
     def set_up(count):
         os.environ.pop("OMP_NUM_THREADS", None)
         actions = []
-        monkeypatch.setattr(
-            interpreter, "when_cuda_starts", lambda torch, action: actions.append(action)
-        )
+        monkeypatch.setattr(rank, "when_cuda_starts", lambda torch, action: actions.append(action))
         monkeypatch.setattr(torch.cuda, "set_device", actions.append)
         spec = SimpleNamespace(gpus=("GPU-a",))
         request = SimpleNamespace(spec=spec, ranks=count)
-        interpreter.set_up(count - 1, request)
+        rank.set_up_torch(count - 1, request)
         actions[0]()
         return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], actions[1]
 

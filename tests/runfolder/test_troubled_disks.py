@@ -217,6 +217,6 @@ def check_a_failed_write(disk):
     with pytest.raises(CheckpointError) as failed:
         write_atomically({"weights": torch.zeros(500_000)}, disk / "large.pt")
     assert failed.value.bytes > 2_000_000
-    event = ending.failed(failed.value, lambda failure: failure)
+    event = ending.describe_end(failed.value, lambda failure: failure)
     assert event.failure.evidence.requested_bytes == failed.value.bytes
     assert "(No space left on device)" in why_full(disk, "", failed.value.bytes)

@@ -103,7 +103,7 @@ def test_the_share_of_waiting_for_data(clock, explicit):
             clock.now += 50.3 if step % 25 == 0 and not explicit else 0.3
             yield 8
 
-    batches = meter.waits(loader()) if explicit else loader()
+    batches = meter.measure_waits(loader()) if explicit else loader()
     for step, samples in enumerate(batches, start=1):
         meter.batch_begins(samples)
         clock.now += 0.1

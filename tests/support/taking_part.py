@@ -3,7 +3,7 @@
 import contextlib
 
 from robust_train.attempt.run import live_of
-from robust_train.attempt.runner import beside_the_trainer
+from robust_train.attempt.runner import run_ticks
 from robust_train.config.schema import RobustConfig
 
 
@@ -31,7 +31,7 @@ def trained(run):
     hooks = live_of(run).hooks
     hooks.begin()
     try:
-        with beside_the_trainer(live_of(run)):
+        with run_ticks(live_of(run)):
             yield
     except BaseException as error:
         hooks.end(error)

@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import nn
 
 from forked_ranks import of_forks, outcomes
-from robust_train.attempt import checkpoints
-from robust_train.attempt.checkpoints import named_map, read_newest
+from robust_train.attempt import host_copies
+from robust_train.attempt.checkpoint_content import map_tensors
+from robust_train.attempt.read_checkpoint import read_newest
 from robust_train.attempt.run import Run, live_of
 from robust_train.folder.checkpoints import CheckpointError, newest_checkpoint, of_job
 from robust_train.model.errors import RankFailure
@@ -113,11 +114,11 @@ def each_rank_writes_its_shards_while_training_goes_on(run_dir):
 
 
 def a_rank_without_memory_for_a_copy_writes_before_it_trains_on(run_dir):
-    share = checkpoints.LARGEST_COPY
+    share = host_copies.LARGEST_COPY
     if dist.get_rank():
-        checkpoints.LARGEST_COPY = 0.0
+        host_copies.LARGEST_COPY = 0.0
     each_rank_writes_its_shards_while_training_goes_on(run_dir)
-    checkpoints.LARGEST_COPY = share
+    host_copies.LARGEST_COPY = share
 
 
 def a_checkpoint_of_the_same_step_replaces_none(run_dir):
@@ -261,7 +262,7 @@ def shards_are_read_from_a_file_of_whole_tensors(run_dir):
     job = Job(run_dir)
     content = job.content(1)
     before = sums(content)
-    content = named_map(lambda name, tensor: _whole(tensor), content)
+    content = map_tensors(lambda name, tensor: _whole(tensor), content)
     path = run_dir / "checkpoints" / "step-00000001.pt"
     if dist.get_rank() == 0:
         live_of(Run(run_dir=run_dir)).saves.folder(1).save(content, 1)
@@ -273,7 +274,7 @@ def shards_are_read_from_a_file_of_whole_tensors(run_dir):
         own = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         held.append(own.untyped_storage().nbytes())
 
-    named_map(hold, found)
+    map_tensors(hold, found)
     assert sums(found) == before
     assert sum(held) < 0.7 * path.stat().st_size
 

@@ -6,7 +6,9 @@ import torch
 from training_world import WatchedRun, config, train
 
 from robust_train.attempt import checkpoints
-from robust_train.attempt.checkpoints import HostCopies, read_newest, together
+from robust_train.attempt.checkpoint_errors import run_on_all_ranks
+from robust_train.attempt.host_copies import HostCopies
+from robust_train.attempt.read_checkpoint import read_newest
 from robust_train.attempt.run import Run, live_of
 from robust_train.folder import identity
 from robust_train.folder.checkpoints import (
@@ -134,7 +136,7 @@ def test_a_restarted_folder_is_safe_from_its_predecessor(tmp_path):
     unfinished.touch()
     run.save({"weights": torch.zeros(3)}, 1)
     live_of(run).saves.finish()
-    assert "begun anew by another job" in str(live_of(run).saving.owed)
+    assert "another job has removed and restarted this run folder" in str(live_of(run).saving.owed)
     run.checkpoint_saved(unfinished, 1)
     assert list(unfinished.parent.iterdir()) == [unfinished]
 
@@ -254,4 +256,4 @@ def test_a_bug_is_raised_as_it_is():
         raise Odd
 
     with pytest.raises(Odd):
-        together(fail, lambda value: [value] * 2)
+        run_on_all_ranks(fail, lambda value: [value] * 2)

@@ -19,13 +19,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from robust_train.attempt.data_position import (
-    Attempt,
-    Batches,
-    count_samples,
-    examine,
-    without_first,
-)
+from robust_train.attempt.data_position import Batches, BatchFacts
+from robust_train.attempt.data_source import count_samples, cut_first_samples, examine_loader
 from robust_train.attempt.run import Run, live_of
 from robust_train.config.placeholders import MicroBatchPlan
 
@@ -372,7 +367,7 @@ def test_any_sizes_see_each_sample_once(sizes, taken, is_list):
     seen, batches = [], Batches()
     for size, count in zip(sizes, (*taken, None), strict=True):
         loader = list(torch.arange(SAMPLES).split(size)) if is_list else _loader(size)
-        given = batches.over(loader, Attempt(size, size, rank=1))
+        given = batches.iterate(loader, BatchFacts(size, size, rank=1))
         seen += _flat(itertools.islice(given, count))
         batches = Batches(batches.position)
         if len(seen) == SAMPLES:
@@ -401,14 +396,14 @@ def test_visible_samples_of_a_batch_are_counted():
     assert count_samples({"x": torch.ones(5, 2), "ids": list(range(5))}) == 5
     assert count_samples((torch.ones(5, 2), torch.ones(4))) is None
     assert count_samples(7) is None
-    assert without_first(torch.ones(2), 1, range(3, 4)) is None
+    assert cut_first_samples(torch.ones(2), 1, range(3, 4)) is None
 
 
 def test_a_loader_is_examined_without_drawing_from_it():
     before = torch.get_rng_state()
-    assert examine(_loader(8, shuffle=True)).size == 8
+    assert examine_loader(_loader(8, shuffle=True)).size == 8
     assert torch.equal(torch.get_rng_state(), before)
-    assert examine(range(3)).size is None
+    assert examine_loader(range(3)).size is None
 
 
 def test_torchdatas_loader_sees_each_sample_once(tmp_path):

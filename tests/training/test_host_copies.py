@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_train.attempt import checkpoints
-from robust_train.attempt.arena import Arena, Place, plan
-from robust_train.attempt.checkpoints import HostCopies
+from robust_train.attempt import host_copies
+from robust_train.attempt.arena import Arena, Place, plan_pieces
+from robust_train.attempt.host_copies import HostCopies
 from robust_train.readable import GIB, MIB
 
 FLOATS = 4
@@ -85,7 +85,7 @@ def test_pinned_memory_is_returned_if_others_need_it(pinned, copies, monkeypatch
     saved(copies, {"weights": torch.rand(1 << 18)})
     copies.shrink()
     assert pinned.taken == MIB
-    monkeypatch.setattr(checkpoints, "LARGEST_COPY", 0.0)
+    monkeypatch.setattr(host_copies, "LARGEST_COPY", 0.0)
     copies.shrink()
     assert pinned.taken == 0
 
@@ -117,7 +117,7 @@ def test_files_of_a_save_never_overwrite_each_other(copies, pinned):
 @pytest.mark.parametrize("shapes", [SEVEN_BILLION, VISION], ids=["7 billion", "vision"])
 def test_blocks_of_a_large_model_waste_little(shapes):
     sizes = [FLOATS * torch.Size(shape).numel() for shape in shapes]
-    _, blocks, _ = plan(sizes, [], Place(), pinned=True)
+    _, blocks, _ = plan_pieces(sizes, [], Place(), pinned=True)
     assert sum(map(power_of_two, sizes)) > 1.3 * sum(sizes), "a block for each tensor"
     assert sum(map(power_of_two, blocks)) < 1.05 * sum(sizes)
 
@@ -129,7 +129,7 @@ SIZES = st.lists(st.integers(0, 3 * GIB), max_size=30)
 def test_pieces_lie_apart_within_their_blocks(saves, pinned):
     blocks, first, taken = [], Place(), []
     for sizes in saves:
-        places, blocks, first = plan(sizes, blocks, first, pinned=pinned)
+        places, blocks, first = plan_pieces(sizes, blocks, first, pinned=pinned)
         taken += zip(places, sizes, strict=True)
     ends = {}
     for place, size in taken:

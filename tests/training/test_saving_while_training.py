@@ -180,7 +180,7 @@ def test_what_cannot_be_reloaded_is_refused_when_saving(run):
     later = saved_at(run, 4, best=numpy.float64(0.5), rates=[{"lr": numpy.float32(0.25)}])
     state = {"best": 0, "rates": 0}
     assert (later.load(state), state) == (4, {"best": 0.5, "rates": [{"lr": 0.25}]})
-    with pytest.raises(UserError, match=r"run\.save: 'rng' holds an object"):
+    with pytest.raises(UserError, match=r"run\.save: 'rng' has an object"):
         run.save({"rng": numpy.random.get_state()}, 5)
 
 
@@ -246,5 +246,5 @@ def test_sharded_tensors_are_refused(run):
         def to_local(self):
             return self
 
-    with pytest.raises(UserError, match=r"run\.save: holds sharded tensors"):
+    with pytest.raises(UserError, match=r"run\.save: the state has sharded tensors"):
         run.save({"model": torch.ones(2).as_subclass(Sharded)}, 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import warm
-from robust_train.attempt.checkpoints import read_newest
+from robust_train.attempt.read_checkpoint import read_newest
 from robust_train.attempt.run import Run, live_of
 from robust_train.folder.checkpoints import newest_checkpoint
 

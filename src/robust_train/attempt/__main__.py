@@ -1,12 +1,15 @@
-"""``python -m robust_train.attempt``: what the launcher starts for an attempt or a rank."""
+"""``python -m robust_train.attempt``: the process of an attempt, or of one of its ranks.
+
+``children.interpreters`` starts it, in the launcher.
+"""
 
 import os
 import sys
 
 if __name__ == "__main__":
     sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-    # The folder of this file, or with -m the working directory, holds no modules to import. Under
-    # -I or -P neither is there.
+    # Python puts the folder of this file first, or with -m the working directory. No module should
+    # be imported from there. With -I or -P, Python adds neither.
     if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
         del sys.path[0]
 

@@ -1,9 +1,12 @@
 """Host memory for copies of tensors: a few large blocks, which each save uses again.
 
-:class:`.checkpoints.HostCopies` uses it in the process that trains. Pinned memory is expensive: the
-system can neither swap nor drop it, and torch's allocator rounds each block up to a power of two
-and keeps freed blocks. So the blocks are powers of two from the start, which makes
-:attr:`Arena.taken` the memory that is really in use, and dropped blocks are returned to the system.
+:class:`.host_copies.HostCopies` uses it in the process that trains. Each copy gets a piece of a
+block, for example three tensors of 100, 200 and 300 MiB a part of a 1 GiB block each.
+
+Pinned memory is expensive: the system can neither swap nor drop it, and torch's allocator rounds
+each block up to a power of two and keeps freed blocks. So the blocks are powers of two from the
+start, which makes :attr:`Arena.taken` the memory that is really in use, and dropped blocks are
+returned to the system.
 """
 
 from __future__ import annotations
@@ -15,52 +18,65 @@ import torch
 
 from robust_train.compat import return_pinned_memory
 
-_ALIGNMENT = 64
-_SHARE_OF_A_BLOCK = 8
-"""A block is about this part of the total, so that rounding up the last block costs little."""
+_ALIGNMENT_BYTES = 64
+_BLOCKS = 8
+"""A save gets about this many blocks, so that rounding up the last block costs little."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """The position of a piece: the number of its block, and the offset in bytes."""
+    """The start of a piece: the number of its block, and the offset in bytes."""
 
     block: int = 0
     start: int = 0
 
 
-def plan(
+def plan_pieces(
     sizes: Sequence[int], blocks: Sequence[int], first: Place, *, pinned: bool
 ) -> tuple[list[Place], list[int], Place]:
-    """Lay out pieces of these sizes in turn.
+    """Choose places for pieces of these sizes, one after the other, and add blocks if necessary.
 
-    The free part of ``blocks`` begins at ``first``.
+    Args:
+        sizes: the sizes of the pieces in bytes.
+        blocks: the sizes of the existing blocks.
+        first: the start of the free part of the blocks.
+        pinned: new blocks are powers of two. Otherwise one new block takes all that is left.
 
     Returns:
-        The place of each piece, the sizes of all blocks then, and the place after the last piece.
+        The place of each piece, the sizes of the old and new blocks, and the place after the last
+            piece.
     """
     capacities = list(blocks)
     places: list[Place] = []
-    padded = [_ALIGNMENT * max(-(-size // _ALIGNMENT), 1) for size in sizes]
+    padded = [_pad(size) for size in sizes]
     left = sum(padded)
-    usual = _power_of_two(max([left // _SHARE_OF_A_BLOCK, *padded]))
+    usual = _round_up_to_power_of_two(max([left // _BLOCKS, *padded]))
     at = first
     for size in padded:
         while at.block < len(capacities) and at.start + size > capacities[at.block]:
             at = Place(at.block + 1)
         if at.block == len(capacities):
-            capacities.append(min(usual, _power_of_two(left)) if pinned else left)
+            capacity = left
+            if pinned:
+                capacity = min(usual, _round_up_to_power_of_two(left))
+            capacities.append(capacity)
         places.append(at)
         at = Place(at.block, at.start + size)
         left -= size
     return places, capacities, at
 
 
-def _power_of_two(size: int) -> int:
+def _pad(size: int) -> int:
+    """Round a size up to a multiple of the alignment. An empty piece gets a place too."""
+    return _ALIGNMENT_BYTES * max(-(-size // _ALIGNMENT_BYTES), 1)
+
+
+def _round_up_to_power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
 class Arena:
-    """Blocks of host memory, ``pinned`` or not, from which pieces are taken in turn."""
+    """Blocks of host memory, ``pinned`` or not, from which pieces are taken one after the other."""
 
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
@@ -72,19 +88,19 @@ class Arena:
         """The total size of all blocks in bytes, used or not."""
         return sum(map(len, self._blocks))
 
-    def more_for(self, sizes: Sequence[int]) -> int:
-        """Return the additional bytes that pieces of these sizes would need."""
+    def bytes_to_add(self, sizes: Sequence[int]) -> int:
+        """Return the size of the blocks that pieces of these sizes need in addition."""
         _, capacities, _ = self._plan(sizes)
         return sum(capacities) - self.taken
 
     def take(self, sizes: Sequence[int]) -> list[torch.UntypedStorage]:
-        """Return a storage of each size. A storage keeps its block, and nothing overwrites it
-        before :meth:`begin`."""
-        places, capacities, behind = self._plan(sizes)
+        """Return a storage of each size. Nothing overwrites a storage before :meth:`begin`, and its
+        block exists as long as the storage does."""
+        places, capacities, after_last = self._plan(sizes)
         for size in capacities[len(self._blocks) :]:
             block = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
             self._blocks.append(block.untyped_storage())
-        self._next = behind
+        self._next = after_last
         return [
             self._blocks[place.block][place.start : place.start + size]
             for place, size in zip(places, sizes, strict=True)
@@ -95,18 +111,18 @@ class Arena:
         self._next = Place()
 
     def trim(self) -> None:
-        """Return the blocks that were not used since :meth:`begin`."""
+        """Return to the system the blocks that were not used since :meth:`begin`."""
         used = self._next.block + 1 if self._next != Place() else 0
         self._return(self._blocks[used:])
 
     def clear(self) -> None:
-        """Return all blocks, each as soon as none of its pieces is in use."""
+        """Return all blocks to the system, each as soon as its last piece is no longer in use."""
         self._next = Place()
         self._return(self._blocks[:])
 
     def _plan(self, sizes: Sequence[int]) -> tuple[list[Place], list[int], Place]:
         blocks = list(map(len, self._blocks))
-        return plan(sizes, blocks, self._next, pinned=self._pinned)
+        return plan_pieces(sizes, blocks, self._next, pinned=self._pinned)
 
     def _return(self, blocks: list[torch.UntypedStorage]) -> None:
         if blocks:

@@ -1,7 +1,8 @@
-"""Whether the user's source files have changed since the job started.
+"""Record the user's source files, and warn if they have changed since the job started.
 
-The attempt's process records each module with its file and digest in ``code.jsonl``, as the first
-attempt of a launch imported it. For a script it records the files that its command names.
+:mod:`.interpreter` uses :class:`Code` in the process that trains. The first attempt of a launch
+records each imported module in ``code.jsonl``, with its file and digest. For a script it records
+the files that its command names. Each later attempt compares its files with the record.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from robust_train.model.json import from_json
 
 log = logging.getLogger("robust_train")
 
-_OURS = ("robust_train", "hydra_plugins")
-_MOST_NAMES = 8
+_OUR_PACKAGES = ("robust_train", "hydra_plugins")
+_MOST_NAMES = 8  # in a warning
 
 
 @dataclass(frozen=True)
 class _Source:
-    """A module as it was first imported. A script's file has its path as its name."""
+    """A line of ``code.jsonl``: a module when it was first imported. The name of a script's file is
+    its path."""
 
     name: str
     path: str
@@ -39,58 +41,67 @@ class _Source:
 
 
 class Code:
-    """Notes the user's source files that an attempt consists of."""
+    """Records the source files that an attempt uses. Only rank 0 does."""
 
     def __init__(self, request: AttemptRequest, rank: int) -> None:
         self._request = request
         self._rank = rank
         self._path = request.run_dir / CODE_FILE
-        self._known = _read(self._path)
+        self._recorded = _read_record(self._path)
         self._seen = set[str]()
         if request.is_first and rank == 0:
             with contextlib.suppress(OSError):
                 self._path.unlink(missing_ok=True)
 
-    def note(self, program: Sequence[str] = ()) -> None:
-        """Record the files of a ``program`` and the modules that were imported since the last call,
-        and log which files have changed. A full disk costs the record."""
+    def record(self, program: Sequence[str] = ()) -> None:
+        """Record the modules that were imported since the last call, and the files of a
+        ``program``. Logs a warning about files that have changed."""
         if self._rank:
             return
-        files = dict(own_modules()) | {
-            path: path for path in program if PROGRAM_FILE.search(path) or CONFIG_FILE.search(path)
-        }
-        is_first = self._request.is_first
+        files = dict(find_user_modules())
+        files |= {path: path for path in program if _is_source(path)}
+        # The attempt that used another version of a file, by the path of the file.
         changed: dict[str, int] = {}
         for name in files.keys() - self._seen:
             path = files[name]
+            # A file may be unreadable, and the disk full.
             with contextlib.suppress(OSError):
                 digest = digest_of(path, LARGEST_SOURCE)
                 source = _Source(name, path, digest, self._request.attempt)
-                before = self._known.get(name)
-                # The launcher has already compared config files with those of the last launch.
-                is_compared = is_first and bool(CONFIG_FILE.search(path))
-                if before is not None and before.digest != source.digest and not is_compared:
-                    changed[os.path.relpath(path)] = before.attempt
-                if is_first or before is None:
+                if self._has_changed(source):
+                    changed[os.path.relpath(path)] = self._recorded[name].attempt
+                if self._request.is_first or name not in self._recorded:
                     line = json.dumps(asdict(source)) + "\n"
                     LineFile(self._path).append(line.encode())
         self._seen |= files.keys()
         if changed:
-            self._log(changed)
+            self._log_changes(changed)
 
-    def _log(self, changed: Mapping[str, int]) -> None:
+    def _has_changed(self, source: _Source) -> bool:
+        before = self._recorded.get(source.name)
+        if before is None or before.digest == source.digest:
+            return False
+        # The launcher has already compared config files with those of the last launch.
+        return not (self._request.is_first and CONFIG_FILE.search(source.path))
+
+    def _log_changes(self, changed: Mapping[str, int]) -> None:
         names = ", ".join(sorted(changed)[:_MOST_NAMES])
-        names += ", …" if len(changed) > _MOST_NAMES else ""
+        if len(changed) > _MOST_NAMES:
+            names += ", …"
         since = f"changed since attempt {min(changed.values())}: {names}"
         if not self._request.is_first:
-            text = "attempt %d runs other code; %s"
-            log.warning(text, self._request.attempt, since)
+            log.warning("attempt %d runs other code; %s", self._request.attempt, since)
         elif self._request.resume_checkpoint is not None:
             log.warning("this launch runs today's code; %s", since)
 
 
-def _read(file: Path) -> dict[str, _Source]:
-    """Return the first record of each module; skip files that cannot be read."""
+def _is_source(path: str) -> bool:
+    """Return whether a word of a script's command is the path of a source or config file."""
+    return bool(PROGRAM_FILE.search(path) or CONFIG_FILE.search(path))
+
+
+def _read_record(file: Path) -> dict[str, _Source]:
+    """Return the first record of each module, empty if the file cannot be read."""
     sources: dict[str, _Source] = {}
     with contextlib.suppress(OSError, ValueError):
         for content in filter(None, json_lines(file)):
@@ -99,20 +110,19 @@ def _read(file: Path) -> dict[str, _Source]:
     return sources
 
 
-def own_modules() -> list[tuple[str, str]]:
+def find_user_modules() -> list[tuple[str, str]]:
     """Return name and file of the imported modules that belong to the user."""
     libraries = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
+    library_folders = tuple(f"{library}{os.sep}" for library in libraries)
     modules = []
     for name, module in list(sys.modules.items()):
         spec = getattr(module, "__spec__", None)
         path = str(getattr(module, "__file__", None) or "")
-        if (
-            # A script has no spec, and a module that runs by ``python -m`` has its own name in it.
-            name in (MAIN_MODULE, getattr(spec, "name", None))
-            and path.endswith(".py")
-            and name.partition(".")[0] not in _OURS
-            and not {"site-packages", "dist-packages"} & set(Path(path).parts)
-            and not path.startswith(tuple(f"{library}{os.sep}" for library in libraries))
-        ):
+        # A module that runs as a script has no spec, and with ``python -m`` a spec of another name.
+        is_import = name in (MAIN_MODULE, getattr(spec, "name", None))
+        is_ours = name.partition(".")[0] in _OUR_PACKAGES
+        is_installed = not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)
+        is_of_python = path.startswith(library_folders)
+        if is_import and path.endswith(".py") and not (is_ours or is_installed or is_of_python):
             modules.append((name, path))
     return modules

@@ -1,5 +1,7 @@
-"""How an attempt reports the exception that ended it. The runner calls it in the attempt's
-process."""
+"""Describe the exception that ended an attempt, for the launcher.
+
+The runner calls it in the process that trains.
+"""
 
 from __future__ import annotations
 
@@ -26,29 +28,34 @@ from robust_train.model.errors import (
 from robust_train.model.events import Failed
 from robust_train.model.failure import Clue, Evidence, Failure, FailureKind
 
+# A larger exception is not sent. The launcher then raises the failure without it.
 _LARGEST_ERROR_BYTES = 20_000
+# Example: "Unsupported interpolation type my_resolver"
 _NO_RESOLVER = re.compile(r"Unsupported interpolation type (\w[\w.]*)")
-# The frames of these modules come before the trainer's frames, and are not its mistake.
-_OURS = ("robust_train.attempt.runner", "robust_train.attempt.loading")
+# A traceback begins with frames of these modules, which call the trainer.
+_OUR_MODULES = ("robust_train.attempt.runner", "robust_train.attempt.loading")
 
 
-def failed(error: BaseException, with_evidence: Callable[[Failure], Failure]) -> Failed:
+def describe_end(error: BaseException, with_evidence: Callable[[Failure], Failure]) -> Failed:
     """Return the event of an attempt that ``error`` ended.
 
     Args:
         error: the exception that the trainer raised.
         with_evidence: adds the features' findings to the failure.
     """
-    of_rank = error if isinstance(error, RankFailure) else None
-    is_in_words = isinstance(error, (TrainingDiverged, UserError))
+    config_error = str(error) if isinstance(error, ConfigError) else ""
+    has_clear_message = isinstance(error, (TrainingDiverged, UserError))
+    caused_by_rank = None
+    if isinstance(error, RankFailure) and error.is_elsewhere:
+        caused_by_rank = error.rank
     classes = type(error).__mro__
     return Failed(
         with_evidence(_failure_of(error)),
-        config_error=str(error) if isinstance(error, ConfigError) else "",
-        traceback="" if is_in_words else _trainer_traceback(error),
-        error=_pickled(error),
-        others_know=of_rank is not None,
-        caused_by_rank=of_rank.rank if of_rank and of_rank.is_elsewhere else None,
+        config_error=config_error,
+        traceback="" if has_clear_message else _trainer_traceback(error),
+        error=_pickle_error(error),
+        others_know=isinstance(error, RankFailure),
+        caused_by_rank=caused_by_rank,
         exceptions=tuple(f"{cls.__module__}.{cls.__qualname__}" for cls in classes),
     )
 
@@ -69,16 +76,16 @@ def _failure_of(error: BaseException) -> Failure:
         return Failure(FailureKind.BUG, str(error), evidence)
     failure = classify_failure(error)
     if isinstance(error, CheckpointError) and error.bytes:
-        # From this size the launcher knows when the disk has room for it.
+        # The launcher waits until the disk has room for this size.
         evidence = replace(failure.evidence, requested_bytes=error.bytes)
         failure = replace(failure, evidence=evidence)
     if isinstance(error, (ConfigKeyError, ConfigAttributeError)):
-        failure = replace(failure, message=_missing_key(error))
+        failure = replace(failure, message=_describe_missing_key(error))
     return failure
 
 
-def _missing_key(error: ConfigKeyError | ConfigAttributeError) -> str:
-    """Return one line about a key that the trainer reads and that its config lacks."""
+def _describe_missing_key(error: ConfigKeyError | ConfigAttributeError) -> str:
+    """Return one line about a key that the trainer reads but its config lacks."""
     frames = traceback.extract_tb(_without_omegaconf(error.__traceback__))
     place = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}, reads"
     key = error.full_key
@@ -86,9 +93,9 @@ def _missing_key(error: ConfigKeyError | ConfigAttributeError) -> str:
 
 
 def _trainer_traceback(error: BaseException) -> str:
-    """Return the traceback as the trainer's author sees it: without this package's frames."""
+    """Return the traceback without the frames that call the trainer."""
     frames = error.__traceback__
-    while frames is not None and _module(frames) in _OURS:
+    while frames is not None and _module_of(frames) in _OUR_MODULES:
         frames = frames.tb_next
     if isinstance(error, (ConfigKeyError, ConfigAttributeError)):
         frames = _without_omegaconf(frames)
@@ -96,24 +103,26 @@ def _trainer_traceback(error: BaseException) -> str:
 
 
 def _without_omegaconf(frames: TracebackType | None) -> TracebackType | None:
-    """Cut off a config's frames for reading a key: the mistake is in the reader's line."""
-    here = frames
-    while here is not None:
-        inner = here.tb_next
-        if inner is not None and "omegaconf" in _module(inner).split("."):
-            here.tb_next = None
-        here = here.tb_next
+    """Cut off OmegaConf's frames: the mistake is in the line that reads the key."""
+    frame = frames
+    while frame is not None:
+        inner = frame.tb_next
+        if inner is not None and "omegaconf" in _module_of(inner).split("."):
+            frame.tb_next = None
+        frame = frame.tb_next
     return frames
 
 
-def _module(frames: TracebackType) -> str:
+def _module_of(frames: TracebackType) -> str:
     return str(frames.tb_frame.f_globals.get("__name__", ""))
 
 
-def _pickled(error: BaseException) -> str:
+def _pickle_error(error: BaseException) -> str:
+    """Return the pickled exception as text, empty if that is impossible or too large."""
     try:
         data = pickle.dumps(error)
-        pickle.loads(data)  # many exceptions can be pickled but not unpickled
+        # Many exceptions can be pickled but not unpickled.
+        pickle.loads(data)
     except Exception:
         return ""
     if len(data) >= _LARGEST_ERROR_BYTES:
@@ -121,10 +130,12 @@ def _pickled(error: BaseException) -> str:
     return base64.b64encode(data).decode()
 
 
-def lacks_resolver(raised: BaseException) -> UserError | None:
-    """Return one line about a resolver that this process lacks, or None for another error.
-    OmegaConf's frames do not show the reason: the script registered the resolver only in the
-    launcher."""
+def find_missing_resolver(raised: BaseException) -> UserError | None:
+    """Return an error with one line about a resolver that this process lacks, or None if the
+    exception has another cause.
+
+    The traceback does not show why: the script registered the resolver in the launcher only.
+    """
     error: BaseException | None = raised
     seen: list[BaseException] = []
     while error is not None and error not in seen:
@@ -133,8 +144,8 @@ def lacks_resolver(raised: BaseException) -> UserError | None:
         if isinstance(error, OmegaConfBaseException) and match is not None:
             key = f"{error.full_key}: " if error.full_key else ""
             return UserError(
-                f"{key}no resolver {match[1]!r} in the attempt, a process of its own that imports "
-                "the script: register it beside the imports, not under "
+                f"{key}the attempt has no resolver {match[1]!r}: it is a separate process, which "
+                "imports the script; register the resolver next to the imports, not under "
                 'if __name__ == "__main__":'
             )
         error = error.__cause__ or error.__context__

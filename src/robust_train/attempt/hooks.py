@@ -1,8 +1,8 @@
-"""Where a feature takes part in an attempt, each hook combined by one rule.
+"""The hooks by which features take part in an attempt.
 
-:class:`.live.LiveAttempt` calls the hooks in the process that trains. A feature is one object per
-rank. A hook that a feature does not override costs a step nothing. No hook calls another hook, and
-features do not see each other.
+A feature's half in the attempt is a subclass of :class:`InAttempt`, one object per rank.
+:class:`.live.LiveAttempt` calls its hooks through :class:`AttemptHooks`, in the process that
+trains. No hook calls another hook, and features do not see each other.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ class InAttempt:
 
     def boundary(self, what: str) -> None:
         """Do work that is due between two steps. ``what`` names the trainer's call: ``progress``,
-        ``reported`` (progress that was passed on), ``backward``, ``forward``, ``should_stop``,
-        ``should_save``."""
+        ``reported`` (progress that was sent to the launcher), ``backward``, ``forward``,
+        ``should_stop``, ``should_save``."""
 
     def pause(self, why: str) -> None:
         """Do work that is due while no step is measured: after a ``save`` or an ``epoch``."""
 
     def ran_out(self, error: BaseException, failure: Failure) -> None:
-        """Note what filled the memory within a step. The step is repeated in smaller parts."""
+        """Record what filled the memory within a step, which is repeated in smaller parts next."""
 
     def evidence(self, failure: Failure) -> Failure:
-        """Add evidence to the failure that ended the attempt. Chained."""
+        """Add evidence to the failure that ended the attempt. The next feature gets the result."""
         return failure
 
     def tick(self) -> None:
@@ -65,12 +65,13 @@ class AttemptHooks:
 
     def __init__(self, features: Sequence[InAttempt] = ()) -> None:
         self._all = features
+        # Each step calls this hook several times, so only features that override it are called.
         self._at_boundary = [
             feature.boundary for feature in features if _overrides(feature, "boundary")
         ]
 
     def begin(self) -> None:
-        """Begin with the trainer."""
+        """Start all features."""
         for feature in self._all:
             feature.begin()
 
@@ -85,7 +86,7 @@ class AttemptHooks:
             feature.pause(why)
 
     def ran_out(self, error: BaseException, failure: Failure) -> None:
-        """Let all features note what filled the memory."""
+        """Let all features record what filled the memory."""
         for feature in self._all:
             feature.ran_out(error, failure)
 

@@ -1,7 +1,8 @@
-"""A plain interpreter that runs one attempt, or one rank of an attempt with several processes.
+"""The process of an attempt, or of one rank: it waits for the launcher, and runs the trainer.
 
-The launcher starts it early. It imports the modules that the launcher names while it waits, and
-gets its attempt over a socket. This module does not import torch, which is left to the trainer.
+``children.interpreters`` starts the process early, in the launcher. It gets messages over a socket:
+a :class:`Preparation` names modules to import while it waits, and :class:`Begin` is its attempt,
+after which it ends. This module does not import torch, which is left to the trainer.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ import types
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from robust_train.attempt.code import Code
 from robust_train.attempt.loading import Trainer, load
+from robust_train.attempt.rank import run_rank
 from robust_train.attempt.runner import run_attempt
 from robust_train.attempt.signals import stop_on_signals
-from robust_train.compat import run_exit_handlers, when_cuda_starts
-from robust_train.config.attempt import AttemptRequest, Begin, Preparation, for_rank
+from robust_train.compat import run_exit_handlers
+from robust_train.config.attempt import AttemptRequest, Begin, Preparation
 from robust_train.config.projects import Words
 from robust_train.config.trainers import MAIN_MODULE
 from robust_train.failures.shortage import no_room_to_import
@@ -36,10 +38,9 @@ from robust_train.gpu.cuda_order import started_driver
 from robust_train.host import linux, signals
 from robust_train.host.job_logging import adopt_hydra
 from robust_train.host.linux import FOREVER_SECONDS, readable
-from robust_train.host.loggers import change_words, speak_as_rank
+from robust_train.host.loggers import change_words
 from robust_train.host.memory import own_memory
 from robust_train.host.screen import flush_output
-from robust_train.host.votes import Votes
 from robust_train.host.wire import EventSender
 from robust_train.model.errors import ConfigError
 from robust_train.model.events import (
@@ -56,38 +57,40 @@ from robust_train.model.failure import Finding
 from robust_train.model.parts import parts_like
 
 _AT_THE_START = frozenset(sys.modules)
-"""The modules of every interpreter. What a standby imports in addition, the next standby needs too.
-"""
+"""The modules that every interpreter imports. The launcher lets the next interpreter import early
+what this one imports in addition."""
 
-_STORE_HOST = "127.0.0.1"
-_MOST_DESCRIPTORS = 16
+_MOST_DESCRIPTORS = 16  # with one message
+# Between two imports, a standby pauses as long as the last import took, but at most this long.
 _LONGEST_PAUSE_SECONDS = 1.0
 
 
 def main() -> NoReturn:
-    """Serve a launcher: prepare, then run an attempt and end."""
-    # A signal to all processes of a job is held until the attempt can handle it.
+    """Import modules for the launcher until it sends an attempt, then run the attempt and end."""
+    # A signal to all processes of a job stays pending until the attempt can handle it.
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOP_SIGNALS)
     signals.keep_ends_of_children()
     starter, descriptor = (int(number) for number in sys.argv[1:])
-    # The reaper sends the same signal, and kills what is left.
+    # The reaper sends the same signal, and kills the processes that remain.
     linux.signal_at_parents_death(signals.stop_signal(os.environ))
     if os.getppid() != starter:
         os._exit(1)
-    # A trainer that is pickled by value finds its names here, and no library imports this module
-    # again.
+    # A trainer that is pickled by value finds its names in this module. An empty module also keeps
+    # libraries from importing this file again as the main script.
     empty = types.ModuleType("__main__")
     sys.modules["__main__"] = sys.modules[MAIN_MODULE] = empty
     os.set_inheritable(descriptor, False)
     channel = socket.socket(fileno=descriptor)
     send = EventSender(channel)
-    # A failure is reported with these classes. When memory has run out, they cannot be imported.
+    # A failure is reported with these classes, which could not be imported after memory has run
+    # out.
     parts_like(Finding)
     prepared = Prepared()
     while True:
         descriptors = _receive(channel)
         if not descriptors:
-            os._exit(0)  # the launcher has ended or needs no attempt
+            # The launcher has ended, or needs no further attempt.
+            os._exit(0)
         with os.fdopen(descriptors[0], "rb") as file:
             file.seek(0)
             try:
@@ -95,32 +98,33 @@ def main() -> NoReturn:
             except Exception:
                 if not prepared.refusal:
                     raise
-                # The launcher knows by now that a limit leaves no room, and an import without room
-                # fails in many ways: with a MemoryError, or when it lists a folder.
+                # The launcher already knows that a limit leaves too little memory. Without memory,
+                # the imports of this message fail with almost any error.
                 os._exit(1)
         if isinstance(message, Preparation):
             prepared = _prepare(message, channel)
             send(prepared)
             if prepared.is_unfit:
-                # A CUDA context takes memory of a GPU that nobody has reserved for it.
+                # This process has a CUDA context, which takes memory of a GPU without a
+                # reservation.
                 send.flush()
                 os._exit(0)
         elif isinstance(message, Begin):
-            _be_attempt(message, channel, send, descriptors[1:])
+            _run_and_exit(message, channel, send, descriptors[1:])
 
 
 def _receive(channel: socket.socket) -> list[int]:
     """Wait for the launcher's next message.
 
     Returns:
-        Its descriptors, the first of which is the file with the message. Empty if the launcher has
-        closed the channel.
+        The descriptors of the message. The first is the file with its content. Empty if the
+            launcher has closed the channel.
     """
     readable([channel.fileno()], FOREVER_SECONDS)
     try:
         data, descriptors, _, _ = socket.recv_fds(channel, 1, _MOST_DESCRIPTORS)
     except ConnectionResetError:
-        # A socket that is closed with an unread answer is reset.
+        # The launcher has closed the socket without reading an answer.
         return []
     return descriptors if data else []
 
@@ -130,25 +134,26 @@ def _prepare(wanted: Preparation, channel: socket.socket) -> Prepared:
     sys.path[:] = wanted.path
     sys.argv[:] = wanted.argv
     if wanted.is_standby:
-        # If a library asks at its import whether there is a GPU, it then starts no driver. The
-        # attempt brings its own environment.
+        # With this variable, a library that asks for a GPU when it is imported does not start the
+        # driver. The attempt has its own environment.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     names = list(wanted.modules)
     try:
         if wanted.trainer is not None:
             module = wanted.trainer.path.rpartition(".")[0]
-            _import_one(module)
+            _import_quietly(module)
             if started_driver() is not None:
                 return Prepared(is_unfit=True, culprit=module)
             check = getattr(sys.modules.get(module), "preload_modules", None)
-            names += [] if check is None else check(wanted.cfg)
+            if check is not None:
+                names += check(wanted.cfg)
         pause = 0.0
         with _silence():
             for name in names:
                 if readable([channel.fileno()], pause):
                     break
                 started = time.monotonic()
-                _import_one(name)
+                _import_quietly(name)
                 if started_driver() is not None:
                     return Prepared(is_unfit=True, culprit=name)
                 if wanted.is_standby:
@@ -159,12 +164,11 @@ def _prepare(wanted: Preparation, channel: socket.socket) -> Prepared:
     return Prepared(is_unfit=started_driver() is not None)
 
 
-def _import_one(name: str) -> None:
-    """Import a module. A failure is ignored, because it comes again in the attempt and is reported
-    there.
+def _import_quietly(name: str) -> None:
+    """Import a module. Errors are ignored, because the attempt imports it again and reports them.
 
     Raises:
-        ConfigError: a limit of this process leaves no room for it.
+        ConfigError: a limit of this process leaves too little memory for the module.
     """
     if name in sys.modules:
         return
@@ -178,7 +182,8 @@ def _import_one(name: str) -> None:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Print nothing: output of an import would stand between the lines of an attempt."""
+    """Discard output within the block. Otherwise the output of an import would appear between the
+    lines of another attempt."""
     flush_output()
     kept = [os.dup(number) for number in (1, 2)]
     with open(os.devnull, "wb") as nothing:
@@ -193,14 +198,13 @@ def _silence() -> Iterator[None]:
             os.close(descriptor)
 
 
-def _be_attempt(
+def _run_and_exit(
     begin: Begin, channel: socket.socket, send: EventSender, descriptors: Sequence[int]
 ) -> NoReturn:
     """Run the attempt and end this process.
 
-    ``descriptors`` stay open here and in all child processes: they are locks on what the attempt
-    uses. With several ranks two others come before them: the file of the votes, and on rank 0 the
-    socket of the store.
+    ``descriptors`` are locks on the devices of the attempt, which stay open here and in all child
+    processes. With several ranks, the descriptors of :func:`.rank.run_rank` come first.
     """
     status = 1
     request = begin.request
@@ -214,7 +218,9 @@ def _be_attempt(
         importlib.invalidate_caches()
         report = _Reporter(request, send, begin.rank)
         if request.ranks > 1:
-            status = _run_rank(begin, channel, report, descriptors)
+            status = run_rank(
+                begin, channel, descriptors, load=report.load, send=report, flush=send.flush
+            )
         else:
             error = run_attempt(
                 request,
@@ -236,10 +242,10 @@ def _be_attempt(
 
 
 def _write_stacks(request: AttemptRequest) -> None:
-    """Write the stacks of a crash or a stall to a file; the screen gets one line."""
+    """Write the stacks of a crash or a stall to a file, because the screen gets only one line."""
     try:
         stacks = request.stacks_file.open("a")
-    except OSError:  # the disk may be full
+    except OSError:  # The disk may be full.
         faulthandler.enable()
         return
     faulthandler.enable(stacks)
@@ -247,8 +253,8 @@ def _write_stacks(request: AttemptRequest) -> None:
 
 
 class _Reporter:
-    """Sends events, and once the trainer is loaded and trains, the libraries that it has imported.
-    Then it also records the user's own modules."""
+    """Sends the events of an attempt. After the trainer was imported, and after its first step, it
+    also sends the names of the imported libraries and records the user's source files."""
 
     def __init__(self, request: AttemptRequest, send: EventSender, rank: int) -> None:
         self._request = request
@@ -276,10 +282,12 @@ class _Reporter:
         return trainer
 
     def _report_imports(self) -> None:
-        of = self._request.config.trainer
-        folder = os.path.abspath(of.cwd or "")
-        self._code.note([os.path.join(folder, word.rpartition("=")[2]) for word in of.argv or ()])
-        names = _modules_to_share()
+        trainer = self._request.config.trainer
+        folder = os.path.abspath(trainer.cwd or "")
+        # A word of a script's command may be a file, also behind an option: --config=rates.yaml
+        words = [word.rpartition("=")[2] for word in trainer.argv or ()]
+        self._code.record([os.path.join(folder, word) for word in words])
+        names = _installed_modules()
         modules = tuple(name for name in names if name not in _AT_THE_START)
         if len(modules) > self._reported:
             self._reported = len(modules)
@@ -287,9 +295,9 @@ class _Reporter:
 
 
 def _set_start_method(request: AttemptRequest) -> None:
-    """Let multiprocessing use the start method of the script at its call of ``launch``.
+    """Let multiprocessing use the start method that the script had set when it called ``launch``.
 
-    A module that the launcher has not imported may have chosen a method of its own.
+    If the trainer is not in the script, its module may have chosen another method, which is kept.
     """
     wanted = request.start_method
     current = multiprocessing.get_start_method(allow_none=True)
@@ -299,9 +307,9 @@ def _set_start_method(request: AttemptRequest) -> None:
         multiprocessing.set_start_method(wanted, force=True)
 
 
-def _modules_to_share() -> tuple[str, ...]:
-    """Return the imported modules from site-packages, and those of this package, which an editable
-    installation has elsewhere. The user's modules may change between two attempts."""
+def _installed_modules() -> tuple[str, ...]:
+    """Return the imported modules that the next interpreter may import early: those in
+    site-packages and those of this package. The user's modules may change between two attempts."""
     folders = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
     names = []
     for name, module in list(sys.modules.items()):
@@ -311,106 +319,3 @@ def _modules_to_share() -> tuple[str, ...]:
         if can_be_imported and (is_ours or is_installed):
             names.append(name)
     return tuple(names)
-
-
-def _run_rank(
-    begin: Begin, channel: socket.socket, report: _Reporter, descriptors: Sequence[int]
-) -> int:
-    """Run the trainer as a rank, and return the process's exit status.
-
-    ``descriptors`` begin with the file of the votes, and on rank 0 with the socket of the store.
-    """
-    request = begin.request
-    rank = begin.rank
-    for descriptor in descriptors[: 1 if rank else 2]:
-        os.set_inheritable(descriptor, False)
-    votes = Votes(request.ranks, descriptors[0])
-    set_environment(rank, request, begin.store_port)
-    torch = set_up(rank, request)
-    # The store is kept until the end, because other ranks use it.
-    store = None if rank else _host_store(torch, begin.store_port, descriptors[1])
-    error = run_attempt(
-        replace(request, config=for_rank(request.config, rank)),
-        report.load,
-        report,
-        stopping=stop_on_signals,
-        rank=rank,
-        flags=votes,
-    )
-    # From here on other ranks may still work, and a request to stop is for them.
-    for signum in signals.STOP_SIGNALS:
-        signal.signal(signum, signal.SIG_IGN)
-    flush_output()
-    if error is not None:
-        # The interpreter's normal exit may hang, because a collective's thread may wait for peers.
-        return 1
-    run_exit_handlers()
-    report.send.flush()
-    if store is not None:
-        # The launcher closes the channel when all other ranks have ended.
-        readable([channel.fileno()], FOREVER_SECONDS)
-    return 0
-
-
-def set_environment(rank: int, request: AttemptRequest, port: int) -> None:
-    """Set the variables that torch's ``env://`` and other libraries read, as torchrun does."""
-    for name in request.of_first_rank if rank else ():
-        os.environ.pop(name, None)
-    for name in ("", "ROLE_", "LOCAL_"):
-        os.environ[f"{name}RANK"] = str(rank)
-        os.environ[f"{name}WORLD_SIZE"] = str(request.ranks)
-    os.environ |= {
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": _STORE_HOST,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": "robust_train",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        # Rank 0 hosts the store before its trainer starts.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    # Gloo looks up the host's name otherwise, whose address may not exist or not be reachable.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    lightning = sys.modules.get("lightning_utilities.core.rank_zero")
-    if lightning is not None:
-        # Lightning read the rank when it was imported, before there was a rank.
-        lightning.rank_zero_only.rank = rank
-
-
-def set_up(rank: int, request: AttemptRequest) -> Any:
-    """Import torch and set up one of several processes of this machine."""
-    # accelerate would set another number.
-    share = max(1, len(os.sched_getaffinity(0)) // request.ranks)
-    os.environ.setdefault("OMP_NUM_THREADS", str(share))
-
-    import torch
-    import torch.distributed
-
-    if rank:
-        speak_as_rank(rank)
-    if request.spec.gpus:
-        # Trainers that say just "cuda" get this GPU.
-        when_cuda_starts(torch, lambda: torch.cuda.set_device(rank))
-    # The module may have been imported before the number of ranks was known.
-    with contextlib.suppress(ValueError):
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    return torch
-
-
-def _host_store(torch: Any, port: int, listener: int) -> Any:
-    """Serve the ranks' store on a socket of the loopback device that the launcher has bound.
-
-    It is libuv's store, because torch's older store reads in its only thread and hangs on one
-    foreign byte. It accepts an open socket from torch 2.6 on.
-    """
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    return torch.distributed.TCPStore(
-        _STORE_HOST,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener,
-        use_libuv=version >= (2, 6),
-    )

@@ -1,6 +1,8 @@
-"""The save after training is over: it waits for a full disk, so that no step is trained again.
+"""Save the state at the end of training, and wait for space if the disk is full.
 
-The runner and the integrations call it in the attempt's process.
+The runner, the integrations and the built-in trainer call it in the process that trains. A
+checkpoint during training is skipped if the disk is full; without the last one, an attempt would
+have to repeat the last steps.
 """
 
 from __future__ import annotations
@@ -27,13 +29,13 @@ log = logging.getLogger("robust_train")
 T = TypeVar("T")
 
 PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0)
-"""Seconds between tries while the disk reports free room."""
-_LOOK_SECONDS = 1.0
-_LINE_SECONDS = 60.0
+"""Seconds between two tries if a save fails although the disk reports free space."""
+_CHECK_SECONDS = 1.0
+_LOG_SECONDS = 60.0
 
 
 def write_when_there_is_room(live: LiveAttempt, write: Callable[[], T]) -> T:
-    """Return the result of ``write``, which is called again while the disk is full.
+    """Call ``write`` until the disk takes what it writes, and return its result.
 
     Raises:
         CheckpointError: the disk has room but fails, or the reason is not the disk.
@@ -49,7 +51,7 @@ def write_when_there_is_room(live: LiveAttempt, write: Callable[[], T]) -> T:
             failed = error
         live.reports.send(CheckpointFailed(str(failed)))
         _sleep(live, pauses.pop(0))
-        if _waited_for_room(live, failed):
+        if _wait_for_room(live, failed):
             pauses = list(PAUSES)
 
 
@@ -96,8 +98,8 @@ def save_owed_checkpoint(live: LiveAttempt) -> None:
 
 
 def save_last_again(live: LiveAttempt, save: Callable[[], object]) -> None:
-    """Let a framework save the final state of training, if the disk did not take its last
-    checkpoint: no copy of that exists, and the trainer may change the weights next.
+    """Let a framework save the final state of training again, if its last checkpoint found a full
+    disk. The framework has no copy of that checkpoint, and may change the weights next.
 
     If the reason is not a full disk, the checkpoint stays owed. Several ranks save together.
 
@@ -110,15 +112,15 @@ def save_last_again(live: LiveAttempt, save: Callable[[], object]) -> None:
     unsaved = live.saving.owed
     if unsaved is None or not is_of_full_disk(unsaved):
         return
-
     with contextlib.suppress(CheckpointError):
         write_when_there_is_room(live, lambda: _save_and_finish(live, save))
 
 
 def settle_by_best(live: LiveAttempt) -> None:
-    """Owe no last checkpoint: the weights are those of the best one again, which is on the disk."""
+    """Drop an owed last checkpoint after a framework has loaded its best checkpoint, which is on
+    the disk."""
     if live.saving.owed is not None:
-        log.warning("the last checkpoint is not saved, but the best one is, and is loaded")
+        log.warning("the last checkpoint is not saved, but the best is, and is loaded")
         live.saving.settle()
 
 
@@ -130,14 +132,14 @@ def _save_and_finish(live: LiveAttempt, save: Callable[[], object]) -> None:
 
 
 def _save_together(live: LiveAttempt, save: Callable[[], object]) -> None:
-    """Save on all ranks once the disk has room. Rank 0 decides: only it knows whether the write
-    failed that continued while training did."""
+    """Save on all ranks once the disk has room. Rank 0 decides, because a checkpoint that was
+    written in the background failed on rank 0 only."""
     from robust_train.step.ranks import of_all_ranks
 
     pauses = list(PAUSES)
     failed = live.saving.owed
     while of_all_ranks(failed is not None and is_of_full_disk(failed) and bool(pauses))[0]:
-        if _waited_together(live, failed, pauses.pop(0)):
+        if _wait_together(live, failed, pauses.pop(0)):
             pauses = list(PAUSES)
         failed = None
         try:
@@ -146,46 +148,48 @@ def _save_together(live: LiveAttempt, save: Callable[[], object]) -> None:
             failed = error
 
 
-def _waited_together(live: LiveAttempt, failed: CheckpointError | None, pause: float) -> bool:
-    """Wait on all ranks for a pause, and until rank 0 sees that the disk has room; return whether
-    it had none. No rank waits for another for longer than a look, so no collective times out."""
+def _wait_together(live: LiveAttempt, failed: CheckpointError | None, pause: float) -> bool:
+    """Wait on all ranks for a pause, and then until rank 0 sees that the disk has room. Returns
+    whether the disk was full. The ranks meet once per second, so no collective times out."""
     from robust_train.step.ranks import of_all_ranks
 
     until = time.monotonic() + pause
-    next_line = 0.0
+    next_report = 0.0
     problem = ""
-    has_waited = False
+    was_full = False
     while of_all_ranks(bool(problem) or time.monotonic() < until)[0]:
-        # Every rank looks once a round, because ranks stop at the same number of looks.
+        # A stop is due at the same number of questions on all ranks, so each rank asks once per
+        # round.
         _end_if_stopped(live)
-        time.sleep(min(_LOOK_SECONDS, pause))
+        time.sleep(min(_CHECK_SECONDS, pause))
         if not live.is_main or failed is None:
             continue
         problem = why_full(live.run_dir, str(failed), failed.bytes)
-        has_waited |= bool(problem)
-        if problem and time.monotonic() >= next_line:
-            next_line = time.monotonic() + _LINE_SECONDS
+        was_full |= bool(problem)
+        if problem and time.monotonic() >= next_report:
+            next_report = time.monotonic() + _LOG_SECONDS
             _report_wait(live, problem, failed)
-    return bool(of_all_ranks(has_waited)[0])
+    return bool(of_all_ranks(was_full)[0])
 
 
-def _waited_for_room(live: LiveAttempt, failed: CheckpointError) -> bool:
+def _wait_for_room(live: LiveAttempt, failed: CheckpointError) -> bool:
     """Wait until the disk has room for a checkpoint that could not be written, and return whether
     the disk was full."""
-    has_waited = False
-    next_line = 0.0
+    was_full = False
+    next_report = 0.0
     while problem := why_full(live.run_dir, str(failed), failed.bytes):
-        has_waited = True
-        if time.monotonic() >= next_line:
-            next_line = time.monotonic() + _LINE_SECONDS
+        was_full = True
+        if time.monotonic() >= next_report:
+            next_report = time.monotonic() + _LOG_SECONDS
             _report_wait(live, problem, failed)
-        _sleep(live, _LOOK_SECONDS)
-    return has_waited
+        _sleep(live, _CHECK_SECONDS)
+    return was_full
 
 
 def _report_wait(live: LiveAttempt, problem: str, failed: CheckpointError | None) -> None:
-    needed_bytes = 0 if failed is None else failed.bytes
-    needed = f"{memory(needed_bytes)} are" if needed_bytes else "space is"
+    needed = "space is"
+    if failed is not None and failed.bytes:
+        needed = f"{memory(failed.bytes)} are"
     log.warning("training is over; %s: %s needed to save it", problem, needed)
     # A report is a sign of life, so the attempt does not count as hanging.
     live.reports.send(CheckpointFailed(problem))

@@ -1,9 +1,9 @@
 """One attempt while it trains: the object behind :class:`.run.Run`, which the trainer sees.
 
 :class:`.run.Run` creates it in the process that trains, one object per rank. Integrations and
-features call it directly. It joins the parts of an attempt, each of which has its own file:
-reports, requests to stop or save, batch splitting, checkpoints, speed and losses. The parts do not
-know each other, except that all of them may report.
+features call it directly. It joins the parts of an attempt: reports, requests to stop or save,
+batch splitting, checkpoints, speed and losses. Each part has its own file, and they do not know
+each other, except that all of them may report.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from robust_train.attempt.cadence import Saving
-from robust_train.attempt.data_position import Attempt
+from robust_train.attempt.checkpoint_records import CheckpointRecords
+from robust_train.attempt.data_position import BatchFacts
 from robust_train.attempt.hooks import AttemptHooks, load_hooks
 from robust_train.attempt.losses import REPORTED, LossWatch
 from robust_train.attempt.parts import Parts
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from robust_train.attempt.hooks import InAttempt
     from robust_train.config.attempt import AttemptRequest
     from robust_train.config.schema import RobustConfig
-    from robust_train.model.spec import AttemptSpec
+    from robust_train.model.failure import Failure
+    from robust_train.model.spec import AttemptSpec, Speed
     from robust_train.step.reachable import Models
 
 log = logging.getLogger("robust_train")
@@ -43,27 +44,27 @@ T = TypeVar("T")
 
 
 class LiveAttempt:
-    """One attempt while it trains. The trainer's calls are described in :class:`.run.Run`.
+    """One attempt while it trains. :class:`.run.Run` describes the methods that a trainer calls.
 
     Attributes:
         attempt: number of this attempt, counted from 1.
         rank: number of this process among those that share the optimizer steps, from 0.
-        world_size: how many ranks share the optimizer steps. Only rank 0's progress, checkpoints,
-            epochs and result count; the others may report them as well.
+        world_size: how many ranks share the optimizer steps. Other ranks than rank 0 may report
+            progress, checkpoints, epochs and a result as well; their reports are ignored.
         is_main: whether this is rank 0, which saves the checkpoints and reports.
         run_dir: the job's run folder.
         checkpoint_dir: the folder of the checkpoints, shared by all attempts of the job.
-        has_live_status: the launcher shows steps and loss on a terminal.
-        spec: what the attempt is to use, or None in a script's process.
-        reports: sends events, and knows how far training is.
-        stops: knows whether to stop or to save, and who requested it.
-        speed: measures how fast the steps follow each other.
+        has_live_status: whether the launcher shows steps and loss on a terminal.
+        spec: the attempt's devices and batch, or None in a script's process.
+        reports: sends events, and counts the finished steps.
+        stops: keeps the requests to stop or to save.
+        speed: measures the time per step.
         parts: splits the batches.
-        saving: knows when the next checkpoint is due, and what was saved.
+        saving: knows when the next checkpoint is due, and records the saved checkpoints.
         saves: loads and saves checkpoints.
         losses: receives losses and makes updates.
         hooks: the features that take part.
-        has_read: returns whether the trainer has read a key whose name contains this part.
+        has_read: returns whether the trainer has read a key whose name contains the given text.
         supports: returns whether the trainer supports a feature.
         is_steered: whether a framework's trainer resumes from its own checkpoints.
         their_keys: the project's own names for this package's keys, or None if it has none.
@@ -120,26 +121,22 @@ class LiveAttempt:
         self.losses = LossWatch()
         self.reports = Reports(report, is_main=self.is_main)
         self.stops = Stops(flags if flags else OneRank(), rank)
-        self.speed = SpeedMeter(
-            world_size, self._samples, lambda speed: self.reports.send(SpeedMeasured(speed, rank))
-        )
-        self.parts = Parts(
-            self.reports, self.speed, lambda error, failure: self.hooks.ran_out(error, failure)
-        )
-        self.saving = Saving(run_dir, attempt, lambda step: self.losses.proves(step))
+        self.speed = SpeedMeter(world_size, self._samples_per_step, self._report_speed)
+        self.parts = Parts(self.reports, self.speed, self._report_memory_shortage)
+        self.saving = CheckpointRecords(run_dir, attempt, self._proves)
         self.saves = Saves(
             self.saving,
             self.reports,
             resume_checkpoint,
             is_main=self.is_main,
-            saved=self.checkpoint_saved,
-            failed=self._owe,
+            report=self.checkpoint_saved,
+            report_failure=self._owe,
         )
 
     # --- before the trainer is called ---
 
     def prepare(self, request: AttemptRequest) -> None:
-        """Let the features in a request take part, and split batches as it says."""
+        """Let the features of a request take part, and split batches as the request says."""
         self.spec = request.spec
         self.has_live_status = request.has_live_status
         self.hooks = load_hooks(request.features, self, request.config)
@@ -152,7 +149,7 @@ class LiveAttempt:
         self.hooks = AttemptHooks(tuple(features))
 
     def configure(self, config: RobustConfig) -> None:
-        """Split batches, save and log as an attempt's config says."""
+        """Apply the config's settings for batches, checkpoints and the objective."""
         self.parts.split_by(MicroBatchPlan.of(config))
         self.saving.follow(SavePlan.of(config))
         self.saves.keep_newest(config.training.keep_checkpoints)
@@ -174,6 +171,23 @@ class LiveAttempt:
     def watch(self, losses: LossWatch) -> None:
         """Pass losses and updates through ``losses``."""
         self.losses = losses
+
+    # --- what the parts report to each other ---
+
+    def _report_speed(self, speed: Speed) -> None:
+        self.reports.send(SpeedMeasured(speed, self.rank))
+
+    def _report_memory_shortage(self, error: BaseException, failure: Failure) -> None:
+        self.hooks.ran_out(error, failure)
+
+    def _proves(self, step: int) -> bool:
+        return self.losses.proves(step)
+
+    def _samples_per_step(self) -> int:
+        """Return the samples of this rank in an optimizer step, 0 if unknown."""
+        if not self.has_read("batch_size"):
+            return 0
+        return self.parts.plan.samples or 0
 
     # --- a step ---
 
@@ -215,31 +229,28 @@ class LiveAttempt:
         loss = scalars.get("loss")
         if loss is not None:
             self.losses.take(step, loss, REPORTED)
-        total = None if total_steps is None else int(total_steps)
-        was_sent = self.reports.progress(step, total, scalars)
+        if total_steps is not None:
+            total_steps = int(total_steps)
+        was_sent = self.reports.progress(step, total_steps, scalars)
         if was_sent:
             self.hooks.boundary("reported")
         return was_sent
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """See :meth:`.run.Run.batches`."""
-        passes = self.saves.pass_over(loader, self._batches_so_far)
-        return self.speed.waits(passes)
+        remaining = self.saves.pass_over(loader, self._batch_facts)
+        return self.speed.measure_waits(remaining)
 
-    def _batches_so_far(self) -> Attempt:
-        """Return what is known of the batches before the first batch."""
+    def _batch_facts(self) -> BatchFacts:
+        """Return the facts about the batches that are known before the first batch."""
         plan = self.parts.plan
-        return Attempt(
+        return BatchFacts(
             batch_size=plan.batch_size or 0,
             effective=plan.samples or 0,
-            reads_batch_size=(self.has_read("batch_size") or bool(self.their_keys)),
+            reads_batch_size=self.has_read("batch_size") or bool(self.their_keys),
             rank=self.rank,
             ranks=self.world_size,
         )
-
-    def _samples(self) -> int:
-        counts = self.has_read("batch_size")
-        return (self.parts.plan.samples or 0) if counts else 0
 
     def epoch_ended(self, /, epoch: int, **scalars: float) -> None:
         """See :meth:`.run.Run.epoch_ended`."""
@@ -273,7 +284,11 @@ class LiveAttempt:
         return is_due
 
     def _end_after_last_checkpoint(self) -> None:
-        """End a trainer that never asks whether to stop, after its checkpoint for the stop."""
+        """End a trainer that never calls :meth:`should_stop`, once it has saved for a stop.
+
+        Raises:
+            TrainingStopped: it has.
+        """
         if self.stops.is_past_last_checkpoint:
             self.saves.finish()
             step = self.reports.steps_done
@@ -287,14 +302,14 @@ class LiveAttempt:
 
     def save(self, state: Mapping[str, Any], step: int, metric: float | None, mode: str) -> None:
         """See :meth:`.run.Run.save`."""
-        from robust_train.attempt.checkpoints import contents_of
+        from robust_train.attempt.checkpoint_content import build_content
 
         if self.is_main:
-            content = contents_of(state, int(step), metric, mode)
+            content = build_content(state, int(step), metric, mode)
             self.save_content(content, int(step), keep=self.saves.keep)
 
     def save_content(self, content: Content, step: int, *, keep: int, suffix: str = ".pt") -> None:
-        """Save a dictionary of values and tensors that a framework gathered, like :meth:`save`."""
+        """Save content that a framework has gathered, like :meth:`save`."""
         self.speed.pause()
         self.saves.save(content, step, keep=keep, suffix=suffix)
 

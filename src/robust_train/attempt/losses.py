@@ -1,5 +1,8 @@
-"""Receives an attempt's losses and makes its updates, in the process that trains. A feature may
-replace it to watch them."""
+"""An attempt's losses and weight updates, which a feature may watch.
+
+:class:`.live.LiveAttempt` passes each loss and each update to its :class:`LossWatch`, in the
+process that trains. The feature against divergence replaces it by a subclass.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,20 @@ if TYPE_CHECKING:
 
     from robust_train.step.update import Answer, LateUpdates, Update
 
-# The sources of a loss. A later source counts instead of an earlier one.
-COMPUTED, REPORTED, GIVEN = range(3)
+# The sources of a step's loss: `run.backward`, `run.progress` or an integration. If a step has
+# several losses, the loss of the source with the greatest number counts.
+COMPUTED = 0
+REPORTED = 1
+GIVEN = 2
 
 
 class LossWatch:
-    """Accepts each loss as good and makes each update.
+    """Makes each update, whatever the loss is.
 
-    A feature that watches losses puts a subclass in its place (:meth:`.live.LiveAttempt.watch`).
+    A feature that watches losses replaces it by a subclass (:meth:`.live.LiveAttempt.watch`).
 
     Attributes:
-        leaves_out: whether an update that would spoil the weights is skipped.
+        leaves_out: whether updates that would spoil the weights are skipped.
     """
 
     leaves_out = False
@@ -33,7 +39,7 @@ class LossWatch:
         """Receive the loss of a step, which may be a tensor. ``source`` names its origin."""
 
     def computed(self, step: int, loss: Tensor) -> None:
-        """Receive the loss of a batch of the current step."""
+        """Receive the loss of a batch in the current step."""
 
     def step(
         self, number: int, optimizer: Optimizer, scaler: Any, max_grad_norm: float | None
@@ -46,7 +52,7 @@ class LossWatch:
         return self.answer_after(number, done).moved
 
     def answer_after(self, number: int, done: Update) -> Answer:
-        """Return what the host knows of the updates so far, after another update."""
+        """Return the host's knowledge of the updates so far, after another update."""
         if self._late_updates is None:
             from robust_train.step.update import LateUpdates
 
@@ -58,7 +64,7 @@ class LossWatch:
         return True
 
     def of_checkpoint(self, step: int | None) -> str:
-        """Return a checkpoint's quality, as its manifest has it."""
+        """Return the value of ``loss`` in the manifest of a checkpoint of this step."""
         return "unknown"
 
     def proves(self, step: int) -> bool:

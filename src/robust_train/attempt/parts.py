@@ -1,5 +1,8 @@
-"""How finely an attempt splits its batches. It creates the micro-batcher in the process that
-trains."""
+"""How finely an attempt splits its batches: the settings of the micro-batcher, which it creates.
+
+:class:`.live.LiveAttempt` holds one :class:`Parts` in each process that trains. The settings come
+from the config, from features and from a script; the first batch that is split fixes them.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,17 @@ if TYPE_CHECKING:
 
 
 class Parts:
-    """Creates the micro-batcher at its first use, from the settings until then.
+    """Collects settings, and creates the micro-batcher from them at its first use.
 
     Attributes:
         plan: the batcher's initial settings.
         search: finds the largest batch that fits in the first step, None for no search.
         split_rule: how the loss of the parts is compared with the loss of the whole.
         asked: the split of the batch that the user requested, or None for this attempt's split.
-        keeps_batch: why no attempt may split the batch in another way, empty if it may.
-        last_micro_batch: the smallest micro-batch that running out of memory has led to inside the
-            steps of this attempt, None if it never did.
+        keeps_batch: the reason why no attempt may split the batch in another way, empty if there
+            is none.
+        last_micro_batch: the smallest micro-batch to which a step of this attempt was reduced
+            because memory ran out, or None.
     """
 
     def __init__(
@@ -73,27 +77,28 @@ class Parts:
 
     @property
     def splits(self) -> bool:
-        """Whether the trainer has begun to use the batcher."""
+        """Whether the trainer has used the batcher."""
         return self._batcher is not None
 
     def batcher(self) -> MicroBatcher:
         """Return the batcher, which is created at first use."""
         if self._batcher is None:
             self._before_first()
-            self._batcher = self._made()
+            self._batcher = self._create_batcher()
         return self._batcher
 
-    def _made(self) -> MicroBatcher:
+    def _create_batcher(self) -> MicroBatcher:
         # This imports torch, which the launcher does not have.
         from robust_train.step.batcher import MicroBatcher
         from robust_train.step.recorder import Recorder
         from robust_train.step.split_watch import SplitWatch
 
         watch = SplitWatch(self.split_rule, self._on_split_checked, self._reports.muted)
-        recorder = Recorder(
-            lambda: 1 + self._reports.steps_done, self._on_change, self._ran_out, self._speed, watch
-        )
+        recorder = Recorder(self._current_step, self._on_change, self._ran_out, self._speed, watch)
         return MicroBatcher(**asdict(self.plan), search=self.search, recorder=recorder)
+
+    def _current_step(self) -> int:
+        return 1 + self._reports.steps_done
 
     def _on_split_checked(self, step: int, check: SplitCheck, ends_attempt: bool) -> None:
         kept = check.kept.value
@@ -108,8 +113,8 @@ class Parts:
         self._reports.send(event)
 
     def shrink(self, reason: str) -> tuple[int, int] | None:
-        """Split finer from the next batch on. Returns (from, to), or None if there is no smaller
-        size."""
+        """Split into smaller parts from the next batch on. Returns the old and the new size, or
+        None if there is no smaller size."""
         return self.batcher().shrink(reason)
 
     def stop_splitting(self) -> None:

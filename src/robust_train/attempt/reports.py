@@ -1,7 +1,8 @@
-"""An attempt's reports to its launcher: its events, its step, the figure that a sweep optimises.
+"""An attempt's reports to its launcher: events, steps, and the figure that a sweep optimises.
 
-:class:`.live.LiveAttempt` holds one :class:`Reports` in each process that trains. Only rank 0
-reports the figure that a sweep optimises.
+:class:`.live.LiveAttempt` holds one :class:`Reports` in each process that trains. Training never
+waits for a report: steps are sent at most ten times a second, and a figure on a GPU is sent when it
+has arrived on the host.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class Reports:
         self._next_progress = 0.0
         self._objective = ""
         self._mode: str | None = None
-        # named already: a figure without a number is named once
-        self._unfit: set[str] = set()
+        # The names of dicts in place of a figure, each of which causes one warning.
+        self._warned_names: set[str] = set()
 
     @property
     def steps_done(self) -> int:
@@ -115,16 +116,21 @@ class Reports:
         return True
 
     def _warn_of_groups(self, method: str, scalars: Mapping[str, Any]) -> None:
-        """Warn once of a dict in place of a figure: nothing would look for a loss in it."""
+        """Warn once about each dict in place of a figure, because its loss would not be watched."""
         for name, value in scalars.items():
-            if isinstance(value, Mapping) and name not in self._unfit:
-                self._unfit.add(name)
-                text = "run.%s: %s is a dict, and no figure in it is shown or watched: pass **%s"
+            if isinstance(value, Mapping) and name not in self._warned_names:
+                self._warned_names.add(name)
+                text = (
+                    "run.%s: %s is a dict, whose figures are neither shown nor watched; pass **%s"
+                )
                 log.warning(text, method, name, name)
 
     def _hold(self) -> None:
-        """Send the newest step's figures once they are on the host: reading them now would wait for
-        all work that is queued on the GPU. The next report waits for them at the latest."""
+        """Send the newest step's figures once they are on the host.
+
+        Reading them now would wait for all work that is queued on the GPU. The next report waits
+        for them if they have not arrived by then.
+        """
         assert self._unsent is not None
         self._send_held(waits=True)
         self._held = replace(self._unsent, metrics=_start_copies(self._unsent.metrics))
@@ -132,12 +138,12 @@ class Reports:
         self._send_held(waits=False)
 
     def _send_held(self, *, waits: bool) -> None:
-        """Send the held figures if they are on the host, or with ``waits`` when they are."""
+        """Send the held figures if they are on the host. ``waits`` waits until they are."""
         held = self._held
         if held is None or self._is_muted:
             return
-        late = [value for value in held.metrics.values() if hasattr(value, "has_arrived")]
-        if waits or all(value.has_arrived() for value in late):
+        late_figures = [value for value in held.metrics.values() if hasattr(value, "has_arrived")]
+        if waits or all(figure.has_arrived() for figure in late_figures):
             self._held = None
             self.send(replace(held, metrics=plain(_figures_on_host(held.metrics))))
 
@@ -151,7 +157,7 @@ class Reports:
             self.send(replace(unsent, metrics=plain(figures)))
 
     def epoch_ended(self, epoch: int, scalars: Mapping[str, float]) -> None:
-        """Send an epoch's figures, and the objective if it is among them."""
+        """Send an epoch's figures, and report the objective if it is among them."""
         self._warn_of_groups("epoch_ended", scalars)
         figures = plain(dict(scalars))
         self.send_last_progress()
@@ -165,7 +171,7 @@ class Reports:
         self.report_objective(figures, figures.get("step"))
 
     def record_memory(self, name: str) -> None:
-        """Record how much memory is in use."""
+        """Send how much memory is in use, under a name for this point in training."""
         figures = memory_in_use(context=False)
         log.debug("%s: %s", name, describe_memory(figures))
         self.send(MemoryReported(name, **figures))
@@ -177,31 +183,28 @@ class Reports:
             self.send(ValueReported(float(value), step))
 
     def optimise(self, objective: str) -> None:
-        """Report the figure with this name as the objective; no figure if the name is empty."""
+        """Set the name of the figure that a sweep optimises, empty for none."""
         self._objective = objective
 
     def monitor(self, figure: str, mode: str) -> None:
-        """Report the figure whenever it is recorded, unless ``objective`` names another figure.
-        ``mode`` is the framework's preference, ``min`` or ``max``."""
+        """Let a framework set the figure that a sweep optimises, unless the config names one.
+        ``mode`` is ``min`` or ``max``."""
         if not self._objective:
             self._objective = figure
             self._mode = mode
 
     def report_objective(self, figures: Mapping[str, Json], step: Json) -> None:
-        """Report the figure that ``objective`` names, if it is among these."""
+        """Report the figure that a sweep optimises, if it is among ``figures``."""
         value = figures.get(self._objective)
-        if (
-            self._is_main
-            and isinstance(value, (int, float))
-            and not isinstance(value, bool)
-            and isinstance(step, int)
-        ):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return
+        if self._is_main and isinstance(step, int):
             self.send(ValueReported(float(value), step, self._mode))
 
 
 def _start_copies(scalars: Mapping[str, Any]) -> dict[str, Any]:
-    """Start to copy the figures on a GPU to the host, and return them with the others. If that
-    fails, they stay as they are."""
+    """Return the figures, with each figure on a GPU replaced by a copy that is on its way to the
+    host. A figure that cannot be copied is left out."""
     figures: dict[str, Any] = {}
     for name, value in scalars.items():
         if not getattr(value, "is_cuda", False) or value.ndim != 0:
@@ -217,9 +220,9 @@ def _start_copies(scalars: Mapping[str, Any]) -> dict[str, Any]:
 
 def _figures_on_host(figures: Mapping[str, Any]) -> dict[str, Any]:
     """Return the figures, all of them on the host. After a fault of the GPU its figures are left
-    out: the attempt reports the fault."""
-    here = {}
+    out, because the attempt reports the fault."""
+    on_host = {}
     for name, value in figures.items():
         with contextlib.suppress(RuntimeError):
-            here[name] = value.read() if hasattr(value, "has_arrived") else value
-    return here
+            on_host[name] = value.read() if hasattr(value, "has_arrived") else value
+    return on_host

@@ -1,7 +1,8 @@
-"""The object ``run`` that a trainer with a second parameter gets, to read and report through.
+"""The object ``run``, through which a trainer reports progress, saves, loads and stops.
 
-It lives in the process that trains. All kinds of attempts use the same class, and their reports go
-to different places. :class:`.live.LiveAttempt` does the work.
+The runner passes it to the trainer in the process that trains; a script gets it from
+``current_run()``. It is the documented part of an attempt, and :class:`.live.LiveAttempt` does the
+work.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Run:
     Attributes:
         attempt: number of this attempt, counted from 1.
         rank: number of this process among those that share the optimizer steps, from 0.
-        world_size: how many ranks share the optimizer steps. Only rank 0's progress, checkpoints,
-            epochs and result count; the others may report them as well.
+        world_size: how many ranks share the optimizer steps. Other ranks than rank 0 may report
+            progress, checkpoints, epochs and a result as well; their reports are ignored.
         is_main: whether this is rank 0, which saves the checkpoints and reports.
         run_dir: the job's run folder.
         checkpoint_dir: the folder for checkpoints, shared by all attempts of the job.
@@ -82,22 +83,22 @@ class Run:
     def should_stop(self) -> bool:
         """Return whether to save a checkpoint now and raise :class:`TrainingStopped`.
 
-        Call it once after each optimizer step, with several ranks on each of them: then all see it
-        at the same step. A trainer that calls neither this nor :meth:`should_save` gets a
-        KeyboardInterrupt instead.
+        Call it once after each optimizer step. With several ranks, every rank must call it, and all
+        ranks see a request at the same step. A trainer that calls neither this method nor
+        :meth:`should_save` is interrupted by :class:`TrainingStopped`, wherever it is.
         """
         return self._live.should_stop()
 
     def should_save(self) -> bool:
-        """Return whether to save a checkpoint now, by :meth:`save` or in another way that
+        """Return whether to save a checkpoint now, either with :meth:`save` or in another way that
         :meth:`checkpoint_saved` reports.
 
-        It is time, someone requested a checkpoint, or it is the last checkpoint before a requested
-        stop. Call it once after each optimizer step, with several ranks on each of them: rank 0's
-        clock counts, and all see it at the same step.
+        A checkpoint is due when it is time, when someone requests one, and before a requested stop.
+        Call this once after each optimizer step. With several ranks, every rank must call it; rank
+        0's clock counts, and all ranks see it at the same step.
 
-        A trainer that never calls :meth:`should_stop` is ended after that last checkpoint, when it
-        calls this again or :meth:`backward`.
+        A trainer that never calls :meth:`should_stop` ends after the checkpoint before a stop, at
+        its next call of this method or of :meth:`backward`.
 
         Raises:
             TrainingStopped: the last checkpoint before a stop has been saved.
@@ -105,26 +106,29 @@ class Run:
         return self._live.should_save()
 
     def finish_saving(self) -> None:
-        """Wait for the checkpoint that is written in the background, and report it. Attempts do
-        that at their end. A script that ends its process in another way calls it."""
+        """Wait for the checkpoint that is written in the background, and report it.
+
+        Every attempt does this at its end. A script needs to call it only if it ends its process
+        early, for example with ``os._exit``.
+        """
         self._live.saves.finish()
 
     def checkpoint_failed(self, reason: str) -> None:
-        """Report that no checkpoint could be saved: training continues, the user is notified, and
-        :meth:`should_save` returns true again in a minute."""
+        """Report that a checkpoint could not be saved. Training continues, the user is notified,
+        and :meth:`should_save` returns true again in a minute."""
         self._live.checkpoint_failed(reason)
 
     def started(self, step: int) -> None:
-        """Report which optimizer step this attempt starts from (0 for a fresh start)."""
+        """Report the optimizer step that this attempt starts from, 0 for a fresh start."""
         self._live.reports.started(int(step))
 
     def progress(self, /, step: int, *, total_steps: int | None = None, **scalars: float) -> bool:
         """Report that optimizer step ``step`` is done. The ``scalars`` (loss, lr …) go to the
         journal.
 
-        It may be called after every step: at most ten reports a second are passed on. Returns
-        whether this report was. A report with a figure on a GPU is sent when that has arrived on
-        the host, at the latest with the next report: nothing waits for the GPU.
+        Call it after every step: at most ten reports per second are sent. Figures on a GPU are sent
+        when they have arrived on the host, at the latest with the next report, so that training
+        does not wait for the GPU. Returns whether this report is sent.
         """
         return self._live.progress(step, total_steps=total_steps, **scalars)
 
@@ -141,34 +145,35 @@ class Run:
             loss = run.backward(loss_of, batch, model)
             run.step(optimizer)
 
-        If memory runs out, the call starts over with smaller parts, as if the step had not begun.
-        For the arguments see :meth:`robust_train.step.batcher.MicroBatcher.backward`.
+        If memory runs out, the step is undone and repeated in smaller parts. For the arguments see
+        :meth:`robust_train.step.batcher.MicroBatcher.backward`.
         """
         return self._live.backward(loss_of, batch, model, **options)
 
     def step(
         self, optimizer: Optimizer, scaler: Any = None, max_grad_norm: float | None = None
     ) -> bool:
-        """End an optimizer step: clip the gradients, update the weights, drop the gradients::
+        """End an optimizer step: clip the gradients, update the weights, release the gradients::
 
             loss = run.backward(loss_of, batch, model)
             run.step(optimizer, max_grad_norm=1.0)
 
-        If the loss of :meth:`backward` or the gradients' norm is not finite, all ranks skip the
-        update, and weights and optimizer stay as they were. An optimizer made with ``fused=True``
-        decides that on the GPU without waiting, and the host counts it a step later. For any other
-        optimizer the host reads a figure, and waits for the backward pass.
+        If the loss of :meth:`backward` or the norm of the gradients is not finite, all ranks skip
+        the update, and weights and optimizer stay unchanged. With ``fused=True`` in the optimizer,
+        the GPU decides this and the host does not wait. With any other optimizer, the host waits
+        for the backward pass to read the figures.
 
         Args:
             optimizer: the optimizer of the trained parameters.
-            scaler: a ``GradScaler``, if the losses were scaled. An overflow that it skips is not a
-                divergence.
-            max_grad_norm: clip the norm of all gradients to this.
+            scaler: a ``GradScaler``, if the losses were scaled. An overflow that it skips does not
+                count as divergence.
+            max_grad_norm: the norm to which all gradients together are clipped.
 
         Returns:
-            Whether the weights have changed. With ``fused=True`` the GPU decides, and nothing waits
-                for it, so the answer is that of the previous call, and true in the first call. So
-                ``if run.step(optimizer): scheduler.step()`` counts right, a step later.
+            Whether the weights have changed. With ``fused=True`` this is the answer for the
+                previous call, and true in the first call, because the host does not wait for the
+                GPU. ``if run.step(optimizer): scheduler.step()`` still counts right, one step
+                later.
 
         Raises:
             TrainingDiverged: more than three times ``divergence.patience`` updates in a row were
@@ -179,12 +184,12 @@ class Run:
     def forward(
         self, function: Callable[[Any], T], batch: Any, model: Models = None, **options: Any
     ) -> list[T]:
-        """Return the results of ``function`` for the parts of a batch, in order::
+        """Call ``function`` for each part of a batch, and return the results in order::
 
             with torch.no_grad():
                 logits = torch.cat(run.forward(model, batch))
 
-        If memory runs out, the failed part is repeated in smaller parts.
+        If memory runs out, the part that failed is repeated in smaller parts.
         """
         return self._live.forward(function, batch, model, **options)
 
@@ -193,10 +198,11 @@ class Run:
 
             for batch in run.batches(loader): ...
 
-        Checkpoints keep the position: the first pass of an attempt resumes after the last sample,
-        by the loader's ``load_state_dict``, else by skipping the samples before it, whatever the
-        batch size is by then. The order of samples has to be the same again, for example by a
-        generator that is seeded with the epoch. If that is uncertain, a warning comes first.
+        Checkpoints store the position in the data. The first pass of a later attempt starts with
+        the next sample, even with another batch size: the loader's ``load_state_dict`` is called if
+        it has one, otherwise samples are skipped. The order of samples must be the same again, for
+        example through a generator that is seeded with the epoch. If that is uncertain, a warning
+        is logged.
         """
         return self._live.batches(loader)
 
@@ -217,32 +223,33 @@ class Run:
                 if run.should_save():
                     run.save(state, step)
 
-        Objects with a ``state_dict()`` are saved as their state dict. The state is copied to the
-        host's memory now and written during training, whole or not at all. Without room for a copy
-        it is written at once. The newest ``training.keep_checkpoints`` stay. If the disk does not
-        take it, that costs a warning. With several ranks, rank 0 saves. Sharded tensors are
-        refused.
+        Objects with a ``state_dict()`` are saved as their state dict. The state is copied to host
+        memory now, and the copy is written while training continues. If there is no memory for a
+        copy, the state is written at once. The newest ``training.keep_checkpoints`` checkpoints are
+        kept. If the disk does not take a checkpoint, a warning is logged and training continues.
+        With several ranks, rank 0 saves. Sharded tensors are refused.
 
         Args:
-            state: what to save, by name.
-            step: optimizer steps that are done.
-            metric: how good the state is. The best checkpoint so far stays as
-                ``checkpoints/best.pt``, whatever is saved later.
-            mode: ``min`` if the smallest metric is the best, as with a loss.
+            state: the values and objects to save, by name.
+            step: the number of finished optimizer steps.
+            metric: the quality of the state. The best checkpoint so far is kept as
+                ``checkpoints/best.pt``.
+            mode: ``min`` if a smaller metric is better, as for a loss.
         """
         self._live.save(state, step, metric, mode)
 
     def load(self, state: MutableMapping[str, Any]) -> int:
-        """Restore a checkpoint of :meth:`save` into ``state``, and report that training begins.
+        """Load the newest checkpoint of :meth:`save` into ``state``, and report that training
+        starts.
 
-        Calls ``load_state_dict()`` where available and replaces all other values. With several
-        ranks, all have to call it, and resume from the same checkpoint. Returns the number of
-        finished optimizer steps, 0 for a fresh start.
+        Calls ``load_state_dict()`` if an object has it, and replaces all other values. With several
+        ranks, every rank must call it, and all resume from the same checkpoint. Returns the number
+        of finished optimizer steps, 0 for a fresh start.
         """
         return self._live.load(state)
 
     def checkpoint_saved(self, path: Path, step: int | None) -> None:
-        """Report a complete checkpoint at ``path``: a later attempt resumes from it."""
+        """Report a complete checkpoint at ``path``, so that a later attempt resumes from it."""
         self._live.checkpoint_saved(path, step)
 
     def epoch_ended(self, /, epoch: int, **scalars: float) -> None:
@@ -250,9 +257,12 @@ class Run:
         self._live.epoch_ended(epoch, **scalars)
 
     def report(self, value: float, step: int | None = None) -> None:
-        """Report the figure that a sweep optimises, as it is after ``step`` (default: the last step
-        of :meth:`progress`). A sweep may stop a job that does worse than others at the same step,
-        so report at the same steps in all jobs, for example after each epoch."""
+        """Report the figure that a sweep optimises, after ``step`` (default: the last step of
+        :meth:`progress`).
+
+        A sweep may stop a job that is worse than other jobs at the same step. So report at the same
+        steps in all jobs, for example after each epoch.
+        """
         self._live.reports.report(value, step)
 
     def record(self, event: str, fields: Mapping[str, Json]) -> None:

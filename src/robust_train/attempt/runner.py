@@ -1,7 +1,7 @@
-"""Runs a trainer: in the launcher's process, in its own process, or as a rank of several.
+"""Run one attempt: call the trainer, and send its result or failure to the launcher.
 
-``attempt.interpreter`` and ``launcher.inline`` call :func:`run_attempt` in the process that trains.
-It calls the trainer and sends its end to the launcher.
+``attempt.interpreter`` calls :func:`run_attempt` in a process for this attempt, or for one of its
+ranks. ``launcher.inline`` calls it in the launcher's own process.
 """
 
 from __future__ import annotations
@@ -18,17 +18,12 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from robust_train.attempt.ending import failed, lacks_resolver
+from robust_train.attempt.ending import describe_end, find_missing_resolver
 from robust_train.attempt.last_save import save_owed_checkpoint
 from robust_train.attempt.live import LiveAttempt
-from robust_train.attempt.loading import (
-    CHECKPOINTING,
-    Trainer,
-    call_with_run,
-    note_reads,
-    support_of,
-)
+from robust_train.attempt.loading import Trainer, call_with_run
 from robust_train.attempt.run import Run, live_of
+from robust_train.attempt.supports import CHECKPOINTING, find_support, watch_reads
 from robust_train.config.attempt import AttemptRequest
 from robust_train.config.schema import RobustConfig
 from robust_train.files import plain
@@ -45,23 +40,32 @@ Stopping = Callable[[Callable[[], None]], AbstractContextManager[Any]]
 """A context within which signals call the given function, which asks the trainer to stop."""
 
 TICK_SECONDS = 0.5
+# At the end of training, a tick that hangs is given up after this time.
 _JOIN_SECONDS = 1.0
 
 
 def run_attempt(
-    request: AttemptRequest,  # the attempt
-    load: Callable[[], Trainer],  # returns the trainer, imported if necessary
-    send: Send,  # sends events to the launcher
+    request: AttemptRequest,
+    load: Callable[[], Trainer],
+    send: Send,
     *,
-    stopping: Stopping,  # how signals ask this process to stop
-    # Called twice a second if the launcher itself runs the attempt.
+    stopping: Stopping,
     tick: Callable[[], None] = lambda: None,
-    # Whether the process ends with the attempt, so that memory need not be returned.
     process_ends: bool = True,
-    rank: int = 0,  # among the ranks of all nodes
-    flags: Flags | None = None,  # how several ranks agree
+    rank: int = 0,
+    flags: Flags | None = None,
 ) -> BaseException | None:
     """Run the trainer and send :class:`Finished` or :class:`Failed`.
+
+    Args:
+        request: the attempt.
+        load: returns the trainer, and imports it if necessary.
+        send: sends an event to the launcher.
+        stopping: returns a context within which signals stop the trainer.
+        tick: work that the launcher does twice a second, if it runs the attempt itself.
+        process_ends: whether the process ends with the attempt, so that it need not return memory.
+        rank: the rank of this process among those of all nodes.
+        flags: how several ranks agree to stop or save at the same step.
 
     Returns:
         The exception that ended it, for a caller in the same process, or None if it completed.
@@ -79,7 +83,7 @@ def run_attempt(
     live.saving.start_writer()
     live.prepare(request)
     error: BaseException | None = None
-    ending: Finished | Failed
+    ending: Finished | Failed = Finished()
     with contextlib.ExitStack() as signals:
         try:
             # A signal may already be waiting, and stops the trainer at once.
@@ -87,8 +91,10 @@ def run_attempt(
             ending = _train(request, load, run, tick)
         except BaseException as raised:
             error = _failure_in(raised, request)
-            ending = Finished() if error is None else failed(error, live.hooks.evidence)
-        # A trainer that has done its last step had nothing left to stop, and keeps its result.
+            if error is not None:
+                ending = describe_end(error, live.hooks.evidence)
+        # A trainer that returned because of a stop has not finished, unless it had already done its
+        # last step.
         was_cut_short = live.stops.has_stopped_trainer and not live.reports.is_done
         if was_cut_short and isinstance(ending, Finished):
             why = "it was asked to stop, and did"
@@ -104,7 +110,7 @@ def _train(
 ) -> Finished:
     """Call the trainer and save its last checkpoint. Returns its result as the attempt's end."""
     live = live_of(run)
-    with beside_the_trainer(live, tick):
+    with run_ticks(live, tick):
         try:
             result = call_trainer(load(), request.trainer_cfg(), request.config, run)
         finally:
@@ -112,7 +118,7 @@ def _train(
         # From here on a signal has nothing left to interrupt.
         live.stops.note_cooperation()
         save_owed_checkpoint(live)
-    figures = figures_of(result, request.config.objective)
+    figures = select_figures(result, request.config.objective)
     return Finished(plain(figures, "the trainer's result"))
 
 
@@ -122,7 +128,7 @@ def _failure_in(raised: BaseException, request: AttemptRequest) -> BaseException
         return None
     if request.config.runs_inline:
         return raised
-    return lacks_resolver(raised) or raised
+    return find_missing_resolver(raised) or raised
 
 
 def _report_end(live: LiveAttempt, ending: Finished | Failed, send: Send) -> None:
@@ -136,10 +142,11 @@ def _report_end(live: LiveAttempt, ending: Finished | Failed, send: Send) -> Non
     send(replace(ending, step=live.reports.last_step, memory=memory, at=now))
 
 
-def figures_of(result: Any, objective: str | None) -> Any:
-    """Return a trainer's result. Of ``(metrics, objects)`` that is the metrics.
+def select_figures(result: Any, objective: str | None) -> Any:
+    """Return the part of a trainer's result that the job records.
 
-    ``objective`` is the name of the metric to optimise.
+    From ``(metrics, objects)`` only the metrics are kept. If ``objective`` names a metric, its
+    value is added under the key ``objective``.
     """
     if isinstance(result, tuple) and result and isinstance(result[0], Mapping):
         result = result[0]
@@ -152,12 +159,13 @@ def figures_of(result: Any, objective: str | None) -> Any:
 
 
 def call_trainer(trainer: Trainer, cfg: DictConfig, config: RobustConfig, run: Run) -> Any:
-    """Call the trainer with its config, and with ``run`` if it takes that. Returns its result."""
+    """Call the trainer with its config, and with ``run`` if it accepts a second argument. Returns
+    its result."""
     live = live_of(run)
     live.configure(config)
     training = config.training
-    has_read = note_reads(cfg, training.batch_size, training.gradient_accumulation_steps)
-    live.describe_trainer(has_read, support_of(trainer, has_read))
+    has_read = watch_reads(cfg, training.batch_size, training.gradient_accumulation_steps)
+    live.describe_trainer(has_read, find_support(trainer, has_read))
     live.hooks.begin()
     try:
         result = call_with_run(trainer, cfg, run)
@@ -169,14 +177,12 @@ def call_trainer(trainer: Trainer, cfg: DictConfig, config: RobustConfig, run: R
 
 
 @contextlib.contextmanager
-def beside_the_trainer(
-    live: LiveAttempt, tick: Callable[[], None] = lambda: None
-) -> Iterator[None]:
-    """Do periodic work twice a second in another thread, on rank 0, while the trainer runs.
+def run_ticks(live: LiveAttempt, tick: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Do the features' periodic work twice a second within the block, in another thread of rank 0.
 
     Args:
         live: the attempt.
-        tick: the launcher's work, if it runs the attempt itself.
+        tick: the launcher's periodic work, if it runs the attempt itself.
     """
     if not live.is_main:
         yield
@@ -193,21 +199,21 @@ def beside_the_trainer(
     try:
         thread.start()
     except RuntimeError as error:
-        log.warning("this attempt takes no requests: %s", error)
+        log.warning("this attempt cannot take requests, no thread can be started: %s", error)
     try:
         yield
     finally:
         ended.set()
         if thread.ident is not None:
-            thread.join(_JOIN_SECONDS)  # the disk may hang
+            thread.join(_JOIN_SECONDS)
 
 
 def stop_trainer(live: LiveAttempt) -> Callable[[], None]:
-    """Return a function that asks a trainer to stop, and interrupts, once, a trainer that never
-    reads ``run``.
+    """Return a function for signal handlers, which asks the trainer to stop.
 
-    Further signals change nothing: a job's processes may get each signal several times, and only
-    the launcher kills, when the time for a last checkpoint is over.
+    A trainer that never asks :meth:`.run.Run.should_stop` is interrupted by an exception, once. A
+    job's processes may get each signal several times, so further signals change nothing. If the
+    trainer continues, the launcher kills it when the time for a last checkpoint is over.
     """
     is_interrupted = False
 

@@ -1,7 +1,8 @@
-"""The checkpoint that an attempt resumes from, its position in the data, and the checkpoints it
-writes.
+"""The checkpoints of an attempt: it loads one at its start, and writes others.
 
-:class:`.live.LiveAttempt` uses it in the process that trains.
+:class:`.live.LiveAttempt` holds one :class:`Saves` in each process that trains. A disk that does
+not take a checkpoint never ends training: :class:`Saves` logs a warning, and the checkpoint is owed
+until a later save succeeds.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from robust_train.attempt.cadence import Saving
-from robust_train.attempt.data_position import Attempt
+from robust_train.attempt.checkpoint_records import CheckpointRecords
+from robust_train.attempt.data_position import BatchFacts
 from robust_train.attempt.reports import Reports
 from robust_train.folder.checkpoints import CheckpointError, Content, Manifest, Position
 
@@ -25,9 +26,10 @@ log = logging.getLogger("robust_train")
 T = TypeVar("T")
 
 _KEEP = 2
+"""How many checkpoints stay if the config does not say it."""
 
 
-class Saved(Protocol):
+class CheckpointReport(Protocol):
     """A callback for complete checkpoints."""
 
     def __call__(self, path: Path, step: int | None, position: Position | None = None) -> None:
@@ -40,20 +42,20 @@ class Saves:
     Attributes:
         resume_checkpoint: the checkpoint to resume from, None for a fresh start.
         keep: how many checkpoints of `run.save` stay.
-        skips_to: the data up to this optimizer step are to be skipped, because training diverged
-            there.
-        passes_over: whether the trainer does that.
+        skips_to: the optimizer step up to which the data should be skipped, because training
+            diverged there.
+        passes_over: whether the trainer skips these data.
     """
 
     def __init__(
         self,
-        saving: Saving,
+        saving: CheckpointRecords,
         reports: Reports,
         resume_checkpoint: Path | None,
         *,
         is_main: bool,
-        saved: Saved,
-        failed: Callable[[CheckpointError], None],
+        report: CheckpointReport,
+        report_failure: Callable[[CheckpointError], None],
     ) -> None:
         self.resume_checkpoint = resume_checkpoint
         self.keep = _KEEP
@@ -62,8 +64,8 @@ class Saves:
         self._saving = saving
         self._reports = reports
         self._is_main = is_main
-        self._saved = saved
-        self._failed = failed
+        self._report = report
+        self._report_failure = report_failure
         self._folder: CheckpointFolder | None = None
         self._has_position = False
         self._raises = False
@@ -75,22 +77,25 @@ class Saves:
     # --- the position in the data ---
 
     def skip_to(self, step: int) -> None:
-        """Request that the data up to an optimizer step are skipped."""
+        """Request that the trainer skips the data up to an optimizer step."""
         self.skips_to = step
 
     def pass_over_skipped(self) -> None:
-        """Record that the trainer skips these data."""
+        """Record that the trainer skips the data up to ``skips_to``."""
         self.passes_over = True
 
-    def pass_over(self, loader: Iterable[T], attempt: Callable[[], Attempt]) -> Iterator[T]:
-        """Yield from ``loader``, after the part that earlier attempts have seen."""
+    def pass_over(self, loader: Iterable[T], facts: Callable[[], BatchFacts]) -> Iterator[T]:
+        """Yield from ``loader``, without the part that earlier attempts have seen."""
         self.passes_over = True
         self._find_position()
-        yield from self._saving.batches.over(loader, attempt())
+        yield from self._saving.batches.iterate(loader, facts())
 
     def _find_position(self) -> None:
-        """Find an earlier attempt's position in the data, at the first batch or checkpoint. By then
-        the trainer has reported its first step."""
+        """Find the resumed checkpoint's position in the data.
+
+        This is called at the first batch or checkpoint, because by then the trainer has reported
+        the step that it starts from.
+        """
         if self.resume_checkpoint is not None and not self._has_position:
             self._saving.batches.resume(
                 self.resume_checkpoint, self._reports.steps_before, self.skips_to
@@ -100,8 +105,10 @@ class Saves:
     # --- loading ---
 
     def load(self, state: MutableMapping[str, Any]) -> int:
-        """Restore the newest checkpoint into ``state``, and return its step. 0 if there is none."""
-        from robust_train.attempt.checkpoints import STEP, read_newest, restore
+        """Restore the newest checkpoint into ``state``, and return its step, or 0 if there is no
+        checkpoint."""
+        from robust_train.attempt.checkpoint_content import STEP, restore_state
+        from robust_train.attempt.read_checkpoint import read_newest
         from robust_train.step.ranks import of_all_ranks
 
         path = self.resume_checkpoint
@@ -113,7 +120,7 @@ class Saves:
         if newest is None:
             return 0
         self.resume_checkpoint, content = newest
-        return restore(state, content)
+        return restore_state(state, content)
 
     # --- saving ---
 
@@ -137,7 +144,7 @@ class Saves:
         if self._folder is None:
             self._folder = CheckpointFolder(
                 self._saving,
-                self._saved,
+                self._report,
                 is_main=self._is_main,
                 keep=keep,
                 suffix=suffix,
@@ -146,7 +153,8 @@ class Saves:
         return self._folder
 
     def finish(self, *, wait: bool = True) -> None:
-        """Report the checkpoint that is written in the background; ``wait`` until it is."""
+        """Report the checkpoint that is written in the background, if it is complete. ``wait``
+        until it is."""
         folder = self._folder
         if folder is not None:
             self.try_to_write(lambda: folder.report_written(wait=wait))
@@ -159,14 +167,16 @@ class Saves:
             if self._raises:
                 raise
             if self._is_main:
-                kept = "earlier ones are kept" if self.has_checkpoint else "none is saved yet"
+                kept = "none is saved yet"
+                if self.has_checkpoint:
+                    kept = "earlier checkpoints are kept"
                 log.warning("%s; training continues, %s", error, kept)
-            self._failed(error)
+            self._report_failure(error)
 
     @contextlib.contextmanager
     def raising(self) -> Iterator[None]:
-        """Raise an error for a checkpoint that cannot be written, instead of a warning: the caller
-        tries again."""
+        """Raise the error of a checkpoint that cannot be written within the block, instead of
+        logging a warning: the caller tries again."""
         self._raises = True
         try:
             yield
@@ -184,8 +194,8 @@ class Saves:
         return self._saving.has_saved or self.resume_checkpoint is not None
 
     def write_again(self) -> bool:
-        """Write the newest checkpoint once more, if the disk did not take it, and return whether
-        its copy still exists.
+        """Write the newest checkpoint again, if the disk did not take it, and return whether its
+        copy still exists.
 
         Raises:
             CheckpointError: the disk still does not take it.
@@ -193,19 +203,19 @@ class Saves:
         return self._folder is not None and self._folder.write_again()
 
     def record(self, path: Path, step: int | None, loss: str, position: Position | None) -> str:
-        """Record a complete checkpoint in its manifest, and return what is wrong with it, empty if
-        nothing is."""
+        """Write the manifest of a complete checkpoint. Returns the checkpoint's damage, empty if
+        it has none."""
         damage = ""
         if position is None:
             self._find_position()
             damage = self._saving.damage_in(path)
             position = self._saving.batches.position
-        self._saving.saved(path, step, loss, position, is_good=not damage)
+        self._saving.record(path, step, loss, position, is_good=not damage)
         return damage
 
     def spoil(self, good_step: int, since: float) -> Manifest | None:
-        """Let no attempt resume from checkpoints after the good step, and return the newest
-        checkpoint before."""
+        """Exclude checkpoints of diverged training from resumption, and return the newest usable
+        checkpoint, or None. See :func:`robust_train.folder.checkpoints.spoil`."""
         self.finish()
         # Each rank does this, because the failure of any rank may be the failure that counts.
-        return self._saving.spoiled(good_step, since)
+        return self._saving.spoil(good_step, since)

@@ -1,8 +1,8 @@
 """How fast a rank trains, measured over its newest steps by the host's clock.
 
-Each rank measures in its own process. A host runs ahead of its GPU, but only as far as the GPU's
-queue allows: over many steps both take the same time. Whether the GPU idles while the host waits is
-read from the GPU.
+:class:`.live.LiveAttempt` holds one :class:`SpeedMeter` in each process that trains. The host runs
+ahead of its GPU, but only as far as the GPU's queue allows, so over many steps both take the same
+time. CUDA events show whether the GPU was idle while the host waited for data.
 """
 
 from __future__ import annotations
@@ -21,23 +21,31 @@ from robust_train.model.spec import Speed
 
 T = TypeVar("T")
 
-_MOST_STEPS = 1000
+_MOST_INTERVALS = 1000
+"""How many of the newest intervals count."""
+
 _HIGH = 0.95
+"""The quantile above which a duration counts as a rare peak."""
+
 _LEAST_RECENT = 10
+"""At least this many intervals count as recent."""
+
+# The time between two reports starts at the first value and doubles up to the second.
 _FIRST_REPORT_SECONDS = 1.0
 _REPORT_SECONDS = 30.0
 
 
 class Moment:
-    """The current moment on the host; on a GPU in use, the moment when its queued work is done."""
+    """A moment on the host and, if this process uses a GPU, on the GPU: the end of the work that is
+    queued at that moment."""
 
     def __init__(self) -> None:
         self.at = time.perf_counter()
-        # An event behind the queued work of the current GPU, if this process uses that GPU:
-        # otherwise an event would create a context.
+        # An event at the end of the GPU's queue. A process that does not use the GPU gets no event,
+        # because an event would create a context.
         self._event: Any = None
         torch = started_torch()
-        # After a fault the device answers nothing.
+        # After a fault every call to the device raises an error.
         with contextlib.suppress(RuntimeError):
             if torch is not None and has_context(torch, torch.cuda.current_device()):
                 event = torch.cuda.Event(enable_timing=True)
@@ -45,13 +53,13 @@ class Moment:
                 self._event = event
 
     def is_past(self) -> bool:
-        """Return whether the GPU, too, has reached this moment."""
+        """Return whether the GPU has reached this moment."""
         with contextlib.suppress(RuntimeError):
             return self._event is None or bool(self._event.query())
         return False
 
     def seconds_until(self, later: Moment) -> float:
-        """Return the time from here to another moment that is past."""
+        """Return the time from this moment to a later moment, which the GPU has reached."""
         if self._event is None or later._event is None:
             return later.at - self.at
         return float(self._event.elapsed_time(later._event)) / 1000
@@ -67,21 +75,21 @@ class _Interval:
     seconds: float = 0.0
     samples: int = 0
     waited: float | None = None  # wait for data in seconds, None if unknown
-    meets: Moment | None = None  # when the ranks met
+    ready: Moment | None = None  # when this rank started to wait for other ranks
 
     @property
     def alone(self) -> float | None:
-        """Seconds until the ranks met, None if unknown."""
-        if self.meets is None or not self.meets.is_past():
+        """Seconds per step before this rank waited for other ranks, None if unknown."""
+        if self.ready is None or not self.ready.is_past():
             return None
-        return self.begin.seconds_until(self.meets) / self.steps
+        return self.begin.seconds_until(self.ready) / self.steps
 
 
 class SpeedMeter:
     """Measures the steps of a rank, in constant memory.
 
-    An attempt's first step does not count, nor does the time between two steps if something else is
-    known to have happened there: a validation, a checkpoint, the end of an epoch.
+    An attempt's first step does not count. Neither does a step in which something else happens, for
+    example a validation, a checkpoint or the end of an epoch.
     """
 
     def __init__(
@@ -102,7 +110,7 @@ class SpeedMeter:
         self._step = 0
         self._interval: _Interval | None = None
         self._wait_from: Moment | None = None
-        self._newest: deque[_Interval] = deque(maxlen=_MOST_STEPS)
+        self._newest: deque[_Interval] = deque(maxlen=_MOST_INTERVALS)
         self._steps = 0
         self._next_report = 0.0
         self._pause = _FIRST_REPORT_SECONDS
@@ -121,12 +129,13 @@ class SpeedMeter:
             self._interval = _Interval(Moment())
 
     def pause(self) -> None:
-        """Leave the current step out, because it does more than train."""
+        """Leave out the current step, because it includes more than training."""
         if self._interval is not None:
             self._interval.counts = False
 
-    def waits(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yield from ``loader``, which a step starts with, and measure the time that it takes."""
+    def measure_waits(self, loader: Iterable[T]) -> Iterator[T]:
+        """Yield from ``loader``, and measure how long each batch takes. A step starts with its
+        batch."""
         self.begin()
         self.wait_begins()
         for batch in loader:
@@ -157,15 +166,18 @@ class SpeedMeter:
             self._count_wait(interval.begin)
 
     def _count_wait(self, start: Moment) -> None:
-        """Count the time since ``start`` as a wait for data, unless the GPU computed all along."""
+        """Count the time since ``start`` as a wait for data, unless the GPU was busy all the
+        time."""
         if self._interval is not None:
-            seconds = time.perf_counter() - start.at if start.is_past() else 0.0
+            seconds = 0.0
+            if start.is_past():
+                seconds = time.perf_counter() - start.at
             self._interval.waited = (self._interval.waited or 0.0) + seconds
 
     def alone_until_now(self) -> None:
         """Count the time from here on as waiting for other ranks."""
         if self._interval is not None and self._ranks > 1:
-            self._interval.meets = Moment()
+            self._interval.ready = Moment()
 
     def step_done(self, step: int) -> None:
         """Count optimizer step ``step``."""
@@ -200,21 +212,26 @@ class SpeedMeter:
         newest = [interval for interval in self._newest if interval.seconds > 0]
         if not newest:
             return None
-        each = sorted(interval.seconds / interval.steps for interval in newest)
+        seconds_per_step = sorted(interval.seconds / interval.steps for interval in newest)
         seconds = self._sum_without_peaks([interval.seconds for interval in newest])
         samples = [interval.samples for interval in newest]
-        alone = [interval.alone for interval in newest if interval.alone is not None]
         share = self._data_share(newest)
-        rate = _rounded(sum(samples) / seconds)
+        samples_per_second = None
+        if all(samples):
+            samples_per_second = _round(sum(samples) / seconds)
+        alone = [interval.alone for interval in newest if interval.alone is not None]
+        seconds_alone_per_step = None
+        if alone:
+            seconds_alone_per_step = _round(sum(alone) / len(alone))
         return Speed(
             steps=self._steps,
-            seconds_per_step=_rounded(_quantile(each, 0.5)),
-            seconds_per_step_p95=_rounded(_quantile(each, _HIGH)),
-            samples_per_second=rate if all(samples) else None,
-            seconds_per_step_now=_rounded(_quantile(_recent(newest), 0.5)),
+            seconds_per_step=_round(_quantile(seconds_per_step, 0.5)),
+            seconds_per_step_p95=_round(_quantile(seconds_per_step, _HIGH)),
+            samples_per_second=samples_per_second,
+            seconds_per_step_now=_round(_quantile(_recent_seconds_per_step(newest), 0.5)),
             data_share=share if self._is_explicit else None,
             between_share=None if self._is_explicit else share,
-            seconds_alone_per_step=_rounded(sum(alone) / len(alone)) if alone else None,
+            seconds_alone_per_step=seconds_alone_per_step,
         )
 
     def _data_share(self, newest: Sequence[_Interval]) -> float | None:
@@ -232,15 +249,18 @@ class SpeedMeter:
         return round(waited / max(waited + computed, waited), 4) if waited else 0.0
 
     def _sum_without_peaks(self, durations: Sequence[float]) -> float:
-        """Return the sum. If it is unknown which part waits for data, rare peaks have another
-        cause, so each of the longest 5 % counts as the 95th percentile."""
+        """Return the sum of durations.
+
+        If the trainer does not measure its waits for data, a rare peak may have another cause. Each
+        of the longest 5 % then counts as the 95th percentile.
+        """
         if self._is_explicit:
             return sum(durations)
         most = _quantile(sorted(durations), _HIGH)
         return sum(min(duration, most) for duration in durations)
 
 
-def _recent(newest: Sequence[_Interval]) -> list[float]:
+def _recent_seconds_per_step(newest: Sequence[_Interval]) -> list[float]:
     """Return the seconds per step of about the last half minute, in ascending order."""
     until = newest[-1].begin.at
     return sorted(
@@ -251,9 +271,10 @@ def _recent(newest: Sequence[_Interval]) -> list[float]:
 
 
 def _quantile(ascending: Sequence[float], share: float) -> float:
-    """Return the quantile: the value that a ``share`` of the values does not exceed."""
+    """Return the value that a ``share`` of the values does not exceed."""
     return ascending[math.ceil(share * len(ascending)) - 1]
 
 
-def _rounded(value: float) -> float:
+def _round(value: float) -> float:
+    """Round a figure to four digits."""
     return float(f"{value:.4g}")

@@ -1,5 +1,8 @@
-"""Whether an attempt has to stop or to save at a step boundary, with the same answer on all
-ranks."""
+"""Requests to stop or to save, which the trainer sees at the same step on all ranks.
+
+:class:`.live.LiveAttempt` holds one :class:`Stops` in each process that trains. A request raises a
+flag that the ranks share, and each rank reads the flags once per step.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,13 @@ Answer = Callable[[dict[str, Json]], None]
 
 
 class Stops:
-    """Reads and raises the flags that the ranks share, and keeps the requests for a checkpoint.
+    """Raises and reads the flags that the ranks share, and keeps the requests for a checkpoint.
 
     Attributes:
-        is_cooperative: the trainer has asked whether to stop.
-        saves_on_request: the trainer has asked whether to save.
-        has_stopped_trainer: the trainer was asked to stop and knows it.
+        is_cooperative: whether the trainer stops by itself, so that no exception needs to interrupt
+            it.
+        saves_on_request: whether the trainer has asked whether to save.
+        has_stopped_trainer: whether the trainer has seen a request to stop.
     """
 
     def __init__(self, flags: Flags, rank: int) -> None:
@@ -31,7 +35,7 @@ class Stops:
         self._saves_last = False
         self._checkpoint_flag_seen = 0
         self._checkpoint_answers: list[Answer] = []
-        # Of requests for which the trainer was asked to save.
+        # The requests for which the trainer was asked to save, and has not saved yet.
         self._promised: list[Answer] = []
 
     def request_stop(self) -> None:
@@ -39,20 +43,20 @@ class Stops:
         self._flags.raise_flag(STOP)
 
     def note_cooperation(self) -> None:
-        """Record that signals need not interrupt the trainer."""
+        """Record that no exception needs to interrupt the trainer at a signal."""
         self.is_cooperative = True
 
     def note_question(self) -> None:
-        """Record that the trainer itself asks whether to stop."""
+        """Record that the trainer calls ``run.should_stop``."""
         self._asks_whether_to_stop = True
 
     def read_stop(self) -> bool:
-        """Return whether the trainer has to stop now. If so, it is recorded that it does."""
-        stops = self._sees_stop()
-        self.has_stopped_trainer |= stops
-        return stops
+        """Return whether the trainer must stop now."""
+        is_stopped = self._read_stop_flag()
+        self.has_stopped_trainer |= is_stopped
+        return is_stopped
 
-    def _sees_stop(self) -> bool:
+    def _read_stop_flag(self) -> bool:
         self.is_cooperative = True
         return bool(self._flags.look(STOP, self._rank))
 
@@ -65,18 +69,18 @@ class Stops:
         self._flags.raise_flag(CHECKPOINT)
 
     def read_checkpoint(self, *, is_writing: bool) -> bool:
-        """Return whether to save now: a checkpoint was requested, or the attempt has to stop.
+        """Return whether to save now, because a checkpoint was requested or the attempt must stop.
 
         Args:
-            is_writing: whether a checkpoint is being written in the background. The trainer then
-                has started the save that was requested, and is not asked for another save.
+            is_writing: whether a checkpoint is being written in the background. This is the
+                requested checkpoint, so the trainer is not asked for another.
         """
         if self._checkpoint_answers or (self._promised and not is_writing):
             self.raise_checkpoint()
         before = self._checkpoint_flag_seen
         self._checkpoint_flag_seen = self._flags.look(CHECKPOINT, self._rank)
         is_due = self._checkpoint_flag_seen > before
-        if self._sees_stop() and not self._saves_last:
+        if self._read_stop_flag() and not self._saves_last:
             self._saves_last = True
             is_due = True
         if is_due:
@@ -86,15 +90,15 @@ class Stops:
 
     @property
     def is_past_last_checkpoint(self) -> bool:
-        """Whether a trainer that never asks whether to stop has saved for a stop."""
+        """Whether the trainer has saved for a stop, but never calls ``run.should_stop``."""
         return self._saves_last and not self._asks_whether_to_stop
 
     def request_checkpoint(self, answer: Answer) -> None:
-        """Ask for a checkpoint; ``answer`` gets ``{"answer": …}`` or ``{"error": …}``."""
+        """Ask for a checkpoint. ``answer`` is called with ``{"answer": …}`` or ``{"error": …}``."""
         self._checkpoint_answers.append(answer)
 
     def withdraw_checkpoint_request(self, answer: Answer) -> None:
-        """Forget a request that has not been answered yet."""
+        """Drop a request for which the trainer was not asked to save yet."""
         if answer in self._checkpoint_answers:
             self._checkpoint_answers.remove(answer)
 

@@ -126,7 +126,7 @@ def _batch_sizes(arguments: Namespace, used: Collection[str]) -> dict[str, Json]
 def _run(arguments: Namespace, values: dict[str, Json]) -> int:
     from omegaconf import OmegaConf
 
-    from robust_train.attempt.script.command import check_command
+    from robust_train.attempt.script.check import check_command
     from robust_train.children import detach
     from robust_train.cli.jobs import exit_code_of
     from robust_train.config import refusals

@@ -123,7 +123,7 @@ class RobustLoop:
         self._order.begin(self.epoch, self.samples)
         if self.samples >= self._order.samples:
             return
-        for batch in live_of(self.run).speed.waits(self._own_batches()):
+        for batch in live_of(self.run).speed.measure_waits(self._own_batches()):
             yield batch
             self.samples = min(self.samples + self._effective, self._order.samples)
             self.step += 1

@@ -18,7 +18,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from robust_train.attempt.checkpoints import together
+from robust_train.attempt.checkpoint_errors import run_on_all_ranks
 from robust_train.attempt.last_save import save_last_again, settle_by_best
 from robust_train.attempt.run import Run, live_of
 from robust_train.compat import load_best, save_trainer, saving_through
@@ -256,7 +256,7 @@ class TransformersCallback(_TrainerCallback):  # type: ignore[misc]
 
         def write_all() -> None:
             # apart: other ranks would wait in a collective of `write`
-            together(prepare, of_all_ranks)
+            run_on_all_ranks(prepare, of_all_ranks)
             write()
 
         def publish() -> Path:

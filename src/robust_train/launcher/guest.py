@@ -40,7 +40,12 @@ from robust_train.host.signals import SignalWatch
 from robust_train.host.votes import StoreVotes
 from robust_train.launcher.driver import Driver
 from robust_train.launcher.ending import RankEnd, ended
-from robust_train.launcher.inline import InlineExecutor, function_of, own_modules, shield_workers
+from robust_train.launcher.inline import (
+    InlineExecutor,
+    find_user_modules,
+    function_of,
+    shield_workers,
+)
 from robust_train.launcher.plan import Plan, plan_job
 from robust_train.launcher.request import request_for
 from robust_train.model.attempt import Attempt
@@ -489,7 +494,7 @@ def _code() -> dict[str, float]:
     """Return the user's files that this process runs or has imported, with the time of each file's
     last change."""
     main = getattr(sys.modules["__main__"], "__file__", None) or ""
-    files = [main] + [path for _, path in own_modules()]
+    files = [main] + [path for _, path in find_user_modules()]
     times = {path: _changed_at(path) for path in files}
     return {path: at for path, at in times.items() if at}
 

@@ -12,7 +12,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
 
-from robust_train.attempt.code import own_modules as own_modules
+from robust_train.attempt.code import find_user_modules as find_user_modules
 from robust_train.attempt.loading import Trainer, load
 from robust_train.attempt.runner import run_attempt
 from robust_train.attempt.signals import shield_workers as shield_workers

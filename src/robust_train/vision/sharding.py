@@ -1,7 +1,7 @@
 """The built-in trainer's model sharded over the ranks (FSDP2): ``training.sharding=fsdp``.
 
 Its checkpoint is a folder with each rank's shards, which ``torch.distributed.checkpoint`` writes,
-and all other values. ``checkpoints.read_newest`` reads it.
+and all other values. ``read_checkpoint.read_newest`` reads it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
-from robust_train.attempt.checkpoints import INDEX, VALUES, Share, named_map
+from robust_train.attempt.checkpoint_content import TensorChange, map_tensors
+from robust_train.attempt.read_checkpoint import INDEX, VALUES
 from robust_train.failures import classify_failure
 from robust_train.files import sync
 from robust_train.folder.checkpoints import (
@@ -78,10 +79,10 @@ def whole(weights: dict[str, Tensor], *, keeps: bool) -> dict[str, Any]:
         full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         return full.cpu() if keeps else None
 
-    return named_map(gathered, weights)
+    return map_tensors(gathered, weights)
 
 
-def shares(model: nn.Module, optimizer: torch.optim.Optimizer) -> Share:
+def shares(model: nn.Module, optimizer: torch.optim.Optimizer) -> TensorChange:
     """Return a function that loads this rank's shard of a checkpoint's tensor, for
     ``read_newest``."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -120,7 +121,7 @@ def write_shards(group: dist.ProcessGroup, content: Content, path: Path) -> Path
             tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         return tensor
 
-    writer = _FolderWriter(path, named_map(set_apart, content))
+    writer = _FolderWriter(path, map_tensors(set_apart, content))
     try:
         save(shards, storage_writer=writer, process_group=group)
     except CheckpointException as failure:

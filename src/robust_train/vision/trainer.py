@@ -20,8 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from robust_train.attempt.checkpoints import read_newest
 from robust_train.attempt.last_save import save_result
+from robust_train.attempt.read_checkpoint import read_newest
 from robust_train.attempt.run import Run, live_of
 from robust_train.failures import classify_failure
 from robust_train.folder.best import BEST_NAME, Best, record_best
@@ -279,7 +279,7 @@ class Training:
         steps = list(self.plan.steps(position.epoch, position.samples))
         # A rank without a sample of the step takes part with a sample that has no weight.
         reads = [share or [[0]] for share in steps]
-        batches = live_of(run).speed.waits(
+        batches = live_of(run).speed.measure_waits(
             self._batches(
                 self.train_set, list(itertools.chain.from_iterable(reads)), position.epoch
             )

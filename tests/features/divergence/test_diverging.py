@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import diverging_trainers
-from robust_train.attempt.cadence import Saving
+from robust_train.attempt.checkpoint_records import CheckpointRecords
 from robust_train.attempt.run import Run, live_of
 from robust_train.features.divergence.attempt import Losses
 from robust_train.features.divergence.model import DivergenceKeys
@@ -182,10 +182,10 @@ def test_rotation_keeps_the_last_checkpoint_known_good(tmp_path, losses, left):
 
 
 def test_no_checkpoint_saved_after_divergence_is_resumed(tmp_path):
-    saving = Saving(tmp_path, 1)
+    saving = CheckpointRecords(tmp_path, 1)
     saving.job = "j"
     saved(saving.folder, (10, "finite"), (20, "finite"), (30, "finite"), (40, "diverged"))
-    before = saving.spoiled(good_step=25, since=0.0)
+    before = saving.spoil(good_step=25, since=0.0)
     assert before.step == 20
     assert [one.loss for one in of_job(saving.folder, "j")] == [
         "proven",
@@ -194,7 +194,7 @@ def test_no_checkpoint_saved_after_divergence_is_resumed(tmp_path):
         "diverged",
     ]
     # what was followed by finite losses is not doubted where the next attempt diverges at once
-    assert saving.spoiled(good_step=19, since=0.0).step == 20
+    assert saving.spoil(good_step=19, since=0.0).step == 20
     assert newest_checkpoint(saving.folder, "j").step == 20
 
 

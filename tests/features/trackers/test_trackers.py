@@ -9,7 +9,7 @@ import types
 
 import pytest
 
-from robust_train.attempt.script.messages import ScriptRun
+from robust_train.attempt.script.script_run import ScriptRun
 from robust_train.config.placeholders import PREFIX
 from robust_train.folder import trackers
 from robust_train.folder.identity import begin_job

@@ -1,5 +1,8 @@
-"""Runs a script's process in an attempt: starts it, forwards signals, and leaves no process
-behind."""
+"""Run a script's process: start it, pass on the request to stop, and end all its descendants.
+
+The trainer behind ``trainer=command`` uses it in the attempt's process. That process is a
+subreaper: the kernel makes orphaned descendants of the script its children, so it can end them.
+"""
 
 from __future__ import annotations
 
@@ -34,15 +37,17 @@ from robust_train.model.errors import ConfigError
 
 log = logging.getLogger("robust_train")
 
+# After the script itself has ended, its descendants are polled at this interval.
 _ORPHANS_SECONDS = 0.05
 _SHELLS = frozenset({"sh", "bash", "dash", "ksh", "zsh"})
 
 
 class Program:
-    """A running script. It stays in the process group of its attempt.
+    """A running script, in the process group of its attempt.
 
-    Orphaned descendants become children of this process (a subreaper), however far they have
-    detached themselves.
+    Attributes:
+        has_ended_by_itself: whether the script and all its descendants ended before a stop was
+            requested.
 
     Raises:
         ConfigError: it cannot be started.
@@ -59,25 +64,24 @@ class Program:
         self._stop_signal = stop_signal
         self._not_ours = {child.pid for child in children()}
         self._asked: set[int] = set()
-        # Whether it and all its descendants ended before a stop was requested.
         self.has_ended_by_itself = False
         program = Path(argv[0])
         self._is_shell = program.name in _SHELLS or program.suffix == ".sh"
         try:
-            with _own_input() as stdin:
+            with _reopened_input() as stdin:
                 self._process = subprocess.Popen(
                     list(argv),
                     env=dict(environ),
                     cwd=cwd,
                     pass_fds=_files_to_inherit(),
                     stdin=stdin,
-                    preexec_fn=partial(_begin, stop_signal),
+                    preexec_fn=partial(_prepare_process, stop_signal),
                 )
         except OSError as error:
             problem = error.strerror or error
             hint = ""
             if error.errno in (errno.ENOENT, errno.ENOEXEC):
-                hint = "; does its first line, #!…, name an interpreter that is there?"
+                hint = "; does its first line, #!…, name an interpreter that exists?"
             raise ConfigError(f"trainer.argv: {shlex.join(argv)}: {problem}{hint}") from error
 
     @property
@@ -86,15 +90,15 @@ class Program:
         return self._process.pid
 
     def wait(self, run: Run, stop_grace_seconds: float, on_tick: Callable[[], None]) -> int:
-        """Wait until the script and its descendants have ended, and return its exit status like
-        subprocess.
+        """Wait until the script and its descendants have ended, and return its exit status as
+        subprocess does.
 
-        ``on_tick`` is called about twice a second. If ``run.should_stop()``, the stop signal goes
-        to the script, and after its end to the programs that it left (a shell does not wait for its
-        background programs). Anything alive after ``stop_grace_seconds`` is killed. Data-loader
-        workers get no signal: their own parent ends them. Forks of an ended program are killed
-        without the signal, because they have its signal handlers, and would save a checkpoint as
-        well.
+        ``on_tick`` is called about twice a second. When ``run.should_stop()`` is true, the stop
+        signal goes to the script, and after its end to the programs that it left: a shell does not
+        wait for its background programs. Processes that still run after ``stop_grace_seconds`` are
+        killed. Data-loader workers get no signal, because their parent ends them. Forks of a
+        program that has ended are killed without the signal: they have its signal handlers, and
+        would save a checkpoint as well.
         """
         kill_at = math.inf
         try:
@@ -105,62 +109,69 @@ class Program:
                     kill_at = min(kill_at, now + stop_grace_seconds)
                     if not running or now >= kill_at:
                         break
-                    forks = set(filter(is_fork, running))
-                    programs = [running_pid for running_pid in running if running_pid not in forks]
-                    self._ask_to_stop(programs)
-                    # A fork of a shell may run a program, which gets the signal next.
+                    forks = [pid for pid in running if is_fork(pid)]
+                    self._ask_to_stop([pid for pid in running if pid not in forks])
+                    # While the script runs, a fork of a shell may become a program, which then gets
+                    # the signal.
                     if self._process.returncode is not None:
                         for pid in forks:
                             _send(pid, signal.SIGKILL)
                 elif self._process.returncode is not None:
                     self.has_ended_by_itself = True
-                    self._tell_of_background(running)
+                    self._warn_of_background_programs(running)
                     break
                 if self._process.returncode is not None:
-                    time.sleep(_ORPHANS_SECONDS)  # its leftover programs end, too
+                    # Give its remaining programs time to end.
+                    time.sleep(_ORPHANS_SECONDS)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(TICK_SECONDS)
                 on_tick()
         finally:
             returncode = self._process.poll()
             left = kill_descendants(lambda process: process.pid not in self._not_ours)
-            if returncode is None:  # the kill has collected its status
-                self._process.returncode = returncode = -signal.SIGKILL
+            if returncode is None:
+                # The kill has collected its exit status.
+                returncode = -signal.SIGKILL
+                self._process.returncode = returncode
         if left:
-            log.warning("processes %s of the script hang in the kernel; they are left behind", left)
+            log.warning("processes %s of the script hang in the kernel and cannot be ended", left)
         return returncode
 
     def _running(self) -> list[int]:
-        """Return the script and its orphaned descendants; collect those that have ended."""
+        """Return the running processes of the script: itself and its orphaned descendants. Those
+        that have ended are collected."""
         self._process.poll()
         pids = {child.pid for child in children()} - self._not_ours
         return [pid for pid in pids if pid == self.pid or collect(pid)]
 
-    def _tell_of_background(self, left: Sequence[int]) -> None:
+    def _warn_of_background_programs(self, left: Sequence[int]) -> None:
         """Warn of programs that a shell started in the background without waiting for them."""
         if not (left and self._is_shell and self._process.returncode == 0):
             return
-        time.sleep(TICK_SECONDS)  # tee ends with its input
+        # A program that reads the script's output, such as tee, ends a moment later.
+        time.sleep(TICK_SECONDS)
         left = self._running()
         if left:
             log.warning(
-                "the script ended while %s still ran, and it ends with the script: let the script "
-                "wait for it (without &, or with wait); --detach is for the background",
+                "the script ended while %s still ran, which is ended too: let the script wait for "
+                "it (without &, or with wait); --detach is for the background",
                 named(map(psutil.Process, left)),
             )
 
     def _ask_to_stop(self, pids: Sequence[int]) -> None:
-        """Send the stop signal to each once, with SIGCONT, because a stopped process would not get
-        it."""
-        below = children(recursive=True)
-        # A shell waits for its child to end by this signal.
+        """Send the stop signal once to each of these processes. Suspended processes get SIGCONT
+        first, because they would not handle the signal."""
+        descendants = children(recursive=True)
         if self._stop_signal == signal.SIGINT:
-            pids = [*pids, *_run_by_shells(below)]
+            # A shell ends by SIGINT only if the program that it runs does.
+            pids = [*pids, *_run_by_shells(descendants)]
         newly_asked = set(pids) - self._asked
+        if not newly_asked:
+            return
         self._asked |= newly_asked
         for pid in newly_asked:
             _send(pid, self._stop_signal)
-        for process in below if newly_asked else ():
+        for process in descendants:
             with contextlib.suppress(psutil.Error):
                 if process.status() == psutil.STATUS_STOPPED:
                     _send(process.pid, signal.SIGCONT)
@@ -172,7 +183,8 @@ def _send(pid: int, signum: signal.Signals) -> None:
 
 
 def _run_by_shells(processes: Sequence[psutil.Process]) -> Iterator[int]:
-    """Yield the processes whose parent is a shell: a terminal sends them the signal as well."""
+    """Yield the ids of the processes whose parent is a shell. Ctrl-C in a terminal reaches them
+    too."""
     for process in processes:
         with contextlib.suppress(psutil.Error):
             parent = process.parent()
@@ -180,19 +192,20 @@ def _run_by_shells(processes: Sequence[psutil.Process]) -> Iterator[int]:
                 yield process.pid
 
 
-def _begin(stop_signal: signal.Signals) -> None:
-    """Prepare the script's process."""
-    # `nohup … &` makes it ignore some signals.
+def _prepare_process(stop_signal: signal.Signals) -> None:
+    """Set the signals of the script's process. Runs between fork and exec."""
+    # The attempt may ignore the signal, for example under `nohup … &`, and a child inherits that.
     signal.signal(stop_signal, signal.SIG_DFL)
-    # This covers the case that the reaper was killed as well.
+    # Usually the reaper ends the script if the attempt is killed. The reaper may be killed too.
     signal_at_parents_death(signal.SIGKILL)
 
 
 @contextlib.contextmanager
-def _own_input() -> Iterator[int | None]:
-    """Reopen a file on standard input, so that each attempt and each job reads all of it."""
+def _reopened_input() -> Iterator[int | None]:
+    """Reopen a file on standard input, so that each attempt and each job reads all of it. Yields
+    None if standard input is no file."""
     reopened = None
-    with contextlib.suppress(OSError):  # a pipe, or closed
+    with contextlib.suppress(OSError):  # It is a pipe, or closed.
         starts_at = os.lseek(0, 0, os.SEEK_CUR)
         reopened = os.open("/dev/fd/0", os.O_RDONLY)
         os.lseek(reopened, starts_at, os.SEEK_SET)
@@ -204,11 +217,12 @@ def _own_input() -> Iterator[int | None]:
 
 
 def _files_to_inherit() -> list[int]:
-    """Return the files that this process has to pass on: a reservation is a lock on a file."""
+    """Return the descriptors that the script must inherit. A reservation of a GPU is a lock on an
+    open file, which holds until the last process with the descriptor has ended."""
     descriptors = []
     for name in os.listdir("/proc/self/fd"):
         descriptor = int(name)
-        with contextlib.suppress(OSError):  # the descriptor that listed the folder
+        with contextlib.suppress(OSError):  # The descriptor that listed the folder is closed.
             is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
             if descriptor > 2 and is_file and os.get_inheritable(descriptor):
                 descriptors.append(descriptor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from robust_train.attempt.hooks import InAttempt
-from robust_train.attempt.loading import WORKERS
+from robust_train.attempt.supports import WORKERS
 from robust_train.features.data_loader_workers.record import WorkersFinding
 from robust_train.model.failure import Failure, FailureKind
 
